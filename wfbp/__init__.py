@@ -1,0 +1,1 @@
+"""wfbp: data-parallel training whose gradients travel while backward still computes."""

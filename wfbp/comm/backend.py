@@ -1,0 +1,117 @@
+"""The seam between the runtime and whatever moves bytes between ranks.
+
+A backend is spoken to by one thread at a time (the communication thread). Every rank starts the
+same collectives in the same order on the same backend; each returns a :class:`Work` at once, and
+progress is made inside :meth:`Work.test`. ``tests/contract`` is the specification that every
+implementation passes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from wfbp.core.types import Op
+
+T = TypeVar("T")
+
+Buffer = npt.NDArray[Any]
+"""A one-dimensional C-contiguous array; bfloat16 is stored as uint16."""
+
+
+class Work(ABC, Generic[T]):
+    """One collective under way.
+
+    ``nbytes`` is what travels, for those who decide how to wait.
+    """
+
+    nbytes: int = 0
+
+    @abstractmethod
+    def test(self) -> bool:
+        """Move the collective on, without blocking; True once it is complete on this rank.
+
+        Raises:
+            BackendError: the library below failed; the work is over.
+        """
+
+    @property
+    @abstractmethod
+    def result(self) -> T:
+        """What the collective returns, once ``test()`` was True."""
+
+
+class Backend(ABC):
+    """Collectives among ``size`` ranks, in place where they can be."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @abstractmethod
+    def all_reduce(self, buffer: Buffer, dtype: str, op: Op) -> Work[None]:
+        """Combine ``buffer`` over all ranks, in place.
+
+        Args:
+            buffer: any number of elements, also none.
+            dtype: element type, a key of ``core.types.ITEM_BYTES``; float16 and bfloat16 are
+                accumulated in float32 and rounded once.
+            op: how contributions combine.
+        """
+
+    @abstractmethod
+    def broadcast(self, buffer: Buffer, root: int) -> Work[None]:
+        """Copy the root's bytes of ``buffer`` to every rank, in place."""
+
+    @abstractmethod
+    def all_gather(self, send: Buffer, receive: Buffer, counts: Sequence[int]) -> Work[None]:
+        """Concatenate the ranks' ``send`` (uint8, ``counts[rank]`` bytes) in ``receive``."""
+
+    @abstractmethod
+    def all_gather_bytes(self, payload: bytes) -> Work[list[bytes]]:
+        """Every rank's payload, in rank order; lengths may differ and need not be known."""
+
+    @abstractmethod
+    def duplicate(self) -> Backend:
+        """A backend over the same ranks whose collectives cannot be confused with this one's.
+
+        Collective and blocking.
+        """
+
+    @abstractmethod
+    def send_notice(self, payload: bytes) -> None:
+        """Send a short message to every other rank, without waiting for it to be read.
+
+        Not a collective: this is how a rank that fails tells the others.
+        """
+
+    @abstractmethod
+    def poll_notices(self) -> list[tuple[int, bytes]]:
+        """Notices that have arrived, each with the rank that sent it; never blocks."""
+
+    @abstractmethod
+    def abort(self, code: int) -> None:
+        """End every rank at once; the last resort."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the backend's resources back; collective where the library below demands it."""
+
+
+class Finished(Work[T]):
+    """Work that was complete when it was made (one rank, nothing to send)."""
+
+    def __init__(self, result: T) -> None:
+        self._result = result
+
+    def test(self) -> bool:
+        return True
+
+    @property
+    def result(self) -> T:
+        return self._result

@@ -1,0 +1,180 @@
+"""A plan: which tensors travel together, in which order, by which operation.
+
+A plan is immutable, the same on every rank, and known by its digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from wfbp.core.types import Operation, Phase, TensorSpec
+
+FORMAT = "wfbp-plan/1"
+ALIGNMENT_BYTES = 16
+"""Each tensor starts at a multiple of this in its fusion buffer (the width of a vector load)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tensors sent as one message.
+
+    Args:
+        tensors: indices into ``Plan.tensors``, in the order in which they lie in the buffer.
+        operation: the collective that carries the group.
+        phase: backward for all-reduce and reduce-scatter, forward for all-gather.
+    """
+
+    tensors: tuple[int, ...]
+    operation: Operation = Operation.ALL_REDUCE
+    phase: Phase = Phase.BACKWARD
+
+    def __post_init__(self) -> None:
+        if not self.tensors:
+            raise ValueError("a group needs at least one tensor")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Groups in the order in which they are sent.
+
+    Args:
+        schedule: name of the planner that made it.
+        tensors: the tensors planned, in forward order.
+        groups: in sending order; one element type per group; every tensor in exactly one group
+            per phase.
+        overlap: whether a group may leave while backward still runs. Without overlap all groups
+            leave when the step closes, which is cheaper where communication costs the CPU time
+            that backward needs (shared memory, one core per rank).
+
+    Raises:
+        ValueError: a tensor is missing, named twice, or shares a group with another element type.
+
+    Example:
+        >>> w, b = TensorSpec("w", (3, 5), "float32"), TensorSpec("b", (5,), "float32")
+        >>> plan = Plan("single", (w, b), (Group((1, 0)),))
+        >>> plan.offsets(0), plan.nbytes(0)
+        ((0, 32), 92)
+    """
+
+    schedule: str
+    tensors: tuple[TensorSpec, ...]
+    groups: tuple[Group, ...]
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        names = [spec.name for spec in self.tensors]
+        if len(set(names)) != len(names):
+            twice = sorted({n for n in names if names.count(n) > 1})
+            raise ValueError(f"tensor names must be unique; found twice: {', '.join(twice)}")
+        for phase in Phase:
+            seen = [k for g in self.groups if g.phase is phase for k in g.tensors]
+            if len(set(seen)) != len(seen):
+                raise ValueError(f"a tensor is in two groups of the {phase.value} phase")
+            if phase is Phase.BACKWARD and set(seen) != set(range(len(names))):
+                raise ValueError("the groups do not cover exactly the tensors of the plan")
+        for index, group in enumerate(self.groups):
+            kinds = {self.tensors[k].dtype for k in group.tensors}
+            if len(kinds) > 1:
+                raise ValueError(f"group {index} mixes element types {sorted(kinds)}")
+
+    def dtype(self, group: int) -> str:
+        """Element type of a group."""
+        return self.tensors[self.groups[group].tensors[0]].dtype
+
+    def offsets(self, group: int) -> tuple[int, ...]:
+        """Byte offset of each tensor of a group in its fusion buffer."""
+        return layout([self.tensors[k].nbytes for k in self.groups[group].tensors])[0]
+
+    def nbytes(self, group: int) -> int:
+        """Bytes of a group's tensors in its fusion buffer, padding between them included."""
+        return layout([self.tensors[k].nbytes for k in self.groups[group].tensors])[1]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(spec.nbytes for spec in self.tensors)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the plan's canonical JSON: equal exactly where the plans are equal."""
+        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain data, format ``wfbp-plan/1``."""
+        return {
+            "format": FORMAT,
+            "schedule": self.schedule,
+            "overlap": self.overlap,
+            "tensors": [
+                {"name": s.name, "shape": list(s.shape), "dtype": s.dtype} for s in self.tensors
+            ],
+            "groups": [
+                {
+                    "phase": g.phase.value,
+                    "operation": g.operation.value,
+                    "tensors": list(g.tensors),
+                }
+                for g in self.groups
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Plan:
+        """The plan that :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: not of the format, or not a valid plan.
+        """
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ValueError(f"not a plan: expected format {FORMAT!r}")
+        try:
+            return cls(
+                schedule=data["schedule"],
+                tensors=tuple(
+                    TensorSpec(t["name"], tuple(t["shape"]), t["dtype"]) for t in data["tensors"]
+                ),
+                groups=tuple(
+                    Group(tuple(g["tensors"]), Operation(g["operation"]), Phase(g["phase"]))
+                    for g in data["groups"]
+                ),
+                overlap=data["overlap"],
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a valid {FORMAT} document: {error!r}") from error
+
+
+def layout(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Aligned byte offsets of consecutive tensors, and the bytes up to the end of the last.
+
+    >>> layout([20, 60, 4])
+    ((0, 32, 96), 100)
+    """
+    offsets = []
+    end = 0
+    for size in sizes:
+        start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        offsets.append(start)
+        end = start + size
+    return tuple(offsets), end
+
+
+def split_by_dtype(
+    tensors: Sequence[TensorSpec], runs: Iterable[Sequence[int]]
+) -> tuple[Group, ...]:
+    """Groups from runs of tensors: one per element type in each run, order kept within each.
+
+    A message has one element type, so a run that mixes several becomes several messages.
+    """
+    groups = []
+    for run in runs:
+        by_dtype: dict[str, list[int]] = {}
+        for k in run:
+            by_dtype.setdefault(tensors[k].dtype, []).append(k)
+        groups.extend(Group(tuple(members)) for members in by_dtype.values())
+    return tuple(groups)

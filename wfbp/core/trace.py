@@ -1,0 +1,176 @@
+"""A trace: sizes and compute times of the tensors of one training step."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from wfbp.core.types import TensorSpec
+
+FORMAT = "wfbp-trace/1"
+
+
+@dataclass(frozen=True, slots=True)
+class TraceTensor:
+    """One tensor with the compute time that belongs to it.
+
+    Args:
+        spec: name, shape and element type.
+        forward_s: forward compute from the previous tensor's first use to this one's, seconds.
+        backward_s: backward compute from the previous gradient to this one's, seconds.
+    """
+
+    spec: TensorSpec
+    forward_s: float
+    backward_s: float
+
+    def __post_init__(self) -> None:
+        for field, value in (("forward_s", self.forward_s), ("backward_s", self.backward_s)):
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(
+                    f"tensor {self.spec.name!r}: {field} is {value!r}; "
+                    "expected a finite time of at least 0 seconds"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Tensors in forward order; backward goes through them in reverse.
+
+    Args:
+        model: name for people.
+        tensors: in forward order.
+        other_s: seconds of an iteration outside forward and backward (data, optimizer).
+
+    Example:
+        >>> w = TraceTensor(TensorSpec("w", (4,), "float32"), forward_s=1e-3, backward_s=2e-3)
+        >>> b = TraceTensor(TensorSpec("b", (2,), "float32"), forward_s=0.0, backward_s=1e-3)
+        >>> Trace("tiny", (w, b)).ready_times_s
+        [0.001, 0.003]
+    """
+
+    model: str
+    tensors: tuple[TraceTensor, ...]
+    other_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.tensors:
+            raise ValueError(f"trace {self.model!r} has no tensors")
+        names = [t.spec.name for t in self.tensors]
+        if len(set(names)) != len(names):
+            twice = sorted({n for n in names if names.count(n) > 1})
+            raise ValueError(f"trace {self.model!r}: names found twice: {', '.join(twice)}")
+        if not (math.isfinite(self.other_s) and self.other_s >= 0):
+            raise ValueError(f"trace {self.model!r}: other_s is {self.other_s!r}")
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Specs in forward order."""
+        return tuple(t.spec for t in self.tensors)
+
+    @property
+    def backward_bytes(self) -> list[int]:
+        """Bytes m_1..m_L in backward order."""
+        return [t.spec.nbytes for t in reversed(self.tensors)]
+
+    @property
+    def ready_times_s(self) -> list[float]:
+        """Ready times r_1..r_L in backward order, seconds from the start of backward."""
+        return list(accumulate(t.backward_s for t in reversed(self.tensors)))
+
+    @property
+    def forward_s(self) -> float:
+        """T_f, seconds."""
+        return math.fsum(t.forward_s for t in self.tensors)
+
+    @property
+    def backward_s(self) -> float:
+        """T_b, seconds: the last ready time."""
+        return self.ready_times_s[-1]
+
+    def backward_index(self, k: int) -> int:
+        """Index into ``tensors`` of the k-th gradient (from 0) of backward."""
+        return len(self.tensors) - 1 - k
+
+    def to_json(self) -> dict[str, Any]:
+        """The trace as plain data, format ``wfbp-trace/1``."""
+        return {
+            "format": FORMAT,
+            "model": self.model,
+            "tensors_in": "forward order",
+            "other_s": self.other_s,
+            "tensors": [
+                {
+                    "name": t.spec.name,
+                    "numel": t.spec.numel,
+                    "dtype": t.spec.dtype,
+                    "forward_s": t.forward_s,
+                    "backward_s": t.backward_s,
+                }
+                for t in self.tensors
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Trace:
+        """The trace in a ``wfbp-trace/1`` document.
+
+        Raises:
+            ValueError: with the place and what was found there.
+        """
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"not a trace: expected format {FORMAT!r}, found {found!r}")
+        rows = data.get("tensors")
+        if not isinstance(rows, Sequence) or isinstance(rows, str):
+            raise ValueError("tensors: expected a list")
+        other_s = data.get("other_s", 0.0)
+        return cls(
+            str(data.get("model", "")),
+            tuple(_tensor(i, row) for i, row in enumerate(rows)),
+            _number("other_s", other_s),
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """The trace in a JSON file.
+
+        Raises:
+            ValueError: not JSON or not a trace; the message names the file.
+            OSError: the file cannot be read.
+        """
+        try:
+            return cls.from_json(json.loads(Path(path).read_text()))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def _number(place: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{place}: expected a number, found {value!r}")
+    return float(value)
+
+
+def _tensor(index: int, row: Any) -> TraceTensor:
+    place = f"tensors[{index}]"
+    if not isinstance(row, dict):
+        raise ValueError(f"{place}: expected an object, found {type(row).__name__}")
+    missing = [k for k in ("name", "numel", "forward_s", "backward_s") if k not in row]
+    if missing:
+        raise ValueError(f"{place}: missing {', '.join(missing)}")
+    numel = row["numel"]
+    if isinstance(numel, bool) or not isinstance(numel, int) or numel < 0:
+        raise ValueError(f"{place}.numel: expected a whole number of at least 0, found {numel!r}")
+    try:
+        return TraceTensor(
+            TensorSpec(str(row["name"]), (numel,), str(row.get("dtype", "float32"))),
+            _number("forward_s", row["forward_s"]),
+            _number("backward_s", row["backward_s"]),
+        )
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error

@@ -1,0 +1,93 @@
+"""The small facts that every layer speaks of: element types, operations, tensors."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+ITEM_BYTES: dict[str, int] = {
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "int32": 4,
+    "int64": 8,
+    "uint8": 1,
+}
+"""Bytes per element of every element type that travels between ranks, by its name."""
+
+
+class Op(enum.Enum):
+    """How contributions of the ranks are combined.
+
+    AVERAGE divides the sum by the number of ranks; for integers it truncates toward zero.
+    """
+
+    SUM = "sum"
+    AVERAGE = "average"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+
+
+class Phase(enum.Enum):
+    """In which half of the iteration a group is sent."""
+
+    BACKWARD = "backward"
+    FORWARD = "forward"
+
+
+class Operation(enum.Enum):
+    """The collective that carries a group."""
+
+    ALL_REDUCE = "all_reduce"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_GATHER = "all_gather"
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes per element of ``dtype``.
+
+    Raises:
+        ValueError: if ``dtype`` is not one of :data:`ITEM_BYTES`.
+    """
+    try:
+        return ITEM_BYTES[dtype]
+    except KeyError:
+        known = ", ".join(ITEM_BYTES)
+        raise ValueError(f"dtype {dtype!r} cannot be sent; expected one of {known}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What is known of a tensor before it exists.
+
+    Args:
+        name: unique within its plan.
+        shape: sizes along each dimension; ``()`` is one element.
+        dtype: name of the element type, a key of :data:`ITEM_BYTES`.
+
+    Example:
+        >>> TensorSpec("fc.weight", (10, 20), "float32").nbytes
+        800
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        item_bytes(self.dtype)
+        if any(size < 0 for size in self.shape):
+            raise ValueError(f"tensor {self.name!r}: negative size in shape {self.shape}")
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.numel * item_bytes(self.dtype)

@@ -1,0 +1,35 @@
+"""Every error that wfbp raises for the machine and for disagreement between ranks.
+
+A caller's mistake at the call itself is a ``ValueError`` or ``TypeError``; what goes wrong
+between ranks or in the machine below is a subclass of :class:`WfbpError`. Each message says
+the rank, what was expected, what was found, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class WfbpError(RuntimeError):
+    """Base of all errors of the runtime."""
+
+
+class NotInitializedError(WfbpError):
+    """A call that needs the runtime came before ``wfbp.init()`` or after ``wfbp.shutdown()``."""
+
+    def __init__(self, call: str = "this call") -> None:
+        super().__init__(f"{call} needs the runtime: call wfbp.init() first")
+
+
+class DisagreementError(WfbpError):
+    """Ranks submitted tensors or operations that do not match."""
+
+
+class PeerError(WfbpError):
+    """Another rank failed or left while this rank still needed it."""
+
+
+class StallError(WfbpError):
+    """An operation did not complete within ``WFBP_TIMEOUT_S`` seconds."""
+
+
+class BackendError(WfbpError):
+    """MPI or NCCL reported an error; the original is the ``__cause__``."""
