@@ -1,0 +1,39 @@
+"""The benchmark's models have the sizes that its figures are stated for."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from wfbp.bench.models import MODELS, loss  # noqa: E402
+
+SIZES = {
+    "mlp": (120, 3_947_520),
+    "resnet50": (161, 25_557_032),
+    "gpt": (149, 27_634_944),
+    "vgg16": (32, 43_985_704),
+}
+
+
+def test_every_model_has_a_stated_size() -> None:
+    assert set(MODELS) == set(SIZES)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_counts(name: str) -> None:
+    with torch.device("meta"):
+        parameters = list(MODELS[name].build().parameters())
+    assert (len(parameters), sum(p.numel() for p in parameters)) == SIZES[name]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_one_step_gives_every_parameter_a_finite_gradient(name: str) -> None:
+    torch.manual_seed(0)
+    bench = MODELS[name]
+    model = bench.build()
+    loss(model, bench.batch(torch.Generator().manual_seed(1))).backward()
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.grad is not None, parameter_name
+        assert torch.isfinite(parameter.grad).all(), parameter_name
+        assert parameter.grad.abs().max() > 1e-12, parameter_name
