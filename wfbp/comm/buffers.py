@@ -1,0 +1,56 @@
+"""Buffers as the backends see them: typed views of memory that someone else owns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from wfbp.comm.backend import Buffer
+from wfbp.core.types import ITEM_BYTES, item_bytes
+
+HALF = frozenset({"float16", "bfloat16"})
+"""Element types that are accumulated in float32."""
+
+STORAGE = {name: np.dtype("uint16" if name in HALF else name) for name in ITEM_BYTES}
+"""The NumPy type in which each element type lies in a buffer."""
+
+
+def typed(buffer: Buffer, dtype: str) -> Buffer:
+    """The buffer's bytes seen as elements of ``dtype`` (uint16 for the half types), not copied.
+
+    Raises:
+        ValueError: the buffer is not one-dimensional and contiguous, is read-only, or its bytes
+            are not a whole number of elements.
+
+    Example:
+        >>> typed(np.zeros(8, np.uint8), "float32")
+        array([0., 0.], dtype=float32)
+    """
+    size = item_bytes(dtype)
+    if buffer.ndim != 1 or not buffer.flags.c_contiguous or not buffer.flags.writeable:
+        raise ValueError(
+            "a buffer must be one-dimensional, contiguous and writeable; "
+            f"found shape {buffer.shape}, strides {buffer.strides}"
+        )
+    if buffer.nbytes % size:
+        raise ValueError(f"a buffer of {buffer.nbytes} bytes holds no whole number of {dtype}")
+    return buffer if buffer.dtype == STORAGE[dtype] else buffer.view(STORAGE[dtype])
+
+
+def check_counts(
+    rank: int, size: int, send: Buffer, receive: Buffer, counts: Sequence[int]
+) -> None:
+    """Check the sizes of an all-gather on this rank.
+
+    Raises:
+        ValueError: a size does not fit; the message names it.
+    """
+    if len(counts) != size or any(count < 0 for count in counts):
+        raise ValueError(f"all_gather needs {size} counts of at least 0, found {list(counts)}")
+    if send.nbytes != counts[rank]:
+        raise ValueError(f"rank {rank} sends {send.nbytes} bytes, but counts says {counts[rank]}")
+    if receive.nbytes != sum(counts):
+        raise ValueError(
+            f"rank {rank} receives into {receive.nbytes} bytes, but counts add up to {sum(counts)}"
+        )

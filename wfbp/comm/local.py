@@ -1,0 +1,216 @@
+"""Ranks as threads of one process: the backend for tests of everything above it.
+
+Every collective is a rendezvous: it completes on a rank only once every rank has joined it. The
+last rank to join checks that all ranks meant the same collective, computes the results of all,
+and marks the works complete.
+
+Threads: the world's condition guards the table of open rendezvous, the notices and the world's
+fate. A rank's buffer is written by the thread of the last rank to join, which is why it belongs
+to the collective until ``test()`` returns True.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from wfbp.comm.arithmetic import combine
+from wfbp.comm.backend import Backend, Buffer, T, Work
+from wfbp.comm.buffers import check_counts, typed
+from wfbp.core.types import Op
+from wfbp.errors import BackendError, PeerError, WfbpError
+
+Finish = Callable[[list[Any]], list[Any]]
+
+
+class _Rendezvous:
+    """One collective: what each rank brought, and what each is to get."""
+
+    def __init__(self) -> None:
+        self.inputs: dict[int, tuple[object, Any]] = {}
+        self.results: list[Any] | None = None
+        self.error: WfbpError | None = None
+
+
+class _Fate:
+    """What became of a world and all its duplicates."""
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self.error: WfbpError | None = None
+
+
+class LocalWorld:
+    """``size`` ranks in one process.
+
+    Args:
+        size: number of ranks, at least 1.
+
+    Example:
+        >>> world = LocalWorld(1)
+        >>> x = np.ones(3, np.float32)
+        >>> world.backend(0).all_reduce(x, "float32", Op.SUM).test()
+        True
+    """
+
+    def __init__(self, size: int, _fate: _Fate | None = None) -> None:
+        if size < 1:
+            raise ValueError(f"a world needs at least 1 rank, not {size}")
+        self.size = size
+        self.fate = _fate or _Fate()
+        self.open: dict[int, _Rendezvous] = {}
+        self.notices: list[deque[tuple[int, bytes]]] = [deque() for _ in range(size)]
+        self._backends = [LocalBackend(self, rank) for rank in range(size)]
+
+    def backend(self, rank: int) -> LocalBackend:
+        """The one backend of a rank; call its methods from one thread at a time."""
+        return self._backends[rank]
+
+    def join(
+        self, sequence: int, rank: int, signature: object, value: Any, finish: Finish
+    ) -> _Rendezvous:
+        """Bring a rank's input to the collective with this number; the last rank finishes it."""
+        with self.fate.condition:
+            if self.fate.error is not None:
+                raise self.fate.error
+            meeting = self.open.setdefault(sequence, _Rendezvous())
+            meeting.inputs[rank] = (signature, value)
+            if len(meeting.inputs) < self.size:
+                return meeting
+            del self.open[sequence]
+        signatures = [meeting.inputs[r][0] for r in range(self.size)]
+        if any(s != signatures[0] for s in signatures):
+            told = "; ".join(f"rank {r}: {s}" for r, s in enumerate(signatures))
+            meeting.error = BackendError(f"ranks started different collectives: {told}")
+        else:
+            try:
+                meeting.results = finish([meeting.inputs[r][1] for r in range(self.size)])
+            except Exception as error:
+                meeting.error = BackendError(f"{signatures[0]} failed: {error}")
+                meeting.error.__cause__ = error
+        with self.fate.condition:
+            self.fate.condition.notify_all()
+        return meeting
+
+    def end(self, error: WfbpError) -> None:
+        """Mark the world dead: every pending and every later collective raises ``error``."""
+        with self.fate.condition:
+            self.fate.error = self.fate.error or error
+            self.fate.condition.notify_all()
+
+
+class _LocalWork(Work[T]):
+    def __init__(self, world: LocalWorld, meeting: _Rendezvous, rank: int, nbytes: int) -> None:
+        self._world = world
+        self._meeting = meeting
+        self._rank = rank
+        self.nbytes = nbytes
+
+    def test(self) -> bool:
+        if self._meeting.results is not None:
+            return True
+        error = self._meeting.error or self._world.fate.error
+        if error is not None:
+            raise error
+        return False
+
+    @property
+    def result(self) -> T:
+        assert self._meeting.results is not None, "result before test() was True"
+        value: T = self._meeting.results[self._rank]
+        return value
+
+
+class LocalBackend(Backend):
+    """One rank of a :class:`LocalWorld`."""
+
+    def __init__(self, world: LocalWorld, rank: int) -> None:
+        self.rank = self.local_rank = rank
+        self.size = self.local_size = world.size
+        self._world = world
+        self._started = 0
+
+    def all_reduce(self, buffer: Buffer, dtype: str, op: Op) -> Work[None]:
+        def finish(buffers: list[Any]) -> list[Any]:
+            total = np.empty_like(buffers[0])
+            combine(buffers, total, dtype, op)
+            for each in buffers:
+                np.copyto(each, total)
+            return [None] * self.size
+
+        signature = (f"all_reduce {op.value}", dtype, buffer.nbytes)
+        return self._join(signature, typed(buffer, dtype), buffer.nbytes, finish)
+
+    def broadcast(self, buffer: Buffer, root: int) -> Work[None]:
+        def finish(buffers: list[Any]) -> list[Any]:
+            for rank, each in enumerate(buffers):
+                if rank != root:
+                    np.copyto(each, buffers[root])
+            return [None] * self.size
+
+        signature = (f"broadcast from {root}", buffer.nbytes)
+        return self._join(signature, typed(buffer, "uint8"), buffer.nbytes, finish)
+
+    def all_gather(self, send: Buffer, receive: Buffer, counts: Sequence[int]) -> Work[None]:
+        check_counts(self.rank, self.size, send, receive, counts)
+
+        def finish(pairs: list[Any]) -> list[Any]:
+            whole = np.concatenate([pair[0] for pair in pairs])
+            for _, target in pairs:
+                np.copyto(target, whole)
+            return [None] * self.size
+
+        pair = (typed(send, "uint8"), typed(receive, "uint8"))
+        return self._join(("all_gather", *counts), pair, sum(counts), finish)
+
+    def all_gather_bytes(self, payload: bytes) -> Work[list[bytes]]:
+        def finish(payloads: list[Any]) -> list[Any]:
+            return [list(payloads) for _ in payloads]
+
+        return self._join(("all_gather_bytes",), bytes(payload), len(payload), finish)
+
+    def duplicate(self) -> Backend:
+        def finish(_: list[Any]) -> list[Any]:
+            world = LocalWorld(self.size, self._world.fate)
+            return [world.backend(rank) for rank in range(self.size)]
+
+        work: Work[Backend] = self._join(("duplicate",), None, 0, finish)
+        with self._world.fate.condition:
+            self._world.fate.condition.wait_for(lambda: self._over(work))
+        return work.result
+
+    def send_notice(self, payload: bytes) -> None:
+        with self._world.fate.condition:
+            for rank, box in enumerate(self._world.notices):
+                if rank != self.rank:
+                    box.append((self.rank, bytes(payload)))
+
+    def poll_notices(self) -> list[tuple[int, bytes]]:
+        box = self._world.notices[self.rank]
+        if not box:
+            return []
+        with self._world.fate.condition:
+            arrived = list(box)
+            box.clear()
+        return arrived
+
+    def abort(self, code: int) -> None:
+        self._world.end(PeerError(f"rank {self.rank} aborted the run with code {code}"))
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _join(
+        self, signature: tuple[object, ...], value: Any, nbytes: int, finish: Finish
+    ) -> _LocalWork[Any]:
+        meeting = self._world.join(self._started, self.rank, signature, value, finish)
+        self._started += 1
+        return _LocalWork(self._world, meeting, self.rank, nbytes)
+
+    @staticmethod
+    def _over(work: Work[Any]) -> bool:
+        return work.test()
