@@ -1,0 +1,88 @@
+// Which kernels this processor runs: the same loops, compiled for several instruction sets, the
+// best of which is chosen once at run time, so that one wheel serves every machine.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "half.h"
+
+#if (defined(__x86_64__) || defined(__i386__)) && defined(__GNUC__)
+#define WFBP_X86 1
+#include <immintrin.h>
+#else
+#define WFBP_X86 0
+#endif
+
+namespace wfbp {
+
+constexpr std::size_t kBlock = 512;  // elements on the stack: 4 KiB of float64, well inside L1
+
+struct Sum {
+  WFBP_INLINE static float of(float a, float b) { return a + b; }
+};
+struct Product {
+  WFBP_INLINE static float of(float a, float b) { return a * b; }
+};
+struct Min {  // a NaN on either side wins: it must reach every rank
+  WFBP_INLINE static float of(float a, float b) { return (a < b || a != a) ? a : b; }
+};
+struct Max {
+  WFBP_INLINE static float of(float a, float b) { return (a > b || a != a) ? a : b; }
+};
+
+using Multiply = void (*)(const std::uint8_t* from, std::uint8_t* to, std::size_t count,
+                          double factor);
+using Reduce = void (*)(const std::vector<const std::uint8_t*>& shards, std::uint8_t* out,
+                        std::size_t count, float divisor);
+
+struct Reducers {
+  Reduce sum, min, max, product;
+};
+
+struct Kernels {
+  Multiply float16, bfloat16, float32, float64;
+  Reducers reduce_float16, reduce_bfloat16;
+  void (*stream)(const std::uint8_t* from, std::uint8_t* to, std::size_t nbytes);
+  void (*fence)();
+  const char* name;
+};
+
+namespace portable {
+#define WFBP_TARGET
+#define WFBP_HAS_F16C 0
+#define WFBP_HAS_STREAM 0
+#define WFBP_NAME "portable"
+#include "kernels.inl"
+#undef WFBP_TARGET
+#undef WFBP_HAS_F16C
+#undef WFBP_HAS_STREAM
+#undef WFBP_NAME
+}  // namespace portable
+
+#if WFBP_X86
+namespace avx2 {
+#define WFBP_TARGET __attribute__((target("avx2,f16c")))
+#define WFBP_HAS_F16C 1
+#define WFBP_HAS_STREAM 1
+#define WFBP_NAME "avx2"
+#include "kernels.inl"
+#undef WFBP_TARGET
+#undef WFBP_HAS_F16C
+#undef WFBP_HAS_STREAM
+#undef WFBP_NAME
+}  // namespace avx2
+#endif
+
+inline Kernels best_kernels() {
+#if WFBP_X86
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return avx2::kernels();
+#endif
+  return portable::kernels();
+}
+
+}  // namespace wfbp

@@ -1,0 +1,147 @@
+// The loops over elements. Included once per instruction set, inside a namespace of its own, with
+// WFBP_TARGET naming the set for the compiler and WFBP_HAS_F16C, WFBP_HAS_STREAM saying what it
+// brings. No include guard: that is the point.
+//
+// Every loop goes through a small block on the stack, for three reasons: bytes reach it by
+// memcpy, so no pointer needs any alignment; the block cannot overlap anything, so compilers
+// vectorise without overlap checks; and source and target may be the same memory.
+
+template <class T>
+struct Plain {  // float32 and float64: calculated in their own type
+  using Wide = T;
+  static constexpr std::size_t kItem = sizeof(T);
+  WFBP_TARGET static void load(const std::uint8_t* from, T* block, std::size_t count) {
+    std::memcpy(block, from, count * sizeof(T));
+  }
+  WFBP_TARGET static void store(const T* block, std::uint8_t* to, std::size_t count) {
+    std::memcpy(to, block, count * sizeof(T));
+  }
+};
+
+struct BFloat16 {  // calculated in float32, as is Float16
+  using Wide = float;
+  static constexpr std::size_t kItem = 2;
+  WFBP_TARGET static void load(const std::uint8_t* from, float* block, std::size_t count) {
+    for (std::size_t i = 0; i < count; ++i) {
+      std::uint16_t value;
+      std::memcpy(&value, from + 2 * i, 2);
+      block[i] = bfloat16_to_float(value);
+    }
+  }
+  WFBP_TARGET static void store(const float* block, std::uint8_t* to, std::size_t count) {
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::uint16_t value = float_to_bfloat16(block[i]);
+      std::memcpy(to + 2 * i, &value, 2);
+    }
+  }
+};
+
+struct Float16 {
+  using Wide = float;
+  static constexpr std::size_t kItem = 2;
+  WFBP_TARGET static void load(const std::uint8_t* from, float* block, std::size_t count) {
+    std::size_t i = 0;
+#if WFBP_HAS_F16C
+    for (; i + 8 <= count; i += 8) {
+      const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 2 * i));
+      _mm256_storeu_ps(block + i, _mm256_cvtph_ps(half));
+    }
+#endif
+    for (; i < count; ++i) {
+      std::uint16_t value;
+      std::memcpy(&value, from + 2 * i, 2);
+      block[i] = float16_to_float(value);
+    }
+  }
+  WFBP_TARGET static void store(const float* block, std::uint8_t* to, std::size_t count) {
+    std::size_t i = 0;
+#if WFBP_HAS_F16C
+    for (; i + 8 <= count; i += 8) {
+      const __m256 wide = _mm256_loadu_ps(block + i);
+      const __m128i half = _mm256_cvtps_ph(wide, _MM_FROUND_TO_NEAREST_INT);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 2 * i), half);
+    }
+#endif
+    for (; i < count; ++i) {
+      const std::uint16_t value = float_to_float16(block[i]);
+      std::memcpy(to + 2 * i, &value, 2);
+    }
+  }
+};
+
+template <class Format>
+WFBP_TARGET void multiply(const std::uint8_t* from, std::uint8_t* to, std::size_t count,
+                          double factor) {
+  using Wide = typename Format::Wide;
+  const Wide by = static_cast<Wide>(factor);
+  Wide block[kBlock];
+  for (std::size_t start = 0; start < count; start += kBlock) {
+    const std::size_t length = std::min(kBlock, count - start);
+    Format::load(from + start * Format::kItem, block, length);
+    for (std::size_t i = 0; i < length; ++i) block[i] *= by;
+    Format::store(block, to + start * Format::kItem, length);
+  }
+}
+
+template <class Format, class Combine>
+WFBP_TARGET void reduce(const std::vector<const std::uint8_t*>& shards, std::uint8_t* out,
+                        std::size_t count, float divisor) {
+  float sum[kBlock];
+  float term[kBlock];
+  for (std::size_t start = 0; start < count; start += kBlock) {
+    const std::size_t length = std::min(kBlock, count - start);
+    Format::load(shards[0] + 2 * start, sum, length);
+    for (std::size_t k = 1; k < shards.size(); ++k) {
+      Format::load(shards[k] + 2 * start, term, length);
+      for (std::size_t i = 0; i < length; ++i) sum[i] = Combine::of(sum[i], term[i]);
+    }
+    if (divisor != 1.0f) {
+      for (std::size_t i = 0; i < length; ++i) sum[i] /= divisor;
+    }
+    Format::store(sum, out + 2 * start, length);
+  }
+}
+
+// A copy that goes past the caches: a target larger than they are would otherwise first be read
+// into them, and would drive out what training needs next. The caller fences.
+WFBP_TARGET inline void stream(const std::uint8_t* from, std::uint8_t* to, std::size_t nbytes) {
+#if WFBP_HAS_STREAM
+  constexpr std::size_t kStep = 128;
+  const std::size_t misaligned = reinterpret_cast<std::uintptr_t>(to) % 32;
+  const std::size_t head = std::min(nbytes, misaligned == 0 ? 0 : 32 - misaligned);
+  std::memcpy(to, from, head);
+  std::size_t done = head;
+  for (; done + kStep <= nbytes; done += kStep) {
+    const auto* source = reinterpret_cast<const __m256i*>(from + done);
+    auto* target = reinterpret_cast<__m256i*>(to + done);
+    const __m256i a = _mm256_loadu_si256(source);
+    const __m256i b = _mm256_loadu_si256(source + 1);
+    const __m256i c = _mm256_loadu_si256(source + 2);
+    const __m256i d = _mm256_loadu_si256(source + 3);
+    _mm256_stream_si256(target, a);
+    _mm256_stream_si256(target + 1, b);
+    _mm256_stream_si256(target + 2, c);
+    _mm256_stream_si256(target + 3, d);
+  }
+  std::memcpy(to + done, from + done, nbytes - done);
+#else
+  std::memcpy(to, from, nbytes);
+#endif
+}
+
+WFBP_TARGET inline void fence() {
+#if WFBP_HAS_STREAM
+  _mm_sfence();
+#endif
+}
+
+template <class Format>
+Reducers reducers() {
+  return {reduce<Format, Sum>, reduce<Format, Min>, reduce<Format, Max>, reduce<Format, Product>};
+}
+
+inline Kernels kernels() {
+  return {multiply<Float16>,      multiply<BFloat16>, multiply<Plain<float>>,
+          multiply<Plain<double>>, reducers<Float16>(), reducers<BFloat16>(),
+          stream,                 fence,              WFBP_NAME};
+}

@@ -1,0 +1,133 @@
+// The Python face of the kernels: checks arguments, holds references, lets go of the GIL.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "pack_table.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using Integers = py::array_t<std::int64_t, py::array::c_style | py::array::forcecast>;
+
+const wfbp::Kernels& chosen() {
+  static const wfbp::Kernels kernels = wfbp::best_kernels();
+  return kernels;
+}
+
+std::uint8_t* writable_bytes(py::array& array, const char* what) {
+  if (!(array.flags() & py::array::c_style) || !array.writeable()) {
+    throw py::value_error(std::string(what) + " must be a writable C-contiguous array");
+  }
+  return static_cast<std::uint8_t*>(array.mutable_data());
+}
+
+std::vector<std::int64_t> integers(const Integers& array, const char* what) {
+  if (array.ndim() != 1) throw py::value_error(std::string(what) + " must have one dimension");
+  return {array.data(), array.data() + array.size()};
+}
+
+// The table and the array it writes into: the array lives as long as the table.
+struct Table {
+  py::array destination;
+  wfbp::PackTable table;
+};
+
+std::unique_ptr<Table> make_table(py::array destination, const Integers& offsets,
+                                  const Integers& nbytes, const std::string& dtype) {
+  if (destination.ndim() != 1 || !destination.dtype().equal(py::dtype::of<std::uint8_t>())) {
+    throw py::value_error("destination must be a one-dimensional array of uint8");
+  }
+  std::uint8_t* bytes = writable_bytes(destination, "destination");
+  wfbp::PackTable table(bytes, destination.nbytes(), integers(offsets, "offsets"),
+                        integers(nbytes, "nbytes"), dtype, chosen());
+  return std::unique_ptr<Table>(new Table{std::move(destination), std::move(table)});
+}
+
+void scale(py::array buffer, const std::string& dtype, double factor) {
+  const wfbp::Dtype kind = wfbp::dtype_of(dtype, chosen());
+  std::uint8_t* bytes = writable_bytes(buffer, "buffer");
+  const auto nbytes = static_cast<std::size_t>(buffer.nbytes());
+  if (nbytes % kind.item != 0) {
+    throw py::value_error("buffer has " + std::to_string(nbytes) +
+                          " bytes: not a whole number of " + dtype + " elements");
+  }
+  wfbp::require_scalable(kind, dtype, factor);
+  if (factor == 1.0) return;
+  py::gil_scoped_release release;
+  kind.multiply(bytes, bytes, nbytes / kind.item, factor);
+}
+
+wfbp::Reduce reducer(const std::string& dtype, const std::string& op) {
+  if (dtype != "float16" && dtype != "bfloat16") {
+    throw py::value_error("dtype '" + dtype + "' is not one of float16, bfloat16");
+  }
+  const wfbp::Reducers& all =
+      dtype == "float16" ? chosen().reduce_float16 : chosen().reduce_bfloat16;
+  if (op == "sum") return all.sum;
+  if (op == "min") return all.min;
+  if (op == "max") return all.max;
+  if (op == "product") return all.product;
+  throw py::value_error("op '" + op + "' is not one of sum, min, max, product");
+}
+
+void reduce_shards(const py::object& shards, py::array out, const std::string& dtype,
+                   const std::string& op, double divisor) {
+  const wfbp::Reduce reduce = reducer(dtype, op);
+  if (out.ndim() != 1 || out.itemsize() != 2) {
+    throw py::value_error("out must be a one-dimensional array of 2-byte elements");
+  }
+  std::uint8_t* target = writable_bytes(out, "out");
+  std::vector<py::array> rows;  // keeps the rows alive while the GIL is released
+  std::vector<const std::uint8_t*> pointers;
+  for (const py::handle item : shards) {
+    if (!py::isinstance<py::array>(item)) throw py::type_error("each shard must be an array");
+    auto row = py::reinterpret_borrow<py::array>(item);
+    if (row.ndim() != 1 || row.itemsize() != 2 || row.size() != out.size() ||
+        !(row.flags() & py::array::c_style)) {
+      throw py::value_error("shard " + std::to_string(rows.size()) +
+                            " must be a contiguous one-dimensional array of " +
+                            std::to_string(out.size()) + " elements of 2 bytes");
+    }
+    pointers.push_back(static_cast<const std::uint8_t*>(row.data()));
+    rows.push_back(std::move(row));
+  }
+  if (pointers.empty()) throw py::value_error("expected at least one shard");
+  const auto count = static_cast<std::size_t>(out.size());
+  py::gil_scoped_release release;
+  reduce(pointers, target, count, static_cast<float>(divisor));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_pack, module) {
+  module.doc() = "Packing of tensors into fusion buffers, and arithmetic on half precision.";
+  module.attr("INSTRUCTIONS") = chosen().name;
+
+  py::class_<Table>(module, "PackTable")
+      .def(py::init(&make_table), py::arg("destination").noconvert(), py::arg("offsets"),
+           py::arg("nbytes"), py::arg("dtype"))
+      .def_property_readonly(
+          "pointers",
+          [](py::object self) {
+            auto& pointers = self.cast<Table&>().table.pointers;
+            // `self` as the base: the array may outlive every other reference to the table.
+            return py::array_t<std::int64_t>(static_cast<py::ssize_t>(pointers.size()),
+                                             pointers.data(), self);
+          })
+      .def(
+          "pack", [](const Table& self, double scale) { self.table.pack(scale); },
+          py::arg("scale") = 1.0, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "unpack", [](const Table& self) { self.table.unpack(); },
+          py::call_guard<py::gil_scoped_release>());
+
+  module.def("scale", &scale, py::arg("buffer").noconvert(), py::arg("dtype"), py::arg("factor"));
+  module.def("reduce_shards", &reduce_shards, py::arg("shards"), py::arg("out").noconvert(),
+             py::arg("dtype"), py::arg("op"), py::arg("divisor") = 1.0);
+}

@@ -1,0 +1,134 @@
+// A fusion buffer's slots and the addresses that they are filled from.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kernels.h"
+
+namespace wfbp {
+
+// Element types by name. Integers have no multiply: they are only ever copied.
+struct Dtype {
+  std::size_t item;
+  Multiply multiply;
+};
+
+inline Dtype dtype_of(const std::string& name, const Kernels& kernels) {
+  if (name == "float16") return {2, kernels.float16};
+  if (name == "bfloat16") return {2, kernels.bfloat16};
+  if (name == "float32") return {4, kernels.float32};
+  if (name == "float64") return {8, kernels.float64};
+  if (name == "int32") return {4, nullptr};
+  if (name == "int64") return {8, nullptr};
+  if (name == "uint8") return {1, nullptr};
+  throw std::invalid_argument("dtype '" + name + "' is not one of float16, bfloat16, float32, " +
+                              "float64, int32, int64, uint8");
+}
+
+inline void require_scalable(const Dtype& dtype, const std::string& name, double factor) {
+  if (factor != 1.0 && dtype.multiply == nullptr) {
+    throw std::invalid_argument("scale is " + std::to_string(factor) + " but " + name +
+                                " can only be copied: expected 1.0");
+  }
+}
+
+// Filled by one thread at a time. Whoever writes `pointers` and whoever packs agree between
+// themselves on when (the runtime posts a message in between); the table holds no lock.
+class PackTable {
+ public:
+  PackTable(std::uint8_t* destination, std::int64_t capacity, std::vector<std::int64_t> offsets,
+            std::vector<std::int64_t> sizes, const std::string& dtype, const Kernels& kernels)
+      : pointers(offsets.size(), 0),
+        destination_(destination),
+        offsets_(std::move(offsets)),
+        sizes_(std::move(sizes)),
+        name_(dtype),
+        dtype_(dtype_of(dtype, kernels)),
+        kernels_(kernels) {
+    if (offsets_.size() != sizes_.size()) {
+      throw std::invalid_argument(std::to_string(offsets_.size()) + " offsets but " +
+                                  std::to_string(sizes_.size()) + " sizes");
+    }
+    for (std::size_t i = 0; i < offsets_.size(); ++i) {
+      const std::int64_t offset = offsets_[i];
+      const std::int64_t size = sizes_[i];
+      // Written without a sum, which could overflow.
+      if (offset < 0 || size < 0 || offset > capacity || size > capacity - offset) {
+        throw std::invalid_argument("slot " + std::to_string(i) + " (offset " +
+                                    std::to_string(offset) + ", " + std::to_string(size) +
+                                    " bytes) is not inside the destination of " +
+                                    std::to_string(capacity) + " bytes");
+      }
+      if (size % static_cast<std::int64_t>(dtype_.item) != 0) {
+        throw std::invalid_argument("slot " + std::to_string(i) + " has " + std::to_string(size) +
+                                    " bytes: not a whole number of " + dtype + " elements");
+      }
+      total_ += size;
+    }
+  }
+
+  void pack(double scale) const {
+    require_scalable(dtype_, name_, scale);
+    const bool past_caches = total_ >= kStreamFrom;
+    for (std::size_t i = 0; i < offsets_.size(); ++i) {
+      std::uint8_t* slot = destination_ + offsets_[i];
+      const auto* source = address(i);
+      const auto size = static_cast<std::size_t>(sizes_[i]);
+      if (size == 0) continue;
+      if (source == nullptr) {
+        std::memset(slot, 0, size);
+      } else if (scale != 1.0) {
+        dtype_.multiply(source, slot, size / dtype_.item, scale);
+      } else if (source != slot) {
+        copy(source, slot, size, past_caches);
+      }
+    }
+    if (past_caches) kernels_.fence();
+  }
+
+  void unpack() const {
+    const bool past_caches = total_ >= kStreamFrom;
+    for (std::size_t i = 0; i < offsets_.size(); ++i) {
+      const std::uint8_t* slot = destination_ + offsets_[i];
+      auto* target = address(i);
+      if (target == nullptr || target == slot || sizes_[i] == 0) continue;
+      copy(slot, target, static_cast<std::size_t>(sizes_[i]), past_caches);
+    }
+    if (past_caches) kernels_.fence();
+  }
+
+  std::vector<std::int64_t> pointers;  // its storage never moves: Python sees it as an array
+
+ private:
+  // Tables from this size on bypass the caches (measured in docs/benchmarks/packing.md).
+  static constexpr std::int64_t kStreamFrom = std::int64_t{32} << 20;
+  static constexpr std::size_t kStreamPiece = std::size_t{64} << 10;
+
+  std::uint8_t* address(std::size_t i) const {
+    return reinterpret_cast<std::uint8_t*>(static_cast<std::uintptr_t>(pointers[i]));
+  }
+
+  void copy(const std::uint8_t* from, std::uint8_t* to, std::size_t size, bool past_caches) const {
+    if (past_caches && size >= kStreamPiece) {
+      kernels_.stream(from, to, size);
+    } else {
+      std::memcpy(to, from, size);
+    }
+  }
+
+  std::uint8_t* destination_;
+  std::vector<std::int64_t> offsets_;
+  std::vector<std::int64_t> sizes_;
+  std::string name_;
+  Dtype dtype_;
+  Kernels kernels_;
+  std::int64_t total_ = 0;
+};
+
+}  // namespace wfbp

@@ -1,0 +1,29 @@
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+INSTRUCTIONS: str
+
+class PackTable:
+    def __init__(
+        self,
+        destination: npt.NDArray[np.uint8],
+        offsets: Sequence[int] | npt.NDArray[np.int64],
+        nbytes: Sequence[int] | npt.NDArray[np.int64],
+        dtype: str,
+    ) -> None: ...
+    @property
+    def pointers(self) -> npt.NDArray[np.int64]: ...
+    def pack(self, scale: float = 1.0) -> None: ...
+    def unpack(self) -> None: ...
+
+def scale(buffer: npt.NDArray[Any], dtype: str, factor: float) -> None: ...
+def reduce_shards(
+    shards: Iterable[npt.NDArray[Any]],
+    out: npt.NDArray[Any],
+    dtype: str,
+    op: str,
+    divisor: float = 1.0,
+) -> None: ...

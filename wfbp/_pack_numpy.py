@@ -1,0 +1,186 @@
+"""What ``csrc/pack.cc`` does, in NumPy, for installations without a C++ compiler.
+
+The results are the same bit for bit (a NaN is a NaN, whatever its payload); packing is several
+times slower for many small tensors. See :mod:`wfbp.native` for what each function means.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wfbp.core.types import item_bytes
+
+INSTRUCTIONS = "numpy"
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+Halves = npt.NDArray[np.uint16]
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+COMBINE: dict[str, Callable[..., Any]] = {
+    "sum": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "product": np.multiply,
+}
+
+
+class PackTable:
+    """Slots of a destination and the addresses that they are filled from."""
+
+    def __init__(
+        self,
+        destination: Bytes,
+        offsets: Sequence[int] | npt.NDArray[np.int64],
+        nbytes: Sequence[int] | npt.NDArray[np.int64],
+        dtype: str,
+    ) -> None:
+        if destination.ndim != 1 or destination.dtype != np.uint8:
+            raise ValueError("destination must be a one-dimensional array of uint8")
+        _require_writable(destination, "destination")
+        if len(offsets) != len(nbytes):
+            raise ValueError(f"{len(offsets)} offsets but {len(nbytes)} sizes")
+        item = item_bytes(dtype)
+        self._dtype = dtype
+        self._slots: list[Bytes] = []
+        for i, (offset, size) in enumerate(zip(map(int, offsets), map(int, nbytes), strict=True)):
+            if offset < 0 or size < 0 or offset + size > destination.size:
+                raise ValueError(
+                    f"slot {i} (offset {offset}, {size} bytes) is not inside the destination "
+                    f"of {destination.size} bytes"
+                )
+            if size % item:
+                raise ValueError(
+                    f"slot {i} has {size} bytes: not a whole number of {dtype} elements"
+                )
+            self._slots.append(destination[offset : offset + size])
+        self.pointers: npt.NDArray[np.int64] = np.zeros(len(self._slots), np.int64)
+        # Making an array from an address costs more than a small copy, and addresses mostly stay.
+        self._seen: list[tuple[int, Bytes]] = [(0, slot) for slot in self._slots]
+
+    def pack(self, scale: float = 1.0) -> None:
+        _require_scalable(self._dtype, scale)
+        for slot, other in self._pairs():
+            if other is None:
+                slot.fill(0)
+                continue
+            if other is not slot:
+                np.copyto(slot, other)
+            if scale != 1.0:
+                _multiply(slot, self._dtype, scale)
+
+    def unpack(self) -> None:
+        for slot, other in self._pairs():
+            if other is not None and other is not slot:
+                np.copyto(other, slot)
+
+    def _pairs(self) -> Iterator[tuple[Bytes, Bytes | None]]:
+        """Each slot that is not empty, with what lies at its address: itself, other, nothing."""
+        for i, address in enumerate(self.pointers.tolist()):
+            slot = self._slots[i]
+            if slot.size == 0:
+                continue
+            if address == 0:
+                yield slot, None
+                continue
+            if self._seen[i][0] != address:
+                own = address == slot.ctypes.data
+                self._seen[i] = (address, slot if own else _bytes_at(address, slot.size))
+            yield slot, self._seen[i][1]
+
+
+def scale(buffer: npt.NDArray[Any], dtype: str, factor: float) -> None:
+    item = item_bytes(dtype)
+    _require_writable(buffer, "buffer")
+    if buffer.nbytes % item:
+        raise ValueError(
+            f"buffer has {buffer.nbytes} bytes: not a whole number of {dtype} elements"
+        )
+    _require_scalable(dtype, factor)
+    if factor != 1.0 and buffer.size:
+        _multiply(buffer.reshape(-1).view(np.uint8), dtype, factor)
+
+
+def reduce_shards(
+    shards: Iterable[npt.NDArray[Any]],
+    out: npt.NDArray[Any],
+    dtype: str,
+    op: str,
+    divisor: float = 1.0,
+) -> None:
+    if dtype not in ("float16", "bfloat16"):
+        raise ValueError(f"dtype {dtype!r} is not one of float16, bfloat16")
+    if op not in COMBINE:
+        raise ValueError(f"op {op!r} is not one of {', '.join(COMBINE)}")
+    if out.ndim != 1 or out.itemsize != 2:
+        raise ValueError("out must be a one-dimensional array of 2-byte elements")
+    _require_writable(out, "out")
+    rows = list(shards)
+    if not rows:
+        raise ValueError("expected at least one shard")
+    for i, row in enumerate(rows):
+        if row.ndim != 1 or row.itemsize != 2 or row.size != out.size or not _contiguous(row):
+            raise ValueError(
+                f"shard {i} must be a contiguous one-dimensional array of {out.size} elements "
+                "of 2 bytes"
+            )
+    with np.errstate(all="ignore"):
+        total = _to_float(rows[0].view(np.uint16), dtype)
+        for row in rows[1:]:
+            COMBINE[op](total, _to_float(row.view(np.uint16), dtype), out=total)
+        if divisor != 1.0:
+            total /= np.float32(divisor)
+        out.view(np.uint16)[:] = _from_float(total, dtype)
+
+
+def _multiply(buffer: Bytes, dtype: str, factor: float) -> None:
+    with np.errstate(all="ignore"):
+        if dtype in ("float16", "bfloat16"):
+            halves = buffer.view(np.uint16)
+            halves[:] = _from_float(_to_float(halves, dtype) * np.float32(factor), dtype)
+        else:
+            values = buffer.view(dtype)
+            values *= values.dtype.type(factor)
+
+
+def _to_float(halves: Halves, dtype: str) -> Floats:
+    if dtype == "float16":
+        return halves.view(np.float16).astype(np.float32)
+    bits: npt.NDArray[np.uint32] = halves.astype(np.uint32) << np.uint32(16)
+    return bits.view(np.float32)
+
+
+def _from_float(values: Floats, dtype: str) -> Halves:
+    if dtype == "float16":
+        return values.astype(np.float16).view(np.uint16)
+    bits = values.view(np.uint32)
+    # Half a unit of the last kept place, one less where that place is even: ties go to even.
+    even = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded = (bits + np.uint32(0x7FFF) + even) >> np.uint32(16)
+    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
+    chosen: npt.NDArray[np.uint32] = np.where(np.isnan(values), quiet, rounded)
+    return chosen.astype(np.uint16)
+
+
+def _bytes_at(address: int, size: int) -> Bytes:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+
+
+def _contiguous(array: npt.NDArray[Any]) -> bool:
+    return bool(array.flags.c_contiguous)
+
+
+def _require_writable(array: npt.NDArray[Any], what: str) -> None:
+    if not (_contiguous(array) and array.flags.writeable):
+        raise ValueError(f"{what} must be a writable C-contiguous array")
+
+
+def _require_scalable(dtype: str, factor: float) -> None:
+    if factor != 1.0 and dtype not in FLOATS:
+        raise ValueError(f"scale is {factor} but {dtype} can only be copied: expected 1.0")
