@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 import numpy.typing as npt
 
 from wfbp.core.types import Op

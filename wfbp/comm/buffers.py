@@ -16,23 +16,29 @@ STORAGE = {name: np.dtype("uint16" if name in HALF else name) for name in ITEM_B
 """The NumPy type in which each element type lies in a buffer."""
 
 
-def typed(buffer: Buffer, dtype: str) -> Buffer:
+def typed(buffer: Buffer, dtype: str, writeable: bool = True) -> Buffer:
     """The buffer's bytes seen as elements of ``dtype`` (uint16 for the half types), not copied.
 
+    Args:
+        buffer: one-dimensional and contiguous, of any element type.
+        dtype: what its bytes are.
+        writeable: whether it must be.
+
     Raises:
-        ValueError: the buffer is not one-dimensional and contiguous, is read-only, or its bytes
-            are not a whole number of elements.
+        ValueError: the buffer is none of this, or its bytes are no whole number of elements.
 
     Example:
         >>> typed(np.zeros(8, np.uint8), "float32")
         array([0., 0.], dtype=float32)
     """
     size = item_bytes(dtype)
-    if buffer.ndim != 1 or not buffer.flags.c_contiguous or not buffer.flags.writeable:
+    if buffer.ndim != 1 or not buffer.flags.c_contiguous:
         raise ValueError(
-            "a buffer must be one-dimensional, contiguous and writeable; "
+            "a buffer must be one-dimensional and contiguous; "
             f"found shape {buffer.shape}, strides {buffer.strides}"
         )
+    if writeable and not buffer.flags.writeable:
+        raise ValueError("a buffer that receives must be writeable")
     if buffer.nbytes % size:
         raise ValueError(f"a buffer of {buffer.nbytes} bytes holds no whole number of {dtype}")
     return buffer if buffer.dtype == STORAGE[dtype] else buffer.view(STORAGE[dtype])

@@ -164,7 +164,7 @@ class LocalBackend(Backend):
                 np.copyto(target, whole)
             return [None] * self.size
 
-        pair = (typed(send, "uint8"), typed(receive, "uint8"))
+        pair = (typed(send, "uint8", writeable=False), typed(receive, "uint8"))
         return self._join(("all_gather", *counts), pair, sum(counts), finish)
 
     def all_gather_bytes(self, payload: bytes) -> Work[list[bytes]]:

@@ -1,0 +1,49 @@
+"""How a message is cut: into chunks that travel one after the other, and chunks into shards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Chunking:
+    """Sizes that decide how a message travels; measured in docs/benchmarks/communication.md.
+
+    Args:
+        chunk_bytes: a message is cut into equal chunks of at most this size. Large enough that
+            start-up vanishes, small enough that a chunk is still in cache when it is reduced.
+        window_bytes: chunks under way at once, together. More than one, so that the link has
+            work while a finished chunk waits to be noticed.
+        window_jobs: the same as a count, for small messages.
+        small_bytes: up to here the library's own all-reduce is quicker than two exchanges.
+        direct_ranks: up to this many ranks every rank exchanges with every other directly;
+            beyond, large messages go through the library's all-reduce too.
+    """
+
+    chunk_bytes: int = 4 << 20
+    window_bytes: int = 8 << 20
+    window_jobs: int = 8
+    small_bytes: int = 32 << 10
+    direct_ranks: int = 16
+
+    def __post_init__(self) -> None:
+        if self.chunk_bytes < 64 or self.window_jobs < 1:
+            raise ValueError(f"chunks of at least 64 bytes and a window of at least 1: {self}")
+
+
+def split(total: int, parts: int) -> list[tuple[int, int]]:
+    """Start and end of ``parts`` consecutive ranges over ``total`` whose lengths differ by <= 1.
+
+    >>> split(10, 3)
+    [(0, 3), (3, 6), (6, 10)]
+    """
+    return [(total * i // parts, total * (i + 1) // parts) for i in range(parts)]
+
+
+def chunks(numel: int, item_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
+    """Start and end of the chunks of a message, in elements; one empty chunk for none.
+
+    >>> chunks(10, 4, 16)
+    [(0, 3), (3, 6), (6, 10)]
+    """
+    return split(numel, max(1, -(-numel * item_bytes // chunk_bytes)))

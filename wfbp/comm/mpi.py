@@ -1,0 +1,178 @@
+"""The backend on MPI.
+
+Small all-reduces use the library's own; large ones, half precision and the cases that the
+library does not define go by direct exchange (``mpi_exchange``), cut into chunks of which a few
+are under way at once (``mpi_channel``). The caller's communicator is duplicated, and duplicated
+again for notices, so that nothing here can meet the messages of the user's own MPI calls.
+
+Threads: any one thread at a time; MPI itself must allow several, because the user's thread may
+be inside MPI too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from wfbp.comm.arithmetic import INTEGER
+from wfbp.comm.backend import Backend, Buffer, Finished, Work
+from wfbp.comm.buffers import HALF, check_counts, typed
+from wfbp.comm.chunking import Chunking, chunks
+from wfbp.comm.mpi_channel import Channel, Job, MpiWork
+from wfbp.comm.mpi_exchange import Exchange, Scratch
+from wfbp.comm.mpi_jobs import GatherBytes, Library, gather
+from wfbp.comm.mpi_library import load
+from wfbp.comm.mpi_notices import NoticeBoard
+from wfbp.core.types import Op
+from wfbp.errors import BackendError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class MpiBackend(Backend):
+    """Collectives on a duplicate of an MPI communicator. Making one is collective.
+
+    Args:
+        comm: an mpi4py communicator; ``MPI.COMM_WORLD`` by default.
+        chunking: sizes that decide how messages travel; measured defaults.
+
+    Raises:
+        BackendError: mpi4py or MPI is missing or does not allow threads.
+
+    Example:
+        >>> from wfbp.comm.waiting import wait
+        >>> backend = MpiBackend()
+        >>> x = np.ones(3, np.float32)
+        >>> wait(backend.all_reduce(x, "float32", Op.AVERAGE))
+        >>> x
+        array([1., 1., 1.], dtype=float32)
+    """
+
+    def __init__(self, comm: MPI.Comm | None = None, chunking: Chunking | None = None) -> None:
+        self._mpi = mpi = load()
+        parent = mpi.COMM_WORLD if comm is None else comm
+        try:
+            self._comm = self._own(parent)
+            self._notices = NoticeBoard(mpi, self._own(parent))
+            node = self._comm.Split_type(mpi.COMM_TYPE_SHARED)
+            self.local_rank, self.local_size = node.rank, node.size
+            node.Free()
+        except mpi.Exception as error:
+            raise BackendError(f"the communicator could not be duplicated: {error}") from error
+        self.rank, self.size = self._comm.rank, self._comm.size
+        self._who = f"rank {self.rank} of {self.size}"
+        self._chunking = chunking or Chunking()
+        self._channel = Channel(self._chunking, self._who)
+        self._scratch = Scratch()
+        self._exchanges = 0
+        self._ops = {
+            Op.SUM: mpi.SUM,
+            Op.AVERAGE: mpi.SUM,
+            Op.MIN: mpi.MIN,
+            Op.MAX: mpi.MAX,
+            Op.PRODUCT: mpi.PROD,
+        }
+
+    def all_reduce(self, buffer: Buffer, dtype: str, op: Op) -> Work[None]:
+        data = typed(buffer, dtype)
+        if self.size == 1 or data.size == 0:
+            return Finished(None)
+        limits = self._chunking
+        library = not _needs_exchange(dtype, op) and (
+            data.nbytes <= limits.small_bytes or self.size > limits.direct_ranks
+        )
+        make = self._library_reduce if library else self._exchange
+        jobs = [
+            make(data[a:b], dtype, op)
+            for a, b in chunks(data.size, data.itemsize, limits.chunk_bytes)
+        ]
+        return self._submit(data.nbytes, jobs, _none)
+
+    def broadcast(self, buffer: Buffer, root: int) -> Work[None]:
+        data = typed(buffer, "uint8")
+        if self.size == 1 or data.size == 0:
+            return Finished(None)
+        jobs: list[Job] = [
+            Library(b - a, lambda part=data[a:b]: self._comm.Ibcast(part, root))  # type: ignore[misc]
+            for a, b in chunks(data.size, 1, self._chunking.chunk_bytes)
+        ]
+        return self._submit(data.nbytes, jobs, _none)
+
+    def all_gather(self, send: Buffer, receive: Buffer, counts: Sequence[int]) -> Work[None]:
+        check_counts(self.rank, self.size, send, receive, counts)
+        source, target = typed(send, "uint8", writeable=False), typed(receive, "uint8")
+        if self.size == 1 or target.size == 0:
+            np.copyto(target, source)
+            return Finished(None)
+        job = Library(target.nbytes, lambda: gather(self._comm, source, target, counts))
+        return self._submit(target.nbytes, [job], _none)
+
+    def all_gather_bytes(self, payload: bytes) -> Work[list[bytes]]:
+        if self.size == 1:
+            return Finished([bytes(payload)])
+        job = GatherBytes(self._comm, bytes(payload))
+        return self._submit(job.nbytes, [job], job.value)
+
+    def duplicate(self) -> Backend:
+        return MpiBackend(self._comm, self._chunking)
+
+    def send_notice(self, payload: bytes) -> None:
+        try:
+            self._notices.send(bytes(payload))
+        except self._mpi.Exception as error:
+            raise BackendError(f"{self._who}: a notice could not be sent: {error}") from error
+
+    def poll_notices(self) -> list[tuple[int, bytes]]:
+        try:
+            return self._notices.poll()
+        except self._mpi.Exception as error:
+            raise BackendError(f"{self._who}: notices could not be read: {error}") from error
+
+    def abort(self, code: int) -> None:
+        self._comm.Abort(code)
+
+    def close(self) -> None:
+        """Give the communicators back. Collective; every work must be complete."""
+        try:
+            self._notices.close()
+            self._comm.Free()
+        except self._mpi.Exception as error:
+            raise BackendError(f"{self._who}: closing failed: {error}") from error
+
+    def _own(self, parent: MPI.Comm) -> MPI.Comm:
+        comm = parent.Dup()
+        comm.Set_errhandler(self._mpi.ERRORS_RETURN)
+        return comm
+
+    def _submit(self, nbytes: int, jobs: Sequence[Job], value: Callable[[], Any]) -> MpiWork[Any]:
+        return self._channel.submit(MpiWork(self._channel, nbytes, value), jobs)
+
+    def _exchange(self, data: Buffer, dtype: str, op: Op) -> Job:
+        self._exchanges += 1
+        return Exchange(self._comm, self._scratch, self._exchanges, data, dtype, op)
+
+    def _library_reduce(self, data: Buffer, dtype: str, op: Op) -> Job:
+        after = (lambda: _scale(data, self.size)) if op is Op.AVERAGE else None
+        operation = self._ops[op]
+        in_place = self._mpi.IN_PLACE
+        return Library(data.nbytes, lambda: self._comm.Iallreduce(in_place, data, operation), after)
+
+
+def _needs_exchange(dtype: str, op: Op) -> bool:
+    """Whether MPI's own all-reduce cannot be trusted with it (see ``mpi_exchange``)."""
+    if dtype in HALF:
+        return True
+    if dtype in INTEGER:
+        return op is Op.AVERAGE
+    return op in (Op.MIN, Op.MAX)
+
+
+def _scale(data: Buffer, size: int) -> None:
+    np.divide(data, size, out=data)
+
+
+def _none() -> None:
+    return None

@@ -1,0 +1,120 @@
+"""The order in which one communicator's messages are started, and how far ahead.
+
+Every rank submits the same jobs in the same order; the channel starts them in that order, a
+bounded number at once, so that ranks can never start two collectives of one communicator in
+different orders, however their progress differs. Jobs of the next work start as soon as the
+window has room: the link does not idle between works.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from wfbp.comm.backend import T, Work
+from wfbp.comm.chunking import Chunking
+from wfbp.errors import BackendError
+
+
+class Job(ABC):
+    """One message of a work: a chunk of a large one, or all of a small one."""
+
+    __slots__ = ("nbytes", "work")
+    nbytes: int
+    work: MpiWork[object]
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin it; called once, in the order of submission."""
+
+    @abstractmethod
+    def step(self) -> bool:
+        """Move it on without blocking; True once complete. Not called again after that."""
+
+
+class MpiWork(Work[T]):
+    """A work made of jobs on a channel."""
+
+    __slots__ = ("_channel", "_value", "nbytes", "remaining")
+
+    def __init__(self, channel: Channel, nbytes: int, value: Callable[[], T]) -> None:
+        self._channel = channel
+        self._value = value
+        self.nbytes = nbytes
+        self.remaining = 0
+
+    def test(self) -> bool:
+        if self.remaining:
+            self._channel.progress()
+        return not self.remaining
+
+    @property
+    def result(self) -> T:
+        return self._value()
+
+
+class Channel:
+    """Jobs of one communicator, started in order, a window of them at once. For one thread.
+
+    Args:
+        window: how many bytes and jobs may be under way.
+        who: this rank in words, for errors.
+    """
+
+    def __init__(self, window: Chunking, who: str) -> None:
+        self._window = window
+        self._who = who
+        self._queue: deque[Job] = deque()
+        self._active: list[Job] = []
+        self._active_bytes = 0
+        self._failure: BackendError | None = None
+
+    def submit(self, work: MpiWork[T], jobs: Sequence[Job]) -> MpiWork[T]:
+        """Queue the jobs of a work and start what the window has room for."""
+        for job in jobs:
+            job.work = work  # type: ignore[assignment]
+        work.remaining = len(jobs)
+        self._queue.extend(jobs)
+        self._guarded(self._fill)
+        return work
+
+    def progress(self) -> None:
+        """Move everything under way on.
+
+        Raises:
+            BackendError: the library failed, now or earlier; every work of the channel is over.
+        """
+        self._guarded(self._step)
+
+    def _step(self) -> None:
+        done = [job for job in self._active if job.step()]
+        if done:
+            for job in done:
+                self._active.remove(job)
+                self._active_bytes -= job.nbytes
+                job.work.remaining -= 1
+            self._fill()
+
+    def _fill(self) -> None:
+        window = self._window
+        while self._queue and (
+            not self._active
+            or (
+                self._active_bytes + self._queue[0].nbytes <= window.window_bytes
+                and len(self._active) < window.window_jobs
+            )
+        ):
+            job = self._queue.popleft()
+            self._active.append(job)
+            self._active_bytes += job.nbytes
+            job.start()
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            action()
+        except Exception as error:
+            self._failure = BackendError(f"{self._who}: communication failed: {error}")
+            raise self._failure from error
