@@ -77,12 +77,17 @@ namespace avx2 {
 }  // namespace avx2
 #endif
 
-inline Kernels best_kernels() {
+// What this processor can run, the best first.
+inline std::vector<Kernels> runnable_kernels() {
+  std::vector<Kernels> all;
 #if WFBP_X86
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return avx2::kernels();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+    all.push_back(avx2::kernels());
+  }
 #endif
-  return portable::kernels();
+  all.push_back(portable::kernels());
+  return all;
 }
 
 }  // namespace wfbp

@@ -15,9 +15,19 @@ namespace {
 
 using Integers = py::array_t<std::int64_t, py::array::c_style | py::array::forcecast>;
 
-const wfbp::Kernels& chosen() {
-  static const wfbp::Kernels kernels = wfbp::best_kernels();
+wfbp::Kernels& chosen() {  // read and written only while holding the GIL
+  static wfbp::Kernels kernels = wfbp::runnable_kernels().front();
   return kernels;
+}
+
+void use_instructions(const std::string& name) {
+  for (const wfbp::Kernels& kernels : wfbp::runnable_kernels()) {
+    if (name == kernels.name) {
+      chosen() = kernels;
+      return;
+    }
+  }
+  throw py::value_error("instructions '" + name + "' are unknown or this processor lacks them");
 }
 
 std::uint8_t* writable_bytes(py::array& array, const char* what) {
@@ -128,6 +138,7 @@ PYBIND11_MODULE(_pack, module) {
           py::call_guard<py::gil_scoped_release>());
 
   module.def("scale", &scale, py::arg("buffer").noconvert(), py::arg("dtype"), py::arg("factor"));
+  module.def("use_instructions", &use_instructions, py::arg("name"));
   module.def("reduce_shards", &reduce_shards, py::arg("shards"), py::arg("out").noconvert(),
              py::arg("dtype"), py::arg("op"), py::arg("divisor") = 1.0);
 }

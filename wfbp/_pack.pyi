@@ -5,6 +5,10 @@ import numpy as np
 import numpy.typing as npt
 
 INSTRUCTIONS: str
+"""The best set of kernels that this processor runs, in use unless another is chosen."""
+
+def use_instructions(name: str) -> None:
+    """Choose the kernels of later calls and tables by name (for tests and measurements)."""
 
 class PackTable:
     def __init__(

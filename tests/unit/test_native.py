@@ -1,0 +1,427 @@
+"""The packing extension, its NumPy stand-in, and references calculated in another way."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wfbp import _pack_numpy, native
+from wfbp.core.types import ITEM_BYTES, item_bytes
+
+if native.AVAILABLE:
+    from wfbp import _pack
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+HALVES = ("float16", "bfloat16")
+OPS = ("sum", "min", "max", "product")
+ALL_HALVES = np.arange(65536, dtype=np.uint16)
+
+needs_extension = pytest.mark.skipif(not native.AVAILABLE, reason="the C++ extension is not built")
+
+
+@pytest.fixture(
+    scope="module",
+    params=["numpy", *(["portable"] if native.AVAILABLE else [])]
+    + ([native.INSTRUCTIONS] if native.INSTRUCTIONS not in ("numpy", "portable") else []),
+)
+def pack(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """Every implementation that this machine can run."""
+    if request.param == "numpy":
+        yield _pack_numpy
+        return
+    _pack.use_instructions(request.param)
+    yield _pack
+    _pack.use_instructions(_pack.INSTRUCTIONS)
+
+
+def widen(halves: npt.NDArray[np.uint16], dtype: str) -> npt.NDArray[np.float64]:
+    """Exact values, decoded field by field from the format's definition."""
+    bits, bias = (10, 15) if dtype == "float16" else (7, 127)
+    raw = halves.astype(np.int64)
+    sign = np.where(raw >> 15, -1.0, 1.0)
+    top = (1 << (15 - bits)) - 1
+    exponent, fraction = (raw >> bits) & top, (raw & ((1 << bits) - 1)) / 2.0**bits
+    normal = np.ldexp(1.0 + fraction, exponent - bias)
+    value = np.where(exponent == 0, np.ldexp(fraction, 1 - bias), normal)
+    value = np.where(exponent == top, np.where(fraction == 0, np.inf, np.nan), value)
+    return sign * value
+
+
+def narrow(values: npt.NDArray[np.float64], dtype: str) -> npt.NDArray[np.uint16]:
+    """Nearest half by search among all of them; ties go to the even one."""
+    bits = 10 if dtype == "float16" else 7
+    infinity = ((1 << (15 - bits)) - 1) << bits
+    ladder = widen(np.arange(infinity, dtype=np.uint16), dtype)
+    ladder = np.append(ladder, 2 * ladder[-1] - ladder[-2])  # where infinity would stand
+    magnitude = np.abs(values)
+    above = np.clip(np.searchsorted(ladder, magnitude), 1, infinity)
+    below = above - 1
+    to_lower, to_upper = magnitude - ladder[below], ladder[above] - magnitude
+    up = (to_upper < to_lower) | ((to_upper == to_lower) & (above % 2 == 0))
+    out = np.where(up, above, below)
+    out = np.where(magnitude == 0, 0, np.where(magnitude >= ladder[-1], infinity, out))
+    out = np.where(np.isnan(values), infinity + (1 << (bits - 1)), out)
+    signed: npt.NDArray[np.int64] = out | (np.signbit(values).astype(np.int64) << 15)
+    return signed.astype(np.uint16)
+
+
+def same_halves(a: npt.NDArray[np.uint16], b: npt.NDArray[np.uint16], dtype: str) -> bool:
+    """Equal bit for bit, any NaN counting as any other."""
+    nan_a, nan_b = np.isnan(widen(a, dtype)), np.isnan(widen(b, dtype))
+    return bool(np.all(nan_a == nan_b) and np.all((a == b) | nan_a))
+
+
+def storage(dtype: str) -> np.dtype[Any]:
+    return np.dtype(np.uint16 if dtype == "bfloat16" else dtype)
+
+
+def at_offset(values: npt.NDArray[Any], shift: int) -> npt.NDArray[np.uint8]:
+    """The bytes of ``values``, ``shift`` bytes behind an aligned address."""
+    room = np.zeros(values.nbytes + 64 + shift, np.uint8)
+    start = -room.ctypes.data % 64 + shift
+    room[start : start + values.nbytes] = values.reshape(-1).view(np.uint8)
+    return room[start : start + values.nbytes]
+
+
+def random_values(rng: np.random.Generator, n: int, dtype: str) -> npt.NDArray[Any]:
+    """Any bits for floats (NaN, infinities and subnormals among them), any value for integers."""
+    raw = rng.integers(0, 256, n * item_bytes(dtype), dtype=np.uint8)
+    return raw.view(storage(dtype))
+
+
+def scaled(values: npt.NDArray[Any], dtype: str, factor: float) -> npt.NDArray[Any]:
+    with np.errstate(all="ignore"):
+        if dtype in HALVES:
+            product = widen(values.view(np.uint16), dtype).astype(np.float32) * np.float32(factor)
+            return narrow(product.astype(np.float64), dtype).view(storage(dtype))
+        result: npt.NDArray[Any] = values * values.dtype.type(factor)
+        return result
+
+
+def assert_same(found: npt.NDArray[Any], expected: npt.NDArray[Any], dtype: str) -> None:
+    if dtype in HALVES:
+        assert same_halves(found.view(np.uint16), expected.view(np.uint16), dtype)
+    else:
+        np.testing.assert_array_equal(found, expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_pack_fills_every_slot_and_nothing_else(pack: ModuleType, data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from(sorted(ITEM_BYTES)))
+    factor = data.draw(st.sampled_from([1.0, 0.25, -3.0, 1 / 3])) if dtype in FLOATS else 1.0
+    sizes = data.draw(st.lists(st.integers(0, 1100), min_size=0, max_size=8))
+    gaps = data.draw(st.lists(st.integers(0, 19), min_size=len(sizes), max_size=len(sizes)))
+    kinds = data.draw(
+        st.lists(
+            st.sampled_from(["array", "absent", "slot"]), min_size=len(sizes), max_size=len(sizes)
+        )
+    )
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    offsets, nbytes, end = [], [], 0
+    for size, gap in zip(sizes, gaps, strict=True):
+        offsets.append(end + gap)
+        nbytes.append(size * item_bytes(dtype))
+        end = offsets[-1] + nbytes[-1]
+    destination = rng.integers(0, 256, end + 7, dtype=np.uint8)
+    expected = destination.copy()
+    table = pack.PackTable(destination, offsets, nbytes, dtype)
+    sources = []
+    for i, kind in enumerate(kinds):
+        span = slice(offsets[i], offsets[i] + nbytes[i])
+        values = random_values(rng, sizes[i], dtype)
+        if kind == "absent":
+            expected[span] = 0
+            continue
+        if kind == "array":
+            sources.append(at_offset(values, int(rng.integers(0, 17))))
+            table.pointers[i] = sources[-1].ctypes.data
+        else:
+            destination[span] = values.view(np.uint8)
+            table.pointers[i] = destination.ctypes.data + offsets[i]
+        if factor != 1.0:
+            values = scaled(values, dtype, factor)
+        expected[span] = values.view(np.uint8)
+    table.pack(factor)
+    inside = np.zeros(destination.size, bool)
+    for offset, size in zip(offsets, nbytes, strict=True):
+        inside[offset : offset + size] = True
+        span = slice(offset, offset + size)
+        if factor == 1.0:
+            assert np.array_equal(destination[span], expected[span])
+        else:
+            element = storage(dtype)
+            assert_same(destination[span].copy().view(element), expected[span].view(element), dtype)
+    assert np.array_equal(destination[~inside], expected[~inside])
+
+
+def test_unpack_gives_back_what_pack_took(pack: ModuleType) -> None:
+    rng = np.random.default_rng(1)
+    destination = rng.integers(0, 256, 5000, dtype=np.uint8)
+    table = pack.PackTable(destination, [3, 1600, 3300], [1200, 1204, 1600], "float32")
+    target = at_offset(np.zeros(300, np.float32), 5)
+    before = destination.copy()
+    table.pointers[:] = [target.ctypes.data, 0, destination.ctypes.data + 3300]
+    table.unpack()
+    assert np.array_equal(target, before[3:1203])
+    assert np.array_equal(destination, before)
+
+
+def test_pack_streams_large_groups_exactly(pack: ModuleType) -> None:
+    rng = np.random.default_rng(2)
+    sizes = [10_000_003, 17, 14_000_001, 65_535, 65_537, 12_000_000]
+    offsets = np.cumsum([1, *sizes])[:-1]
+    destination = np.zeros(sum(sizes) + 2, np.uint8)
+    sources = [at_offset(rng.integers(0, 256, n, dtype=np.uint8), i) for i, n in enumerate(sizes)]
+    table = pack.PackTable(destination, offsets, sizes, "uint8")
+    table.pointers[:] = [source.ctypes.data for source in sources]
+    table.pack()
+    assert np.array_equal(destination[1:-1], np.concatenate(sources))
+    assert destination[0] == destination[-1] == 0
+    destination[:] = rng.integers(0, 256, destination.size, dtype=np.uint8)
+    table.unpack()
+    assert np.array_equal(destination[1:-1], np.concatenate(sources))
+
+
+def test_pointers_share_memory_with_the_table_and_outlive_it(pack: ModuleType) -> None:
+    destination = np.zeros(8, np.uint8)
+    source = np.array([7.0], np.float64)
+    table = pack.PackTable(destination, [0], [8], "float64")
+    pointers = table.pointers
+    assert pointers.dtype == np.int64
+    assert pointers.tolist() == [0]
+    pointers[0] = source.ctypes.data
+    table.pack()
+    assert destination.view(np.float64)[0] == 7.0
+    del table
+    gc.collect()
+    assert pointers[0] == source.ctypes.data
+
+
+def test_table_keeps_its_destination_alive(pack: ModuleType) -> None:
+    base = np.zeros(1 << 22, np.uint8)
+    table = pack.PackTable(base[:], [0], [1 << 22], "uint8")
+    source = np.full(1 << 22, 9, np.uint8)
+    table.pointers[0] = source.ctypes.data
+    del base
+    gc.collect()
+    table.pack()
+    source[:] = 0
+    table.unpack()
+    assert source.min() == source.max() == 9
+
+
+@pytest.mark.parametrize(
+    ("offsets", "nbytes", "message"),
+    [
+        ([0, 12], [8, 8], "slot 1 .*inside the destination of 16"),
+        ([-4], [4], "slot 0"),
+        ([0], [-4], "slot 0"),
+        ([2**62], [2**62], "slot 0"),
+        ([0], [6], "slot 0 has 6 bytes: not a whole number of float32"),
+        ([0, 4], [4], "2 offsets but 1 sizes"),
+    ],
+)
+def test_table_refuses_wrong_slots(
+    pack: ModuleType, offsets: list[int], nbytes: list[int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        pack.PackTable(np.zeros(16, np.uint8), offsets, nbytes, "float32")
+
+
+def test_wrong_arrays_are_refused(pack: ModuleType) -> None:
+    read_only = np.zeros(16, np.uint8)
+    read_only.flags.writeable = False
+    for destination in (
+        read_only,
+        np.zeros(16, np.float32),
+        np.zeros((4, 4), np.uint8),
+        np.zeros(32, np.uint8)[::2],
+    ):
+        with pytest.raises(ValueError, match="destination must be"):
+            pack.PackTable(destination, [0], [4], "float32")
+    with pytest.raises(ValueError, match="writable"):
+        pack.scale(read_only, "float32", 2.0)
+    with pytest.raises(ValueError, match="whole number"):
+        pack.scale(np.zeros(6, np.uint8), "float32", 2.0)
+    with pytest.raises(ValueError, match="complex64"):
+        pack.PackTable(np.zeros(16, np.uint8), [0], [8], "complex64")
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint8"])
+def test_integers_are_only_copied(pack: ModuleType, dtype: str) -> None:
+    values = np.arange(16, dtype=dtype)
+    table = pack.PackTable(np.zeros(values.nbytes, np.uint8), [0], [values.nbytes], dtype)
+    table.pointers[0] = values.ctypes.data
+    with pytest.raises(ValueError, match="can only be copied"):
+        table.pack(0.5)
+    with pytest.raises(ValueError, match="can only be copied"):
+        pack.scale(values, dtype, 2.0)
+    pack.scale(values, dtype, 1.0)
+    assert values.tolist() == list(range(16))
+
+
+@pytest.mark.parametrize("factor", [0.25, 1 / 3, -1e-3, 7e4, float("inf"), float("nan")])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_scale_rounds_once(pack: ModuleType, dtype: str, factor: float) -> None:
+    if dtype in HALVES:
+        values = ALL_HALVES.view(storage(dtype)).copy()
+    else:
+        values = random_values(np.random.default_rng(3), 4099, dtype)
+    expected = scaled(values, dtype, factor)
+    pack.scale(values, dtype, factor)
+    assert_same(values, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_half_survives_a_round_trip(pack: ModuleType, dtype: str) -> None:
+    out = np.zeros_like(ALL_HALVES)
+    pack.reduce_shards([ALL_HALVES], out, dtype, "sum")
+    assert same_halves(out, ALL_HALVES, dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_rounding_goes_to_nearest_even(pack: ModuleType, dtype: str) -> None:
+    rng = np.random.default_rng(4)
+    a, b = rng.permutation(ALL_HALVES), rng.permutation(ALL_HALVES)
+    out = np.zeros_like(a)
+    with np.errstate(all="ignore"):
+        total = (widen(a, dtype).astype(np.float32) + widen(b, dtype).astype(np.float32)).astype(
+            np.float64
+        )
+    pack.reduce_shards([a, b], out, dtype, "sum")
+    assert same_halves(out, narrow(total, dtype), dtype)
+    # A tie by construction: half a unit above one goes down, above the next value goes up.
+    one, unit = (0x3C00, 2.0**-10) if dtype == "float16" else (0x3F80, 2.0**-7)
+    half_unit = narrow(np.array([unit / 2]), dtype)[0]
+    ties = np.array([one, one + 1], np.uint16)
+    pack.reduce_shards([ties, np.full(2, half_unit, np.uint16)], out[:2], dtype, "sum")
+    assert out[:2].tolist() == [one, one + 2]
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 511, 512, 513, 5003])
+def test_reduce_accumulates_in_float32(pack: ModuleType, dtype: str, op: str, n: int) -> None:
+    rng = np.random.default_rng(n)
+    exact = rng.normal(0, 2, (5, n))
+    shards = np.stack([narrow(row, dtype) for row in exact])
+    fold = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}[op]
+    total = widen(shards[0], dtype).astype(np.float32)
+    for row in shards[1:]:
+        total = fold(total, widen(row, dtype).astype(np.float32))
+    expected = narrow((total / np.float32(3)).astype(np.float64), dtype)
+    room = np.zeros(2 * n + 1, np.uint8)  # odd addresses on both sides
+    out = room[1:].view(np.uint16)
+    rows = [at_offset(row, 2 * k + 1).view(np.uint16) for k, row in enumerate(shards)]
+    pack.reduce_shards(rows, out, dtype, op, 3)
+    assert same_halves(out, expected, dtype)
+    pack.reduce_shards(shards, shards[0], dtype, op, 3)  # a matrix, and in place
+    assert same_halves(shards[0], expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_reduce_keeps_nan_and_infinity(pack: ModuleType, dtype: str) -> None:
+    inf, nan = np.inf, np.nan
+    a = narrow(np.array([inf, inf, nan, 1.0, -inf, 2.0]), dtype)
+    b = narrow(np.array([1.0, -inf, 1.0, nan, -inf, 3.0]), dtype)
+    out = np.zeros_like(a)
+    for op, expected in {
+        "sum": [inf, nan, nan, nan, -inf, 5.0],
+        "min": [1.0, -inf, nan, nan, -inf, 2.0],
+        "max": [inf, inf, nan, nan, -inf, 3.0],
+        "product": [inf, -inf, nan, nan, inf, 6.0],
+    }.items():
+        pack.reduce_shards([a, b], out, dtype, op)
+        np.testing.assert_array_equal(widen(out, dtype), expected, err_msg=op)
+
+
+def test_reduce_does_not_overflow_on_the_way(pack: ModuleType) -> None:
+    large = narrow(np.full(9, 60000.0), "float16")
+    out = np.zeros_like(large)
+    pack.reduce_shards([large] * 4, out, "float16", "sum", 4)
+    assert np.array_equal(out, large)
+    pack.reduce_shards([large] * 4, out, "float16", "sum")
+    assert np.all(widen(out, "float16") == np.inf)
+
+
+def test_reduce_refuses_wrong_arguments(pack: ModuleType) -> None:
+    good = np.zeros(4, np.uint16)
+    with pytest.raises(ValueError, match="at least one"):
+        pack.reduce_shards([], good, "float16", "sum")
+    with pytest.raises(ValueError, match=r"shard 1 must be .* 4 elements"):
+        pack.reduce_shards([good, good[:3]], good, "float16", "sum")
+    with pytest.raises(ValueError, match="'float32' is not one of"):
+        pack.reduce_shards([good], good, "float32", "sum")
+    with pytest.raises(ValueError, match="'mean' is not one of"):
+        pack.reduce_shards([good], good, "float16", "mean")
+    with pytest.raises(ValueError, match="2-byte"):
+        pack.reduce_shards([good], np.zeros(4, np.float32), "float16", "sum")
+
+
+@needs_extension
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from(HALVES),
+    op=st.sampled_from(OPS),
+    k=st.integers(1, 6),
+    n=st.integers(0, 1500),
+    divisor=st.sampled_from([1.0, 2.0, 3.0, 7.0]),
+    seed=st.integers(0, 2**32),
+)
+def test_extension_and_numpy_agree_bit_for_bit(
+    dtype: str, op: str, k: int, n: int, divisor: float, seed: int
+) -> None:
+    shards = np.random.default_rng(seed).integers(0, 65536, (k, n), dtype=np.uint16)
+    outs = [np.zeros(n, np.uint16) for _ in range(2)]
+    for pack, out in zip((_pack, _pack_numpy), outs, strict=True):
+        pack.reduce_shards(shards, out, dtype, op, divisor)
+    assert same_halves(outs[0], outs[1], dtype)
+
+
+@needs_extension
+def test_pack_lets_other_threads_run() -> None:
+    """The main thread wakes inside a pack, although no thread is ever asked to make room."""
+    source = np.ones(64 << 20, np.uint8)
+    table = _pack.PackTable(np.zeros_like(source), [0], [source.size], "uint8")
+    table.pointers[0] = source.ctypes.data
+    started = threading.Event()
+    ends: list[float] = []
+
+    def work() -> None:
+        started.set()
+        table.pack()
+        ends.append(time.monotonic())
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)
+    try:
+        for _ in range(20):
+            started.clear()
+            thread = threading.Thread(target=work)
+            thread.start()
+            started.wait(10)
+            awake = time.monotonic()
+            thread.join(10)
+            if awake < ends[-1]:
+                return
+    finally:
+        sys.setswitchinterval(interval)
+    pytest.fail("no other thread ran during 20 calls of pack: it holds the GIL")
+
+
+@needs_extension
+def test_unknown_instructions_are_refused() -> None:
+    with pytest.raises(ValueError, match="'abacus'"):
+        _pack.use_instructions("abacus")
