@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -69,7 +70,7 @@ class Plan:
     def __post_init__(self) -> None:
         names = [spec.name for spec in self.tensors]
         if len(set(names)) != len(names):
-            twice = sorted({n for n in names if names.count(n) > 1})
+            twice = sorted(name for name, times in Counter(names).items() if times > 1)
             raise ValueError(f"tensor names must be unique; found twice: {', '.join(twice)}")
         for phase in Phase:
             seen = [k for g in self.groups if g.phase is phase for k in g.tensors]
@@ -77,6 +78,8 @@ class Plan:
                 raise ValueError(f"a tensor is in two groups of the {phase.value} phase")
             if phase is Phase.BACKWARD and set(seen) != set(range(len(names))):
                 raise ValueError("the groups do not cover exactly the tensors of the plan")
+            if not set(seen) <= set(range(len(names))):
+                raise ValueError(f"a group of the {phase.value} phase names an unknown tensor")
         for index, group in enumerate(self.groups):
             kinds = {self.tensors[k].dtype for k in group.tensors}
             if len(kinds) > 1:
@@ -171,7 +174,7 @@ def split_by_dtype(
 
     A message has one element type, so a run that mixes several becomes several messages.
     """
-    groups = []
+    groups: list[Group] = []
     for run in runs:
         by_dtype: dict[str, list[int]] = {}
         for k in run:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from wfbp.core.checks import number
 from wfbp.core.types import TensorSpec
 
 FORMAT = "wfbp-trace/1"
+MAX_NUMEL = 2**53
+"""Sizes up to here are exact as floats; no real tensor comes near."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +34,8 @@ class TraceTensor:
     backward_s: float
 
     def __post_init__(self) -> None:
-        for field, value in (("forward_s", self.forward_s), ("backward_s", self.backward_s)):
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(
-                    f"tensor {self.spec.name!r}: {field} is {value!r}; "
-                    "expected a finite time of at least 0 seconds"
-                )
+        number(f"tensor {self.spec.name!r}: forward_s", self.forward_s)
+        number(f"tensor {self.spec.name!r}: backward_s", self.backward_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,9 @@ class Trace:
             raise ValueError(f"trace {self.model!r} has no tensors")
         names = [t.spec.name for t in self.tensors]
         if len(set(names)) != len(names):
-            twice = sorted({n for n in names if names.count(n) > 1})
+            twice = sorted(name for name, times in Counter(names).items() if times > 1)
             raise ValueError(f"trace {self.model!r}: names found twice: {', '.join(twice)}")
-        if not (math.isfinite(self.other_s) and self.other_s >= 0):
-            raise ValueError(f"trace {self.model!r}: other_s is {self.other_s!r}")
+        number(f"trace {self.model!r}: other_s", self.other_s)
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -133,7 +132,7 @@ class Trace:
         return cls(
             str(data.get("model", "")),
             tuple(_tensor(i, row) for i, row in enumerate(rows)),
-            _number("other_s", other_s),
+            number("other_s", other_s),
         )
 
     @classmethod
@@ -150,12 +149,6 @@ class Trace:
             raise ValueError(f"{path}: {error}") from error
 
 
-def _number(place: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{place}: expected a number, found {value!r}")
-    return float(value)
-
-
 def _tensor(index: int, row: Any) -> TraceTensor:
     place = f"tensors[{index}]"
     if not isinstance(row, dict):
@@ -164,13 +157,15 @@ def _tensor(index: int, row: Any) -> TraceTensor:
     if missing:
         raise ValueError(f"{place}: missing {', '.join(missing)}")
     numel = row["numel"]
-    if isinstance(numel, bool) or not isinstance(numel, int) or numel < 0:
-        raise ValueError(f"{place}.numel: expected a whole number of at least 0, found {numel!r}")
+    if isinstance(numel, bool) or not isinstance(numel, int) or not 0 <= numel <= MAX_NUMEL:
+        raise ValueError(
+            f"{place}.numel: expected a whole number from 0 to 2**53, found {str(numel)[:40]}"
+        )
     try:
         return TraceTensor(
             TensorSpec(str(row["name"]), (numel,), str(row.get("dtype", "float32"))),
-            _number("forward_s", row["forward_s"]),
-            _number("backward_s", row["backward_s"]),
+            number("forward_s", row["forward_s"]),
+            number("backward_s", row["backward_s"]),
         )
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error

@@ -1,0 +1,66 @@
+"""The limit that no schedule on one in-order channel can beat."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+
+from wfbp.core.cost import Costs, Line
+from wfbp.core.trace import Trace
+from wfbp.core.types import Operation
+
+
+def lower_bound_s(trace: Trace, costs: Costs) -> float:
+    """Seconds that every iteration takes at least, whatever is sent when and in what pieces.
+
+    Between tensor i's gradient and i's next use, all bytes of the tensors up to i (forward
+    order) cross the channel: their gradients exist no earlier, and forward uses them no later.
+    In that time the computation runs forward from i to the end and backward to i. So, with a
+    start-up a and b seconds per byte such that no message is cheaper than a + b * bytes,
+
+        LB = max(T_f + T_b, max_i { sum_{k>=i} (tf_k + tb_k) + a + b * sum_{j<=i} m_j })
+
+    For a measured curve a and b run over the lines under it, and for each i the best line counts.
+    Bytes travel by all-reduce or by reduce-scatter and all-gather; the cheaper way counts.
+    ``other_s`` is added, because every iteration has it.
+
+    Args:
+        trace: sizes and compute times.
+        costs: of the channel; kappa is left out, since interference only adds time.
+
+    Returns:
+        Seconds per iteration.
+
+    Source:
+        Written for this project; see docs/planning.md.
+
+    Example:
+        >>> from wfbp.core.cost import LinearCost
+        >>> from wfbp.core.trace import TraceTensor
+        >>> from wfbp.core.types import TensorSpec
+        >>> tensor = TraceTensor(TensorSpec("w", (250,), "float32"), 1.0, 2.0)
+        >>> lower_bound_s(Trace("one", (tensor,)), Costs(LinearCost(0.5, 0.001)))
+        4.5
+    """
+    sizes = np.array([t.spec.nbytes for t in trace.tensors], dtype=np.float64)
+    compute = np.array([t.forward_s + t.backward_s for t in trace.tensors])
+    bytes_up_to = np.cumsum(sizes)
+    compute_from = np.cumsum(compute[::-1])[::-1]
+    limit = float(compute_from[0])
+    for alpha, beta in _lines(costs, float(bytes_up_to[-1])):
+        limit = max(limit, float(np.max(compute_from + (alpha + beta * bytes_up_to))))
+    return limit + trace.other_s
+
+
+def _lines(costs: Costs, max_bytes: float) -> list[Line]:
+    """Lines below the cost of moving bytes by either way, one of the two or a mixture."""
+    whole = costs.all_reduce.lines_below(max_bytes)
+    if costs.reduce_scatter is None and costs.all_gather is None:
+        return list(whole)
+    scatter = costs.of(Operation.REDUCE_SCATTER).lines_below(max_bytes)
+    gather = costs.of(Operation.ALL_GATHER).lines_below(max_bytes)
+    return [
+        (min(a, a_rs + a_ag), min(b, b_rs + b_ag))
+        for (a, b), (a_rs, b_rs), (a_ag, b_ag) in product(whole, scatter, gather)
+    ]

@@ -1,0 +1,197 @@
+"""OASR's subproblems for any monotone cost, vectorised, in time quadratic in the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from wfbp.core.cost import CostModel
+from wfbp.core.planners.partitions import Partition
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+MAX_TABLE_TENSORS = 2048
+"""Up to here the costs of all runs are kept (32 MiB); above, each row is worked out when used."""
+CHUNK_ELEMENTS = 2**17
+"""Rows handled at once hold about this many costs, so that they stay in cache."""
+ROUNDING = 1e-12
+
+
+class CurveSolver:
+    """Exact answers for any monotone cost.
+
+    A run that mixes element types costs one message per type. It is taken to leave as a whole,
+    when its last gradient exists.
+
+    Args:
+        ready_s: r_1 <= ... <= r_L in backward order, seconds from the start of backward.
+        sizes: bytes m_1..m_L.
+        dtypes: element type of each.
+        cost: of a message, on the wall clock.
+        kappa: interference; on the compute clock a message takes 1 / (1 + kappa) of its cost.
+    """
+
+    def __init__(
+        self,
+        ready_s: Sequence[float],
+        sizes: Sequence[int],
+        dtypes: Sequence[str],
+        cost: CostModel,
+        kappa: float,
+    ) -> None:
+        self._n = len(sizes)
+        self._r = np.array([0.0, *ready_s])
+        self._speed = 1.0 / (1.0 + kappa)
+        self._cost = cost
+        kinds = sorted(set(dtypes))
+        members = np.array([[kind == dtype for dtype in dtypes] for kind in kinds])
+        zero = np.zeros((len(kinds), 1))
+        self._count: Floats = np.hstack([zero, np.cumsum(members, axis=1)])
+        self._bytes: Floats = np.hstack([zero, np.cumsum(members * np.array(sizes), axis=1)])
+
+    def _row(self, j: int) -> Floats:
+        """Wall seconds of the run (i, j] for every i; infinite from i = j on."""
+        row = np.full(self._n + 1, np.inf)
+        row[:j] = 0.0
+        for count, nbytes in zip(self._count, self._bytes, strict=True):
+            seconds = self._cost.many(nbytes[j] - nbytes[:j])
+            row[:j] += seconds if len(self._count) == 1 else seconds * (count[j] > count[:j])
+        return row
+
+    @cached_property
+    def _table(self) -> Floats | None:
+        if self._n > MAX_TABLE_TENSORS:
+            return None
+        return np.array([self._row(j) for j in range(self._n + 1)])
+
+    def _rows(self, js: Ints) -> Floats:
+        if self._table is None:
+            return np.array([self._row(int(j)) for j in js])
+        return self._table[js]
+
+    @cached_property
+    def _best(self) -> tuple[Floats, Ints]:
+        """finish(j) = min over i < j of max(finish(i), r_j) + c(P_j - P_i), and that i."""
+        finish = np.zeros(self._n + 1)
+        previous = np.zeros(self._n + 1, dtype=np.int64)
+        for j in range(1, self._n + 1):
+            row = self._row(j) if self._table is None else self._table[j]
+            ends = np.maximum(finish[:j], self._r[j]) + self._speed * row[:j]
+            previous[j] = ends.argmin()
+            finish[j] = ends[previous[j]]
+        return finish, previous
+
+    def fastest(self) -> Partition:
+        """The dynamic programme over the end of the last run."""
+        previous = self._best[1]
+        ends = []
+        j = self._n
+        while j > 0:
+            ends.append(j)
+            j = int(previous[j])
+        return self._partition(ends[::-1])
+
+    def cheapest(self, makespan: float) -> Partition | None:
+        """Backward from the deadline D, with least busy time.
+
+        Let runs leave as late as they can: back to back, the last arriving at D. If those behind
+        j keep the channel busy for w(j), the run (i, j] starts at D - (w(j) + c) / (1 + kappa),
+        and it may if that is r_j or later. Less busy time behind j so both costs less and leaves
+        more room before it, and one figure per j is enough:
+
+            w(i) = min over j > i of  w(j) + c(P_j - P_i)   where it is <= (1 + kappa) * (D - r_j)
+        """
+        room = self._room(makespan)
+        busy = np.full(self._n + 1, np.inf)
+        busy[-1] = 0.0
+        following = np.zeros(self._n + 1, dtype=np.int64)
+        for j in range(self._n, 0, -1):
+            if busy[j] > room[j]:
+                continue
+            row = self._row(j) if self._table is None else self._table[j]
+            through = busy[j] + row[:j]
+            better = (through < busy[:j]) & (through <= room[j])
+            busy[:j][better] = through[better]
+            following[:j][better] = j
+        if not np.isfinite(busy[0]):
+            return None
+        ends = [int(following[0])]
+        while ends[-1] < self._n:
+            ends.append(int(following[ends[-1]]))
+        return self._partition(ends)
+
+    def fewest(
+        self, makespan: float, accept: Callable[[Partition], bool], at_most: int
+    ) -> Partition | None:
+        """As :meth:`cheapest`, one table per number of runs, until one reaches the start.
+
+        A state is dropped where fewer runs reach it as cheaply, and where even the fastest
+        partition of what is left in front would come too late.
+        """
+        room = self._room(makespan)
+        earliest = self._best[0]
+        busy = np.full(self._n + 1, np.inf)
+        busy[-1] = 0.0
+        least = busy.copy()
+        followings: list[Ints] = []
+        for _ in range(at_most):
+            alive = np.flatnonzero(np.isfinite(busy))
+            if not len(alive):
+                return None
+            busy, following = self._one_run_more(busy, room, alive)
+            busy[busy >= least] = np.inf
+            late = makespan - self._speed * busy < earliest - ROUNDING * makespan
+            busy[late] = np.inf
+            least = np.minimum(least, busy)
+            followings.append(following)
+            if np.isfinite(busy[0]):
+                ends = [0]
+                for table in reversed(followings):
+                    ends.append(int(table[ends[-1]]))
+                found = self._partition(ends[1:])
+                if accept(found):
+                    return found
+                busy[0] = np.inf
+        return None
+
+    def _one_run_more(self, busy: Floats, room: Floats, alive: Ints) -> tuple[Floats, Ints]:
+        least = np.full(self._n + 1, np.inf)
+        following = np.zeros(self._n + 1, dtype=np.int64)
+        columns = np.arange(self._n + 1)
+        for js in _chunks(alive, self._n + 1):
+            through = self._rows(js) + busy[js, None]
+            through[through > room[js, None]] = np.inf
+            first = through.argmin(axis=0)
+            through_first = through[first, columns]
+            better = through_first < least
+            least[better] = through_first[better]
+            following[better] = js[first[better]]
+        return least, following
+
+    def _room(self, makespan: float) -> Floats:
+        """Busy time that may lie behind the start of a run that ends with gradient j."""
+        room: Floats = (makespan - self._r) / self._speed
+        return room
+
+    def _partition(self, ends: Sequence[int]) -> Partition:
+        at = busy = 0.0
+        start = 0
+        for end in ends:
+            seconds = 0.0
+            for count, nbytes in zip(self._count, self._bytes, strict=True):
+                if count[end] > count[start]:
+                    seconds += self._cost(float(nbytes[end] - nbytes[start]))
+            at = max(at, float(self._r[end])) + self._speed * seconds
+            busy += seconds
+            start = end
+        return Partition(tuple(ends), at, busy)
+
+
+def _chunks(js: Ints, width: int) -> Iterator[Ints]:
+    step = max(CHUNK_ELEMENTS // width, 1)
+    for start in range(0, len(js), step):
+        yield js[start : start + step]
