@@ -1,0 +1,142 @@
+"""The architecture, read from the sources: who may import whom, and who reads the environment."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "wfbp"
+
+BELOW: dict[str, set[str]] = {
+    "errors": set(),
+    "config": {"errors"},
+    "core": {"errors"},
+    "_pack": set(),
+    "_pack_numpy": {"core"},
+    "native": {"_pack", "_pack_numpy", "core", "errors"},
+    "sim": {"core", "errors"},
+    "comm": {"config", "core", "errors", "native"},
+    "runtime": {"comm", "config", "core", "errors", "native", "sim"},
+}
+"""What each part may import besides itself."""
+
+TOP: dict[str, set[str]] = {
+    "torch": set(),
+    "jax": set(),
+    "cli": set(),
+    "dispatch": {"torch", "jax"},
+    "bench": {"torch", "jax", "cli"},
+}
+"""At the top: each may import all of the above, and of each other only what is stated."""
+
+FRAMEWORKS = {"torch": {"torch", "bench"}, "jax": {"jax", "bench"}, "mpi4py": {"comm", "bench"}}
+"""Which parts may import these foreign packages."""
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def part_of(module: str) -> str:
+    """``wfbp.core.plan`` -> ``core``; ``wfbp`` itself -> the empty name."""
+    return module.partition(".")[2].partition(".")[0]
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Absolute names of all modules that a file imports, lazily or not, with their lines."""
+    package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1]
+            module = ".".join([*base, *filter(None, [node.module])]) if node.level else node.module
+            assert module is not None
+            if module == "wfbp":  # `from wfbp import native` imports the part, if it is one
+                for alias in node.names:
+                    yield f"wfbp.{alias.name}", node.lineno
+            else:
+                yield module, node.lineno
+
+
+def allowed(part: str) -> set[str] | None:
+    """Parts that this one may import; None where it may import everything."""
+    if part == "":
+        return None  # the package's own __init__ passes names on, lazily
+    if part in BELOW:
+        return BELOW[part]
+    return set(BELOW) | TOP[part]
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_imports_go_downward_only(path: Path) -> None:
+    part = part_of(module_of(path))
+    permitted = allowed(part)
+    for module, line in imports(path):
+        target = part_of(module)
+        if module.partition(".")[0] != "wfbp" or permitted is None or target == part:
+            continue
+        assert target in permitted, f"{path}:{line}: {part} must not import {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_frameworks_stay_in_their_part(path: Path) -> None:
+    part = part_of(module_of(path))
+    for module, line in imports(path):
+        owners = FRAMEWORKS.get(module.partition(".")[0])
+        assert owners is None or part in owners, f"{path}:{line}: {part or 'wfbp'} uses {module}"
+
+
+def test_every_part_has_a_layer() -> None:
+    parts = {part_of(module_of(path)) for path in FILES} - {""}
+    assert parts <= set(BELOW) | set(TOP), "say where the new part stands in the layers"
+
+
+def test_the_parts_form_no_cycle() -> None:
+    done: set[str] = set()
+    while len(done) < len(BELOW):
+        ready = {part for part, below in BELOW.items() if part not in done and below <= done}
+        assert ready, f"a cycle among {sorted(set(BELOW) - done)}"
+        done |= ready
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_only_config_reads_the_environment(path: Path) -> None:
+    if module_of(path) == "wfbp.config":
+        return
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        key: ast.expr | None = None
+        line = getattr(node, "lineno", 0)
+        if isinstance(node, ast.Subscript) and is_environment(node.value):
+            if isinstance(node.ctx, ast.Store):
+                continue
+            key = node.slice
+        elif isinstance(node, ast.Call):
+            called = node.func
+            if isinstance(called, ast.Attribute) and is_environment(called.value):
+                key = node.args[0] if node.args else None
+            elif name_of(called) in ("os.getenv", "getenv"):
+                key = node.args[0]
+        if key is None:
+            continue
+        assert isinstance(key, ast.Constant), f"{path}:{line}: a variable without a name"
+        assert not str(key.value).startswith("WFBP_"), (
+            f"{path}:{line}: {key.value!r} is read here; add it to wfbp.config.Config"
+        )
+
+
+def name_of(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{name_of(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def is_environment(node: ast.expr) -> bool:
+    return name_of(node) in ("os.environ", "environ")
