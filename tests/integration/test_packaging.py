@@ -1,0 +1,125 @@
+"""What a user installs: sdist, wheel, editable; with a compiler and without."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+NOT_SOURCE = shutil.ignore_patterns(
+    ".git", ".venv*", "build", "dist", "runs", "*.egg-info", "*.so", "__pycache__", ".*_cache"
+)
+
+NO_COMPILER = {"CC": "/bin/false", "CXX": "/bin/false"}
+
+SAYS_SO = "the C++ extension could not be built"
+
+SMOKE = """
+import importlib.metadata, logging, sys
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+import numpy as np
+import wfbp
+from wfbp import native
+buffer = np.zeros(32, np.uint8)
+source = np.array([2.0, 4.0], np.float32)
+table = native.PackTable(buffer, [16], [8], "float32")
+table.pointers[0] = source.ctypes.data
+table.pack(0.5)
+assert buffer[16:24].view(np.float32).tolist() == [1.0, 2.0]
+half = np.array([1.0, 2.0], np.float16).view(np.uint16)
+native.reduce_shards([half, half], half, "float16", "sum")
+assert half.view(np.float16).tolist() == [2.0, 4.0]
+print(f"available={native.AVAILABLE} version={importlib.metadata.version('wfbp')}")
+print(f"from={wfbp.__file__}")
+"""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    """Output of a command that has to succeed, both streams together."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def pip(python: Path, *arguments: str | Path, cwd: Path, **environment: str) -> str:
+    """Run pip for another environment."""
+    command = (sys.executable, "-m", "pip", "--python", python, *arguments)
+    return run(*command, cwd=cwd, PIP_DISABLE_PIP_VERSION_CHECK="1", **environment)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A copy of the sources, so that nothing is built inside the checkout."""
+    return Path(shutil.copytree(ROOT, tmp_path / "source", ignore=NOT_SOURCE))
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Path:
+    """The interpreter of an environment in which nothing is installed, not even pip."""
+    venv.create(tmp_path / "env", symlinks=True)
+    return tmp_path / "env" / "bin" / "python"
+
+
+def test_sdist_and_wheel(source: Path, empty: Path, tmp_path: Path) -> None:
+    dist = tmp_path / "dist"
+    # Without a choice, the wheel is built from the sdist: so the sdist is complete.
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", dist, cwd=source)
+    (sdist,), (wheel,) = dist.glob("*.tar.gz"), dist.glob("*.whl")
+    with tarfile.open(sdist) as archive:
+        shipped = {name.partition("/")[2] for name in archive.getnames()}
+    tests = {"Makefile", "constraints.txt", "tests/conftest.py", "tests/data/clusters.json"}
+    assert {"LICENSE", "csrc/kernels.inl", "wfbp/_pack.pyi", *tests} <= shipped
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert any(name.startswith("wfbp/_pack.") and name.endswith(".so") for name in names)
+    assert {"wfbp/py.typed", "wfbp/_pack.pyi", "wfbp/core/plan.py"} <= set(names)
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    foreign = [n for n in names if not n.startswith(("wfbp/", "wfbp-"))]
+    assert not foreign, "the wheel brings more than the package"
+    pip(empty, "install", "-c", ROOT / "constraints.txt", wheel, cwd=tmp_path)
+    told = run(empty, "-I", "-W", "error", "-c", SMOKE, cwd=tmp_path)
+    assert "available=True" in told
+    assert f"from={empty.parents[1]}" in told
+
+
+@pytest.mark.parametrize("how", ["plain", "editable"])
+def test_install_without_a_compiler(source: Path, empty: Path, tmp_path: Path, how: str) -> None:
+    needs = ("setuptools", "pybind11", "numpy")
+    pip(empty, "install", "-c", ROOT / "constraints.txt", *needs, cwd=tmp_path)
+    what = ("-e", source) if how == "editable" else (source,)
+    options = ("--no-build-isolation", "--no-deps", "-v")
+    told = pip(empty, "install", *options, *what, cwd=tmp_path, **NO_COMPILER)
+    assert told.count(SAYS_SO) == 1, told
+    told = run(empty, "-I", "-W", "error", "-c", SMOKE, cwd=tmp_path)
+    assert "available=False" in told
+    assert told.count("packing goes through NumPy") == 1, told
+    assert f"from={source if how == 'editable' else empty.parents[1]}" in told
+    if how == "editable":  # with a compiler, the next installation has it
+        told = pip(empty, "install", *options, *what, cwd=tmp_path)
+        assert SAYS_SO not in told
+        assert "available=True" in run(empty, "-I", "-c", SMOKE, cwd=tmp_path)
+
+
+def test_import_loads_nothing_heavy() -> None:
+    heavy = ("torch", "jax", "mpi4py", "numpy", "cupy", "scipy", "rich")
+    check = f"import sys, wfbp; print([m for m in {heavy!r} if m in sys.modules])"
+    assert run(sys.executable, "-W", "error", "-c", check, cwd=ROOT).strip() == "[]"
