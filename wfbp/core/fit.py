@@ -1,0 +1,188 @@
+"""From measurements to a model of cost: alpha and beta, how well they fit, and kappa."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from wfbp.core.checks import number
+from wfbp.core.cost import CostModel, Costs, LinearCost
+from wfbp.core.curves import Floats
+from wfbp.core.plan import Plan
+from wfbp.core.timeline import iteration_s
+from wfbp.core.trace import Trace
+
+MAX_KAPPA = 9.0
+"""Computation at a tenth of its speed: beyond this, something else is wrong."""
+_REWEIGHTINGS = 30
+_HUBER = 1.345
+_MAD_TO_SIGMA = 1.4826
+_GRID = 37
+_GOLDEN = (5**0.5 - 1) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Goodness:
+    """How well a cost model meets measurements.
+
+    Args:
+        r_squared: share of the variance in seconds that is explained; 1 is perfect. Large
+            messages dominate it.
+        max_relative_error: worst ``|predicted - measured| / measured``; small messages show here.
+    """
+
+    r_squared: float
+    max_relative_error: float
+
+
+def goodness(cost: CostModel, measured: Sequence[tuple[float, float]]) -> Goodness:
+    """Compare a cost model with measurements.
+
+    Args:
+        cost: the model.
+        measured: (bytes, seconds), seconds above 0.
+
+    Raises:
+        ValueError: no measurements, or one that is not a size with a time above 0.
+
+    Example:
+        >>> goodness(LinearCost(1.0, 0.5), [(2, 2.0), (4, 3.0)])
+        Goodness(r_squared=1.0, max_relative_error=0.0)
+    """
+    sizes, seconds = _columns(measured, at_least=1)
+    wrong = cost.many(sizes) - seconds
+    unexplained = float(wrong @ wrong)
+    variance = float(((seconds - seconds.mean()) ** 2).sum())
+    if variance == 0.0:
+        variance = unexplained or 1.0  # a flat curve is explained wholly or not at all
+    return Goodness(1.0 - unexplained / variance, float(np.abs(wrong / seconds).max()))
+
+
+def fit_linear(measured: Sequence[tuple[float, float]]) -> LinearCost:
+    """The alpha and beta of least relative error, outliers weighted down.
+
+    Relative, because sizes span many orders of magnitude and each matters alike. Points far from
+    the line (by Huber's rule, against the median deviation) lose weight, because on a shared
+    network some measurements meet foreign traffic.
+
+    Args:
+        measured: (bytes, seconds) of at least two sizes, seconds above 0.
+
+    Returns:
+        The fitted cost; alpha and beta are at least 0.
+
+    Raises:
+        ValueError: fewer than two sizes, or a measurement that is not a size with a time above 0.
+
+    Example:
+        >>> cost = fit_linear([(0, 1e-3), (1e6, 2e-3), (2e6, 3e-3)])
+        >>> round(cost.alpha_s, 9), round(cost.beta_s_per_byte, 15)
+        (0.001, 1e-09)
+    """
+    sizes, seconds = _columns(measured, at_least=2)
+    if sizes.min() == sizes.max():
+        raise ValueError(f"all measurements are of {sizes[0]:g} bytes; expected at least two sizes")
+    scale = sizes.max()
+    rows = np.column_stack([1.0 / seconds, sizes / scale / seconds])
+    weights = np.ones(len(sizes))
+    alpha, beta = _non_negative_line(rows, weights)
+    for _ in range(_REWEIGHTINGS):
+        deviation = np.abs(rows @ (alpha, beta) - 1.0)
+        limit = _HUBER * _MAD_TO_SIGMA * float(np.median(deviation))
+        if limit <= 1e-9:
+            break
+        weights = np.minimum(1.0, limit / np.maximum(deviation, limit))
+        alpha, beta = _non_negative_line(rows, weights)
+    return LinearCost(alpha, beta / float(scale))
+
+
+def fit_kappa(trace: Trace, costs: Costs, measured: Sequence[tuple[Plan, float]]) -> float:
+    """The interference with which predicted iteration times meet measured ones best.
+
+    Least squares of the relative error over :func:`wfbp.core.timeline.iteration_s`: the best of
+    a grid even in the slow-down of computation, then golden sections around it.
+
+    Args:
+        trace: sizes and compute times without communication.
+        costs: of the channel; its own kappa is not looked at.
+        measured: plans with the seconds per iteration measured under each, above 0.
+
+    Returns:
+        kappa, from 0 to ``MAX_KAPPA``.
+
+    Raises:
+        ValueError: nothing measured, or a time that is not above 0.
+
+    Example:
+        >>> from wfbp.core.planners import plan
+        >>> from wfbp.core.trace import TraceTensor
+        >>> from wfbp.core.types import TensorSpec
+        >>> trace = Trace("t", tuple(
+        ...     TraceTensor(TensorSpec(n, (10,), "float32"), 1.0, 1.0) for n in "abcd"))
+        >>> costs = Costs(LinearCost(0.5, 0.0))
+        >>> wfbp = plan("wfbp", trace, costs)
+        >>> seconds = iteration_s(wfbp, trace, replace(costs, kappa=0.25))
+        >>> round(fit_kappa(trace, costs, [(wfbp, seconds)]), 6)
+        0.25
+    """
+    if not measured:
+        raise ValueError("measured: expected at least one plan with its iteration time")
+    for index, (_, seconds) in enumerate(measured):
+        if not number(f"measured[{index}] seconds", seconds) > 0:
+            raise ValueError(f"measured[{index}] seconds: expected more than 0, found {seconds!r}")
+
+    def error(slowdown: float) -> float:
+        with_kappa = replace(costs, kappa=slowdown / (1.0 - slowdown))
+        return sum(
+            (iteration_s(plan, trace, with_kappa) / seconds - 1.0) ** 2
+            for plan, seconds in measured
+        )
+
+    highest = MAX_KAPPA / (1.0 + MAX_KAPPA)
+    grid = [highest * k / (_GRID - 1) for k in range(_GRID)]
+    errors = [error(slowdown) for slowdown in grid]
+    first = min(range(_GRID), key=errors.__getitem__)
+    around = grid[max(first - 1, 0)], grid[min(first + 1, _GRID - 1)]
+    slowdown = min((grid[first], _golden(error, *around)), key=error)
+    return slowdown / (1.0 - slowdown)
+
+
+def _golden(function: Callable[[float], float], low: float, high: float) -> float:
+    """Where a function with one valley between ``low`` and ``high`` is least."""
+    left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+    at_left, at_right = function(left), function(right)
+    while high - low > 1e-7:
+        if at_left <= at_right:
+            high, right, at_right = right, left, at_left
+            left = high - _GOLDEN * (high - low)
+            at_left = function(left)
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + _GOLDEN * (high - low)
+            at_right = function(right)
+    return (low + high) / 2
+
+
+def _non_negative_line(rows: Floats, weights: Floats) -> tuple[float, float]:
+    """Weighted least squares of ``rows @ (alpha, beta) = 1`` with both at least 0."""
+    root = np.sqrt(weights)
+    alpha, beta = np.linalg.lstsq(rows * root[:, None], root, rcond=None)[0]
+    if alpha >= 0 and beta >= 0:
+        return float(alpha), float(beta)
+    only_alpha, only_beta = (
+        float(weights @ column) / float(weights @ (column * column)) for column in rows.T
+    )
+    return (only_alpha, 0.0) if beta < 0 else (0.0, only_beta)
+
+
+def _columns(measured: Sequence[tuple[float, float]], at_least: int) -> tuple[Floats, Floats]:
+    if len(measured) < at_least:
+        raise ValueError(f"expected at least {at_least} measurements, found {len(measured)}")
+    for index, (size, seconds) in enumerate(measured):
+        number(f"measured[{index}] bytes", size)
+        if not number(f"measured[{index}] seconds", seconds) > 0:
+            raise ValueError(f"measured[{index}] seconds: expected more than 0, found {seconds!r}")
+    table = np.array(measured, dtype=np.float64)
+    return table[:, 0], table[:, 1]
