@@ -1,0 +1,111 @@
+"""Decides what is sent next: a pure state machine over one step of a plan.
+
+Events go in (a tensor is ready, the step closes, a group has completed); what to do comes out.
+The runtime drives it with real events, the simulator with a virtual clock, so both take the same
+decisions. No threads, no clock, no I/O.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from wfbp.core.plan import Plan
+
+
+class Sequencer:
+    """Lets groups go in the plan's order, each when its tensors are ready, a few at a time.
+
+    Ready groups wait in a priority queue, the plan's order being the priority. The order is the
+    same on every rank whatever arrives first here, so ranks never start different collectives;
+    that is why a ready group waits for an unready one before it. The last group carries the
+    ranks' requests for the step border, so it goes only once the step is closed.
+
+    Not safe for use from several threads at once.
+
+    Args:
+        plan: what to send.
+        window: groups that may be under way at the same time. One is the model of the papers; two
+            keep a link busy while the completion of the first is being noticed.
+
+    Example:
+        >>> from wfbp.core.plan import Group, Plan
+        >>> from wfbp.core.types import TensorSpec
+        >>> specs = tuple(TensorSpec(n, (4,), "float32") for n in "ab")
+        >>> sequencer = Sequencer(Plan("wfbp", specs, (Group((1,)), Group((0,)))))
+        >>> sequencer.ready(1); sequencer.start_next()
+        0
+        >>> sequencer.ready(0); sequencer.close(); sequencer.start_next() is None
+        True
+        >>> sequencer.completed(0); sequencer.start_next()
+        1
+        >>> sequencer.completed(1); sequencer.done
+        True
+    """
+
+    def __init__(self, plan: Plan, window: int = 1) -> None:
+        if window < 1:
+            raise ValueError(f"window is {window}; expected at least 1")
+        self._window = window
+        self._overlap = plan.overlap
+        self._sizes = [len(group.tensors) for group in plan.groups]
+        self._group_of = [0] * len(plan.tensors)
+        for index, group in enumerate(plan.groups):
+            for k in group.tensors:
+                self._group_of[k] = index
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a step, whatever became of the one before."""
+        self._missing = list(self._sizes)
+        self._queue: list[int] = []
+        self._started = 0
+        self._under_way: set[int] = set()
+        self._completed = 0
+        self._closed = False
+
+    def ready(self, tensor: int) -> None:
+        """A tensor's gradient exists. A tensor is ready at most once in a step."""
+        group = self._group_of[tensor]
+        self._missing[group] -= 1
+        if self._missing[group] == 0 and not self._closed:
+            heapq.heappush(self._queue, group)
+
+    def close(self) -> None:
+        """No more gradients in this step: what is missing counts as ready."""
+        if self._closed:
+            return
+        self._closed = True
+        self._queue = list(range(self._started, len(self._sizes)))
+
+    def start_next(self) -> int | None:
+        """The group to start now, if there is one; it then counts as under way."""
+        if not self._queue or len(self._under_way) >= self._window:
+            return None
+        group = self._queue[0]
+        if group != self._started:
+            return None
+        if not self._closed and (not self._overlap or group == len(self._sizes) - 1):
+            return None
+        heapq.heappop(self._queue)
+        self._started += 1
+        self._under_way.add(group)
+        return group
+
+    def completed(self, group: int) -> None:
+        """A group that was started has arrived everywhere it must."""
+        self._under_way.remove(group)
+        self._completed += 1
+
+    @property
+    def done(self) -> bool:
+        """Whether the step is closed and all its groups have completed."""
+        return self._closed and self._completed == len(self._sizes)
+
+    @property
+    def num_started(self) -> int:
+        """Groups started in this step."""
+        return self._started
+
+    def missing(self) -> list[int]:
+        """Number of tensors not yet ready, per group."""
+        return list(self._missing)

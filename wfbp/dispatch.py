@@ -1,0 +1,96 @@
+"""Functions of the top level that choose an adapter by what they are given."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from wfbp.core.types import Op
+from wfbp.runtime import operations
+
+
+def _is_torch(value: object) -> bool:
+    """Whether a value comes from PyTorch, without loading it."""
+    return any(kind.__module__.partition(".")[0] == "torch" for kind in type(value).__mro__)
+
+
+def _torch() -> ModuleType:
+    import wfbp.torch
+
+    return wfbp.torch
+
+
+def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap an optimizer so that it averages gradients over all ranks while backward computes.
+
+    Args:
+        optimizer: a ``torch.optim.Optimizer``; see ``wfbp.torch.DistributedOptimizer`` for all
+            other arguments.
+
+    Raises:
+        TypeError: no adapter for this kind of optimizer.
+
+    Example:
+        >>> import torch, wfbp
+        >>> wfbp.init()
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer = wfbp.DistributedOptimizer(optimizer)
+    """
+    if _is_torch(optimizer):
+        return _torch().DistributedOptimizer(optimizer, *args, **kwargs)
+    raise TypeError(
+        f"no adapter for an optimizer of type {type(optimizer).__module__}."
+        f"{type(optimizer).__qualname__}; expected a torch.optim.Optimizer. Plain arrays are "
+        "reduced by wfbp.GradientReducer"
+    )
+
+
+def allreduce(tensor: Any, name: str | None = None, op: Op = Op.AVERAGE) -> Any:
+    """Combine a tensor or array over all ranks; see ``wfbp.runtime.operations.allreduce``."""
+    if _is_torch(tensor):
+        return _torch().allreduce(tensor, name=name, op=op)
+    return operations.allreduce(tensor, name=name, op=op)
+
+
+def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> Any:
+    """The root's tensor or array; see ``wfbp.runtime.operations.broadcast``."""
+    if _is_torch(tensor):
+        return _torch().broadcast(tensor, root_rank, name=name)
+    return operations.broadcast(tensor, root_rank, name=name)
+
+
+def allgather(tensor: Any, name: str | None = None) -> Any:
+    """Concatenation over ranks; see ``wfbp.runtime.operations.allgather``."""
+    if _is_torch(tensor):
+        return _torch().allgather(tensor, name=name)
+    return operations.allgather(tensor, name=name)
+
+
+def broadcast_parameters(parameters: Any, root_rank: int = 0) -> None:
+    """Copy the root's parameters to every rank, in place.
+
+    Args:
+        parameters: a model's ``state_dict()`` or ``named_parameters()``, or a mapping or pairs of
+            names and NumPy arrays.
+        root_rank: whose values everybody gets.
+
+    Raises:
+        DisagreementError: ranks passed different names, shapes or element types.
+    """
+    items = dict(parameters)
+    if any(_is_torch(value) for value in items.values()):
+        _torch().broadcast_parameters(items, root_rank)
+    else:
+        operations.broadcast_arrays(items, root_rank)
+
+
+def broadcast_optimizer_state(optimizer: Any, root_rank: int = 0) -> None:
+    """Copy the root's optimizer state to every rank; see ``wfbp.torch``.
+
+    Raises:
+        TypeError: no adapter for this kind of optimizer.
+    """
+    if not _is_torch(optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, found {type(optimizer).__qualname__}")
+    _torch().broadcast_optimizer_state(optimizer, root_rank)

@@ -1,0 +1,86 @@
+"""Agreement between ranks, reached once, so that no step needs to negotiate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from wfbp.core.types import TensorSpec
+from wfbp.errors import DisagreementError
+
+_MAX_NAMED = 5
+
+
+def encode_specs(specs: Sequence[TensorSpec], settings: dict[str, Any]) -> bytes:
+    """What a rank says of its tensors when an engine is made."""
+    rows = [[s.name, list(s.shape), s.dtype] for s in specs]
+    return json.dumps({"tensors": rows, "settings": settings}).encode()
+
+
+def check_specs(name: str, payloads: Sequence[bytes]) -> None:
+    """Compare every rank's tensors and settings with rank 0's.
+
+    Raises:
+        DisagreementError: the same message on every rank: which ranks, which tensors, what each
+            of the two has.
+    """
+    said = [json.loads(p) for p in payloads]
+    problems = []
+    for rank, theirs in enumerate(said):
+        problems += _differences(said[0], theirs, rank)
+    if problems:
+        shown = problems[:_MAX_NAMED]
+        if len(problems) > _MAX_NAMED:
+            shown.append(f"and {len(problems) - _MAX_NAMED} more")
+        raise DisagreementError(
+            f"{name}: ranks disagree: {'; '.join(shown)}. Every rank must pass the same tensors, "
+            "in the same order, with the same settings"
+        )
+
+
+def check_equal(name: str, what: str, values: Sequence[str]) -> None:
+    """Raise unless every rank said the same.
+
+    Raises:
+        DisagreementError: naming the first rank that differs from rank 0.
+    """
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            raise DisagreementError(
+                f"{name}: ranks disagree on {what}: rank 0 has {values[0]}, rank {rank} has {value}"
+            )
+
+
+def _differences(ours: dict[str, Any], theirs: dict[str, Any], rank: int) -> list[str]:
+    found = []
+    for key, value in ours["settings"].items():
+        other = theirs["settings"].get(key)
+        if other != value:
+            found.append(f"{key} is {value!r} on rank 0 and {other!r} on rank {rank}")
+    mine, other_rows = ours["tensors"], theirs["tensors"]
+    by_name = {row[0]: row for row in other_rows}
+    names = {row[0] for row in mine}
+    for row in mine:
+        match = by_name.get(row[0])
+        if match is None:
+            found.append(f"{_shown(row)} of rank 0 is missing on rank {rank}")
+        elif match != row:
+            found.append(f"{_shown(row)} on rank 0 is {_shown(match)} on rank {rank}")
+    found += [
+        f"{_shown(row)} of rank {rank} is missing on rank 0"
+        for row in other_rows
+        if row[0] not in names
+    ]
+    if not found and mine != other_rows:
+        place = next(k for k, (a, b) in enumerate(zip(mine, other_rows, strict=True)) if a != b)
+        found.append(
+            f"tensor {place} is {_shown(mine[place])} on rank 0 and "
+            f"{_shown(other_rows[place])} on rank {rank} (the order differs)"
+        )
+    return found
+
+
+def _shown(row: list[Any]) -> str:
+    name, shape, dtype = row
+    return f"{name} {dtype}{tuple(shape)}"

@@ -1,0 +1,43 @@
+"""Reduction of tensors that a step's plan did not carry, at the step border.
+
+A tensor that had no gradient before (frozen until now, or seldom used), or whose gradient grew
+after it was sent, is reduced here, once, in a message of its own; nothing is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from wfbp.comm.backend import Buffer
+from wfbp.core.plan import Plan, split_by_dtype
+from wfbp.core.types import Op, TensorSpec
+from wfbp.runtime.fusion import FusionBuffer
+from wfbp.runtime.runtime import Runtime
+
+
+def reduce_extra(
+    runtime: Runtime,
+    specs: Sequence[TensorSpec],
+    sources: Sequence[tuple[int, object]],
+    op: Op,
+) -> list[Buffer]:
+    """Reduce tensors now; collective.
+
+    Args:
+        specs: equal on every rank.
+        sources: per tensor, address and owner; address 0 where this rank has no gradient.
+        op: ``Op.AVERAGE`` or ``Op.SUM``.
+
+    Returns:
+        Per tensor, the reduced bytes in new storage.
+    """
+    plan = Plan("extra", tuple(specs), split_by_dtype(specs, [range(len(specs))]))
+    addresses = [address for address, _ in sources]
+    reduced: dict[int, Buffer] = {}
+    for group, members in enumerate(plan.groups):
+        fusion = FusionBuffer(plan, group, op, runtime.size)
+        fusion.pack(addresses, requested=False, step=0)
+        runtime.all_reduce(fusion.buffer, fusion.dtype, fusion.wire_op, "gradients at the border")
+        for position, k in enumerate(members.tensors):
+            reduced[k] = fusion.slot(position)
+    return [reduced[k] for k in range(len(specs))]

@@ -1,0 +1,199 @@
+"""The planned lane: sends one engine's groups, step after step."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from wfbp.comm.backend import Backend, Work
+from wfbp.core.plan import Plan
+from wfbp.core.sequencer import Sequencer
+from wfbp.core.types import Op
+from wfbp.errors import DisagreementError, WfbpError
+from wfbp.runtime.fusion import FusionBuffer
+from wfbp.runtime.thread import Reply
+
+CLOSE = -1
+DISCARD = -2
+WINDOW = 2
+"""Groups under way at once: the second keeps the link busy while the first one's end is noticed."""
+
+
+@dataclass(slots=True)
+class Step:
+    """What the training thread tells of one step, indexed by the plan's tensors.
+
+    The training thread writes; the communication thread reads a tensor's entries only after its
+    ready event, and everything after the close.
+    """
+
+    number: int
+    addresses: list[int]
+    owners: list[object]
+    requested: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTime:
+    """When one group was packed and travelled, seconds of ``time.perf_counter``."""
+
+    group: int
+    start_s: float
+    packed_s: float
+    end_s: float
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step's messages brought.
+
+    Args:
+        present: per tensor of the plan, whether any rank had a gradient.
+        requested: whether any rank asks for talk at the step border.
+        times: when each group travelled.
+    """
+
+    present: list[bool]
+    requested: bool = False
+    times: list[GroupTime] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Flight:
+    group: int
+    work: Work[None]
+    start_s: float
+    packed_s: float
+    since: float
+
+
+class PlannedLane:
+    """Feeds ready events to the sequencer and carries out what it says.
+
+    ``events``, ``reply`` and ``step`` are the border between threads: the training thread appends
+    events (``deque.append`` is atomic) and sets ``step`` and installs plans only while no step is
+    under way; everything else is the communication thread's.
+    """
+
+    def __init__(self, backend: Backend, op: Op, name: str) -> None:
+        self.backend = backend
+        self.events: deque[int] = deque()
+        self.reply: Reply[StepResult] = Reply()
+        self.step = Step(0, [], [])
+        self.cost: Callable[[float], float] | None = None
+        self._op = op
+        self._name = name
+        self._error: WfbpError | None = None
+        self._flights: deque[_Flight] = deque()
+
+    def install(self, plan: Plan) -> list[FusionBuffer]:
+        """Send by another plan from the next step on; called between steps.
+
+        Returns:
+            The fusion buffers, one per group.
+        """
+        self._plan = plan
+        self._sequencer = Sequencer(plan, WINDOW)
+        self._buffers = [
+            FusionBuffer(plan, group, self._op, self.backend.size)
+            for group in range(len(plan.groups))
+        ]
+        self._result = StepResult([False] * len(plan.tensors))
+        return self._buffers
+
+    def wake(self) -> None:
+        """Message that events are waiting; the turn that reads it advances the lane."""
+
+    def advance(self) -> bool:
+        progressed = False
+        sequencer = self._sequencer
+        events = self.events
+        while events:
+            event = events.popleft()
+            if event >= 0:
+                sequencer.ready(event)
+            elif event == CLOSE:
+                sequencer.close()
+            else:
+                sequencer.reset()
+        while (group := sequencer.start_next()) is not None:
+            self._start(group)
+            progressed = True
+        while self._flights and self._flights[0].work.test():
+            self._complete(self._flights.popleft())
+            progressed = True
+            if (group := sequencer.start_next()) is not None:
+                self._start(group)
+        for flight in list(self._flights)[1:]:
+            flight.work.test()
+        if sequencer.done:
+            sequencer.reset()
+            result, self._result = self._result, StepResult([False] * len(self._plan.tensors))
+            self.reply.put(result)
+            progressed = True
+        return progressed
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._flights)
+
+    @property
+    def expected_s(self) -> float | None:
+        if not self._flights or self.cost is None:
+            return None
+        return self.cost(self._flights[0].work.nbytes)
+
+    @property
+    def waiting_since(self) -> float | None:
+        return self._flights[0].since if self._flights else None
+
+    def describe(self) -> str:
+        place = f"{self._name}, step {self.step.number}"
+        count = len(self._plan.groups)
+        if self._flights:
+            group = self._flights[0].group
+            return f"{place}: group {group + 1} of {count} ({self._members(group)}) is under way"
+        next_group = self._sequencer.num_started
+        missing = self._sequencer.missing()
+        if next_group == count or not any(
+            left < len(g.tensors) for left, g in zip(missing, self._plan.groups, strict=True)
+        ):
+            return f"{place}: nothing posted yet"
+        return (
+            f"{place}: waiting for {missing[next_group]} gradients of group {next_group + 1} "
+            f"of {count} ({self._members(next_group)})"
+        )
+
+    def fail(self, error: WfbpError) -> None:
+        self._flights.clear()
+        self.reply.fail(error)
+
+    def _members(self, group: int) -> str:
+        names = [self._plan.tensors[k].name for k in self._plan.groups[group].tensors]
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+    def _start(self, group: int) -> None:
+        start_s = time.perf_counter()
+        fusion = self._buffers[group]
+        fusion.pack(self.step.addresses, self.step.requested, self.step.number)
+        packed_s = time.perf_counter()
+        work = self.backend.all_reduce(fusion.buffer, fusion.dtype, fusion.wire_op)
+        self._flights.append(_Flight(group, work, start_s, packed_s, time.monotonic()))
+
+    def _complete(self, flight: _Flight) -> None:
+        arrival = self._buffers[flight.group].arrived(self.step.number)
+        if not arrival.steps_agree:
+            raise DisagreementError(
+                f"rank {self.backend.rank}: {self._name}: ranks are at different steps (here "
+                f"{self.step.number}); every rank must call step(), synchronize() and zero_grad() "
+                "equally often"
+            )
+        for k, here in zip(self._plan.groups[flight.group].tensors, arrival.present, strict=True):
+            self._result.present[k] = here
+        self._result.requested |= arrival.requested
+        self._result.times.append(
+            GroupTime(flight.group, flight.start_s, flight.packed_s, time.perf_counter())
+        )
+        self._sequencer.completed(flight.group)

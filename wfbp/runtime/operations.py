@@ -1,0 +1,305 @@
+"""Synchronous collectives on NumPy arrays, under Horovod's names.
+
+Every rank calls the same operations in the same order. Before data moves, the ranks compare what
+they are about to do, so a disagreement is an error on every rank and not a hang.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from collections.abc import Mapping, Sequence
+from itertools import count, zip_longest
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wfbp.comm.backend import Buffer
+from wfbp.core.types import Op, item_bytes
+from wfbp.errors import DisagreementError
+from wfbp.runtime import world
+from wfbp.runtime.runtime import Runtime
+
+Array = npt.NDArray[Any]
+
+_numbers = count()
+
+
+def allreduce(array: Any, name: str | None = None, op: Op = Op.AVERAGE) -> Array:
+    """Combine an array over all ranks.
+
+    Args:
+        array: same shape and element type on every rank; float16, bfloat16 (of ml_dtypes),
+            float32, float64, int32, int64 or uint8.
+        name: for messages.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``.
+
+    Returns:
+        A new array; the argument is left as it is.
+
+    Raises:
+        ValueError: an element type that cannot be sent.
+        DisagreementError: ranks called different operations.
+
+    Example:
+        >>> import wfbp
+        >>> wfbp.init()
+        >>> wfbp.allreduce(np.float32([1, 2]), op=wfbp.Sum) / wfbp.size()
+        array([1., 2.], dtype=float32)
+    """
+    runtime = world.current("allreduce()")
+    source = np.asarray(array)
+    result = np.array(source, order="C", copy=True)
+    reduce_in_place(runtime, flat(result), source.dtype.name, source.shape, op, name)
+    return result
+
+
+def reduce_in_place(
+    runtime: Runtime,
+    buffer: Buffer,
+    dtype: str,
+    shape: Sequence[int],
+    op: Op,
+    name: str | None,
+) -> None:
+    """Combine a flat buffer over all ranks, after comparing name, type, shape and operation."""
+    item_bytes(dtype)
+    if not isinstance(op, Op):
+        raise ValueError(f"op is {op!r}; expected one of {', '.join(o.name for o in Op)}")
+    label = name or f"allreduce.{next(_numbers)}"
+    if runtime.size == 1:
+        runtime.check()
+        return
+    agree(runtime, ["allreduce", label, dtype, list(shape), op.value])
+    runtime.all_reduce(buffer, dtype, op, f"allreduce of {label}")
+
+
+def broadcast(array: Any, root_rank: int, name: str | None = None) -> Array:
+    """The root's array, on every rank.
+
+    Args:
+        array: same shape and element type on every rank.
+        root_rank: whose values everybody gets.
+        name: for messages.
+
+    Returns:
+        A new array.
+
+    Raises:
+        ValueError: no such rank.
+        DisagreementError: ranks called different operations.
+
+    Example:
+        >>> import wfbp
+        >>> wfbp.init()
+        >>> wfbp.broadcast(np.arange(3), root_rank=0)
+        array([0, 1, 2])
+    """
+    runtime = world.current("broadcast()")
+    result = np.array(np.asarray(array), order="C", copy=True)
+    broadcast_in_place(
+        runtime, flat(result).view(np.uint8), result.dtype.name, result.shape, root_rank, name
+    )
+    return result
+
+
+def broadcast_in_place(
+    runtime: Runtime,
+    buffer: Buffer,
+    dtype: str,
+    shape: Sequence[int],
+    root_rank: int,
+    name: str | None,
+) -> None:
+    """Copy the root's bytes to every rank, after comparing name, type, shape and root."""
+    check_root(runtime, root_rank)
+    label = name or f"broadcast.{next(_numbers)}"
+    if runtime.size == 1:
+        runtime.check()
+        return
+    agree(runtime, ["broadcast", label, dtype, list(shape), root_rank])
+    _broadcast_one(runtime, buffer, root_rank, f"broadcast of {label}")
+
+
+def broadcast_arrays(arrays: Mapping[str, Any], root_rank: int = 0) -> None:
+    """Copy the root's arrays to every rank, in place.
+
+    Args:
+        arrays: by name; same names, shapes and element types on every rank.
+        root_rank: whose values everybody gets.
+
+    Raises:
+        DisagreementError: ranks passed different names, shapes or element types.
+        ValueError: no such rank.
+    """
+    runtime = world.current("broadcast_parameters()")
+    rows = [(name, a.dtype.name, a.shape) for name, a in arrays.items()]
+    copies = [np.ascontiguousarray(a) for a in arrays.values()]
+    broadcast_buffers(runtime, rows, [flat(a).view(np.uint8) for a in copies], root_rank)
+    for array, copy in zip(arrays.values(), copies, strict=True):
+        if copy is not array:
+            np.copyto(array, copy)
+
+
+def broadcast_buffers(
+    runtime: Runtime,
+    rows: Sequence[tuple[str, str, Sequence[int]]],
+    buffers: Sequence[Buffer],
+    root_rank: int,
+) -> None:
+    """Copy the root's bytes of many named buffers to every rank, after comparing them all."""
+    check_root(runtime, root_rank)
+    if runtime.size == 1:
+        runtime.check()
+        return
+    described = [[name, dtype, list(shape)] for name, dtype, shape in rows]
+    said = [
+        json.loads(p)
+        for p in runtime.exchange(
+            json.dumps([root_rank, described]).encode(), "broadcast_parameters"
+        )
+    ]
+    for rank, (root, theirs) in enumerate(said):
+        if root != said[0][0] or theirs != said[0][1]:
+            pairs = zip_longest(
+                [["root_rank", root], *theirs], [["root_rank", said[0][0]], *said[0][1]]
+            )
+            there, here = next((a, b) for a, b in pairs if a != b)
+            raise DisagreementError(
+                f"{runtime.where}: broadcast_parameters: ranks disagree: rank 0 has {here}, rank "
+                f"{rank} has {there}. Every rank must pass the same names, shapes and types"
+            )
+    for (name, _, _), buffer in zip(rows, buffers, strict=True):
+        _broadcast_one(runtime, buffer, root_rank, f"broadcast of {name}")
+
+
+def _broadcast_one(runtime: Runtime, buffer: Buffer, root_rank: int, label: str) -> None:
+    runtime.call(lambda backend: backend.broadcast(buffer, root_rank), label)
+
+
+def allgather(array: Any, name: str | None = None) -> Array:
+    """The arrays of all ranks, concatenated along the first dimension in rank order.
+
+    Args:
+        array: at least one dimension; sizes may differ between ranks in the first one only.
+        name: for messages.
+
+    Returns:
+        A new array.
+
+    Raises:
+        ValueError: a scalar.
+        DisagreementError: ranks called different operations.
+
+    Example:
+        >>> import wfbp
+        >>> wfbp.init()
+        >>> len(wfbp.allgather(np.zeros((2, 3)))) == 2 * wfbp.size()
+        True
+    """
+    runtime = world.current("allgather()")
+    source = np.ascontiguousarray(array)
+    if np.ndim(array) == 0:
+        raise ValueError("allgather needs at least one dimension; found a scalar")
+    raw, rows = gather_rows(
+        runtime, flat(source).view(np.uint8), source.dtype.name, source.shape, name
+    )
+    return raw.view(source.dtype).reshape(rows, *source.shape[1:])
+
+
+def gather_rows(
+    runtime: Runtime, raw: Buffer, dtype: str, shape: Sequence[int], name: str | None
+) -> tuple[Buffer, int]:
+    """Concatenate every rank's bytes; returns them and the total of the first dimension."""
+    label = name or f"allgather.{next(_numbers)}"
+    row_bytes = math.prod(shape[1:]) * item_bytes(dtype)
+    rows = agree(runtime, ["allgather", label, dtype, list(shape[1:])], private=shape[0])
+    counts = [row_bytes * count for count in rows]
+    receive = np.empty(sum(counts), np.uint8)
+    runtime.call(lambda backend: backend.all_gather(raw, receive, counts), f"allgather of {label}")
+    return receive, sum(rows)
+
+
+def allgather_object(value: Any, name: str | None = None) -> list[Any]:
+    """Every rank's object, in rank order; any object that can be pickled.
+
+    Example:
+        >>> import wfbp
+        >>> wfbp.init()
+        >>> wfbp.allgather_object("me") == ["me"] * wfbp.size()
+        True
+    """
+    runtime = world.current("allgather_object()")
+    label = name or f"allgather_object.{next(_numbers)}"
+    agree(runtime, ["allgather_object", label])
+    payloads = runtime.exchange(pickle.dumps(value), f"allgather_object {label}")
+    return [pickle.loads(payload) for payload in payloads]
+
+
+def broadcast_object(value: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
+    """The root's object, on every rank; any object that can be pickled.
+
+    Args:
+        value: looked at on the root only.
+        root_rank: whose object everybody gets.
+        name: for messages.
+
+    Example:
+        >>> import wfbp
+        >>> wfbp.init()
+        >>> wfbp.broadcast_object({"epoch": 3}, root_rank=0)
+        {'epoch': 3}
+    """
+    runtime = world.current("broadcast_object()")
+    check_root(runtime, root_rank)
+    label = name or f"broadcast_object.{next(_numbers)}"
+    agree(runtime, ["broadcast_object", label, root_rank])
+    payload = pickle.dumps(value) if runtime.rank == root_rank else b""
+    return pickle.loads(runtime.exchange(payload, f"broadcast_object {label}")[root_rank])
+
+
+def barrier() -> None:
+    """Wait until every rank has come here."""
+    agree(world.current("barrier()"), ["barrier"])
+
+
+def agree(runtime: Runtime, signature: list[Any], private: int = 0) -> list[int]:
+    """Compare what the ranks are about to do.
+
+    Args:
+        runtime: of this rank.
+        signature: kind of operation, name and whatever must be equal on all ranks.
+        private: a number that may differ.
+
+    Returns:
+        Every rank's private number.
+
+    Raises:
+        DisagreementError: on every rank, with what each of two ranks is about to do.
+    """
+    label = " ".join(str(part) for part in signature[:2])
+    payload = json.dumps([signature, private]).encode()
+    said = [json.loads(p) for p in runtime.exchange(payload, label)]
+    for rank, (theirs, _) in enumerate(said):
+        if theirs != said[0][0]:
+            raise DisagreementError(
+                f"{runtime.where}: ranks called different operations: rank 0 {said[0][0]}, rank "
+                f"{rank} {theirs}. Every rank must call the same operations in the same order "
+                "with the same names, element types and shapes"
+            )
+    return [number for _, number in said]
+
+
+def check_root(runtime: Runtime, root_rank: int) -> None:
+    """Raise ``ValueError`` unless the root is a rank."""
+    if not 0 <= root_rank < runtime.size:
+        raise ValueError(f"root_rank is {root_rank}; expected 0 to {runtime.size - 1}")
+
+
+def flat(array: Array) -> Buffer:
+    """A contiguous array as one dimension of its storage type (uint16 for bfloat16)."""
+    if array.dtype.name == "bfloat16":
+        array = array.view(np.uint16)
+    return array.reshape(-1)

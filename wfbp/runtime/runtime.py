@@ -1,0 +1,186 @@
+"""The runtime of one rank: its backend, its communication thread, and its ties to other ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from wfbp.comm.backend import Backend, Buffer, Finished, Work
+from wfbp.comm.probe import measure_cost
+from wfbp.comm.waiting import Waiter
+from wfbp.config import Config
+from wfbp.core.cost import Costs, PiecewiseCost
+from wfbp.core.types import Op
+from wfbp.errors import NotInitializedError, PeerError, WfbpError
+from wfbp.runtime.thread import TICK_S, CommunicationThread, Lane, Reply
+
+T = TypeVar("T")
+log = logging.getLogger("wfbp")
+
+
+class Runtime:
+    """Everything a rank needs to work with the others.
+
+    Public methods may be called by training threads. Notices from other ranks are read on the
+    communication thread, some times a second.
+
+    Args:
+        backend: over all ranks; from here on only the communication thread speaks to it.
+        config: settings of this rank.
+
+    Example:
+        >>> from wfbp.comm.local import LocalWorld
+        >>> runtime = Runtime(LocalWorld(1).backend(0), Config())
+        >>> runtime.exchange(b"me", "greeting")
+        [b'me']
+        >>> runtime.shutdown()
+    """
+
+    def __init__(self, backend: Backend, config: Config) -> None:
+        self.config = config
+        self.rank = backend.rank
+        self.size = backend.size
+        self.local_rank = backend.local_rank
+        self.local_size = backend.local_size
+        self._backend = backend
+        self._costs: tuple[int, Costs] | None = None
+        self._closed = False
+        self._acknowledged: set[int] = set()
+        self.where = f"rank {self.rank} of {self.size}"
+        self._thread = CommunicationThread(config, Waiter(), self._read_notices, self.where)
+        self._thread.on_stall = self._ask_where
+        self.post = self._thread.post
+        self.await_reply: Callable[[Reply[Any], str], Any] = self._thread.await_reply
+
+    def check(self) -> None:
+        """Raise what ended the runtime, if anything has.
+
+        Raises:
+            WfbpError: the first error, or that the runtime was shut down.
+        """
+        if self._thread.error is not None:
+            raise self._thread.error
+        if self._closed:
+            raise NotInitializedError("an operation after shutdown()")
+
+    def call(self, start: Callable[[Backend], Work[T]], label: str) -> T:
+        """Run one collective on the runtime's own backend and return its result."""
+        self.check()
+        return self._thread.call(lambda: start(self._backend), label)
+
+    def all_reduce(self, buffer: Buffer, dtype: str, op: Op, label: str) -> None:
+        """Combine a buffer over all ranks, in place."""
+        self.call(lambda backend: backend.all_reduce(buffer, dtype, op), label)
+
+    def exchange(self, payload: bytes, label: str) -> list[bytes]:
+        """Every rank's payload, in rank order."""
+        return self.call(lambda backend: backend.all_gather_bytes(payload), label)
+
+    def duplicate(self) -> Backend:
+        """A backend for a lane of its own; collective."""
+        return self.call(lambda backend: Finished(backend.duplicate()), "making a lane")
+
+    def measure_costs(self, max_bytes: int) -> Costs:
+        """The measured cost curves up to a message size; collective; measured once.
+
+        Args:
+            max_bytes: the largest message that will be sent.
+        """
+        if self._costs is None or self._costs[0] < max_bytes:
+            budget_s = self.config.probe_s
+            points = self.call(
+                lambda backend: Finished(measure_cost(backend, max_bytes, budget_s=budget_s)),
+                "measuring the network",
+            )
+            self._costs = max_bytes, Costs(PiecewiseCost(tuple(points)))
+        return self._costs[1]
+
+    def add_lane(self, lane: Lane) -> None:
+        """Serve a lane from now on."""
+        self.post(lambda: self._thread.add_lane(lane))
+
+    def remove_lane(self, lane: Lane) -> None:
+        """No longer serve a lane."""
+        self.post(lambda: self._thread.remove_lane(lane))
+
+    def shutdown(self) -> None:
+        """Leave: tell the others, wait until they leave too, and give everything back.
+
+        A rank that still needs this one gets a ``PeerError`` instead of a hang. Calling it again
+        does nothing.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread.error is None:
+            self._tell({"kind": "bye"})
+            self._wait_until(
+                lambda: len(self._thread.gone) >= self.size - 1 or self._thread.error is not None,
+                self.config.timeout_s,
+            )
+            if self._thread.error is None:
+                self.post(self._backend.close)
+        self._thread.stop(timeout_s=self.config.abort_grace_s)
+
+    def fail_job(self, reason: str) -> None:
+        """End the job because this rank failed: tell the others why, let them report, abort.
+
+        Args:
+            reason: what happened here, one line.
+        """
+        secondary = isinstance(self._thread.error, PeerError)
+        self._tell({"kind": "failed", "reason": reason, "secondary": secondary})
+        patience_s = self.config.abort_grace_s * (2 if secondary else 1)
+        self._wait_until(lambda: len(self._acknowledged) >= self.size - 1, patience_s)
+        self.post(lambda: self._backend.abort(1))
+        time.sleep(1.0)
+        self._backend.abort(1)  # the communication thread is stuck; nothing is left to protect
+
+    def _tell(self, notice: dict[str, Any]) -> None:
+        payload = json.dumps(notice).encode()
+        self.post(lambda: self._backend.send_notice(payload))
+
+    def _wait_until(self, done: Callable[[], bool], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        pause = threading.Event()
+        while not done() and time.monotonic() < deadline:
+            pause.wait(TICK_S / 2)
+
+    # On the communication thread.
+
+    def _read_notices(self) -> None:
+        for sender, payload in self._backend.poll_notices():
+            notice = json.loads(payload)
+            kind = notice["kind"]
+            if kind == "failed":
+                self._acknowledged.add(sender)
+                if not notice["secondary"]:
+                    self._thread.fail(
+                        PeerError(f"{self.where}: rank {sender} failed: {notice['reason']}")
+                    )
+            elif kind == "bye":
+                self._acknowledged.add(sender)
+                self._thread.gone_since = time.monotonic()
+                self._thread.gone[sender] = "has left (its program ended or called shutdown)"
+            elif kind == "where":
+                self._send({"kind": "here", "place": self._thread.describe()})
+            elif kind == "here":
+                log.warning("%s hears from rank %d: %s", self.where, sender, notice["place"])
+
+    def _ask_where(self, what: str) -> None:
+        self._send({"kind": "where"})
+
+    def _send(self, notice: dict[str, Any]) -> None:
+        self._backend.send_notice(json.dumps(notice).encode())
+
+
+def describe_error(error: BaseException) -> str:
+    """An exception in one line."""
+    if isinstance(error, WfbpError):
+        return f"{type(error).__name__}: {error}"
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

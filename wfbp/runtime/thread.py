@@ -1,0 +1,297 @@
+"""The communication thread: the only thread that speaks to the backend.
+
+Training threads post messages; the thread acts on them, moves collectives on and waits for them
+without taking the core that training needs. Two kinds of work live here: *calls*, one collective
+each, one after another, for which a training thread waits; and *lanes*, which send the groups of
+a plan while training goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from wfbp.comm.backend import Work
+from wfbp.comm.waiting import Waiter, sharpen_naps
+from wfbp.config import Config
+from wfbp.errors import PeerError, StallError, WfbpError
+
+T = TypeVar("T")
+log = logging.getLogger("wfbp")
+
+THREAD_NAME = "wfbp-comm"
+TICK_S = 0.05
+_LEFT_GRACE_S = 2.0
+_BACKSTOP_S = 10.0
+
+
+class Lane(Protocol):
+    """What sends a plan's groups; all methods run on the communication thread."""
+
+    def advance(self) -> bool:
+        """Move on; True where something was started or completed."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a collective is under way."""
+
+    @property
+    def expected_s(self) -> float | None:
+        """How long what is under way should take, where that is known."""
+
+    @property
+    def waiting_since(self) -> float | None:
+        """When the oldest collective under way was started (``time.monotonic``)."""
+
+    def describe(self) -> str:
+        """Where the lane is, for people."""
+
+    def fail(self, error: WfbpError) -> None:
+        """Give up the step and tell whoever waits for it why."""
+
+
+class Reply(Generic[T]):
+    """A place for one answer at a time: the communication thread puts, one training thread gets."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def put(self, value: T) -> None:
+        self._queue.put((value, None))
+
+    def fail(self, error: BaseException) -> None:
+        self._queue.put((None, error))
+
+    def get(self, timeout_s: float) -> T:
+        """The answer.
+
+        Raises:
+            queue.Empty: none came in time.
+            BaseException: what :meth:`fail` was given.
+        """
+        value, error = self._queue.get(timeout=timeout_s)
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]
+
+
+@dataclass
+class _Call:
+    label: str
+    start: Callable[[], Work[Any]]
+    reply: Reply[Any]
+    work: Work[Any] | None = None
+    since: float = field(default_factory=time.monotonic)
+
+
+class CommunicationThread:
+    """Runs calls and lanes on one backend.
+
+    :meth:`post`, :meth:`call`, :meth:`await_reply` and :meth:`stop` may be called by any other
+    thread; everything else by the communication thread only. Threads share nothing but the
+    inbox, a queue; ``urgent`` is a hint that may be read late.
+
+    Args:
+        config: timeouts.
+        waiter: how to wait.
+        on_tick: called some times a second, for notices from other ranks.
+        where: who this is, for messages ("rank 1 of 4").
+    """
+
+    def __init__(
+        self, config: Config, waiter: Waiter, on_tick: Callable[[], None], where: str
+    ) -> None:
+        self._config = config
+        self._waiter = waiter
+        self._on_tick = on_tick
+        self._where = where
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._calls: deque[_Call] = deque()
+        self._lanes: list[Lane] = []
+        self._running = True
+        self._warned: set[str] = set()
+        self._next_tick = 0.0
+        self._num_waiting = 0
+        self.error: WfbpError | None = None
+        self.gone: dict[int, str] = {}
+        self.gone_since = 0.0
+        self.on_stall: Callable[[str], None] = lambda text: None
+        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+        self._thread.start()
+
+    # From any thread.
+
+    def post(self, message: Callable[[], None]) -> None:
+        """Have the communication thread call ``message`` soon."""
+        self._inbox.put(message)
+
+    def call(self, start: Callable[[], Work[T]], label: str) -> T:
+        """Run one collective and wait for its result.
+
+        Args:
+            start: starts the collective; called on the communication thread.
+            label: what it is, for messages.
+
+        Raises:
+            WfbpError: this collective failed, or an earlier error has ended the runtime.
+        """
+        reply: Reply[T] = Reply()
+        self.post(lambda: self._enqueue(_Call(label, start, reply)))
+        return self.await_reply(reply, label)
+
+    def await_reply(self, reply: Reply[T], label: str) -> T:
+        """Wait for an answer, letting the communication thread know that somebody waits."""
+        deadline = time.monotonic() + self._config.timeout_s + _BACKSTOP_S
+        self._num_waiting += 1
+        try:
+            while True:
+                try:
+                    return reply.get(timeout_s=1.0)
+                except queue.Empty:
+                    if self.error is not None:
+                        raise self.error from None
+                    if not self._thread.is_alive() or time.monotonic() > deadline:
+                        raise StallError(
+                            f"{self._where}: {label}: the communication thread does not answer"
+                        ) from None
+        finally:
+            self._num_waiting -= 1
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread once its inbox is worked off."""
+        self.post(self._stop)
+        self._thread.join(timeout_s)
+
+    # On the communication thread.
+
+    def add_lane(self, lane: Lane) -> None:
+        """Serve a lane from now on."""
+        if self.error is not None:
+            lane.fail(self.error)
+        self._lanes.append(lane)
+
+    def remove_lane(self, lane: Lane) -> None:
+        """No longer serve a lane."""
+        self._lanes = [other for other in self._lanes if other is not lane]
+
+    def fail(self, error: WfbpError) -> None:
+        """Keep the first error and end with it everything that waits, now and later."""
+        if self.error is not None:
+            return
+        self.error = error
+        while self._calls:
+            self._calls.popleft().reply.fail(error)
+        for lane in self._lanes:
+            lane.fail(error)
+
+    def describe(self) -> str:
+        """What is under way, for people."""
+        calls = [f"in {self._calls[0].label}"] if self._calls else []
+        return "; ".join(calls + [lane.describe() for lane in self._lanes]) or "idle"
+
+    def _stop(self) -> None:
+        self._running = False
+
+    def _enqueue(self, call: _Call) -> None:
+        if self.error is not None:
+            call.reply.fail(self.error)
+        else:
+            self._calls.append(call)
+
+    def _run(self) -> None:
+        sharpen_naps()
+        while self._running:
+            try:
+                self._turn()
+            except WfbpError as error:
+                self.fail(error)
+            except Exception as error:
+                failure = WfbpError(f"{self._where}: the communication thread failed: {error!r}")
+                failure.__cause__ = error
+                self.fail(failure)
+
+    def _turn(self) -> None:
+        progressed = self._read_inbox()
+        if self.error is None:
+            progressed |= self._advance_call()
+            for lane in self._lanes:
+                progressed |= lane.advance()
+        now = time.monotonic()
+        if now >= self._next_tick:
+            self._next_tick = now + TICK_S
+            self._on_tick()
+            self._check_stall(now)
+        if progressed:
+            self._waiter.progressed()
+        elif self.error is None and (self._calls or any(lane.busy for lane in self._lanes)):
+            expected = [e for lane in self._lanes if (e := lane.expected_s) is not None]
+            nap_s = self._waiter.nap_s(self._num_waiting > 0, max(expected, default=None))
+            if nap_s > 0:
+                # Napping on the inbox: a group that becomes ready meanwhile goes out at once.
+                self._read_inbox(nap_s)
+            else:
+                os.sched_yield()
+        else:
+            self._read_inbox(TICK_S)
+
+    def _read_inbox(self, timeout_s: float = 0.0) -> bool:
+        progressed = False
+        while True:
+            try:
+                if timeout_s and not progressed:
+                    message = self._inbox.get(timeout=timeout_s)
+                else:
+                    message = self._inbox.get_nowait()
+            except queue.Empty:
+                return progressed
+            progressed = True
+            message()
+
+    def _advance_call(self) -> bool:
+        if not self._calls:
+            return False
+        call = self._calls[0]
+        try:
+            if call.work is None:
+                call.work = call.start()
+            if not call.work.test():
+                return False
+        except Exception as error:
+            self._calls.popleft()
+            call.reply.fail(error)
+            return True
+        self._calls.popleft()
+        call.reply.put(call.work.result)
+        return True
+
+    def _check_stall(self, now: float) -> None:
+        waits = [(c.since, c.label) for c in list(self._calls)[:1]]
+        for lane in self._lanes:
+            if (since := lane.waiting_since) is not None:
+                waits.append((since, lane.describe()))
+        if not waits:
+            self._warned.clear()
+            return
+        since, what = min(waits)
+        waited = now - since
+        if self.gone and min(waited, now - self.gone_since) > _LEFT_GRACE_S:
+            left = ", ".join(f"rank {r} {why}" for r, why in sorted(self.gone.items()))
+            self.fail(PeerError(f"{self._where} waits ({what}), but {left}"))
+        elif waited > self._config.timeout_s:
+            self.fail(
+                StallError(
+                    f"{self._where} waited {waited:.0f} s ({what}); some rank does not take part. "
+                    "Look at what the ranks reported above; WFBP_TIMEOUT_S sets the limit."
+                )
+            )
+        elif waited > self._config.stall_warning_s and what not in self._warned:
+            self._warned.add(what)
+            log.warning("%s has waited %.0f s: %s", self._where, waited, what)
+            self.on_stall(what)

@@ -1,0 +1,102 @@
+"""This process's runtime: ``init`` makes it, every public function uses it, ``shutdown`` ends it."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from typing import Any
+
+from wfbp.comm.backend import Backend
+from wfbp.config import Config
+from wfbp.errors import NotInitializedError
+from wfbp.runtime import failure
+from wfbp.runtime.runtime import Runtime
+
+_runtime: Runtime | None = None
+
+
+def init(comm: Any = None, *, backend: Backend | None = None, config: Config | None = None) -> None:
+    """Join the other ranks of this job; call it once, before any other function.
+
+    Started by ``mpirun -np N``, all N processes must call it; started alone, the job has one
+    rank. Calling it again does nothing. From here on an uncaught exception on one rank ends all
+    ranks, with that rank's message.
+
+    Args:
+        comm: an mpi4py communicator to work on (it is duplicated); all of ``COMM_WORLD`` by
+            default.
+        backend: how ranks talk, instead of MPI.
+        config: settings; from the environment's ``WFBP_*`` by default.
+
+    Raises:
+        ValueError: a ``WFBP_*`` variable cannot be read.
+        BackendError: MPI is missing or does not start.
+    """
+    global _runtime
+    if _runtime is not None:
+        return
+    config = config or Config.from_environment()
+    _set_up_logging(config)
+    if backend is None:
+        from wfbp.comm.mpi import MpiBackend
+
+        backend = MpiBackend(comm)
+    _runtime = Runtime(backend, config)
+    failure.install(_runtime)
+    atexit.register(shutdown)
+
+
+def shutdown() -> None:
+    """Leave the job; it waits until the other ranks leave too. Also done at exit."""
+    global _runtime
+    if _runtime is None:
+        return
+    runtime, _runtime = _runtime, None
+    atexit.unregister(shutdown)
+    failure.uninstall()
+    runtime.shutdown()
+
+
+def is_initialized() -> bool:
+    """Whether :func:`init` has been called, and :func:`shutdown` has not."""
+    return _runtime is not None
+
+
+def current(call: str) -> Runtime:
+    """The runtime, for a public function of this name.
+
+    Raises:
+        NotInitializedError: there is none.
+    """
+    if _runtime is None:
+        raise NotInitializedError(call)
+    return _runtime
+
+
+def rank() -> int:
+    """This process's number among all ranks, from 0."""
+    return current("rank()").rank
+
+
+def size() -> int:
+    """Number of ranks."""
+    return current("size()").size
+
+
+def local_rank() -> int:
+    """This process's number among the ranks on its host, from 0."""
+    return current("local_rank()").local_rank
+
+
+def local_size() -> int:
+    """Number of ranks on this host."""
+    return current("local_size()").local_size
+
+
+def _set_up_logging(config: Config) -> None:
+    logger = logging.getLogger("wfbp")
+    logger.setLevel(config.log_level.upper())
+    if not logger.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("wfbp: %(levelname)s: %(message)s"))
+        logger.addHandler(handler)

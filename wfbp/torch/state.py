@@ -1,0 +1,102 @@
+"""Every rank starts from the same parameters and the same optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from wfbp.runtime import operations, world
+from wfbp.torch import tensors
+
+
+def broadcast_parameters(
+    parameters: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int = 0
+) -> None:
+    """Copy the root's parameters and buffers to every rank, in place.
+
+    Args:
+        parameters: a model's ``state_dict()`` or ``named_parameters()``; entries that are no
+            tensors are left alone.
+        root_rank: whose values everybody gets.
+
+    Raises:
+        ValueError: a tensor that cannot be sent, or no such rank.
+        DisagreementError: ranks passed different names, shapes or element types.
+    """
+    runtime = world.current("broadcast_parameters()")
+    found = {k: v for k, v in dict(parameters).items() if isinstance(v, torch.Tensor)}
+    rows, wholes = [], []
+    for name, tensor in found.items():
+        tensors.check_place(name, tensor)
+        rows.append((name, str(tensor.dtype), tuple(tensor.shape)))
+        wholes.append(tensor.detach().contiguous())
+    buffers = [tensors.raw(whole) for whole in wholes]
+    operations.broadcast_buffers(runtime, rows, buffers, root_rank)
+    with torch.no_grad():
+        for tensor, whole in zip(found.values(), wholes, strict=True):
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.copy_(whole)
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
+    """Copy the root's optimizer state and hyperparameters to every rank.
+
+    Args:
+        optimizer: of the same parameters on every rank; ranks without state get the root's.
+        root_rank: whose state everybody gets.
+
+    Raises:
+        ValueError: no such rank.
+        DisagreementError: ranks called different operations.
+    """
+    runtime = world.current("broadcast_optimizer_state()")
+    operations.check_root(runtime, root_rank)
+    if runtime.size == 1:
+        return
+    here = optimizer.state_dict() if runtime.rank == root_rank else None
+    outline, contents = _take_apart(here)
+    outline = operations.broadcast_object(outline, root_rank, "optimizer state")
+    if runtime.rank != root_rank:
+        contents = [torch.empty(shape, dtype=dtype) for shape, dtype in outline["tensors"]]
+    broadcast_parameters(
+        {f"optimizer state {k}": tensor for k, tensor in enumerate(contents)}, root_rank
+    )
+    if runtime.rank != root_rank:
+        optimizer.load_state_dict(_put_together(outline["tree"], contents))
+
+
+class _Place:
+    """Where a tensor stood in a state that was taken apart."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def _take_apart(state: Any) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """A state without its tensors, and the tensors."""
+    contents: list[torch.Tensor] = []
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, torch.Tensor):
+            contents.append(node.detach().cpu().contiguous())
+            return _Place(len(contents) - 1)
+        if isinstance(node, dict):
+            return {key: walk(value) for key, value in node.items()}
+        if isinstance(node, list | tuple):
+            return type(node)(walk(value) for value in node)
+        return node
+
+    tree = walk(state)
+    return {"tree": tree, "tensors": [(tuple(t.shape), t.dtype) for t in contents]}, contents
+
+
+def _put_together(node: Any, contents: list[torch.Tensor]) -> Any:
+    if isinstance(node, _Place):
+        return contents[node.index]
+    if isinstance(node, dict):
+        return {key: _put_together(value, contents) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return type(node)(_put_together(value, contents) for value in node)
+    return node
