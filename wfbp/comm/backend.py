@@ -1,9 +1,11 @@
 """The seam between the runtime and whatever moves bytes between ranks.
 
-A backend is spoken to by one thread at a time (the communication thread). Every rank starts the
-same collectives in the same order on the same backend; each returns a :class:`Work` at once, and
-progress is made inside :meth:`Work.test`. ``tests/contract`` is the specification that every
-implementation passes.
+A backend and its duplicates are spoken to by one thread at a time (the communication thread).
+Every rank starts the same collectives in the same order on the same backend; each returns a
+:class:`Work` at once. Progress is made inside :meth:`Work.test`, for everything under way on the
+backend and its duplicates, so ranks may wait for their works in different orders. A buffer
+belongs to its work until ``test()`` returned True. ``tests/contract`` is the specification that
+every implementation passes.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ library does not define go by direct exchange (``mpi_exchange``), cut into chunk
 are under way at once (``mpi_channel``). The caller's communicator is duplicated, and duplicated
 again for notices, so that nothing here can meet the messages of the user's own MPI calls.
 
-Threads: any one thread at a time; MPI itself must allow several, because the user's thread may
-be inside MPI too.
+Threads: a backend and its duplicates are used by one thread at a time; MPI itself must allow
+several, because the user's thread may be inside MPI too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from wfbp.comm.buffers import HALF, check_counts, typed
 from wfbp.comm.chunking import Chunking, chunks
 from wfbp.comm.mpi_channel import Channel, Job, MpiWork
 from wfbp.comm.mpi_exchange import Exchange, Scratch
-from wfbp.comm.mpi_jobs import GatherBytes, Library, gather
+from wfbp.comm.mpi_jobs import GatherBytes, Library
 from wfbp.comm.mpi_library import load
 from wfbp.comm.mpi_notices import NoticeBoard
 from wfbp.core.types import Op
@@ -51,7 +51,12 @@ class MpiBackend(Backend):
         array([1., 1., 1.], dtype=float32)
     """
 
-    def __init__(self, comm: MPI.Comm | None = None, chunking: Chunking | None = None) -> None:
+    def __init__(
+        self,
+        comm: MPI.Comm | None = None,
+        chunking: Chunking | None = None,
+        _family: list[Channel] | None = None,
+    ) -> None:
         self._mpi = mpi = load()
         parent = mpi.COMM_WORLD if comm is None else comm
         try:
@@ -65,9 +70,10 @@ class MpiBackend(Backend):
         self.rank, self.size = self._comm.rank, self._comm.size
         self._who = f"rank {self.rank} of {self.size}"
         self._chunking = chunking or Chunking()
-        self._channel = Channel(self._chunking, self._who)
+        self._family: list[Channel] = [] if _family is None else _family
+        self._channel = Channel(self._chunking, self._who, self._family)
         self._scratch = Scratch()
-        self._exchanges = 0
+        self._sequence = 0
         self._ops = {
             Op.SUM: mpi.SUM,
             Op.AVERAGE: mpi.SUM,
@@ -107,17 +113,18 @@ class MpiBackend(Backend):
         if self.size == 1 or target.size == 0:
             np.copyto(target, source)
             return Finished(None)
-        job = Library(target.nbytes, lambda: gather(self._comm, source, target, counts))
+        receive_spec = [target, list(counts)]
+        job = Library(target.nbytes, lambda: self._comm.Iallgatherv(source, receive_spec))
         return self._submit(target.nbytes, [job], _none)
 
     def all_gather_bytes(self, payload: bytes) -> Work[list[bytes]]:
         if self.size == 1:
             return Finished([bytes(payload)])
-        job = GatherBytes(self._comm, bytes(payload))
+        job = GatherBytes(self._mpi, self._comm, self._next(), bytes(payload))
         return self._submit(job.nbytes, [job], job.value)
 
     def duplicate(self) -> Backend:
-        return MpiBackend(self._comm, self._chunking)
+        return MpiBackend(self._comm, self._chunking, self._family)
 
     def send_notice(self, payload: bytes) -> None:
         try:
@@ -136,6 +143,7 @@ class MpiBackend(Backend):
 
     def close(self) -> None:
         """Give the communicators back. Collective; every work must be complete."""
+        self._channel.leave()
         try:
             self._notices.close()
             self._comm.Free()
@@ -150,9 +158,13 @@ class MpiBackend(Backend):
     def _submit(self, nbytes: int, jobs: Sequence[Job], value: Callable[[], Any]) -> MpiWork[Any]:
         return self._channel.submit(MpiWork(self._channel, nbytes, value), jobs)
 
+    def _next(self) -> int:
+        """The number of the next job that sends under tags of its own."""
+        self._sequence += 1
+        return self._sequence
+
     def _exchange(self, data: Buffer, dtype: str, op: Op) -> Job:
-        self._exchanges += 1
-        return Exchange(self._comm, self._scratch, self._exchanges, data, dtype, op)
+        return Exchange(self._comm, self._scratch, self._next(), data, dtype, op)
 
     def _library_reduce(self, data: Buffer, dtype: str, op: Op) -> Job:
         after = (lambda: _scale(data, self.size)) if op is Op.AVERAGE else None

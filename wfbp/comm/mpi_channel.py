@@ -4,6 +4,10 @@ Every rank submits the same jobs in the same order; the channel starts them in t
 bounded number at once, so that ranks can never start two collectives of one communicator in
 different orders, however their progress differs. Jobs of the next work start as soon as the
 window has room: the link does not idle between works.
+
+A backend and its duplicates form a family whose channels are all moved on whenever one of them
+is tested: a rank that waits on one channel would otherwise hold up the others' next chunks, and
+two ranks waiting on different channels would wait for each other.
 """
 
 from __future__ import annotations
@@ -16,9 +20,17 @@ from wfbp.comm.backend import T, Work
 from wfbp.comm.chunking import Chunking
 from wfbp.errors import BackendError
 
+NUM_TAGS = 1 << 14
+"""Jobs that can be told apart by tag; far more than a window holds. MPI grants 32768 tags."""
+
 
 class Job(ABC):
-    """One message of a work: a chunk of a large one, or all of a small one."""
+    """One message of a work: a chunk of a large one, or all of a small one.
+
+    A library collective may be begun in :meth:`start` alone, because only the order of starts is
+    the same on every rank; what follows in :meth:`step` travels point to point, under a tag of
+    the job's own.
+    """
 
     __slots__ = ("nbytes", "work")
     nbytes: int
@@ -45,9 +57,7 @@ class MpiWork(Work[T]):
         self.remaining = 0
 
     def test(self) -> bool:
-        if self.remaining:
-            self._channel.progress()
-        return not self.remaining
+        return not self.remaining or self._channel.progress(self)
 
     @property
     def result(self) -> T:
@@ -60,11 +70,14 @@ class Channel:
     Args:
         window: how many bytes and jobs may be under way.
         who: this rank in words, for errors.
+        family: the channels that move on together; this one joins them.
     """
 
-    def __init__(self, window: Chunking, who: str) -> None:
+    def __init__(self, window: Chunking, who: str, family: list[Channel]) -> None:
         self._window = window
         self._who = who
+        self._family = family
+        family.append(self)
         self._queue: deque[Job] = deque()
         self._active: list[Job] = []
         self._active_bytes = 0
@@ -75,17 +88,27 @@ class Channel:
         for job in jobs:
             job.work = work  # type: ignore[assignment]
         work.remaining = len(jobs)
-        self._queue.extend(jobs)
-        self._guarded(self._fill)
+        if self._failure is None:
+            self._queue.extend(jobs)
+            self._guarded(self._fill)
         return work
 
-    def progress(self) -> None:
-        """Move everything under way on.
+    def progress(self, work: MpiWork[T]) -> bool:
+        """Move the whole family on; True once this channel's ``work`` is complete.
 
         Raises:
-            BackendError: the library failed, now or earlier; every work of the channel is over.
+            BackendError: the library failed here, now or earlier; the channel's works are over.
         """
-        self._guarded(self._step)
+        for channel in self._family:
+            if channel._active and channel._failure is None:
+                channel._guarded(channel._step)
+        if work.remaining and self._failure is not None:
+            raise self._failure
+        return not work.remaining
+
+    def leave(self) -> None:
+        """Take the channel out of its family."""
+        self._family.remove(self)
 
     def _step(self) -> None:
         done = [job for job in self._active if job.step()]
@@ -111,10 +134,11 @@ class Channel:
             job.start()
 
     def _guarded(self, action: Callable[[], None]) -> None:
-        if self._failure is not None:
-            raise self._failure
+        """Act, and keep what goes wrong for those who wait on this channel."""
         try:
             action()
         except Exception as error:
             self._failure = BackendError(f"{self._who}: communication failed: {error}")
-            raise self._failure from error
+            self._failure.__cause__ = error
+            # What is under way stays listed: MPI may still write to its memory.
+            self._queue.clear()

@@ -18,14 +18,11 @@ import numpy as np
 from wfbp.comm.arithmetic import combine
 from wfbp.comm.backend import Buffer
 from wfbp.comm.chunking import split
-from wfbp.comm.mpi_channel import Job
+from wfbp.comm.mpi_channel import NUM_TAGS, Job
 from wfbp.core.types import Op
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-NUM_TAGS = 1 << 14
-"""Jobs that can be told apart; far more than a window holds. MPI grants at least 32768 tags."""
 
 
 class Scratch:

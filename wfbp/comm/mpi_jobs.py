@@ -1,16 +1,15 @@
-"""Jobs that the MPI library's own non-blocking collectives carry out."""
+"""Jobs that one library collective carries out, and the all-gather of unknown lengths."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from wfbp.comm.backend import Buffer
-from wfbp.comm.mpi_channel import Job
+from wfbp.comm.mpi_channel import NUM_TAGS, Job
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from mpi4py import MPI
 
 
@@ -44,40 +43,47 @@ class Library(Job):
 
 
 class GatherBytes(Job):
-    """Every rank's payload, of any length: lengths first, then the payloads themselves."""
+    """Every rank's payload, of any length: each rank sends its own to every other.
 
-    __slots__ = ("_comm", "_lengths", "_payload", "_received", "_request")
+    Args:
+        mpi: the module ``mpi4py.MPI``.
+        comm: the communicator.
+        sequence: number of the job on its channel, the same on every rank.
+        payload: what this rank has to say.
+    """
 
-    def __init__(self, comm: MPI.Comm, payload: bytes) -> None:
+    __slots__ = ("_comm", "_missing", "_mpi", "_parts", "_pending", "_tag")
+
+    def __init__(self, mpi: ModuleType, comm: MPI.Comm, sequence: int, payload: bytes) -> None:
         self.nbytes = len(payload)
+        self._mpi = mpi
         self._comm = comm
-        self._payload = np.frombuffer(payload, np.uint8)
-        self._lengths = np.zeros(comm.size, np.int64)
-        self._received: Buffer | None = None
+        self._tag = 2 * (sequence % NUM_TAGS)
+        self._parts: list[bytes | bytearray] = [b""] * comm.size
+        self._parts[comm.rank] = payload
+        self._missing: list[int] = []
+        self._pending: list[MPI.Request] = []
 
     def start(self) -> None:
-        mine = np.array([self._payload.size], np.int64)
-        self._request = self._comm.Iallgather(mine, self._lengths)
+        rank, size = self._comm.rank, self._comm.size
+        payload = [self._parts[rank], self._mpi.BYTE]
+        self._missing = [(rank + step) % size for step in range(1, size)]
+        self._pending = [self._comm.Isend(payload, peer, self._tag) for peer in self._missing]
 
     def step(self) -> bool:
-        if not self._request.Test():
-            return False
-        if self._received is not None:
-            return True
-        self._received = np.empty(int(self._lengths.sum()), np.uint8)
-        self._request = gather(self._comm, self._payload, self._received, self._lengths.tolist())
-        return False
+        still_missing = []
+        for peer in self._missing:
+            status = self._mpi.Status()
+            message = self._comm.Improbe(peer, self._tag, status)
+            if message is None:
+                still_missing.append(peer)
+                continue
+            part = self._parts[peer] = bytearray(status.Get_count(self._mpi.BYTE))
+            self._pending.append(message.Irecv([part, self._mpi.BYTE]))
+        self._missing = still_missing
+        self._pending = [request for request in self._pending if not request.Test()]
+        return not self._missing and not self._pending
 
     def value(self) -> list[bytes]:
         """The payloads in rank order."""
-        assert self._received is not None, "result before test() was True"
-        ends = np.cumsum(self._lengths).tolist()
-        return [
-            self._received[end - length : end].tobytes()
-            for end, length in zip(ends, self._lengths.tolist(), strict=True)
-        ]
-
-
-def gather(comm: MPI.Comm, send: Buffer, receive: Buffer, counts: Sequence[int]) -> MPI.Request:
-    """Start an all-gather of ``counts[rank]`` bytes from each rank."""
-    return comm.Iallgatherv(send, [receive, list(counts)])
+        return [bytes(part) for part in self._parts]

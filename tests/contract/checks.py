@@ -1,0 +1,322 @@
+"""What every backend does, as checks that each rank runs on its own backend.
+
+A check is a function of a backend; all ranks call the same checks in the same order. The
+expected values come from the contributions of all ranks, which every rank can compute.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from wfbp.comm.backend import Backend, Buffer
+from wfbp.comm.waiting import wait
+from wfbp.core.types import ITEM_BYTES, Op
+
+TIMEOUT_S = 20.0
+SIZES = (0, 1, 2, 3, 17, 1000, 8193, 100_003)
+FLOATS = ("float32", "float64")
+HALVES = ("float16", "bfloat16")
+INTEGERS = ("int32", "int64", "uint8")
+
+
+def widen(bits: Buffer, dtype: str) -> Buffer:
+    """Half-precision bits as float32."""
+    if dtype == "float16":
+        return bits.view(np.float16).astype(np.float32)
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def narrow(values: Buffer, dtype: str) -> Buffer:
+    """Float32 rounded once to half precision, nearest even, as bits."""
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16).view(np.uint16)
+    wide = values.view(np.uint32)
+    bits = ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), bits)
+
+
+def contribution(rank: int, numel: int, dtype: str) -> Buffer:
+    """What a rank brings: different on each, small enough that integers do not overflow."""
+    random = np.random.default_rng(1000 * rank + numel % 997)
+    if dtype in INTEGERS:
+        low = 0 if dtype == "uint8" else -3
+        return random.integers(low, 4, numel).astype(dtype)
+    values = random.standard_normal(numel)
+    if dtype in HALVES:
+        return narrow(values.astype(np.float32), dtype)
+    return values.astype(dtype)
+
+
+def fold(parts: list[Buffer], op: Op) -> Buffer:
+    """The contributions combined one after the other, in rank order."""
+    binary = {Op.MIN: np.minimum, Op.MAX: np.maximum, Op.PRODUCT: np.multiply}.get(op, np.add)
+    total = parts[0].copy()
+    for part in parts[1:]:
+        total = binary(total, part)
+    return total
+
+
+def expected(parts: list[Buffer], dtype: str, op: Op) -> Buffer:
+    """What an all-reduce of these contributions has to give."""
+    if dtype in HALVES:
+        total = fold([widen(part, dtype) for part in parts], op)
+        if op is Op.AVERAGE:
+            total = total / np.float32(len(parts))
+        return narrow(total, dtype)
+    total = fold(parts, op)
+    if op is Op.AVERAGE:
+        if dtype in INTEGERS:
+            return np.array([int(x / len(parts)) for x in total.tolist()], total.dtype)
+        return total / np.asarray(len(parts), total.dtype)
+    return total
+
+
+def assert_same_bits(backend: Backend, data: Buffer) -> None:
+    digest = hashlib.sha256(data.tobytes()).digest()
+    digests = wait(backend.all_gather_bytes(digest), timeout_s=TIMEOUT_S)
+    assert digests == [digest] * backend.size, "ranks hold different bits"
+
+
+def all_reduce(backend: Backend, data: Buffer, dtype: str, op: Op) -> None:
+    wait(backend.all_reduce(data, dtype, op), timeout_s=TIMEOUT_S)
+
+
+def check_reduce(backend: Backend, dtype: str, op: Op) -> None:
+    for numel in SIZES:
+        parts = [contribution(rank, numel, dtype) for rank in range(backend.size)]
+        data = parts[backend.rank].copy()
+        all_reduce(backend, data, dtype, op)
+        want = expected(parts, dtype, op)
+        where = f"{dtype} {op.value}, {numel} elements"
+        if dtype in FLOATS and op not in (Op.MIN, Op.MAX):
+            # Rounding may follow another order of the ranks; the order is not promised here.
+            tolerance = 8 * np.finfo(dtype).eps
+            np.testing.assert_allclose(data, want, rtol=tolerance, atol=tolerance, err_msg=where)
+        else:
+            np.testing.assert_array_equal(data, want, err_msg=where)
+        assert_same_bits(backend, data)
+
+
+def check_reinterpreted_bytes(backend: Backend) -> None:
+    """A fusion buffer is bytes; the element type comes with the call."""
+    data = np.full(1000, backend.rank, np.float32).view(np.uint8)
+    all_reduce(backend, data, "float32", Op.SUM)
+    assert set(data.view(np.float32)) == {float(sum(range(backend.size)))}
+
+
+def check_only_this_memory(backend: Backend) -> None:
+    """What lies around the buffer is not touched."""
+    for numel in (1, 1001, 3_000_001):
+        whole = np.full(numel + 2, 7, np.float32)
+        whole[1:-1] = backend.rank
+        all_reduce(backend, whole[1:-1], "float32", Op.AVERAGE)
+        assert whole[0] == whole[-1] == 7
+        assert (whole[1:-1] == np.float32((backend.size - 1) / 2)).all()
+
+
+def check_100_mb(backend: Backend) -> None:
+    numel = 25_000_003
+    data = np.arange(numel, dtype=np.float32) % 1021 + backend.rank
+    all_reduce(backend, data, "float32", Op.SUM)
+    want = backend.size * (np.arange(numel, dtype=np.float32) % 1021)
+    want += sum(range(backend.size))
+    assert (data == want).all()
+
+
+def check_nan(backend: Backend) -> None:
+    """One rank's NaN reaches every rank, whatever the operation, and nothing else is changed."""
+    for dtype in FLOATS + HALVES:
+        for op in Op:
+            for numel, place in ((5, 2), (70_001, 69_000)):
+                values = np.ones(numel, np.float32)
+                if backend.rank == backend.size - 1:
+                    values[place] = np.nan
+                data = narrow(values, dtype) if dtype in HALVES else values.astype(dtype)
+                all_reduce(backend, data, dtype, op)
+                result = widen(data, dtype) if dtype in HALVES else data
+                nan = np.isnan(result)
+                assert nan[place], f"{dtype} {op.value}: the NaN was lost"
+                assert nan.sum() == 1, f"{dtype} {op.value}: {nan.sum()} NaN from one"
+
+
+def check_infinity(backend: Backend) -> None:
+    for dtype in FLOATS + HALVES:
+        values = np.array([np.inf, -np.inf, 1.0], np.float32)
+        data = narrow(values, dtype) if dtype in HALVES else values.astype(dtype)
+        all_reduce(backend, data, dtype, Op.AVERAGE)
+        result = widen(data, dtype) if dtype in HALVES else data
+        assert result.tolist() == [np.inf, -np.inf, 1.0], dtype
+
+
+def check_half_overflow(backend: Backend) -> None:
+    """An average whose sum has no float16 is still right: the sum is a float32."""
+    data = narrow(np.full(100, 60_000.0, np.float32), "float16")
+    all_reduce(backend, data, "float16", Op.AVERAGE)
+    assert set(widen(data, "float16")) == {60_000.0}
+
+
+def check_integer_average(backend: Backend) -> None:
+    """Truncated toward zero, and right although the sum has no uint8."""
+    data = np.full(5, 250, np.uint8)
+    all_reduce(backend, data, "uint8", Op.AVERAGE)
+    assert set(data) == {250}
+    signed = np.full(5, -1 if backend.rank == 0 else 0, np.int32)
+    all_reduce(backend, signed, "int32", Op.AVERAGE)
+    assert set(signed) == {-1 if backend.size == 1 else 0}
+
+
+def check_broadcast(backend: Backend) -> None:
+    for root in range(backend.size):
+        for numel in (0, 1, 1001, 6_000_001):
+            want = np.random.default_rng(root).integers(0, 256, numel, np.uint8)
+            data = want.copy() if backend.rank == root else np.zeros(numel, np.uint8)
+            wait(backend.broadcast(data, root), timeout_s=TIMEOUT_S)
+            assert (data == want).all(), f"{numel} bytes from rank {root}"
+    wide = np.full(9, backend.rank, np.float64)
+    wait(backend.broadcast(wide, backend.size - 1), timeout_s=TIMEOUT_S)
+    assert (wide == backend.size - 1).all()
+
+
+def check_all_gather(backend: Backend) -> None:
+    size = backend.size
+    for counts in (
+        [0] * size,
+        [5] * size,
+        [0 if rank == 0 else 3 * rank + 1 for rank in range(size)],
+        [2_000_003 if rank == size - 1 else rank for rank in range(size)],
+    ):
+        send = np.full(counts[backend.rank], backend.rank + 1, np.uint8)
+        receive = np.zeros(sum(counts), np.uint8)
+        wait(backend.all_gather(send, receive, counts), timeout_s=TIMEOUT_S)
+        assert (receive == np.repeat(np.arange(1, size + 1), counts)).all(), counts
+
+
+def check_all_gather_rejects(backend: Backend) -> None:
+    counts = [4] * backend.size
+    ok, short = np.zeros(4, np.uint8), np.zeros(3, np.uint8)
+    whole = np.zeros(4 * backend.size, np.uint8)
+    for send, receive, asked in (
+        (short, whole, counts),
+        (ok, short, counts),
+        (ok, whole, [*counts, 1]),
+    ):
+        try:
+            backend.all_gather(send, receive, asked)
+        except ValueError:
+            continue
+        raise AssertionError("a wrong size was accepted")
+
+
+def check_all_gather_bytes(backend: Backend) -> None:
+    for unit in (0, 1, 1000, 1_000_001):
+        want = [bytes([rank]) * (rank * unit) for rank in range(backend.size)]
+        got = wait(backend.all_gather_bytes(want[backend.rank]), timeout_s=TIMEOUT_S)
+        assert got == want
+
+
+def check_many_in_flight(backend: Backend) -> None:
+    """Works of all kinds and sizes under way at once, on a backend and on duplicates."""
+    lanes = [backend, backend.duplicate(), backend.duplicate()]
+    total = float(sum(range(backend.size)))
+    pending: list[tuple[Any, Callable[[Any], bool]]] = []
+    for turn in range(30):
+        lane = lanes[turn % 3]
+        numel = (1, 5_000, 300_000, 2_500_000)[turn % 4]
+        data = np.full(numel, backend.rank + turn, np.float32)
+        want = total + turn * backend.size
+        work = lane.all_reduce(data, "float32", Op.SUM)
+        pending.append((work, lambda _, data=data, want=want: bool((data == want).all())))
+        name = b"%d" % turn
+        pending.append(
+            (lane.all_gather_bytes(name), lambda got, name=name: got == [name] * backend.size)
+        )
+        half = narrow(np.full(numel // 3, turn, np.float32), "bfloat16")
+        pending.append(
+            (
+                lane.all_reduce(half, "bfloat16", Op.AVERAGE),
+                lambda _, half=half, turn=turn: bool((widen(half, "bfloat16") == turn).all()),
+            )
+        )
+    # Each rank waits in an order of its own.
+    order = np.random.default_rng(backend.rank).permutation(len(pending))
+    for index in order:
+        work, good = pending[index]
+        assert good(wait(work, timeout_s=TIMEOUT_S)), f"work {index}"
+        assert work.test(), "a complete work stays complete"
+    for lane in lanes[1:]:
+        lane.close()
+
+
+def check_a_late_rank(backend: Backend) -> None:
+    """No rank completes before the last one has joined."""
+    wait(backend.all_gather_bytes(b""), timeout_s=TIMEOUT_S)
+    if backend.rank == 0:
+        time.sleep(0.2)
+        joined_s = time.time()
+    else:
+        joined_s = 0.0
+    data = np.ones(100_000, np.float32)
+    all_reduce(backend, data, "float32", Op.SUM)
+    done_s = time.time()
+    stamps = wait(backend.all_gather_bytes(np.float64([joined_s, done_s]).tobytes()))
+    times = np.array([np.frombuffer(stamp) for stamp in stamps])
+    assert (times[:, 1] >= times[0, 0]).all()
+
+
+def check_notices(backend: Backend) -> None:
+    assert backend.poll_notices() == []
+    wait(backend.all_gather_bytes(b""), timeout_s=TIMEOUT_S)
+    backend.send_notice(b"first from %d" % backend.rank)
+    backend.send_notice(b"x" * 3000)
+    others = [rank for rank in range(backend.size) if rank != backend.rank]
+    got: list[tuple[int, bytes]] = []
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(got) < 2 * len(others) and time.monotonic() < deadline:
+        got += backend.poll_notices()
+        time.sleep(1e-4)
+    for rank in others:
+        mine = [payload for sender, payload in got if sender == rank]
+        assert mine == [b"first from %d" % rank, b"x" * 3000]
+    assert len(got) == 2 * len(others)
+    wait(backend.all_gather_bytes(b""), timeout_s=TIMEOUT_S)
+    assert backend.poll_notices() == []
+
+
+def check_identity(backend: Backend) -> None:
+    ranks = wait(backend.all_gather_bytes(b"%d of %d" % (backend.rank, backend.size)))
+    assert ranks == [b"%d of %d" % (rank, backend.size) for rank in range(backend.size)]
+    assert 0 <= backend.local_rank < backend.local_size <= backend.size
+
+
+def check_bad_buffers(backend: Backend) -> None:
+    for data, dtype in (
+        (np.zeros((2, 2), np.float32), "float32"),
+        (np.zeros(8, np.float32)[::2], "float32"),
+        (np.zeros(3, np.uint8), "float32"),
+        (np.zeros(4, np.float32), "complex64"),
+        (np.frombuffer(b"abcd", np.float32), "float32"),
+    ):
+        try:
+            backend.all_reduce(data, dtype, Op.SUM)
+        except ValueError:
+            continue
+        raise AssertionError(f"{dtype} buffer {data!r} was accepted")
+
+
+def checks() -> Iterator[tuple[str, Callable[[Backend], None]]]:
+    """Every check with its name."""
+    for dtype in ITEM_BYTES:
+        for op in Op:
+            yield f"{dtype}-{op.value}", lambda b, dtype=dtype, op=op: check_reduce(b, dtype, op)
+    for name, function in sorted(globals().items()):
+        if name.startswith("check_") and name != "check_reduce":
+            yield name.removeprefix("check_"), function
+
+
+CHECKS = dict(checks())

@@ -1,0 +1,32 @@
+"""The contract on ranks as threads."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from tests.contract.checks import CHECKS
+from wfbp.comm.local import LocalWorld
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", CHECKS)
+def test_contract(name: str, size: int) -> None:
+    world = LocalWorld(size)
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            CHECKS[name](world.backend(rank))
+        except BaseException as error:
+            errors.append(error)
+            world.backend(rank).abort(1)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
