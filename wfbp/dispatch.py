@@ -20,7 +20,7 @@ def _torch() -> ModuleType:
     return wfbp.torch
 
 
-def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802
     """Wrap an optimizer so that it averages gradients over all ranks while backward computes.
 
     Args:

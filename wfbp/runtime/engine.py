@@ -326,7 +326,7 @@ class Engine:
             self._expected = [max(1, fired) for fired in self._fired]
 
     def _round(self, reduced: list[Slot | None]) -> None:
-        """Talk at the step border: reduce what the plan did not carry, then let the tuner decide."""
+        """Talk at the step border: reduce what the plan did not carry; let the tuner decide."""
         due = self._tuner.round_due
         mine = {"extra": sorted(self._extra), "tuner": self._tuner.message()}
         payloads = self._runtime.exchange(json.dumps(mine).encode(), f"{self._name}: step border")

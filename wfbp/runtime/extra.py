@@ -37,7 +37,7 @@ def reduce_extra(
     for group, members in enumerate(plan.groups):
         fusion = FusionBuffer(plan, group, op, runtime.size)
         fusion.pack(addresses, requested=False, step=0)
-        runtime.all_reduce(fusion.buffer, fusion.dtype, fusion.wire_op, "gradients at the border")
+        runtime.all_reduce(fusion.buffer, fusion.dtype, op, "gradients at the border")
         for position, k in enumerate(members.tensors):
             reduced[k] = fusion.slot(position)
     return [reduced[k] for k in range(len(specs))]

@@ -24,7 +24,6 @@ STEP_CYCLE = 64
 """Step numbers travel modulo this: exact in every floating type."""
 
 _STORAGE = {"bfloat16": np.dtype(np.uint16)}
-_HALF = ("float16", "bfloat16")
 _LINE_BYTES = 64
 
 
@@ -59,12 +58,7 @@ class FusionBuffer:
     def __init__(self, plan: Plan, group: int, op: Op, size: int) -> None:
         self.dtype = plan.dtype(group)
         self.offsets = plan.offsets(group)
-        half = self.dtype in _HALF
-        averaged = op is Op.AVERAGE
-        # Halves are averaged by the backend, in float32; others are scaled while they are packed.
-        self.wire_op = Op.AVERAGE if averaged and half else Op.SUM
-        self._scale = 1.0 / size if averaged and not half else 1.0
-        self._flag_total = 1 if self.wire_op is Op.AVERAGE else size
+        self._flag_total = 1 if op is Op.AVERAGE else size
         self._members = plan.groups[group].tensors
         self._nbytes = [plan.tensors[k].nbytes for k in self._members]
         self._is_last = group == len(plan.groups) - 1
@@ -87,10 +81,10 @@ class FusionBuffer:
         return self._bytes[start : start + self._nbytes[position]]
 
     def pack(self, addresses: Sequence[int], requested: bool, step: int) -> None:
-        """Copy, scaled, what lies at the addresses (indexed by tensor; 0: absent, zeros)."""
+        """Copy what lies at the addresses (indexed by tensor; 0: absent, zeros)."""
         sources = [addresses[k] for k in self._members]
         self._table.pointers[:] = sources
-        self._table.pack(self._scale)
+        self._table.pack()
         tail = [1.0 if address else 0.0 for address in sources]
         if self._is_last:
             tail += [float(requested), float(1 + step % STEP_CYCLE)]
@@ -108,7 +102,7 @@ class FusionBuffer:
             return Arrival(present)
         requested, steps = tail[-NUM_BORDER:]
         expected = (1 + step % STEP_CYCLE) * self._flag_total
-        slack = 0.0 if item_bytes(self.dtype) >= 4 else expected / 128
+        slack = expected * (1e-5 if item_bytes(self.dtype) >= 4 else 1 / 128)
         return Arrival(present, requested > 0, abs(steps - expected) <= slack)
 
 

@@ -179,7 +179,7 @@ class PlannedLane:
         fusion = self._buffers[group]
         fusion.pack(self.step.addresses, self.step.requested, self.step.number)
         packed_s = time.perf_counter()
-        work = self.backend.all_reduce(fusion.buffer, fusion.dtype, fusion.wire_op)
+        work = self.backend.all_reduce(fusion.buffer, fusion.dtype, self._op)
         self._flights.append(_Flight(group, work, start_s, packed_s, time.monotonic()))
 
     def _complete(self, flight: _Flight) -> None:

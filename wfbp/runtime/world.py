@@ -1,4 +1,4 @@
-"""This process's runtime: ``init`` makes it, every public function uses it, ``shutdown`` ends it."""
+"""The runtime of this process: made by ``init``, used everywhere, ended by ``shutdown``."""
 
 from __future__ import annotations
 

@@ -15,6 +15,8 @@ from wfbp.torch import tensors
 from wfbp.torch.forward import ForwardClock
 
 _OWNER = "_wfbp_gradients"
+_EMPTY = 1
+"""Stands for the address of a tensor without elements, which has none; 0 means no gradient."""
 
 
 class Gradients:
@@ -132,7 +134,7 @@ class Gradients:
             grad = torch.empty_like(param, requires_grad=False).copy_(grad)
         if not tensors.is_dense(grad):
             grad = grad.contiguous()
-        return grad.data_ptr(), grad
+        return grad.data_ptr() or _EMPTY, grad
 
     def _hook(self, index: int) -> None:
         """Announce the parameter's gradient from now on, whenever backward has accumulated it."""
@@ -147,7 +149,7 @@ class Gradients:
             grad = param.grad
             assert grad is not None
             if not grad.is_sparse and contiguous and grad.is_contiguous() and grad.dtype is dtype:
-                mark_ready(index, grad.data_ptr(), grad)
+                mark_ready(index, grad.data_ptr() or _EMPTY, grad)
             else:
                 address, owner = this()._source(index, grad)  # type: ignore[union-attr]
                 mark_ready(index, address, owner)

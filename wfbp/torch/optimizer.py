@@ -112,7 +112,7 @@ class _Distributed(torch.optim.Optimizer):
         return loss
 
 
-def DistributedOptimizer(
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     *,
