@@ -19,7 +19,8 @@ SCRIPT = Path(__file__).parents[2] / "launch" / "link.py"
 
 def load() -> ModuleType:
     spec = importlib.util.spec_from_file_location("link", SCRIPT)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["link"] = module
     spec.loader.exec_module(module)

@@ -127,8 +127,8 @@ class Block(nn.Module):
         qkv = self.qkv(self.norm1(x)).view(batch, time, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.project(mixed.transpose(1, 2).reshape(batch, time, width))
-        return x + self.mlp(self.norm2(x))
+        attended: Tensor = x + self.project(mixed.transpose(1, 2).reshape(batch, time, width))
+        return attended + self.mlp(self.norm2(attended))
 
 
 class GPT(nn.Module):
@@ -154,8 +154,9 @@ class GPT(nn.Module):
 def loss(model: nn.Module, batch: Batch) -> Tensor:
     """Mean cross-entropy of a model on a batch, over every position of its output."""
     data, classes = batch
-    logits = model(data)
-    return functional.cross_entropy(logits.flatten(0, -2), classes.flatten())
+    logits: Tensor = model(data)
+    mean: Tensor = functional.cross_entropy(logits.flatten(0, -2), classes.flatten())
+    return mean
 
 
 def _vectors(generator: torch.Generator) -> Batch:

@@ -1,0 +1,141 @@
+"""``python -m wfbp.bench training``: iteration times of wfbp and its peers, interleaved.
+
+At two ranks with one thread each, on four models, over shared memory or an emulated link:
+no communication, one MPI all-reduce per tensor or one for all after backward, PyTorch DDP on
+gloo with three bucket sizes, and wfbp with each schedule. Parameters are compared before
+anything is timed; iterations during which others used the machine are dropped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from wfbp.bench.models import MODELS
+from wfbp.bench.training_contestants import CONTESTANTS, PER_TENSOR
+from wfbp.bench.training_results import ModelResult, document
+from wfbp.bench.training_settings import Settings
+from wfbp.bench.training_table import model_table, target_table
+
+TABLE_WIDTH = 160
+LINKS = ("none", "1gbit", "5gbit")
+LINK_SCRIPT = Path(__file__).parents[2] / "launch" / "link.py"
+LINK_INTERFACE = "wl0"
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the models one after another and print a table for each; exit status."""
+    options = arguments(words)
+    results: list[ModelResult] = []
+    console = Console() if sys.stdout.isatty() else Console(width=TABLE_WIDTH)
+    for model in options.models:
+        result = run_model(model, options)
+        if result is None:
+            return 1
+        results.append(result)
+        console.print(model_table(result))
+        if options.json:
+            Path(options.json).write_text(json.dumps(document(results)))
+    console.print(target_table(results))
+    return 0
+
+
+def run_model(model: str, options: argparse.Namespace) -> ModelResult | None:
+    """Start the ranks for one model; None where they failed (they have said why)."""
+    with tempfile.TemporaryDirectory(prefix="wfbp-bench-") as directory:
+        result = Path(directory) / "result.json"
+        file = Path(directory) / "settings.json"
+        Settings(
+            model=model,
+            contestants=tuple(options.contestants),
+            iterations=options.iterations,
+            patience=options.patience,
+            max_foreign_cores=options.max_foreign,
+            warm_up_steps=options.warm_up_steps,
+            link=options.link,
+            interface="" if options.link == "none" else LINK_INTERFACE,
+            result=str(result),
+        ).save(file)
+        worker = [sys.executable, "-m", "wfbp.bench.training_worker", str(file)]
+        command = [*launch_command(options.link, options.np), *worker]
+        status = subprocess.run(command, env=rank_environment(), check=False).returncode
+        if status or not result.exists():
+            print(f"{model}: failed with status {status}: {shlex.join(command)}", file=sys.stderr)
+            return None
+        return ModelResult.from_json(json.loads(result.read_text()))
+
+
+def launch_command(link: str, ranks: int) -> list[str]:
+    """What to put before the program: ``mpirun``, or the link's script for a link of that rate.
+
+    Raises:
+        SystemExit: the launcher is missing.
+    """
+    if link == "none":
+        beside = Path(sys.executable).with_name("mpirun")
+        mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
+        if mpirun is None:
+            raise SystemExit("mpirun not found: pip install mpich")
+        return [mpirun, "-np", str(ranks)]
+    if not LINK_SCRIPT.exists():
+        raise SystemExit(f"--link needs a checkout of the project: {LINK_SCRIPT} not found")
+    return [sys.executable, str(LINK_SCRIPT), "run", "--rate", link, "-np", str(ranks), "--"]
+
+
+def rank_environment() -> dict[str, str]:
+    """One compute thread per rank; Open MPI may start as root and put ranks where it likes."""
+    defaults = {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "PRTE_MCA_hwloc_default_binding_policy": "none",
+    }
+    return defaults | os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def arguments(words: Sequence[str]) -> argparse.Namespace:
+    """The command line; names are checked, and the reference is always among the contestants."""
+    parser = argparse.ArgumentParser(prog="python -m wfbp.bench training", description=__doc__)
+    parser.add_argument("--models", type=names(MODELS), default=list(MODELS))
+    parser.add_argument("--contestants", type=names(CONTESTANTS), default=list(CONTESTANTS))
+    parser.add_argument("--iterations", type=int, default=40, help="to keep, per contestant")
+    parser.add_argument("--link", choices=LINKS, default="none", help="none: shared memory")
+    parser.add_argument("--json", help="file for all samples")
+    parser.add_argument("--np", type=int, default=2, help="number of ranks")
+    parser.add_argument(
+        "--max-foreign", type=float, default=0.1, help="cores busy with others, above: dropped"
+    )
+    parser.add_argument(
+        "--patience", type=float, default=3.0, help="times the rounds that a quiet machine needs"
+    )
+    parser.add_argument("--warm-up-steps", type=int, default=400, help="limit, per contestant")
+    options = parser.parse_args(words)
+    wanted = {*options.contestants, PER_TENSOR}
+    options.contestants = [name for name in CONTESTANTS if name in wanted]
+    return options
+
+
+def names(known: Collection[str]) -> Callable[[str], list[str]]:
+    """A parser of comma-separated names out of a registry."""
+
+    def parse(text: str) -> list[str]:
+        found = [name for name in text.split(",") if name]
+        unknown = [name for name in found if name not in known]
+        if unknown or not found:
+            raise argparse.ArgumentTypeError(
+                f"unknown: {', '.join(unknown)}; expected some of {', '.join(known)}"
+            )
+        return found
+
+    return parse

@@ -1,0 +1,121 @@
+"""Timing: short blocks of every contestant in turn, until enough of them were undisturbed."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import resource
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from statistics import fmean
+
+from mpi4py import MPI
+
+from wfbp.bench.load import sent_bytes, thread_seconds, usage
+from wfbp.bench.models import Batch
+from wfbp.bench.training_contestants import Contestant
+from wfbp.bench.training_results import Block
+from wfbp.bench.training_settings import Settings
+
+COMMUNICATION_THREAD = "wfbp-comm"
+MIN_BLOCK_S = 0.5
+"""Long enough for the kernel's tick counts to tell a foreign load of a few per cent."""
+
+
+def time_blocks(
+    comm: MPI.Intracomm,
+    contestants: Sequence[Contestant],
+    batches: Sequence[Batch],
+    settings: Settings,
+    say: Callable[[str], None],
+) -> dict[str, list[Block]]:
+    """Rounds of one block per contestant, in an order shuffled anew each round; collective.
+
+    Args:
+        comm: of all ranks.
+        contestants: warmed up.
+        batches: of this rank.
+        settings: how many iterations to keep, and when to give up.
+        say: shows progress.
+
+    Returns:
+        All blocks by contestant, dropped ones included.
+    """
+    processes = comm.allgather(os.getpid())
+    length = _block_length(comm, contestants[0], batches)
+    needed = math.ceil(settings.iterations / length)
+    blocks: dict[str, list[Block]] = {c.name: [] for c in contestants}
+    order = list(contestants)
+    shuffle = random.Random(0).shuffle  # the same order on all ranks
+    for turn in range(math.ceil(needed * settings.patience)):
+        shuffle(order)
+        for contestant in order:
+            block = _block(comm, contestant, batches, length, processes, settings.interface)
+            blocks[contestant.name].append(block)
+        kept = [sum(b.clean(settings.max_foreign_cores) for b in bs) for bs in blocks.values()]
+        say(f"round {turn + 1}: {min(kept)} of {needed} undisturbed blocks of {length} iterations")
+        if min(kept) >= needed:
+            break
+    return blocks
+
+
+def _block_length(comm: MPI.Intracomm, contestant: Contestant, batches: Sequence[Batch]) -> int:
+    """Iterations that fill a block; at least two, so that one follows another."""
+    start = time.perf_counter()
+    contestant.step(batches[0])
+    slowest: float = comm.allreduce(time.perf_counter() - start, MPI.MAX)
+    return max(2, math.ceil(MIN_BLOCK_S / slowest))
+
+
+def _block(
+    comm: MPI.Intracomm,
+    contestant: Contestant,
+    batches: Sequence[Batch],
+    length: int,
+    processes: Sequence[int],
+    interface: str,
+) -> Block:
+    """One block: untimed steps that bring the contestant's data back, then the timed ones."""
+    for step in range(max(1, length // 10)):
+        contestant.step(batches[step % len(batches)])
+    comm.Barrier()
+    load, cpu_s, thread_s = usage(processes), _process_seconds(), _thread_seconds()
+    sent = sent_bytes(interface) if interface else 0
+    times = [time.perf_counter()]
+    for step in range(length):
+        contestant.step(batches[step % len(batches)])
+        times.append(time.perf_counter())
+    sent = sent_bytes(interface) - sent if interface else 0
+    thread_s, cpu_s = _thread_seconds() - thread_s, _process_seconds() - cpu_s
+    comm.Barrier()
+    foreign_cores = load.foreign_cores(usage(processes))
+    contestant.rest()
+    here = (
+        [later - earlier for earlier, later in pairwise(times)],
+        foreign_cores,
+        cpu_s / length,
+        thread_s / length,
+        sent / length,
+        contestant.settled(),
+    )
+    ranks = comm.allgather(here)
+    iterations, foreign, cpu, thread, sent_by_rank, settled = zip(*ranks, strict=True)
+    return Block(
+        iterations_s=tuple(fmean(together) for together in zip(*iterations, strict=True)),
+        foreign_cores=max(foreign),
+        cpu_s=fmean(cpu),
+        thread_s=fmean(thread),
+        sent_bytes=min(sent_by_rank) if interface else None,
+        settled=all(settled),
+    )
+
+
+def _process_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _thread_seconds() -> float:
+    return thread_seconds(COMMUNICATION_THREAD)

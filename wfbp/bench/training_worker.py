@@ -1,0 +1,132 @@
+"""One rank of the training benchmark: warm up, check equality, time.
+
+``mpirun -np 2 python -m wfbp.bench.training_worker SETTINGS.json``; the command
+``python -m wfbp.bench training`` starts it. All contestants live in one set of processes, and
+only the one being timed works: the others hold memory and sleeping threads.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from mpi4py import MPI
+
+from wfbp.bench.models import MODELS, Batch
+from wfbp.bench.training_contestants import CONTESTANTS, Contestant, is_ddp, is_wfbp
+from wfbp.bench.training_equality import NUM_STEPS, check_equality
+from wfbp.bench.training_results import ContestantResult, ModelResult
+from wfbp.bench.training_settings import Settings
+from wfbp.bench.training_timing import time_blocks
+
+NUM_BATCHES = 4
+LEARNING_RATE = 1e-6
+"""While timing: hundreds of iterations on a few batches must stay numerically tame."""
+
+
+def main(words: Sequence[str]) -> None:
+    """Run one model as the settings file says."""
+    settings = Settings.load(words[0])
+    torch.set_num_threads(1)
+    comm = MPI.COMM_WORLD.Dup()
+
+    def say(text: str) -> None:
+        if comm.rank == 0:
+            print(f"{settings.model}: {text}", file=sys.stderr, flush=True)
+
+    _start_libraries(comm, settings)
+    bench = MODELS[settings.model]
+    generator = torch.Generator().manual_seed(comm.rank)
+    batches = [bench.batch(generator) for _ in range(NUM_BATCHES)]
+    contestants = [_make(name, settings.model) for name in settings.contestants]
+    model = contestants[0].model
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    for contestant in contestants:
+        contestant.reset(state, LEARNING_RATE)
+        say(f"{contestant.name} ready after {_warm_up(comm, contestant, batches, settings)} steps")
+    differences = check_equality(comm, contestants, state, batches)
+    say(f"parameters agree after {NUM_STEPS} steps from one state")
+    for contestant in contestants:
+        contestant.reset(state, LEARNING_RATE)
+    blocks = time_blocks(comm, contestants, batches, settings, say)
+    gradients = [p.numel() * p.element_size() for p in model.parameters()]
+    result = ModelResult(
+        model=settings.model,
+        title=bench.title,
+        num_tensors=len(gradients),
+        num_bytes=sum(gradients),
+        num_ranks=comm.size,
+        link=settings.link,
+        max_foreign_cores=settings.max_foreign_cores,
+        contestants=tuple(
+            ContestantResult(c.name, differences[c.name], tuple(blocks[c.name]), c.report())
+            for c in contestants
+        ),
+    )
+    if comm.rank == 0:
+        Path(settings.result).write_text(json.dumps(result.to_json()))
+    _stop_libraries(comm, settings)
+
+
+def _make(name: str, model_name: str) -> Contestant:
+    torch.manual_seed(0)
+    model = MODELS[model_name].build()
+    sgd = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
+    return CONTESTANTS[name](name, model, sgd)
+
+
+def _warm_up(
+    comm: MPI.Intracomm, contestant: Contestant, batches: Sequence[Batch], settings: Settings
+) -> int:
+    """A few steps, or as many as wfbp needs to install its plan; the same on all ranks."""
+    steps = 0
+    while steps < NUM_STEPS or not comm.allreduce(contestant.settled(), MPI.LAND):
+        if steps >= settings.warm_up_steps:
+            raise RuntimeError(
+                f"{contestant.name} has not installed a plan after {steps} steps: "
+                f"{contestant.report()}"
+            )
+        contestant.step(batches[steps % len(batches)])
+        steps += 1
+    contestant.rest()
+    return steps
+
+
+def _start_libraries(comm: MPI.Intracomm, settings: Settings) -> None:
+    """Start torch's process group and wfbp where a contestant needs them."""
+    if any(is_ddp(name) for name in settings.contestants):
+        meeting_place = Path(settings.result).with_suffix(".gloo").resolve()
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{meeting_place}", rank=comm.rank, world_size=comm.size
+        )
+    if any(is_wfbp(name) for name in settings.contestants):
+        import wfbp.torch
+
+        wfbp.torch.init()
+
+
+def _stop_libraries(comm: MPI.Intracomm, settings: Settings) -> None:
+    comm.Barrier()
+    if any(is_wfbp(name) for name in settings.contestants):
+        import wfbp.torch
+
+        wfbp.torch.shutdown()
+    if any(is_ddp(name) for name in settings.contestants):
+        torch.distributed.destroy_process_group()
+
+
+def run(words: Sequence[str]) -> None:
+    """:func:`main`, ending all ranks where one fails: the others would wait for it for ever."""
+    try:
+        main(words)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(1)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])
