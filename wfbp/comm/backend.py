@@ -32,6 +32,11 @@ class Work(ABC, Generic[T]):
 
     nbytes: int = 0
 
+    @property
+    def activity(self) -> int:
+        """The activity of the backend that carries it."""
+        return 0
+
     @abstractmethod
     def test(self) -> bool:
         """Move the collective on, without blocking; True once it is complete on this rank.
@@ -53,6 +58,14 @@ class Backend(ABC):
     size: int
     local_rank: int
     local_size: int
+
+    @property
+    def activity(self) -> int:
+        """A number that changes whenever anything moved on here or on a duplicate.
+
+        Waiting stays attentive while it changes: a large message completes in many small steps.
+        """
+        return 0
 
     @abstractmethod
     def all_reduce(self, buffer: Buffer, dtype: str, op: Op) -> Work[None]:

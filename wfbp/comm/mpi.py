@@ -20,7 +20,7 @@ from wfbp.comm.arithmetic import INTEGER
 from wfbp.comm.backend import Backend, Buffer, Finished, Work
 from wfbp.comm.buffers import HALF, check_counts, typed
 from wfbp.comm.chunking import Chunking, chunks
-from wfbp.comm.mpi_channel import Channel, Job, MpiWork
+from wfbp.comm.mpi_channel import Channel, Family, Job, MpiWork
 from wfbp.comm.mpi_exchange import Exchange, Scratch
 from wfbp.comm.mpi_jobs import GatherBytes, Library
 from wfbp.comm.mpi_library import load
@@ -55,7 +55,7 @@ class MpiBackend(Backend):
         self,
         comm: MPI.Comm | None = None,
         chunking: Chunking | None = None,
-        _family: list[Channel] | None = None,
+        _family: Family | None = None,
     ) -> None:
         self._mpi = mpi = load()
         parent = mpi.COMM_WORLD if comm is None else comm
@@ -70,7 +70,7 @@ class MpiBackend(Backend):
         self.rank, self.size = self._comm.rank, self._comm.size
         self._who = f"rank {self.rank} of {self.size}"
         self._chunking = chunking or Chunking()
-        self._family: list[Channel] = [] if _family is None else _family
+        self._family = _family or Family()
         self._channel = Channel(self._chunking, self._who, self._family)
         self._scratch = Scratch()
         self._sequence = 0
@@ -81,6 +81,10 @@ class MpiBackend(Backend):
             Op.MAX: mpi.MAX,
             Op.PRODUCT: mpi.PROD,
         }
+
+    @property
+    def activity(self) -> int:
+        return self._family.moves
 
     def all_reduce(self, buffer: Buffer, dtype: str, op: Op) -> Work[None]:
         data = typed(buffer, dtype)
@@ -164,7 +168,7 @@ class MpiBackend(Backend):
         return self._sequence
 
     def _exchange(self, data: Buffer, dtype: str, op: Op) -> Job:
-        return Exchange(self._comm, self._scratch, self._next(), data, dtype, op)
+        return Exchange(self._comm, self._family, self._scratch, self._next(), data, dtype, op)
 
     def _library_reduce(self, data: Buffer, dtype: str, op: Op) -> Job:
         after = (lambda: _scale(data, self.size)) if op is Op.AVERAGE else None

@@ -45,6 +45,14 @@ class Job(ABC):
         """Move it on without blocking; True once complete. Not called again after that."""
 
 
+class Family:
+    """The channels that move on together, and a count of what moved."""
+
+    def __init__(self) -> None:
+        self.channels: list[Channel] = []
+        self.moves = 0
+
+
 class MpiWork(Work[T]):
     """A work made of jobs on a channel."""
 
@@ -60,6 +68,10 @@ class MpiWork(Work[T]):
         return not self.remaining or self._channel.progress(self)
 
     @property
+    def activity(self) -> int:
+        return self._channel.family.moves
+
+    @property
     def result(self) -> T:
         return self._value()
 
@@ -73,11 +85,11 @@ class Channel:
         family: the channels that move on together; this one joins them.
     """
 
-    def __init__(self, window: Chunking, who: str, family: list[Channel]) -> None:
+    def __init__(self, window: Chunking, who: str, family: Family) -> None:
         self._window = window
         self._who = who
-        self._family = family
-        family.append(self)
+        self.family = family
+        family.channels.append(self)
         self._queue: deque[Job] = deque()
         self._active: list[Job] = []
         self._active_bytes = 0
@@ -99,7 +111,7 @@ class Channel:
         Raises:
             BackendError: the library failed here, now or earlier; the channel's works are over.
         """
-        for channel in self._family:
+        for channel in self.family.channels:
             if channel._active and channel._failure is None:
                 channel._guarded(channel._step)
         if work.remaining and self._failure is not None:
@@ -108,11 +120,12 @@ class Channel:
 
     def leave(self) -> None:
         """Take the channel out of its family."""
-        self._family.remove(self)
+        self.family.channels.remove(self)
 
     def _step(self) -> None:
         done = [job for job in self._active if job.step()]
         if done:
+            self.family.moves += 1
             for job in done:
                 self._active.remove(job)
                 self._active_bytes -= job.nbytes

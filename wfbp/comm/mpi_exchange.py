@@ -18,7 +18,7 @@ import numpy as np
 from wfbp.comm.arithmetic import combine
 from wfbp.comm.backend import Buffer
 from wfbp.comm.chunking import split
-from wfbp.comm.mpi_channel import NUM_TAGS, Job
+from wfbp.comm.mpi_channel import NUM_TAGS, Family, Job
 from wfbp.core.types import Op
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class Exchange(Job):
 
     Args:
         comm: the communicator.
+        family: told when a phase ends.
         scratch: where arriving shards are kept.
         sequence: number of the job on its channel, the same on every rank.
         buffer: the chunk, as ``buffers.typed`` gives it.
@@ -58,13 +59,14 @@ class Exchange(Job):
     """
 
     __slots__ = (
-        "_block", "_buffer", "_comm", "_dtype", "_op", "_pending", "_rank", "_reduced", "_scratch",
-        "_shards", "_size", "_tag",
+        "_block", "_buffer", "_comm", "_dtype", "_family", "_op", "_pending", "_rank", "_reduced",
+        "_scratch", "_shards", "_size", "_tag",
     )  # fmt: skip
 
     def __init__(
         self,
         comm: MPI.Comm,
+        family: Family,
         scratch: Scratch,
         sequence: int,
         buffer: Buffer,
@@ -73,6 +75,7 @@ class Exchange(Job):
     ) -> None:
         self.nbytes = buffer.nbytes
         self._comm = comm
+        self._family = family
         self._rank = comm.rank
         self._size = comm.size
         self._scratch = scratch
@@ -110,6 +113,7 @@ class Exchange(Job):
         if self._reduced:
             return True
         self._reduced = True
+        self._family.moves += 1
         combine(self._shards, self._shards[self._rank], self._dtype, self._op)
         self._shards = []
         self._scratch.give(self._block)

@@ -85,6 +85,8 @@ class Waiter:
         policy: when to spin and how long to nap.
         clock: seconds, monotone.
         sleep: sleeps for that many seconds.
+        activity: a number that changes whenever something moved on (``Backend.activity``): the
+            steps of a large message on its way count as progress.
 
     Example:
         >>> waiter = Waiter()
@@ -97,12 +99,15 @@ class Waiter:
         policy: Policy | None = None,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
+        activity: Callable[[], int] = lambda: 0,
     ) -> None:
         self._policy = policy or Policy()
         self._clock = clock
         self._sleep = sleep
         self._progress_s = clock()
         self._naps = 0
+        self._activity = activity
+        self._seen = activity()
 
     def progressed(self) -> None:
         """Something completed or was started: be attentive again."""
@@ -110,18 +115,22 @@ class Waiter:
         self._naps = 0
 
     def nap_s(self, urgent: bool, expected_s: float | None) -> float:
-        """Seconds to nap now, for callers that sleep on something that can wake them."""
-        nap = self._policy.nap_s(self._clock() - self._progress_s, self._naps, urgent, expected_s)
-        self._naps += nap > 0
-        return nap
-
-    def pause(self, urgent: bool, expected_s: float | None) -> None:
-        """Wait a little before the next test.
+        """Seconds to nap now, 0 to spin: for callers that nap on something that can wake them.
 
         Args:
             urgent: whether the training thread is blocked on the result.
             expected_s: expected duration of the operation under way, None if unknown.
         """
+        activity = self._activity()
+        if activity != self._seen:
+            self._seen = activity
+            self.progressed()
+        nap = self._policy.nap_s(self._clock() - self._progress_s, self._naps, urgent, expected_s)
+        self._naps += nap > 0
+        return nap
+
+    def pause(self, urgent: bool, expected_s: float | None) -> None:
+        """Wait a little before the next test; arguments as for :meth:`nap_s`."""
         nap = self.nap_s(urgent, expected_s)
         if nap > 0:
             self._sleep(nap)
@@ -134,7 +143,7 @@ def wait(work: Work[T], waiter: Waiter | None = None, timeout_s: float | None = 
 
     Args:
         work: what was started.
-        waiter: how to wait; a new one by default.
+        waiter: how to wait; by default a new one that watches the work.
         timeout_s: give up after this; never by default.
 
     Returns:
@@ -151,7 +160,7 @@ def wait(work: Work[T], waiter: Waiter | None = None, timeout_s: float | None = 
     """
     if work.test():
         return work.result
-    waiter = waiter or Waiter()
+    waiter = waiter or Waiter(activity=lambda: work.activity)
     waiter.progressed()
     deadline = None if timeout_s is None else time.perf_counter() + timeout_s
     while not work.test():
