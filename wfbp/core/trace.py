@@ -143,8 +143,13 @@ class Trace:
             ValueError: not JSON or not a trace; the message names the file.
             OSError: the file cannot be read.
         """
+        text = Path(path).read_bytes()
         try:
-            return cls.from_json(json.loads(Path(path).read_text()))
+            data = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{path}: not JSON: {error}") from error
+        try:
+            return cls.from_json(data)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 

@@ -16,6 +16,8 @@ TOLERANCE = 1e-3
 """An iteration may be this much longer than the optimum if that takes fewer groups."""
 PRECISION = 1e-10
 """With interference the optimum is searched for; it is found to this relative precision."""
+AMONG_FEWEST = 1e-3
+"""The fastest of the fewest groups is found to this part of the tolerance."""
 ROUNDING = 1e-12
 
 
@@ -32,11 +34,11 @@ def oasr(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> Plan:
     groups mean less interference and less work per step than the model knows of, so within the
     tolerance the fewest are taken, and among those the fastest.
 
-    Exact for one element type, with two limits for measured curves: with kappa > 0 the fewest
+    Exact for one element type, with one limit: for a measured curve with kappa > 0 the fewest
     groups are sought among the partitions that keep the channel busy for the shortest time for
-    their number of groups (every plan returned is within the tolerance nevertheless), and the
-    fastest of the fewest is found to a thousandth of the tolerance. A run of several element
-    types is planned as if it left as a whole; its messages may leave earlier, never later.
+    their number of groups; the plan returned is within the tolerance nevertheless. A run of
+    several element types is planned as if it left as a whole; its messages may leave earlier,
+    never later.
 
     Args:
         trace: sizes and compute times of one step.
@@ -69,18 +71,17 @@ def oasr(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> Plan:
     cost, kappa = costs.all_reduce, costs.kappa
     solver: Solver
     if isinstance(cost, LinearCost) and len(set(dtypes)) == 1:
-        solver, precision = LinearSolver(ready_s, sizes, cost, kappa), 1e-6
+        solver = LinearSolver(ready_s, sizes, cost, kappa)
     else:
-        solver, precision = CurveSolver(ready_s, sizes, dtypes, cost, kappa), 1e-3
+        solver = CurveSolver(ready_s, sizes, dtypes, cost, kappa)
     lag = kappa / (1.0 + kappa)
     fixed_s = trace.forward_s + trace.other_s
     best = _optimum(solver, lag, fixed_s)
     optimum_s = fixed_s + _finish(best, lag)
     latest_s = optimum_s * (1.0 + tolerance + ROUNDING) - fixed_s
     chosen = _fewest(solver, lag, latest_s, best)
-    chosen = _fastest_of_as_few(
-        solver, lag, _finish(best, lag), chosen, precision * tolerance * optimum_s
-    )
+    precision_s = (AMONG_FEWEST * tolerance + ROUNDING) * optimum_s
+    chosen = _fastest_of_as_few(solver, lag, _finish(best, lag), chosen, precision_s)
     return plan_of_runs("oasr", trace, chosen.ends)
 
 
@@ -136,7 +137,7 @@ def _fewest(solver: Solver, lag: float, latest_s: float, best: Partition) -> Par
     """
     makespan = latest_s
     at_most = len(best.ends)
-    while True:
+    while lag > 0.0:
         cheapest = solver.cheapest(makespan)
         if cheapest is None:
             return best

@@ -1,0 +1,34 @@
+"""Element types and tensor specs."""
+
+from __future__ import annotations
+
+import pytest
+
+from wfbp.core.types import ITEM_BYTES, TensorSpec, item_bytes
+
+
+@pytest.mark.parametrize(
+    ("shape", "numel"), [((), 1), ((0,), 0), ((3,), 3), ((2, 3, 4), 24), ((5, 0), 0)]
+)
+def test_numbers_of_elements_and_bytes(shape: tuple[int, ...], numel: int) -> None:
+    for dtype, size in ITEM_BYTES.items():
+        spec = TensorSpec("w", shape, dtype)
+        assert spec.numel == numel
+        assert spec.nbytes == numel * size
+
+
+def test_unknown_element_type_lists_the_known() -> None:
+    with pytest.raises(ValueError, match="dtype 'complex64' cannot be sent; expected one of fl"):
+        item_bytes("complex64")
+    with pytest.raises(ValueError, match="dtype 'int8'"):
+        TensorSpec("w", (1,), "int8")
+
+
+def test_negative_size_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"tensor 'w': negative size in shape \(2, -1\)"):
+        TensorSpec("w", (2, -1), "float32")
+
+
+def test_specs_are_equal_by_value() -> None:
+    assert TensorSpec("w", (2,), "float32") == TensorSpec("w", (2,), "float32")
+    assert TensorSpec("w", (2,), "float32") != TensorSpec("w", (2, 1), "float32")
