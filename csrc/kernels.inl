@@ -2,25 +2,24 @@
 // WFBP_TARGET naming the set for the compiler and WFBP_HAS_F16C, WFBP_HAS_STREAM saying what it
 // brings. No include guard: that is the point.
 //
-// Every loop goes through a small block on the stack, for three reasons: bytes reach it by
-// memcpy, so no pointer needs any alignment; the block cannot overlap anything, so compilers
-// vectorise without overlap checks; and source and target may be the same memory.
+// Elements are read and written by memcpy, which compilers turn into plain loads and stores: so
+// no pointer needs any alignment. Source and target may be the same memory. Half precision goes
+// through a small block of float32 on the stack.
 
 template <class T>
-struct Plain {  // float32 and float64: calculated in their own type
-  using Wide = T;
-  static constexpr std::size_t kItem = sizeof(T);
-  WFBP_TARGET static void load(const std::uint8_t* from, T* block, std::size_t count) {
-    std::memcpy(block, from, count * sizeof(T));
+WFBP_TARGET void multiply_plain(const std::uint8_t* from, std::uint8_t* to, std::size_t count,
+                                double factor) {
+  const T by = static_cast<T>(factor);
+  WFBP_INDEPENDENT
+  for (std::size_t i = 0; i < count; ++i) {
+    T value;
+    std::memcpy(&value, from + i * sizeof(T), sizeof(T));
+    value *= by;
+    std::memcpy(to + i * sizeof(T), &value, sizeof(T));
   }
-  WFBP_TARGET static void store(const T* block, std::uint8_t* to, std::size_t count) {
-    std::memcpy(to, block, count * sizeof(T));
-  }
-};
+}
 
-struct BFloat16 {  // calculated in float32, as is Float16
-  using Wide = float;
-  static constexpr std::size_t kItem = 2;
+struct BFloat16 {
   WFBP_TARGET static void load(const std::uint8_t* from, float* block, std::size_t count) {
     for (std::size_t i = 0; i < count; ++i) {
       std::uint16_t value;
@@ -37,8 +36,6 @@ struct BFloat16 {  // calculated in float32, as is Float16
 };
 
 struct Float16 {
-  using Wide = float;
-  static constexpr std::size_t kItem = 2;
   WFBP_TARGET static void load(const std::uint8_t* from, float* block, std::size_t count) {
     std::size_t i = 0;
 #if WFBP_HAS_F16C
@@ -72,14 +69,13 @@ struct Float16 {
 template <class Format>
 WFBP_TARGET void multiply(const std::uint8_t* from, std::uint8_t* to, std::size_t count,
                           double factor) {
-  using Wide = typename Format::Wide;
-  const Wide by = static_cast<Wide>(factor);
-  Wide block[kBlock];
+  const float by = static_cast<float>(factor);
+  float block[kBlock];
   for (std::size_t start = 0; start < count; start += kBlock) {
     const std::size_t length = std::min(kBlock, count - start);
-    Format::load(from + start * Format::kItem, block, length);
+    Format::load(from + 2 * start, block, length);
     for (std::size_t i = 0; i < length; ++i) block[i] *= by;
-    Format::store(block, to + start * Format::kItem, length);
+    Format::store(block, to + 2 * start, length);
   }
 }
 
@@ -141,7 +137,7 @@ Reducers reducers() {
 }
 
 inline Kernels kernels() {
-  return {multiply<Float16>,      multiply<BFloat16>, multiply<Plain<float>>,
-          multiply<Plain<double>>, reducers<Float16>(), reducers<BFloat16>(),
-          stream,                 fence,              WFBP_NAME};
+  return {multiply<Float16>,      multiply<BFloat16>,    multiply_plain<float>,
+          multiply_plain<double>, reducers<Float16>(), reducers<BFloat16>(),
+          stream,                 fence,                 WFBP_NAME};
 }

@@ -1,0 +1,32 @@
+"""``python -m wfbp.bench NAME ...``: run a benchmark by its name."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+BENCHMARKS = {
+    "pack": "fusion buffers filled by the extension, by NumPy, and by memcpy",
+    "hooks": "cost of a gradient hook on the training thread",
+    "plan": "time to plan, by planner and number of tensors",
+    "comm": "collectives of the MPI backend: latency, bandwidth, CPU use",
+    "training": "whole iterations against other ways of data-parallel training",
+    "replay": "the real runtime on a trace and an emulated link, against the prediction",
+}
+"""What each does; ``main(argv)`` of the module of that name runs it."""
+
+
+def main() -> int:
+    """Hand the rest of the command line to the benchmark that the first word names."""
+    if len(sys.argv) < 2 or sys.argv[1] not in BENCHMARKS:
+        print("usage: python -m wfbp.bench NAME [--help] ...", file=sys.stderr)
+        for name, purpose in BENCHMARKS.items():
+            print(f"  {name:<10} {purpose}", file=sys.stderr)
+        return 2
+    # Imported only now: a benchmark may need a framework that others do without.
+    status: int | None = import_module(f"wfbp.bench.{sys.argv[1]}").main(sys.argv[2:])
+    return status or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
