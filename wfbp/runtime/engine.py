@@ -158,6 +158,17 @@ class Engine:
         """Forward has ended, as far as is known yet (while ``profiling``)."""
         self._forward_end_s = time.perf_counter()
 
+    def slot(self, index: int) -> Slot:
+        """Where a tensor lies in its fusion buffer; a gradient written there is not copied.
+
+        Raises:
+            KeyError: the plan does not carry the tensor.
+        """
+        place = self._place[index]
+        if place < 0:
+            raise KeyError(f"{self.specs[index].name} is in no group")
+        return self._slots[place]
+
     @property
     def open(self) -> bool:
         """Whether gradients have appeared that no step has taken."""
@@ -191,9 +202,9 @@ class Engine:
             self._forward_end_s,
             self._closed_s,
             done_s,
+            sum(t.packed_s - t.start_s for t in result.times),
         )
         self._steps += 1
-        self.last_times = result.times
         plan = self._tuner.after_step(stamps)
         if plan is None and (result.requested or self._tuner.round_due):
             self._round(reduced)

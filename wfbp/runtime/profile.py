@@ -22,6 +22,7 @@ class Stamps:
         forward_end_s: forward ended, where the adapter can tell.
         closed_s: the step closed.
         done_s: the results were in hand.
+        packing_s: duration of all packing in the step.
     """
 
     begun_s: float
@@ -30,6 +31,7 @@ class Stamps:
     forward_end_s: float = 0.0
     closed_s: float = 0.0
     done_s: float = 0.0
+    packing_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +43,14 @@ class Profile:
         forward_s: per tensor; -1 where unknown.
         forward_end_s: end of forward; -1 where unknown.
         closed_s: end of backward.
+        packing_s: duration of all packing.
     """
 
     ready_s: list[float]
     forward_s: list[float]
     forward_end_s: float
     closed_s: float
+    packing_s: float
 
     @classmethod
     def of(cls, steps: Sequence[Stamps]) -> Profile:
@@ -69,6 +73,7 @@ class Profile:
             ],
             statistics.median(relative(s, s.forward_end_s) for s in steps),
             statistics.median(s.closed_s - s.begun_s for s in steps),
+            statistics.median(s.packing_s for s in steps),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -78,6 +83,7 @@ class Profile:
             "forward_s": self.forward_s,
             "forward_end_s": self.forward_end_s,
             "closed_s": self.closed_s,
+            "packing_s": self.packing_s,
         }
 
 

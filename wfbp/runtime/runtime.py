@@ -51,7 +51,9 @@ class Runtime:
         self._closed = False
         self._acknowledged: set[int] = set()
         self.where = f"rank {self.rank} of {self.size}"
-        self._thread = CommunicationThread(config, Waiter(), self._read_notices, self.where)
+        self._thread = CommunicationThread(
+            config, Waiter(), lambda: backend.activity, self._read_notices, self.where
+        )
         self._thread.on_stall = self._ask_where
         self.post = self._thread.post
         self.await_reply: Callable[[Reply[Any], str], Any] = self._thread.await_reply

@@ -18,7 +18,7 @@ from typing import Any
 
 from wfbp.config import Config
 from wfbp.core import planners
-from wfbp.core.cost import Costs, LinearCost
+from wfbp.core.cost import Costs, LinearCost, PiecewiseCost
 from wfbp.core.fit import fit_kappa
 from wfbp.core.plan import Plan
 from wfbp.core.timeline import Timeline, timeline
@@ -173,11 +173,14 @@ class Tuner:
         return planners.plan(name, trace, costs, **options)
 
     def _plan_anew(self, messages: Sequence[dict[str, Any]], measure: Callable[[], Costs]) -> None:
-        trace = combine(self.plan.tensors, [Profile(**m["profile"]) for m in messages])
+        profiles = [Profile(**m["profile"]) for m in messages]
+        trace = combine(self.plan.tensors, profiles)
         if trace is None:
             self._enter("warm-up", replace(self.plan, overlap=True))
             return
-        self.trace, self.costs = trace, measure()
+        packing_s = max(p.packing_s for p in profiles)
+        self.trace = trace
+        self.costs = _with_packing(measure(), packing_s / max(1, self.plan.total_bytes))
         if self._schedule == AUTO:
             plans = self._auto_candidates(trace, self.costs)
         else:
@@ -257,6 +260,14 @@ class Tuner:
 
 def _held(plan: Plan) -> Plan:
     return replace(plan, overlap=False)
+
+
+def _with_packing(costs: Costs, packing_s_per_byte: float) -> Costs:
+    """Costs as groups have them: a group is packed before it travels."""
+    curve = costs.all_reduce
+    assert isinstance(curve, PiecewiseCost)
+    points = tuple((n, s + n * packing_s_per_byte) for n, s in curve.points)
+    return replace(costs, all_reduce=PiecewiseCost(points))
 
 
 def _reordered(plan: Plan, trace: Trace) -> Plan:

@@ -156,9 +156,8 @@ class Gradients:
             if is_witness:
                 this()._first = (grad, grad._version, index)  # type: ignore[union-attr]
 
-        register: Callable[[Callable[[torch.Tensor], None]], Any]
-        register = param.register_post_accumulate_grad_hook
-        self._hooks[index] = register(announce)
+        handle = param.register_post_accumulate_grad_hook(announce)  # type: ignore[no-untyped-call]
+        self._hooks[index] = handle
 
     def _check_unchanged(self) -> None:
         """Catch gradients that were clipped or unscaled before they were averaged."""
