@@ -127,8 +127,9 @@ class Block(nn.Module):
         qkv = self.qkv(self.norm1(x)).view(batch, time, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        attended: Tensor = x + self.project(mixed.transpose(1, 2).reshape(batch, time, width))
-        return attended + self.mlp(self.norm2(attended))
+        x = x + self.project(mixed.transpose(1, 2).reshape(batch, time, width))
+        further: Tensor = x + self.mlp(self.norm2(x))
+        return further
 
 
 class GPT(nn.Module):

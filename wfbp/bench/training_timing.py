@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from wfbp.bench.load import sent_bytes, thread_seconds, usage
 from wfbp.bench.models import Batch
-from wfbp.bench.training_contestants import Contestant
+from wfbp.bench.training_contestants import NO_COMMUNICATION, Contestant
 from wfbp.bench.training_results import Block
 from wfbp.bench.training_settings import Settings
 
@@ -59,6 +59,22 @@ def time_blocks(
         if min(kept) >= needed:
             break
     return blocks
+
+
+def check_link_carried(blocks: dict[str, list[Block]], num_bytes: int) -> None:
+    """Every all-reduce of ``num_bytes`` crossed the link: no split of ranks into two sides can
+    do with fewer bytes each way.
+
+    Raises:
+        RuntimeError: a contestant's ranks spoke to each other by another road.
+    """
+    for name, its in blocks.items():
+        sent = [block.sent_bytes for block in its if block.sent_bytes is not None]
+        if name != NO_COMMUNICATION and sent and min(sent) < num_bytes:
+            raise RuntimeError(
+                f"{name} put {min(sent):.0f} bytes per iteration on the link, expected at least "
+                f"{num_bytes}: its ranks spoke to each other by another road"
+            )
 
 
 def _block_length(comm: MPI.Intracomm, contestant: Contestant, batches: Sequence[Batch]) -> int:

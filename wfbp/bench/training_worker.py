@@ -20,7 +20,7 @@ from wfbp.bench.training_contestants import CONTESTANTS, Contestant, is_ddp, is_
 from wfbp.bench.training_equality import NUM_STEPS, check_equality
 from wfbp.bench.training_results import ContestantResult, ModelResult
 from wfbp.bench.training_settings import Settings
-from wfbp.bench.training_timing import time_blocks
+from wfbp.bench.training_timing import check_link_carried, time_blocks
 
 NUM_BATCHES = 4
 LEARNING_RATE = 1e-6
@@ -53,6 +53,7 @@ def main(words: Sequence[str]) -> None:
         contestant.reset(state, LEARNING_RATE)
     blocks = time_blocks(comm, contestants, batches, settings, say)
     gradients = [p.numel() * p.element_size() for p in model.parameters()]
+    check_link_carried(blocks, sum(gradients))
     result = ModelResult(
         model=settings.model,
         title=bench.title,

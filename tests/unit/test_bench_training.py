@@ -1,0 +1,135 @@
+"""The training benchmark's figures, ratios and targets, on made-up measurements."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("rich")
+pytest.importorskip("mpi4py")
+
+from rich.console import Console
+
+from wfbp.bench import training
+from wfbp.bench.training_contestants import CONTESTANTS, PER_TENSOR
+from wfbp.bench.training_results import Block, ContestantResult, ModelResult
+from wfbp.bench.training_table import model_table, target_table
+from wfbp.bench.training_targets import prediction_error, ratios, targets
+from wfbp.bench.training_timing import check_link_carried
+
+
+def block(
+    *times: float,
+    foreign: float = 0.0,
+    thread: float = 0.0,
+    sent: float | None = None,
+    settled: bool = True,
+) -> Block:
+    return Block(times, foreign, cpu_s=1.0, thread_s=thread, sent_bytes=sent, settled=settled)
+
+
+def result(link: str = "none", predicted: float | None = None, **seconds: float) -> ModelResult:
+    def contestant(name: str, median_s: float) -> ContestantResult:
+        report = {"predicted_iteration_s": predicted} if name == "wfbp-auto" else {}
+        blocks = (block(median_s, median_s, thread=median_s / 5),)
+        return ContestantResult(name, 0.0, blocks, report)
+
+    contestants = tuple(contestant(n.replace("_", "-"), s) for n, s in seconds.items())
+    return ModelResult("mlp", "An MLP", 2, 80, 2, link, 0.1, contestants)
+
+
+def test_figures_leave_out_disturbed_and_unsettled_blocks() -> None:
+    blocks = (
+        block(1.0, 3.0, thread=0.5),
+        block(90.0, foreign=0.2),
+        block(2.0, 4.0, thread=1.5, sent=100.0),
+        block(80.0, settled=False),
+    )
+    figures = ContestantResult("x", None, blocks, {}).figures(max_foreign_cores=0.1)
+    assert figures is not None
+    assert figures.median_s == 2.5
+    assert (figures.num_kept, figures.num_dropped) == (4, 2)
+    assert figures.thread_share == pytest.approx((0.5 * 2 / 4 + 1.5 * 2 / 6) / 2)
+    assert figures.sent_bytes == 100.0
+
+
+def test_no_clean_block_gives_no_figures() -> None:
+    assert ContestantResult("x", None, (block(1.0, foreign=9.0),), {}).figures(0.1) is None
+
+
+def test_ratios_compare_with_the_best_of_each_group() -> None:
+    figures = result(
+        none=1.0, mpi_per_tensor=4.0, ddp_1=8.0, ddp_25=10.0, wfbp_auto=5.0, wfbp_oasr=4.5
+    ).figures()
+    auto = ratios(figures, "wfbp-auto")
+    assert auto.to_ddp == pytest.approx(5 / 8)
+    assert auto.to_fastest == pytest.approx(5 / 4)
+    assert auto.to_fixed == pytest.approx(5 / 4.5)
+    assert ratios(result(wfbp_auto=1.0).figures(), "wfbp-auto").to_ddp is None
+
+
+def test_targets_on_shared_memory() -> None:
+    found = targets([result(mpi_per_tensor=1.0, ddp_1=2.0, wfbp_auto=1.1, wfbp_oasr=1.09)])
+    assert [(round(t.value, 3), t.limit, t.met) for t in found] == [
+        (0.55, 1.0, True),
+        (1.1, 1.08, False),
+        (1.009, 1.05, True),
+    ]
+
+
+def test_targets_on_the_slow_link() -> None:
+    found = {
+        t.what: t
+        for t in targets([result("1gbit", 1.0, mpi_per_tensor=3.0, ddp_1=1.05, wfbp_auto=1.02)])
+    }
+    assert found["auto over the best DDP"].met
+    assert not found["auto over the best DDP, mean"].met
+    assert found["away from its prediction"].value == pytest.approx(0.02)
+    assert found["communication thread, of a core"].value == pytest.approx(0.2)
+
+
+def test_prediction_error_is_unknown_without_a_prediction() -> None:
+    assert prediction_error(result(wfbp_auto=1.0), "wfbp-auto") is None
+    assert prediction_error(result(predicted=0.8, wfbp_auto=1.0), "wfbp-auto") == pytest.approx(
+        0.25
+    )
+
+
+def test_a_contestant_that_bypassed_the_link_is_refused() -> None:
+    honest = {"none": [block(1.0, sent=0.0)], "ddp-1": [block(1.0, sent=101.0)]}
+    check_link_carried(honest, 100)
+    with pytest.raises(RuntimeError, match="wfbp-auto put 7 bytes"):
+        check_link_carried({**honest, "wfbp-auto": [block(1.0, sent=7.0)]}, 100)
+
+
+def test_json_round_trip_keeps_every_sample() -> None:
+    original = result("1gbit", 1.0, mpi_per_tensor=3.0, wfbp_auto=1.02)
+    assert ModelResult.from_json(json.loads(json.dumps(original.to_json()))) == original
+
+
+def test_tables_show_every_contestant_and_verdict() -> None:
+    written = io.StringIO()
+    console = Console(width=200, file=written)
+    shown = result(predicted=1.0, mpi_per_tensor=1.0, ddp_1=2.0, wfbp_auto=1.1)
+    console.print(model_table(shown))
+    console.print(target_table([shown]))
+    text = written.getvalue()
+    assert all(c.name in text for c in shown.contestants)
+    assert "+10.0%" in text
+    assert "met" in text
+    assert "missed" in text
+
+
+def test_reference_always_competes_and_unknown_names_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = training.arguments(["--contestants", "wfbp-auto,none", "--models", "gpt"])
+    assert options.contestants == ["none", PER_TENSOR, "wfbp-auto"]
+    assert options.models == ["gpt"]
+    assert training.arguments([]).contestants == list(CONTESTANTS)
+    with pytest.raises(SystemExit):
+        training.arguments(["--contestants", "horovod"])
+    assert "unknown: horovod" in capsys.readouterr().err
