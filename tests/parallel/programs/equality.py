@@ -1,0 +1,163 @@
+"""Training on N ranks against one process on the concatenated batch, for every schedule.
+
+Usage: mpirun -n N python equality.py OUT; writes OUT/rank<r>.json, a list of one record per
+combination of schedule, optimizer and element type.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import wfbp
+import wfbp.torch
+from wfbp.config import Config
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "auto": {"schedule": "auto"},
+    "oasr": {"schedule": "oasr"},
+    "mgwfbp": {"schedule": "mgwfbp"},
+    "wfbp": {"schedule": "wfbp"},
+    "single": {"schedule": "single"},
+    "threshold": {"schedule": "threshold", "threshold_bytes": 200},
+}
+MIN_STEPS = 10
+MAX_STEPS = 120
+BATCH = 6
+
+
+class Model(torch.nn.Module):
+    """Odd sizes, a module used twice, one never used, a scalar parameter, a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(7, 13)
+        self.shared = torch.nn.Linear(13, 13)
+        self.norm = torch.nn.LayerNorm(13)
+        self.unused = torch.nn.Linear(5, 3)
+        self.frozen = torch.nn.Linear(13, 13)
+        self.frozen.requires_grad_(False)
+        self.temperature = torch.nn.Parameter(torch.tensor(1.5))
+        self.last = torch.nn.Linear(13, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        x = torch.tanh(self.shared(x))
+        x = self.norm(self.frozen(torch.tanh(self.shared(x))))
+        out: torch.Tensor = self.last(x) * self.temperature
+        return out
+
+
+def param_groups(model: Model) -> list[dict[str, Any]]:
+    """Two groups with different hyperparameters."""
+    flat = [p for p in model.parameters() if p.dim() < 2]
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    return [
+        {"params": matrices, "lr": 0.02, "weight_decay": 0.05},
+        {"params": flat, "lr": 0.005, "weight_decay": 0.0},
+    ]
+
+
+OPTIMIZERS: dict[str, Callable[[Model], torch.optim.Optimizer]] = {
+    "momentum": lambda m: torch.optim.SGD(param_groups(m), momentum=0.9),
+    "nesterov": lambda m: torch.optim.SGD(param_groups(m), momentum=0.9, nesterov=True),
+    # A larger epsilon: the default turns rounding errors of gradients near 0 into full steps.
+    "adamw": lambda m: torch.optim.AdamW(param_groups(m), eps=1e-4),
+}
+
+
+def distance(one: Model, other: Model) -> float:
+    """Largest difference of a parameter, relative to the largest entry of its tensor."""
+    worst = 0.0
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        worst = max(worst, ((a - b).abs().max() / b.abs().max()).item())
+    return worst
+
+
+def batch(step: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The batch of all ranks together."""
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(BATCH * size, 7, generator=generator, dtype=torch.float64)
+    y = torch.stack([x[:, 0] * x[:, 1], x[:, 2].sin(), x[:, 3:].sum(1)], 1)
+    return x.to(dtype), y.to(dtype)
+
+
+def loss_of(model: Model, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(model(x), y)
+
+
+def fingerprint(model: Model) -> str:
+    state = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    return hashlib.sha256(state).hexdigest()
+
+
+def train(schedule: str, optimizer_name: str, dtype: torch.dtype) -> dict[str, Any]:
+    rank, size = wfbp.rank(), wfbp.size()
+    torch.manual_seed(7)
+    reference = Model().to(dtype)
+    model = copy.deepcopy(reference)
+    before = copy.deepcopy(reference)
+    optimizer = wfbp.torch.DistributedOptimizer(
+        OPTIMIZERS[optimizer_name](model), model.named_parameters(), **SCHEDULES[schedule]
+    )
+    plain = OPTIMIZERS[optimizer_name](reference)
+    phases: list[str] = []
+    after_ten = float("inf")
+    steps = 0
+    for step in range(MAX_STEPS):
+        x, y = batch(step, size, dtype)
+        plain.zero_grad()
+        loss_of(reference, x, y).backward()
+        plain.step()
+        optimizer.zero_grad()
+        mine = slice(rank * BATCH, (rank + 1) * BATCH)
+        loss_of(model, x[mine], y[mine]).backward()
+        optimizer.step()
+        steps = step + 1
+        phase = optimizer.report().get("phase", "installed")
+        if phase not in phases:
+            phases.append(phase)
+        if steps == MIN_STEPS:
+            after_ten = distance(model, reference)
+        if steps >= MIN_STEPS and phase == "installed":
+            break
+    everybody = wfbp.allgather_object(fingerprint(model))
+    return {
+        "schedule": schedule,
+        "optimizer": optimizer_name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "steps": steps,
+        "phases": phases,
+        "plan": optimizer.report().get("schedule"),
+        "num_groups": optimizer.report().get("num_groups"),
+        "after_ten": after_ten,
+        "at_the_end": distance(model, reference),
+        "moved": (model.first.weight - before.first.weight).abs().max().item(),
+        "ranks_equal": len(set(everybody)) == 1,
+        "unused_has_gradient": model.unused.weight.grad is not None,
+        "unused_moved": not torch.equal(model.unused.weight, before.unused.weight),
+        "frozen_moved": not torch.equal(model.frozen.weight, before.frozen.weight),
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    wfbp.init(config=Config(warmup_steps=1, profile_steps=1, trial_steps=2, probe_s=0.05))
+    only = sys.argv[2].split(",") if len(sys.argv) > 2 else list(SCHEDULES)
+    records = []
+    for schedule in only:
+        for optimizer_name in OPTIMIZERS:
+            for dtype in (torch.float32, torch.float64):
+                records.append(train(schedule, optimizer_name, dtype))
+    Path(sys.argv[1], f"rank{wfbp.rank()}.json").write_text(json.dumps(records))
+
+
+if __name__ == "__main__":
+    main()

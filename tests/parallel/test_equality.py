@@ -1,0 +1,58 @@
+"""N ranks train as one process does on the concatenated batch, by every schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.parallel.programs import equality
+from tests.parallel.runs import outcome
+
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(200)]
+
+TOLERANCE = {"float32": 1e-5, "float64": 1e-13}
+
+
+def records(ranks: int, mpi: str, schedules: str) -> list[Any]:
+    found = outcome("equality", ranks, schedules, mpi=mpi, timeout=180)
+    assert found.run.rc == 0, found.run
+    assert None not in found.ranks, found.run
+    return found.ranks
+
+
+def check(ranks: int, mpi: str, schedules: str, schedule: str, optimizer: str) -> None:
+    for rank, rows in enumerate(records(ranks, mpi, schedules)):
+        mine = [r for r in rows if (r["schedule"], r["optimizer"]) == (schedule, optimizer)]
+        assert {r["dtype"] for r in mine} == set(TOLERANCE)
+        for row in mine:
+            assert row["after_ten"] <= TOLERANCE[row["dtype"]], (rank, row)
+            assert row["at_the_end"] <= TOLERANCE[row["dtype"]], (rank, row)
+            assert row["ranks_equal"], (rank, row)
+            assert row["moved"] > 0.01, (rank, row)
+            assert not row["unused_has_gradient"], (rank, row)
+            assert not row["unused_moved"], (rank, row)
+            assert not row["frozen_moved"], (rank, row)
+            if ranks > 1:
+                phases = [p for p in ("profile", "trial", "installed") if p in row["phases"]]
+                wanted = ["profile", "trial", "installed"]
+                assert phases == (wanted if schedule == "auto" else ["profile", "installed"]), row
+
+
+@pytest.mark.parametrize("optimizer", equality.OPTIMIZERS)
+@pytest.mark.parametrize("schedule", equality.SCHEDULES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_equals_one_process(ranks: int, schedule: str, optimizer: str) -> None:
+    check(ranks, "mpich", ",".join(equality.SCHEDULES), schedule, optimizer)
+
+
+@pytest.mark.parametrize("schedule", ["auto", "wfbp"])
+def test_equals_one_process_under_open_mpi(schedule: str) -> None:
+    check(2, "openmpi", "auto,wfbp", schedule, "adamw")
+
+
+def test_the_small_threshold_makes_several_groups() -> None:
+    rows = records(2, "mpich", ",".join(equality.SCHEDULES))[0]
+    groups = {r["schedule"]: r["num_groups"] for r in rows if r["dtype"] == "float32"}
+    assert groups["single"] == 1
+    assert groups["single"] < groups["threshold"] < groups["wfbp"]
