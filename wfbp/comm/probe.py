@@ -22,12 +22,12 @@ MOST_REPETITIONS = 15
 
 
 def probe_sizes(max_bytes: int) -> list[int]:
-    """Sizes in bytes: by factors of 4 to 16 KiB, of 2 to 1 MiB, of 4 beyond, and the largest.
+    """Sizes in bytes, at least two: by factors of 4 to 16 KiB, of 2 to 1 MiB, of 4 beyond, and the largest.
 
     >>> probe_sizes(100)
     [4, 16, 64, 100]
     """
-    largest = max(SMALLEST_BYTES, max_bytes // 4 * 4)
+    largest = max(4 * SMALLEST_BYTES, max_bytes // 4 * 4)
     sizes = []
     size = SMALLEST_BYTES
     while size < largest:

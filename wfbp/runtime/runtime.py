@@ -13,7 +13,7 @@ from wfbp.comm.backend import Backend, Buffer, Finished, Work
 from wfbp.comm.probe import measure_cost
 from wfbp.comm.waiting import Waiter
 from wfbp.config import Config
-from wfbp.core.cost import Costs, PiecewiseCost
+from wfbp.core.cost import Costs, PiecewiseCost, monotone_points
 from wfbp.core.types import Op
 from wfbp.errors import NotInitializedError, PeerError, WfbpError
 from wfbp.runtime.thread import TICK_S, CommunicationThread, Lane, Reply
@@ -98,7 +98,7 @@ class Runtime:
                 lambda backend: Finished(measure_cost(backend, max_bytes, budget_s=budget_s)),
                 "measuring the network",
             )
-            self._costs = max_bytes, Costs(PiecewiseCost(tuple(points)))
+            self._costs = max_bytes, Costs(PiecewiseCost(monotone_points(points)))
         return self._costs[1]
 
     def add_lane(self, lane: Lane) -> None:
