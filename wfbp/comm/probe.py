@@ -22,7 +22,9 @@ MOST_REPETITIONS = 15
 
 
 def probe_sizes(max_bytes: int) -> list[int]:
-    """Sizes in bytes, at least two: by factors of 4 to 16 KiB, of 2 to 1 MiB, of 4 beyond, and the largest.
+    """Sizes in bytes: by factors of 4 to 16 KiB, of 2 to 1 MiB, of 4 beyond, and the largest.
+
+    There are at least two.
 
     >>> probe_sizes(100)
     [4, 16, 64, 100]

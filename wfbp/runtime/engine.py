@@ -145,7 +145,7 @@ class Engine:
         group = self._group_of[place]
         left = self._left[group] - 1
         self._left[group] = left
-        if left == 0 and self._overlap:
+        if left == 0 and self._overlap and self._thread.sleeping:
             self._post(self._wake)
 
     def mark_forward(self, index: int) -> None:
@@ -290,6 +290,7 @@ class Engine:
         self._num_ready = 0
         self._extra: dict[int, Source] = {}
         self._events = self._lane.events
+        self._thread = self._runtime.thread
         self._post = self._runtime.post
         self._wake = self._lane.wake
 

@@ -140,6 +140,14 @@ class PlannedLane:
         return bool(self._flights)
 
     @property
+    def has_events(self) -> bool:
+        return bool(self.events)
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._flights) < WINDOW
+
+    @property
     def expected_s(self) -> float | None:
         if not self._flights or self.cost is None:
             return None

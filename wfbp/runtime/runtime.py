@@ -51,12 +51,12 @@ class Runtime:
         self._closed = False
         self._acknowledged: set[int] = set()
         self.where = f"rank {self.rank} of {self.size}"
-        self._thread = CommunicationThread(
+        self.thread = CommunicationThread(
             config, Waiter(), lambda: backend.activity, self._read_notices, self.where
         )
-        self._thread.on_stall = self._ask_where
-        self.post = self._thread.post
-        self.await_reply: Callable[[Reply[Any], str], Any] = self._thread.await_reply
+        self.thread.on_stall = self._ask_where
+        self.post = self.thread.post
+        self.await_reply: Callable[[Reply[Any], str], Any] = self.thread.await_reply
 
     def check(self) -> None:
         """Raise what ended the runtime, if anything has.
@@ -64,15 +64,15 @@ class Runtime:
         Raises:
             WfbpError: the first error, or that the runtime was shut down.
         """
-        if self._thread.error is not None:
-            raise self._thread.error
+        if self.thread.error is not None:
+            raise self.thread.error
         if self._closed:
             raise NotInitializedError("an operation after shutdown()")
 
     def call(self, start: Callable[[Backend], Work[T]], label: str) -> T:
         """Run one collective on the runtime's own backend and return its result."""
         self.check()
-        return self._thread.call(lambda: start(self._backend), label)
+        return self.thread.call(lambda: start(self._backend), label)
 
     def all_reduce(self, buffer: Buffer, dtype: str, op: Op, label: str) -> None:
         """Combine a buffer over all ranks, in place."""
@@ -103,11 +103,11 @@ class Runtime:
 
     def add_lane(self, lane: Lane) -> None:
         """Serve a lane from now on."""
-        self.post(lambda: self._thread.add_lane(lane))
+        self.post(lambda: self.thread.add_lane(lane))
 
     def remove_lane(self, lane: Lane) -> None:
         """No longer serve a lane."""
-        self.post(lambda: self._thread.remove_lane(lane))
+        self.post(lambda: self.thread.remove_lane(lane))
 
     def shutdown(self) -> None:
         """Leave: tell the others, wait until they leave too, and give everything back.
@@ -118,15 +118,15 @@ class Runtime:
         if self._closed:
             return
         self._closed = True
-        if self._thread.error is None:
+        if self.thread.error is None:
             self._tell({"kind": "bye"})
             self._wait_until(
-                lambda: len(self._thread.gone) >= self.size - 1 or self._thread.error is not None,
+                lambda: len(self.thread.gone) >= self.size - 1 or self.thread.error is not None,
                 self.config.timeout_s,
             )
-            if self._thread.error is None:
+            if self.thread.error is None:
                 self.post(self._backend.close)
-        self._thread.stop(timeout_s=self.config.abort_grace_s)
+        self.thread.stop(timeout_s=self.config.abort_grace_s)
 
     def fail_job(self, reason: str) -> None:
         """End the job because this rank failed: tell the others why, let them report, abort.
@@ -134,7 +134,7 @@ class Runtime:
         Args:
             reason: what happened here, one line.
         """
-        secondary = isinstance(self._thread.error, PeerError)
+        secondary = isinstance(self.thread.error, PeerError)
         self._tell({"kind": "failed", "reason": reason, "secondary": secondary})
         patience_s = self.config.abort_grace_s * (2 if secondary else 1)
         self._wait_until(lambda: len(self._acknowledged) >= self.size - 1, patience_s)
@@ -161,15 +161,15 @@ class Runtime:
             if kind == "failed":
                 self._acknowledged.add(sender)
                 if not notice["secondary"]:
-                    self._thread.fail(
+                    self.thread.fail(
                         PeerError(f"{self.where}: rank {sender} failed: {notice['reason']}")
                     )
             elif kind == "bye":
                 self._acknowledged.add(sender)
-                self._thread.gone_since = time.monotonic()
-                self._thread.gone[sender] = "has left (its program ended or called shutdown)"
+                self.thread.gone_since = time.monotonic()
+                self.thread.gone[sender] = "has left (its program ended or called shutdown)"
             elif kind == "where":
-                self._send({"kind": "here", "place": self._thread.describe()})
+                self._send({"kind": "here", "place": self.thread.describe()})
             elif kind == "here":
                 log.warning("%s hears from rank %d: %s", self.where, sender, notice["place"])
 

@@ -47,6 +47,14 @@ class Lane(Protocol):
         """Whether a collective is under way."""
 
     @property
+    def has_events(self) -> bool:
+        """Whether events wait to be read."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a group that became ready now could start."""
+
+    @property
     def expected_s(self) -> float | None:
         """How long what is under way should take, where that is known."""
 
@@ -100,7 +108,9 @@ class CommunicationThread:
 
     :meth:`post`, :meth:`call`, :meth:`await_reply` and :meth:`stop` may be called by any other
     thread; everything else by the communication thread only. Threads share nothing but the
-    inbox, a queue; ``urgent`` is a hint that may be read late.
+    inbox, a queue, and two hints: how many threads wait, which may be read late, and ``sleeping``.
+    Who appends an event to a lane and then finds ``sleeping`` true must post a message; the thread
+    sets it before it looks at the events for the last time, so none is overlooked.
 
     Args:
         config: timeouts.
@@ -131,6 +141,7 @@ class CommunicationThread:
         self._warned: set[str] = set()
         self._next_tick = 0.0
         self._num_waiting = 0
+        self.sleeping = False
         self.error: WfbpError | None = None
         self.gone: dict[int, str] = {}
         self.gone_since = 0.0
@@ -248,12 +259,19 @@ class CommunicationThread:
             expected = [e for lane in self._lanes if (e := lane.expected_s) is not None]
             nap_s = self._waiter.nap_s(self._num_waiting > 0, max(expected, default=None))
             if nap_s > 0:
-                # Napping on the inbox: a group that becomes ready meanwhile goes out at once.
-                self._read_inbox(nap_s)
+                # Napping on the inbox: a group that can start goes out at once.
+                self._rest(nap_s, any(lane.has_room for lane in self._lanes))
             else:
                 self._spin()
         else:
-            self._read_inbox(TICK_S)
+            self._rest(TICK_S, True)
+
+    def _rest(self, timeout_s: float, wakeable: bool) -> None:
+        """Sleep on the inbox, unless an event came before ``sleeping`` said so."""
+        self.sleeping = wakeable
+        if not (wakeable and any(lane.has_events for lane in self._lanes)):
+            self._read_inbox(timeout_s)
+        self.sleeping = False
 
     def _advance(self) -> bool:
         if self.error is not None:
