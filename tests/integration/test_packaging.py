@@ -42,6 +42,16 @@ print(f"available={native.AVAILABLE} version={importlib.metadata.version('wfbp')
 print(f"from={wfbp.__file__}")
 """
 
+TWO_RANKS = """
+import numpy as np
+import wfbp
+wfbp.init()
+mean = wfbp.allreduce(np.full(5, wfbp.rank() + 1.0))
+assert mean.tolist() == [1.5] * 5, mean
+print("rank", wfbp.rank(), "is done")
+wfbp.shutdown()
+"""
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
@@ -95,10 +105,12 @@ def test_sdist_and_wheel(source: Path, empty: Path, tmp_path: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
     foreign = [n for n in names if not n.startswith(("wfbp/", "wfbp-"))]
     assert not foreign, "the wheel brings more than the package"
-    pip(empty, "install", "-c", ROOT / "constraints.txt", wheel, cwd=tmp_path)
+    pip(empty, "install", "-c", ROOT / "constraints.txt", f"{wheel}[mpich]", cwd=tmp_path)
     told = run(empty, "-I", "-W", "error", "-c", SMOKE, cwd=tmp_path)
     assert "available=True" in told
     assert f"from={empty.parents[1]}" in told
+    told = run(*(empty.with_name("mpirun"), "-n", "2", empty, "-I", "-c", TWO_RANKS), cwd=tmp_path)
+    assert told.count("is done") == 2
 
 
 @pytest.mark.parametrize("how", ["plain", "editable"])
