@@ -30,8 +30,10 @@ def test_piecewise_between_points(nbytes: float, seconds: float) -> None:
 def test_piecewise_goes_on_with_the_slope_of_its_upper_half() -> None:
     assert CURVE(60) == pytest.approx(4.0 + 20 * (4.0 - 3.0) / (40 - 20))
     # The last two points alone would give a slope of 0: noise between close sizes.
-    noisy = PiecewiseCost(((100, 1.0), (1000, 10.0), (1001, 10.0)))
-    assert noisy(2002) == pytest.approx(10.0 + 1001 * 9 / 901)
+    noisy = PiecewiseCost(((100, 1.0), (500, 5.0), (900, 10.0), (1001, 10.0)))
+    assert noisy(2002) == pytest.approx(10.0 + 1001 * 5 / 501)
+    without_lower_half = PiecewiseCost(((100, 1.0), (110, 3.0)))
+    assert without_lower_half(120) == pytest.approx(5.0)
 
 
 def test_many_equals_one_by_one_and_never_falls() -> None:

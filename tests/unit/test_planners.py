@@ -157,6 +157,12 @@ def test_mgwfbp_equals_the_published_rule_on_real_models(path: Path, name: str) 
     assert reference.ends_of(plan("mgwfbp", trace, costs)) == expected
 
 
+@pytest.mark.parametrize(("gap_s", "groups"), [(0.99, 1), (1.0, 2), (1.05, 2)])
+def test_mgwfbp_merges_where_the_wait_is_under_a_start_up(gap_s: float, groups: int) -> None:
+    costs = Costs(LinearCost(1.0, 1.0 / 400))  # the first message would end after 2 s
+    assert len(plan("mgwfbp", uniform(2, gap_s), costs).groups) == groups
+
+
 def test_mgwfbp_collapses_equal_tensors_into_one_message() -> None:
     # n gradients, each 0.99 alpha after the last: every pair looks worth merging.
     alpha = 1.0

@@ -84,18 +84,20 @@ def fit_linear(measured: Sequence[tuple[float, float]]) -> LinearCost:
     sizes, seconds = _columns(measured, at_least=2)
     if sizes.min() == sizes.max():
         raise ValueError(f"all measurements are of {sizes[0]:g} bytes; expected at least two sizes")
-    scale = sizes.max()
-    rows = np.column_stack([1.0 / seconds, sizes / scale / seconds])
-    weights = np.ones(len(sizes))
-    alpha, beta = _non_negative_line(rows, weights)
+    largest = float(sizes.max())
+    columns = np.column_stack([np.ones(len(sizes)), sizes / largest])
+    unit, weights = seconds, np.ones(len(sizes))
     for _ in range(_REWEIGHTINGS):
-        deviation = np.abs(rows @ (alpha, beta) - 1.0)
+        alpha, beta = _non_negative_line(columns / unit[:, None], seconds / unit, weights)
+        # Relative to the line from here on: a measurement that is far too short would otherwise
+        # count as a large relative error of the line. The floor is for a line through 0.
+        unit = np.maximum(columns @ (alpha, beta), 1e-3 * seconds)
+        deviation = np.abs(seconds / unit - 1.0)
         limit = _HUBER * _MAD_TO_SIGMA * float(np.median(deviation))
         if limit <= 1e-9:
             break
         weights = np.minimum(1.0, limit / np.maximum(deviation, limit))
-        alpha, beta = _non_negative_line(rows, weights)
-    return LinearCost(alpha, beta / float(scale))
+    return LinearCost(alpha, beta / largest)
 
 
 def fit_kappa(trace: Trace, costs: Costs, measured: Sequence[tuple[Plan, float]]) -> float:
@@ -165,14 +167,14 @@ def _golden(function: Callable[[float], float], low: float, high: float) -> floa
     return (low + high) / 2
 
 
-def _non_negative_line(rows: Floats, weights: Floats) -> tuple[float, float]:
-    """Weighted least squares of ``rows @ (alpha, beta) = 1`` with both at least 0."""
+def _non_negative_line(rows: Floats, goal: Floats, weights: Floats) -> tuple[float, float]:
+    """Weighted least squares of ``rows @ (alpha, beta) = goal`` with both at least 0."""
     root = np.sqrt(weights)
-    alpha, beta = np.linalg.lstsq(rows * root[:, None], root, rcond=None)[0]
+    alpha, beta = np.linalg.lstsq(rows * root[:, None], goal * root, rcond=None)[0]
     if alpha >= 0 and beta >= 0:
         return float(alpha), float(beta)
     only_alpha, only_beta = (
-        float(weights @ column) / float(weights @ (column * column)) for column in rows.T
+        float(weights @ (column * goal)) / float(weights @ (column * column)) for column in rows.T
     )
     return (only_alpha, 0.0) if beta < 0 else (0.0, only_beta)
 
