@@ -19,6 +19,7 @@ from wfbp.core.cost import Costs
 from wfbp.core.types import Op, TensorSpec
 from wfbp.runtime import agreement
 from wfbp.runtime.extra import reduce_extra
+from wfbp.runtime.fusion import STEP_CYCLE
 from wfbp.runtime.lane import CLOSE, DISCARD, PlannedLane, Step, StepResult
 from wfbp.runtime.profile import Stamps
 from wfbp.runtime.runtime import Runtime
@@ -130,7 +131,7 @@ class Engine:
         expected = self._expected[index]
         if fired != expected:
             if fired > expected:
-                self._sent_too_early(index, address, owner)
+                self._grown(index, address, owner)
             return
         place = self._place[index]
         if place < 0:
@@ -192,9 +193,8 @@ class Engine:
         for place, here in enumerate(result.present):
             if here:
                 reduced[self._members[place]] = self._slots[place]
-        if self._extra or self._num_ready < len(self._members):
+        if self._extra or self._regrown or self._num_ready < len(self._members):
             self._learn_passes()
-        self._step.owners = []
         stamps = Stamps(
             self._begun_s,
             self._ready_s,
@@ -205,10 +205,11 @@ class Engine:
             sum(t.packed_s - t.start_s for t in result.times),
         )
         self._steps += 1
-        plan = self._tuner.after_step(stamps)
-        if plan is None and (result.requested or self._tuner.round_due):
+        planned = self._tuner.plan
+        self._tuner.after_step(stamps)
+        if result.requested or self._tuner.round_due:
             self._round(reduced)
-        elif plan is not None:
+        if self._tuner.plan is not planned:
             self._install()
         self._begin(done_s)
         return reduced
@@ -220,6 +221,8 @@ class Engine:
         if self._overlap and self._left[0] == 0:
             # Messages are on their way on every rank: see the step through, drop what it brings.
             self._extra.clear()
+            # Another rank that takes these messages for a step's finds the step numbers apart.
+            self._step.number += STEP_CYCLE // 2
             self._close(fetch=False)
             self._steps += 1
         else:
@@ -288,6 +291,7 @@ class Engine:
         self._forward_s = [0.0] * count
         self._forward_end_s = 0.0
         self._num_ready = 0
+        self._regrown = False
         self._extra: dict[int, Source] = {}
         self._events = self._lane.events
         self._thread = self._runtime.thread
@@ -303,6 +307,7 @@ class Engine:
             for place, address in enumerate(step.addresses):
                 if not address and (source := self._fetch(self._members[place])) is not None:
                     step.addresses[place], step.owners[place] = source
+                    self._ready_s[place] = self._closed_s
         for index in self._dormant if fetch else ():
             if index not in self._extra and (source := self._fetch(index)) is not None:
                 self._extra[index] = source
@@ -312,17 +317,45 @@ class Engine:
         result: StepResult = self._runtime.await_reply(self._lane.reply, self._name)
         return result
 
-    def _sent_too_early(self, index: int, address: int, owner: object) -> None:
-        """A gradient grew after its tensor was posted: it is reduced again at the step border."""
+    def _grown(self, index: int, address: int, owner: object) -> None:
+        """A gradient grew after its tensor was posted: it is sent as it is now."""
         place = self._place[index]
-        if place >= 0 and self._slots[place].address == address:
+        self._regrown = True
+        if place < 0:
+            self._extra[index] = (address, owner)
+            return
+        self._ready_s[place] = time.perf_counter()
+        group = self._group_of[place]
+        waits = self._left[group] > 0 or group == len(self._left) - 1
+        if waits or not self._overlap:
+            # Its group cannot have left yet.
+            self._step.addresses[place] = address
+            self._step.owners[place] = owner
+        else:
+            self._check_not_sent_in_place(index, address)
+            self._extra[index] = (address, owner)
+
+    def _check_not_sent_in_place(self, index: int, address: int) -> None:
+        """Raise unless a tensor that was sent too early can be sent again at the step border."""
+        if self._slots[self._place[index]].address == address:
             raise RuntimeError(
                 f"rank {self._runtime.rank}: {self._name}: the gradient of "
                 f"{self.specs[index].name} changed while it was being sent. Pass "
                 "backward_passes_per_step=N to DistributedOptimizer where N backward passes "
                 "precede each step()"
             )
-        self._extra[index] = (address, owner)
+
+    def _whole(self, index: int) -> Source:
+        """All of this rank's gradient of a tensor that is reduced at the step border."""
+        if index in self._extra:
+            return self._extra[index]
+        place = self._place[index]
+        if place < 0 or not self._step.addresses[place]:
+            return 0, None
+        # It grew on another rank only; what the message brought lacks that rank's last part.
+        address = self._step.addresses[place]
+        self._check_not_sent_in_place(index, address)
+        return address, self._step.owners[place]
 
     def _learn_passes(self) -> None:
         """Expect as many backward passes per step as were seen."""
@@ -340,13 +373,14 @@ class Engine:
     def _round(self, reduced: list[Slot | None]) -> None:
         """Talk at the step border: reduce what the plan did not carry; let the tuner decide."""
         due = self._tuner.round_due
-        mine = {"extra": sorted(self._extra), "tuner": self._tuner.message()}
+        told = due or self._tuner.phase == "installed"
+        mine = {"extra": sorted(self._extra), "tuner": self._tuner.message() if told else {}}
         payloads = self._runtime.exchange(json.dumps(mine).encode(), f"{self._name}: step border")
         said = [json.loads(p) for p in payloads]
         extra = sorted({index for message in said for index in message["extra"]})
         if extra:
             specs = [self.specs[k] for k in extra]
-            sources = [self._extra.get(k, (0, None)) for k in extra]
+            sources = [self._whole(k) for k in extra]
             for k, data in zip(
                 extra, reduce_extra(self._runtime, specs, sources, self._op), strict=True
             ):
@@ -360,7 +394,6 @@ class Engine:
             return
         digests = self._runtime.exchange(self._tuner.plan.digest.encode(), f"{self._name}: plan")
         agreement.check_equal(self._name, "the plan", [d.decode() for d in digests])
-        self._install()
 
     def _measure_costs(self) -> Costs:
         return self._runtime.measure_costs(sum(spec.nbytes for spec in self.specs))
