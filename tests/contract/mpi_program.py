@@ -1,6 +1,6 @@
 """Run under mpirun: every check of the contract on this rank; failures go to one file per rank.
 
-Usage: mpirun -n N python -m tests.contract.mpi_program FOLDER
+Usage: mpirun -n N python tests/contract/mpi_program.py FOLDER
 """
 
 from __future__ import annotations

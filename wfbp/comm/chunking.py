@@ -11,7 +11,8 @@ class Chunking:
 
     Args:
         chunk_bytes: a message is cut into equal chunks of at most this size. Large enough that
-            start-up vanishes, small enough that a chunk is still in cache when it is reduced.
+            start-up vanishes, small enough that phases of different chunks overlap on a link and
+            that a chunk is still in cache when it is reduced.
         window_bytes: chunks under way at once, together. More than one, so that the link has
             work while a finished chunk waits to be noticed.
         window_jobs: the same as a count, for small messages.
@@ -20,8 +21,8 @@ class Chunking:
             beyond, large messages go through the library's all-reduce too.
     """
 
-    chunk_bytes: int = 4 << 20
-    window_bytes: int = 8 << 20
+    chunk_bytes: int = 1 << 20
+    window_bytes: int = 3 << 20
     window_jobs: int = 8
     small_bytes: int = 32 << 10
     direct_ranks: int = 16
@@ -29,6 +30,13 @@ class Chunking:
     def __post_init__(self) -> None:
         if self.chunk_bytes < 64 or self.window_jobs < 1:
             raise ValueError(f"chunks of at least 64 bytes and a window of at least 1: {self}")
+
+
+NETWORK = Chunking()
+"""Between hosts: phases of successive chunks overlap, so chunks are small."""
+
+SHARED_MEMORY = Chunking(chunk_bytes=4 << 20, window_bytes=8 << 20)
+"""Within a host: copies do not overlap with each other, so there are fewer chunks to look after."""
 
 
 def split(total: int, parts: int) -> list[tuple[int, int]]:

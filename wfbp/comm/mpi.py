@@ -19,7 +19,7 @@ import numpy as np
 from wfbp.comm.arithmetic import INTEGER
 from wfbp.comm.backend import Backend, Buffer, Finished, Work
 from wfbp.comm.buffers import HALF, check_counts, typed
-from wfbp.comm.chunking import Chunking, chunks
+from wfbp.comm.chunking import NETWORK, SHARED_MEMORY, Chunking, chunks
 from wfbp.comm.mpi_channel import Channel, Family, Job, MpiWork
 from wfbp.comm.mpi_exchange import Exchange, Scratch
 from wfbp.comm.mpi_jobs import GatherBytes, Library
@@ -37,7 +37,8 @@ class MpiBackend(Backend):
 
     Args:
         comm: an mpi4py communicator; ``MPI.COMM_WORLD`` by default.
-        chunking: sizes that decide how messages travel; measured defaults.
+        chunking: sizes that decide how messages travel; by default what measured best, within
+            one host or between hosts.
 
     Raises:
         BackendError: mpi4py or MPI is missing or does not allow threads.
@@ -69,7 +70,8 @@ class MpiBackend(Backend):
             raise BackendError(f"the communicator could not be duplicated: {error}") from error
         self.rank, self.size = self._comm.rank, self._comm.size
         self._who = f"rank {self.rank} of {self.size}"
-        self._chunking = chunking or Chunking()
+        one_host = self.local_size == self.size
+        self._chunking = chunking or (SHARED_MEMORY if one_host else NETWORK)
         self._family = _family or Family()
         self._channel = Channel(self._chunking, self._who, self._family)
         self._scratch = Scratch()

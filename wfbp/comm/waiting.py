@@ -1,18 +1,24 @@
 """How to wait for communication: low latency where it matters, the core for training elsewhere.
 
-Nothing below progresses without being tested, and testing costs a core. Two facts decide. Is the
-training thread blocked (*urgent*)? Then nobody needs the core for a moment, and spinning gives
-the latency of a busy wait; but a peer may be late by seconds, so after a millisecond without
-progress naps begin. And how long will the operation take (*expected*)? A nap that is a small
-part of it costs nothing; napping through an operation shorter than a nap delays it, so such an
-operation is spun for even when the training thread runs.
+Nothing below progresses without being tested, and testing costs a core. Three facts decide how.
 
-    urgent,     waited <  SPIN_S                 spin
-    not urgent, waited <  2 * expected <= SHORT   spin
-    otherwise                                     nap: FIRST_NAP_S, then growing by half each
-                                                  time up to MAX_NAP_S, at most expected/8
+* Is the training thread blocked (*urgent*)? Then nobody needs the core for a moment, and
+  spinning gives the latency of a busy wait. A peer may be late by seconds, though: after a
+  millisecond without progress naps begin.
+* How long does a step usually take (*gap*: seconds from one step of a message to the next, as
+  seen so far)? Shared memory steps every few microseconds, a 1 Gbit/s link every few
+  milliseconds; spinning for the latter buys nothing, and a nap of a quarter of it costs nothing.
+* How long should the whole operation take (*expected*)? One that is shorter than a nap is spun
+  for even while training runs.
 
-:class:`Policy` is that table; :class:`Waiter` applies it to the real clock.
+    urgent,     waited < spin_s, gap unknown or short      spin
+    not urgent, waited < 2 * expected_s <= 2 * short_s     spin
+    otherwise                                              nap
+
+Naps grow by half each time from 50 us to a millisecond, and stay between an eighth and a quarter
+of the gap until the step is overdue, so that a slow link is never kept waiting.
+
+:class:`Policy` is these rules; :class:`Waiter` applies them to the real clock.
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ from wfbp.comm.backend import T, Work
 from wfbp.errors import StallError
 
 PR_SET_TIMERSLACK = 29
+GAP_WEIGHT = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +47,12 @@ class Policy:
         first_nap_s: length of the first nap.
         max_nap_s: length of the longest.
         growth: factor from one nap to the next.
-        fraction: part of the expected duration that one nap may take.
 
     Example:
         >>> policy = Policy()
-        >>> policy.nap_s(waited_s=0.0, naps=0, urgent=True, expected_s=None)
+        >>> policy.nap_s(waited_s=0.0, naps=0, urgent=True)
         0.0
-        >>> policy.nap_s(waited_s=1.0, naps=100, urgent=True, expected_s=None)
+        >>> policy.nap_s(waited_s=1.0, naps=100, urgent=True)
         0.001
     """
 
@@ -55,9 +61,15 @@ class Policy:
     first_nap_s: float = 50e-6
     max_nap_s: float = 1e-3
     growth: float = 1.5
-    fraction: float = 0.125
 
-    def nap_s(self, waited_s: float, naps: int, urgent: bool, expected_s: float | None) -> float:
+    def nap_s(
+        self,
+        waited_s: float,
+        naps: int,
+        urgent: bool,
+        expected_s: float | None = None,
+        gap_s: float | None = None,
+    ) -> float:
         """Seconds to nap now; 0 is to spin.
 
         Args:
@@ -65,17 +77,18 @@ class Policy:
             naps: naps taken since then.
             urgent: whether the training thread is blocked.
             expected_s: expected duration of what is waited for, None if unknown.
+            gap_s: usual seconds from one step to the next, None if unknown.
         """
         if urgent:
-            if waited_s < self.spin_s:
+            if waited_s < self.spin_s and (gap_s is None or gap_s < 2 * self.spin_s):
                 return 0.0
         elif expected_s is not None and waited_s < 2 * expected_s <= 2 * self.short_s:
             return 0.0
-        nap = min(self.first_nap_s * self.growth ** min(naps, 32), self.max_nap_s)
-        if expected_s is not None and waited_s < 2 * expected_s:
-            # Past twice what was expected, the estimate was wrong or a peer is late.
-            nap = min(nap, max(self.fraction * expected_s, self.first_nap_s))
-        return nap
+        nap = self.first_nap_s * self.growth ** min(naps, 32)
+        step = gap_s if gap_s is not None else expected_s
+        if step is not None and waited_s < 2 * step:
+            nap = max(min(nap, step / 4), step / 8, self.first_nap_s)
+        return min(nap, self.max_nap_s)
 
 
 class Waiter:
@@ -108,10 +121,22 @@ class Waiter:
         self._naps = 0
         self._activity = activity
         self._seen = activity()
+        self._in_motion = False
+        self._gap_s: float | None = None
 
     def progressed(self) -> None:
-        """Something completed or was started: be attentive again."""
-        self._progress_s = self._clock()
+        """Something moved on, completed or was started: be attentive again."""
+        now_s = self._clock()
+        activity = self._activity()
+        moved = activity != self._seen
+        if moved and self._in_motion:
+            # Only from one step to the next: before the first, peers may still be computing.
+            gap_s = now_s - self._progress_s
+            last_s = gap_s if self._gap_s is None else self._gap_s
+            self._gap_s = last_s + GAP_WEIGHT * (gap_s - last_s)
+        self._in_motion = moved
+        self._seen = activity
+        self._progress_s = now_s
         self._naps = 0
 
     def nap_s(self, urgent: bool, expected_s: float | None) -> float:
@@ -121,11 +146,10 @@ class Waiter:
             urgent: whether the training thread is blocked on the result.
             expected_s: expected duration of the operation under way, None if unknown.
         """
-        activity = self._activity()
-        if activity != self._seen:
-            self._seen = activity
+        if self._activity() != self._seen:
             self.progressed()
-        nap = self._policy.nap_s(self._clock() - self._progress_s, self._naps, urgent, expected_s)
+        waited_s = self._clock() - self._progress_s
+        nap = self._policy.nap_s(waited_s, self._naps, urgent, expected_s, self._gap_s)
         self._naps += nap > 0
         return nap
 
@@ -163,7 +187,11 @@ def wait(work: Work[T], waiter: Waiter | None = None, timeout_s: float | None = 
     waiter = waiter or Waiter(activity=lambda: work.activity)
     waiter.progressed()
     deadline = None if timeout_s is None else time.perf_counter() + timeout_s
+    activity = work.activity
     while not work.test():
+        if work.activity != activity:
+            activity = work.activity
+            waiter.progressed()
         if deadline is not None and time.perf_counter() > deadline:
             raise StallError(
                 f"a collective of {work.nbytes} bytes did not complete within {timeout_s:g} s: "

@@ -1,0 +1,178 @@
+"""The waiting scheme on a clock of its own."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wfbp.comm.backend import Finished, Work
+from wfbp.comm.waiting import Policy, Waiter, sharpen_naps, wait
+from wfbp.errors import StallError
+
+TURN_S = 1e-6
+durations = st.floats(1e-6, 1.0)
+
+
+class Clock:
+    """Time that passes by naps, and a little by every look at it."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.naps: list[float] = []
+
+    def __call__(self) -> float:
+        self.now_s += TURN_S
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.naps.append(seconds)
+        self.now_s += seconds
+
+
+class Steps:
+    """What moves on every ``gap_s`` seconds of a clock from ``start_s`` on."""
+
+    def __init__(self, clock: Clock, gap_s: float, start_s: float = 0.0) -> None:
+        self.clock, self.gap_s, self.start_s = clock, gap_s, start_s
+
+    def __call__(self) -> int:
+        return max(0, math.floor((self.clock.now_s - self.start_s) / self.gap_s))
+
+
+def idle_until(
+    clock: Clock, end_s: float, waiter: Waiter, urgent: bool, expected_s: float | None = None
+) -> None:
+    while clock.now_s < end_s:
+        waiter.pause(urgent, expected_s)
+
+
+@pytest.mark.parametrize("urgent", [True, False])
+def test_a_peer_late_by_three_seconds_costs_few_looks(urgent: bool) -> None:
+    clock = Clock()
+    waiter = Waiter(clock=clock, sleep=clock.sleep)
+    idle_until(clock, 3.0, waiter, urgent)
+    # At about 20 us per nap, 10% of a core is 15,000 naps in three seconds.
+    assert len(clock.naps) < 4000
+    assert clock.naps[-1] == Policy().max_nap_s
+    assert 3.0 - sum(clock.naps) < 0.02
+
+
+def test_urgent_waits_spin_first() -> None:
+    clock = Clock()
+    waiter = Waiter(clock=clock, sleep=clock.sleep)
+    idle_until(clock, 0.9e-3, waiter, urgent=True)
+    assert clock.naps == []
+
+
+def test_progress_makes_attentive_again() -> None:
+    clock = Clock()
+    waiter = Waiter(clock=clock, sleep=clock.sleep)
+    idle_until(clock, 0.5, waiter, urgent=True)
+    clock.naps.clear()
+    waiter.progressed()
+    idle_until(clock, clock.now_s + 0.9e-3, waiter, urgent=True)
+    assert clock.naps == []
+
+
+def test_the_training_thread_gets_the_core() -> None:
+    clock = Clock()
+    waiter = Waiter(clock=clock, sleep=clock.sleep)
+    waiter.pause(urgent=False, expected_s=None)
+    waiter.pause(urgent=False, expected_s=5e-3)
+    assert len(clock.naps) == 2
+
+
+def test_short_operations_are_spun_for_but_not_for_ever() -> None:
+    clock = Clock()
+    waiter = Waiter(clock=clock, sleep=clock.sleep)
+    idle_until(clock, 30e-6, waiter, urgent=False, expected_s=20e-6)
+    assert clock.naps == []
+    idle_until(clock, 1e-3, waiter, urgent=False, expected_s=20e-6)
+    assert clock.naps
+
+
+@pytest.mark.parametrize("gap_s", [0.5e-3, 4e-3, 50e-3])
+@pytest.mark.parametrize("urgent", [True, False])
+def test_a_link_is_kept_busy_without_a_busy_core(urgent: bool, gap_s: float) -> None:
+    clock = Clock()
+    steps = Steps(clock, gap_s)
+    waiter = Waiter(clock=clock, sleep=clock.sleep, activity=steps)
+    idle_until(clock, 20 * gap_s, waiter, urgent)
+    clock.naps.clear()
+    start_s = clock.now_s
+    idle_until(clock, start_s + 100 * gap_s, waiter, urgent)
+    if clock.naps:
+        assert max(clock.naps) <= max(gap_s / 3, Policy().first_nap_s)
+    if not urgent or gap_s > 2 * Policy().spin_s:
+        assert len(clock.naps) <= 100 * max(12, gap_s / Policy().max_nap_s + 8)
+        assert sum(clock.naps) > 0.9 * 100 * gap_s
+
+
+def test_the_wait_for_the_first_step_is_not_a_gap() -> None:
+    """A peer that starts late every time does not make the link look slow."""
+    clock = Clock()
+    for _ in range(10):
+        start_s = clock.now_s
+        steps = Steps(clock, 20e-6, start_s + 0.1)
+        waiter = Waiter(clock=clock, sleep=clock.sleep, activity=steps)
+        idle_until(clock, start_s + 0.101, waiter, urgent=True)
+    clock.naps.clear()
+    waiter.progressed()
+    idle_until(clock, clock.now_s + 0.5e-3, waiter, urgent=True)
+    assert clock.naps == []
+
+
+@given(
+    durations,
+    st.integers(0, 1000),
+    st.booleans(),
+    st.none() | durations,
+    st.none() | durations,
+)
+def test_naps_are_within_their_limits(
+    waited_s: float, naps: int, urgent: bool, expected_s: float | None, gap_s: float | None
+) -> None:
+    policy = Policy()
+    nap_s = policy.nap_s(waited_s, naps, urgent, expected_s, gap_s)
+    assert nap_s == 0 or policy.first_nap_s <= nap_s <= policy.max_nap_s
+    if nap_s == 0:
+        assert waited_s < policy.spin_s
+
+
+class _After(Work[str]):
+    def __init__(self, num_tests: int) -> None:
+        self.left = num_tests
+
+    def test(self) -> bool:
+        self.left -= 1
+        return self.left <= 0
+
+    @property
+    def result(self) -> str:
+        return "done"
+
+
+def test_wait_returns_the_result() -> None:
+    assert wait(Finished("there")) == "there"
+    assert wait(_After(50)) == "done"
+
+
+def test_wait_gives_up() -> None:
+    with pytest.raises(StallError, match=r"collective of 0 bytes .* within 0\.05 s"):
+        wait(_After(10**9), timeout_s=0.05)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="timer slack exists on Linux only")
+def test_sharper_naps() -> None:
+    sharpen_naps()
+    naps = []
+    for _ in range(20):
+        start_s = time.perf_counter()
+        time.sleep(1e-4)
+        naps.append(time.perf_counter() - start_s)
+    assert min(naps) >= 1e-4
