@@ -1,0 +1,110 @@
+"""The emulated link: times on one serial channel, and data as from equal ranks."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from wfbp.comm import emulated
+from wfbp.comm.emulated import EmulatedLink
+from wfbp.comm.waiting import wait
+from wfbp.core.types import Op
+from wfbp.errors import PeerError
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(emulated, "time", clock)
+    return clock
+
+
+def cost(nbytes: int) -> float:
+    return 1.0 + nbytes
+
+
+def test_messages_follow_one_another_without_a_gap(clock: Clock) -> None:
+    link = EmulatedLink(cost)
+    works = [link.all_reduce(np.zeros(n, np.uint8), "uint8", Op.AVERAGE) for n in (3, 0, 5)]
+    ends_s = (104.0, 105.0, 111.0)
+    for work, end_s in zip(works, ends_s, strict=True):
+        clock.now_s = end_s - 1e-2
+        assert not work.test()
+        clock.now_s = end_s
+        assert work.test()
+
+
+def test_a_free_channel_starts_at_once(clock: Clock) -> None:
+    link = EmulatedLink(cost)
+    link.broadcast(np.zeros(1, np.uint8), 0)
+    clock.now_s = 150.0
+    work = link.broadcast(np.zeros(1, np.uint8), 0)
+    clock.now_s = 151.9
+    assert not work.test()
+    clock.now_s = 152.0
+    assert work.test()
+
+
+def test_close_to_the_end_the_rest_is_slept(clock: Clock) -> None:
+    work = EmulatedLink(cost).all_gather_bytes(b"")
+    clock.now_s = 101.0 - 1e-4
+    assert work.test()
+    assert clock.now_s == pytest.approx(101.0)
+
+
+def test_duplicates_share_the_channel(clock: Clock) -> None:
+    link = EmulatedLink(cost)
+    other = link.duplicate()
+    link.all_gather_bytes(b"12")
+    work = other.all_gather_bytes(b"")
+    clock.now_s = 103.5
+    assert not work.test()
+    clock.now_s = 104.0
+    assert work.test()
+    assert link.activity == other.activity == 1
+
+
+@pytest.mark.parametrize(
+    ("op", "want"), [(Op.SUM, 6), (Op.AVERAGE, 2), (Op.MIN, 2), (Op.MAX, 2), (Op.PRODUCT, 8)]
+)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32"])
+def test_equal_ranks(op: Op, want: int, dtype: str) -> None:
+    data = np.full(3, 2, dtype)
+    wait(EmulatedLink(lambda _: 0.0, size=3).all_reduce(data, dtype, op))
+    assert data.tolist() == [want] * 3
+
+
+def test_gathers_its_own_parts() -> None:
+    link = EmulatedLink(lambda _: 0.0, size=3)
+    assert wait(link.all_gather_bytes(b"me")) == [b"me"] * 3
+    receive = np.zeros(6, np.uint8)
+    wait(link.all_gather(np.array([1, 2], np.uint8), receive, [2, 1, 3]))
+    assert receive.tolist() == [1, 2, 1, 1, 2, 1]
+
+
+def test_an_abort_ends_what_is_pending() -> None:
+    link = EmulatedLink(lambda _: 60.0)
+    work = link.broadcast(np.zeros(1, np.uint8), 0)
+    link.abort(3)
+    with pytest.raises(PeerError, match="code 3"):
+        work.test()
+
+
+def test_waiting_takes_no_core() -> None:
+    link = EmulatedLink(lambda _: 0.3)
+    before_s = time.thread_time()
+    wait(link.all_gather_bytes(b""))
+    assert time.thread_time() - before_s < 0.15

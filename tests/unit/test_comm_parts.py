@@ -1,0 +1,152 @@
+"""The small pure parts below the backends: chunks, buffers, arithmetic, the channel's order."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.contract.checks import HALVES, INTEGERS, contribution, expected
+from wfbp.comm.arithmetic import combine
+from wfbp.comm.buffers import check_counts, typed
+from wfbp.comm.chunking import Chunking, chunks, split
+from wfbp.comm.mpi_channel import Channel, Family, Job, MpiWork
+from wfbp.core.types import ITEM_BYTES, Op
+from wfbp.errors import BackendError
+
+
+@given(st.integers(0, 10**7), st.integers(1, 64))
+def test_split_covers_evenly(total: int, parts: int) -> None:
+    ranges = split(total, parts)
+    assert len(ranges) == parts
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == total
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
+    lengths = [end - start for start, end in ranges]
+    assert max(lengths) - min(lengths) <= 1
+
+
+@given(st.integers(0, 10**6), st.sampled_from([1, 2, 4, 8]), st.integers(64, 10**5))
+def test_chunks_fit(numel: int, item_bytes: int, chunk_bytes: int) -> None:
+    ranges = chunks(numel, item_bytes, chunk_bytes)
+    # Equal elements per chunk may round up to one element beyond the limit.
+    assert all((b - a) * item_bytes < chunk_bytes + item_bytes for a, b in ranges)
+    assert ranges[-1][1] == numel
+
+
+def test_a_window_needs_room() -> None:
+    with pytest.raises(ValueError, match="window"):
+        Chunking(window_jobs=0)
+
+
+@given(
+    st.sampled_from(sorted(ITEM_BYTES)),
+    st.sampled_from(list(Op)),
+    st.integers(1, 5),
+    st.integers(0, 40),
+    st.integers(0, 4),
+)
+def test_combine_is_in_rank_order_wherever_the_result_goes(
+    dtype: str, op: Op, num_ranks: int, numel: int, place: int
+) -> None:
+    parts = [contribution(rank, numel, dtype) for rank in range(num_ranks)]
+    want = expected(parts, dtype, op)
+    for target in (place % num_ranks, None):
+        shards = [part.copy() for part in parts]
+        out = np.zeros_like(parts[0]) if target is None else shards[target]
+        combine(shards, out, dtype, op)
+        np.testing.assert_array_equal(out, want)
+        if target is None:
+            assert all((s == p).all() for s, p in zip(shards, parts, strict=True))
+
+
+def test_the_tests_cover_every_type() -> None:
+    assert {*HALVES, *INTEGERS, "float32", "float64"} == set(ITEM_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("send", "receive", "counts", "told"),
+    [
+        (1, 3, [1, 2, 0], "needs 2 counts"),
+        (1, 0, [1, -1], "at least 0"),
+        (2, 3, [1, 2], "sends 2 bytes, but counts says 1"),
+        (1, 4, [1, 2], "receives into 4 bytes, but counts add up to 3"),
+    ],
+)
+def test_wrong_counts(send: int, receive: int, counts: list[int], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        check_counts(0, 2, np.zeros(send, np.uint8), np.zeros(receive, np.uint8), counts)
+
+
+def test_typed_shares_memory() -> None:
+    data = np.zeros(8, np.uint8)
+    typed(data, "bfloat16")[1] = 0x3F80
+    assert data.tolist() == [0, 0, 0x80, 0x3F, 0, 0, 0, 0]
+
+
+class Recorded(Job):
+    """A job that is complete when told to, and writes down when it starts."""
+
+    def __init__(self, name: int, nbytes: int, log: list[int]) -> None:
+        self.name, self.nbytes, self.log, self.complete = name, nbytes, log, False
+
+    def start(self) -> None:
+        self.log.append(self.name)
+
+    def step(self) -> bool:
+        if self.nbytes == 13:
+            raise OSError("the cable is cut")
+        return self.complete
+
+
+def work_of(channel: Channel, jobs: list[Recorded]) -> MpiWork[None]:
+    return channel.submit(MpiWork(channel, sum(j.nbytes for j in jobs), lambda: None), jobs)
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=4), min_size=1, max_size=5),
+    st.randoms(use_true_random=False),
+)
+def test_jobs_start_in_order_within_the_window(sizes: list[list[int]], random) -> None:  # type: ignore[no-untyped-def]
+    window = Chunking(chunk_bytes=64, window_bytes=20, window_jobs=3)
+    family = Family()
+    channel = Channel(window, "rank 0 of 2", family)
+    log: list[int] = []
+    jobs: list[Recorded] = []
+    works: list[tuple[MpiWork[None], list[Recorded]]] = []
+    for group in sizes:
+        mine = [Recorded(len(jobs) + k, nbytes, log) for k, nbytes in enumerate(group)]
+        jobs += mine
+        works.append((work_of(channel, mine), mine))
+    while not all(job.complete for job in jobs):
+        started = [jobs[name] for name in log]
+        assert log == list(range(len(log)))
+        under_way = [job for job in started if not job.complete]
+        assert len(under_way) == 1 or sum(job.nbytes for job in under_way) <= 20
+        assert 1 <= len(under_way) <= 3
+        random.choice(under_way).complete = True
+        moves = family.moves
+        works[-1][0].test()
+        assert family.moves == moves + 1
+    for work, mine in works:
+        assert work.test() == all(job.complete for job in mine)
+
+
+def test_a_failed_channel_fails_its_works_and_no_others() -> None:
+    family = Family()
+    broken, sound = Channel(Chunking(), "rank 1 of 2", family), Channel(Chunking(), "", family)
+    log: list[int] = []
+    fine = Recorded(0, 1, log)
+    good, bad = work_of(sound, [fine]), work_of(broken, [Recorded(1, 13, log)])
+    fine.complete = True
+    assert good.test()
+    with pytest.raises(BackendError, match=r"rank 1 of 2.*the cable is cut") as caught:
+        bad.test()
+    assert isinstance(caught.value.__cause__, OSError)
+    later = work_of(broken, [Recorded(2, 1, log)])
+    with pytest.raises(BackendError, match="the cable is cut"):
+        later.test()
+    assert 2 not in log

@@ -1,0 +1,152 @@
+"""A link that exists only as a cost curve: the real runtime can be timed on any network.
+
+One process plays rank 0 of ``size``; the other ranks contribute the same values as it does. A
+collective takes exactly the time that the curve gives for its bytes, on one channel that carries
+one at a time, in order:
+
+    start = max(now, when the channel is free);  end = start + cost(bytes)
+
+The next collective starts on the channel when the one before ends, also where nobody has looked
+at that yet, as on a real network.
+
+Threads: a link and its duplicates are used by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from wfbp.comm.arithmetic import combine
+from wfbp.comm.backend import Backend, Buffer, T, Work
+from wfbp.comm.buffers import check_counts, typed
+from wfbp.core.types import Op
+from wfbp.errors import PeerError
+
+LAST_NAP_S = 300e-6
+"""A test this close to the end sleeps the rest, so that completions are noticed on time."""
+
+
+class _Channel:
+    """What the duplicates of a link share."""
+
+    def __init__(self, cost: Callable[[int], float]) -> None:
+        self.cost = cost
+        self.free_s = 0.0
+        self.moves = 0
+        self.error: PeerError | None = None
+
+    def occupy(self, nbytes: int) -> float:
+        """When a message of this size, sent now, has arrived (``time.perf_counter``)."""
+        self.free_s = max(self.free_s, time.perf_counter()) + self.cost(nbytes)
+        return self.free_s
+
+
+class _EmulatedWork(Work[T]):
+    def __init__(self, channel: _Channel, nbytes: int, finish: Callable[[], T]) -> None:
+        self._channel = channel
+        self._end_s = channel.occupy(nbytes)
+        self._finish = finish
+        self._result: list[T] = []
+        self.nbytes = nbytes
+
+    def test(self) -> bool:
+        if self._result:
+            return True
+        if self._channel.error is not None:
+            raise self._channel.error
+        left_s = self._end_s - time.perf_counter()
+        if left_s > LAST_NAP_S:
+            return False
+        if left_s > 0:
+            time.sleep(left_s)
+        self._result.append(self._finish())
+        self._channel.moves += 1
+        return True
+
+    @property
+    def activity(self) -> int:
+        return self._channel.moves
+
+    @property
+    def result(self) -> T:
+        return self._result[0]
+
+
+class EmulatedLink(Backend):
+    """Rank 0 of ``size`` equal ranks over a link that costs what the curve says.
+
+    Data end up as if every rank had contributed what this one did: AVERAGE, MIN and MAX leave a
+    buffer as it is, SUM multiplies it by ``size``, every gathered part is this rank's.
+
+    Args:
+        cost: bytes of a message to seconds, for every kind of collective.
+        size: number of ranks played.
+
+    Example:
+        >>> from wfbp.comm.waiting import wait
+        >>> link = EmulatedLink(lambda nbytes: 1e-3 + 1e-9 * nbytes, size=4)
+        >>> x = np.ones(2, np.float32)
+        >>> wait(link.all_reduce(x, "float32", Op.SUM))
+        >>> x
+        array([4., 4.], dtype=float32)
+    """
+
+    def __init__(
+        self, cost: Callable[[int], float], size: int = 2, _channel: _Channel | None = None
+    ) -> None:
+        if size < 1:
+            raise ValueError(f"a link needs at least 1 rank, not {size}")
+        self.rank = self.local_rank = 0
+        self.size = size
+        self.local_size = 1
+        self._channel = _channel or _Channel(cost)
+
+    @property
+    def activity(self) -> int:
+        return self._channel.moves
+
+    def all_reduce(self, buffer: Buffer, dtype: str, op: Op) -> Work[None]:
+        data = typed(buffer, dtype)
+
+        def finish() -> None:
+            if op in (Op.SUM, Op.PRODUCT):
+                combine([data.copy() for _ in range(self.size)], data, dtype, op)
+
+        return self._send(data.nbytes, finish)
+
+    def broadcast(self, buffer: Buffer, root: int) -> Work[None]:
+        return self._send(typed(buffer, "uint8").nbytes, lambda: None)
+
+    def all_gather(self, send: Buffer, receive: Buffer, counts: Sequence[int]) -> Work[None]:
+        check_counts(self.rank, self.size, send, receive, counts)
+        source, target = typed(send, "uint8", writeable=False), typed(receive, "uint8")
+
+        def finish() -> None:
+            np.copyto(target, np.concatenate([np.resize(source, count) for count in counts]))
+
+        return self._send(target.nbytes, finish)
+
+    def all_gather_bytes(self, payload: bytes) -> Work[list[bytes]]:
+        return self._send(len(payload), lambda: [bytes(payload)] * self.size)
+
+    def duplicate(self) -> Backend:
+        return EmulatedLink(self._channel.cost, self.size, self._channel)
+
+    def send_notice(self, payload: bytes) -> None:
+        """There is nobody to read it."""
+
+    def poll_notices(self) -> list[tuple[int, bytes]]:
+        return []
+
+    def abort(self, code: int) -> None:
+        self._channel.error = PeerError(f"the run was aborted with code {code}")
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _send(self, nbytes: int, finish: Callable[[], Any]) -> Work[Any]:
+        return _EmulatedWork(self._channel, nbytes, finish)
