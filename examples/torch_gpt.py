@@ -116,8 +116,9 @@ def summary(losses: list[float], tokens_per_s: float, report: dict) -> Table:
 
     plan = "one rank: nothing to exchange"
     if report:
+        groups = f"{report['num_groups']} group" + "s" * (report["num_groups"] != 1)
         overlap = "during backward" if report["overlap"] else "after backward"
-        plan = f"{report['schedule']}: {report['num_groups']} groups {overlap}"
+        plan = f"{report['schedule']}: {groups} {overlap}"
     ratio = report.get("ratio_to_lower_bound")
     table = Table(title=f"GPT on the standard library, {wfbp.size()} ranks", show_header=False)
     table.add_row("loss", f"{losses[0]:.3f} -> {losses[-1]:.3f}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
 
@@ -45,7 +44,7 @@ def test_digits_at_two_ranks(
     output = run(mpirun, 2, "torch_digits.py", "--schedule", schedule)
     final = digits_at_two[schedule] = accuracies(output)[-1]
     assert final >= 0.97
-    assert max(abs(a - b) for a, b in pairwise([*digits_at_two.values(), final])) <= TOLERANCE
+    assert max(digits_at_two.values()) - min(digits_at_two.values()) <= TOLERANCE
 
 
 def test_digits_at_four_ranks(mpirun: Launch) -> None:
@@ -63,7 +62,7 @@ def test_gpt_learns_and_reports_its_plan(mpirun: Launch) -> None:
     losses = re.search(r"loss\s*│ ([\d.]+) -> ([\d.]+)", output)
     assert losses is not None, output
     assert float(losses[2]) < float(losses[1]) - 1
-    assert re.search(r"plan\s*│ \w+: \d+ groups", output), output
+    assert re.search(r"plan\s*│ \w+: \d+ groups? ", output), output
     assert re.search(r"iteration, measured\s*│ [\d.]+ ms", output), output
 
 
