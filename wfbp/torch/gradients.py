@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,9 +15,18 @@ from wfbp.runtime.runtime import Runtime
 from wfbp.torch import tensors
 from wfbp.torch.forward import ForwardClock
 
-_OWNER = "_wfbp_gradients"
 _EMPTY = 1
 """Stands for the address of a tensor without elements, which has none; 0 means no gradient."""
+_SAMPLE_BYTES = 64
+
+
+class _Witness(NamedTuple):
+    """A gradient as its hook saw it."""
+
+    tensor: int
+    grad: torch.Tensor
+    version: int
+    sample: bytes
 
 
 class Gradients:
@@ -52,8 +62,9 @@ class Gradients:
         self._sparse_as_dense = sparse_as_dense
         self._name = name
         self._views: list[tuple[Slot, torch.Tensor] | None] = [None] * len(named)
-        self._first: tuple[torch.Tensor, int, int] | None = None
-        specs = [tensors.spec(n, p) for n, p in named]
+        self._witness: list[_Witness] = []
+        self._released = False
+        self._specs = specs = [tensors.spec(n, p) for n, p in named]
         self._engine = Engine(
             runtime,
             specs,
@@ -69,13 +80,13 @@ class Gradients:
         self._forward = ForwardClock(self._engine, self._params)
         self._hooks: dict[int, Any] = {}
         for index, param in enumerate(self._params):
-            previous = getattr(param, _OWNER, lambda: None)()
+            previous = _owners.get(id(param))
             if previous is not None:
                 previous.release()
-            setattr(param, _OWNER, weakref.ref(self))
+            _owners[id(param)] = self
             if param.requires_grad:
                 self._hook(index)
-        weakref.finalize(self, _remove, self._hooks, self._engine)
+        weakref.finalize(self, _remove, self._hooks, self._engine, self._forward)
 
     @property
     def open(self) -> bool:
@@ -86,9 +97,15 @@ class Gradients:
         """Close the step, wait, and let ``p.grad`` be the reduced gradient of each parameter.
 
         Raises:
-            RuntimeError: gradients were changed in place since backward.
+            RuntimeError: gradients were changed in place since backward, or the parameters have
+                been wrapped again.
             WfbpError: ranks disagree, failed, or did not answer in time.
         """
+        if self._released:
+            raise RuntimeError(
+                f"{self._name}: another DistributedOptimizer was made of these parameters; use "
+                "that one"
+            )
         self._check_unchanged()
         reduced = self._engine.synchronize()
         views, params = self._views, self._params
@@ -100,17 +117,19 @@ class Gradients:
                 held = views[index] = (slot, tensors.view(slot.data, params[index]))
             if params[index].grad is not held[1]:
                 params[index].grad = held[1]
-        self._first = None
+        self._witness.clear()
         self._forward.follow()
 
     def discard(self) -> None:
         """Forget gradients that appeared since the last step."""
-        self._first = None
-        self._engine.discard()
+        self._witness.clear()
+        if not self._released:
+            self._engine.discard()
 
     def release(self) -> None:
         """Let the parameters go: their gradients are no longer exchanged by this object."""
-        _remove(self._hooks, self._engine)
+        self._released = True
+        _remove(self._hooks, self._engine, self._forward)
 
     def source(self, index: int) -> Source | None:
         """Where a parameter's gradient lies now, or None."""
@@ -123,6 +142,13 @@ class Gradients:
     def _source(self, index: int, grad: torch.Tensor) -> Source:
         """A gradient's address, in the memory order and element type of its parameter."""
         param = self._params[index]
+        spec = self._specs[index]
+        if tensors.NAMES[param.dtype] != spec.dtype or tuple(param.shape) != spec.shape:
+            raise RuntimeError(
+                f"{self._name}: {spec.name} was {spec.dtype}{spec.shape} when the optimizer was "
+                f"wrapped and is {tensors.NAMES[param.dtype]}{tuple(param.shape)} now; convert a "
+                "model before DistributedOptimizer"
+            )
         if grad.is_sparse:
             if not self._sparse_as_dense:
                 raise ValueError(
@@ -143,7 +169,7 @@ class Gradients:
         dtype = param.dtype
         contiguous = param.is_contiguous()
         this = weakref.ref(self)
-        is_witness = not self._hooks
+        witness = self._witness
 
         def announce(param: torch.Tensor) -> None:
             grad = param.grad
@@ -153,20 +179,24 @@ class Gradients:
             else:
                 address, owner = this()._source(index, grad)  # type: ignore[union-attr]
                 mark_ready(index, address, owner)
-            if is_witness:
-                this()._first = (grad, grad._version, index)  # type: ignore[union-attr]
+            if not witness or witness[0].tensor == index:
+                witness[:] = [_Witness(index, grad, grad._version, _sample(grad))]
 
         handle = param.register_post_accumulate_grad_hook(announce)  # type: ignore[no-untyped-call]
         self._hooks[index] = handle
 
     def _check_unchanged(self) -> None:
         """Catch gradients that were clipped or unscaled before they were averaged."""
-        if self._first is None:
+        if not self._witness:
             return
-        grad, version, index = self._first
-        if grad._version != version:
+        tensor, grad, version, sample = self._witness[0]
+        held = self._views[tensor]
+        # A gradient that lies in the fusion buffer may hold the average by now. Elsewhere bytes
+        # tell, too: not every operation in place makes a version (GradScaler.unscale_ does not).
+        in_place = held is not None and held[1] is grad
+        if grad._version != version or (not in_place and _sample(grad) != sample):
             raise RuntimeError(
-                f"{self._name}: the gradient of {self._names[index]} was changed in place after "
+                f"{self._name}: the gradient of {self._names[tensor]} was changed in place after "
                 "backward and before it was averaged over the ranks. Call "
                 "optimizer.synchronize() first, then change gradients, then step inside "
                 "'with optimizer.skip_synchronize():'"
@@ -181,7 +211,23 @@ def _fetcher(this: weakref.ref[Gradients]) -> Callable[[int], Source | None]:
     return fetch
 
 
-def _remove(hooks: dict[int, Any], engine: Engine) -> None:
+def _sample(grad: torch.Tensor) -> bytes:
+    """The first bytes of a gradient."""
+    if grad.is_sparse or not grad.numel():
+        return b""
+    known = grad.nbytes if grad.is_contiguous() else grad.element_size()
+    return ctypes.string_at(grad.data_ptr(), min(_SAMPLE_BYTES, known))
+
+
+_owners: weakref.WeakValueDictionary[int, Gradients] = weakref.WeakValueDictionary()
+"""Whose hooks a parameter has, by the parameter's id, which its owner keeps alive.
+
+(An attribute of the parameter would be pickled with it.)
+"""
+
+
+def _remove(hooks: dict[int, Any], engine: Engine, forward: ForwardClock) -> None:
+    forward.stop()
     for handle in hooks.values():
         handle.remove()
     hooks.clear()

@@ -16,6 +16,7 @@ from wfbp.torch.gradients import Gradients
 class _Distributed(torch.optim.Optimizer):
     """What is laid over the user's optimizer class: gradients are reduced before a step."""
 
+    _wfbp_original: torch.optim.Optimizer
     _wfbp_gradients: Gradients | None
     _wfbp_make: Callable[[], Gradients | None]
     _wfbp_synchronized: bool
@@ -62,7 +63,21 @@ class _Distributed(torch.optim.Optimizer):
         if not self._wfbp_skip:
             self._wfbp_ensure()
         self._wfbp_synchronized = False
+        # A scheduler made before wrapping watches the original for calls of step().
+        self._wfbp_original._opt_called = True  # type: ignore[attr-defined]
         return super().step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state into the groups and the state that the wrapped optimizer shares.
+
+        A learning-rate scheduler made before wrapping goes on acting on them.
+        """
+        groups, state = self.param_groups, self.state
+        super().load_state_dict(state_dict)
+        groups[:], loaded = self.param_groups, dict(self.state)
+        state.clear()
+        state.update(loaded)
+        self.param_groups, self.state = groups, state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those on their way."""
@@ -72,7 +87,10 @@ class _Distributed(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; every rank must add the same ones."""
+        """Add parameters; every rank must add the same ones.
+
+        Those that ``named_parameters`` did not name go by their place in the optimizer.
+        """
         super().add_param_group(param_group)
         if self._wfbp_gradients is not None:
             self._wfbp_gradients.release()
@@ -166,7 +184,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     known = None if named_parameters is None else list(named_parameters)
 
     def make() -> Gradients | None:
-        named = _names(wrapped, known)
+        named = _names(wrapped, known, complete=wrapped._wfbp_gradients is None)
         if runtime.size == 1:
             return None
         return Gradients(
@@ -180,6 +198,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             name=kind.__name__,
         )
 
+    wrapped._wfbp_original = optimizer
     wrapped._wfbp_synchronized = False
     wrapped._wfbp_skip = False
     wrapped._wfbp_gradients = None
@@ -189,9 +208,15 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 def _names(
-    optimizer: torch.optim.Optimizer, known: list[tuple[str, torch.Tensor]] | None
+    optimizer: torch.optim.Optimizer,
+    known: list[tuple[str, torch.Tensor]] | None,
+    complete: bool,
 ) -> list[tuple[str, torch.Tensor]]:
-    """The optimizer's parameters in forward order, each with a unique name."""
+    """The optimizer's parameters in forward order, each with a unique name.
+
+    Raises:
+        ValueError: a name is given twice, or a name is missing where they must be ``complete``.
+    """
     owned = {
         id(p): (f"group{g}.param{k}", p)
         for g, group in enumerate(optimizer.param_groups)
@@ -204,11 +229,12 @@ def _names(
         twice = sorted({n for n in names if names.count(n) > 1})
         raise ValueError(f"named_parameters has names twice: {', '.join(twice)}")
     named = [(name, p) for name, p in known if id(p) in owned]
-    missing = set(owned) - {id(p) for _, p in named}
-    if missing:
-        shown = ", ".join(sorted(owned[k][0] for k in missing)[:5])
+    present = {id(p) for _, p in named}
+    missing = [pair for k, pair in owned.items() if k not in present]
+    if missing and complete:
+        shown = ", ".join(name for name, _ in missing[:5])
         raise ValueError(
             f"named_parameters lacks {len(missing)} of the optimizer's parameters ({shown}); pass "
             "the named_parameters() of every module that it optimizes, or none"
         )
-    return named
+    return named + missing
