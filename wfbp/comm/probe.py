@@ -62,7 +62,7 @@ def measure_cost(
         >>> [size for size, _ in measure_cost(LocalWorld(1).backend(0), 64)]
         [4, 16, 64]
     """
-    waiter = waiter or Waiter(activity=lambda: backend.activity)
+    waiter = waiter or Waiter.watching(backend)
     sizes = probe_sizes(max_bytes)
     data = np.zeros(sizes[-1] // 4, np.float32)
     points = []

@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from wfbp.comm.backend import T, Work
+from wfbp.comm.backend import Backend, T, Work
 from wfbp.errors import StallError
 
 PR_SET_TIMERSLACK = 29
@@ -100,6 +100,9 @@ class Waiter:
         sleep: sleeps for that many seconds.
         activity: a number that changes whenever something moved on (``Backend.activity``): the
             steps of a large message on its way count as progress.
+        crowded: whether ranks of this job share cores. While spinning, the core is then offered
+            to others, without which a peer could not move; elsewhere that would only give it to
+            strangers, for milliseconds.
 
     Example:
         >>> waiter = Waiter()
@@ -113,6 +116,7 @@ class Waiter:
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
         activity: Callable[[], int] = lambda: 0,
+        crowded: bool = False,
     ) -> None:
         self._policy = policy or Policy()
         self._clock = clock
@@ -120,9 +124,15 @@ class Waiter:
         self._progress_s = clock()
         self._naps = 0
         self._activity = activity
+        self._crowded = crowded
         self._seen = activity()
         self._in_motion = False
         self._gap_s: float | None = None
+
+    @classmethod
+    def watching(cls, backend: Backend) -> Waiter:
+        """A waiter for works of a backend and its duplicates, on this machine."""
+        return cls(activity=lambda: backend.activity, crowded=backend.local_size > num_cores())
 
     def progressed(self) -> None:
         """Something moved on, completed or was started: be attentive again."""
@@ -158,7 +168,7 @@ class Waiter:
         nap = self.nap_s(urgent, expected_s)
         if nap > 0:
             self._sleep(nap)
-        else:
+        elif self._crowded:
             _yield()
 
 
@@ -207,8 +217,14 @@ def sharpen_naps() -> None:
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0)
 
 
+def num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _nothing() -> None: ...
 
 
 _yield: Callable[[], None] = getattr(os, "sched_yield", _nothing)
-"""While spinning, let a thread or rank that shares the core go first."""

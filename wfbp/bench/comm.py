@@ -1,0 +1,204 @@
+"""``mpirun -n N python -m wfbp.bench comm``: all-reduces of the MPI backend, and its CPU use.
+
+Contestants take turns, round by round, so that foreign load meets them all: the library's
+blocking all-reduce of the whole message, the same in chunks of 1 and 4 MiB, and the backend. The
+ranks start each together; a time is the slowest rank's. Then the CPU time of the runtime's
+communication thread: with nothing to do, and waiting for a rank that is late.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from wfbp.bench.load import thread_seconds, usage
+from wfbp.bench.tables import print_table
+from wfbp.comm.backend import Buffer
+from wfbp.comm.mpi import MpiBackend
+from wfbp.comm.waiting import Waiter, wait
+from wfbp.config import Config
+from wfbp.core.types import Op
+from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.thread import THREAD_NAME
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+SIZES = tuple(4 << 10 << (2 * k) for k in range(8))
+CHUNKS = (1 << 20, 4 << 20)
+LATE_S = 3.0
+BACKEND = "wfbp"
+Contestant = Callable[[Buffer], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Microseconds per all-reduce of one contestant at one size.
+
+    Args:
+        spread_us: between the first and the third quartile.
+    """
+
+    contestant: str
+    nbytes: int
+    median_us: float
+    least_us: float
+    spread_us: float
+
+
+def contestants(comm: MPI.Comm, backend: MpiBackend) -> dict[str, Contestant]:
+    """Ways to add up a float32 buffer over all ranks."""
+    from mpi4py import MPI
+
+    waiter = Waiter.watching(backend)
+
+    def in_chunks(nbytes: int) -> Contestant:
+        step = nbytes // 4
+
+        def reduce(data: Buffer) -> None:
+            for start in range(0, data.size, step):
+                comm.Allreduce(MPI.IN_PLACE, data[start : start + step])
+
+        return reduce
+
+    return {
+        "MPI, whole": lambda data: comm.Allreduce(MPI.IN_PLACE, data),
+        **{f"MPI, {nbytes >> 20} MiB chunks": in_chunks(nbytes) for nbytes in CHUNKS},
+        BACKEND: lambda data: wait(backend.all_reduce(data, "float32", Op.SUM), waiter),
+    }
+
+
+def measure(
+    comm: MPI.Comm, ways: dict[str, Contestant], nbytes: int, num_rounds: int
+) -> list[Timing]:
+    """Check that all contestants agree, then time them in turns."""
+    data = np.empty(nbytes // 4, np.float32)
+    want = float(sum(range(1, comm.size + 1)))
+    times = np.zeros((len(ways), num_rounds))
+    for turn in range(-1, num_rounds):  # the first, untimed, finds cold memory
+        for row, (name, reduce) in enumerate(ways.items()):
+            data.fill(comm.rank + 1)
+            comm.Barrier()
+            start_s = time.perf_counter()
+            reduce(data)
+            if turn >= 0:
+                times[row, turn] = time.perf_counter() - start_s
+            elif not (data == want).all():
+                raise RuntimeError(f"{name} gave a wrong sum at {nbytes} bytes")
+    slowest = np.max(comm.allgather(times), axis=0) * 1e6
+    return [_timing(name, nbytes, row.tolist()) for name, row in zip(ways, slowest, strict=True)]
+
+
+def _timing(name: str, nbytes: int, values_us: list[float]) -> Timing:
+    first, median, third = statistics.quantiles(values_us, n=4)
+    return Timing(name, nbytes, median, min(values_us), third - first)
+
+
+def cpu_shares(comm: MPI.Comm, backend: MpiBackend) -> dict[str, float]:
+    """Share of a core that the communication thread takes, on the rank where it takes most."""
+    runtime = Runtime(backend, Config())
+    try:
+        runtime.exchange(b"", "start")
+        idle = _share(lambda: time.sleep(LATE_S))
+        runtime.exchange(b"", "start")
+        if comm.rank == 0:
+            time.sleep(LATE_S)
+        late = _share(lambda: runtime.exchange(b"", "late"))
+    finally:
+        runtime.shutdown()
+    shares = comm.allgather((idle, late if comm.rank else 0.0))
+    return {"idle": max(s[0] for s in shares), "waiting for a late rank": max(s[1] for s in shares)}
+
+
+def _share(action: Callable[[], object]) -> float:
+    start_s, cpu_s = time.perf_counter(), thread_seconds(THREAD_NAME)
+    action()
+    return (thread_seconds(THREAD_NAME) - cpu_s) / (time.perf_counter() - start_s)
+
+
+def machine(comm: MPI.Comm) -> dict[str, str]:
+    """What it was measured on."""
+    from mpi4py import MPI
+
+    models = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return {
+        "ranks": str(comm.size),
+        "mpi": MPI.Get_library_version().splitlines()[0].split(",")[0].replace("\t", " ").strip(),
+        "cpu": models[0] if models else platform.machine(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "python": platform.python_version(),
+        "mpi4py": metadata.version("mpi4py"),
+        "numpy": metadata.version("numpy"),
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, and print tables or JSON on rank 0."""
+    parser = argparse.ArgumentParser(prog="python -m wfbp.bench comm", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15, help="at 64 MiB; more below")
+    parser.add_argument("--max-bytes", type=int, default=SIZES[-1])
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    arguments = parser.parse_args(argv)
+    if arguments.rounds < 2:
+        parser.error(f"--rounds is {arguments.rounds}: expected at least 2")
+    backend = MpiBackend()
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD.Dup()
+    processes = comm.allgather(os.getpid())
+    ways = contestants(comm, backend)
+    before = usage(processes)
+    timings: list[Timing] = []
+    for nbytes in SIZES:
+        if nbytes <= arguments.max_bytes:
+            num_rounds = arguments.rounds * min(20, max(1, (16 << 20) // nbytes))
+            timings += measure(comm, ways, nbytes, num_rounds)
+    foreign = before.foreign_cores(usage(processes))
+    shares = cpu_shares(comm, backend)
+    if comm.rank == 0:
+        facts = machine(comm) | {"cores used by others": f"{foreign:.1f}"}
+        _show(facts, timings, shares, arguments.json)
+    comm.Free()
+    return 0
+
+
+def _show(
+    facts: dict[str, str], timings: list[Timing], shares: dict[str, float], as_json: bool
+) -> None:
+    if as_json:
+        document: dict[str, Any] = {"benchmark": "comm", "machine": facts, "cpu_shares": shares}
+        print(json.dumps(document | {"timings": [asdict(t) for t in timings]}, indent=2))
+        return
+    print(", ".join(f"{key} {value}" for key, value in facts.items()))
+    names = list(dict.fromkeys(t.contestant for t in timings))
+    by_size: dict[int, list[Timing]] = {}
+    for timing in timings:
+        by_size.setdefault(timing.nbytes, []).append(timing)
+    tables: dict[str, Callable[[Timing], str]] = {
+        "Microseconds, median (spread)": lambda t: f"{t.median_us:,.0f} ({t.spread_us:,.0f})",
+        "Microseconds, least": lambda t: f"{t.least_us:,.0f}",
+    }
+    for title, pick in tables.items():
+        rows = [[_size(n), *(pick(t) for t in row)] for n, row in by_size.items()]
+        print_table(title, ("size", *names), rows)
+    print_table(
+        f"Communication thread, share of a core over {LATE_S:g} s",
+        ("state", "share"),
+        [(state, f"{share:.1%}") for state, share in shares.items()],
+    )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
