@@ -18,6 +18,7 @@ from wfbp.comm.backend import Buffer
 from wfbp.core.cost import Costs
 from wfbp.core.types import Op, TensorSpec
 from wfbp.runtime import agreement
+from wfbp.runtime.arguments import check_arguments
 from wfbp.runtime.extra import reduce_extra
 from wfbp.runtime.fusion import STEP_CYCLE
 from wfbp.runtime.lane import CLOSE, DISCARD, PlannedLane, Step, StepResult
@@ -25,7 +26,6 @@ from wfbp.runtime.profile import Stamps
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.tuner import Tuner
 
-FLOATING = ("float16", "bfloat16", "float32", "float64")
 _PATIENCE_STEPS = 8
 
 Source = tuple[int, object]
@@ -78,15 +78,7 @@ class Engine:
         fetch: Callable[[int], Source | None] = lambda index: None,
         name: str = "optimizer",
     ) -> None:
-        if op not in (Op.AVERAGE, Op.SUM):
-            raise ValueError(f"op is {op}; gradients can be averaged or summed")
-        if passes < 1:
-            raise ValueError(f"backward_passes_per_step is {passes}; expected at least 1")
-        if not specs:
-            raise ValueError("there are no tensors to reduce")
-        for spec in specs:
-            if spec.dtype not in FLOATING:
-                raise ValueError(f"{spec.name} is {spec.dtype}; expected one of {FLOATING}")
+        check_arguments(specs, schedule, threshold_bytes, op, passes)
         self.specs = tuple(specs)
         self._runtime = runtime
         self._op = op

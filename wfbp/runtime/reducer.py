@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from wfbp.core.types import Op, TensorSpec
 from wfbp.runtime import world
+from wfbp.runtime.arguments import check_arguments
 from wfbp.runtime.engine import Engine
 from wfbp.runtime.fusion import storage_dtype
 
@@ -59,12 +60,16 @@ class GradientReducer:
         self.specs = tuple(_spec(item) for item in specs)
         self._arrays: dict[int, Array] = {}
         self._engine: Engine | None = None
+        config = runtime.config
+        schedule = config.schedule if schedule is None else schedule
+        limit_bytes = config.threshold_bytes if threshold_bytes is None else threshold_bytes
+        check_arguments(self.specs, schedule, limit_bytes, op, passes=1)
         if runtime.size > 1:
             self._engine = Engine(
                 runtime,
                 self.specs,
-                schedule=schedule or runtime.config.schedule,
-                threshold_bytes=threshold_bytes or runtime.config.threshold_bytes,
+                schedule=schedule,
+                threshold_bytes=limit_bytes,
                 op=op,
                 name=name,
             )

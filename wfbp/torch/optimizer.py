@@ -10,6 +10,8 @@ import torch
 
 from wfbp.core.types import Op
 from wfbp.runtime import world
+from wfbp.runtime.arguments import check_arguments
+from wfbp.torch import tensors
 from wfbp.torch.gradients import Gradients
 
 
@@ -181,17 +183,22 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     wrapped: Any = object.__new__(type(kind.__name__, (_Distributed, kind), {}))
     # A scheduler made before may have put its own step() on the instance: ours must be found.
     wrapped.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})
+    config = runtime.config
+    planner = config.schedule if schedule is None else schedule
+    limit_bytes = config.threshold_bytes if threshold_bytes is None else threshold_bytes
     known = None if named_parameters is None else list(named_parameters)
 
     def make() -> Gradients | None:
         named = _names(wrapped, known, complete=wrapped._wfbp_gradients is None)
         if runtime.size == 1:
+            specs = [tensors.spec(name, p) for name, p in named]
+            check_arguments(specs, planner, limit_bytes, op, backward_passes_per_step)
             return None
         return Gradients(
             runtime,
             named,
-            schedule=schedule or runtime.config.schedule,
-            threshold_bytes=threshold_bytes or runtime.config.threshold_bytes,
+            schedule=planner,
+            threshold_bytes=limit_bytes,
             op=op,
             passes=backward_passes_per_step,
             sparse_as_dense=sparse_as_dense,

@@ -1,0 +1,40 @@
+"""What a caller may ask of gradient reduction; the same on one rank as on many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from wfbp.core.types import Op, TensorSpec
+from wfbp.runtime.tuner import SCHEDULES
+
+FLOATING = ("float16", "bfloat16", "float32", "float64")
+
+
+def check_arguments(
+    specs: Sequence[TensorSpec], schedule: str, threshold_bytes: int, op: Op, passes: int
+) -> None:
+    """Raise unless gradients can be reduced so.
+
+    Args:
+        specs: the tensors.
+        schedule: a planner's name, or ``auto``.
+        threshold_bytes: for the ``threshold`` planner.
+        op: how ranks are combined.
+        passes: backward passes per step.
+
+    Raises:
+        ValueError: the argument, what it is, and what it may be.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule is {schedule!r}; expected one of {', '.join(SCHEDULES)}")
+    if threshold_bytes < 1:
+        raise ValueError(f"threshold_bytes is {threshold_bytes}; expected at least 1")
+    if op not in (Op.AVERAGE, Op.SUM):
+        raise ValueError(f"op is {op}; gradients can be averaged or summed")
+    if passes < 1:
+        raise ValueError(f"backward_passes_per_step is {passes}; expected at least 1")
+    if not specs:
+        raise ValueError("there are no tensors to reduce")
+    for spec in specs:
+        if spec.dtype not in FLOATING:
+            raise ValueError(f"{spec.name} is {spec.dtype}; expected one of {FLOATING}")
