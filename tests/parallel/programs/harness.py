@@ -1,0 +1,81 @@
+"""Runs named checks on every rank, one after another, and keeps the ranks together.
+
+A check is a function without arguments that raises where something is wrong. What went wrong on
+any rank goes into OUT/rank<r>.json under the check's name; the next check starts from a fresh
+runtime then, so that one defect fails one test.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from mpi4py import MPI
+
+import wfbp
+from wfbp.config import Config
+
+Check = Callable[[], None]
+
+MODES = {
+    # Per-tensor messages that leave during backward, at every step.
+    "overlap": Config(schedule="wfbp", warmup_steps=10**6, timeout_s=20.0, probe_s=0.02),
+    # A new plan at every step or two.
+    "changing": Config(
+        schedule="auto",
+        warmup_steps=1,
+        profile_steps=1,
+        trial_steps=1,
+        timeout_s=20.0,
+        probe_s=0.02,
+    ),
+}
+
+
+class Checks:
+    """A registry of checks, by name."""
+
+    def __init__(self) -> None:
+        self.all: dict[str, Check] = {}
+
+    def __call__(self, check: Check) -> Check:
+        self.all[check.__name__] = check
+        return check
+
+    def main(self) -> None:
+        """``program.py OUT MODE [NAME ...]``."""
+        out, mode, *names = sys.argv[1:]
+        torch.set_num_threads(1)
+        warnings.simplefilter("error")
+        world = MPI.COMM_WORLD
+        wfbp.init(config=MODES[mode])
+        results: dict[str, str] = {}
+        for name, check in self.all.items():
+            if names and name not in names:
+                continue
+            torch.manual_seed(11)
+            problem = ""
+            try:
+                check()
+            except (Exception, pytest.fail.Exception):
+                problem = traceback.format_exc()
+            results[name] = problem
+            if any(world.allgather(problem)):
+                print(f"rank {world.rank}: {name} failed\n{problem}", file=sys.stderr, flush=True)
+                wfbp.shutdown()
+                wfbp.init(config=MODES[mode])
+        Path(out, f"rank{world.rank}.json").write_text(json.dumps(results))
+
+
+def raises(kind: type[BaseException], *parts: str, act: Callable[[], object]) -> None:
+    """The act raises this error, whose message has these parts."""
+    with pytest.raises(kind) as caught:
+        act()
+    for part in parts:
+        assert part in str(caught.value), f"{part!r} is not in {caught.value}"

@@ -1,0 +1,117 @@
+"""Trains a model on this rank and, beside it, what one process would make of all ranks' work."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+import wfbp
+import wfbp.torch
+
+Backward = Callable[[torch.nn.Module, int, int], None]
+"""``(model, rank, step)``: what one rank computes in one step, up to the gradients."""
+
+
+def nothing(model: torch.nn.Module, step: int) -> None: ...
+
+
+def averaged(model: torch.nn.Module, backward: Backward, step: int, ranks: int) -> None:
+    """Set ``p.grad`` to the mean over the ranks' gradients, None where no rank has one."""
+    params = list(model.parameters())
+    sums: list[torch.Tensor | None] = [None] * len(params)
+    flags = [p.requires_grad for p in params]
+    for rank in range(ranks):
+        for p in params:
+            p.grad = None
+        backward(model, rank, step)
+        for k, p in enumerate(params):
+            if p.grad is not None:
+                grad = p.grad.to_dense() if p.grad.is_sparse else p.grad
+                wide = grad.double()
+                sums[k] = wide if sums[k] is None else sums[k] + wide
+            p.requires_grad_(flags[k])
+    for p, total in zip(params, sums, strict=True):
+        p.grad = None if total is None else (total / ranks).to(p.dtype)
+
+
+def check_training(
+    model: torch.nn.Module,
+    backward: Backward,
+    make: Callable[[Any], torch.optim.Optimizer],
+    *,
+    steps: int = 12,
+    before: Callable[[torch.nn.Module, int], None] = nothing,
+    tolerance: float = 1e-12,
+    zero: Callable[[torch.nn.Module, Any], None] = lambda model, optimizer: optimizer.zero_grad(),
+    named: bool = True,
+    **wrap: Any,
+) -> tuple[torch.nn.Module, Any]:
+    """Both must end with the same parameters and the same gradients missing, at every step."""
+    rank, size = wfbp.rank(), wfbp.size()
+    reference = copy.deepcopy(model)
+    optimizer = wfbp.torch.DistributedOptimizer(
+        make(model.parameters()), model.named_parameters() if named else None, **wrap
+    )
+    plain = make(reference.parameters())
+    for step in range(steps):
+        before(model, step)
+        before(reference, step)
+        averaged(reference, backward, step, size)
+        plain.step()
+        zero(model, optimizer)
+        backward(model, rank, step)
+        optimizer.step()
+        compare(model, reference, f"step {step}", tolerance)
+    return model, optimizer
+
+
+def compare(
+    model: torch.nn.Module, reference: torch.nn.Module, where: str, tolerance: float
+) -> None:
+    """Parameters equal, and gradients: equal, or None in both."""
+    expected = dict(reference.named_parameters())
+    for name, p in model.named_parameters():
+        q = expected[name]
+        same(p.detach(), q.detach(), f"{where}: {name}", tolerance)
+        assert (p.grad is None) == (q.grad is None), (
+            f"{where}: gradient of {name} is {'None' if p.grad is None else 'there'}"
+        )
+        if p.grad is not None and q.grad is not None:
+            same(p.grad, q.grad, f"{where}: gradient of {name}", tolerance)
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor, where: str, tolerance: float = 0.0) -> None:
+    """Two tensors are equal up to a tolerance relative to the largest entry."""
+    assert found.shape == wanted.shape, f"{where}: shape {found.shape}, not {wanted.shape}"
+    assert found.dtype == wanted.dtype, f"{where}: {found.dtype}, not {wanted.dtype}"
+    if found.numel() == 0:
+        return
+    worst = (found.double() - wanted.double()).abs().max().item()
+    limit = tolerance * max(1e-3, wanted.double().abs().max().item())
+    assert worst <= limit, f"{where}: differs by {worst:g}, more than {limit:g}"
+
+
+def data(step: int, rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """This rank's numbers in this step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def mlp(*widths: int) -> torch.nn.Sequential:
+    """Linear layers with tanh between them, in float64."""
+    layers: list[torch.nn.Module] = []
+    for a, b in pairwise(widths):
+        layers += [torch.nn.Linear(a, b), torch.nn.Tanh()]
+    return torch.nn.Sequential(*layers[:-1]).double()
+
+
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.1)
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
