@@ -104,6 +104,7 @@ class EmulatedLink(Backend):
         self.size = size
         self.local_size = 1
         self._channel = _channel or _Channel(cost)
+        self._notices: list[tuple[int, bytes]] = []
 
     @property
     def activity(self) -> int:
@@ -137,10 +138,12 @@ class EmulatedLink(Backend):
         return EmulatedLink(self._channel.cost, self.size, self._channel)
 
     def send_notice(self, payload: bytes) -> None:
-        """There is nobody to read it."""
+        self._notices += [(rank, bytes(payload)) for rank in range(1, self.size)]
 
     def poll_notices(self) -> list[tuple[int, bytes]]:
-        return []
+        """What the ranks played have to say: the same as this one."""
+        arrived, self._notices = self._notices, []
+        return arrived
 
     def abort(self, code: int) -> None:
         self._channel.error = PeerError(f"the run was aborted with code {code}")
