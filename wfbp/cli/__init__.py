@@ -1,0 +1,1 @@
+"""The command line: ``wfbp plan | simulate | probe | report``, one module per command."""

@@ -1,0 +1,89 @@
+"""Finds the command and turns what goes wrong into one line.
+
+Commands are imported when they are called, and import what is heavy (tables, plots, MPI) where
+they use it: an answer in JSON has to wait for NumPy and for nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import click
+
+from wfbp.errors import WfbpError
+
+COMMANDS = ("plan",)
+BAD_INPUT = 2
+FAILURE = 1
+INTERRUPTED = 130
+
+
+class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = import_module(f"wfbp.cli.{cmd_name}").command
+        return command
+
+
+@click.command(
+    cls=_Commands,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(package_name="wfbp", message="wfbp %(version)s")
+def wfbp() -> None:
+    """Plan, simulate and measure data-parallel training."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and leave the process with its exit code.
+
+    0 is success, 1 a machine or an installation that cannot do it, 2 bad input or usage. What went
+    wrong is one line on stderr: these are a user's mistakes, and a traceback would bury them.
+
+    Args:
+        arguments: of the command line; those of this process by default.
+
+    Raises:
+        SystemExit: always.
+    """
+    try:
+        code = wfbp.main(arguments, prog_name="wfbp", standalone_mode=False)
+        sys.stdout.flush()
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        sys.exit(BAD_INPUT)
+    except click.ClickException as error:
+        _leave(error.format_message(), error.exit_code, getattr(error, "ctx", None))
+    except click.Abort:
+        _leave("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        # The reader (as `head`) has seen enough; nothing may be written on the way out either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(FAILURE)
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        _leave(f"{place}{error.strerror or error}", BAD_INPUT)
+    except ValueError as error:
+        _leave(str(error), BAD_INPUT)
+    except (OverflowError, FloatingPointError) as error:
+        _leave(f"sizes, times or costs are too large: {error}", BAD_INPUT)
+    except RecursionError:
+        _leave("the input is nested too deeply", BAD_INPUT)
+    except WfbpError as error:
+        _leave(str(error), FAILURE)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _leave(message: str, code: int, context: click.Context | None = None) -> None:
+    """End with one line on stderr, whatever the message holds."""
+    where = context.command_path if context else "wfbp"
+    click.echo(f"{where}: error: {' '.join(message.split())}", err=True)
+    sys.exit(code)

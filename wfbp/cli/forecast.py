@@ -1,0 +1,141 @@
+"""What a plan is predicted to do, group by group, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from wfbp.cli.inputs import check_finite
+from wfbp.core.cost import Costs
+from wfbp.core.plan import Plan
+from wfbp.core.timeline import timeline
+from wfbp.core.trace import Trace
+from wfbp.core.types import Operation, Phase
+
+_SAME = 1e-9
+"""Times closer than this share of the iteration are the same: sums differ by rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupForecast:
+    """One message; seconds from the start of backward.
+
+    Args:
+        phase: the half of the iteration in which it is sent.
+        operation: the collective that carries it.
+        tensors: names, in the order in which they lie in the message.
+        nbytes: of the tensors.
+        start_s: the channel takes it up.
+        end_s: it has arrived everywhere.
+        exposed_s: how much of it computation does not hide.
+        why: one line for people.
+    """
+
+    phase: Phase
+    operation: Operation
+    tensors: tuple[str, ...]
+    nbytes: int
+    start_s: float
+    end_s: float
+    exposed_s: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The prediction for one steady iteration under one plan."""
+
+    schedule: str
+    iteration_s: float
+    exposed_s: float
+    lower_bound_s: float
+    ratio_to_lower_bound: float
+    groups: tuple[GroupForecast, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The forecast as plain data, as ``wfbp plan --json`` prints it."""
+        return {
+            "schedule": self.schedule,
+            "predicted": {
+                "iteration_s": self.iteration_s,
+                "exposed_s": self.exposed_s,
+                "lower_bound_s": self.lower_bound_s,
+                "ratio_to_lower_bound": self.ratio_to_lower_bound,
+            },
+            "groups": [
+                {
+                    "phase": g.phase.value,
+                    "operation": g.operation.value,
+                    "tensors": list(g.tensors),
+                    "nbytes": g.nbytes,
+                    "start_s": g.start_s,
+                    "end_s": g.end_s,
+                }
+                for g in self.groups
+            ],
+        }
+
+
+def forecast(plan: Plan, trace: Trace, costs: Costs) -> Forecast:
+    """Predict one iteration.
+
+    Args:
+        plan: of the trace's tensors.
+        trace: sizes and compute times.
+        costs: of the channel.
+
+    Returns:
+        The prediction, with a reason for every group.
+
+    Raises:
+        ValueError: the result is beyond all numbers.
+
+    Example:
+        >>> from wfbp.core.cost import LinearCost
+        >>> from wfbp.core.planners import plan
+        >>> from wfbp.core.trace import TraceTensor
+        >>> from wfbp.core.types import TensorSpec
+        >>> tensor = TraceTensor(TensorSpec("w", (250,), "float32"), 1.0, 2.0)
+        >>> trace, costs = Trace("one", (tensor,)), Costs(LinearCost(0.5, 0.001))
+        >>> forecast(plan("single", trace, costs), trace, costs).groups[0].why
+        'leaves when w is ready; 1,500.000 ms exposed'
+    """
+    times = timeline(plan, trace, costs)
+    for what, seconds in (("the iteration", times.iteration_s), ("the bound", times.lower_bound_s)):
+        check_finite(what, seconds)
+    same_s = _SAME * times.iteration_s
+    names = [spec.name for spec in plan.tensors]
+    groups = []
+    for group, at in zip(plan.groups, times.groups, strict=True):
+        exposed_s = max(0.0, at.end_s - max(at.start_s, times.backward_end_s))
+        waited_s = at.start_s - at.ready_s
+        groups.append(
+            GroupForecast(
+                group.phase,
+                group.operation,
+                tuple(names[k] for k in group.tensors),
+                at.nbytes,
+                at.start_s,
+                at.end_s,
+                exposed_s,
+                _why(names[min(group.tensors)], waited_s, exposed_s, same_s),
+            )
+        )
+    return Forecast(
+        plan.schedule,
+        times.iteration_s,
+        times.exposed_s,
+        times.lower_bound_s,
+        times.ratio_to_lower_bound,
+        tuple(groups),
+    )
+
+
+def _why(last: str, waited_s: float, exposed_s: float, same_s: float) -> str:
+    """What let a group leave when it did, and what became of it."""
+    if waited_s > same_s:
+        start = f"waits {waited_s * 1e3:,.3f} ms for the channel"
+    else:
+        start = f"leaves when {last} is ready"
+    end = f"{exposed_s * 1e3:,.3f} ms exposed" if exposed_s > same_s else "hidden"
+    return f"{start}; {end}"
