@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from wfbp.core.types import Op, TensorSpec
@@ -35,6 +36,9 @@ def check_arguments(
         raise ValueError(f"backward_passes_per_step is {passes}; expected at least 1")
     if not specs:
         raise ValueError("there are no tensors to reduce")
+    twice = [name for name, times in Counter(s.name for s in specs).items() if times > 1]
+    if twice:
+        raise ValueError(f"tensor names must be unique; found twice: {', '.join(twice)}")
     for spec in specs:
         if spec.dtype not in FLOATING:
             raise ValueError(f"{spec.name} is {spec.dtype}; expected one of {FLOATING}")

@@ -14,15 +14,13 @@ from itertools import count, zip_longest
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from wfbp.comm.backend import Buffer
 from wfbp.core.types import Op, item_bytes
 from wfbp.errors import DisagreementError
 from wfbp.runtime import world
+from wfbp.runtime.matching import Array, agree, check_bytes, check_root, flat
 from wfbp.runtime.runtime import Runtime
-
-Array = npt.NDArray[Any]
 
 _numbers = count()
 
@@ -88,7 +86,7 @@ def broadcast(array: Any, root_rank: int, name: str | None = None) -> Array:
         A new array.
 
     Raises:
-        ValueError: no such rank.
+        ValueError: no such rank, or an array of Python objects.
         DisagreementError: ranks called different operations.
 
     Example:
@@ -99,6 +97,7 @@ def broadcast(array: Any, root_rank: int, name: str | None = None) -> Array:
     """
     runtime = world.current("broadcast()")
     result = np.array(np.asarray(array), order="C", copy=True)
+    check_bytes("array", result)
     broadcast_in_place(
         runtime, flat(result).view(np.uint8), result.dtype.name, result.shape, root_rank, name
     )
@@ -132,9 +131,11 @@ def broadcast_arrays(arrays: Mapping[str, Any], root_rank: int = 0) -> None:
 
     Raises:
         DisagreementError: ranks passed different names, shapes or element types.
-        ValueError: no such rank.
+        ValueError: no such rank, or an array of Python objects.
     """
     runtime = world.current("broadcast_parameters()")
+    for name, array in arrays.items():
+        check_bytes(name, array)
     rows = [(name, a.dtype.name, a.shape) for name, a in arrays.items()]
     copies = [np.ascontiguousarray(a) for a in arrays.values()]
     broadcast_buffers(runtime, rows, [flat(a).view(np.uint8) for a in copies], root_rank)
@@ -263,43 +264,3 @@ def broadcast_object(value: Any = None, root_rank: int = 0, name: str | None = N
 def barrier() -> None:
     """Wait until every rank has come here."""
     agree(world.current("barrier()"), ["barrier"])
-
-
-def agree(runtime: Runtime, signature: list[Any], private: int = 0) -> list[int]:
-    """Compare what the ranks are about to do.
-
-    Args:
-        runtime: of this rank.
-        signature: kind of operation, name and whatever must be equal on all ranks.
-        private: a number that may differ.
-
-    Returns:
-        Every rank's private number.
-
-    Raises:
-        DisagreementError: on every rank, with what each of two ranks is about to do.
-    """
-    label = " ".join(str(part) for part in signature[:2])
-    payload = json.dumps([signature, private]).encode()
-    said = [json.loads(p) for p in runtime.exchange(payload, label)]
-    for rank, (theirs, _) in enumerate(said):
-        if theirs != said[0][0]:
-            raise DisagreementError(
-                f"{runtime.where}: ranks called different operations: rank 0 {said[0][0]}, rank "
-                f"{rank} {theirs}. Every rank must call the same operations in the same order "
-                "with the same names, element types and shapes"
-            )
-    return [number for _, number in said]
-
-
-def check_root(runtime: Runtime, root_rank: int) -> None:
-    """Raise ``ValueError`` unless the root is a rank."""
-    if not 0 <= root_rank < runtime.size:
-        raise ValueError(f"root_rank is {root_rank}; expected 0 to {runtime.size - 1}")
-
-
-def flat(array: Array) -> Buffer:
-    """A contiguous array as one dimension of its storage type (uint16 for bfloat16)."""
-    if array.dtype.name == "bfloat16":
-        array = array.view(np.uint16)
-    return array.reshape(-1)

@@ -94,7 +94,7 @@ class GradientReducer:
             )
         if index in self._arrays:
             raise ValueError(f"{spec.name} was marked ready twice; call wait() once per step")
-        array = np.ascontiguousarray(array)
+        array = np.asarray(array, order="C")  # ascontiguousarray would lose a shape of ()
         self._arrays[index] = array
         if self._engine is not None:
             self._engine.mark_ready(index, array.__array_interface__["data"][0], array)

@@ -95,7 +95,8 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     data, rows = operations.gather_rows(
         runtime, tensors.raw(whole), dtype, tuple(tensor.shape), name
     )
-    return torch.from_numpy(data).view(tensor.dtype).view(rows, *tensor.shape[1:])
+    values = torch.from_numpy(data.view(tensors.storage(tensor.dtype)))
+    return values.view(tensor.dtype).view(rows, *tensor.shape[1:])
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

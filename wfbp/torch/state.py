@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from wfbp.runtime import operations, world
+from wfbp.runtime.matching import check_root
 from wfbp.torch import tensors
 
 
@@ -52,7 +53,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         DisagreementError: ranks called different operations.
     """
     runtime = world.current("broadcast_optimizer_state()")
-    operations.check_root(runtime, root_rank)
+    check_root(runtime, root_rank)
     if runtime.size == 1:
         return
     here = optimizer.state_dict() if runtime.rank == root_rank else None

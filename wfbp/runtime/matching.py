@@ -1,0 +1,63 @@
+"""What ranks compare before the data of an operation moves, and what can move at all."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wfbp.comm.backend import Buffer
+from wfbp.errors import DisagreementError
+from wfbp.runtime.runtime import Runtime
+
+Array = npt.NDArray[Any]
+
+
+def agree(runtime: Runtime, signature: list[Any], private: int = 0) -> list[int]:
+    """Compare what the ranks are about to do.
+
+    Args:
+        runtime: of this rank.
+        signature: kind of operation, name and whatever must be equal on all ranks.
+        private: a number that may differ.
+
+    Returns:
+        Every rank's private number.
+
+    Raises:
+        DisagreementError: on every rank, with what each of two ranks is about to do.
+    """
+    label = " ".join(str(part) for part in signature[:2])
+    payload = json.dumps([signature, private]).encode()
+    said = [json.loads(p) for p in runtime.exchange(payload, label)]
+    for rank, (theirs, _) in enumerate(said):
+        if theirs != said[0][0]:
+            raise DisagreementError(
+                f"{runtime.where}: ranks called different operations: rank 0 {said[0][0]}, rank "
+                f"{rank} {theirs}. Every rank must call the same operations in the same order "
+                "with the same names, element types and shapes"
+            )
+    return [number for _, number in said]
+
+
+def check_root(runtime: Runtime, root_rank: int) -> None:
+    """Raise ``ValueError`` unless the root is a rank."""
+    if not 0 <= root_rank < runtime.size:
+        raise ValueError(f"root_rank is {root_rank}; expected 0 to {runtime.size - 1}")
+
+
+def check_bytes(name: str, array: Array) -> None:
+    """Raise ``ValueError`` unless an array's bytes mean the same on every rank."""
+    if array.dtype.hasobject:
+        raise ValueError(
+            f"{name} is of type object; expected numbers. Use broadcast_object for Python objects"
+        )
+
+
+def flat(array: Array) -> Buffer:
+    """A contiguous array as one dimension of its storage type (uint16 for bfloat16)."""
+    if array.dtype.name == "bfloat16":
+        array = array.view(np.uint16)
+    return array.reshape(-1)
