@@ -168,7 +168,12 @@ class Waiter:
         nap = self.nap_s(urgent, expected_s)
         if nap > 0:
             self._sleep(nap)
-        elif self._crowded:
+        else:
+            self.offer_core()
+
+    def offer_core(self) -> None:
+        """While spinning: let a peer that shares the core go first, if there is one."""
+        if self._crowded:
             _yield()
 
 
@@ -192,8 +197,6 @@ def wait(work: Work[T], waiter: Waiter | None = None, timeout_s: float | None = 
         >>> wait(LocalWorld(1).backend(0).all_gather_bytes(b"me"))
         [b'me']
     """
-    if work.test():
-        return work.result
     waiter = waiter or Waiter(activity=lambda: work.activity)
     waiter.progressed()
     deadline = None if timeout_s is None else time.perf_counter() + timeout_s
@@ -208,6 +211,7 @@ def wait(work: Work[T], waiter: Waiter | None = None, timeout_s: float | None = 
                 "another rank is late, or did not start it"
             )
         waiter.pause(urgent=True, expected_s=None)
+    waiter.progressed()  # what follows until the next wait is no part of this one
     return work.result
 
 

@@ -23,6 +23,7 @@ from wfbp.runtime.extra import reduce_extra
 from wfbp.runtime.fusion import STEP_CYCLE
 from wfbp.runtime.lane import CLOSE, DISCARD, PlannedLane, Step, StepResult
 from wfbp.runtime.profile import Stamps
+from wfbp.runtime.recording import Recorder
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.tuner import Tuner
 
@@ -103,6 +104,9 @@ class Engine:
         self.profiling = False
         self._install()
         runtime.add_lane(self._lane)
+        self._recorder: Recorder | None = None
+        if folder := runtime.config.run_dir:
+            self._recorder = Recorder(folder, name, runtime.rank, runtime.size, self.report)
         self._begin(time.perf_counter())
 
     # During backward.
@@ -198,6 +202,8 @@ class Engine:
         )
         self._steps += 1
         planned = self._tuner.plan
+        if self._recorder is not None:
+            self._recorder.after_step(self._tuner, stamps, result.times)
         self._tuner.after_step(stamps)
         if result.requested or self._tuner.round_due:
             self._round(reduced)
@@ -225,6 +231,8 @@ class Engine:
     def close(self) -> None:
         """Stop serving this engine; collective only in that every rank stops using it."""
         self._runtime.remove_lane(self._lane)
+        if self._recorder is not None:
+            self._recorder.write()
 
     def report(self) -> dict[str, Any]:
         """The installed plan and what it costs; times in seconds, None where not yet known."""

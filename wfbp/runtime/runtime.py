@@ -52,7 +52,7 @@ class Runtime:
         self._acknowledged: set[int] = set()
         self.where = f"rank {self.rank} of {self.size}"
         self.thread = CommunicationThread(
-            config, Waiter(), lambda: backend.activity, self._read_notices, self.where
+            config, Waiter.watching(backend), self._read_notices, self.where
         )
         self.thread.on_stall = self._ask_where
         self.post = self.thread.post

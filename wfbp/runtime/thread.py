@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import queue
 import sys
 import threading
@@ -115,7 +114,6 @@ class CommunicationThread:
     Args:
         config: timeouts.
         waiter: how to wait.
-        activity: the backend's ``activity``.
         on_tick: called some times a second, for notices from other ranks.
         where: who this is, for messages ("rank 1 of 4").
     """
@@ -124,13 +122,10 @@ class CommunicationThread:
         self,
         config: Config,
         waiter: Waiter,
-        activity: Callable[[], int],
         on_tick: Callable[[], None],
         where: str,
     ) -> None:
         self._config = config
-        self._activity = activity
-        self._moves = 0
         self._waiter = waiter
         self._on_tick = on_tick
         self._where = where
@@ -249,11 +244,8 @@ class CommunicationThread:
             self._next_tick = now + TICK_S
             self._on_tick()
             self._check_stall(now)
-        moves = self._activity()
-        if progressed or moves != self._moves:
-            self._moves = moves
-            self._waiter.progressed()
         if progressed:
+            self._waiter.progressed()
             return
         if self.error is None and (self._calls or any(lane.busy for lane in self._lanes)):
             expected = [e for lane in self._lanes if (e := lane.expected_s) is not None]
@@ -287,7 +279,7 @@ class CommunicationThread:
             if self._advance():
                 self._waiter.progressed()
                 return
-        os.sched_yield()
+        self._waiter.offer_core()
 
     def _read_inbox(self, timeout_s: float = 0.0) -> bool:
         progressed = False
