@@ -32,6 +32,9 @@ PLANNERS: Mapping[str, Planner] = MappingProxyType(
 )
 """Every planner by the name of its schedule."""
 
+ALL_REDUCE = ("wfbp", "single", "threshold", "mgwfbp", "oasr")
+"""Planners whose plans use all-reduce alone, and so need nothing of the next forward."""
+
 
 def plan(schedule: str, trace: Trace, costs: Costs, **options: Any) -> Plan:
     """Plan with the planner of that name.
