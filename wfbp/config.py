@@ -26,6 +26,7 @@ class Config:
         timeout_s: a wait this long ends in a ``StallError`` on every rank.
         abort_grace_s: how long a rank that failed lets the others report before it ends the job.
         log_level: of the logger ``wfbp``.
+        run_dir: directory in which every rank records its run, for ``wfbp report``; none if empty.
 
     Example:
         >>> Config.from_environment({"WFBP_SCHEDULE": "oasr"}).schedule
@@ -43,6 +44,7 @@ class Config:
     timeout_s: float = 600.0
     abort_grace_s: float = 5.0
     log_level: str = "warning"
+    run_dir: str = ""
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
