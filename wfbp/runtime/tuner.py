@@ -30,7 +30,7 @@ AUTO = "auto"
 UNMEASURED = ("single", "threshold", "wfbp")
 """Planners that look at sizes only."""
 
-SCHEDULES = (AUTO, *planners.PLANNERS)
+SCHEDULES = (AUTO, *planners.ALL_REDUCE)
 
 _HOPELESS = 1.5
 _SURVIVE = (1.10, 1.05, 1.0)
@@ -83,18 +83,13 @@ class Tuner:
         self._candidates: list[_Candidate] = []
         self._enter("warm-up", self._make(first, nominal, Costs(LinearCost(0.0, 0.0))))
 
-    def after_step(self, stamps: Stamps) -> Plan | None:
-        """Take note of a step.
-
-        Returns:
-            A plan to install without a round, or None.
-        """
+    def after_step(self, stamps: Stamps) -> None:
+        """Take note of a step; :attr:`plan` may change, on every rank at the same step."""
         self._seen += 1
         if self.phase == "warm-up":
-            if self._seen < self._config.warmup_steps:
-                return None
-            self._enter("profile", _held(self.plan))
-            return self.plan
+            if self._seen >= self._config.warmup_steps:
+                self._enter("profile", _held(self.plan))
+            return
         if self._seen > 1:  # the first step by a plan finds cold buffers
             self._steps.append(stamps)
         if self.phase == "trial" and len(self._steps) >= self._trial_steps:
@@ -102,10 +97,8 @@ class Tuner:
             self._times.append(times)
             if len(self._times) < len(self._alive):
                 self._enter("trial", self._alive[len(self._times)].plan)
-                return self.plan
-        if self.phase == "installed":
+        elif self.phase == "installed":
             self._watch()
-        return None
 
     @property
     def round_due(self) -> bool:
@@ -204,7 +197,7 @@ class Tuner:
                 for k, t in enumerate(trace.tensors)
             ),
         )
-        plans = [self._make(name, trace, costs) for name in planners.PLANNERS]
+        plans = [self._make(name, trace, costs) for name in planners.ALL_REDUCE]
         plans.append(_held(self._make("oasr", held_trace, costs)))
         predicted = {p.digest: timeline(p, trace, costs).iteration_s for p in plans}
         best_s = min(predicted.values())
