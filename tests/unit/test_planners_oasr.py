@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tests.unit import reference
 from wfbp.core.cost import Costs, LinearCost, PiecewiseCost
 from wfbp.core.planners import PLANNERS, plan
-from wfbp.core.planners.oasr_curve import CurveSolver
-from wfbp.core.planners.oasr_linear import LinearSolver
+from wfbp.core.planners.curve_solver import CurveSolver
+from wfbp.core.planners.linear_solver import LinearSolver
+from wfbp.core.planners.partitions import Row
 from wfbp.core.timeline import timeline
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import TensorSpec
@@ -111,17 +112,15 @@ def test_costs_worked_out_row_by_row_give_the_same_plan(monkeypatch: pytest.Monk
     trace = reference.random_trace(rng, 60)
     costs = Costs(reference.random_cost(rng, False), kappa=0.4)
     by_table = oasr(trace, costs)
-    monkeypatch.setattr("wfbp.core.planners.oasr_curve.MAX_TABLE_TENSORS", 10)
-    monkeypatch.setattr("wfbp.core.planners.oasr_curve.CHUNK_ELEMENTS", 200)
+    monkeypatch.setattr("wfbp.core.planners.curve_solver.MAX_TABLE_TENSORS", 10)
+    monkeypatch.setattr("wfbp.core.planners.curve_solver.CHUNK_ELEMENTS", 200)
     assert oasr(trace, costs) == by_table
 
 
 def test_solvers_say_when_no_partition_meets_the_deadline() -> None:
     ready, sizes = [1.0, 2.0], [100, 100]
-    for solver in (
-        LinearSolver(ready, sizes, LinearCost(0.5, 0.0), 0.0),
-        CurveSolver(ready, sizes, ["uint8"] * 2, LinearCost(0.5, 0.0), 0.0),
-    ):
+    row = Row(ready, sizes, ["uint8"] * 2, [(2, LinearCost(0.5, 0.0))])
+    for solver in (LinearSolver(row, 0.0), CurveSolver(row, 0.0)):
         assert solver.fastest().makespan == 2.5
         assert solver.cheapest(2.4) is None
         assert solver.fewest(2.4, lambda partition: True, 2) is None

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
-
-from wfbp.core.cost import Costs, LinearCost
+from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
-from wfbp.core.planners.oasr_curve import CurveSolver
-from wfbp.core.planners.oasr_linear import LinearSolver
-from wfbp.core.planners.partitions import Partition, Solver
+from wfbp.core.planners.optimum import TOLERANCE, check_tolerance, optimum, solver_of, within
+from wfbp.core.planners.rows import backward_row
 from wfbp.core.planners.runs import plan_of_runs
 from wfbp.core.trace import Trace
-
-TOLERANCE = 1e-3
-"""An iteration may be this much longer than the optimum if that takes fewer groups."""
-PRECISION = 1e-10
-"""With interference the optimum is searched for; it is found to this relative precision."""
-AMONG_FEWEST = 1e-3
-"""The fastest of the fewest groups is found to this part of the tolerance."""
-ROUNDING = 1e-12
 
 
 def oasr(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> Plan:
@@ -64,104 +53,9 @@ def oasr(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> Plan:
         >>> [g.tensors for g in oasr(trace, Costs(LinearCost(0.9, 0.01))).groups]
         [(3, 2), (1, 0)]
     """
-    if not 0.0 <= tolerance < float("inf"):
-        raise ValueError(f"tolerance: expected a finite number of at least 0, found {tolerance!r}")
-    ready_s, sizes = trace.ready_times_s, trace.backward_bytes
-    dtypes = [t.spec.dtype for t in reversed(trace.tensors)]
-    cost, kappa = costs.all_reduce, costs.kappa
-    solver: Solver
-    if isinstance(cost, LinearCost) and len(set(dtypes)) == 1:
-        solver = LinearSolver(ready_s, sizes, cost, kappa)
-    else:
-        solver = CurveSolver(ready_s, sizes, dtypes, cost, kappa)
-    lag = kappa / (1.0 + kappa)
+    check_tolerance(tolerance)
+    solver = solver_of(backward_row(trace, costs), costs.kappa)
+    lag = costs.kappa / (1.0 + costs.kappa)
     fixed_s = trace.forward_s + trace.other_s
-    best = _optimum(solver, lag, fixed_s)
-    optimum_s = fixed_s + _finish(best, lag)
-    latest_s = optimum_s * (1.0 + tolerance + ROUNDING) - fixed_s
-    chosen = _fewest(solver, lag, latest_s, best)
-    precision_s = (AMONG_FEWEST * tolerance + ROUNDING) * optimum_s
-    chosen = _fastest_of_as_few(solver, lag, _finish(best, lag), chosen, precision_s)
-    return plan_of_runs("oasr", trace, chosen.ends)
-
-
-def _finish(partition: Partition, lag: float) -> float:
-    """Wall seconds from the start of backward until everything has arrived."""
-    return partition.makespan + lag * partition.busy
-
-
-def _optimum(solver: Solver, lag: float, fixed_s: float) -> Partition:
-    """The partition of least finish.
-
-    Without interference that is the fastest. With it, let b(v) be the least busy time of
-    makespan at most v: a falling staircase, of which the solver gives any point. An interval
-    (low, high] of makespans holds no finish under low + lag * b(high), so intervals are split,
-    most promising first, until none can beat the best by more than the precision. Each answer
-    moves to a corner of the staircase, and the step just below it is asked for too.
-    """
-    best = solver.fastest()
-    if lag == 0.0:
-        return best
-    loosest = solver.cheapest(float("inf"))
-    assert loosest is not None, "without a deadline every partition is allowed"
-    low = best.makespan
-    best = min(best, loosest, key=lambda p: _finish(p, lag))
-    intervals = [(low + lag * loosest.busy, low, loosest.makespan, loosest.busy)]
-    while intervals:
-        bound, low, high, busy = heapq.heappop(intervals)
-        slack = PRECISION * (fixed_s + _finish(best, lag))
-        if bound >= _finish(best, lag) - slack:
-            break
-        for makespan in ((low + high) / 2, high - slack):
-            if not low < makespan < high:
-                continue
-            found = solver.cheapest(makespan)
-            if found is None:
-                low = makespan
-                continue
-            best = min(best, found, key=lambda p: _finish(p, lag))
-            # Between its makespan and the one asked for, no other is cheaper.
-            heapq.heappush(intervals, (makespan + lag * busy, makespan, high, busy))
-            high, busy = found.makespan, found.busy
-        heapq.heappush(intervals, (low + lag * busy, low, high, busy))
-    return best
-
-
-def _fewest(solver: Solver, lag: float, latest_s: float, best: Partition) -> Partition:
-    """The fewest runs that finish by ``latest_s``, or ``best`` where it has as few.
-
-    All partitions in question have a makespan of at most v = latest. So they keep the channel
-    busy for at least b(v), which leaves v = latest - lag * b(v) for the makespan, and so on down
-    to the fixed point. For a linear cost b is known from the number of runs alone, hence the
-    cheapest partition there is the one of fewest runs.
-    """
-    makespan = latest_s
-    at_most = len(best.ends)
-    while lag > 0.0:
-        cheapest = solver.cheapest(makespan)
-        if cheapest is None:
-            return best
-        lower = latest_s - lag * cheapest.busy
-        if lower >= makespan - ROUNDING * latest_s:
-            break
-        makespan = lower
-
-    def accept(partition: Partition) -> bool:
-        return _finish(partition, lag) <= latest_s
-
-    found = solver.fewest(makespan, accept, at_most)
-    return best if found is None else found
-
-
-def _fastest_of_as_few(
-    solver: Solver, lag: float, low: float, chosen: Partition, precision_s: float
-) -> Partition:
-    """The partition of earliest finish with as many runs as ``chosen``, by bisection."""
-    while _finish(chosen, lag) - low > precision_s:
-        middle = (low + _finish(chosen, lag)) / 2
-        found = _fewest(solver, lag, middle, chosen)
-        if len(found.ends) <= len(chosen.ends) and _finish(found, lag) <= middle:
-            chosen = found
-        else:
-            low = middle
-    return chosen
+    best = optimum(solver, lag, fixed_s)
+    return plan_of_runs("oasr", trace, within(solver, lag, fixed_s, best, tolerance).ends)

@@ -1,9 +1,9 @@
-"""The question behind OASR: into which runs is a row of gradients cut?
+"""The question behind the exact planners: into which runs is a row of gradients cut?
 
-A partition of gradients 1..L (backward order) is told by the ends of its runs, e_1 < ... < e_n = L.
-Solvers work on the compute clock (see ``wfbp.core.timeline``): there interference is gone, since
-ready times are constants and a message of c seconds takes c / (1 + kappa). Two figures of a
-partition matter, and the wall clock is a sum of both:
+A partition of gradients 1..L is told by the ends of its runs, e_1 < ... < e_n = L. Solvers work on
+the compute clock (see ``wfbp.core.phases``): there interference is gone, since ready times are
+constants and a message of c seconds takes c / (1 + kappa). Two figures of a partition matter, and
+the wall clock is a sum of both:
 
     makespan   when its last run has arrived, on the compute clock
     busy       how long the channel was in use, on the wall clock
@@ -12,11 +12,40 @@ partition matter, and the wall clock is a sum of both:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from wfbp.core.cost import CostModel
+
 Ends = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Gradients that cross the channel in this order, in runs.
+
+    Args:
+        ready_s: r_1 <= ... <= r_L, seconds from the start of the phase.
+        sizes: bytes m_1..m_L.
+        dtypes: element type of each.
+        segments: (end, cost of a message) in order, the last end being L. A run lies within one
+            segment: what is sent by different collectives cannot share a message.
+        floor_s: the phase takes at least this long, whatever is sent.
+    """
+
+    ready_s: Sequence[float]
+    sizes: Sequence[int]
+    dtypes: Sequence[str]
+    segments: Sequence[tuple[int, CostModel]]
+    floor_s: float = 0.0
+
+    def pieces(self) -> Iterator[tuple[int, int, CostModel]]:
+        """(start, end, cost) of each segment."""
+        start = 0
+        for end, cost in self.segments:
+            yield start, end, cost
+            start = end
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +58,7 @@ class Partition:
 
 
 class Solver(Protocol):
-    """Exact answers for one row of gradients and one cost."""
+    """Exact answers for one row."""
 
     def fastest(self) -> Partition:
         """Of least makespan."""

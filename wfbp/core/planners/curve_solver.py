@@ -1,4 +1,4 @@
-"""OASR's subproblems for any monotone cost, vectorised, in time quadratic in the gradients."""
+"""Exact partitions for any monotone cost, vectorised, in time quadratic in the gradients."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from wfbp.core.cost import CostModel
-from wfbp.core.planners.partitions import Partition
+from wfbp.core.planners.partitions import Partition, Row
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -28,38 +27,36 @@ class CurveSolver:
     when its last gradient exists.
 
     Args:
-        ready_s: r_1 <= ... <= r_L in backward order, seconds from the start of backward.
-        sizes: bytes m_1..m_L.
-        dtypes: element type of each.
-        cost: of a message, on the wall clock.
+        row: what is cut into runs.
         kappa: interference; on the compute clock a message takes 1 / (1 + kappa) of its cost.
     """
 
-    def __init__(
-        self,
-        ready_s: Sequence[float],
-        sizes: Sequence[int],
-        dtypes: Sequence[str],
-        cost: CostModel,
-        kappa: float,
-    ) -> None:
-        self._n = len(sizes)
-        self._r = np.array([0.0, *ready_s])
+    def __init__(self, row: Row, kappa: float) -> None:
+        self._n = len(row.sizes)
+        self._r = np.array([0.0, *row.ready_s])
+        self._floor = row.floor_s
         self._speed = 1.0 / (1.0 + kappa)
-        self._cost = cost
-        kinds = sorted(set(dtypes))
-        members = np.array([[kind == dtype for dtype in dtypes] for kind in kinds])
+        self._first = [0]
+        self._cost = [row.segments[0][1]]
+        for start, end, cost in row.pieces():
+            self._first += [start] * (end - start)
+            self._cost += [cost] * (end - start)
+        kinds = sorted(set(row.dtypes))
+        members = np.array([[kind == dtype for dtype in row.dtypes] for kind in kinds])
         zero = np.zeros((len(kinds), 1))
         self._count: Floats = np.hstack([zero, np.cumsum(members, axis=1)])
-        self._bytes: Floats = np.hstack([zero, np.cumsum(members * np.array(sizes), axis=1)])
+        self._bytes: Floats = np.hstack([zero, np.cumsum(members * np.array(row.sizes), axis=1)])
 
     def _row(self, j: int) -> Floats:
-        """Wall seconds of the run (i, j] for every i; infinite from i = j on."""
+        """Wall seconds of the run (i, j] for every i; infinite for i beyond its segment."""
         row = np.full(self._n + 1, np.inf)
-        row[:j] = 0.0
+        first, cost = self._first[j], self._cost[j]
+        row[first:j] = 0.0
         for count, nbytes in zip(self._count, self._bytes, strict=True):
-            seconds = self._cost.many(nbytes[j] - nbytes[:j])
-            row[:j] += seconds if len(self._count) == 1 else seconds * (count[j] > count[:j])
+            seconds = cost.many(nbytes[j] - nbytes[first:j])
+            row[first:j] += (
+                seconds if len(self._count) == 1 else seconds * (count[j] > count[first:j])
+            )
         return row
 
     @cached_property
@@ -105,6 +102,8 @@ class CurveSolver:
 
             w(i) = min over j > i of  w(j) + c(P_j - P_i)   where it is <= (1 + kappa) * (D - r_j)
         """
+        if makespan < self._floor:
+            return None
         room = self._room(makespan)
         busy = np.full(self._n + 1, np.inf)
         busy[-1] = 0.0
@@ -132,6 +131,8 @@ class CurveSolver:
         A state is dropped where fewer runs reach it as cheaply, and where even the fastest
         partition of what is left in front would come too late.
         """
+        if makespan < self._floor:
+            return None
         room = self._room(makespan)
         earliest = self._best[0]
         busy = np.full(self._n + 1, np.inf)
@@ -184,11 +185,11 @@ class CurveSolver:
             seconds = 0.0
             for count, nbytes in zip(self._count, self._bytes, strict=True):
                 if count[end] > count[start]:
-                    seconds += self._cost(float(nbytes[end] - nbytes[start]))
+                    seconds += self._cost[end](float(nbytes[end] - nbytes[start]))
             at = max(at, float(self._r[end])) + self._speed * seconds
             busy += seconds
             start = end
-        return Partition(tuple(ends), at, busy)
+        return Partition(tuple(ends), max(at, self._floor), busy)
 
 
 def _chunks(js: Ints, width: int) -> Iterator[Ints]:

@@ -1,0 +1,159 @@
+"""Exact partitions for linear costs, in time linear in the number of gradients."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from wfbp.core.cost import LinearCost
+from wfbp.core.planners.partitions import Partition, Row
+
+
+class LinearSolver:
+    """Exact answers where a message of m bytes takes alpha + beta * m seconds.
+
+    Args:
+        row: of one element type; the cost of every segment is linear.
+        kappa: interference; on the compute clock a message takes 1 / (1 + kappa) of its cost.
+    """
+
+    def __init__(self, row: Row, kappa: float) -> None:
+        self._speed = 1.0 / (1.0 + kappa)
+        self._r = row.ready_s
+        self._floor = row.floor_s
+        prefix = list(accumulate(row.sizes, initial=0))
+        self._pieces: list[_Piece] = []
+        for start, end, cost in row.pieces():
+            assert isinstance(cost, LinearCost)
+            self._pieces.append(_Piece(start, end, cost, prefix, self._speed))
+
+    def fastest(self) -> Partition:
+        """finish(j) = min over i < j of max(finish(i), r_j) + alpha + beta * (P_j - P_i).
+
+        finish never falls in j: leaving the last gradient out of a partition of 1..j makes one
+        of 1..j-1 that ends no later. So i with finish(i) <= r_j are a prefix 0..i0, of which i0
+        is best (it leaves the fewest bytes). For the others the term is
+        (finish(i) - beta * P_i) + alpha + beta * P_j: a minimum over the window i0 < i < j, both
+        of whose borders only move right, so a monotone queue yields it in O(L) altogether. Where
+        a segment begins, the row to the left is out of reach and finish goes on.
+        """
+        num_tensors = len(self._r)
+        finish = [0.0] * (num_tensors + 1)
+        previous = [0] * (num_tensors + 1)
+        key = [0.0] * (num_tensors + 1)
+        for piece in self._pieces:
+            sent, alpha, first = piece.sent, piece.alpha, piece.start
+            window: deque[int] = deque()
+            i0 = first - 1
+            key[first] = finish[first] - sent[0]
+            for j in range(first + 1, piece.end + 1):
+                ready = self._r[j - 1]
+                while window and key[window[-1]] >= key[j - 1]:
+                    window.pop()
+                window.append(j - 1)
+                while i0 + 1 < j and finish[i0 + 1] <= ready:
+                    i0 += 1
+                while window and window[0] <= i0:
+                    window.popleft()
+                best, who = float("inf"), i0
+                if i0 >= first:
+                    best = ready - sent[i0 - first]
+                if window and key[window[0]] < best:
+                    who = window[0]
+                    best = key[who]
+                finish[j] = best + alpha + sent[j - first]
+                previous[j] = who
+                key[j] = finish[j] - sent[j - first]
+        ends = []
+        j = num_tensors
+        while j > 0:
+            ends.append(j)
+            j = previous[j]
+        return self._partition(ends[::-1])
+
+    def cheapest(self, makespan: float, at_most: int | None = None) -> Partition | None:
+        """Backward from the deadline D, each run as long as it may be.
+
+        Let runs leave as late as they can: back to back, the last arriving at D. The t-th run
+        from the end, (i, j], then starts at D - beta * (P_L - P_i) - t * alpha whatever the runs
+        behind it are, and it may if that is r_j or later:
+
+            beta * P_i >= r_j + t * alpha - (D - beta * P_L)
+
+        Busy time is alpha * t + beta * P_L, so cheapest means fewest runs, and taking the
+        smallest such i each time yields them. Proof: write (j, t) for "t runs cover j+1..L". If
+        j' <= j and t' <= t, any step from (j, t) to i < j' is allowed from (j', t') too, since
+        the right side grows with j (through r_j) and with t; and if i >= j', then (j', t') already
+        covers more with fewer runs. So a state with both figures smaller reaches 0 with no more
+        runs, and the greedy choice always has the smallest j for its t. If from its j no i is
+        allowed, no state reached by t runs goes below j either, hence nothing reaches 0.
+
+        A segment is such a row of its own, whose deadline is the start of what lies behind it:
+        the fewest runs there leave the latest deadline to the segments before.
+        """
+        if makespan < self._floor:
+            return None
+        ready = self._r
+        ends: list[int] = []
+        deadline = makespan
+        for piece in reversed(self._pieces):
+            sent, alpha, first = piece.sent, piece.alpha, piece.start
+            short = sent[-1] - deadline
+            t, j = 0, piece.end
+            while j > first:
+                ends.append(j)
+                t += 1
+                at = bisect_left(sent, ready[j - 1] + t * alpha + short, 0, j - first)
+                i = first + at
+                if i == j or (len(ends) == at_most and i > 0):
+                    return None
+                j = i
+            deadline -= t * alpha + sent[-1] - sent[0]
+        return self._partition(ends[::-1])
+
+    def fewest(
+        self, makespan: float, accept: Callable[[Partition], bool], at_most: int
+    ) -> Partition | None:
+        """The cheapest: within a segment fewest runs and least busy time are the same."""
+        found = self.cheapest(makespan, at_most)
+        return found if found is not None and accept(found) else None
+
+    def _partition(self, ends: Sequence[int]) -> Partition:
+        at = busy = 0.0
+        pieces = iter(self._pieces)
+        piece = next(pieces)
+        count = start = 0
+        for end in ends:
+            if start == piece.end:
+                busy += piece.busy_s(count)
+                piece, count = next(pieces), 0
+            sent = piece.sent
+            seconds = piece.alpha + (sent[end - piece.start] - sent[start - piece.start])
+            at = max(at, self._r[end - 1]) + seconds
+            count += 1
+            start = end
+        return Partition(tuple(ends), max(at, self._floor), busy + piece.busy_s(count))
+
+
+class _Piece:
+    """A segment, its cost on the compute clock."""
+
+    __slots__ = ("_alpha_s", "_sent_s", "alpha", "end", "sent", "start")
+
+    def __init__(
+        self, start: int, end: int, cost: LinearCost, prefix: Sequence[int], speed: float
+    ) -> None:
+        beta = cost.beta_s_per_byte
+        self.start = start
+        self.end = end
+        self._alpha_s = cost.alpha_s
+        self._sent_s = beta * prefix[end] - beta * prefix[start]
+        self.alpha = cost.alpha_s * speed
+        self.sent = [speed * (beta * p) for p in prefix[start : end + 1]]
+        """Seconds of beta for all bytes of the row up to each border of the segment."""
+
+    def busy_s(self, num_runs: int) -> float:
+        """Wall seconds of the segment in that many messages."""
+        return num_runs * self._alpha_s + self._sent_s

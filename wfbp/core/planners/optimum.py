@@ -1,0 +1,140 @@
+"""The best partition of a row: earliest finish, and fewest runs for a finish almost as early."""
+
+from __future__ import annotations
+
+import heapq
+
+from wfbp.core.cost import LinearCost
+from wfbp.core.planners.curve_solver import CurveSolver
+from wfbp.core.planners.linear_solver import LinearSolver
+from wfbp.core.planners.partitions import Partition, Row, Solver
+
+TOLERANCE = 1e-3
+"""An iteration may be this much longer than the optimum if that takes fewer groups."""
+PRECISION = 1e-10
+"""With interference the optimum is searched for; it is found to this relative precision."""
+ROUNDING = 1e-12
+
+
+def check_tolerance(tolerance: float) -> None:
+    """Refuse what is no tolerance.
+
+    Raises:
+        ValueError: negative, infinite or not a number.
+    """
+    if not 0.0 <= tolerance < float("inf"):
+        raise ValueError(f"tolerance: expected a finite number of at least 0, found {tolerance!r}")
+
+
+def solver_of(row: Row, kappa: float) -> Solver:
+    """The fastest solver that is exact for this row."""
+    linear = all(isinstance(cost, LinearCost) for _, cost in row.segments)
+    if linear and len(set(row.dtypes)) == 1:
+        return LinearSolver(row, kappa)
+    return CurveSolver(row, kappa)
+
+
+def finish_s(partition: Partition, lag: float) -> float:
+    """Wall seconds from the start of the phase until everything has arrived."""
+    return partition.makespan + lag * partition.busy
+
+
+def optimum(
+    solver: Solver, lag: float, fixed_s: float, precision: float = PRECISION
+) -> Partition:
+    """The partition of least finish.
+
+    Without interference that is the fastest. With it, let b(v) be the least busy time of
+    makespan at most v: a falling staircase, of which the solver gives any point. An interval
+    (low, high] of makespans holds no finish under low + lag * b(high), so intervals are split,
+    most promising first, until none can beat the best by more than the precision. Each answer
+    moves to a corner of the staircase, and the step just below it is asked for too.
+
+    Args:
+        solver: of the row.
+        lag: kappa / (1 + kappa).
+        fixed_s: seconds of the iteration beside this phase; the precision is relative to all.
+        precision: how far from the optimum the answer may be.
+    """
+    best = solver.fastest()
+    if lag == 0.0:
+        return best
+    loosest = solver.cheapest(float("inf"))
+    assert loosest is not None, "without a deadline every partition is allowed"
+    low = best.makespan
+    # A floor under the makespan may leave room for a cheaper partition that is as fast.
+    as_fast = solver.cheapest(low * (1.0 + ROUNDING)) or best
+    best = min(best, as_fast, loosest, key=lambda p: finish_s(p, lag))
+    intervals = [(low + lag * loosest.busy, low, loosest.makespan, loosest.busy)]
+    while intervals:
+        bound, low, high, busy = heapq.heappop(intervals)
+        slack = precision * (fixed_s + finish_s(best, lag))
+        if bound >= finish_s(best, lag) - slack:
+            break
+        for makespan in ((low + high) / 2, high - slack):
+            if not low < makespan < high:
+                continue
+            found = solver.cheapest(makespan)
+            if found is None:
+                low = makespan
+                continue
+            best = min(best, found, key=lambda p: finish_s(p, lag))
+            # Between its makespan and the one asked for, no other is cheaper.
+            heapq.heappush(intervals, (makespan + lag * busy, makespan, high, busy))
+            high, busy = found.makespan, found.busy
+        heapq.heappush(intervals, (low + lag * busy, low, high, busy))
+    return best
+
+
+def fewest(solver: Solver, lag: float, latest_s: float, best: Partition) -> Partition:
+    """The fewest runs that finish by ``latest_s``, or ``best`` where it has as few.
+
+    All partitions in question have a makespan of at most v = latest. So they keep the channel
+    busy for at least b(v), which leaves v = latest - lag * b(v) for the makespan, and so on down
+    to the fixed point. For a linear cost b is known from the number of runs alone, hence the
+    cheapest partition there is the one of fewest runs.
+    """
+    makespan = latest_s
+    at_most = len(best.ends)
+    while lag > 0.0:
+        cheapest = solver.cheapest(makespan)
+        if cheapest is None:
+            return best
+        lower = latest_s - lag * cheapest.busy
+        if lower >= makespan - ROUNDING * latest_s:
+            break
+        makespan = lower
+
+    def accept(partition: Partition) -> bool:
+        return finish_s(partition, lag) <= latest_s
+
+    found = solver.fewest(makespan, accept, at_most)
+    return best if found is None else found
+
+
+def fastest_of_as_few(
+    solver: Solver, lag: float, low: float, chosen: Partition, precision_s: float
+) -> Partition:
+    """The partition of earliest finish with as many runs as ``chosen``, by bisection."""
+    while finish_s(chosen, lag) - low > precision_s:
+        middle = (low + finish_s(chosen, lag)) / 2
+        found = fewest(solver, lag, middle, chosen)
+        if len(found.ends) <= len(chosen.ends) and finish_s(found, lag) <= middle:
+            chosen = found
+        else:
+            low = middle
+    return chosen
+
+
+def within(
+    solver: Solver, lag: float, fixed_s: float, best: Partition, tolerance: float
+) -> Partition:
+    """The fewest runs whose iteration is within ``tolerance`` of that by ``best``.
+
+    Among partitions of as few runs it is the fastest, to a thousandth of the tolerance.
+    """
+    optimum_s = fixed_s + finish_s(best, lag)
+    latest_s = optimum_s * (1.0 + tolerance + ROUNDING) - fixed_s
+    chosen = fewest(solver, lag, latest_s, best)
+    precision_s = (1e-3 * tolerance + ROUNDING) * optimum_s
+    return fastest_of_as_few(solver, lag, finish_s(best, lag), chosen, precision_s)
