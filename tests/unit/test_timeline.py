@@ -145,15 +145,37 @@ def test_shapes_of_equal_size_are_the_same_tensors() -> None:
     assert iteration_s(made, trace, Costs(LinearCost(1.0, 0.0))) == 3.0 + 5.0 + 0.5
 
 
-def test_decoupled_groups_are_refused() -> None:
+def decoupled(trace: Trace, gathers: tuple[tuple[int, ...], ...]) -> Plan:
+    scatter = Group((2, 1, 0), Operation.REDUCE_SCATTER)
+    groups = (Group(members, Operation.ALL_GATHER, Phase.FORWARD) for members in gathers)
+    return Plan("hand", trace.specs, (scatter, *groups))
+
+
+def test_decoupled_by_hand() -> None:
+    # The scatter leaves at 4 and takes 2 s. Gathers of 1 and 2 s follow after 0.5 s of other
+    # work; a starts at 7.5, b and c are there at 9.5, the end is 2 s later.
     trace = small_trace()
-    decoupled = Plan(
-        "hand",
-        trace.specs,
-        (
-            Group((2, 1, 0), Operation.REDUCE_SCATTER),
-            Group((0, 1, 2), Operation.ALL_GATHER, Phase.FORWARD),
-        ),
-    )
-    with pytest.raises(ValueError, match="'hand' has a group sent by reduce_scatter"):
-        timeline(decoupled, trace, Costs(LinearCost(1.0, 0.0)))
+    costs = Costs(LinearCost(9.0, 9.0), LinearCost(2.0, 0.0), LinearCost(0.0, 0.1))
+    found = timeline(decoupled(trace, ((0,), (1, 2))), trace, costs)
+    assert [(g.ready_s, g.start_s, g.end_s, g.nbytes) for g in found.groups] == [
+        (4.0, 4.0, 6.0, 30),
+        (6.5, 6.5, 7.5, 10),
+        (6.5, 7.5, 9.5, 20),
+    ]
+    assert found.backward_end_s == 4.0
+    assert found.iteration_s == 11.5
+    assert found.exposed_s == 4.0
+
+
+def test_decoupled_by_hand_under_interference() -> None:
+    # In forward a waits until 1, does 1 s in the 2 s until 3, then b and c go undisturbed.
+    trace = small_trace()
+    costs = Costs(LinearCost(9.0, 9.0), LinearCost(2.0, 0.0), LinearCost(0.0, 0.1), kappa=1.0)
+    found = timeline(decoupled(trace, ((0,), (1, 2))), trace, costs)
+    assert found.iteration_s == 6.0 + 0.5 + 5.0
+
+
+def test_a_gather_out_of_order_makes_all_wait() -> None:
+    trace = small_trace()
+    costs = Costs(LinearCost(9.0, 9.0), LinearCost(2.0, 0.0), LinearCost(0.0, 0.1))
+    assert iteration_s(decoupled(trace, ((2,), (1,), (0,))), trace, costs) == 6.0 + 0.5 + 6.0

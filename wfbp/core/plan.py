@@ -46,14 +46,17 @@ class Plan:
     Args:
         schedule: name of the planner that made it.
         tensors: the tensors planned, in forward order.
-        groups: in sending order; one element type per group; every tensor in exactly one group
-            per phase.
+        groups: in sending order, those of backward first; one element type per group. Every
+            tensor is in exactly one group of backward, where it is either all-reduced or
+            reduce-scattered; the reduce-scattered are in exactly one group of forward each,
+            where they are all-gathered.
         overlap: whether a group may leave while backward still runs. Without overlap all groups
             leave when the step closes, which is cheaper where communication costs the CPU time
             that backward needs (shared memory, one core per rank).
 
     Raises:
-        ValueError: a tensor is missing, named twice, or shares a group with another element type.
+        ValueError: a tensor is missing, named twice, or shares a group with another element type;
+            an operation stands in the wrong phase or a group of backward behind one of forward.
 
     Example:
         >>> w, b = TensorSpec("w", (3, 5), "float32"), TensorSpec("b", (5,), "float32")
@@ -72,18 +75,40 @@ class Plan:
         if len(set(names)) != len(names):
             twice = sorted(name for name, times in Counter(names).items() if times > 1)
             raise ValueError(f"tensor names must be unique; found twice: {', '.join(twice)}")
-        for phase in Phase:
-            seen = [k for g in self.groups if g.phase is phase for k in g.tensors]
-            if len(set(seen)) != len(seen):
-                raise ValueError(f"a tensor is in two groups of the {phase.value} phase")
-            if phase is Phase.BACKWARD and set(seen) != set(range(len(names))):
-                raise ValueError("the groups do not cover exactly the tensors of the plan")
-            if not set(seen) <= set(range(len(names))):
-                raise ValueError(f"a group of the {phase.value} phase names an unknown tensor")
+        self._check_coverage(len(names))
         for index, group in enumerate(self.groups):
             kinds = {self.tensors[k].dtype for k in group.tensors}
             if len(kinds) > 1:
                 raise ValueError(f"group {index} mixes element types {sorted(kinds)}")
+            if (group.operation is Operation.ALL_GATHER) is not (group.phase is Phase.FORWARD):
+                raise ValueError(
+                    f"group {index}: {group.operation.value} cannot be sent in {group.phase.value}"
+                )
+            if group.phase is Phase.BACKWARD and index >= self.num_backward:
+                raise ValueError(f"group {index} of backward stands behind one of forward")
+
+    def _check_coverage(self, num_tensors: int) -> None:
+        scattered: set[int] = set()
+        for phase in Phase:
+            groups = [g for g in self.groups if g.phase is phase]
+            seen = [k for g in groups for k in g.tensors]
+            if len(set(seen)) != len(seen):
+                raise ValueError(f"a tensor is in two groups of the {phase.value} phase")
+            if not set(seen) <= set(range(num_tensors)):
+                raise ValueError(f"a group of the {phase.value} phase names an unknown tensor")
+            if phase is Phase.BACKWARD:
+                if len(seen) != num_tensors:
+                    raise ValueError("the groups do not cover exactly the tensors of the plan")
+                for group in groups:
+                    if group.operation is Operation.REDUCE_SCATTER:
+                        scattered.update(group.tensors)
+            elif set(seen) != scattered:
+                raise ValueError("exactly the reduce-scattered tensors have to be all-gathered")
+
+    @cached_property
+    def num_backward(self) -> int:
+        """Groups of backward; those of forward come behind them."""
+        return sum(group.phase is Phase.BACKWARD for group in self.groups)
 
     def dtype(self, group: int) -> str:
         """Element type of a group."""

@@ -39,9 +39,7 @@ def finish_s(partition: Partition, lag: float) -> float:
     return partition.makespan + lag * partition.busy
 
 
-def optimum(
-    solver: Solver, lag: float, fixed_s: float, precision: float = PRECISION
-) -> Partition:
+def optimum(solver: Solver, lag: float, fixed_s: float, precision: float = PRECISION) -> Partition:
     """The partition of least finish.
 
     Without interference that is the fastest. With it, let b(v) be the least busy time of
