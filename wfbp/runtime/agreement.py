@@ -54,10 +54,6 @@ def check_equal(name: str, what: str, values: Sequence[str]) -> None:
 
 def _differences(ours: dict[str, Any], theirs: dict[str, Any], rank: int) -> list[str]:
     found = []
-    for key, value in ours["settings"].items():
-        other = theirs["settings"].get(key)
-        if other != value:
-            found.append(f"{key} is {value!r} on rank 0 and {other!r} on rank {rank}")
     mine, other_rows = ours["tensors"], theirs["tensors"]
     by_name = {row[0]: row for row in other_rows}
     names = {row[0] for row in mine}
@@ -78,7 +74,25 @@ def _differences(ours: dict[str, Any], theirs: dict[str, Any], rank: int) -> lis
             f"tensor {place} is {_shown(mine[place])} on rank 0 and "
             f"{_shown(other_rows[place])} on rank {rank} (the order differs)"
         )
+    # Settings follow from the tensors in part, the plan from all else: report causes only.
+    for key, value in ours["settings"].items():
+        other = theirs["settings"][key]
+        if found or other == value:
+            continue
+        if isinstance(value, list):
+            found.append(
+                f"{key}: {_only_in(value, other)} on rank 0 only, "
+                f"{_only_in(other, value)} on rank {rank} only"
+            )
+        else:
+            found.append(f"{key} is {value!r} on rank 0 and {other!r} on rank {rank}")
     return found
+
+
+def _only_in(these: list[str], those: list[str]) -> str:
+    names = [name for name in these if name not in set(those)]
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return (", ".join(names[:_MAX_NAMED]) or "none") + more
 
 
 def _shown(row: list[Any]) -> str:

@@ -222,10 +222,11 @@ class Engine:
             # Another rank that takes these messages for a step's finds the step numbers apart.
             self._step.number += STEP_CYCLE // 2
             self._close(fetch=False)
-            self._steps += 1
         else:
             self._events.append(DISCARD)
             self._post(self._wake)
+        # Counted, so that ranks of which some discard and others step notice it.
+        self._steps += 1
         self._begin(time.perf_counter())
 
     def close(self) -> None:
