@@ -24,7 +24,7 @@ class Chunking:
     chunk_bytes: int = 1 << 20
     window_bytes: int = 3 << 20
     window_jobs: int = 8
-    small_bytes: int = 32 << 10
+    small_bytes: int = 64 << 10
     direct_ranks: int = 16
 
     def __post_init__(self) -> None:

@@ -59,8 +59,8 @@ class Exchange(Job):
     """
 
     __slots__ = (
-        "_block", "_buffer", "_comm", "_dtype", "_family", "_op", "_pending", "_rank", "_reduced",
-        "_scratch", "_shards", "_size", "_tag",
+        "_block", "_comm", "_data", "_dtype", "_family", "_op", "_parts", "_pending",
+        "_rank", "_reduced", "_scratch", "_shards", "_size", "_tag",
     )  # fmt: skip
 
     def __init__(
@@ -80,29 +80,30 @@ class Exchange(Job):
         self._size = comm.size
         self._scratch = scratch
         self._tag = 2 * (sequence % NUM_TAGS)
-        self._buffer = buffer
+        self._data = buffer
         self._dtype = dtype
         self._op = op
-        self._shards: list[Buffer] = []
-        self._pending: list[MPI.Request] = []
         self._reduced = False
 
     def start(self) -> None:
-        comm, rank, tag, buffer = self._comm, self._rank, self._tag, self._buffer
-        mine, *others = self._rotated([buffer[a:b] for a, b in split(buffer.size, self._size)])
-        num_bytes = mine.nbytes
-        self._block = self._scratch.take(num_bytes * (self._size - 1))
-        shards = [mine]
-        for step in range(1, self._size):
-            peer = (rank + step) % self._size
-            theirs = self._block[(step - 1) * num_bytes : step * num_bytes].view(buffer.dtype)
-            shards.append(theirs)
-            if num_bytes:
-                self._pending.append(comm.Irecv(_bytes(theirs), peer, tag))
-            if others[step - 1].size:
-                self._pending.append(comm.Isend(_bytes(others[step - 1]), peer, tag))
-        # In rank order again: shards[step] came from rank + step.
-        self._shards = [shards[(source - rank) % self._size] for source in range(self._size)]
+        comm, rank, size, tag, data = self._comm, self._rank, self._size, self._tag, self._data
+        item, raw = data.itemsize, data.view(np.uint8)
+        parts = [raw[a * item : b * item] for a, b in split(data.size, size)]
+        length = parts[rank].size
+        self._block = block = self._scratch.take(length * (size - 1))
+        shards = [data] * size
+        shards[rank] = parts[rank].view(data.dtype)
+        pending = []
+        end = 0
+        for peer in self._peers():
+            start, end = end, end + length
+            arriving = block[start:end]
+            shards[peer] = arriving.view(data.dtype)
+            if length:
+                pending.append(comm.Irecv(arriving, peer, tag))
+            if parts[peer].size:
+                pending.append(comm.Isend(parts[peer], peer, tag))
+        self._parts, self._shards, self._pending = parts, shards, pending
 
     def step(self) -> bool:
         pending = self._pending
@@ -121,19 +122,14 @@ class Exchange(Job):
         return not pending
 
     def _gather(self) -> None:
-        comm, rank, tag, buffer = self._comm, self._rank, self._tag + 1, self._buffer
-        mine, *others = self._rotated([buffer[a:b] for a, b in split(buffer.size, self._size)])
-        for step, theirs in enumerate(others, start=1):
-            peer = (rank + step) % self._size
-            if theirs.size:
-                self._pending.append(comm.Irecv(_bytes(theirs), peer, tag))
+        comm, tag, pending, parts = self._comm, self._tag + 1, self._pending, self._parts
+        mine = parts[self._rank]
+        for peer in self._peers():
+            if parts[peer].size:
+                pending.append(comm.Irecv(parts[peer], peer, tag))
             if mine.size:
-                self._pending.append(comm.Isend(_bytes(mine), peer, tag))
+                pending.append(comm.Isend(mine, peer, tag))
 
-    def _rotated(self, shards: list[Buffer]) -> list[Buffer]:
-        """This rank's first: ranks start with different peers, so that none is swamped."""
-        return shards[self._rank :] + shards[: self._rank]
-
-
-def _bytes(shard: Buffer) -> Buffer:
-    return shard.view(np.uint8)
+    def _peers(self) -> list[int]:
+        """The other ranks, the next one first: ranks start with different peers."""
+        return [(self._rank + step) % self._size for step in range(1, self._size)]
