@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -35,10 +36,10 @@ def result(link: str = "none", predicted: float | None = None, **seconds: float)
     def contestant(name: str, median_s: float) -> ContestantResult:
         report = {"predicted_iteration_s": predicted} if name == "wfbp-auto" else {}
         blocks = (block(median_s, median_s, thread=median_s / 5),)
-        return ContestantResult(name, 0.0, blocks, report)
+        return ContestantResult(name, 0.0, 0.0, blocks, report)
 
     contestants = tuple(contestant(n.replace("_", "-"), s) for n, s in seconds.items())
-    return ModelResult("mlp", "An MLP", 2, 80, 2, link, 0.1, contestants)
+    return ModelResult("mlp", "An MLP", 2, 80, 2, link, 0.1, 2, contestants)
 
 
 def test_figures_leave_out_disturbed_and_unsettled_blocks() -> None:
@@ -48,7 +49,7 @@ def test_figures_leave_out_disturbed_and_unsettled_blocks() -> None:
         block(2.0, 4.0, thread=1.5, sent=100.0),
         block(80.0, settled=False),
     )
-    figures = ContestantResult("x", None, blocks, {}).figures(max_foreign_cores=0.1)
+    figures = ContestantResult("x", None, 0.0, blocks, {}).figures(max_foreign_cores=0.1)
     assert figures is not None
     assert figures.median_s == 2.5
     assert (figures.num_kept, figures.num_dropped) == (4, 2)
@@ -57,7 +58,7 @@ def test_figures_leave_out_disturbed_and_unsettled_blocks() -> None:
 
 
 def test_no_clean_block_gives_no_figures() -> None:
-    assert ContestantResult("x", None, (block(1.0, foreign=9.0),), {}).figures(0.1) is None
+    assert ContestantResult("x", None, 0.0, (block(1.0, foreign=9.0),), {}).figures(0.1) is None
 
 
 def test_ratios_compare_with_the_best_of_each_group() -> None:
@@ -89,6 +90,16 @@ def test_targets_on_the_slow_link() -> None:
     assert not found["auto over the best DDP, mean"].met
     assert found["away from its prediction"].value == pytest.approx(0.02)
     assert found["communication thread, of a core"].value == pytest.approx(0.2)
+
+
+def test_too_few_undisturbed_iterations_decide_nothing() -> None:
+    measured = result(mpi_per_tensor=1.0, ddp_1=2.0, wfbp_auto=1.0)
+    assert {t.verdict for t in targets([measured])} == {"met"}
+    wanting = replace(measured, iterations=3)
+    assert {t.verdict for t in targets([wanting])} == {"undecided"}
+    disturbed = ContestantResult("ddp-25", 0.0, 0.0, (block(1.0, 1.0, foreign=9.0),), {})
+    short = replace(measured, contestants=(*measured.contestants, disturbed))
+    assert {t.verdict for t in targets([short])} == {"undecided"}
 
 
 def test_prediction_error_is_unknown_without_a_prediction() -> None:

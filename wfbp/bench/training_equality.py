@@ -40,21 +40,16 @@ def check_equality(
     Raises:
         RuntimeError: one of them trains something else.
     """
-    trained = {}
-    for contestant in contestants:
-        contestant.reset(state, LEARNING_RATE)
-        for step in range(NUM_STEPS):
-            contestant.step(batches[step % len(batches)])
-        trained[contestant.name] = _flat(contestant)
-    reference = trained[PER_TENSOR]
+    reference = _train(next(c for c in contestants if c.name == PER_TENSOR), state, batches)
     start = torch.cat([state[n].flatten() for n, _ in contestants[0].model.named_parameters()])
     sizes = float(reference.norm()), float((reference - start).norm())
     differences: dict[str, float | None] = {}
-    for name, parameters in trained.items():
+    for contestant in contestants:
+        name = contestant.name
         if name == NO_COMMUNICATION:
             differences[name] = None
             continue
-        distance = float((parameters - reference).norm())
+        distance = float((_train(contestant, state, batches) - reference).norm())
         of_all = comm.allreduce(distance / sizes[0], MPI.MAX)
         of_change = comm.allreduce(distance / sizes[1], MPI.MAX)
         # Written so that a NaN fails.
@@ -68,5 +63,10 @@ def check_equality(
     return differences
 
 
-def _flat(contestant: Contestant) -> Tensor:
+def _train(contestant: Contestant, state: dict[str, Tensor], batches: Sequence[Batch]) -> Tensor:
+    """All parameters after the steps, in one vector."""
+    contestant.reset(state, LEARNING_RATE)
+    for step in range(NUM_STEPS):
+        contestant.step(batches[step % len(batches)])
+    contestant.rest()
     return torch.cat([p.detach().flatten() for p in contestant.model.parameters()])

@@ -71,12 +71,14 @@ class ContestantResult:
         name: as in the registry of contestants.
         difference: of parameters from the reference's after a few steps, relative; None where
             the contestant does not train the same thing.
+        warm_up_foreign_cores: foreign load while it warmed up; wfbp plans by what it measured then.
         blocks: in the order in which they ran.
         report: what the contestant says of itself.
     """
 
     name: str
     difference: float | None
+    warm_up_foreign_cores: float
     blocks: tuple[Block, ...]
     report: dict[str, Any]
 
@@ -112,6 +114,7 @@ class ModelResult:
         num_ranks: processes that trained.
         link: rate of the link, or "none" for shared memory.
         max_foreign_cores: above this a block does not count.
+        iterations: that were to be kept per contestant.
         contestants: their results.
     """
 
@@ -122,12 +125,21 @@ class ModelResult:
     num_ranks: int
     link: str
     max_foreign_cores: float
+    iterations: int
     contestants: tuple[ContestantResult, ...]
 
     def figures(self) -> dict[str, Figures]:
         """Summaries by contestant, of those that have any."""
         found = {c.name: c.figures(self.max_foreign_cores) for c in self.contestants}
         return {name: figures for name, figures in found.items() if figures is not None}
+
+    @property
+    def complete(self) -> bool:
+        """Whether every contestant kept as many iterations as were asked for."""
+        found = self.figures()
+        return all(
+            c.name in found and found[c.name].num_kept >= self.iterations for c in self.contestants
+        )
 
     def report(self, name: str) -> dict[str, Any]:
         """What a contestant said of itself; empty where it did not run."""
@@ -144,6 +156,7 @@ class ModelResult:
             ContestantResult(
                 name=c["name"],
                 difference=c["difference"],
+                warm_up_foreign_cores=c["warm_up_foreign_cores"],
                 blocks=tuple(
                     Block(**{**b, "iterations_s": tuple(b["iterations_s"])}) for b in c["blocks"]
                 ),

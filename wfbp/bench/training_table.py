@@ -79,7 +79,8 @@ def target_table(results: Sequence[ModelResult]) -> Table:
     for name in ("model", "what", "measured", "at most", ""):
         table.add_column(name)
     for target in targets(results):
-        verdict = "[green]met[/]" if target.met else "[red]missed[/]"
+        style = {"met": "green", "missed": "red"}.get(target.verdict, "yellow")
+        verdict = f"[{style}]{target.verdict}[/]"
         table.add_row(
             target.model, target.what, f"{target.value:.3f}", f"{target.limit:g}", verdict
         )

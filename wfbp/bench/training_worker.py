@@ -8,6 +8,7 @@ only the one being timed works: the others hold memory and sleeping threads.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 from mpi4py import MPI
 
+from wfbp.bench.load import usage
 from wfbp.bench.models import MODELS, Batch
 from wfbp.bench.training_contestants import CONTESTANTS, Contestant, is_ddp, is_wfbp
 from wfbp.bench.training_equality import NUM_STEPS, check_equality
@@ -44,9 +46,14 @@ def main(words: Sequence[str]) -> None:
     contestants = [_make(name, settings.model) for name in settings.contestants]
     model = contestants[0].model
     state = {name: value.clone() for name, value in model.state_dict().items()}
+    processes = comm.allgather(os.getpid())
+    foreign_cores = {}
     for contestant in contestants:
         contestant.reset(state, LEARNING_RATE)
-        say(f"{contestant.name} ready after {_warm_up(comm, contestant, batches, settings)} steps")
+        load = usage(processes)
+        steps = _warm_up(comm, contestant, batches, settings)
+        foreign = foreign_cores[contestant.name] = load.foreign_cores(usage(processes))
+        say(f"{contestant.name} ready after {steps} steps, foreign load {foreign:.2f} cores")
     differences = check_equality(comm, contestants, state, batches)
     say(f"parameters agree after {NUM_STEPS} steps from one state")
     for contestant in contestants:
@@ -62,8 +69,15 @@ def main(words: Sequence[str]) -> None:
         num_ranks=comm.size,
         link=settings.link,
         max_foreign_cores=settings.max_foreign_cores,
+        iterations=settings.iterations,
         contestants=tuple(
-            ContestantResult(c.name, differences[c.name], tuple(blocks[c.name]), c.report())
+            ContestantResult(
+                c.name,
+                differences[c.name],
+                foreign_cores[c.name],
+                tuple(blocks[c.name]),
+                c.report(),
+            )
             for c in contestants
         ),
     )
