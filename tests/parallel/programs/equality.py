@@ -73,6 +73,13 @@ OPTIMIZERS: dict[str, Callable[[Model], torch.optim.Optimizer]] = {
 }
 
 
+DTYPES = {
+    "momentum": (torch.float32,),
+    "nesterov": (torch.float32,),
+    "adamw": (torch.float32, torch.float64),
+}
+
+
 def distance(one: Model, other: Model) -> float:
     """Largest difference of a parameter, relative to the largest entry of its tensor."""
     worst = 0.0
@@ -154,7 +161,7 @@ def main() -> None:
     records = []
     for schedule in only:
         for optimizer_name in OPTIMIZERS:
-            for dtype in (torch.float32, torch.float64):
+            for dtype in DTYPES[optimizer_name]:
                 records.append(train(schedule, optimizer_name, dtype))
     Path(sys.argv[1], f"rank{wfbp.rank()}.json").write_text(json.dumps(records))
 

@@ -1,0 +1,262 @@
+"""Ranks that do not do the same: every rank gets an error that says who, which tensor and what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import wfbp
+import wfbp.torch
+from tests.parallel.programs.harness import Checks, raises
+from wfbp.errors import DisagreementError, WfbpError
+
+check = Checks()
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+def odd() -> bool:
+    """Whether this is the rank that differs: the last one."""
+    return wfbp.rank() == wfbp.size() - 1
+
+
+def last() -> str:
+    return f"rank {wfbp.size() - 1}"
+
+
+def wrap(named: Named, **options: Any) -> Any:
+    optimizer = torch.optim.SGD([p for _, p in named], lr=0.1)
+    return wfbp.torch.DistributedOptimizer(optimizer, named, **options)
+
+
+def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(*shape, dtype=dtype))
+
+
+# Tensors of an optimizer.
+
+
+@check
+def shapes() -> None:
+    named: Named = [("a", parameter(3)), ("b", parameter(2, 5 if odd() else 4))]
+    raises(
+        DisagreementError,
+        "b float32(2, 4) on rank 0",
+        f"b float32(2, 5) on {last()}",
+        act=lambda: wrap(named),
+    )
+
+
+@check
+def element_types() -> None:
+    dtype = torch.float64 if odd() else torch.float32
+    named: Named = [("a", parameter(3, dtype=dtype)), ("b", parameter(2))]
+    raises(
+        DisagreementError, "a float32(3,)", f"a float64(3,) on {last()}", act=lambda: wrap(named)
+    )
+
+
+@check
+def counts() -> None:
+    named: Named = [("a", parameter(3)), ("b", parameter(2))]
+    raises(
+        DisagreementError,
+        "b float32(2,) of rank 0 is missing",
+        last(),
+        act=lambda: wrap(named[:1] if odd() else named),
+    )
+    raises(
+        DisagreementError,
+        f"b float32(2,) of {last()} is missing on rank 0",
+        act=lambda: wrap(named if odd() else named[:1]),
+    )
+
+
+@check
+def orders() -> None:
+    named: Named = [("a", parameter(3)), ("b", parameter(2)), ("c", parameter(1))]
+    raises(
+        DisagreementError,
+        "tensor 1 is b float32(2,) on rank 0",
+        f"c float32(1,) on {last()}",
+        "order",
+        act=lambda: wrap([named[0], named[2], named[1]] if odd() else named),
+    )
+
+
+@check
+def names() -> None:
+    named: Named = [("z" if odd() else "a", parameter(3))]
+    raises(DisagreementError, "a float32(3,)", "z float32(3,)", last(), act=lambda: wrap(named))
+
+
+@check
+def settings() -> None:
+    def act(**options: Any) -> None:
+        wrap([("a", parameter(3))], **options)
+
+    schedule = "single" if odd() else "wfbp"
+    raises(DisagreementError, "schedule", "single", last(), act=lambda: act(schedule=schedule))
+    op = wfbp.Sum if odd() else wfbp.Average
+    raises(DisagreementError, "op", "sum", last(), act=lambda: act(op=op))
+    limit = 100 if odd() else 200
+    raises(
+        DisagreementError,
+        "threshold_bytes is 200 on rank 0 and 100",
+        act=lambda: act(schedule="threshold", threshold_bytes=limit),
+    )
+
+
+@check
+def frozen_tensors() -> None:
+    named: Named = [("a", parameter(3)), ("b", parameter(2))]
+    named[0][1].requires_grad_(odd())
+    raises(
+        DisagreementError,
+        "gradient: none on rank 0 only",
+        f"a on {last()} only",
+        act=lambda: wrap(named),
+    )
+
+
+@check
+def many_differences_are_cut_short() -> None:
+    named: Named = [(f"p{k}", parameter(4 if odd() else 3)) for k in range(300)]
+    raises(DisagreementError, "p0 ", "and 295 more", act=lambda: wrap(named))
+
+
+@check
+def a_reducer_disagrees() -> None:
+    raises(
+        DisagreementError,
+        "w float32(3,)",
+        f"w float32(4,) on {last()}",
+        act=lambda: wfbp.GradientReducer([("w", np.zeros(4 if odd() else 3, np.float32))]),
+    )
+
+
+# Operations.
+
+
+@check
+def allreduce() -> None:
+    def act(shape: int = 3, name: str = "x", dtype: str = "float32", op: Any = wfbp.Sum) -> None:
+        wfbp.allreduce(np.zeros(shape, dtype), name=name, op=op)
+
+    for options, found in (
+        ({"shape": 4}, "[4]"),
+        ({"dtype": "float64"}, "float64"),
+        ({"name": "y"}, "'y'"),
+        ({"op": wfbp.Max}, "max"),
+    ):
+        mine: dict[str, Any] = options if odd() else {}
+        raises(DisagreementError, "rank 0", "'x'", last(), found, act=lambda m=mine: act(**m))
+    tensor = torch.zeros(4 if odd() else 3)
+    raises(DisagreementError, "[3]", "[4]", last(), act=lambda: wfbp.torch.allreduce(tensor))
+
+
+@check
+def different_operations() -> None:
+    array = np.zeros(3)
+    raises(
+        DisagreementError,
+        "allreduce",
+        "broadcast",
+        last(),
+        act=lambda: wfbp.broadcast(array, 0, "x") if odd() else wfbp.allreduce(array, "x"),
+    )
+    raises(
+        DisagreementError,
+        "barrier",
+        "allgather",
+        act=lambda: wfbp.allgather(array) if odd() else wfbp.barrier(),
+    )
+    raises(
+        DisagreementError,
+        "broadcast_object",
+        act=lambda: wfbp.broadcast_object(1, root_rank=1 if odd() else 0),
+    )
+    raises(
+        DisagreementError,
+        "'x'",
+        "[3]",
+        "[4]",
+        act=lambda: wfbp.allgather(np.zeros((2, 4 if odd() else 3)), name="x"),
+    )
+
+
+@check
+def parameters() -> None:
+    def act(arrays: dict[str, Any], root: int = 0) -> None:
+        wfbp.broadcast_parameters(arrays, root)
+
+    def mine(usual: Any, other: Any) -> Any:
+        return other if odd() else usual
+
+    three, four = np.zeros(3), np.zeros(4)
+    raises(DisagreementError, "a", "[3]", "[4]", last(), act=lambda: act({"a": mine(three, four)}))
+    raises(DisagreementError, "'b'", last(), act=lambda: act({mine("a", "b"): three}))
+    raises(
+        DisagreementError,
+        "'b'",
+        last(),
+        act=lambda: act(mine({"a": three}, {"a": three, "b": four})),
+    )
+    raises(DisagreementError, "root_rank", last(), act=lambda: act({"a": three}, mine(0, 1)))
+    state = {"a": torch.zeros(3, dtype=mine(torch.float32, torch.float64))}
+    raises(DisagreementError, "float64", act=lambda: wfbp.torch.broadcast_parameters(state))
+
+
+# Steps: these end the runtime, so each begins another.
+
+
+def fresh(config: wfbp.Config) -> None:
+    wfbp.shutdown()
+    wfbp.init(config=config)
+
+
+def stepping(
+    act_of_the_last: Any, act_of_the_others: Any, kind: type[Exception], warmup_steps: int
+) -> str:
+    config = wfbp.Config(
+        schedule="wfbp", warmup_steps=warmup_steps, profile_steps=100, timeout_s=5.0
+    )
+    fresh(config)
+    model = nn.Linear(3, 2)
+    optimizer = wrap(list(model.named_parameters()))
+    text = ""
+    try:
+        for step in range(6):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            if step == 3:
+                (act_of_the_last if odd() else act_of_the_others)(optimizer)
+            else:
+                optimizer.step()
+    except kind as error:
+        text = str(error)
+    fresh(config)
+    return text
+
+
+@check
+def one_rank_forgets_its_gradients_and_the_others_step() -> None:
+    for warmup_steps in (1, 100):  # messages held back, messages under way
+        text = stepping(
+            lambda o: o.zero_grad(), lambda o: o.step(), DisagreementError, warmup_steps
+        )
+        assert "different steps" in text, text
+        assert "zero_grad" in text, text
+
+
+@check
+def one_rank_steps_more_often() -> None:
+    text = stepping(lambda o: (o.step(), o.step()), lambda o: o.step(), WfbpError, 100)
+    assert "rank 0 has left" in text or not odd(), text
+
+
+if __name__ == "__main__":
+    check.main()

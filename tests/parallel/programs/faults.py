@@ -1,0 +1,135 @@
+"""A job in which one rank fails, leaves or stops, in the way that the arguments say.
+
+Usage: mpirun -n N python faults.py OUT CASE RANK. Rank RANK does the deed; the others go on until
+they notice. What a surviving rank catches is reported and raised again, as a program without
+handling would do.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+import wfbp
+
+FOREVER_S = 300.0
+
+
+def steps(count: int, then: Callable[[], None] | None = None) -> None:
+    """Training on arrays; ``then`` comes before the last step."""
+    specs = [(f"t{k}", np.zeros(50 + k, np.float32)) for k in range(6)]
+    reducer = wfbp.GradientReducer(specs, schedule="wfbp")
+    for step in range(count):
+        if step == count - 1 and then is not None:
+            then()
+        for k in range(len(specs)):
+            reducer.mark_ready(k, np.ones(50 + k, np.float32))
+        reducer.wait()
+
+
+def fail() -> None:
+    raise ValueError("the data of this rank is broken")
+
+
+def leave() -> None:
+    sys.exit(0)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sleep() -> None:
+    time.sleep(FOREVER_S)
+
+
+def nothing() -> None: ...
+
+
+def while_others_step(deed: Callable[[], None]) -> None:
+    steps(4, deed)
+
+
+def while_others_reduce(deed: Callable[[], None]) -> None:
+    wfbp.allreduce(np.ones(3), name="first")
+    deed()
+    wfbp.allreduce(np.ones(3), name="second")
+
+
+def while_others_wrap(deed: Callable[[], None]) -> None:
+    deed()
+    steps(4)
+
+
+def while_others_compute(deed: Callable[[], None]) -> None:
+    steps(4)
+    deed()
+    deadline = time.monotonic() + FOREVER_S
+    while time.monotonic() < deadline:
+        sum(range(1000))
+
+
+def while_others_sleep(deed: Callable[[], None]) -> None:
+    steps(4)
+    deed()
+    time.sleep(FOREVER_S)
+
+
+def while_others_finish(deed: Callable[[], None]) -> None:
+    steps(4)
+    deed()
+
+
+def with_torch(deed: Callable[[], None]) -> None:
+    import torch
+
+    import wfbp.torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    optimizer = wfbp.torch.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), schedule="wfbp"
+    )
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 3)).sum()
+        if step == 4:
+            deed()
+        loss.backward()
+        optimizer.step()
+
+
+DEEDS = {"fail": fail, "leave": leave, "die": die, "sleep": sleep}
+PLACES = {
+    "step": while_others_step,
+    "reduce": while_others_reduce,
+    "wrap": while_others_wrap,
+    "compute": while_others_compute,
+    "sleep": while_others_sleep,
+    "finish": while_others_finish,
+    "torch": with_torch,
+}
+
+
+def main() -> None:
+    out, deed, place, who = sys.argv[1:]
+    logging.getLogger().addHandler(logging.StreamHandler())
+    wfbp.init()
+    mine = who == "all" or wfbp.rank() == int(who)
+    try:
+        PLACES[place](DEEDS[deed] if mine else nothing)
+    except Exception as error:
+        caught = {"kind": type(error).__name__, "text": str(error)}
+        Path(out, f"rank{wfbp.rank()}.json").write_text(json.dumps(caught))
+        raise
+
+
+if __name__ == "__main__":
+    main()

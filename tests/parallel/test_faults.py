@@ -1,0 +1,105 @@
+"""A rank that fails, leaves, dies or stops ends the job, with the reason, and never hangs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.parallel.runs import Outcome, outcome
+
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(60)]
+
+REASON = "ValueError: the data of this rank is broken"
+STALL = (
+    ("WFBP_TIMEOUT_S", "3"),
+    ("WFBP_STALL_WARNING_S", "0.7"),
+    ("WFBP_ABORT_GRACE_S", "1"),
+)
+
+
+def ended(n: int, *case: object, **options: Any) -> Outcome:
+    """The job ended by itself, long before its time limits (600 s), and not well."""
+    found = outcome("faults", n, *case, timeout=40, **options)
+    assert found.run.rc not in (0, None), found.run
+    return found
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_an_exception_reaches_ranks_that_wait_in_a_step(mpi: str, who: int) -> None:
+    found = ended(3, "fail", "step", who, mpi=mpi)
+    assert REASON in found.run.stderr
+    for rank, caught in enumerate(found.ranks):
+        if rank != who:
+            assert caught["kind"] == "PeerError", found.run
+            assert caught["text"] == f"rank {rank} of 3: rank {who} failed: {REASON}"
+
+
+@pytest.mark.parametrize("place", ["reduce", "wrap", "torch"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_exception_reaches_ranks_that_wait_elsewhere(place: str, who: int) -> None:
+    found = ended(2, "fail", place, who)
+    assert found.ranks[1 - who]["kind"] == "PeerError"
+    assert f"rank {who} failed: {REASON}" in found.ranks[1 - who]["text"]
+
+
+@pytest.mark.parametrize("place", ["compute", "sleep"])
+def test_an_exception_ends_ranks_that_never_look(place: str) -> None:
+    assert REASON in ended(3, "fail", place, 0).run.stderr
+
+
+def test_an_exception_after_the_others_have_finished() -> None:
+    assert REASON in ended(3, "fail", "finish", 1).run.stderr
+
+
+def test_an_exception_on_every_rank() -> None:
+    found = ended(3, "fail", "step", "all")
+    assert [caught["kind"] for caught in found.ranks] == ["ValueError"] * 3
+
+
+@pytest.mark.parametrize(("mpi", "who"), [("mpich", 1), ("mpich", 0), ("openmpi", 1)])
+def test_a_rank_that_leaves_while_others_step(mpi: str, who: int) -> None:
+    found = ended(3, "leave", "step", who, mpi=mpi)
+    for rank, caught in enumerate(found.ranks):
+        if rank != who:
+            assert caught["kind"] == "PeerError", found.run
+            assert f"rank {who} has left" in caught["text"]
+            assert "reducer, step 3: group 1 of 6 (t5)" in caught["text"]
+
+
+def test_a_rank_that_leaves_while_others_reduce() -> None:
+    found = ended(2, "leave", "reduce", 0)
+    assert "allreduce second" in found.ranks[1]["text"]
+    assert "rank 0 has left" in found.ranks[1]["text"]
+
+
+def test_ranks_that_leave_at_the_end_end_well() -> None:
+    found = outcome("faults", 2, "leave", "finish", "all", timeout=40)
+    assert found.run.rc == 0, found.run
+    assert found.ranks == [None, None]
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_a_killed_rank_ends_the_job(mpi: str) -> None:
+    ended(3, "die", "step", 1, mpi=mpi)
+
+
+@pytest.mark.parametrize(("mpi", "who"), [("mpich", 1), ("mpich", 0), ("openmpi", 1)])
+def test_a_rank_that_stops_stepping(mpi: str, who: int) -> None:
+    found = ended(3, "sleep", "step", who, mpi=mpi, env=STALL)
+    kinds = [caught["kind"] for rank, caught in enumerate(found.ranks) if rank != who]
+    assert "StallError" in kinds, found.run
+    assert set(kinds) <= {"StallError", "PeerError"}
+    assert all("step 3: group 1 of 6" in c["text"] for c in found.ranks if c is not None)
+    assert f"hears from rank {who}: reducer, step 3: nothing posted yet" in found.run.stderr
+
+
+@pytest.mark.parametrize("place", ["reduce", "wrap"])
+def test_a_rank_that_stops_elsewhere(place: str) -> None:
+    found = ended(2, "sleep", place, 0, env=STALL)
+    assert found.ranks[1]["kind"] == "StallError"
+    assert {"reduce": "allreduce second", "wrap": "reducer: comparing tensors"}[place] in (
+        found.ranks[1]["text"]
+    )
+    assert "hears from rank 0: idle" in found.run.stderr
