@@ -35,8 +35,9 @@ class Chunking:
 NETWORK = Chunking()
 """Between hosts: phases of successive chunks overlap, so chunks are small."""
 
-SHARED_MEMORY = Chunking(chunk_bytes=4 << 20, window_bytes=8 << 20)
-"""Within a host: copies do not overlap with each other, so there are fewer chunks to look after."""
+SHARED_MEMORY = Chunking(chunk_bytes=4 << 20, window_bytes=4 << 20)
+"""Within a host: copies do not overlap, so large messages go one chunk at a time. Two at once
+would only drive each other out of the cache."""
 
 
 def split(total: int, parts: int) -> list[tuple[int, int]]:

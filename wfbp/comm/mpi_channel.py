@@ -102,7 +102,10 @@ class Channel:
         work.remaining = len(jobs)
         if self._failure is None:
             self._queue.extend(jobs)
-            self._guarded(self._fill)
+            try:
+                self._fill()
+            except Exception as error:
+                self._fail(error)
         return work
 
     def progress(self, work: MpiWork[T]) -> bool:
@@ -113,7 +116,10 @@ class Channel:
         """
         for channel in self.family.channels:
             if channel._active and channel._failure is None:
-                channel._guarded(channel._step)
+                try:
+                    channel._step()
+                except Exception as error:
+                    channel._fail(error)
         if work.remaining and self._failure is not None:
             raise self._failure
         return not work.remaining
@@ -123,14 +129,18 @@ class Channel:
         self.family.channels.remove(self)
 
     def _step(self) -> None:
-        done = [job for job in self._active if job.step()]
-        if done:
-            self.family.moves += 1
-            for job in done:
-                self._active.remove(job)
-                self._active_bytes -= job.nbytes
-                job.work.remaining -= 1
-            self._fill()
+        done = None
+        for job in self._active:
+            if job.step():
+                done = [job] if done is None else [*done, job]
+        if done is None:
+            return
+        self.family.moves += 1
+        for job in done:
+            self._active.remove(job)
+            self._active_bytes -= job.nbytes
+            job.work.remaining -= 1
+        self._fill()
 
     def _fill(self) -> None:
         window = self._window
@@ -146,12 +156,9 @@ class Channel:
             self._active_bytes += job.nbytes
             job.start()
 
-    def _guarded(self, action: Callable[[], None]) -> None:
-        """Act, and keep what goes wrong for those who wait on this channel."""
-        try:
-            action()
-        except Exception as error:
-            self._failure = BackendError(f"{self._who}: communication failed: {error}")
-            self._failure.__cause__ = error
-            # What is under way stays listed: MPI may still write to its memory.
-            self._queue.clear()
+    def _fail(self, error: Exception) -> None:
+        """Keep what went wrong for those who wait on this channel."""
+        self._failure = BackendError(f"{self._who}: communication failed: {error}")
+        self._failure.__cause__ = error
+        # What is under way stays listed: MPI may still write to its memory.
+        self._queue.clear()
