@@ -1,0 +1,58 @@
+"""Settings and their environment variables."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from wfbp.config import Config
+
+
+def test_an_empty_environment_gives_the_defaults() -> None:
+    assert Config.from_environment({}) == Config()
+
+
+def test_every_field_has_a_variable_of_its_type() -> None:
+    examples: dict[type, tuple[str, Any]] = {
+        str: ("error", "error"),
+        int: ("7", 7),
+        float: ("7.5", 7.5),
+    }
+    for field in fields(Config):
+        text, value = examples[type(field.default)]
+        config = Config.from_environment({f"WFBP_{field.name.upper()}": f" {text} "})
+        assert getattr(config, field.name) == value
+        assert type(getattr(config, field.name)) is type(field.default)
+
+
+def test_other_variables_are_not_read() -> None:
+    assert Config.from_environment({"SCHEDULE": "wfbp", "WFBP_OTHER": "1"}) == Config()
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "told"),
+    [
+        ("WFBP_THRESHOLD_BYTES", "25MB", "expected int"),
+        ("WFBP_THRESHOLD_BYTES", "0", "at least 1"),
+        ("WFBP_WARMUP_STEPS", "0", "at least 1"),
+        ("WFBP_PROFILE_STEPS", "1.5", "expected int"),
+        ("WFBP_TIMEOUT_S", "soon", "expected float"),
+        ("WFBP_TIMEOUT_S", "nan", "expected a number"),
+        ("WFBP_TIMEOUT_S", "inf", "expected a number"),
+        ("WFBP_TIMEOUT_S", "0", "at least"),
+        ("WFBP_DRIFT", "-0.1", "at least 0"),
+        ("WFBP_LOG_LEVEL", "loud", "warning"),
+        ("WFBP_TIMEOUT_S", "", "expected float"),
+    ],
+)
+def test_what_cannot_be_read_names_the_variable(variable: str, text: str, told: str) -> None:
+    with pytest.raises(ValueError, match=f"{variable}='{text}'.*{told}"):
+        Config.from_environment({variable: text})
+
+
+@pytest.mark.parametrize("values", [{"trial_steps": 0}, {"probe_s": -1.0}, {"log_level": "x"}])
+def test_bad_values_are_refused_when_made(values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(values))):
+        Config(**values)

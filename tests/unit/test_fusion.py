@@ -1,0 +1,159 @@
+"""Fusion buffers: layout, packing, and the flags that travel behind the tensors."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wfbp.comm.backend import Buffer
+from wfbp.comm.local import LocalWorld
+from wfbp.core.plan import ALIGNMENT_BYTES, Group, Plan
+from wfbp.core.types import Op, TensorSpec
+from wfbp.runtime.fusion import STEP_CYCLE, FusionBuffer, aligned_bytes, storage_dtype
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def plan_of(sizes: list[int], dtype: str, cut: int = 0) -> Plan:
+    """One group, or two that are cut there."""
+    specs = tuple(TensorSpec(f"t{k}", (n,), dtype) for k, n in enumerate(sizes))
+    order = tuple(reversed(range(len(sizes))))
+    groups = (order[:cut], order[cut:]) if 0 < cut < len(sizes) else (order,)
+    return Plan("test", specs, tuple(Group(g) for g in groups))
+
+
+def real(dtype: str) -> np.dtype:
+    return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+
+def addresses(arrays: list[np.ndarray | None]) -> list[int]:
+    return [0 if a is None else (a.__array_interface__["data"][0] or 1) for a in arrays]
+
+
+def travel(fusions: list[FusionBuffer], op: Op) -> None:
+    """Reduce the message of every rank."""
+    world = LocalWorld(len(fusions))
+    works = [world.backend(r).all_reduce(f.buffer, f.dtype, op) for r, f in enumerate(fusions)]
+    assert all(work.test() for work in works)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=9),
+    st.sampled_from(DTYPES),
+    st.sampled_from([Op.AVERAGE, Op.SUM]),
+    st.integers(1, 5),
+    st.integers(0, 9),
+    st.randoms(use_true_random=False),
+)
+def test_a_step_of_messages(sizes, dtype, op, size, cut, chance) -> None:  # type: ignore[no-untyped-def]
+    """Values, presence, requests and steps arrive as they were sent, for any plan and ranks."""
+    plan = plan_of(sizes, dtype, cut)
+    values = [
+        [
+            None
+            if chance.random() < 0.4
+            else np.array([chance.randint(-4, 4) for _ in range(n)]).astype(real(dtype))
+            for n in sizes
+        ]
+        for _ in range(size)
+    ]
+    step = chance.randint(0, 1000)
+    requests = [chance.random() < 0.3 for _ in range(size)]
+    for group, members in enumerate(plan.groups):
+        fusions = [FusionBuffer(plan, group, op, size) for _ in range(size)]
+        for rank, fusion in enumerate(fusions):
+            fusion.pack(addresses(values[rank]), requests[rank], step)
+        travel(fusions, op)
+        for fusion in fusions:
+            arrival = fusion.arrived(step)
+            present = [any(v[k] is not None for v in values) for k in members.tensors]
+            assert arrival.present == present
+            last = group == len(plan.groups) - 1
+            assert arrival.requested == (any(requests) and last)
+            assert arrival.steps_agree
+            for position, k in enumerate(members.tensors):
+                total = sum(v[k].astype(np.float64) for v in values if v[k] is not None)
+                wanted = total / (size if op is Op.AVERAGE else 1) + np.zeros(sizes[k])
+                found = fusion.slot(position).view(real(dtype)).astype(np.float64)
+                assert np.allclose(found, wanted, rtol=2.0**-7, atol=2.0**-9)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", [Op.AVERAGE, Op.SUM])
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("apart", [1, STEP_CYCLE // 2, -1])
+def test_ranks_at_different_steps_are_found(dtype: str, op: Op, size: int, apart: int) -> None:
+    plan = plan_of([3], dtype)
+    for step in range(1, 2 * STEP_CYCLE, 7):
+        for late in (0, size - 1):
+            fusions = [FusionBuffer(plan, 0, op, size) for _ in range(size)]
+            steps = [step + (apart if rank == late else 0) for rank in range(size)]
+            for fusion, own in zip(fusions, steps, strict=True):
+                fusion.pack([0], requested=False, step=own)
+            travel(fusions, op)
+            assert not all(
+                f.arrived(own).steps_agree for f, own in zip(fusions, steps, strict=True)
+            )
+
+
+@pytest.mark.parametrize("size", [2, 16, 512])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", [Op.AVERAGE, Op.SUM])
+def test_one_flag_among_many_ranks_arrives(size: int, dtype: str, op: Op) -> None:
+    """The reduced tail, computed here: one rank in many has a gradient and asks for talk."""
+    plan = plan_of([1, 1], dtype)
+    fusion = FusionBuffer(plan, 0, op, size)
+    step = STEP_CYCLE - 1  # the largest number that travels
+    one = np.ones(1).astype(real(dtype))
+    fusion.pack(addresses([one, None]), requested=True, step=step)
+    tail = fusion.buffer[-4:].view(real(dtype)).astype(np.float64)
+    others = np.array([0.0, 0.0, 0.0, tail[3]])
+    total = tail + (size - 1) * others
+    reduced = (total / size if op is Op.AVERAGE else total).astype(real(dtype))
+    fusion.buffer[-4:] = reduced.view(storage_dtype(dtype))
+    arrival = fusion.arrived(step)
+    assert arrival.present == [False, True]  # in the group's order: t1, t0
+    assert arrival.requested
+    assert arrival.steps_agree
+
+
+def test_nothing_but_the_flags_is_read_from_a_nan() -> None:
+    plan = plan_of([2, 2], "float32")
+    fusion = FusionBuffer(plan, 0, Op.AVERAGE, 1)
+    bad = np.array([np.nan, np.inf], np.float32)
+    fusion.pack(addresses([bad, None]), requested=False, step=5)
+    arrival = fusion.arrived(5)
+    assert arrival.present == [False, True]
+    assert not arrival.requested
+    assert arrival.steps_agree
+    assert np.array_equal(fusion.slot(1).view(np.float32), bad, equal_nan=True)
+
+
+def test_slots_are_aligned_and_a_slot_may_be_its_own_source() -> None:
+    plan = plan_of([3, 0, 5, 1], "float32")
+    fusion = FusionBuffer(plan, 0, Op.AVERAGE, 2)
+    slots: list[Buffer] = [fusion.slot(position) for position in range(4)]
+    starts = [s.__array_interface__["data"][0] for s in slots]
+    assert all(s % ALIGNMENT_BYTES == 0 for s, slot in zip(starts, slots, strict=True) if slot.size)
+    for k, slot in enumerate(slots):
+        slot.view(np.float32)[:] = k
+    places = [0] * 4
+    for position, k in enumerate(plan.groups[0].tensors):
+        places[k] = starts[position]
+    fusion.pack(places, requested=False, step=0)
+    for k, slot in enumerate(slots):
+        assert (slot.view(np.float32) == k).all()
+    fusion.pack([0] * 4, requested=False, step=0)
+    assert not any(slot.any() for slot in slots)
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 1000])
+def test_aligned_bytes(size: int) -> None:
+    block = aligned_bytes(size)
+    assert block.nbytes == size
+    assert block.__array_interface__["data"][0] % 64 == 0 or size == 0
+    assert not block.any()
