@@ -22,6 +22,7 @@ from wfbp.runtime.arguments import check_arguments
 from wfbp.runtime.extra import reduce_extra
 from wfbp.runtime.fusion import STEP_CYCLE
 from wfbp.runtime.lane import CLOSE, DISCARD, PlannedLane, Step, StepResult
+from wfbp.runtime.memory import keep_freed_memory
 from wfbp.runtime.profile import Stamps
 from wfbp.runtime.recording import Recorder
 from wfbp.runtime.runtime import Runtime
@@ -102,6 +103,7 @@ class Engine:
         self._lane = PlannedLane(runtime.duplicate(), op, name)
         self._steps = 0
         self.profiling = False
+        keep_freed_memory()
         self._install()
         runtime.add_lane(self._lane)
         self._recorder: Recorder | None = None
