@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Iterator
+from itertools import islice
 
 import numpy as np
 
@@ -19,6 +21,8 @@ from wfbp.core.types import Op
 SMALLEST_BYTES = 4
 FINE_BYTES = 1 << 20
 MOST_REPETITIONS = 15
+COLD_BYTES = 16 << 20
+"""Repetitions walk through at least this much memory."""
 
 
 def probe_sizes(max_bytes: int) -> list[int]:
@@ -64,25 +68,38 @@ def measure_cost(
     """
     waiter = waiter or Waiter.watching(backend)
     sizes = probe_sizes(max_bytes)
-    data = np.zeros(sizes[-1] // 4, np.float32)
+    data = np.zeros(max(sizes[-1], COLD_BYTES) // 4, np.float32)
     points = []
     for size in sizes:
-        part = data[: size // 4]
-        first_s = _together(backend, _repeat(backend, part, 1, waiter))[0]
+        parts = _apart(data, size // 4)
+        first_s = _together(backend, _repeat(backend, parts, 1, waiter))[0]
         share_s = budget_s / len(sizes)
         count = int(min(MOST_REPETITIONS, share_s / max(first_s, 1e-9)))
         if size <= FINE_BYTES:
             count = max(3, count)
         # The first repetition finds cold memory; it counts only where there is no other.
-        times = _together(backend, _repeat(backend, part, count, waiter)) if count else [first_s]
+        times = _together(backend, _repeat(backend, parts, count, waiter)) if count else [first_s]
         points.append((size, statistics.median(times)))
     return points
 
 
-def _repeat(backend: Backend, part: Buffer, count: int, waiter: Waiter) -> list[float]:
+def _apart(data: Buffer, numel: int) -> Iterator[Buffer]:
+    """Parts of the data, one after another and round again.
+
+    A gradient is seldom in cache when it is sent; a buffer reduced again and again is.
+    """
+    start = 0
+    while True:
+        yield data[start : start + numel]
+        start += numel
+        if start + numel > data.size:
+            start = 0
+
+
+def _repeat(backend: Backend, parts: Iterator[Buffer], count: int, waiter: Waiter) -> list[float]:
     """Seconds of each of ``count`` all-reduces that the ranks start together."""
     times = []
-    for _ in range(count):
+    for part in islice(parts, count):
         wait(backend.all_gather_bytes(b""), waiter)
         start_s = time.perf_counter()
         wait(backend.all_reduce(part, "float32", Op.AVERAGE), waiter)
