@@ -20,7 +20,6 @@ from wfbp.core.types import Op, TensorSpec
 from wfbp.runtime import agreement
 from wfbp.runtime.arguments import check_arguments
 from wfbp.runtime.extra import reduce_extra
-from wfbp.runtime.fusion import STEP_CYCLE
 from wfbp.runtime.lane import CLOSE, DISCARD, PlannedLane, Step, StepResult
 from wfbp.runtime.memory import keep_freed_memory
 from wfbp.runtime.profile import Stamps
@@ -102,6 +101,7 @@ class Engine:
         self._rarer_steps = 0
         self._lane = PlannedLane(runtime.duplicate(), op, name)
         self._steps = 0
+        self._number = 0
         self.profiling = False
         keep_freed_memory()
         self._install()
@@ -186,6 +186,8 @@ class Engine:
             WfbpError: ranks disagree, failed, or did not answer in time.
         """
         result = self._close()
+        while result.discarded:
+            result = self._close_again()
         done_s = time.perf_counter()
         reduced: list[Slot | None] = [None] * len(self.specs)
         for place, here in enumerate(result.present):
@@ -203,6 +205,7 @@ class Engine:
             sum(t.packed_s - t.start_s for t in result.times),
         )
         self._steps += 1
+        self._number += 1
         planned = self._tuner.plan
         if self._recorder is not None:
             self._recorder.after_step(self._tuner, stamps, result.times)
@@ -218,17 +221,15 @@ class Engine:
         """Forget the gradients of the open step (they were zeroed before they were used)."""
         if not self.open:
             return
-        if self._overlap and self._left[0] == 0:
-            # Messages are on their way on every rank: see the step through, drop what it brings.
+        if self._overlap and self._left[0] == 0 and len(self._left) > 1:
+            # Messages are on their way: see the step through, drop what it brings.
             self._extra.clear()
-            # Another rank that takes these messages for a step's finds the step numbers apart.
-            self._step.number += STEP_CYCLE // 2
+            self._step.discards = True
             self._close(fetch=False)
+            self._number += 1
         else:
             self._events.append(DISCARD)
             self._post(self._wake)
-        # Counted, so that ranks of which some discard and others step notice it.
-        self._steps += 1
         self._begin(time.perf_counter())
 
     def close(self) -> None:
@@ -286,7 +287,7 @@ class Engine:
     def _begin(self, now_s: float) -> None:
         count = len(self._group_of)
         self._begun_s = now_s
-        self._step = Step(self._steps, [0] * count, [None] * count)
+        self._step = Step(self._number, [0] * count, [None] * count)
         self._lane.step = self._step
         self._fired = [0] * len(self.specs)
         self._left = list(self._sizes)
@@ -315,6 +316,26 @@ class Engine:
             if index not in self._extra and (source := self._fetch(index)) is not None:
                 self._extra[index] = source
         step.requested = bool(self._extra) or self._tuner.wants_round
+        return self._await_close()
+
+    def _close_again(self) -> StepResult:
+        """Send all of a step anew, because another rank discarded what it had sent of its own.
+
+        That rank had gradients before ``zero_grad()`` that this rank had not, or not all.
+        """
+        for place, address in enumerate(self._step.addresses):
+            if address and address == self._slots[place].address:
+                raise RuntimeError(
+                    f"rank {self._runtime.rank}: {self._name}: another rank discarded gradients "
+                    "that it had sent, so this step must be sent again, but the gradient of "
+                    f"{self.specs[self._members[place]].name} was reduced in its place. Call "
+                    "zero_grad() with set_to_none=True"
+                )
+        self._number += 1
+        self._step.number = self._number
+        return self._await_close()
+
+    def _await_close(self) -> StepResult:
         self._events.append(CLOSE)
         self._post(self._wake)
         result: StepResult = self._runtime.await_reply(self._lane.reply, self._name)

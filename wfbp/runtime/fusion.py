@@ -1,9 +1,9 @@
 """Fusion buffers: where the tensors of each group lie while they travel.
 
 Behind its tensors every message carries one element per tensor that says whether this rank had a
-gradient for it (a *presence flag*), and the last message of a step also the *border*: the rank's
-request for a round of talk at the step border and its step number. They cost a few bytes and no
-message of their own.
+gradient for it (a *presence flag*), and the last message of a step also the *border*: whether the
+rank asks for a round of talk at the step border, whether it discards the step, and the step's
+number. They cost a few bytes and no message of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from wfbp.comm.backend import Buffer
 from wfbp.core.plan import ALIGNMENT_BYTES, Plan
 from wfbp.core.types import Op, item_bytes
 
-NUM_BORDER = 2
+NUM_BORDER = 3
 STEP_CYCLE = 64
 """Step numbers travel modulo this: exact in every floating type."""
 
@@ -34,11 +34,13 @@ class Arrival:
     Args:
         present: per tensor of the group, whether any rank had a gradient for it.
         requested: whether any rank asks for talk at the step border (last group only).
+        discarded: whether any rank discards the step (last group only).
         steps_agree: whether all ranks are at the same step (last group only).
     """
 
     present: list[bool]
     requested: bool = False
+    discarded: bool = False
     steps_agree: bool = True
 
 
@@ -80,14 +82,16 @@ class FusionBuffer:
         start = self.offsets[position]
         return self._bytes[start : start + self._nbytes[position]]
 
-    def pack(self, addresses: Sequence[int], requested: bool, step: int) -> None:
+    def pack(
+        self, addresses: Sequence[int], requested: bool, step: int, discards: bool = False
+    ) -> None:
         """Copy what lies at the addresses (indexed by tensor; 0: absent, zeros)."""
         sources = [addresses[k] for k in self._members]
         self._table.pointers[:] = sources
         self._table.pack()
         tail = [1.0 if address else 0.0 for address in sources]
         if self._is_last:
-            tail += [float(requested), float(1 + step % STEP_CYCLE)]
+            tail += [float(requested), float(discards), float(1 + step % STEP_CYCLE)]
         self._tail[:] = _encode(tail, self.dtype)
 
     def arrived(self, step: int) -> Arrival:
@@ -100,10 +104,11 @@ class FusionBuffer:
         present = [value > 0 for value in tail[: len(self._members)]]
         if not self._is_last:
             return Arrival(present)
-        requested, steps = tail[-NUM_BORDER:]
+        requested, discarded, steps = tail[-NUM_BORDER:]
         expected = (1 + step % STEP_CYCLE) * self._flag_total
         slack = expected * (1e-5 if item_bytes(self.dtype) >= 4 else 1 / 128)
-        return Arrival(present, requested > 0, abs(steps - expected) <= slack)
+        agree = abs(steps - expected) <= slack
+        return Arrival(present, requested > 0, discarded > 0, agree)
 
 
 def aligned_bytes(size: int) -> Buffer:

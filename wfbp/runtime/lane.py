@@ -33,6 +33,7 @@ class Step:
     addresses: list[int]
     owners: list[object]
     requested: bool = False
+    discards: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +53,13 @@ class StepResult:
     Args:
         present: per tensor of the plan, whether any rank had a gradient.
         requested: whether any rank asks for talk at the step border.
+        discarded: whether any rank discards the step.
         times: when each group travelled.
     """
 
     present: list[bool]
     requested: bool = False
+    discarded: bool = False
     times: list[GroupTime] = field(default_factory=list)
 
 
@@ -185,7 +188,8 @@ class PlannedLane:
     def _start(self, group: int) -> None:
         start_s = time.perf_counter()
         fusion = self._buffers[group]
-        fusion.pack(self.step.addresses, self.step.requested, self.step.number)
+        step = self.step
+        fusion.pack(step.addresses, step.requested, step.number, step.discards)
         packed_s = time.perf_counter()
         work = self.backend.all_reduce(fusion.buffer, fusion.dtype, self._op)
         self._flights.append(_Flight(group, work, start_s, packed_s, time.monotonic()))
@@ -201,6 +205,7 @@ class PlannedLane:
         for k, here in zip(self._plan.groups[flight.group].tensors, arrival.present, strict=True):
             self._result.present[k] = here
         self._result.requested |= arrival.requested
+        self._result.discarded |= arrival.discarded
         self._result.times.append(
             GroupTime(flight.group, flight.start_s, flight.packed_s, time.perf_counter())
         )

@@ -118,8 +118,8 @@ class Runtime:
         if self._closed:
             return
         self._closed = True
+        self._tell({"kind": "bye"})
         if self.thread.error is None:
-            self._tell({"kind": "bye"})
             self._wait_until(
                 lambda: len(self.thread.gone) >= self.size - 1 or self.thread.error is not None,
                 self.config.timeout_s,
