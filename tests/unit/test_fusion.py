@@ -63,10 +63,11 @@ def test_a_step_of_messages(sizes, dtype, op, size, cut, chance) -> None:  # typ
     ]
     step = chance.randint(0, 1000)
     requests = [chance.random() < 0.3 for _ in range(size)]
+    discards = [chance.random() < 0.3 for _ in range(size)]
     for group, members in enumerate(plan.groups):
         fusions = [FusionBuffer(plan, group, op, size) for _ in range(size)]
         for rank, fusion in enumerate(fusions):
-            fusion.pack(addresses(values[rank]), requests[rank], step)
+            fusion.pack(addresses(values[rank]), requests[rank], step, discards[rank])
         travel(fusions, op)
         for fusion in fusions:
             arrival = fusion.arrived(step)
@@ -74,6 +75,7 @@ def test_a_step_of_messages(sizes, dtype, op, size, cut, chance) -> None:  # typ
             assert arrival.present == present
             last = group == len(plan.groups) - 1
             assert arrival.requested == (any(requests) and last)
+            assert arrival.discarded == (any(discards) and last)
             assert arrival.steps_agree
             for position, k in enumerate(members.tensors):
                 total = sum(v[k].astype(np.float64) for v in values if v[k] is not None)
@@ -109,15 +111,16 @@ def test_one_flag_among_many_ranks_arrives(size: int, dtype: str, op: Op) -> Non
     fusion = FusionBuffer(plan, 0, op, size)
     step = STEP_CYCLE - 1  # the largest number that travels
     one = np.ones(1).astype(real(dtype))
-    fusion.pack(addresses([one, None]), requested=True, step=step)
-    tail = fusion.buffer[-4:].view(real(dtype)).astype(np.float64)
-    others = np.array([0.0, 0.0, 0.0, tail[3]])
+    fusion.pack(addresses([one, None]), requested=True, step=step, discards=True)
+    tail = fusion.buffer[-5:].view(real(dtype)).astype(np.float64)
+    others = np.array([0.0, 0.0, 0.0, 0.0, tail[4]])
     total = tail + (size - 1) * others
     reduced = (total / size if op is Op.AVERAGE else total).astype(real(dtype))
-    fusion.buffer[-4:] = reduced.view(storage_dtype(dtype))
+    fusion.buffer[-5:] = reduced.view(storage_dtype(dtype))
     arrival = fusion.arrived(step)
     assert arrival.present == [False, True]  # in the group's order: t1, t0
     assert arrival.requested
+    assert arrival.discarded
     assert arrival.steps_agree
 
 
@@ -129,6 +132,7 @@ def test_nothing_but_the_flags_is_read_from_a_nan() -> None:
     arrival = fusion.arrived(5)
     assert arrival.present == [False, True]
     assert not arrival.requested
+    assert not arrival.discarded
     assert arrival.steps_agree
     assert np.array_equal(fusion.slot(1).view(np.float32), bad, equal_nan=True)
 

@@ -243,13 +243,10 @@ def stepping(
 
 
 @check
-def one_rank_forgets_its_gradients_and_the_others_step() -> None:
+def one_rank_steps_less_often() -> None:
     for warmup_steps in (1, 100):  # messages held back, messages under way
-        text = stepping(
-            lambda o: o.zero_grad(), lambda o: o.step(), DisagreementError, warmup_steps
-        )
-        assert "different steps" in text, text
-        assert "zero_grad" in text, text
+        text = stepping(lambda o: o.zero_grad(), lambda o: o.step(), WfbpError, warmup_steps)
+        assert f"{last()} has left" in text or odd(), text
 
 
 @check

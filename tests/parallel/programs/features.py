@@ -70,6 +70,18 @@ def zero_grad_discards_a_part() -> None:
 
 
 @check
+def zero_grad_discards_what_some_ranks_computed() -> None:
+    for who in (0, 1):
+
+        def zero(model: nn.Module, optimizer: torch.optim.Optimizer, who: int = who) -> None:
+            if wfbp.rank() == who:
+                (1e3 * model(data(0, who, 4, 5))).sum().backward()
+            optimizer.zero_grad()
+
+        check_training(mlp(5, 7, 3), square, momentum, zero=zero)
+
+
+@check
 def gradients_kept_from_step_to_step() -> None:
     model = mlp(5, 7, 3)
     reference = mlp(5, 7, 3)

@@ -1,0 +1,395 @@
+"""Engines on ranks that are threads: what is reduced, what is lost, what is refused."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.ranks import QUICK, all_well, run_ranks
+from wfbp.config import Config
+from wfbp.core.types import Op, TensorSpec
+from wfbp.errors import DisagreementError, PeerError, StallError
+from wfbp.runtime.engine import Engine, Slot, Source
+from wfbp.runtime.fusion import storage_dtype
+from wfbp.runtime.runtime import Runtime
+
+STEADY = Config(schedule="wfbp", warmup_steps=10**6, timeout_s=20.0)
+"""The same overlapped plan at every step."""
+
+
+def make_specs(sizes: list[int], dtype: str = "float64") -> list[TensorSpec]:
+    return [TensorSpec(f"t{k}", (n,), dtype) for k, n in enumerate(sizes)]
+
+
+class Trainer:
+    """One rank's gradients: fresh memory or the views of the step before."""
+
+    def __init__(self, runtime: Runtime, specs: list[TensorSpec], **options: Any) -> None:
+        self.rank, self.size = runtime.rank, runtime.size
+        self.specs = specs
+        self.grads: list[np.ndarray[Any, Any] | None] = [None] * len(specs)
+        options = {"schedule": "auto", "threshold_bytes": 64, **options}
+        self.engine = Engine(runtime, specs, fetch=self.fetch, **options)
+
+    def fetch(self, index: int) -> Source | None:
+        grad = self.grads[index]
+        return None if grad is None else (address(grad), grad)
+
+    def accumulate(self, index: int, value: float, announce: bool = True) -> None:
+        """As autograd does: into what is there, or anew; then the hook."""
+        spec = self.specs[index]
+        grad = self.grads[index]
+        if grad is None:
+            grad = self.grads[index] = np.full(spec.shape, value, spec.dtype)
+        else:
+            grad += value
+        if announce:
+            self.engine.mark_ready(index, address(grad), grad)
+
+    def synchronize(self) -> list[float | None]:
+        """Reduced values, one number per tensor, after checking that all its elements agree."""
+        found: list[float | None] = []
+        for k, slot in enumerate(self.engine.synchronize()):
+            if slot is None:
+                assert self.grads[k] is None
+                found.append(None)
+                continue
+            grad = self.grads[k] = view(slot, self.specs[k])
+            assert (grad == grad.flat[0]).all()
+            found.append(float(grad.flat[0]))
+        return found
+
+    def zero(self, to_none: bool = True) -> None:
+        self.engine.discard()
+        for k, grad in enumerate(self.grads):
+            if to_none:
+                self.grads[k] = None
+            elif grad is not None:
+                grad[:] = 0
+
+
+def address(array: np.ndarray[Any, Any]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def view(slot: Slot, spec: TensorSpec) -> np.ndarray[Any, Any]:
+    return slot.data.view(storage_dtype(spec.dtype)).reshape(spec.shape)
+
+
+def mean(values: list[float | None]) -> float | None:
+    """Over ranks; one without a gradient sends zero."""
+    if all(v is None for v in values):
+        return None
+    return sum(v or 0.0 for v in values) / len(values)
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    size=st.integers(2, 4),
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=7),
+    schedule=st.sampled_from(["auto", "oasr", "mgwfbp", "wfbp", "single", "threshold"]),
+    to_none=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_random_programs(
+    size: int, sizes: list[int], schedule: str, to_none: bool, seed: int
+) -> None:
+    """Any tensors in any order on any rank, discarded passes, accumulation, changing plans."""
+    chance = random.Random(seed)
+    steps = [
+        {
+            "discard": chance.random() < 0.15,
+            "passes": chance.choice([1, 1, 1, 2, 3]) if to_none else 1,
+            "discarded": [[chance.random() < 0.6 for _ in sizes] for _ in range(size)],
+            "grads": [[chance.random() < 0.8 for _ in sizes] for _ in range(size)],
+            "values": [[float(chance.randint(-9, 9)) for _ in sizes] for _ in range(size)],
+        }
+        for _ in range(25)
+    ]
+
+    def body(runtime: Runtime) -> None:
+        trainer = Trainer(runtime, make_specs(sizes), schedule=schedule)
+        order = random.Random(seed + runtime.rank)
+        for step in steps:
+            trainer.zero(to_none)
+            if step["discard"]:
+                for k in range(len(sizes)):
+                    if not to_none or step["discarded"][runtime.rank][k]:
+                        trainer.accumulate(k, 1e6)
+                trainer.zero(to_none)
+            before = [None if g is None else float(g.flat[0]) for g in trainer.grads]
+            for _ in range(step["passes"]):
+                for k in order.sample(range(len(sizes)), len(sizes)):
+                    if step["grads"][runtime.rank][k]:
+                        trainer.accumulate(k, step["values"][runtime.rank][k])
+            wanted = []
+            for k in range(len(sizes)):
+                rows = [
+                    step["passes"] * step["values"][r][k] if step["grads"][r][k] else before[k]
+                    for r in range(size)
+                ]
+                wanted.append(mean(rows))
+            assert trainer.synchronize() == pytest.approx(wanted)
+
+    all_well(run_ranks(size, body))
+
+
+def test_the_sum_instead_of_the_average() -> None:
+    def body(runtime: Runtime) -> list[float | None]:
+        trainer = Trainer(runtime, make_specs([3, 4]), op=Op.SUM)
+        for _ in range(6):
+            trainer.zero()
+            trainer.accumulate(1, 1.0 + runtime.rank)
+            found = trainer.synchronize()
+        return found
+
+    assert all_well(run_ranks(3, body)) == [[None, 6.0]] * 3
+
+
+@pytest.mark.parametrize("config", [QUICK, STEADY], ids=["changing", "steady"])
+def test_a_tensor_that_joins_is_reduced_at_once(config: Config) -> None:
+    """For every step at which it may join: also the steps at which the plan changes."""
+    for joins in range(9):
+
+        def body(runtime: Runtime, joins: int = joins) -> None:
+            trainer = Trainer(runtime, make_specs([3, 4]), active=[True, False])
+            for step in range(12):
+                trainer.zero()
+                trainer.accumulate(0, float(step + runtime.rank))
+                late = step >= joins and (step > joins or runtime.rank == 1)
+                if late:
+                    trainer.accumulate(1, 10.0 * step, announce=step % 2 == 0)
+                found = trainer.synchronize()
+                assert found[0] == step + 0.5
+                if step == joins:
+                    assert found[1] == 5.0 * step
+                else:
+                    assert found[1] == (10.0 * step if step > joins else None)
+            assert trainer.engine.report()["num_tensors"] == 2
+
+        all_well(run_ranks(2, body, config))
+
+
+def test_passes_are_learned_and_unlearned() -> None:
+    def body(runtime: Runtime) -> None:
+        trainer = Trainer(runtime, make_specs([3, 4, 5]), schedule="wfbp")
+        for step in range(40):
+            passes = 3 if step < 20 else 1
+            trainer.zero()
+            for _ in range(passes):
+                for k in (2, 1, 0):
+                    trainer.accumulate(k, 1.0 + runtime.rank)
+            assert trainer.synchronize() == [1.5 * passes] * 3
+
+    all_well(run_ranks(2, body, STEADY))
+
+
+def test_a_gradient_that_grows_in_its_place_while_sent_is_refused() -> None:
+    def body(runtime: Runtime) -> str:
+        trainer = Trainer(runtime, make_specs([3, 4, 5]), schedule="wfbp")
+        for k in (2, 1, 0):
+            trainer.accumulate(k, 1.0)
+        trainer.synchronize()
+        trainer.zero(to_none=False)
+        for k in (2, 1, 0):
+            trainer.accumulate(k, 1.0)
+        with pytest.raises(RuntimeError) as caught:
+            trainer.accumulate(2, 1.0)
+        return str(caught.value)
+
+    for rank, text in enumerate(all_well(run_ranks(2, body, STEADY))):
+        assert f"rank {rank}" in text
+        assert "t2" in text
+        assert "backward_passes_per_step" in text
+
+
+def test_declared_passes_may_grow_in_their_place() -> None:
+    def body(runtime: Runtime) -> None:
+        trainer = Trainer(runtime, make_specs([3, 4, 5]), schedule="wfbp", passes=2)
+        for _ in range(5):
+            trainer.zero(to_none=False)
+            for _ in range(2):
+                for k in (2, 1, 0):
+                    trainer.accumulate(k, 1.0 + runtime.rank)
+            assert trainer.synchronize() == [3.0] * 3
+
+    all_well(run_ranks(2, body, STEADY))
+
+
+@pytest.mark.parametrize("config", [QUICK, STEADY], ids=["changing", "steady"])
+def test_a_rank_that_skips_a_batch_goes_on_with_its_next(config: Config) -> None:
+    """And the others miss it at the end."""
+
+    def body(runtime: Runtime) -> list[list[float | None]]:
+        trainer = Trainer(runtime, make_specs([3, 4]), schedule="wfbp")
+        found = []
+        for step in range(6):
+            trainer.zero()
+            trainer.accumulate(1, float(step))
+            trainer.accumulate(0, float(step))
+            if runtime.rank == 1 and step == 3:
+                continue
+            if runtime.rank != 1 and step == 5:
+                with pytest.raises(PeerError, match="rank 1 has left"):
+                    trainer.synchronize()
+                break
+            found.append(trainer.synchronize())
+        return found
+
+    wanted = [0.0, 1.0, 2.0, (3 + 3 + 4) / 3, (4 + 4 + 5) / 3]
+    assert all_well(run_ranks(3, body, config)) == [[[w, w] for w in wanted]] * 3
+
+
+def test_gradients_that_lie_in_the_buffer_cannot_be_sent_again() -> None:
+    def body(runtime: Runtime) -> str:
+        trainer = Trainer(runtime, make_specs([3, 4]), schedule="wfbp")
+        for k in (1, 0):
+            trainer.accumulate(k, 1.0)
+        trainer.synchronize()
+        trainer.zero(to_none=False)
+        if runtime.rank == 0:
+            for k in (1, 0):
+                trainer.accumulate(k, 1.0)
+            trainer.zero(to_none=False)
+            return ""
+        for k in (1, 0):
+            trainer.accumulate(k, 1.0)
+        with pytest.raises(RuntimeError) as caught:
+            trainer.synchronize()
+        return str(caught.value)
+
+    text = all_well(run_ranks(2, body, STEADY))[1]
+    assert "zero_grad() with set_to_none=True" in text
+    assert "t0" in text
+
+
+def test_several_engines_at_once() -> None:
+    """Each has its own lane: ranks may close them in different orders."""
+
+    def body(runtime: Runtime) -> None:
+        trainers = [
+            Trainer(runtime, make_specs([3, 4]), schedule="wfbp", name=name) for name in "ab"
+        ]
+        for step in range(8):
+            for trainer in trainers:
+                trainer.zero()
+                trainer.accumulate(1, float(step))
+                trainer.accumulate(0, float(runtime.rank))
+            for trainer in trainers:
+                assert trainer.synchronize() == [0.5, step]
+
+    all_well(run_ranks(2, body, STEADY))
+
+
+def test_half_precision_is_accumulated_in_float32() -> None:
+    def body(runtime: Runtime) -> float:
+        specs = [TensorSpec("h", (5,), "float16")]
+        trainer = Trainer(runtime, specs, schedule="single")
+        trainer.accumulate(0, 60000.0)  # the sum of two overflows
+        found = trainer.synchronize()[0]
+        assert found is not None
+        return found
+
+    assert all_well(run_ranks(4, body)) == [60000.0] * 4
+
+
+def test_the_report() -> None:
+    def body(runtime: Runtime) -> list[dict[str, Any]]:
+        trainer = Trainer(runtime, make_specs([3, 4, 5]), schedule="oasr")
+        reports = [trainer.engine.report()]
+        for _ in range(30):
+            trainer.zero()
+            for k in (2, 1, 0):
+                trainer.accumulate(k, 1.0)
+            trainer.synchronize()
+        return [*reports, trainer.engine.report()]
+
+    reports = all_well(run_ranks(2, body))
+    before, after = reports[0]
+    assert before["phase"] == "warm-up"
+    assert before["steps"] == 0
+    assert before["predicted_iteration_s"] is None
+    assert before["measured_iteration_s"] is None
+    assert after["phase"] == "installed"
+    assert after["schedule"] == "oasr"
+    assert after["steps"] == 30
+    assert after["total_bytes"] == 12 * 8
+    assert after["num_tensors"] == 3
+    for key in ("predicted_iteration_s", "measured_iteration_s", "lower_bound_s"):
+        assert after[key] > 0
+    assert after["ratio_to_lower_bound"] == pytest.approx(
+        after["measured_iteration_s"] / after["lower_bound_s"]
+    )
+    assert after["plan_digest"] == reports[1][1]["plan_digest"]
+
+
+# Errors.
+
+
+def test_ranks_with_other_tensors_or_settings() -> None:
+    def body(runtime: Runtime) -> None:
+        Trainer(runtime, make_specs([3, 4 + (runtime.rank == 2)]), name="mine")
+
+    for result in run_ranks(3, body):
+        assert isinstance(result, DisagreementError)
+        assert "mine: ranks disagree: t1 float64(4,) on rank 0 is t1 float64(5,) on rank 2" in str(
+            result
+        )
+
+
+def test_a_rank_that_stays_away_stalls_the_others() -> None:
+    config = Config(
+        schedule="wfbp", warmup_steps=10, timeout_s=1.0, stall_warning_s=0.3, abort_grace_s=0.5
+    )
+
+    def body(runtime: Runtime) -> None:
+        trainer = Trainer(runtime, make_specs([3, 4]), schedule="wfbp")
+        if runtime.rank == 1:
+            time.sleep(2.5)
+            return
+        trainer.accumulate(1, 1.0)
+        trainer.synchronize()
+
+    result = run_ranks(2, body, config)[0]
+    assert isinstance(result, StallError)
+    assert "rank 0 of 2 waited 1 s (optimizer, step 0: group 1 of 2 (t1) is under way)" in str(
+        result
+    )
+    assert "WFBP_TIMEOUT_S" in str(result)
+
+
+def test_a_rank_that_leaves_is_named() -> None:
+    def body(runtime: Runtime) -> None:
+        trainer = Trainer(runtime, make_specs([3]))
+        if runtime.rank == 0:
+            trainer.accumulate(0, 1.0)
+            trainer.synchronize()
+
+    left = run_ranks(2, body)[0]
+    assert isinstance(left, PeerError)
+    assert "rank 1 has left" in str(left)
+
+
+def test_the_first_error_is_raised_again() -> None:
+    def body(runtime: Runtime) -> list[str]:
+        trainer = Trainer(runtime, make_specs([3]))
+        if runtime.rank == 1:
+            return []
+        texts = []
+        for _ in range(3):
+            trainer.accumulate(0, 1.0)
+            with pytest.raises(PeerError) as caught:
+                trainer.synchronize()
+            texts.append(str(caught.value))
+        with pytest.raises(PeerError):
+            runtime.exchange(b"", "more")
+        return texts
+
+    texts = all_well(run_ranks(2, body))[0]
+    assert len(set(texts)) == 1
