@@ -9,27 +9,24 @@ a plan while training goes on.
 from __future__ import annotations
 
 import ctypes
-import logging
 import queue
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from wfbp.comm.backend import Work
 from wfbp.comm.waiting import Waiter, sharpen_naps
 from wfbp.config import Config
-from wfbp.errors import PeerError, StallError, WfbpError
+from wfbp.errors import StallError, WfbpError
+from wfbp.runtime.calls import Call, Calls, Reply
+from wfbp.runtime.stall import StallWatch
 
 T = TypeVar("T")
-log = logging.getLogger("wfbp")
 
 THREAD_NAME = "wfbp-comm"
 TICK_S = 0.05
-_LEFT_GRACE_S = 2.0
 _BACKSTOP_S = 10.0
 _TESTS_PER_SPIN = 32
 _PR_SET_NAME = 15
@@ -68,40 +65,6 @@ class Lane(Protocol):
         """Give up the step and tell whoever waits for it why."""
 
 
-class Reply(Generic[T]):
-    """A place for one answer at a time: the communication thread puts, one training thread gets."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
-
-    def put(self, value: T) -> None:
-        self._queue.put((value, None))
-
-    def fail(self, error: BaseException) -> None:
-        self._queue.put((None, error))
-
-    def get(self, timeout_s: float) -> T:
-        """The answer.
-
-        Raises:
-            queue.Empty: none came in time.
-            BaseException: what :meth:`fail` was given.
-        """
-        value, error = self._queue.get(timeout=timeout_s)
-        if error is not None:
-            raise error
-        return value  # type: ignore[return-value]
-
-
-@dataclass
-class _Call:
-    label: str
-    start: Callable[[], Work[Any]]
-    reply: Reply[Any]
-    work: Work[Any] | None = None
-    since: float = field(default_factory=time.monotonic)
-
-
 class CommunicationThread:
     """Runs calls and lanes on one backend.
 
@@ -115,6 +78,7 @@ class CommunicationThread:
         config: timeouts.
         waiter: how to wait.
         on_tick: called some times a second, for notices from other ranks.
+        stall: judges waits that last.
         where: who this is, for messages ("rank 1 of 4").
     """
 
@@ -123,24 +87,22 @@ class CommunicationThread:
         config: Config,
         waiter: Waiter,
         on_tick: Callable[[], None],
+        stall: StallWatch,
         where: str,
     ) -> None:
         self._config = config
         self._waiter = waiter
         self._on_tick = on_tick
+        self._stall = stall
         self._where = where
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._calls: deque[_Call] = deque()
+        self._calls = Calls()
         self._lanes: list[Lane] = []
         self._running = True
-        self._warned: set[str] = set()
         self._next_tick = 0.0
         self._num_waiting = 0
         self.sleeping = False
         self.error: WfbpError | None = None
-        self.gone: dict[int, str] = {}
-        self.gone_since = 0.0
-        self.on_stall: Callable[[str], None] = lambda text: None
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
@@ -161,7 +123,7 @@ class CommunicationThread:
             WfbpError: this collective failed, or an earlier error has ended the runtime.
         """
         reply: Reply[T] = Reply()
-        self.post(lambda: self._enqueue(_Call(label, start, reply)))
+        self.post(lambda: self._enqueue(Call(label, start, reply)))
         return self.await_reply(reply, label)
 
     def await_reply(self, reply: Reply[T], label: str) -> T:
@@ -204,24 +166,23 @@ class CommunicationThread:
         if self.error is not None:
             return
         self.error = error
-        while self._calls:
-            self._calls.popleft().reply.fail(error)
+        self._calls.fail(error)
         for lane in self._lanes:
             lane.fail(error)
 
     def describe(self) -> str:
         """What is under way, for people."""
-        calls = [f"in {self._calls[0].label}"] if self._calls else []
+        calls = [f"in {self._calls.first.label}"] if self._calls else []
         return "; ".join(calls + [lane.describe() for lane in self._lanes]) or "idle"
 
     def _stop(self) -> None:
         self._running = False
 
-    def _enqueue(self, call: _Call) -> None:
+    def _enqueue(self, call: Call) -> None:
         if self.error is not None:
             call.reply.fail(self.error)
         else:
-            self._calls.append(call)
+            self._calls.add(call)
 
     def _run(self) -> None:
         if sys.platform == "linux":  # named for top and for benchmarks that read its CPU time
@@ -256,7 +217,7 @@ class CommunicationThread:
             else:
                 self._spin()
         else:
-            self._rest(TICK_S, True)
+            self._rest(TICK_S, self.error is None)  # after an error nobody reads events
 
     def _rest(self, timeout_s: float, wakeable: bool) -> None:
         """Sleep on the inbox, unless an event came before ``sleeping`` said so."""
@@ -268,7 +229,7 @@ class CommunicationThread:
     def _advance(self) -> bool:
         if self.error is not None:
             return False
-        progressed = self._advance_call()
+        progressed = self._calls.advance()
         for lane in self._lanes:
             progressed |= lane.advance()
         return progressed
@@ -294,44 +255,11 @@ class CommunicationThread:
             progressed = True
             message()
 
-    def _advance_call(self) -> bool:
-        if not self._calls:
-            return False
-        call = self._calls[0]
-        try:
-            if call.work is None:
-                call.work = call.start()
-            if not call.work.test():
-                return False
-        except Exception as error:
-            self._calls.popleft()
-            call.reply.fail(error)
-            return True
-        self._calls.popleft()
-        call.reply.put(call.work.result)
-        return True
-
     def _check_stall(self, now: float) -> None:
-        waits = [(c.since, c.label) for c in list(self._calls)[:1]]
+        waits = [(self._calls.first.since, self._calls.first.label)] if self._calls else []
         for lane in self._lanes:
             if (since := lane.waiting_since) is not None:
                 waits.append((since, lane.describe()))
-        if not waits:
-            self._warned.clear()
-            return
-        since, what = min(waits)
-        waited = now - since
-        if self.gone and min(waited, now - self.gone_since) > _LEFT_GRACE_S:
-            left = ", ".join(f"rank {r} {why}" for r, why in sorted(self.gone.items()))
-            self.fail(PeerError(f"{self._where} waits ({what}), but {left}"))
-        elif waited > self._config.timeout_s:
-            self.fail(
-                StallError(
-                    f"{self._where} waited {waited:.0f} s ({what}); some rank does not take part. "
-                    "Look at what the ranks reported above; WFBP_TIMEOUT_S sets the limit."
-                )
-            )
-        elif waited > self._config.stall_warning_s and what not in self._warned:
-            self._warned.add(what)
-            log.warning("%s has waited %.0f s: %s", self._where, waited, what)
-            self.on_stall(what)
+        error = self._stall.check(waits, now)
+        if error is not None:
+            self.fail(error)
