@@ -164,6 +164,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Raises:
         NotInitializedError: before ``wfbp.init()``.
+        TypeError: not an optimizer.
         ValueError: a bad argument, or a parameter that cannot be sent.
         DisagreementError: ranks passed different parameters or settings.
 
@@ -177,6 +178,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         >>> optimizer.step()
     """
     runtime = world.current("DistributedOptimizer()")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, found {type(optimizer).__qualname__}")
     if isinstance(optimizer, _Distributed):
         raise ValueError("this optimizer is distributed already")
     kind = type(optimizer)
