@@ -1,0 +1,114 @@
+"""The top level: lazy, and choosing an adapter by what it is given."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import wfbp
+from wfbp.comm.local import LocalWorld
+from wfbp.config import Config
+from wfbp.errors import NotInitializedError
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    wfbp.init(backend=LocalWorld(1).backend(0), config=Config())
+    yield
+    wfbp.shutdown()
+
+
+def loaded_after(program: str) -> set[str]:
+    """The top-level modules that a program loads."""
+    script = f"{program}\nimport sys; print(*{{n.partition('.')[0] for n in sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    return set(done.stdout.split())
+
+
+def test_importing_loads_nothing_heavy() -> None:
+    assert not {"torch", "jax", "mpi4py", "numpy"} & loaded_after("import wfbp")
+    assert not {"torch", "jax", "mpi4py"} & loaded_after("import wfbp; wfbp.TensorSpec; wfbp.Sum")
+
+
+def test_arrays_do_not_load_torch() -> None:
+    program = """
+import numpy as np, wfbp
+from wfbp.comm.local import LocalWorld
+wfbp.init(backend=LocalWorld(1).backend(0))
+wfbp.allreduce(np.ones(2)); wfbp.broadcast(np.ones(2), 0); wfbp.allgather(np.ones(2))
+wfbp.broadcast_parameters({"a": np.ones(2)}); wfbp.GradientReducer([("a", np.ones(2))])
+try:
+    wfbp.DistributedOptimizer(object())
+except TypeError:
+    pass
+"""
+    assert not {"torch", "jax", "mpi4py"} & loaded_after(program)
+
+
+def test_every_public_name_exists() -> None:
+    for name in wfbp.__all__:
+        assert getattr(wfbp, name) is not None
+        assert name in dir(wfbp)
+    assert wfbp.Average is wfbp.core.types.Op.AVERAGE  # type: ignore[attr-defined]
+    assert wfbp.__version__
+    with pytest.raises(AttributeError, match="'wfbp' has no attribute 'nothing'"):
+        _ = wfbp.nothing  # type: ignore[attr-defined]
+
+
+def test_torch_has_horovods_names() -> None:
+    import wfbp.torch as hvd
+
+    for name in hvd.__all__:
+        assert hasattr(hvd, name)
+    assert {"init", "shutdown", "rank", "size", "local_rank", "DistributedOptimizer"} <= set(
+        hvd.__all__
+    )
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "value", [torch.ones(3), torch.nn.Parameter(torch.ones(3)), np.ones(3), [1.0, 1.0, 1.0]]
+)
+def test_a_result_is_of_the_kind_of_its_argument(value: Any) -> None:
+    kind = torch.Tensor if isinstance(value, torch.Tensor) else np.ndarray
+    for found in (wfbp.allreduce(value), wfbp.broadcast(value, 0), wfbp.allgather(value)):
+        assert isinstance(found, kind)
+        assert found.tolist() == [1.0] * 3
+
+
+@pytest.mark.usefixtures("alone")
+def test_optimizers() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+
+    class Mine(torch.optim.SGD):
+        """A class of the user's."""
+
+    optimizer = wfbp.DistributedOptimizer(Mine([parameter], lr=0.1), [("w", parameter)])
+    assert isinstance(optimizer, Mine)
+    parameter.sum().backward()
+    optimizer.step()
+    assert parameter.tolist() == pytest.approx([0.9] * 3)
+    wfbp.broadcast_optimizer_state(optimizer)
+    for wrong in ({}, object(), "sgd", torch.ones(2)):
+        with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer"):
+            wfbp.DistributedOptimizer(wrong)
+    with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer"):
+        wfbp.broadcast_optimizer_state({})
+
+
+def test_optimizers_before_init() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    with pytest.raises(NotInitializedError, match=r"DistributedOptimizer\(\)"):
+        wfbp.DistributedOptimizer(optimizer)
+    with pytest.raises(NotInitializedError, match=r"allreduce\(\)"):
+        wfbp.allreduce(torch.ones(2))
+    with pytest.raises(NotInitializedError, match=r"broadcast_parameters\(\)"):
+        wfbp.broadcast_parameters({"w": torch.ones(2)})

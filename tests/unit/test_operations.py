@@ -1,0 +1,190 @@
+"""Collectives on arrays, on ranks that are threads; public functions on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import wfbp
+from tests.unit.ranks import all_well, run_ranks
+from wfbp.comm.local import LocalWorld
+from wfbp.config import Config
+from wfbp.core.types import Op
+from wfbp.errors import DisagreementError, NotInitializedError
+from wfbp.runtime import operations
+from wfbp.runtime.matching import agree, flat
+from wfbp.runtime.runtime import Runtime
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """The public functions, on one rank."""
+    wfbp.init(backend=LocalWorld(1).backend(0), config=Config())
+    yield
+    wfbp.shutdown()
+
+
+# Several ranks.
+
+
+@pytest.mark.parametrize("op", list(Op))
+def test_reduce(op: Op) -> None:
+    def body(runtime: Runtime) -> list[float]:
+        buffer = np.array([1.0, runtime.rank + 1.0])
+        operations.reduce_in_place(runtime, buffer, "float64", (2,), op, "x")
+        return buffer.tolist()
+
+    wanted = {
+        Op.SUM: [3.0, 6.0],
+        Op.AVERAGE: [1.0, 2.0],
+        Op.MIN: [1.0, 1.0],
+        Op.MAX: [1.0, 3.0],
+        Op.PRODUCT: [1.0, 6.0],
+    }[op]
+    assert all_well(run_ranks(3, body)) == [wanted] * 3
+
+
+def test_broadcast_many() -> None:
+    def body(runtime: Runtime) -> list[Any]:
+        arrays = [np.full(3, runtime.rank, np.float32), np.array([runtime.rank])]
+        rows = [("a", "float32", (3,)), ("b", "int64", (1,))]
+        buffers = [a.view(np.uint8) for a in arrays]
+        operations.broadcast_buffers(runtime, rows, buffers, root_rank=2)
+        return [a.tolist() for a in arrays]
+
+    assert all_well(run_ranks(3, body)) == [[[2.0] * 3, [2]]] * 3
+
+
+def test_broadcast_many_names_the_first_difference() -> None:
+    def body(runtime: Runtime) -> None:
+        rows = [("a", "float32", (3,)), ("b" if runtime.rank else "c", "int64", (1,))]
+        buffers = [np.zeros(12, np.uint8), np.zeros(8, np.uint8)]
+        operations.broadcast_buffers(runtime, rows, buffers, root_rank=0)
+
+    for result in run_ranks(3, body):
+        assert isinstance(result, DisagreementError)
+        assert "rank 0 has ['c', 'int64', [1]], rank 1 has ['b', 'int64', [1]]" in str(result)
+
+
+def test_gather_rows() -> None:
+    def body(runtime: Runtime) -> list[list[int]]:
+        mine = np.full((runtime.rank, 2), runtime.rank, np.int32)
+        raw, rows = operations.gather_rows(
+            runtime, flat(mine).view(np.uint8), "int32", mine.shape, "x"
+        )
+        return raw.view(np.int32).reshape(rows, 2).tolist()
+
+    wanted = [[1, 1], [2, 2], [2, 2]]
+    assert all_well(run_ranks(3, body)) == [wanted] * 3
+
+
+def test_agree_returns_what_may_differ() -> None:
+    def body(runtime: Runtime) -> list[int]:
+        return agree(runtime, ["operation", "x"], private=10 + runtime.rank)
+
+    assert all_well(run_ranks(3, body)) == [[10, 11, 12]] * 3
+
+
+def test_agree_tells_every_rank_the_same() -> None:
+    def body(runtime: Runtime) -> None:
+        agree(runtime, ["allreduce", "x", "float32", [3 + (runtime.rank == 1)]])
+
+    results = run_ranks(3, body)
+    for rank, result in enumerate(results):
+        assert isinstance(result, DisagreementError)
+        assert str(result).startswith(f"rank {rank} of 3: ranks called different operations")
+        assert "rank 0 ['allreduce', 'x', 'float32', [3]], rank 1 ['allreduce'" in str(result)
+
+
+def test_a_disagreement_is_not_the_end() -> None:
+    def body(runtime: Runtime) -> list[bytes]:
+        with pytest.raises(DisagreementError):
+            agree(runtime, ["one" if runtime.rank else "other"])
+        return runtime.exchange(b"on", "on")
+
+    assert all_well(run_ranks(2, body)) == [[b"on", b"on"]] * 2
+
+
+# One rank.
+
+
+@pytest.mark.usefixtures("alone")
+def test_alone_everything_is_its_own_answer() -> None:
+    array = np.array([[1.5, 2.5]], np.float32)
+    for op in Op:
+        found = wfbp.allreduce(array, op=op)
+        assert np.array_equal(found, array)
+        assert found is not array
+        assert not np.shares_memory(found, array)
+    assert np.array_equal(wfbp.broadcast(array, 0), array)
+    assert np.array_equal(wfbp.allgather(array), array)
+    assert wfbp.broadcast_object({"a": [1]}) == {"a": [1]}
+    assert wfbp.allgather_object("x") == ["x"]
+    wfbp.barrier()
+    assert (wfbp.rank(), wfbp.size(), wfbp.local_rank(), wfbp.local_size()) == (0, 1, 0, 1)
+    half = array.astype(ml_dtypes.bfloat16)
+    assert wfbp.allreduce(half).dtype == half.dtype
+    assert wfbp.allgather(half).dtype == half.dtype
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("root", [-1, 1, 7])
+def test_no_such_root(root: int) -> None:
+    for call in (
+        lambda: wfbp.broadcast(np.zeros(1), root),
+        lambda: wfbp.broadcast_object(1, root),
+        lambda: wfbp.broadcast_parameters({"a": np.zeros(1)}, root),
+    ):
+        with pytest.raises(ValueError, match=f"root_rank is {root}; expected 0 to 0"):
+            call()
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_cannot_be_reduced() -> None:
+    with pytest.raises(ValueError, match="'complex128' cannot be sent"):
+        wfbp.allreduce(np.zeros(2, complex))
+    with pytest.raises(ValueError, match="op is 'sum'"):
+        wfbp.allreduce(np.zeros(2), op="sum")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="one dimension"):
+        wfbp.allgather(np.float64(1))
+    with pytest.raises(ValueError, match="object"):
+        wfbp.broadcast_parameters({"a": np.array([None])})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rank", "size", "local_rank", "local_size", "barrier", "allreduce", "broadcast",
+        "allgather", "broadcast_object", "allgather_object", "broadcast_parameters",
+        "GradientReducer",
+    ],
+)  # fmt: skip
+def test_before_init(name: str) -> None:
+    arguments: dict[str, tuple[Any, ...]] = {
+        "allreduce": (np.zeros(1),),
+        "broadcast": (np.zeros(1), 0),
+        "allgather": (np.zeros(1),),
+        "allgather_object": (1,),
+        "broadcast_parameters": ({"a": np.zeros(1)},),
+        "GradientReducer": ([("a", np.zeros(1))],),
+    }
+    with pytest.raises(NotInitializedError, match=rf"{name}\(\) needs .* call wfbp\.init\(\)"):
+        getattr(wfbp, name)(*arguments.get(name, ()))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_reducer_alone() -> None:
+    reducer = wfbp.GradientReducer([("a", np.zeros((), np.float32)), ("b", np.zeros(2))])
+    mine = np.float32(3).reshape(())
+    for _ in range(3):
+        reducer.mark_ready(0, mine)
+        found = reducer.wait()
+        assert found[0] is not None
+        assert found[0].shape == ()
+        assert found[0] == 3
+        assert found[1] is None
+    assert reducer.report() == {}

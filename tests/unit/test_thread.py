@@ -1,0 +1,371 @@
+"""The communication thread: calls, lanes, errors, and ranks that lag or leave."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.ranks import all_well, run_ranks
+from wfbp.comm.backend import Finished, Work
+from wfbp.comm.local import LocalWorld
+from wfbp.comm.waiting import Waiter
+from wfbp.config import Config
+from wfbp.core.types import Op
+from wfbp.errors import (
+    BackendError,
+    DisagreementError,
+    NotInitializedError,
+    PeerError,
+    StallError,
+    WfbpError,
+)
+from wfbp.runtime.runtime import Runtime, describe_error
+from wfbp.runtime.thread import CommunicationThread, Reply
+
+
+class Slow(Work[str]):
+    """Completes once it is told to."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.error: Exception | None = None
+
+    def test(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.go.is_set()
+
+    @property
+    def result(self) -> str:
+        return "done"
+
+
+class StubLane:
+    """A lane that counts its turns."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+        self.busy = False
+        self.has_events = False
+        self.has_room = True
+        self.expected_s: float | None = None
+        self.waiting_since: float | None = None
+        self.error: WfbpError | None = None
+        self.trouble: Exception | None = None
+
+    def advance(self) -> bool:
+        self.turns += 1
+        if self.trouble is not None:
+            raise self.trouble
+        return False
+
+    def describe(self) -> str:
+        return "stub lane"
+
+    def fail(self, error: WfbpError) -> None:
+        self.error = error
+
+
+Make = Callable[..., CommunicationThread]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Threads that are stopped behind the test."""
+    made = []
+
+    def thread(**settings: Any) -> CommunicationThread:
+        waiter = Waiter.watching(LocalWorld(1).backend(0))
+        made.append(CommunicationThread(Config(**settings), waiter, lambda: None, "rank 0 of 2"))
+        return made[-1]
+
+    yield thread
+    for each in made:
+        each.stop(timeout_s=5.0)
+
+
+def in_thread(act: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """Another training thread; its result or error appears in the list."""
+    found: list[Any] = []
+
+    def body() -> None:
+        try:
+            found.append(act())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    return thread, found
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.002)
+
+
+# Calls.
+
+
+def test_a_call_returns_its_result(make: Make) -> None:
+    assert make().call(lambda: Finished(7), "seven") == 7
+
+
+def test_calls_run_one_after_another_in_their_order(make: Make) -> None:
+    thread, works, started = make(), [Slow(), Slow()], []
+
+    def start(k: int) -> Slow:
+        started.append(k)
+        return works[k]
+
+    callers = []
+    for k in range(2):
+        callers.append(in_thread(lambda k=k: thread.call(lambda: start(k), f"call {k}")))
+        if k == 0:
+            until(lambda: started)
+    time.sleep(0.05)
+    assert started == [0]
+    works[0].go.set()
+    until(lambda: started == [0, 1])
+    works[1].go.set()
+    for caller, found in callers:
+        caller.join(5)
+        assert found == ["done"]
+
+
+def test_a_call_that_fails_concerns_its_caller_only(make: Make) -> None:
+    thread = make()
+
+    def broken() -> Work[None]:
+        raise BackendError("the link is down")
+
+    with pytest.raises(BackendError, match="the link is down"):
+        thread.call(broken, "broken")
+    failing = Slow()
+    failing.error = BackendError("lost")
+    with pytest.raises(BackendError, match="lost"):
+        thread.call(lambda: failing, "failing")
+    assert thread.error is None
+    assert thread.call(lambda: Finished(1), "next") == 1
+
+
+def test_a_posted_message_runs_on_the_thread(make: Make) -> None:
+    names: list[str] = []
+    make().post(lambda: names.append(threading.current_thread().name))
+    until(lambda: names)
+    assert names == ["wfbp-comm"]
+
+
+# Errors.
+
+
+def test_the_first_error_ends_what_waits_and_what_comes(make: Make) -> None:
+    thread, lane, slow = make(), StubLane(), Slow()
+    thread.post(lambda: thread.add_lane(lane))
+    caller, found = in_thread(lambda: thread.call(lambda: slow, "slow"))
+    first = PeerError("rank 1 failed")
+    until(lambda: lane.turns)
+    thread.post(lambda: thread.fail(first))
+    thread.post(lambda: thread.fail(StallError("later")))
+    caller.join(5)
+    assert found == [first]
+    assert lane.error is first
+    assert thread.error is first
+    with pytest.raises(PeerError, match="rank 1 failed"):
+        thread.call(lambda: Finished(1), "next")
+    late = StubLane()
+    thread.post(lambda: thread.add_lane(late))
+    until(lambda: late.error)
+    assert late.error is first
+
+
+@pytest.mark.parametrize(
+    ("trouble", "kind", "told"),
+    [
+        (DisagreementError("ranks differ"), DisagreementError, "^ranks differ$"),
+        (KeyError("x"), WfbpError, "rank 0 of 2: the communication thread failed: KeyError"),
+    ],
+)
+def test_trouble_in_a_lane_is_kept(
+    make: Make, trouble: Exception, kind: type[Exception], told: str
+) -> None:
+    thread, lane, slow = make(), StubLane(), Slow()
+    lane.trouble = trouble
+    caller, found = in_thread(lambda: thread.call(lambda: slow, "slow"))
+    thread.post(lambda: thread.add_lane(lane))
+    caller.join(5)
+    assert isinstance(found[0], kind)
+    with pytest.raises(kind, match=told):
+        thread.call(lambda: Finished(1), "next")
+    assert (thread.error is trouble) or (thread.error.__cause__ is trouble)  # type: ignore[union-attr]
+
+
+def test_a_lane_that_was_removed_has_no_more_turns(make: Make) -> None:
+    thread, lane = make(), StubLane()
+    thread.post(lambda: thread.add_lane(lane))
+    until(lambda: lane.turns)
+    thread.post(lambda: thread.remove_lane(lane))
+    thread.call(lambda: Finished(0), "after it")
+    turns = lane.turns
+    for _ in range(20):
+        thread.call(lambda: Finished(0), "more turns")
+    assert lane.turns == turns
+
+
+def test_idle_it_sleeps_also_after_an_error(make: Make) -> None:
+    """Events that nobody reads any more must not keep it awake."""
+    thread, lane = make(), StubLane()
+    thread.post(lambda: thread.add_lane(lane))
+    thread.post(lambda: thread.fail(PeerError("over")))
+    until(lambda: thread.error)
+    lane.has_events = True
+    turns: list[int] = []
+    thread._on_tick = lambda: turns.append(1)  # type: ignore[method-assign]
+    started, cpu = time.monotonic(), time.process_time()
+    time.sleep(0.5)
+    assert turns
+    share = (time.process_time() - cpu) / (time.monotonic() - started)
+    assert share < 0.5, f"{share:.0%} of a core"
+
+
+# Those who lag or leave.
+
+
+def test_a_standstill_is_reported_then_ended(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    thread, asked = make(timeout_s=0.6, stall_warning_s=0.1), []
+    thread.on_stall = asked.append
+    with caplog.at_level(logging.WARNING, "wfbp"), pytest.raises(StallError) as caught:
+        thread.call(Slow, "allreduce of x")
+    assert "rank 0 of 2 waited 1 s (allreduce of x)" in str(caught.value)
+    assert "WFBP_TIMEOUT_S" in str(caught.value)
+    assert asked == ["allreduce of x"]
+    assert [r.getMessage() for r in caplog.records] == [
+        "rank 0 of 2 has waited 0 s: allreduce of x"
+    ]
+
+
+def test_a_lane_stands_still(make: Make) -> None:
+    thread, lane = make(timeout_s=0.2), StubLane()
+    lane.busy = True
+    lane.waiting_since = time.monotonic()
+    thread.post(lambda: thread.add_lane(lane))
+    until(lambda: lane.error)
+    assert "rank 0 of 2 waited 0 s (stub lane)" in str(lane.error)
+
+
+def test_waiting_for_one_who_left(make: Make) -> None:
+    thread, slow = make(timeout_s=60.0), Slow()
+    caller, found = in_thread(lambda: thread.call(lambda: slow, "barrier"))
+
+    def left() -> None:
+        thread.gone_since = time.monotonic()
+        thread.gone[1] = "has left"
+
+    thread.post(left)
+    caller.join(10)
+    assert isinstance(found[0], PeerError)
+    assert str(found[0]) == "rank 0 of 2 waits (barrier), but rank 1 has left"
+
+
+def test_one_who_left_is_no_trouble_where_nobody_waits(make: Make) -> None:
+    thread = make()
+    thread.gone_since = time.monotonic() - 100
+    thread.gone[1] = "has left"
+    time.sleep(0.2)
+    assert thread.call(lambda: Finished(1), "own") == 1
+    assert thread.error is None
+
+
+def test_describe(make: Make) -> None:
+    thread, slow = make(), Slow()
+    assert thread.describe() == "idle"
+    caller, _ = in_thread(lambda: thread.call(lambda: slow, "barrier"))
+    until(lambda: "barrier" in thread.describe())
+    slow.go.set()
+    caller.join(5)
+
+
+def test_a_reply_that_does_not_come_in_time() -> None:
+    reply: Reply[int] = Reply()
+    reply.put(3)
+    assert reply.get(0.1) == 3
+    reply.fail(PeerError("gone"))
+    with pytest.raises(PeerError):
+        reply.get(0.1)
+
+
+# The runtime on top.
+
+
+def test_collectives_of_several_ranks() -> None:
+    def body(runtime: Runtime) -> list[bytes]:
+        buffer = np.full(3, runtime.rank, np.float32)
+        runtime.all_reduce(buffer, "float32", Op.SUM, "sum")
+        assert buffer.tolist() == [3.0] * 3
+        return runtime.exchange(bytes([runtime.rank]), "names")
+
+    assert all_well(run_ranks(3, body)) == [[b"\0", b"\1", b"\2"]] * 3
+
+
+def test_costs_are_measured_once_per_size_and_are_the_same() -> None:
+    def body(runtime: Runtime) -> Any:
+        first = runtime.measure_costs(1000)
+        assert runtime.measure_costs(500) is first
+        larger = runtime.measure_costs(100_000)
+        assert larger is not first
+        return larger
+
+    costs = all_well(run_ranks(2, body))
+    assert costs[0] == costs[1]
+
+
+def test_nothing_works_after_shutdown() -> None:
+    runtime = Runtime(LocalWorld(1).backend(0), Config())
+    runtime.shutdown()
+    runtime.shutdown()
+    with pytest.raises(NotInitializedError, match=r"wfbp\.init\(\)"):
+        runtime.exchange(b"", "late")
+
+
+def test_a_failing_rank_tells_the_others() -> None:
+    """fail_job ends the world at last; before, everybody has had the reason."""
+
+    def body(runtime: Runtime) -> None:
+        if runtime.rank == 1:
+            runtime.fail_job("ValueError: no data")
+            return
+        runtime.exchange(b"", "waiting")
+
+    results = run_ranks(3, body)
+    for rank in (0, 2):
+        assert isinstance(results[rank], PeerError)
+        assert str(results[rank]) == f"rank {rank} of 3: rank 1 failed: ValueError: no data"
+
+
+def test_leaving_after_an_error_lets_the_others_leave() -> None:
+    def body(runtime: Runtime) -> None:
+        if runtime.rank == 0:
+            with pytest.raises(PeerError, match="rank 1 has left"):
+                runtime.exchange(b"", "waiting")
+
+    all_well(run_ranks(2, body, Config(timeout_s=300.0), join_s=20.0))
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("no data"), "ValueError: no data"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (StallError("rank 0 waited"), "StallError: rank 0 waited"),
+    ],
+)
+def test_describe_error(error: BaseException, told: str) -> None:
+    assert describe_error(error) == told
