@@ -171,6 +171,58 @@ def check_integer_average(backend: Backend) -> None:
     assert set(signed) == {-1 if backend.size == 1 else 0}
 
 
+def check_reduce_scatter(backend: Backend) -> None:
+    """This rank's block gets what an all-reduce would put there, whatever the sizes."""
+    rank, size = backend.rank, backend.size
+    for dtype in ITEM_BYTES:
+        for numels in (
+            [0] * size,
+            [3] * size,
+            [0 if r == size - 1 else 7 * r + 1 for r in range(size)],
+            [70_001 if r == 0 else 1_000 for r in range(size)],
+        ):
+            for op in (Op.SUM, Op.AVERAGE, Op.MAX):
+                parts = [contribution(r, sum(numels), dtype) for r in range(size)]
+                data = parts[rank].copy()
+                counts = [numel * ITEM_BYTES[dtype] for numel in numels]
+                wait(backend.reduce_scatter(data, counts, dtype, op), timeout_s=TIMEOUT_S)
+                block = slice(sum(numels[:rank]), sum(numels[: rank + 1]))
+                want = expected(parts, dtype, op)[block]
+                where = f"{dtype} {op.value}, {numels} elements"
+                if dtype in FLOATS and op is not Op.MAX:
+                    tolerance = 8 * np.finfo(dtype).eps
+                    np.testing.assert_allclose(
+                        data[block], want, rtol=tolerance, atol=tolerance, err_msg=where
+                    )
+                else:
+                    np.testing.assert_array_equal(data[block], want, err_msg=where)
+
+
+def check_reduce_scatter_and_all_gather(backend: Backend) -> None:
+    """Together they are an all-reduce; in many chunks, in place, and around nothing else."""
+    numel = 6_000_001 * backend.size
+    whole = np.full(numel + 2, 7, np.float32)
+    data = whole[1:-1]
+    data[:] = np.arange(numel) % 1021 + backend.rank
+    counts = [4 * 6_000_001] * backend.size
+    wait(backend.reduce_scatter(data, counts, "float32", Op.AVERAGE), timeout_s=TIMEOUT_S)
+    mine = np.split(data, backend.size)[backend.rank].copy().view(np.uint8)
+    wait(backend.all_gather(mine, data.view(np.uint8), counts), timeout_s=TIMEOUT_S)
+    assert (data == np.arange(numel) % 1021 + np.float32((backend.size - 1) / 2)).all()
+    assert whole[0] == whole[-1] == 7
+
+
+def check_reduce_scatter_rejects(backend: Backend) -> None:
+    size = backend.size
+    data = np.zeros(2 * size, np.float32)
+    for counts in ([8] * (size + 1), [8] * (size - 1) + [4], [8] * (size - 1) + [-8], [6] * size):
+        try:
+            backend.reduce_scatter(data, counts, "float32", Op.SUM)
+        except ValueError:
+            continue
+        raise AssertionError(f"counts {counts} were accepted")
+
+
 def check_broadcast(backend: Backend) -> None:
     for root in range(backend.size):
         for numel in (0, 1, 1001, 6_000_001):
@@ -232,6 +284,12 @@ def check_many_in_flight(backend: Backend) -> None:
         want = total + turn * backend.size
         work = lane.all_reduce(data, "float32", Op.SUM)
         pending.append((work, lambda _, data=data, want=want: bool((data == want).all())))
+        part = 1 + numel // 10
+        blocks = np.full(backend.size * part, backend.rank + turn, np.float32)
+        mine = np.split(blocks, backend.size)[backend.rank]
+        counts = [4 * part] * backend.size
+        work = lane.reduce_scatter(blocks, counts, "float32", Op.SUM)
+        pending.append((work, lambda _, mine=mine, want=want: bool((mine == want).all())))
         name = b"%d" % turn
         pending.append(
             (lane.all_gather_bytes(name), lambda got, name=name: got == [name] * backend.size)

@@ -79,6 +79,20 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    def reduce_scatter(
+        self, buffer: Buffer, counts: Sequence[int], dtype: str, op: Op
+    ) -> Work[None]:
+        """Combine ``buffer`` over all ranks, each rank keeping its block of the result, in place.
+
+        Args:
+            buffer: ``size`` blocks one after the other. This rank's block receives the result;
+                what the others hold afterwards is not defined.
+            counts: bytes of each rank's block, whole elements; the same on every rank.
+            dtype: element type, as in :meth:`all_reduce`.
+            op: how contributions combine.
+        """
+
+    @abstractmethod
     def broadcast(self, buffer: Buffer, root: int) -> Work[None]:
         """Copy the root's bytes of ``buffer`` to every rank, in place."""
 

@@ -44,6 +44,41 @@ def typed(buffer: Buffer, dtype: str, writeable: bool = True) -> Buffer:
     return buffer if buffer.dtype == STORAGE[dtype] else buffer.view(STORAGE[dtype])
 
 
+def blocks(size: int, buffer: Buffer, counts: Sequence[int], dtype: str) -> list[Buffer]:
+    """A reduce-scatter's buffer as one typed block per rank.
+
+    Args:
+        size: number of ranks.
+        buffer: of any element type, one-dimensional and contiguous.
+        counts: bytes of each block.
+        dtype: what the bytes are.
+
+    Raises:
+        ValueError: a size does not fit; the message names it.
+
+    Example:
+        >>> blocks(2, np.zeros(3, np.float32), [8, 4], "float32")
+        [array([0., 0.], dtype=float32), array([0.], dtype=float32)]
+    """
+    data = typed(buffer, dtype)
+    item = data.itemsize
+    if len(counts) != size or any(count < 0 or count % item for count in counts):
+        raise ValueError(
+            f"reduce_scatter needs {size} counts of at least 0 bytes, each a whole number of "
+            f"{dtype}, found {list(counts)}"
+        )
+    if data.nbytes != sum(counts):
+        raise ValueError(
+            f"the buffer is of {data.nbytes} bytes, but counts add up to {sum(counts)}"
+        )
+    parts = []
+    end = 0
+    for count in counts:
+        start, end = end, end + count // item
+        parts.append(data[start:end])
+    return parts
+
+
 def check_counts(
     rank: int, size: int, send: Buffer, receive: Buffer, counts: Sequence[int]
 ) -> None:

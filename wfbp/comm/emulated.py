@@ -22,7 +22,7 @@ import numpy as np
 
 from wfbp.comm.arithmetic import combine
 from wfbp.comm.backend import Backend, Buffer, T, Work
-from wfbp.comm.buffers import check_counts, typed
+from wfbp.comm.buffers import blocks, check_counts, typed
 from wfbp.core.types import Op
 from wfbp.errors import PeerError
 
@@ -118,6 +118,17 @@ class EmulatedLink(Backend):
                 combine([data.copy() for _ in range(self.size)], data, dtype, op)
 
         return self._send(data.nbytes, finish)
+
+    def reduce_scatter(
+        self, buffer: Buffer, counts: Sequence[int], dtype: str, op: Op
+    ) -> Work[None]:
+        mine = blocks(self.size, buffer, counts, dtype)[self.rank]
+
+        def finish() -> None:
+            if op in (Op.SUM, Op.PRODUCT):
+                combine([mine.copy() for _ in range(self.size)], mine, dtype, op)
+
+        return self._send(buffer.nbytes, finish)
 
     def broadcast(self, buffer: Buffer, root: int) -> Work[None]:
         return self._send(typed(buffer, "uint8").nbytes, lambda: None)

@@ -20,7 +20,7 @@ import numpy as np
 
 from wfbp.comm.arithmetic import combine
 from wfbp.comm.backend import Backend, Buffer, T, Work
-from wfbp.comm.buffers import check_counts, typed
+from wfbp.comm.buffers import blocks, check_counts, typed
 from wfbp.core.types import Op
 from wfbp.errors import BackendError, PeerError, WfbpError
 
@@ -144,6 +144,20 @@ class LocalBackend(Backend):
 
         signature = (f"all_reduce {op.value}", dtype, buffer.nbytes)
         return self._join(signature, typed(buffer, dtype), buffer.nbytes, finish)
+
+    def reduce_scatter(
+        self, buffer: Buffer, counts: Sequence[int], dtype: str, op: Op
+    ) -> Work[None]:
+        def finish(buffers: list[Any]) -> list[Any]:
+            for rank in range(self.size):
+                total = np.empty_like(buffers[rank][rank])
+                combine([each[rank] for each in buffers], total, dtype, op)
+                np.copyto(buffers[rank][rank], total)
+            return [None] * self.size
+
+        signature = (f"reduce_scatter {op.value}", dtype, *counts)
+        parts = blocks(self.size, buffer, counts, dtype)
+        return self._join(signature, parts, buffer.nbytes, finish)
 
     def broadcast(self, buffer: Buffer, root: int) -> Work[None]:
         def finish(buffers: list[Any]) -> list[Any]:

@@ -18,8 +18,8 @@ import numpy as np
 
 from wfbp.comm.arithmetic import INTEGER
 from wfbp.comm.backend import Backend, Buffer, Finished, Work
-from wfbp.comm.buffers import HALF, check_counts, typed
-from wfbp.comm.chunking import NETWORK, SHARED_MEMORY, Chunking, chunks
+from wfbp.comm.buffers import HALF, blocks, check_counts, typed
+from wfbp.comm.chunking import NETWORK, SHARED_MEMORY, Chunking, chunks, split
 from wfbp.comm.mpi_channel import Channel, Family, Job, MpiWork
 from wfbp.comm.mpi_exchange import Exchange, Scratch
 from wfbp.comm.mpi_jobs import GatherBytes, Library
@@ -96,12 +96,26 @@ class MpiBackend(Backend):
         library = not _needs_exchange(dtype, op) and (
             data.nbytes <= limits.small_bytes or self.size > limits.direct_ranks
         )
-        make = self._library_reduce if library else self._exchange
+        make = self._library_reduce if library else self._all_exchange
         jobs = [
             make(data[a:b], dtype, op)
             for a, b in chunks(data.size, data.itemsize, limits.chunk_bytes)
         ]
         return self._submit(data.nbytes, jobs, _none)
+
+    def reduce_scatter(
+        self, buffer: Buffer, counts: Sequence[int], dtype: str, op: Op
+    ) -> Work[None]:
+        parts = blocks(self.size, buffer, counts, dtype)
+        if self.size == 1 or buffer.nbytes == 0:
+            return Finished(None)
+        # Every chunk has a piece of every block, so that all ranks reduce all the time.
+        num_chunks = -(-buffer.nbytes // self._chunking.chunk_bytes)
+        pieces = [[part[a:b] for a, b in split(part.size, num_chunks)] for part in parts]
+        jobs = [
+            self._exchange(chunk, dtype, op, gather=False) for chunk in zip(*pieces, strict=True)
+        ]
+        return self._submit(buffer.nbytes, jobs, _none)
 
     def broadcast(self, buffer: Buffer, root: int) -> Work[None]:
         data = typed(buffer, "uint8")
@@ -169,8 +183,13 @@ class MpiBackend(Backend):
         self._sequence += 1
         return self._sequence
 
-    def _exchange(self, data: Buffer, dtype: str, op: Op) -> Job:
-        return Exchange(self._comm, self._family, self._scratch, self._next(), data, dtype, op)
+    def _all_exchange(self, data: Buffer, dtype: str, op: Op) -> Job:
+        shards = [data[a:b] for a, b in split(data.size, self.size)]
+        return self._exchange(shards, dtype, op, gather=True)
+
+    def _exchange(self, shards: Sequence[Buffer], dtype: str, op: Op, gather: bool) -> Job:
+        number = self._next()
+        return Exchange(self._comm, self._family, self._scratch, number, shards, dtype, op, gather)
 
     def _library_reduce(self, data: Buffer, dtype: str, op: Op) -> Job:
         after = (lambda: _scale(data, self.size)) if op is Op.AVERAGE else None

@@ -3,6 +3,7 @@
 The chunk is cut into one shard per rank. Each rank sends every other rank that rank's shard,
 combines the contributions to its own shard in rank order, and sends the result to all. Every
 byte crosses the link once per phase, 2(n-1)/n of the chunk in all per rank, the least possible.
+A reduce-scatter ends after the first phase, and its shards need not be equal.
 
 Why not the library's own: it has no bfloat16, it need not let NaN through a maximum, it rounds
 half precision at every step, it averages in a second pass over all bytes instead of over one
@@ -11,13 +12,13 @@ shard in cache, and it is slower for large messages (docs/benchmarks/communicati
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from wfbp.comm.arithmetic import combine
 from wfbp.comm.backend import Buffer
-from wfbp.comm.chunking import split
 from wfbp.comm.mpi_channel import NUM_TAGS, Family, Job
 from wfbp.core.types import Op
 
@@ -46,20 +47,21 @@ class Scratch:
 
 
 class Exchange(Job):
-    """All-reduce of one chunk, in place.
+    """All-reduce or reduce-scatter of one chunk, in place.
 
     Args:
         comm: the communicator.
         family: told when a phase ends.
         scratch: where arriving shards are kept.
         sequence: number of the job on its channel, the same on every rank.
-        buffer: the chunk, as ``buffers.typed`` gives it.
-        dtype: its element type.
+        shards: the chunk as one shard per rank, as ``buffers.typed`` gives them.
+        dtype: their element type.
         op: how contributions combine.
+        gather: whether every rank gets every shard's result, or only its own.
     """
 
     __slots__ = (
-        "_block", "_comm", "_data", "_dtype", "_family", "_op", "_parts", "_pending",
+        "_block", "_comm", "_dtype", "_family", "_gathers", "_op", "_own", "_parts", "_pending",
         "_rank", "_reduced", "_scratch", "_shards", "_size", "_tag",
     )  # fmt: skip
 
@@ -69,41 +71,41 @@ class Exchange(Job):
         family: Family,
         scratch: Scratch,
         sequence: int,
-        buffer: Buffer,
+        shards: Sequence[Buffer],
         dtype: str,
         op: Op,
+        gather: bool,
     ) -> None:
-        self.nbytes = buffer.nbytes
+        self._own = shards[comm.rank]
+        self._parts = [shard.view(np.uint8) for shard in shards]
+        self.nbytes = sum(part.size for part in self._parts)
         self._comm = comm
         self._family = family
         self._rank = comm.rank
         self._size = comm.size
         self._scratch = scratch
         self._tag = 2 * (sequence % NUM_TAGS)
-        self._data = buffer
         self._dtype = dtype
         self._op = op
         self._reduced = False
+        self._gathers = gather
 
     def start(self) -> None:
-        comm, rank, size, tag, data = self._comm, self._rank, self._size, self._tag, self._data
-        item, raw = data.itemsize, data.view(np.uint8)
-        parts = [raw[a * item : b * item] for a, b in split(data.size, size)]
-        length = parts[rank].size
+        comm, size, tag, own, parts = self._comm, self._size, self._tag, self._own, self._parts
+        length = own.nbytes
         self._block = block = self._scratch.take(length * (size - 1))
-        shards = [data] * size
-        shards[rank] = parts[rank].view(data.dtype)
+        shards = [own] * size
         pending = []
         end = 0
         for peer in self._peers():
             start, end = end, end + length
             arriving = block[start:end]
-            shards[peer] = arriving.view(data.dtype)
+            shards[peer] = arriving.view(own.dtype)
             if length:
                 pending.append(comm.Irecv(arriving, peer, tag))
             if parts[peer].size:
                 pending.append(comm.Isend(parts[peer], peer, tag))
-        self._parts, self._shards, self._pending = parts, shards, pending
+        self._shards, self._pending = shards, pending
 
     def step(self) -> bool:
         pending = self._pending
@@ -115,10 +117,11 @@ class Exchange(Job):
             return True
         self._reduced = True
         self._family.moves += 1
-        combine(self._shards, self._shards[self._rank], self._dtype, self._op)
+        combine(self._shards, self._own, self._dtype, self._op)
         self._shards = []
         self._scratch.give(self._block)
-        self._gather()
+        if self._gathers:
+            self._gather()
         return not pending
 
     def _gather(self) -> None:
