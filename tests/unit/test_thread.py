@@ -25,8 +25,10 @@ from wfbp.errors import (
     StallError,
     WfbpError,
 )
+from wfbp.runtime.calls import Reply
 from wfbp.runtime.runtime import Runtime, describe_error
-from wfbp.runtime.thread import CommunicationThread, Reply
+from wfbp.runtime.stall import StallWatch
+from wfbp.runtime.thread import CommunicationThread
 
 
 class Slow(Work[str]):
@@ -82,7 +84,10 @@ def make() -> Iterator[Make]:
 
     def thread(**settings: Any) -> CommunicationThread:
         waiter = Waiter.watching(LocalWorld(1).backend(0))
-        made.append(CommunicationThread(Config(**settings), waiter, lambda: None, "rank 0 of 2"))
+        config, where = Config(**settings), "rank 0 of 2"
+        watch = StallWatch(config, where)
+        made.append(CommunicationThread(config, waiter, lambda: None, watch, where))
+        made[-1].watch = watch
         return made[-1]
 
     yield thread
@@ -241,12 +246,12 @@ def test_idle_it_sleeps_also_after_an_error(make: Make) -> None:
 
 def test_a_standstill_is_reported_then_ended(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     thread, asked = make(timeout_s=0.6, stall_warning_s=0.1), []
-    thread.on_stall = asked.append
+    thread.watch.on_stall = lambda: asked.append(1)
     with caplog.at_level(logging.WARNING, "wfbp"), pytest.raises(StallError) as caught:
         thread.call(Slow, "allreduce of x")
     assert "rank 0 of 2 waited 1 s (allreduce of x)" in str(caught.value)
     assert "WFBP_TIMEOUT_S" in str(caught.value)
-    assert asked == ["allreduce of x"]
+    assert asked == [1]
     assert [r.getMessage() for r in caplog.records] == [
         "rank 0 of 2 has waited 0 s: allreduce of x"
     ]
@@ -266,8 +271,7 @@ def test_waiting_for_one_who_left(make: Make) -> None:
     caller, found = in_thread(lambda: thread.call(lambda: slow, "barrier"))
 
     def left() -> None:
-        thread.gone_since = time.monotonic()
-        thread.gone[1] = "has left"
+        thread.watch.note_gone(1, "has left")
 
     thread.post(left)
     caller.join(10)
@@ -277,8 +281,7 @@ def test_waiting_for_one_who_left(make: Make) -> None:
 
 def test_one_who_left_is_no_trouble_where_nobody_waits(make: Make) -> None:
     thread = make()
-    thread.gone_since = time.monotonic() - 100
-    thread.gone[1] = "has left"
+    thread.watch.note_gone(1, "has left")
     time.sleep(0.2)
     assert thread.call(lambda: Finished(1), "own") == 1
     assert thread.error is None

@@ -12,8 +12,8 @@ from wfbp.core.plan import Plan
 from wfbp.core.sequencer import Sequencer
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, WfbpError
+from wfbp.runtime.calls import Reply
 from wfbp.runtime.fusion import FusionBuffer
-from wfbp.runtime.thread import Reply
 
 CLOSE = -1
 DISCARD = -2

@@ -16,7 +16,9 @@ from wfbp.config import Config
 from wfbp.core.cost import Costs, PiecewiseCost, monotone_points
 from wfbp.core.types import Op
 from wfbp.errors import NotInitializedError, PeerError, WfbpError
-from wfbp.runtime.thread import TICK_S, CommunicationThread, Lane, Reply
+from wfbp.runtime.calls import Reply
+from wfbp.runtime.stall import StallWatch
+from wfbp.runtime.thread import TICK_S, CommunicationThread, Lane
 
 T = TypeVar("T")
 log = logging.getLogger("wfbp")
@@ -51,10 +53,11 @@ class Runtime:
         self._closed = False
         self._acknowledged: set[int] = set()
         self.where = f"rank {self.rank} of {self.size}"
+        self._stall = StallWatch(config, self.where)
+        self._stall.on_stall = self._ask_where
         self.thread = CommunicationThread(
-            config, Waiter.watching(backend), self._read_notices, self.where
+            config, Waiter.watching(backend), self._read_notices, self._stall, self.where
         )
-        self.thread.on_stall = self._ask_where
         self.post = self.thread.post
         self.await_reply: Callable[[Reply[Any], str], Any] = self.thread.await_reply
 
@@ -121,7 +124,7 @@ class Runtime:
         self._tell({"kind": "bye"})
         if self.thread.error is None:
             self._wait_until(
-                lambda: len(self.thread.gone) >= self.size - 1 or self.thread.error is not None,
+                lambda: len(self._stall.gone) >= self.size - 1 or self.thread.error is not None,
                 self.config.timeout_s,
             )
             if self.thread.error is None:
@@ -166,14 +169,13 @@ class Runtime:
                     )
             elif kind == "bye":
                 self._acknowledged.add(sender)
-                self.thread.gone_since = time.monotonic()
-                self.thread.gone[sender] = "has left (its program ended or called shutdown)"
+                self._stall.note_gone(sender, "has left (its program ended or called shutdown)")
             elif kind == "where":
                 self._send({"kind": "here", "place": self.thread.describe()})
             elif kind == "here":
                 log.warning("%s hears from rank %d: %s", self.where, sender, notice["place"])
 
-    def _ask_where(self, what: str) -> None:
+    def _ask_where(self) -> None:
         self._send({"kind": "where"})
 
     def _send(self, notice: dict[str, Any]) -> None:

@@ -1,0 +1,103 @@
+"""Calls: single collectives for which a training thread waits, one after another."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from wfbp.comm.backend import Work
+from wfbp.errors import WfbpError
+
+T = TypeVar("T")
+
+
+class Reply(Generic[T]):
+    """A place for one answer at a time: the communication thread puts, one training thread gets."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def put(self, value: T) -> None:
+        """Answer."""
+        self._queue.put((value, None))
+
+    def fail(self, error: BaseException) -> None:
+        """Answer with an error."""
+        self._queue.put((None, error))
+
+    def get(self, timeout_s: float) -> T:
+        """The answer.
+
+        Raises:
+            queue.Empty: none came in time.
+            BaseException: what :meth:`fail` was given.
+        """
+        value, error = self._queue.get(timeout=timeout_s)
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]
+
+
+@dataclass
+class Call:
+    """One collective to run.
+
+    Args:
+        label: what it is, for messages.
+        start: starts it.
+        reply: where its result goes.
+        since: when it was asked for (``time.monotonic``).
+    """
+
+    label: str
+    start: Callable[[], Work[Any]]
+    reply: Reply[Any]
+    since: float = field(default_factory=time.monotonic)
+
+
+class Calls:
+    """Runs calls in the order in which they were asked for. For the communication thread."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Call] = deque()
+        self._work: Work[Any] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    @property
+    def first(self) -> Call:
+        """The call under way."""
+        return self._waiting[0]
+
+    def add(self, call: Call) -> None:
+        """Run a call after those before it."""
+        self._waiting.append(call)
+
+    def advance(self) -> bool:
+        """Move the first call on; True where it ended."""
+        if not self._waiting:
+            return False
+        call = self._waiting[0]
+        try:
+            if self._work is None:
+                self._work = call.start()
+            if not self._work.test():
+                return False
+            result = self._work.result
+        except Exception as error:
+            call.reply.fail(error)
+        else:
+            call.reply.put(result)
+        self._waiting.popleft()
+        self._work = None
+        return True
+
+    def fail(self, error: WfbpError) -> None:
+        """Answer all calls with an error."""
+        while self._waiting:
+            self._waiting.popleft().reply.fail(error)

@@ -1,0 +1,65 @@
+"""Notices that a wait lasts too long, and why it may never end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from wfbp.config import Config
+from wfbp.errors import PeerError, StallError, WfbpError
+
+log = logging.getLogger("wfbp")
+
+_LEFT_GRACE_S = 2.0
+
+
+class StallWatch:
+    """Judges what a rank waits for. For the communication thread.
+
+    Args:
+        config: after how long to warn and to give up.
+        where: who this is, for messages ("rank 1 of 4").
+    """
+
+    def __init__(self, config: Config, where: str) -> None:
+        self._config = config
+        self._where = where
+        self._warned: set[str] = set()
+        self._gone_since = 0.0
+        self.gone: dict[int, str] = {}
+        self.on_stall: Callable[[], None] = lambda: None
+
+    def note_gone(self, rank: int, how: str) -> None:
+        """A rank will take part in nothing any more."""
+        self._gone_since = time.monotonic()
+        self.gone[rank] = how
+
+    def check(self, waits: Sequence[tuple[float, str]], now: float) -> WfbpError | None:
+        """Look at what is waited for.
+
+        Args:
+            waits: since when, and for what.
+            now: ``time.monotonic``.
+
+        Returns:
+            The error to end with, if the wait is hopeless or too long.
+        """
+        if not waits:
+            self._warned.clear()
+            return None
+        since, what = min(waits)
+        waited = now - since
+        if self.gone and min(waited, now - self._gone_since) > _LEFT_GRACE_S:
+            left = ", ".join(f"rank {r} {how}" for r, how in sorted(self.gone.items()))
+            return PeerError(f"{self._where} waits ({what}), but {left}")
+        if waited > self._config.timeout_s:
+            return StallError(
+                f"{self._where} waited {waited:.0f} s ({what}); some rank does not take part. "
+                "Look at what the ranks reported above; WFBP_TIMEOUT_S sets the limit."
+            )
+        if waited > self._config.stall_warning_s and what not in self._warned:
+            self._warned.add(what)
+            log.warning("%s has waited %.0f s: %s", self._where, waited, what)
+            self.on_stall()
+        return None
