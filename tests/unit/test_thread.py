@@ -88,6 +88,7 @@ def make() -> Iterator[Make]:
         watch = StallWatch(config, where)
         made.append(CommunicationThread(config, waiter, lambda: None, watch, where))
         made[-1].watch = watch
+        made[-1].start()
         return made[-1]
 
     yield thread

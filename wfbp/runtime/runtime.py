@@ -60,6 +60,7 @@ class Runtime:
         )
         self.post = self.thread.post
         self.await_reply: Callable[[Reply[Any], str], Any] = self.thread.await_reply
+        self.thread.start()
 
     def check(self) -> None:
         """Raise what ended the runtime, if anything has.

@@ -104,9 +104,12 @@ class CommunicationThread:
         self.sleeping = False
         self.error: WfbpError | None = None
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
-        self._thread.start()
 
     # From any thread.
+
+    def start(self) -> None:
+        """Begin; from here on ``on_tick`` may be called."""
+        self._thread.start()
 
     def post(self, message: Callable[[], None]) -> None:
         """Have the communication thread call ``message`` soon."""
