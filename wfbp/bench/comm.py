@@ -3,7 +3,8 @@
 Contestants take turns, round by round, so that foreign load meets them all: the library's
 blocking all-reduce of the whole message, the same in chunks of 1 and 4 MiB, and the backend. The
 ranks start each together; a time is the slowest rank's. Then the CPU time of the runtime's
-communication thread: with nothing to do, and waiting for a rank that is late.
+communication thread: with nothing to do, and waiting for a rank that is late. With ``--gbit``,
+streams of messages on a link of that rate, too (``launch/link.py`` makes one).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from wfbp.bench.comm_stream import Stream, measure_streams
 from wfbp.bench.load import thread_seconds, usage
 from wfbp.bench.tables import print_table
 from wfbp.comm.backend import Buffer
@@ -149,6 +151,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m wfbp.bench comm", description=__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="at 64 MiB; more below")
     parser.add_argument("--max-bytes", type=int, default=SIZES[-1])
+    parser.add_argument("--gbit", type=float, help="Gbit/s of the link between the ranks")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     arguments = parser.parse_args(argv)
     if arguments.rounds < 2:
@@ -165,21 +168,30 @@ def main(argv: Sequence[str]) -> int:
         if nbytes <= arguments.max_bytes:
             num_rounds = arguments.rounds * min(20, max(1, (16 << 20) // nbytes))
             timings += measure(comm, ways, nbytes, num_rounds)
+    streams: list[Stream] = []
+    if arguments.gbit:
+        streams += measure_streams(backend, 1e9 * arguments.gbit, arguments.rounds)
     foreign = before.foreign_cores(usage(processes))
     shares = cpu_shares(comm, backend)
     if comm.rank == 0:
         facts = machine(comm) | {"cores used by others": f"{foreign:.1f}"}
-        _show(facts, timings, shares, arguments.json)
+        _show(facts, timings, streams, shares, arguments.json)
     comm.Free()
     return 0
 
 
 def _show(
-    facts: dict[str, str], timings: list[Timing], shares: dict[str, float], as_json: bool
+    facts: dict[str, str],
+    timings: list[Timing],
+    streams: list[Stream],
+    shares: dict[str, float],
+    as_json: bool,
 ) -> None:
     if as_json:
         document: dict[str, Any] = {"benchmark": "comm", "machine": facts, "cpu_shares": shares}
-        print(json.dumps(document | {"timings": [asdict(t) for t in timings]}, indent=2))
+        document["timings"] = [asdict(t) for t in timings]
+        document["streams"] = [asdict(s) for s in streams]
+        print(json.dumps(document, indent=2))
         return
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
     names = list(dict.fromkeys(t.contestant for t in timings))
@@ -193,6 +205,16 @@ def _show(
     for title, pick in tables.items():
         rows = [[_size(n), *(pick(t) for t in row)] for n, row in by_size.items()]
         print_table(title, ("size", *names), rows)
+    if streams:
+        print_table(
+            "Streams of 32 MiB: payload over what the link can carry",
+            ("message", "training", "median", "slowest", "share of a core"),
+            [
+                (_size(s.nbytes), "blocked" if s.urgent else "computes", f"{s.rate:.3f}",
+                 f"{s.least_rate:.3f}", f"{s.cpu_share:.0%}")
+                for s in streams
+            ],
+        )  # fmt: skip
     print_table(
         f"Communication thread, share of a core over {LATE_S:g} s",
         ("state", "share"),

@@ -17,8 +17,9 @@ class Chunking:
             work while a finished chunk waits to be noticed.
         window_jobs: the same as a count, for small messages.
         small_bytes: up to here the library's own all-reduce is quicker than two exchanges.
-        direct_ranks: up to this many ranks every rank exchanges with every other directly;
-            beyond, large messages go through the library's all-reduce too.
+        direct_ranks: up to this many ranks every rank exchanges with every other directly, on
+            one host or with one rank on each; beyond, and where hosts hold several ranks each,
+            large messages go through the library's all-reduce too.
     """
 
     chunk_bytes: int = 1 << 20

@@ -66,12 +66,16 @@ class MpiBackend(Backend):
             node = self._comm.Split_type(mpi.COMM_TYPE_SHARED)
             self.local_rank, self.local_size = node.rank, node.size
             node.Free()
+            fullest = self._comm.allreduce(self.local_size, mpi.MAX)
         except mpi.Exception as error:
             raise BackendError(f"the communicator could not be duplicated: {error}") from error
         self.rank, self.size = self._comm.rank, self._comm.size
         self._who = f"rank {self.rank} of {self.size}"
         one_host = self.local_size == self.size
         self._chunking = chunking or (SHARED_MEMORY if one_host else NETWORK)
+        # Where hosts hold several ranks each, direct exchange would send every byte between hosts
+        # once per rank of the host; the library's algorithms send it once.
+        self._direct = self.size <= self._chunking.direct_ranks and (one_host or fullest == 1)
         self._family = _family or Family()
         self._channel = Channel(self._chunking, self._who, self._family)
         self._scratch = Scratch()
@@ -94,7 +98,7 @@ class MpiBackend(Backend):
             return Finished(None)
         limits = self._chunking
         library = not _needs_exchange(dtype, op) and (
-            data.nbytes <= limits.small_bytes or self.size > limits.direct_ranks
+            data.nbytes <= limits.small_bytes or not self._direct
         )
         make = self._library_reduce if library else self._all_exchange
         jobs = [

@@ -1,0 +1,59 @@
+"""The MPI backend where the contract does not look: beside others, and when things go wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.launcher import Run
+from wfbp.comm import mpi_library
+from wfbp.errors import BackendError
+
+PROGRAMS = Path(__file__).with_name("programs")
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_users_own_messages_are_not_touched(
+    mpirun: Callable[..., Run], mpi: str, num_ranks: int, tmp_path: Path
+) -> None:
+    run = mpirun(num_ranks, PROGRAMS / "comm_user_traffic.py", tmp_path, mpi=mpi)
+    told = [path.read_text() for path in tmp_path.iterdir()]
+    assert told == ["fine"] * num_ranks, run.stdout + run.stderr
+    assert run.rc == 0, run.stderr
+
+
+@pytest.mark.parallel
+def test_a_library_error_is_translated_and_abort_ends_every_rank(
+    mpirun: Callable[..., Run], mpi: str, tmp_path: Path
+) -> None:
+    run = mpirun(2, PROGRAMS / "comm_mismatch.py", tmp_path, mpi=mpi, timeout=60)
+    assert run.rc not in (0, None), run.stdout + run.stderr
+    told = (tmp_path / "rank0").read_text()
+    assert told.startswith("rank 0 of 2: communication failed: ")
+    assert "truncate" in told.lower()
+
+
+@pytest.mark.parallel
+@pytest.mark.slow
+def test_benchmark(mpirun: Callable[..., Run], mpi: str) -> None:
+    arguments = ("wfbp.bench", "comm", "--json", "--rounds", 2, "--max-bytes", 65536)
+    run = mpirun(2, "-m", *arguments, "--gbit", 10, mpi=mpi)
+    assert run.rc == 0, run.stderr
+    document = json.loads(run.stdout)
+    assert [t["nbytes"] for t in document["timings"][::4]] == [4096, 16384, 65536]
+    assert len({t["contestant"] for t in document["timings"]}) == 4
+    assert set(document["cpu_shares"]) == {"idle", "waiting for a late rank"}
+    assert len(document["streams"]) == 8
+    assert document["machine"]["ranks"] == "2"
+
+
+def test_without_mpi_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(BackendError, match=r"pip install wfbp\[mpich\]") as caught:
+        mpi_library.load()
+    assert isinstance(caught.value.__cause__, ImportError)
