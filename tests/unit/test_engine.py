@@ -15,8 +15,9 @@ from tests.unit.ranks import QUICK, all_well, run_ranks
 from wfbp.config import Config
 from wfbp.core.types import Op, TensorSpec
 from wfbp.errors import DisagreementError, PeerError, StallError
-from wfbp.runtime.engine import Engine, Slot, Source
+from wfbp.runtime.engine import Engine
 from wfbp.runtime.fusion import storage_dtype
+from wfbp.runtime.gathering import Slot, Source
 from wfbp.runtime.runtime import Runtime
 
 STEADY = Config(schedule="wfbp", warmup_steps=10**6, timeout_s=20.0)
@@ -267,6 +268,25 @@ def test_gradients_that_lie_in_the_buffer_cannot_be_sent_again() -> None:
     text = all_well(run_ranks(2, body, STEADY))[1]
     assert "zero_grad() with set_to_none=True" in text
     assert "t0" in text
+
+
+def test_discarding_waits_for_nobody() -> None:
+    """One rank discards what it has sent and talks; the other has nothing to discard."""
+
+    def body(runtime: Runtime) -> None:
+        trainer = Trainer(runtime, make_specs([3, 4, 5]), schedule="wfbp")
+        for step in range(6):
+            for _ in range(step % 3 if runtime.rank == 0 else 0):
+                for k in (2, 1, 0):
+                    trainer.accumulate(k, 1e6)
+                trainer.zero()
+            assert runtime.exchange(b"x", "talk") == [b"x", b"x"]
+            for k in (2, 0):
+                trainer.accumulate(k, float(runtime.rank))
+            assert trainer.synchronize() == [0.5, None, 0.5]
+            trainer.zero()
+
+    all_well(run_ranks(2, body, STEADY))
 
 
 def test_several_engines_at_once() -> None:

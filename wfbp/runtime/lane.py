@@ -75,21 +75,24 @@ class _Flight:
 class PlannedLane:
     """Feeds ready events to the sequencer and carries out what it says.
 
-    ``events``, ``reply`` and ``step`` are the border between threads: the training thread appends
-    events (``deque.append`` is atomic) and sets ``step`` and installs plans only while no step is
-    under way; everything else is the communication thread's.
+    ``events`` and ``reply`` are the border between threads: the training thread appends events
+    (``deque.append`` is atomic) and installs plans only while no step is under way; everything
+    else is the communication thread's. A step's events are the :class:`Step`, the tensors that
+    become ready, and ``CLOSE`` (or ``DISCARD``: nothing has left). The next step's may follow at
+    once: they are read when its messages have come in.
     """
 
     def __init__(self, backend: Backend, op: Op, name: str) -> None:
         self.backend = backend
-        self.events: deque[int] = deque()
+        self.events: deque[int | Step] = deque()
         self.reply: Reply[StepResult] = Reply()
-        self.step = Step(0, [], [])
         self.cost: Callable[[float], float] | None = None
         self._op = op
         self._name = name
         self._error: WfbpError | None = None
         self._flights: deque[_Flight] = deque()
+        self._step = Step(0, [], [])
+        self._closing = False
 
     def install(self, plan: Plan) -> list[FusionBuffer]:
         """Send by another plan from the next step on; called between steps.
@@ -113,12 +116,15 @@ class PlannedLane:
         progressed = False
         sequencer = self._sequencer
         events = self.events
-        while events:
+        while events and not self._closing:
             event = events.popleft()
-            if event >= 0:
+            if isinstance(event, Step):
+                self._step = event
+            elif event >= 0:
                 sequencer.ready(event)
             elif event == CLOSE:
                 sequencer.close()
+                self._closing = True
             else:
                 sequencer.reset()
         while (group := sequencer.start_next()) is not None:
@@ -133,6 +139,7 @@ class PlannedLane:
             flight.work.test()
         if sequencer.done:
             sequencer.reset()
+            self._closing = False
             result, self._result = self._result, StepResult([False] * len(self._plan.tensors))
             self.reply.put(result)
             progressed = True
@@ -144,7 +151,7 @@ class PlannedLane:
 
     @property
     def has_events(self) -> bool:
-        return bool(self.events)
+        return bool(self.events) and not self._closing
 
     @property
     def has_room(self) -> bool:
@@ -161,7 +168,7 @@ class PlannedLane:
         return self._flights[0].since if self._flights else None
 
     def describe(self) -> str:
-        place = f"{self._name}, step {self.step.number}"
+        place = f"{self._name}, step {self._step.number}"
         count = len(self._plan.groups)
         if self._flights:
             group = self._flights[0].group
@@ -188,18 +195,18 @@ class PlannedLane:
     def _start(self, group: int) -> None:
         start_s = time.perf_counter()
         fusion = self._buffers[group]
-        step = self.step
+        step = self._step
         fusion.pack(step.addresses, step.requested, step.number, step.discards)
         packed_s = time.perf_counter()
         work = self.backend.all_reduce(fusion.buffer, fusion.dtype, self._op)
         self._flights.append(_Flight(group, work, start_s, packed_s, time.monotonic()))
 
     def _complete(self, flight: _Flight) -> None:
-        arrival = self._buffers[flight.group].arrived(self.step.number)
+        arrival = self._buffers[flight.group].arrived(self._step.number)
         if not arrival.steps_agree:
             raise DisagreementError(
                 f"rank {self.backend.rank}: {self._name}: ranks are at different steps (here "
-                f"{self.step.number}); every rank must call step(), synchronize() and zero_grad() "
+                f"{self._step.number}); every rank must call step(), synchronize() and zero_grad() "
                 "equally often"
             )
         for k, here in zip(self._plan.groups[flight.group].tensors, arrival.present, strict=True):

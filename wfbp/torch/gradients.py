@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from wfbp.core.types import Op
-from wfbp.runtime.engine import Engine, Slot, Source
+from wfbp.runtime.engine import Engine
+from wfbp.runtime.gathering import Slot, Source
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch import tensors
 from wfbp.torch.forward import ForwardClock

@@ -1,0 +1,283 @@
+"""Gathers the gradients of the open step, on the training thread, as they appear."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from wfbp.comm.backend import Buffer
+from wfbp.core.plan import Plan
+from wfbp.core.types import TensorSpec
+from wfbp.runtime.fusion import FusionBuffer
+from wfbp.runtime.lane import PlannedLane, Step, StepResult
+from wfbp.runtime.profile import Stamps
+from wfbp.runtime.thread import CommunicationThread
+
+_PATIENCE_STEPS = 8
+
+Source = tuple[int, object]
+"""Where a gradient lies (an address) and what keeps it alive."""
+
+
+class Slot(NamedTuple):
+    """Where a tensor lies after reduction: the bytes, and their address."""
+
+    data: Buffer
+    address: int
+
+    @classmethod
+    def of(cls, data: Buffer) -> Slot:
+        """The slot that these bytes are."""
+        return cls(data, data.__array_interface__["data"][0])
+
+
+_NOWHERE = Slot(np.empty(0, np.uint8), 0)
+
+
+class Gathering:
+    """What is known of the open step: which gradients exist, where, and since when.
+
+    Tensors are known by their *index* into the specs, and to the lane by their *place* in the
+    plan; a tensor that the plan does not carry has place -1, and its gradient is *extra*.
+
+    Args:
+        specs: all tensors of the engine.
+        lane: gets the events.
+        thread: is woken where it sleeps.
+        passes: how often a gradient appears per step, until something else is seen.
+        fetch: the gradient of a tensor for which no event came, or None.
+        who: rank and optimizer, for messages.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        lane: PlannedLane,
+        thread: CommunicationThread,
+        passes: int,
+        fetch: Callable[[int], Source | None],
+        who: str,
+    ) -> None:
+        self._specs = specs
+        self._index = {spec: k for k, spec in enumerate(specs)}
+        self._events = lane.events
+        self._thread = thread
+        self._post = thread.post
+        self._wake = lane.wake
+        self._fetch = fetch
+        self._who = who
+        self._expected = [passes] * len(specs)
+        self._rarer_steps = 0
+
+    def install(self, plan: Plan, buffers: Sequence[FusionBuffer]) -> None:
+        """Gather for another plan from the next :meth:`begin` on."""
+        self._members = [self._index[spec] for spec in plan.tensors]
+        self.place = [-1] * len(self._specs)
+        self._group_of = [0] * len(plan.tensors)
+        self._slots = [_NOWHERE] * len(plan.tensors)
+        for place, index in enumerate(self._members):
+            self.place[index] = place
+        for group, members in enumerate(plan.groups):
+            for position, place in enumerate(members.tensors):
+                self._group_of[place] = group
+                self._slots[place] = Slot.of(buffers[group].slot(position))
+        self._dormant = [k for k, place in enumerate(self.place) if place < 0]
+        self._sizes = [len(group.tensors) for group in plan.groups]
+        self._overlap = plan.overlap
+
+    def begin(self, number: int, now_s: float) -> None:
+        """Open a step."""
+        count = len(self._members)
+        self._begun_s = now_s
+        self.step = Step(number, [0] * count, [None] * count)
+        self._events.append(self.step)
+        self._fired = [0] * len(self._specs)
+        self._left = list(self._sizes)
+        self._ready_s = [0.0] * count
+        self._forward_s = [0.0] * count
+        self._forward_end_s = 0.0
+        self._closed_s = 0.0
+        self._num_ready = 0
+        self._regrown = False
+        self.extra: dict[int, Source] = {}
+
+    def mark_ready(self, index: int, address: int, owner: object) -> None:
+        """A tensor's gradient exists (again).
+
+        Args:
+            index: into the specs.
+            address: where it lies, contiguous.
+            owner: kept alive until the step is over.
+
+        Raises:
+            RuntimeError: the gradient changed after it was sent, where it cannot be sent again.
+        """
+        fired = self._fired[index] + 1
+        self._fired[index] = fired
+        expected = self._expected[index]
+        if fired != expected:
+            if fired > expected:
+                self._grown(index, address, owner)
+            return
+        place = self.place[index]
+        if place < 0:
+            self.extra[index] = (address, owner)
+            return
+        step = self.step
+        step.addresses[place] = address
+        step.owners[place] = owner
+        self._ready_s[place] = time.perf_counter()
+        self._num_ready += 1
+        self._events.append(place)
+        group = self._group_of[place]
+        left = self._left[group] - 1
+        self._left[group] = left
+        if left == 0 and self._overlap and self._thread.sleeping:
+            self._post(self._wake)
+
+    def mark_forward(self, index: int) -> None:
+        """A tensor is used for the first time in this step's forward."""
+        place = self.place[index]
+        if place >= 0 and not self._forward_s[place]:
+            self._forward_s[place] = time.perf_counter()
+
+    def mark_forward_end(self) -> None:
+        """Forward has ended, as far as is known yet."""
+        self._forward_end_s = time.perf_counter()
+
+    def slot(self, index: int) -> Slot:
+        """Where a tensor lies in its fusion buffer; a gradient written there is not copied.
+
+        Raises:
+            KeyError: the plan does not carry the tensor.
+        """
+        place = self.place[index]
+        if place < 0:
+            raise KeyError(f"{self._specs[index].name} is in no group")
+        return self._slots[place]
+
+    @property
+    def open(self) -> bool:
+        """Whether gradients have appeared since the step began."""
+        return any(self._fired)
+
+    @property
+    def sending(self) -> bool:
+        """Whether messages of the open step are on their way, as far as this thread can tell."""
+        return self._overlap and self._left[0] == 0 and len(self._left) > 1
+
+    @property
+    def accumulating_in_place(self) -> bool:
+        """Whether a gradient lies in its fusion buffer."""
+        for place, slot in enumerate(self._slots):
+            address = self.step.addresses[place]
+            if not address and (source := self._fetch(self._members[place])) is not None:
+                address = source[0]
+            if address == slot.address:
+                return True
+        return False
+
+    def close(self) -> None:
+        """Take up gradients for which no event came."""
+        self._closed_s = time.perf_counter()
+        step = self.step
+        if self._num_ready < len(step.addresses):
+            for place, address in enumerate(step.addresses):
+                if not address and (source := self._fetch(self._members[place])) is not None:
+                    step.addresses[place], step.owners[place] = source
+                    self._ready_s[place] = self._closed_s
+        for index in self._dormant:
+            if index not in self.extra and (source := self._fetch(index)) is not None:
+                self.extra[index] = source
+
+    def check_resendable(self) -> None:
+        """Raise unless all of the step can be sent anew, though it has been reduced.
+
+        Raises:
+            RuntimeError: a gradient was reduced in its place.
+        """
+        for place, address in enumerate(self.step.addresses):
+            if address and address == self._slots[place].address:
+                raise RuntimeError(
+                    f"{self._who}: another rank discarded gradients that it had sent, so this step "
+                    "must be sent again, but the gradient of "
+                    f"{self._specs[self._members[place]].name} was reduced in its place. Call "
+                    "zero_grad() with set_to_none=True"
+                )
+
+    def reduced(self, present: Sequence[bool]) -> list[Slot | None]:
+        """Where each tensor's reduced gradient lies; None where no rank had one."""
+        found: list[Slot | None] = [None] * len(self._specs)
+        for place, here in enumerate(present):
+            if here:
+                found[self._members[place]] = self._slots[place]
+        return found
+
+    def stamps(self, result: StepResult, done_s: float) -> Stamps:
+        """When things happened in the step."""
+        return Stamps(
+            self._begun_s,
+            self._ready_s,
+            self._forward_s,
+            self._forward_end_s,
+            self._closed_s,
+            done_s,
+            sum(t.packed_s - t.start_s for t in result.times),
+        )
+
+    def whole(self, index: int) -> Source:
+        """All of this rank's gradient of a tensor that is reduced at the step border."""
+        if index in self.extra:
+            return self.extra[index]
+        place = self.place[index]
+        if place < 0 or not self.step.addresses[place]:
+            return 0, None
+        # It grew on another rank only; what the message brought lacks that rank's last part.
+        address = self.step.addresses[place]
+        self._check_not_sent_in_place(index, address)
+        return address, self.step.owners[place]
+
+    def learn_passes(self) -> None:
+        """Expect as many backward passes per step as were seen."""
+        if not (self.extra or self._regrown or self._num_ready < len(self._members)):
+            return
+        rarer = False
+        for index, fired in enumerate(self._fired):
+            if fired > self._expected[index]:
+                self._expected[index] = fired
+            elif 0 < fired < self._expected[index]:
+                rarer = True
+        self._rarer_steps = self._rarer_steps + 1 if rarer else 0
+        if self._rarer_steps >= _PATIENCE_STEPS:
+            self._rarer_steps = 0
+            self._expected = [max(1, fired) for fired in self._fired]
+
+    def _grown(self, index: int, address: int, owner: object) -> None:
+        """A gradient grew after its tensor was posted: it is sent as it is now."""
+        place = self.place[index]
+        self._regrown = True
+        if place < 0:
+            self.extra[index] = (address, owner)
+            return
+        self._ready_s[place] = time.perf_counter()
+        group = self._group_of[place]
+        waits = self._left[group] > 0 or group == len(self._left) - 1
+        if waits or not self._overlap:
+            # Its group cannot have left yet.
+            self.step.addresses[place] = address
+            self.step.owners[place] = owner
+        else:
+            self._check_not_sent_in_place(index, address)
+            self.extra[index] = (address, owner)
+
+    def _check_not_sent_in_place(self, index: int, address: int) -> None:
+        """Raise unless a tensor that was sent too early can be sent again at the step border."""
+        if self._slots[self.place[index]].address == address:
+            raise RuntimeError(
+                f"{self._who}: the gradient of {self._specs[index].name} changed while it was "
+                "being sent. Pass backward_passes_per_step=N to DistributedOptimizer where N "
+                "backward passes precede each step()"
+            )
