@@ -6,88 +6,19 @@ import random
 import time
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.ranks import QUICK, all_well, run_ranks
+from tests.unit.trainer import Trainer, make_specs, mean, number
 from wfbp.config import Config
 from wfbp.core.types import Op, TensorSpec
 from wfbp.errors import DisagreementError, PeerError, StallError
-from wfbp.runtime.engine import Engine
-from wfbp.runtime.fusion import storage_dtype
-from wfbp.runtime.gathering import Slot, Source
 from wfbp.runtime.runtime import Runtime
 
 STEADY = Config(schedule="wfbp", warmup_steps=10**6, timeout_s=20.0)
 """The same overlapped plan at every step."""
-
-
-def make_specs(sizes: list[int], dtype: str = "float64") -> list[TensorSpec]:
-    return [TensorSpec(f"t{k}", (n,), dtype) for k, n in enumerate(sizes)]
-
-
-class Trainer:
-    """One rank's gradients: fresh memory or the views of the step before."""
-
-    def __init__(self, runtime: Runtime, specs: list[TensorSpec], **options: Any) -> None:
-        self.rank, self.size = runtime.rank, runtime.size
-        self.specs = specs
-        self.grads: list[np.ndarray[Any, Any] | None] = [None] * len(specs)
-        options = {"schedule": "auto", "threshold_bytes": 64, **options}
-        self.engine = Engine(runtime, specs, fetch=self.fetch, **options)
-
-    def fetch(self, index: int) -> Source | None:
-        grad = self.grads[index]
-        return None if grad is None else (address(grad), grad)
-
-    def accumulate(self, index: int, value: float, announce: bool = True) -> None:
-        """As autograd does: into what is there, or anew; then the hook."""
-        spec = self.specs[index]
-        grad = self.grads[index]
-        if grad is None:
-            grad = self.grads[index] = np.full(spec.shape, value, spec.dtype)
-        else:
-            grad += value
-        if announce:
-            self.engine.mark_ready(index, address(grad), grad)
-
-    def synchronize(self) -> list[float | None]:
-        """Reduced values, one number per tensor, after checking that all its elements agree."""
-        found: list[float | None] = []
-        for k, slot in enumerate(self.engine.synchronize()):
-            if slot is None:
-                assert self.grads[k] is None
-                found.append(None)
-                continue
-            grad = self.grads[k] = view(slot, self.specs[k])
-            assert (grad == grad.flat[0]).all()
-            found.append(float(grad.flat[0]))
-        return found
-
-    def zero(self, to_none: bool = True) -> None:
-        self.engine.discard()
-        for k, grad in enumerate(self.grads):
-            if to_none:
-                self.grads[k] = None
-            elif grad is not None:
-                grad[:] = 0
-
-
-def address(array: np.ndarray[Any, Any]) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
-def view(slot: Slot, spec: TensorSpec) -> np.ndarray[Any, Any]:
-    return slot.data.view(storage_dtype(spec.dtype)).reshape(spec.shape)
-
-
-def mean(values: list[float | None]) -> float | None:
-    """Over ranks; one without a gradient sends zero."""
-    if all(v is None for v in values):
-        return None
-    return sum(v or 0.0 for v in values) / len(values)
 
 
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
@@ -124,7 +55,7 @@ def test_random_programs(
                     if not to_none or step["discarded"][runtime.rank][k]:
                         trainer.accumulate(k, 1e6)
                 trainer.zero(to_none)
-            before = [None if g is None else float(g.flat[0]) for g in trainer.grads]
+            before = [None if g is None else number(g) for g in trainer.grads]
             for _ in range(step["passes"]):
                 for k in order.sample(range(len(sizes)), len(sizes)):
                     if step["grads"][runtime.rank][k]:
