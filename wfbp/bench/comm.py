@@ -28,8 +28,9 @@ from wfbp.bench.comm_stream import Stream, measure_streams
 from wfbp.bench.load import thread_seconds, usage
 from wfbp.bench.tables import print_table
 from wfbp.comm.backend import Buffer
+from wfbp.comm.chunking import Chunking
 from wfbp.comm.mpi import MpiBackend
-from wfbp.comm.waiting import Waiter, wait
+from wfbp.comm.waiting import Policy, Waiter, wait
 from wfbp.config import Config
 from wfbp.core.types import Op
 from wfbp.runtime.runtime import Runtime
@@ -153,10 +154,20 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--max-bytes", type=int, default=SIZES[-1])
     parser.add_argument("--gbit", type=float, help="Gbit/s of the link between the ranks")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--chunk-kib", type=int, help="another size of chunks for the backend")
+    parser.add_argument("--window", type=int, default=1, help="chunks under way at once, with it")
+    parser.add_argument("--nap-us", type=int, help="naps of one length in the streams")
     arguments = parser.parse_args(argv)
     if arguments.rounds < 2:
         parser.error(f"--rounds is {arguments.rounds}: expected at least 2")
-    backend = MpiBackend()
+    chunking, policy = None, None
+    if arguments.chunk_kib:
+        nbytes = arguments.chunk_kib << 10
+        chunking = Chunking(chunk_bytes=nbytes, window_bytes=arguments.window * nbytes)
+    if arguments.nap_us:
+        nap_s = 1e-6 * arguments.nap_us
+        policy = Policy(spin_s=0.0, short_s=0.0, first_nap_s=nap_s, max_nap_s=nap_s)
+    backend = MpiBackend(chunking=chunking)
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD.Dup()
@@ -170,7 +181,7 @@ def main(argv: Sequence[str]) -> int:
             timings += measure(comm, ways, nbytes, num_rounds)
     streams: list[Stream] = []
     if arguments.gbit:
-        streams += measure_streams(backend, 1e9 * arguments.gbit, arguments.rounds)
+        streams += measure_streams(backend, 1e9 * arguments.gbit, arguments.rounds, policy)
     foreign = before.foreign_cores(usage(processes))
     shares = cpu_shares(comm, backend)
     if comm.rank == 0:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from wfbp.comm.backend import Backend, Buffer, Work
-from wfbp.comm.waiting import Waiter, sharpen_naps, wait
+from wfbp.comm.waiting import Policy, Waiter, sharpen_naps, wait
 from wfbp.core.types import Op
 
 TOTAL_BYTES = 32 << 20
@@ -41,17 +41,20 @@ class Stream:
     cpu_share: float
 
 
-def measure_streams(backend: Backend, bits_per_s: float, num_rounds: int) -> Iterator[Stream]:
+def measure_streams(
+    backend: Backend, bits_per_s: float, num_rounds: int, policy: Policy | None = None
+) -> Iterator[Stream]:
     """Time streams in turns; at two ranks a link that never idles carries each byte once a way.
 
     Args:
         backend: spoken to by this thread only.
         bits_per_s: what the link can carry, each way.
         num_rounds: of every kind of stream.
+        policy: how to wait, if not as the runtime does.
     """
     sharpen_naps()
     data = np.ones(TOTAL_BYTES // 4, np.float32)
-    waiter = Waiter.watching(backend)
+    waiter = Waiter.watching(backend, policy)
     # Bytes that each rank sends per byte of message, by any bandwidth-optimal algorithm.
     ideal_s = 2 * (backend.size - 1) / backend.size * TOTAL_BYTES * 8 / bits_per_s
     kinds = [(nbytes, urgent) for nbytes in MESSAGE_BYTES for urgent in (False, True)]

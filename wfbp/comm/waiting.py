@@ -131,9 +131,10 @@ class Waiter:
         self._gap_s: float | None = None
 
     @classmethod
-    def watching(cls, backend: Backend) -> Waiter:
+    def watching(cls, backend: Backend, policy: Policy | None = None) -> Waiter:
         """A waiter for works of a backend and its duplicates, on this machine."""
-        return cls(activity=lambda: backend.activity, crowded=backend.local_size > num_cores())
+        crowded = backend.local_size > num_cores()
+        return cls(policy, activity=lambda: backend.activity, crowded=crowded)
 
     def progressed(self) -> None:
         """Something moved on, completed or was started: be attentive again."""
