@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.programs import collectives
+from tests.parallel.programs.collective_program import check
 from tests.parallel.runs import outcome
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(150)]
@@ -12,10 +12,10 @@ pytestmark = [pytest.mark.parallel, pytest.mark.timeout(150)]
 RUNS = [(1, "overlap", "mpich"), (3, "changing", "mpich"), (2, "overlap", "openmpi")]
 
 
-@pytest.mark.parametrize("name", collectives.check.all)
+@pytest.mark.parametrize("name", check.all)
 @pytest.mark.parametrize(("ranks", "mode", "mpi"), RUNS)
 def test_collective(ranks: int, mode: str, mpi: str, name: str) -> None:
-    found = outcome("collectives", ranks, mode, mpi=mpi, timeout=140)
+    found = outcome("collective_program", ranks, mode, mpi=mpi, timeout=140)
     for rank, results in enumerate(found.ranks):
         assert results is not None, found.run
         assert name in results, found.run

@@ -39,10 +39,17 @@ MODES = {
 
 
 class Checks:
-    """A registry of checks, by name."""
+    """A registry of checks, by name.
 
-    def __init__(self) -> None:
+    Args:
+        parts: other registries, whose checks this one has too.
+    """
+
+    def __init__(self, *parts: Checks) -> None:
         self.all: dict[str, Check] = {}
+        for part in parts:
+            assert not self.all.keys() & part.all.keys()
+            self.all.update(part.all)
 
     def __call__(self, check: Check) -> Check:
         self.all[check.__name__] = check

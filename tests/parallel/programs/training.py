@@ -115,3 +115,30 @@ def momentum(params: Any) -> torch.optim.Optimizer:
 
 def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
+
+
+def square(model: torch.nn.Module, rank: int, step: int) -> None:
+    """The backward pass of a network with five inputs."""
+    model(data(step, rank, 4, 5)).square().mean().backward()
+
+
+class Branches(torch.nn.Module):
+    """A trunk and three branches, of which a step uses some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = torch.nn.Linear(5, 7)
+        self.branches = torch.nn.ModuleList(torch.nn.Linear(7, 3) for _ in range(3))
+        self.double()
+
+    def forward(self, x: torch.Tensor, chosen: list[int]) -> torch.Tensor:
+        hidden = torch.tanh(self.trunk(x))
+        out = hidden.sum()
+        for k in chosen:
+            out = out + self.branches[k](hidden).square().sum()
+        return out
+
+
+def passes(model: torch.nn.Module, rank: int, step: int, count: int) -> None:
+    for k in range(count):
+        (model(data(10 * step + k, rank, 4, 5)).square().mean() / count).backward()

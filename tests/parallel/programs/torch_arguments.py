@@ -1,0 +1,108 @@
+"""Bad arguments, hooks of the user, and models that change after wrapping."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+import wfbp
+import wfbp.torch
+from tests.parallel.programs.harness import Checks, raises
+from tests.parallel.programs.training import (
+    averaged,
+    check_training,
+    compare,
+    data,
+    mlp,
+    momentum,
+    square,
+)
+
+check = Checks()
+
+
+def pair() -> tuple[nn.Sequential, nn.Sequential]:
+    """Two models with the same parameters."""
+    model = mlp(5, 7, 3)
+    return model, copy.deepcopy(model)
+
+
+def train(
+    model: nn.Module, optimizer: Any, reference: nn.Module, plain: Any, first: int, last: int
+) -> None:
+    """Steps of both, which must stay equal."""
+    for step in range(first, last):
+        optimizer.zero_grad()
+        square(model, wfbp.rank(), step)
+        optimizer.step()
+        averaged(reference, square, step, wfbp.size())
+        plain.step()
+        compare(model, reference, f"step {step}", 1e-12)
+
+
+@check
+def converting_a_wrapped_model_is_an_error() -> None:
+    model = mlp(5, 7, 3)
+    optimizer = wfbp.torch.DistributedOptimizer(
+        momentum(model.parameters()), model.named_parameters()
+    )
+    model.float()
+
+    def act() -> None:
+        model(data(0, 0, 4, 5, dtype=torch.float32)).sum().backward()
+        optimizer.step()
+
+    raises(RuntimeError, "float64(3,)", "float32(3,)", "before DistributedOptimizer", act=act)
+
+
+@check
+def bad_arguments() -> None:
+    model = mlp(5, 7, 3)
+    wrap = wfbp.torch.DistributedOptimizer
+
+    def make() -> torch.optim.Optimizer:
+        return momentum(model.parameters())
+
+    raises(ValueError, "nonsense", "oasr", act=lambda: wrap(make(), schedule="nonsense"))
+    raises(ValueError, "MAX", act=lambda: wrap(make(), op=wfbp.Max))
+    raises(
+        ValueError, "backward_passes_per_step", act=lambda: wrap(make(), backward_passes_per_step=0)
+    )
+    raises(ValueError, "-1", act=lambda: wrap(make(), schedule="threshold", threshold_bytes=-1))
+    raises(
+        ValueError,
+        "lacks 2",
+        act=lambda: wrap(make(), named_parameters=model[0].named_parameters()),
+    )
+    twice = [("w", p) for p in model.parameters()]
+    raises(ValueError, "twice", "w", act=lambda: wrap(make(), named_parameters=twice))
+    integers = nn.Parameter(torch.zeros(3, dtype=torch.int32), requires_grad=False)
+    raises(ValueError, "int32", act=lambda: wrap(torch.optim.SGD([integers], lr=0.1)))
+    meta = nn.Linear(2, 2, device="meta")
+    raises(ValueError, "meta", act=lambda: wrap(momentum(meta.parameters())))
+
+
+@check
+def step_hooks_of_the_optimizer_run() -> None:
+    model = mlp(5, 7, 3)
+    inner = momentum(model.parameters())
+    seen: list[str] = []
+    inner.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer = wfbp.torch.DistributedOptimizer(inner)
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    square(model, wfbp.rank(), 0)
+    optimizer.step()
+    assert seen == ["before", "after"], seen
+    assert isinstance(optimizer, torch.optim.SGD)
+
+
+@check
+def user_hooks_on_gradients_run() -> None:
+    def double(model: nn.Module, step: int) -> None:
+        for p in model.parameters() if step == 0 else ():
+            p.register_hook(lambda grad: 2 * grad)
+
+    check_training(mlp(5, 7, 3), square, momentum, before=double)

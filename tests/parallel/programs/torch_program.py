@@ -1,0 +1,35 @@
+"""Every check of the PyTorch adapter: ``torch_program.py OUT MODE [NAME ...]`` under mpirun."""
+
+from __future__ import annotations
+
+from tests.parallel.programs import (
+    torch_arguments,
+    torch_checkpoints,
+    torch_clipping,
+    torch_closures,
+    torch_layouts,
+    torch_missing,
+    torch_optimizers,
+    torch_passes,
+    torch_precision,
+    torch_schedules,
+    torch_zeroing,
+)
+from tests.parallel.programs.harness import Checks
+
+check = Checks(
+    torch_zeroing.check,
+    torch_passes.check,
+    torch_missing.check,
+    torch_layouts.check,
+    torch_clipping.check,
+    torch_precision.check,
+    torch_schedules.check,
+    torch_checkpoints.check,
+    torch_optimizers.check,
+    torch_closures.check,
+    torch_arguments.check,
+)
+
+if __name__ == "__main__":
+    check.main()
