@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from tests.unit.ranks import QUICK, all_well, run_ranks
 from tests.unit.trainer import Trainer, make_specs, mean, number
 from wfbp.config import Config
 from wfbp.core.types import Op, TensorSpec
-from wfbp.errors import DisagreementError, PeerError, StallError
+from wfbp.errors import PeerError
 from wfbp.runtime.runtime import Runtime
 
 STEADY = Config(schedule="wfbp", warmup_steps=10**6, timeout_s=20.0)
@@ -278,69 +277,3 @@ def test_the_report() -> None:
         after["measured_iteration_s"] / after["lower_bound_s"]
     )
     assert after["plan_digest"] == reports[1][1]["plan_digest"]
-
-
-# Errors.
-
-
-def test_ranks_with_other_tensors_or_settings() -> None:
-    def body(runtime: Runtime) -> None:
-        Trainer(runtime, make_specs([3, 4 + (runtime.rank == 2)]), name="mine")
-
-    for result in run_ranks(3, body):
-        assert isinstance(result, DisagreementError)
-        assert "mine: ranks disagree: t1 float64(4,) on rank 0 is t1 float64(5,) on rank 2" in str(
-            result
-        )
-
-
-def test_a_rank_that_stays_away_stalls_the_others() -> None:
-    config = Config(
-        schedule="wfbp", warmup_steps=10, timeout_s=1.0, stall_warning_s=0.3, abort_grace_s=0.5
-    )
-
-    def body(runtime: Runtime) -> None:
-        trainer = Trainer(runtime, make_specs([3, 4]), schedule="wfbp")
-        if runtime.rank == 1:
-            time.sleep(2.5)
-            return
-        trainer.accumulate(1, 1.0)
-        trainer.synchronize()
-
-    result = run_ranks(2, body, config)[0]
-    assert isinstance(result, StallError)
-    assert "rank 0 of 2 waited 1 s (optimizer, step 0: group 1 of 2 (t1) is under way)" in str(
-        result
-    )
-    assert "WFBP_TIMEOUT_S" in str(result)
-
-
-def test_a_rank_that_leaves_is_named() -> None:
-    def body(runtime: Runtime) -> None:
-        trainer = Trainer(runtime, make_specs([3]))
-        if runtime.rank == 0:
-            trainer.accumulate(0, 1.0)
-            trainer.synchronize()
-
-    left = run_ranks(2, body)[0]
-    assert isinstance(left, PeerError)
-    assert "rank 1 has left" in str(left)
-
-
-def test_the_first_error_is_raised_again() -> None:
-    def body(runtime: Runtime) -> list[str]:
-        trainer = Trainer(runtime, make_specs([3]))
-        if runtime.rank == 1:
-            return []
-        texts = []
-        for _ in range(3):
-            trainer.accumulate(0, 1.0)
-            with pytest.raises(PeerError) as caught:
-                trainer.synchronize()
-            texts.append(str(caught.value))
-        with pytest.raises(PeerError):
-            runtime.exchange(b"", "more")
-        return texts
-
-    texts = all_well(run_ranks(2, body))[0]
-    assert len(set(texts)) == 1

@@ -8,25 +8,20 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.unit.ranks import all_well, run_ranks
 from wfbp.comm.backend import Finished, Work
 from wfbp.comm.local import LocalWorld
 from wfbp.comm.waiting import Waiter
 from wfbp.config import Config
-from wfbp.core.types import Op
 from wfbp.errors import (
     BackendError,
     DisagreementError,
-    NotInitializedError,
     PeerError,
     StallError,
     WfbpError,
 )
 from wfbp.runtime.calls import Reply
-from wfbp.runtime.runtime import Runtime, describe_error
 from wfbp.runtime.stall import StallWatch
 from wfbp.runtime.thread import CommunicationThread
 
@@ -304,72 +299,3 @@ def test_a_reply_that_does_not_come_in_time() -> None:
     reply.fail(PeerError("gone"))
     with pytest.raises(PeerError):
         reply.get(0.1)
-
-
-# The runtime on top.
-
-
-def test_collectives_of_several_ranks() -> None:
-    def body(runtime: Runtime) -> list[bytes]:
-        buffer = np.full(3, runtime.rank, np.float32)
-        runtime.all_reduce(buffer, "float32", Op.SUM, "sum")
-        assert buffer.tolist() == [3.0] * 3
-        return runtime.exchange(bytes([runtime.rank]), "names")
-
-    assert all_well(run_ranks(3, body)) == [[b"\0", b"\1", b"\2"]] * 3
-
-
-def test_costs_are_measured_once_per_size_and_are_the_same() -> None:
-    def body(runtime: Runtime) -> Any:
-        first = runtime.measure_costs(1000)
-        assert runtime.measure_costs(500) is first
-        larger = runtime.measure_costs(100_000)
-        assert larger is not first
-        return larger
-
-    costs = all_well(run_ranks(2, body))
-    assert costs[0] == costs[1]
-
-
-def test_nothing_works_after_shutdown() -> None:
-    runtime = Runtime(LocalWorld(1).backend(0), Config())
-    runtime.shutdown()
-    runtime.shutdown()
-    with pytest.raises(NotInitializedError, match=r"wfbp\.init\(\)"):
-        runtime.exchange(b"", "late")
-
-
-def test_a_failing_rank_tells_the_others() -> None:
-    """fail_job ends the world at last; before, everybody has had the reason."""
-
-    def body(runtime: Runtime) -> None:
-        if runtime.rank == 1:
-            runtime.fail_job("ValueError: no data")
-            return
-        runtime.exchange(b"", "waiting")
-
-    results = run_ranks(3, body)
-    for rank in (0, 2):
-        assert isinstance(results[rank], PeerError)
-        assert str(results[rank]) == f"rank {rank} of 3: rank 1 failed: ValueError: no data"
-
-
-def test_leaving_after_an_error_lets_the_others_leave() -> None:
-    def body(runtime: Runtime) -> None:
-        if runtime.rank == 0:
-            with pytest.raises(PeerError, match="rank 1 has left"):
-                runtime.exchange(b"", "waiting")
-
-    all_well(run_ranks(2, body, Config(timeout_s=300.0), join_s=20.0))
-
-
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (ValueError("no data"), "ValueError: no data"),
-        (KeyboardInterrupt(), "KeyboardInterrupt"),
-        (StallError("rank 0 waited"), "StallError: rank 0 waited"),
-    ],
-)
-def test_describe_error(error: BaseException, told: str) -> None:
-    assert describe_error(error) == told
