@@ -44,7 +44,7 @@ class Stream:
 def measure_streams(
     backend: Backend, bits_per_s: float, num_rounds: int, policy: Policy | None = None
 ) -> Iterator[Stream]:
-    """Time streams in turns; at two ranks a link that never idles carries each byte once a way.
+    """Time streams in turns; between two hosts each byte crosses once each way.
 
     Args:
         backend: spoken to by this thread only.
@@ -55,8 +55,9 @@ def measure_streams(
     sharpen_naps()
     data = np.ones(TOTAL_BYTES // 4, np.float32)
     waiter = Waiter.watching(backend, policy)
-    # Bytes that each rank sends per byte of message, by any bandwidth-optimal algorithm.
-    ideal_s = 2 * (backend.size - 1) / backend.size * TOTAL_BYTES * 8 / bits_per_s
+    # Bytes that each host must send per byte of message, at the least.
+    num_hosts = max(2, backend.size // backend.local_size)
+    ideal_s = 2 * (num_hosts - 1) / num_hosts * TOTAL_BYTES * 8 / bits_per_s
     kinds = [(nbytes, urgent) for nbytes in MESSAGE_BYTES for urgent in (False, True)]
     times: dict[tuple[int, bool], list[tuple[float, float]]] = {kind: [] for kind in kinds}
     for _ in range(num_rounds):
