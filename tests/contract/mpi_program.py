@@ -26,4 +26,5 @@ def main(folder: str) -> None:
     report.write_text(f"passed {len(CHECKS)}")
 
 
-main(sys.argv[1])
+if __name__ == "__main__":
+    main(sys.argv[1])
