@@ -102,6 +102,8 @@ class PlannedLane:
         """
         self._plan = plan
         self._sequencer = Sequencer(plan, WINDOW)
+        # In one assignment: the communication thread may be asked where it is at any time.
+        self._described = plan, self._sequencer
         self._buffers = [
             FusionBuffer(plan, group, self._op, self.backend.size)
             for group in range(len(plan.groups))
@@ -169,28 +171,25 @@ class PlannedLane:
 
     def describe(self) -> str:
         place = f"{self._name}, step {self._step.number}"
-        count = len(self._plan.groups)
+        plan, sequencer = self._described
+        count = len(plan.groups)
         if self._flights:
             group = self._flights[0].group
-            return f"{place}: group {group + 1} of {count} ({self._members(group)}) is under way"
-        next_group = self._sequencer.num_started
-        missing = self._sequencer.missing()
+            return f"{place}: group {group + 1} of {count} ({_members(plan, group)}) is under way"
+        next_group = sequencer.num_started
+        missing = sequencer.missing()
         if next_group == count or not any(
-            left < len(g.tensors) for left, g in zip(missing, self._plan.groups, strict=True)
+            left < len(g.tensors) for left, g in zip(missing, plan.groups, strict=True)
         ):
             return f"{place}: nothing posted yet"
         return (
             f"{place}: waiting for {missing[next_group]} gradients of group {next_group + 1} "
-            f"of {count} ({self._members(next_group)})"
+            f"of {count} ({_members(plan, next_group)})"
         )
 
     def fail(self, error: WfbpError) -> None:
         self._flights.clear()
         self.reply.fail(error)
-
-    def _members(self, group: int) -> str:
-        names = [self._plan.tensors[k].name for k in self._plan.groups[group].tensors]
-        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
     def _start(self, group: int) -> None:
         start_s = time.perf_counter()
@@ -217,3 +216,9 @@ class PlannedLane:
             GroupTime(flight.group, flight.start_s, flight.packed_s, time.perf_counter())
         )
         self._sequencer.completed(flight.group)
+
+
+def _members(plan: Plan, group: int) -> str:
+    """Names of a group's tensors, shortened."""
+    names = [plan.tensors[k].name for k in plan.groups[group].tensors]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
