@@ -134,7 +134,7 @@ def summary(losses: list[float], tokens_per_s: float, report: dict) -> Table:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=12, help="windows per rank and step")
     parser.add_argument("--context", type=int, default=128, help="characters per window")
     parser.add_argument("--width", type=int, default=160)
