@@ -1,7 +1,9 @@
-"""Measures what an all-reduce costs on the backend at hand, by size.
+"""Measures what a collective costs on the backend at hand, by size.
 
 Fits are wrong by up to 9 times at small sizes, so plans are made from measured points: from 4
-bytes to the largest message that will be sent, each measured as the runtime sends it.
+bytes to the largest message that will be sent, each measured as the runtime sends it: small ones
+in a stream, two at a time. A message on its own would tell of a latency that the next message
+hides, and on some links of a burst that the next one must pay back.
 """
 
 from __future__ import annotations
@@ -9,18 +11,26 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 
 import numpy as np
 
-from wfbp.comm.backend import Backend, Buffer
+from wfbp.comm.backend import Backend, Buffer, Work
+from wfbp.comm.chunking import split
 from wfbp.comm.waiting import Waiter, wait
-from wfbp.core.types import Op
+from wfbp.core.types import Op, Operation
 
 SMALLEST_BYTES = 4
 FINE_BYTES = 1 << 20
 MOST_REPETITIONS = 15
+STREAM_BYTES = 4 << 20
+LONGEST_STREAM = 64
+WINDOW = 2
+"""Messages under way at once; the runtime's lanes send as many."""
+
 COLD_BYTES = 16 << 20
 """Repetitions walk through at least this much memory."""
 
@@ -43,20 +53,30 @@ def probe_sizes(max_bytes: int) -> list[int]:
 
 
 def measure_cost(
-    backend: Backend, max_bytes: int, *, budget_s: float = 2.0, waiter: Waiter | None = None
+    backend: Backend,
+    max_bytes: int,
+    *,
+    operation: Operation = Operation.ALL_REDUCE,
+    budget_s: float = 2.0,
+    waiter: Waiter | None = None,
+    on_size: Callable[[], object] = lambda: None,
 ) -> list[tuple[int, float]]:
-    """Time all-reduces of float32 on the backend; collective and blocking.
+    """Time collectives of float32 on the backend; collective and blocking.
 
-    Ranks start each repetition together. A repetition takes as long as on the slowest rank; a
-    size, as its median repetition. The number of repetitions follows from the first one and the
-    budget, equally on all ranks.
+    Ranks start each repetition together; it is a stream of messages of one size, up to 4 MiB in
+    all, or one larger message. A message takes its share of the stream on the slowest rank; a
+    size, the median of its repetitions. The number of repetitions follows from the first one and
+    the budget, equally on all ranks.
 
     Args:
         backend: spoken to by this thread only.
         max_bytes: the largest message that will be sent.
+        operation: what is timed; sizes are those of the whole buffer, of which each rank keeps or
+            brings an equal share in a reduce-scatter or an all-gather.
         budget_s: seconds to spend, about; every size is measured at least once, the small ones
             at least three times.
         waiter: how to wait; a new one by default.
+        on_size: called when a size is done.
 
     Returns:
         (bytes, seconds) by increasing size; the same on every rank.
@@ -70,17 +90,46 @@ def measure_cost(
     sizes = probe_sizes(max_bytes)
     data = np.zeros(max(sizes[-1], COLD_BYTES) // 4, np.float32)
     points = []
+    # What a rank brings to an all-gather lies elsewhere than what it receives, as MPI demands.
+    brought = np.ones(sizes[-1] // 4 // backend.size + 1, np.float32)
+    start = partial(_STARTS[operation], backend, brought)
     for size in sizes:
         parts = _apart(data, size // 4)
-        first_s = _together(backend, _repeat(backend, parts, 1, waiter))[0]
+        length = max(1, min(LONGEST_STREAM, STREAM_BYTES // size))
+        first_s = _together(backend, _repeat(backend, start, parts, length, 1, waiter))[0]
         share_s = budget_s / len(sizes)
-        count = int(min(MOST_REPETITIONS, share_s / max(first_s, 1e-9)))
+        count = int(min(MOST_REPETITIONS, share_s / max(length * first_s, 1e-9)))
         if size <= FINE_BYTES:
             count = max(3, count)
         # The first repetition finds cold memory; it counts only where there is no other.
-        times = _together(backend, _repeat(backend, parts, count, waiter)) if count else [first_s]
+        times = [first_s]
+        if count:
+            times = _together(backend, _repeat(backend, start, parts, length, count, waiter))
         points.append((size, statistics.median(times)))
+        on_size()
     return points
+
+
+def _all_reduce(backend: Backend, brought: Buffer, part: Buffer) -> Work[None]:
+    return backend.all_reduce(part, "float32", Op.AVERAGE)
+
+
+def _reduce_scatter(backend: Backend, brought: Buffer, part: Buffer) -> Work[None]:
+    counts = [4 * (b - a) for a, b in split(part.size, backend.size)]
+    return backend.reduce_scatter(part, counts, "float32", Op.AVERAGE)
+
+
+def _all_gather(backend: Backend, brought: Buffer, part: Buffer) -> Work[None]:
+    counts = [4 * (b - a) for a, b in split(part.size, backend.size)]
+    share = brought.view(np.uint8)[: counts[backend.rank]]
+    return backend.all_gather(share, part.view(np.uint8), counts)
+
+
+_STARTS: dict[Operation, Callable[[Backend, Buffer, Buffer], Work[None]]] = {
+    Operation.ALL_REDUCE: _all_reduce,
+    Operation.REDUCE_SCATTER: _reduce_scatter,
+    Operation.ALL_GATHER: _all_gather,
+}
 
 
 def _apart(data: Buffer, numel: int) -> Iterator[Buffer]:
@@ -96,14 +145,27 @@ def _apart(data: Buffer, numel: int) -> Iterator[Buffer]:
             start = 0
 
 
-def _repeat(backend: Backend, parts: Iterator[Buffer], count: int, waiter: Waiter) -> list[float]:
-    """Seconds of each of ``count`` all-reduces that the ranks start together."""
+def _repeat(
+    backend: Backend,
+    start: Callable[[Buffer], Work[None]],
+    parts: Iterator[Buffer],
+    length: int,
+    count: int,
+    waiter: Waiter,
+) -> list[float]:
+    """Seconds per message of each of ``count`` streams that the ranks start together."""
     times = []
-    for part in islice(parts, count):
+    for _ in range(count):
         wait(backend.all_gather_bytes(b""), waiter)
         start_s = time.perf_counter()
-        wait(backend.all_reduce(part, "float32", Op.AVERAGE), waiter)
-        times.append(time.perf_counter() - start_s)
+        under_way: deque[Work[None]] = deque()
+        for part in islice(parts, length):
+            if len(under_way) == WINDOW:
+                wait(under_way.popleft(), waiter)
+            under_way.append(start(part))
+        for work in under_way:
+            wait(work, waiter)
+        times.append((time.perf_counter() - start_s) / length)
     return times
 
 

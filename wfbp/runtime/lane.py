@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from wfbp.comm.backend import Backend, Work
+from wfbp.comm.probe import WINDOW
 from wfbp.core.plan import Plan
 from wfbp.core.sequencer import Sequencer
 from wfbp.core.types import Op
@@ -17,8 +18,6 @@ from wfbp.runtime.fusion import FusionBuffer
 
 CLOSE = -1
 DISCARD = -2
-WINDOW = 2
-"""Groups under way at once: the second keeps the link busy while the first one's end is noticed."""
 
 
 @dataclass(slots=True)

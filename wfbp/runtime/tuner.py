@@ -214,23 +214,23 @@ class Tuner:
         for position, candidate in enumerate(self._alive):
             per_rank = [m["times_s"][position] for m in messages]
             candidate.times_s.extend(max(times) for times in zip(*per_rank, strict=True))
-        first = self._alive[0]
-        best = min(self._alive, key=lambda c: c.measured_s)
-        limit_s = best.measured_s * _SURVIVE[self._round]
+        best_s = min(c.measured_s for c in self._alive)
+        # Differences within noise decide nothing: there the order does, which begins with the
+        # plan in use and goes on by prediction.
+        chosen = next(c for c in self._alive if c.measured_s <= best_s * (1 + _NOISE))
+        limit_s = best_s * _SURVIVE[self._round]
         self._alive = [c for c in self._alive if c.measured_s <= limit_s]
         self._round += 1
         if len(self._alive) > 1 and self._round < len(_SURVIVE):
             self._begin_round()
             return
-        if first.measured_s <= best.measured_s * (1 + _NOISE):
-            best = first
         assert self.trace is not None
         assert self.costs is not None
         overlapped = [(c.plan, c.measured_s) for c in self._candidates if c.plan.overlap]
         if overlapped:
             kappa = fit_kappa(self.trace, self.costs, overlapped)
             self.costs = replace(self.costs, kappa=kappa)
-        self._install(best.plan)
+        self._install(chosen.plan)
 
     def _install(self, plan: Plan) -> None:
         assert self.trace is not None
