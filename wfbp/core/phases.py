@@ -60,7 +60,7 @@ def backward_phase(plan: Plan, trace: Trace, costs: Costs) -> PhaseTiming:
     Raises:
         ValueError: plan and trace are not of the same tensors.
     """
-    _check_same_tensors(plan, trace)
+    check_same_tensors(plan, trace)
     ready_clock = trace.ready_times_s[::-1]
     sizes = [t.spec.nbytes for t in trace.tensors]
     backward_s = ready_clock[0]
@@ -115,7 +115,12 @@ def forward_phase(plan: Plan, trace: Trace, costs: Costs) -> PhaseTiming:
     return PhaseTiming(tuple(rows), finish_s, finish_s)
 
 
-def _check_same_tensors(plan: Plan, trace: Trace) -> None:
+def check_same_tensors(plan: Plan, trace: Trace) -> None:
+    """Refuse a plan for another model.
+
+    Raises:
+        ValueError: with the first difference.
+    """
     if len(plan.tensors) != len(trace.tensors):
         raise ValueError(
             f"the plan is of {len(plan.tensors)} tensors, the trace of {len(trace.tensors)}"

@@ -193,7 +193,10 @@ def layout(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
 
 
 def split_by_dtype(
-    tensors: Sequence[TensorSpec], runs: Iterable[Sequence[int]]
+    tensors: Sequence[TensorSpec],
+    runs: Iterable[Sequence[int]],
+    operation: Operation = Operation.ALL_REDUCE,
+    phase: Phase = Phase.BACKWARD,
 ) -> tuple[Group, ...]:
     """Groups from runs of tensors: one per element type in each run, order kept within each.
 
@@ -204,5 +207,5 @@ def split_by_dtype(
         by_dtype: dict[str, list[int]] = {}
         for k in run:
             by_dtype.setdefault(tensors[k].dtype, []).append(k)
-        groups.extend(Group(tuple(members)) for members in by_dtype.values())
+        groups.extend(Group(tuple(k), operation, phase) for k in by_dtype.values())
     return tuple(groups)

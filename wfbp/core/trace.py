@@ -25,7 +25,7 @@ class TraceTensor:
 
     Args:
         spec: name, shape and element type.
-        forward_s: forward compute from the previous tensor's first use to this one's, seconds.
+        forward_s: forward compute from this tensor's first use to the next one's, seconds.
         backward_s: backward compute from the previous gradient to this one's, seconds.
     """
 

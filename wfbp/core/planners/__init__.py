@@ -11,12 +11,19 @@ from typing import Any
 
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
+from wfbp.core.planners.dear import dear, dear_search
+from wfbp.core.planners.hybrid import hybrid
+from wfbp.core.planners.independent import independent
+from wfbp.core.planners.ipart import ipart
 from wfbp.core.planners.mgwfbp import mgwfbp
 from wfbp.core.planners.oasr import oasr
+from wfbp.core.planners.parameter_server import parameter_server, parameter_server_layerwise
 from wfbp.core.planners.per_tensor import per_tensor
 from wfbp.core.planners.single import single
 from wfbp.core.planners.threshold import threshold
 from wfbp.core.trace import Trace
+
+__all__ = ["ALL_REDUCE", "PLANNERS", "Planner", "dear_search", "plan"]
 
 Planner = Callable[..., Plan]
 """A function ``(trace, costs, **options) -> Plan``."""
@@ -28,6 +35,12 @@ PLANNERS: Mapping[str, Planner] = MappingProxyType(
         "threshold": threshold,
         "mgwfbp": mgwfbp,
         "oasr": oasr,
+        "ps": parameter_server,
+        "ps_layerwise": parameter_server_layerwise,
+        "ipart": ipart,
+        "dear": dear,
+        "independent": independent,
+        "hybrid": hybrid,
     }
 )
 """Every planner by the name of its schedule."""

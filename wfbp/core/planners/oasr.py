@@ -5,9 +5,10 @@ from __future__ import annotations
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.planners.optimum import TOLERANCE, check_tolerance, optimum, solver_of, within
-from wfbp.core.planners.rows import backward_row
+from wfbp.core.planners.rows import Rows, all_by
 from wfbp.core.planners.runs import plan_of_runs
 from wfbp.core.trace import Trace
+from wfbp.core.types import Operation
 
 
 def oasr(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> Plan:
@@ -54,7 +55,8 @@ def oasr(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> Plan:
         [(3, 2), (1, 0)]
     """
     check_tolerance(tolerance)
-    solver = solver_of(backward_row(trace, costs), costs.kappa)
+    modes = all_by(Operation.ALL_REDUCE, len(trace.tensors))
+    solver = solver_of(Rows(trace, costs).backward(modes), costs.kappa)
     lag = costs.kappa / (1.0 + costs.kappa)
     fixed_s = trace.forward_s + trace.other_s
     best = optimum(solver, lag, fixed_s)

@@ -14,45 +14,68 @@ Modes = tuple[tuple[int, Operation], ...]
 """(end, operation) of each segment of backward: gradients up to that end are sent by it."""
 
 
-def backward_row(trace: Trace, costs: Costs, modes: Modes | None = None) -> Row:
-    """Gradients in backward order.
+class Rows:
+    """The rows of one trace under whatever modes.
 
     Args:
         trace: sizes and compute times.
         costs: of the channel.
-        modes: all-reduce or reduce-scatter, segment by segment; all of it all-reduced if None.
     """
-    ready_s = trace.ready_times_s
-    if modes is None:
-        modes = ((len(ready_s), Operation.ALL_REDUCE),)
-    return Row(
-        ready_s,
-        trace.backward_bytes,
-        [t.spec.dtype for t in reversed(trace.tensors)],
-        [(end, costs.of(operation)) for end, operation in modes],
-        ready_s[-1],
-    )
+
+    def __init__(self, trace: Trace, costs: Costs) -> None:
+        self._ready_s = trace.ready_times_s
+        self._left_s = list(accumulate(t.forward_s for t in reversed(trace.tensors)))
+        self._sizes = trace.backward_bytes
+        self._dtypes = [t.spec.dtype for t in reversed(trace.tensors)]
+        self._cost = {operation: costs.of(operation) for operation in Operation}
+
+    def backward(self, modes: Modes) -> Row:
+        """Gradients in backward order; all-reduced or reduce-scattered, segment by segment."""
+        segments = [(end, self._cost[operation]) for end, operation in modes]
+        return Row(self._ready_s, self._sizes, self._dtypes, segments, self._ready_s[-1])
+
+    def forward(self, scattered: Sequence[int]) -> Row:
+        """All-gathers of the next forward, seen from its end backward in time.
+
+        Let forward end at T. Tensor i has to be there at T - s_i, s_i being the forward compute
+        from i to the end. Run time backward from T: now the message that holds i cannot start
+        before s_i, messages follow each other from the last tensor to the first, and the last
+        one ends where forward begins. So it is backward's problem with s_i as ready times, and
+        its makespan is T.
+
+        Args:
+            scattered: positions in backward order (from 0) of what is gathered, increasing.
+        """
+        return Row(
+            [self._left_s[k] for k in scattered],
+            [self._sizes[k] for k in scattered],
+            [self._dtypes[k] for k in scattered],
+            [(len(scattered), self._cost[Operation.ALL_GATHER])],
+            self._left_s[-1],
+        )
+
+    @property
+    def num_tensors(self) -> int:
+        """Length of backward's row."""
+        return len(self._sizes)
 
 
-def forward_row(trace: Trace, costs: Costs, tensors: Sequence[int]) -> Row:
-    """All-gathers of the next forward, seen from its end backward in time.
+def all_by(operation: Operation, num_tensors: int) -> Modes:
+    """The modes that send everything in the same way."""
+    return ((num_tensors, operation),)
 
-    Let forward end at T. Tensor i has to be there at T - s_i, s_i being the forward compute from
-    i to the end. Run time backward from T: now the message that holds i cannot start before s_i,
-    messages follow each other from the last tensor to the first, and the last one ends where
-    forward begins. So it is backward's problem with s_i as ready times, and its makespan is T.
 
-    Args:
-        trace: sizes and compute times.
-        costs: of the channel.
-        tensors: those that are gathered, in backward order, as indices into ``trace.tensors``.
+def scattered(modes: Modes) -> list[int]:
+    """Positions in backward order (from 0) of what the modes reduce-scatter.
+
+    Example:
+        >>> scattered(((2, Operation.ALL_REDUCE), (4, Operation.REDUCE_SCATTER)))
+        [2, 3]
     """
-    left_s = list(accumulate(t.forward_s for t in reversed(trace.tensors)))
-    last = len(trace.tensors) - 1
-    return Row(
-        [left_s[last - k] for k in tensors],
-        [trace.tensors[k].spec.nbytes for k in tensors],
-        [trace.tensors[k].spec.dtype for k in tensors],
-        [(len(tensors), costs.of(Operation.ALL_GATHER))],
-        left_s[-1],
-    )
+    found: list[int] = []
+    start = 0
+    for end, operation in modes:
+        if operation is Operation.REDUCE_SCATTER:
+            found += range(start, end)
+        start = end
+    return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.planners.runs import plan_of_runs
@@ -37,9 +39,17 @@ def threshold(trace: Trace, costs: Costs, *, threshold_bytes: int = DEFAULT_BYTE
         >>> [g.tensors for g in threshold(trace, costs, threshold_bytes=41).groups]
         [(2, 1), (0,)]
     """
+    return plan_of_runs("threshold", trace, ends_by_size(trace.backward_bytes, threshold_bytes))
+
+
+def ends_by_size(sizes: Sequence[int], threshold_bytes: int) -> list[int]:
+    """Ends of the runs that are closed once they hold ``threshold_bytes`` or more.
+
+    Raises:
+        ValueError: ``threshold_bytes`` is under 1.
+    """
     if not threshold_bytes >= 1:
         raise ValueError(f"threshold_bytes: expected at least 1, found {threshold_bytes!r}")
-    sizes = trace.backward_bytes
     ends = []
     held = 0
     for k, nbytes in enumerate(sizes, start=1):
@@ -47,4 +57,4 @@ def threshold(trace: Trace, costs: Costs, *, threshold_bytes: int = DEFAULT_BYTE
         if held >= threshold_bytes or k == len(sizes):
             ends.append(k)
             held = 0
-    return plan_of_runs("threshold", trace, ends)
+    return ends
