@@ -1,4 +1,4 @@
-"""Decides what is sent next: a pure state machine over one step of a plan.
+"""Decides what is sent next: a pure state machine over the steps of a plan.
 
 Events go in (a tensor is ready, the step closes, a group has completed); what to do comes out.
 The runtime drives it with real events, the simulator with a virtual clock, so both take the same
@@ -8,8 +8,10 @@ decisions. No threads, no clock, no I/O.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 
 from wfbp.core.plan import Plan
+from wfbp.core.types import Phase
 
 
 class Sequencer:
@@ -17,8 +19,11 @@ class Sequencer:
 
     Ready groups wait in a priority queue, the plan's order being the priority. The order is the
     same on every rank whatever arrives first here, so ranks never start different collectives;
-    that is why a ready group waits for an unready one before it. The last group carries the
-    ranks' requests for the step border, so it goes only once the step is closed.
+    that is why a ready group waits for an unready one before it. The last group of backward
+    carries the ranks' requests for the step border, so it goes only once the step is closed.
+
+    All-gathers become ready together, when all groups of backward have completed. They may
+    cross the border: :meth:`next_step` keeps them, before all groups of the step that follows.
 
     Not safe for use from several threads at once.
 
@@ -47,21 +52,45 @@ class Sequencer:
             raise ValueError(f"window is {window}; expected at least 1")
         self._window = window
         self._overlap = plan.overlap
-        self._sizes = [len(group.tensors) for group in plan.groups]
+        self._num_backward = plan.num_backward
+        self._num_groups = len(plan.groups)
+        self._sizes = [
+            len(group.tensors) if group.phase is Phase.BACKWARD else 0 for group in plan.groups
+        ]
         self._group_of = [0] * len(plan.tensors)
+        self._gather_of: dict[int, int] = {}
         for index, group in enumerate(plan.groups):
             for k in group.tensors:
-                self._group_of[k] = index
+                if group.phase is Phase.BACKWARD:
+                    self._group_of[k] = index
+                else:
+                    self._gather_of[k] = index
         self.reset()
 
     def reset(self) -> None:
         """Begin a step, whatever became of the one before."""
+        self._gathers: deque[int] = deque()
+        self._gathering: set[int] = set()
+        self._begin()
+
+    def next_step(self) -> None:
+        """Begin the step that follows; all-gathers that have not completed go on.
+
+        Raises:
+            ValueError: groups of backward have not completed.
+        """
+        if not self._reduced:
+            raise ValueError("the next step cannot begin before all groups of backward completed")
+        self._begin()
+
+    def _begin(self) -> None:
         self._missing = list(self._sizes)
         self._queue: list[int] = []
         self._started = 0
         self._under_way: set[int] = set()
         self._completed = 0
         self._closed = False
+        self._reduced = False
 
     def ready(self, tensor: int) -> None:
         """A tensor's gradient exists. A tensor is ready at most once in a step."""
@@ -75,16 +104,23 @@ class Sequencer:
         if self._closed:
             return
         self._closed = True
-        self._queue = list(range(self._started, len(self._sizes)))
+        self._queue = list(range(self._started, self._num_backward))
+        self._release_gathers()
 
     def start_next(self) -> int | None:
         """The group to start now, if there is one; it then counts as under way."""
-        if not self._queue or len(self._under_way) >= self._window:
+        if len(self._under_way) + len(self._gathering) >= self._window:
+            return None
+        if self._gathers:
+            group = self._gathers.popleft()
+            self._gathering.add(group)
+            return group
+        if not self._queue:
             return None
         group = self._queue[0]
         if group != self._started:
             return None
-        if not self._closed and (not self._overlap or group == len(self._sizes) - 1):
+        if not self._closed and (not self._overlap or group == self._num_backward - 1):
             return None
         heapq.heappop(self._queue)
         self._started += 1
@@ -93,19 +129,42 @@ class Sequencer:
 
     def completed(self, group: int) -> None:
         """A group that was started has arrived everywhere it must."""
-        self._under_way.remove(group)
-        self._completed += 1
+        if group < self._num_backward:
+            self._under_way.remove(group)
+            self._completed += 1
+        else:
+            self._gathering.remove(group)
+        self._release_gathers()
+
+    def _release_gathers(self) -> None:
+        if self._reduced or not self._closed or self._completed < self._num_backward:
+            return
+        if not self._gathers and not self._gathering:  # those of the step before come first
+            self._reduced = True
+            self._gathers.extend(range(self._num_backward, self._num_groups))
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the step is closed and all its groups of backward have completed."""
+        return self._reduced
 
     @property
     def done(self) -> bool:
         """Whether the step is closed and all its groups have completed."""
-        return self._closed and self._completed == len(self._sizes)
+        return self._reduced and not self._gathers and not self._gathering
+
+    def gathered(self, tensor: int) -> bool:
+        """Whether forward may use a tensor: no all-gather of it is waiting or under way."""
+        group = self._gather_of.get(tensor)
+        return group not in self._gathers and group not in self._gathering
 
     @property
     def num_started(self) -> int:
         """Groups started in this step."""
-        return self._started
+        if not self._reduced:
+            return self._started
+        return self._num_groups - len(self._gathers)
 
     def missing(self) -> list[int]:
-        """Number of tensors not yet ready, per group."""
+        """Number of tensors not yet ready, per group; 0 for all-gathers."""
         return list(self._missing)

@@ -1,0 +1,152 @@
+"""Replays a plan on a trace with a virtual clock, by the sequencer that the runtime uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from wfbp.core.cost import Costs
+from wfbp.core.phases import check_same_tensors
+from wfbp.core.plan import Plan
+from wfbp.core.sequencer import Sequencer
+from wfbp.core.trace import Trace
+from wfbp.core.types import Phase
+from wfbp.sim.simulation import ComputeSpan, Iteration, MessageSpan, Simulation
+
+
+def simulate(
+    plan: Plan, trace: Trace, costs: Costs, *, iterations: int = 4, channels: int = 1
+) -> Simulation:
+    """Step from event to event through some iterations.
+
+    One worker computes layer by layer and tells the sequencer which gradients exist; the channel
+    takes up what the sequencer lets go. Compute runs 1 + kappa times slower while anything is
+    under way. In ``other_s``, between backward and the next forward, nothing is sent.
+
+    Args:
+        plan: of exactly the trace's tensors.
+        trace: sizes and compute times.
+        costs: of one channel.
+        iterations: how many, at least 2: the first has no all-gathers yet.
+        channels: messages that may be under way at once, each at its full speed.
+
+    Returns:
+        Every interval of compute and every message.
+
+    Raises:
+        ValueError: plan and trace are not of the same tensors, or a count is too small.
+
+    Example:
+        >>> from wfbp.core.cost import LinearCost
+        >>> from wfbp.core.planners import plan
+        >>> from wfbp.core.trace import TraceTensor
+        >>> from wfbp.core.types import TensorSpec
+        >>> tensor = TraceTensor(TensorSpec("w", (250,), "float32"), 1.0, 2.0)
+        >>> trace, costs = Trace("one", (tensor,)), Costs(LinearCost(0.5, 0.001))
+        >>> simulate(plan("single", trace, costs), trace, costs).iteration_s
+        4.5
+    """
+    if iterations < 2:
+        raise ValueError(f"iterations: expected at least 2, found {iterations}")
+    check_same_tensors(plan, trace)
+    worker = _Worker(plan, trace, costs, channels)
+    return Simulation(plan, tuple(worker.iterate() for _ in range(iterations)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    end_s: float
+    group: int
+
+
+class _Worker:
+    """The virtual clock, the computation, and the channel of one worker."""
+
+    def __init__(self, plan: Plan, trace: Trace, costs: Costs, channels: int) -> None:
+        self._sequencer = Sequencer(plan, channels)
+        self._trace = trace
+        sizes = [t.spec.nbytes for t in trace.tensors]
+        self._nbytes = [sum(sizes[k] for k in group.tensors) for group in plan.groups]
+        self._cost_s = [
+            costs.of(group.operation)(nbytes)
+            for group, nbytes in zip(plan.groups, self._nbytes, strict=True)
+        ]
+        self._members = [group.tensors for group in plan.groups]
+        self._num_backward = plan.num_backward
+        self._overlap = plan.overlap
+        self._slowdown = 1.0 + costs.kappa
+        self._now_s = 0.0
+        self._flights: list[_Flight] = []
+        self._compute: list[ComputeSpan] = []
+        self._sent: list[tuple[int, float, float]] = []
+        self._exists_s = [0.0] * len(sizes)
+
+    def iterate(self) -> Iteration:
+        """Forward, backward, the rest of the step, and what lies between two steps."""
+        sequencer, tensors = self._sequencer, self._trace.tensors
+        begin_s = self._now_s
+        for k, tensor in enumerate(tensors):
+            self._wait(partial(sequencer.gathered, k))
+            self._run(Phase.FORWARD, k, tensor.forward_s)
+        for k in reversed(range(len(tensors))):
+            self._run(Phase.BACKWARD, k, tensors[k].backward_s)
+            self._exists_s[k] = self._now_s
+            sequencer.ready(k)
+        sequencer.close()
+        closed_s = self._now_s
+        self._wait(lambda: sequencer.reduced)
+        self._now_s += self._trace.other_s
+        sequencer.next_step()
+        messages = tuple(self._message(begin_s, closed_s, *sent) for sent in self._sent)
+        found = Iteration(begin_s, self._now_s, tuple(self._compute), messages)
+        self._compute, self._sent = [], []
+        return found
+
+    def _message(
+        self, begin_s: float, closed_s: float, group: int, start_s: float, end_s: float
+    ) -> MessageSpan:
+        ready_s = begin_s
+        if group < self._num_backward:
+            exist_s = max(self._exists_s[k] for k in self._members[group])
+            ready_s = exist_s if self._overlap else closed_s
+        return MessageSpan(group, ready_s, start_s, end_s, self._nbytes[group])
+
+    def _run(self, phase: Phase, tensor: int, seconds: float) -> None:
+        """Compute for that long, net of what communication slows down."""
+        start_s, left_s = self._now_s, seconds
+        while True:
+            self._land()
+            self._leave()
+            if not self._flights:
+                self._now_s += left_s
+                break
+            end_s = self._now_s + left_s * self._slowdown
+            next_s = min(flight.end_s for flight in self._flights)
+            if end_s <= next_s:
+                self._now_s = end_s
+                break
+            left_s -= (next_s - self._now_s) / self._slowdown
+            self._now_s = next_s
+        self._compute.append(ComputeSpan(phase, tensor, start_s, self._now_s))
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        """Compute nothing until something has arrived; nothing leaves at that moment yet."""
+        self._land()
+        while not condition():
+            self._leave()
+            self._now_s = min(flight.end_s for flight in self._flights)
+            self._land()
+
+    def _land(self) -> None:
+        """Take note of what has arrived by now."""
+        for flight in [f for f in self._flights if f.end_s <= self._now_s]:
+            self._flights.remove(flight)
+            self._sequencer.completed(flight.group)
+
+    def _leave(self) -> None:
+        """Start what may leave now."""
+        while (group := self._sequencer.start_next()) is not None:
+            start_s, end_s = self._now_s, self._now_s + self._cost_s[group]
+            self._flights.append(_Flight(end_s, group))
+            self._sent.append((group, start_s, end_s))
