@@ -247,13 +247,41 @@ def test_an_unknown_schedule_names_the_known(tmp_path: Path) -> None:
     assert_refused(told, "--schedule", "'fastest' is not known", *PLANNERS)
 
 
-@pytest.mark.parametrize("schedule", [*PLANNERS, "all"])
-def test_results_beyond_all_numbers_are_refused(schedule: str, tmp_path: Path) -> None:
-    """Each figure is finite, their product is not; JSON could not even tell it."""
-    vast = {"alpha_s": 1.7e308, "beta_s_per_byte": 1.7e308}
-    cost = cost_file(tmp_path, all_reduce=vast)
-    told = wfbp("plan", RESNET, "--cost", cost, "--schedule", schedule, "--json")
-    assert_refused(told)
+@pytest.mark.parametrize(
+    ("all_reduce", "kappa"),
+    [
+        ({"alpha_s": 1.7e308, "beta_s_per_byte": 1.7e308}, 0),
+        ({"alpha_s": 0, "beta_s_per_byte": 1e300}, 0),
+        ({"alpha_s": 1e289, "beta_s_per_byte": 0}, 0),
+        ({"alpha_s": 1e200, "beta_s_per_byte": 0}, 1e100),
+        ({"points": [[1, 1e308], [2, 1e308]]}, 0),
+        ({"points": [[1, 0], [2, 1e300]]}, 0),
+    ],
+)
+def test_costs_whose_sums_are_beyond_all_numbers(
+    all_reduce: dict[str, object], kappa: float, tmp_path: Path
+) -> None:
+    """Each figure is finite, their sum is not; JSON could not even tell it."""
+    cost = cost_file(tmp_path, all_reduce=all_reduce, kappa=kappa)
+    told = wfbp("plan", RESNET, "--cost", cost, "--json")
+    assert_refused(told, f"{cost}: costs are too large")
+
+
+def test_times_whose_sum_is_beyond_all_numbers(tmp_path: Path) -> None:
+    trace = small_trace()
+    for row in trace["tensors"]:
+        row["backward_s"] = 1.7e308
+    path = write(tmp_path / "trace.json", trace)
+    told = wfbp("plan", path, "--cost", cost_file(tmp_path))
+    assert_refused(told, f"{path}: times are too large")
+
+
+@pytest.mark.parametrize("schedule", PLANNERS)
+def test_large_and_small_figures_are_planned_all_the_same(schedule: str, tmp_path: Path) -> None:
+    for alpha_s, beta in ((1e280, 1e270), (0.0, 0.0), (1e-300, 5e-324)):
+        cost = cost_file(tmp_path, all_reduce={"alpha_s": alpha_s, "beta_s_per_byte": beta})
+        data = answer("plan", RESNET, "--cost", cost, "--schedule", schedule)
+        assert data["predicted"]["ratio_to_lower_bound"] >= 1
 
 
 def test_the_bad_line_stays_one_line(tmp_path: Path) -> None:

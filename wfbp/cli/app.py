@@ -15,7 +15,7 @@ import click
 
 from wfbp.errors import WfbpError
 
-COMMANDS = ("plan",)
+COMMANDS = ("plan", "simulate", "probe", "report")
 BAD_INPUT = 2
 FAILURE = 1
 INTERRUPTED = 130
@@ -73,8 +73,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _leave(f"{place}{error.strerror or error}", BAD_INPUT)
     except ValueError as error:
         _leave(str(error), BAD_INPUT)
-    except (OverflowError, FloatingPointError) as error:
-        _leave(f"sizes, times or costs are too large: {error}", BAD_INPUT)
     except RecursionError:
         _leave("the input is nested too deeply", BAD_INPUT)
     except WfbpError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from wfbp.cli.inputs import check_finite
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.timeline import timeline
@@ -50,6 +49,7 @@ class Forecast:
     exposed_s: float
     lower_bound_s: float
     ratio_to_lower_bound: float
+    backward_end_s: float
     groups: tuple[GroupForecast, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -87,9 +87,6 @@ def forecast(plan: Plan, trace: Trace, costs: Costs) -> Forecast:
     Returns:
         The prediction, with a reason for every group.
 
-    Raises:
-        ValueError: the result is beyond all numbers.
-
     Example:
         >>> from wfbp.core.cost import LinearCost
         >>> from wfbp.core.planners import plan
@@ -101,14 +98,18 @@ def forecast(plan: Plan, trace: Trace, costs: Costs) -> Forecast:
         'leaves when w is ready; 1,500.000 ms exposed'
     """
     times = timeline(plan, trace, costs)
-    for what, seconds in (("the iteration", times.iteration_s), ("the bound", times.lower_bound_s)):
-        check_finite(what, seconds)
     same_s = _SAME * times.iteration_s
+    stalls_s = _stalls(plan, trace, costs)
     names = [spec.name for spec in plan.tensors]
     groups = []
-    for group, at in zip(plan.groups, times.groups, strict=True):
-        exposed_s = max(0.0, at.end_s - max(at.start_s, times.backward_end_s))
+    for index, (group, at) in enumerate(zip(plan.groups, times.groups, strict=True)):
         waited_s = at.start_s - at.ready_s
+        if group.phase is Phase.BACKWARD:
+            exposed_s = max(0.0, at.end_s - max(at.start_s, times.backward_end_s))
+            cause = f"when {names[min(group.tensors)]} is ready"
+        else:
+            exposed_s = stalls_s.get(index, 0.0)
+            cause = "when forward starts"
         groups.append(
             GroupForecast(
                 group.phase,
@@ -118,7 +119,7 @@ def forecast(plan: Plan, trace: Trace, costs: Costs) -> Forecast:
                 at.start_s,
                 at.end_s,
                 exposed_s,
-                _why(names[min(group.tensors)], waited_s, exposed_s, same_s),
+                _why(cause, waited_s, exposed_s, same_s),
             )
         )
     return Forecast(
@@ -127,15 +128,38 @@ def forecast(plan: Plan, trace: Trace, costs: Costs) -> Forecast:
         times.exposed_s,
         times.lower_bound_s,
         times.ratio_to_lower_bound,
+        times.backward_end_s,
         tuple(groups),
     )
 
 
-def _why(last: str, waited_s: float, exposed_s: float, same_s: float) -> str:
+def _stalls(plan: Plan, trace: Trace, costs: Costs) -> dict[int, float]:
+    """How long forward stands still for each all-gather, seconds by group."""
+    group_of = {
+        k: index
+        for index, group in enumerate(plan.groups)
+        if group.phase is Phase.FORWARD
+        for k in group.tensors
+    }
+    if not group_of:
+        return {}
+    from wfbp.sim.simulate import simulate
+
+    last = simulate(plan, trace, costs, iterations=3).iterations[-1]
+    stalls: dict[int, float] = {}
+    before_s = last.start_s
+    for span in last.compute:
+        if span.phase is Phase.FORWARD and span.tensor in group_of:
+            group = group_of[span.tensor]
+            stalls[group] = stalls.get(group, 0.0) + span.start_s - before_s
+        before_s = span.end_s
+    return stalls
+
+
+def _why(cause: str, waited_s: float, exposed_s: float, same_s: float) -> str:
     """What let a group leave when it did, and what became of it."""
+    start = f"leaves {cause}"
     if waited_s > same_s:
         start = f"waits {waited_s * 1e3:,.3f} ms for the channel"
-    else:
-        start = f"leaves when {last} is ready"
     end = f"{exposed_s * 1e3:,.3f} ms exposed" if exposed_s > same_s else "hidden"
     return f"{start}; {end}"

@@ -8,9 +8,8 @@ from typing import Any
 import click
 
 from wfbp.cli.forecast import Forecast, GroupForecast, forecast
-from wfbp.cli.inputs import cost_option, json_option, overflow_raises, trace_argument
+from wfbp.cli.inputs import best, cost_option, json_option, load, trace_argument
 from wfbp.cli.tables import Column, milliseconds, print_table, size
-from wfbp.core.cost import Costs
 from wfbp.core.planners import PLANNERS, plan
 from wfbp.core.trace import Trace
 
@@ -57,7 +56,7 @@ def command(
         raise click.BadParameter(
             f"schedule {schedule!r} takes none", param_hint="--threshold-bytes"
         )
-    model, costs = Trace.load(trace), Costs.load(cost)
+    model, costs = load(trace, cost)
 
     def answer(name: str) -> Forecast:
         options: dict[str, Any] = {}
@@ -65,8 +64,7 @@ def command(
             options["threshold_bytes"] = threshold_bytes
         return forecast(plan(name, model, costs, **options), model, costs)
 
-    with overflow_raises():
-        results = [answer(name) for name in (PLANNERS if schedule == ALL else (schedule,))]
+    results = [answer(name) for name in (PLANNERS if schedule == ALL else (schedule,))]
     if schedule == ALL:
         _print_all(results, model, as_json)
     else:
@@ -119,16 +117,16 @@ def _row(group: GroupForecast) -> tuple[str, ...]:
 
 
 def _print_all(results: list[Forecast], trace: Trace, as_json: bool) -> None:
-    best = min(range(len(results)), key=lambda i: results[i].iteration_s)
+    first = best([r.iteration_s for r in results], [len(r.groups) for r in results])
     if as_json:
         data = {
             "schedule": ALL,
-            "best": results[best].schedule,
+            "best": results[first].schedule,
             "schedules": [result.to_json() for result in results],
         }
         click.echo(json.dumps(data, indent=1, allow_nan=False))
         return
-    least_s = results[best].iteration_s
+    least_s = results[first].iteration_s
     print_table(
         f"{trace.model or 'model'}: {len(trace.tensors)} tensors, "
         f"{size(sum(trace.backward_bytes))}; times in ms",
@@ -147,10 +145,10 @@ def _print_all(results: list[Forecast], trace: Trace, as_json: bool) -> None:
                 milliseconds(r.iteration_s),
                 milliseconds(r.exposed_s),
                 f"{r.ratio_to_lower_bound:.3f}",
-                f"+{r.iteration_s / least_s - 1:.1%}" if r.iteration_s > least_s else "best",
+                "best" if index == first else f"+{max(0.0, r.iteration_s / least_s - 1):.1%}",
             )
-            for r in results
+            for index, r in enumerate(results)
         ],
-        [f"no schedule can be under {milliseconds(results[best].lower_bound_s)} ms (LB)"],
-        best,
+        [f"no schedule can be under {milliseconds(results[first].lower_bound_s)} ms (LB)"],
+        first,
     )

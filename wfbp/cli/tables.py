@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 PIPE_WIDTH = 250
 """Where output goes to a pipe or a file nothing is cut; a table is as wide as its cells."""
@@ -35,11 +38,10 @@ def print_table(
         best: index of the row that stands out.
     """
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+    out = console()
     table = Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for place, column in enumerate(columns):
         widest = max((len(row[place]) for row in rows), default=0)
@@ -53,9 +55,16 @@ def print_table(
     for index, row in enumerate(rows):
         style = "bold green" if index == best else ""
         table.add_row(*(Text(cell) for cell in row), style=style)
-    console.print(table)
+    out.print(table)
     for note in notes:
-        console.print(Text(note))
+        out.print(Text(note))
+
+
+def console() -> Console:
+    """Where tables and plots go."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
 
 
 def milliseconds(seconds: float) -> str:

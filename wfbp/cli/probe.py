@@ -1,0 +1,256 @@
+"""``wfbp probe``: what collectives cost on this network, measured by the backend that trains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from wfbp.cli.inputs import FiniteRange, json_option
+from wfbp.cli.tables import Column, console, print_table, size
+from wfbp.core.cost import Costs, LinearCost, PiecewiseCost, monotone_points
+from wfbp.core.fit import Goodness, fit_linear, goodness
+from wfbp.core.types import Operation
+
+if TYPE_CHECKING:
+    from wfbp.comm.backend import Backend
+
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+LEAST_BYTES = 16
+
+
+class _Bytes(click.ParamType[int]):
+    """A number of bytes: 65536, 64K, 64KiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        text = str(value).upper().removesuffix("IB").removesuffix("B")
+        unit = text[-1:] if text[-1:] in ("K", "M", "G") else ""
+        digits = text.removesuffix(unit) if unit else text
+        if not (digits.isascii() and digits.isdigit()) or int(digits) * UNITS[unit] < LEAST_BYTES:
+            self.fail(f"{value!r} is no size of at least {LEAST_BYTES} bytes, as 64K or 100M")
+        return int(digits) * UNITS[unit]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One collective: what was measured, and the line through it."""
+
+    operation: Operation
+    points: tuple[tuple[float, float], ...]
+    fitted: LinearCost
+    how: Goodness
+
+    @classmethod
+    def of(cls, operation: Operation, measured: list[tuple[int, float]]) -> Curve:
+        """From raw measurements."""
+        points = monotone_points(measured)
+        fitted = fit_linear(points)
+        return cls(operation, points, fitted, goodness(fitted, points))
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.operation.value.replace("_", "-")
+
+
+@click.command("probe")
+@click.option(
+    "--max-bytes",
+    type=_Bytes(),
+    default="64M",
+    show_default=True,
+    help="Largest message; best the model's bytes.",
+)
+@click.option(
+    "--seconds",
+    type=FiniteRange(min=0.0, max=3600.0),
+    default=6.0,
+    show_default=True,
+    help="Time to spend, about.",
+)
+@click.option(
+    "--output",
+    metavar="FILE",
+    default="cost.json",
+    show_default=True,
+    help="Where the costs go, format wfbp-cost/1.",
+)
+@click.option("--plot", metavar="FILE.html", help="Also write an interactive plot.")
+@json_option
+def command(max_bytes: int, seconds: float, output: str, plot: str | None, as_json: bool) -> None:
+    """Measure all-reduce, reduce-scatter and all-gather among the ranks of this job.
+
+    Start it as training is started: mpirun -np N wfbp probe. Every size from 4 bytes on is timed
+    by the backend that trains. The measured curves are written for wfbp plan and wfbp simulate;
+    interference with computation (kappa) is not measured here and is written as 0.
+    """
+    from wfbp.comm.mpi import MpiBackend
+
+    backend = MpiBackend()
+    if backend.size == 1:
+        raise click.UsageError(
+            "one rank has nobody to talk to; start it as: mpirun -np N wfbp probe"
+        )
+    _agree(backend, lambda: _check_writeable(output, plot))
+    try:
+        curves = measure(backend, max_bytes, seconds)
+    except Exception as error:
+        # The other ranks wait for this one.
+        click.echo(f"wfbp probe: error: rank {backend.rank}: {error}", err=True)
+        backend.abort(1)
+        raise
+    _agree(backend, lambda: _tell(curves, backend.size, output, plot, as_json))
+    backend.close()
+
+
+def measure(backend: Backend, max_bytes: int, seconds: float) -> list[Curve]:
+    """Time the three collectives; collective, with a progress bar on rank 0.
+
+    Args:
+        backend: of this rank.
+        max_bytes: the largest message.
+        seconds: to spend, about; on all of them together.
+
+    Returns:
+        One curve per collective; the same on every rank.
+    """
+    from wfbp.comm.probe import measure_cost, probe_sizes
+
+    curves = []
+    with _progress(len(Operation) * len(probe_sizes(max_bytes)), backend.rank == 0) as advance:
+        for operation in Operation:
+            measured = measure_cost(
+                backend,
+                max_bytes,
+                operation=operation,
+                budget_s=seconds / len(Operation),
+                on_size=advance,
+            )
+            curves.append(Curve.of(operation, measured))
+    return curves
+
+
+def _agree(backend: Backend, act: Callable[[], None]) -> None:
+    """Act on rank 0; where that fails, rank 0 raises why and the others leave without a word."""
+    from wfbp.comm.waiting import wait
+
+    failure: Exception | None = None
+    if backend.rank == 0:
+        try:
+            act()
+        except Exception as error:
+            failure = error
+    code = b"" if failure is None else b"failed"
+    said = wait(backend.all_gather_bytes(code))
+    if any(said):
+        if failure is not None:
+            raise failure
+        raise SystemExit(0)  # rank 0 says what went wrong, and with which code
+
+
+def _check_writeable(*paths: str | None) -> None:
+    for path in paths:
+        if path is not None:
+            if not Path(path).absolute().parent.is_dir():
+                raise ValueError(f"{path}: no such directory: {Path(path).absolute().parent}")
+            with Path(path).open("a"):
+                pass
+
+
+def _tell(
+    curves: list[Curve], num_ranks: int, output: str, plot: str | None, as_json: bool
+) -> None:
+    curve = {c.operation: PiecewiseCost(c.points) for c in curves}
+    costs = Costs(
+        curve[Operation.ALL_REDUCE],
+        curve[Operation.REDUCE_SCATTER],
+        curve[Operation.ALL_GATHER],
+    )
+    Path(output).write_text(json.dumps(costs.to_json(), indent=1) + "\n")
+    if plot is not None:
+        from wfbp.cli.figures.cost_curve import cost_curve
+        from wfbp.cli.page import Chapter, Section, write_page
+
+        text = "Points are medians of the slowest rank; dotted lines are alpha + beta * bytes."
+        section = Section("What a message costs", text, cost_curve(costs))
+        write_page(plot, f"wfbp probe, {num_ranks} ranks", [Chapter(sections=[section])])
+    if as_json:
+        click.echo(json.dumps({"ranks": num_ranks, "output": output, "fit": _fits(curves)}))
+        return
+    _print(curves, num_ranks)
+    click.echo(f"written: {output}" + (f", {plot}" if plot else ""))
+
+
+def _fits(curves: list[Curve]) -> dict[str, dict[str, float]]:
+    return {
+        c.operation.value: {
+            "alpha_s": c.fitted.alpha_s,
+            "beta_s_per_byte": c.fitted.beta_s_per_byte,
+            "r_squared": c.how.r_squared,
+            "max_relative_error": c.how.max_relative_error,
+        }
+        for c in curves
+    }
+
+
+def _print(curves: list[Curve], num_ranks: int) -> None:
+    from rich.text import Text
+
+    from wfbp.cli.terminal_plot import Series, scatter
+
+    plot = scatter(
+        [Series(c.name, c.points, c.fitted) for c in curves],
+        size,
+        lambda seconds: f"{seconds * 1e6:,.1f} us",
+    )
+    out = console()
+    for line in plot:
+        out.print(Text.assemble(*line))
+    print_table(
+        f"{num_ranks} ranks; fitted alpha + beta * bytes, and how well that fits",
+        (
+            Column("collective", "left"),
+            Column("alpha us"),
+            Column("beta ns/byte"),
+            Column("GB/s"),
+            Column("R2"),
+            Column("worst error"),
+            Column("largest"),
+        ),
+        [
+            (
+                c.name,
+                f"{c.fitted.alpha_s * 1e6:,.1f}",
+                f"{c.fitted.beta_s_per_byte * 1e9:.4f}",
+                f"{1e-9 / beta:,.2f}" if (beta := c.fitted.beta_s_per_byte) > 0 else "-",
+                f"{c.how.r_squared:.4f}",
+                f"{c.how.max_relative_error:.0%}",
+                size(c.points[-1][0]),
+            )
+            for c in curves
+        ],
+        ["the file holds the measured points; a line alone misses some by the worst error"],
+    )
+
+
+@contextmanager
+def _progress(total: int, shown: bool) -> Iterator[Callable[[], None]]:
+    """A progress bar on stderr, which mpirun passes on to the terminal."""
+    if not shown:
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("probing", total=total)
+        yield lambda: progress.advance(task)
