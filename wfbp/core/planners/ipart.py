@@ -32,8 +32,8 @@ def ipart(trace: Trace, costs: Costs) -> Plan:
         A plan of schedule ``ipart``.
 
     Source:
-        Wang et al., "iPart: communication scheduling by partitions of various sizes for data
-        parallel training with parameter servers", IEEE TPDS 2021, with a server on every node.
+        Wang et al., "Overlapping Communication With Computation in Parameter Server for Scalable
+        DL Training", IEEE TPDS 2021, with a server on every node.
 
     Example:
         >>> from wfbp.core.cost import LinearCost

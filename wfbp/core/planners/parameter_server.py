@@ -24,7 +24,7 @@ def parameter_server(trace: Trace, costs: Costs) -> Plan:
         A plan of schedule ``ps``.
 
     Source:
-        Baseline of Wang et al., "iPart", IEEE TPDS 2021.
+        Baseline of iPart (Wang et al., IEEE TPDS 2021).
 
     Example:
         >>> from wfbp.core.cost import LinearCost
@@ -51,7 +51,7 @@ def parameter_server_layerwise(trace: Trace, costs: Costs) -> Plan:
         A plan of schedule ``ps_layerwise``.
 
     Source:
-        Baseline of Wang et al., "iPart", IEEE TPDS 2021; the push is Poseidon's.
+        Baseline of iPart (Wang et al., IEEE TPDS 2021); the push is Poseidon's.
 
     Example:
         >>> from wfbp.core.cost import LinearCost
