@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 from tests.cli_runs import assert_refused, wfbp
 from tests.run_documents import costs, document, record, trace
 from wfbp.cli.figures.gantt import gantt, median_iteration
-from wfbp.cli.report import chapter
+from wfbp.cli.report import SCALED, chapter
 from wfbp.cli.run_files import Run, load_runs
+from wfbp.core.cost import PiecewiseCost
+from wfbp.core.fit import fit_linear
 from wfbp.core.planners import PLANNERS, plan
 from wfbp.core.timeline import timeline
 
@@ -34,12 +37,13 @@ def bars(figure: dict[str, Any], name: str) -> list[tuple[str, float, float]]:
 def test_a_chapter_has_all_its_figures(tmp_path: Path) -> None:
     result = chapter(only_run(record(tmp_path)))
     headings = [section.heading for section in result.sections]
-    assert headings[:5] == [
+    assert headings == [
         "One iteration, rank by rank",
         "Predicted against measured",
         "Messages, predicted against measured",
         "What a message costs",
         "All schedules on what was measured",
+        "What if there were more workers",
     ]
     assert result.notes == []
     facts = dict(result.facts)
@@ -109,6 +113,25 @@ def test_every_schedule_is_compared(tmp_path: Path) -> None:
     names = [d["name"] for d in figure["data"]]
     assert any(name.startswith("measured (mgwfbp)") for name in names)
     assert any(name.startswith("lower bound") for name in names)
+
+
+def test_other_numbers_of_workers_by_every_algorithm(tmp_path: Path) -> None:
+    figure = chapter(only_run(record(tmp_path))).sections[5].figure
+    shown = [d for d in figure["data"] if d["visible"]]
+    assert [d["name"] for d in shown] == list(SCALED)
+    assert shown[0]["x"] == [2**k for k in range(1, 12)]
+    (menu,) = figure["layout"]["updatemenus"]
+    assert [button["label"] for button in menu["buttons"]] == ["ring", "tree", "halving-doubling"]
+    for button in menu["buttons"]:
+        (change,) = button["args"]
+        assert change["visible"].count(True) == len(SCALED)
+    # Among as many workers as were measured, the prediction is that of the fitted line.
+    first = next(d for d in shown if d["name"] == "single")
+    line = costs().all_reduce
+    assert isinstance(line, PiecewiseCost)
+    straight = replace(costs(), all_reduce=fit_linear(line.points))
+    alone = timeline(plan("single", trace(), straight), trace(), straight)
+    assert first["customdata"][0][0] == pytest.approx(alone.iteration_s * 1e3)
 
 
 def test_a_plan_in_another_order_than_the_trace(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ def test_rows_are_all_workers_with_all_schedules(tmp_path: Path) -> None:
     for row in data["results"]:
         assert row["iteration_s"] >= row["lower_bound_s"] >= alone_s * (1 - 1e-12)
         assert row["exposed_s"] == pytest.approx(row["iteration_s"] - alone_s)
+        ratio = row["iteration_s"] / row["lower_bound_s"]
+        assert row["ratio_to_lower_bound"] == pytest.approx(ratio)
         assert row["efficiency"] == pytest.approx(alone_s / row["iteration_s"])
         assert row["speedup"] == pytest.approx(row["workers"] * row["efficiency"])
 

@@ -191,6 +191,9 @@ def _document(trace: Trace, algorithm: str, rows: Sequence[SweepRow]) -> dict[st
             asdict(row)
             | {
                 "exposed_s": max(0.0, row.iteration_s - row.compute_s),
+                "ratio_to_lower_bound": (
+                    row.iteration_s / row.lower_bound_s if row.lower_bound_s else 1.0
+                ),
                 "efficiency": row.efficiency,
                 "speedup": row.speedup,
             }

@@ -28,7 +28,7 @@ def scaling(sweeps: Mapping[str, Sequence[SweepRow]]) -> Figure:
     layout: dict[str, Any] = {"height": 460, "hovermode": "x unified"}
     if len(sweeps) > 1:
         layout["updatemenus"] = [_menu(list(sweeps), owners)]
-        layout["margin"] = {"t": 80}
+        layout["margin"] = {"b": 110}
     return figure(
         data,
         axis("workers", type="log", **_ticks(sweeps)),
@@ -64,8 +64,8 @@ def _menu(algorithms: Sequence[str], owners: Sequence[str]) -> dict[str, Any]:
         "direction": "right",
         "x": 0,
         "xanchor": "left",
-        "y": 1.22,
-        "yanchor": "bottom",
+        "y": -0.2,
+        "yanchor": "top",
         "buttons": [
             {
                 "label": name.replace("_", "-"),
