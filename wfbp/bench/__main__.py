@@ -10,6 +10,7 @@ BENCHMARKS = {
     "hooks": "cost of a gradient hook on the training thread",
     "plan": "time to plan, by planner and number of tensors",
     "scaling": "every schedule from 4 to 2048 workers, and the time to predict it",
+    "validation": "the model against published measurements and claims",
     "comm": "collectives of the MPI backend: latency, bandwidth, CPU use",
     "training": "whole iterations against other ways of data-parallel training",
     "replay": "the real runtime on a trace and an emulated link, against the prediction",
