@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from wfbp.comm.backend import Finished, Work
+from wfbp.comm.backend import Backend, Finished, Work
 from wfbp.comm.local import LocalWorld
 from wfbp.comm.waiting import Waiter
 from wfbp.config import Config
@@ -45,6 +45,8 @@ class Slow(Work[str]):
 
 class StubLane:
     """A lane that counts its turns."""
+
+    backend: Backend = LocalWorld(1).backend(0)
 
     def __init__(self) -> None:
         self.turns = 0
@@ -165,6 +167,49 @@ def test_a_posted_message_runs_on_the_thread(make: Make) -> None:
     assert names == ["wfbp-comm"]
 
 
+def test_who_waits_drives(make: Make) -> None:
+    """A call runs on the thread that waits for it; while that drives, it runs others' calls too."""
+    thread, slow = make(), Slow()
+    names: list[str] = []
+
+    def start(work: Work[Any]) -> Work[Any]:
+        names.append(threading.current_thread().name)
+        return work
+
+    thread.call(lambda: start(Finished(0)), "own")
+    caller, found = in_thread(lambda: thread.call(lambda: start(slow), "driving"))
+    until(lambda: len(names) == 2)
+    other, _ = in_thread(lambda: thread.call(lambda: start(Finished(1)), "behind it"))
+    time.sleep(0.02)
+    slow.go.set()
+    for each in (caller, other):
+        each.join(5)
+    assert found == ["done"]
+    assert names[:2] == ["MainThread", caller.name]
+    assert len(names) == 3
+
+
+def test_after_a_drive_the_thread_works_on(make: Make) -> None:
+    thread, lane = make(), StubLane()
+    thread.post(lambda: thread.add_lane(lane))
+    thread.call(lambda: Finished(0), "drive")
+    turns = lane.turns
+    thread.post(lambda: None)
+    until(lambda: lane.turns > turns)
+
+
+def test_an_interrupt_while_driving_ends_the_runtime(make: Make) -> None:
+    thread = make()
+
+    def interrupted() -> Work[None]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        thread.call(interrupted, "long")
+    with pytest.raises(WfbpError, match="rank 0 of 2: interrupted while it communicated"):
+        thread.call(lambda: Finished(1), "next")
+
+
 # Errors.
 
 
@@ -229,7 +274,7 @@ def test_idle_it_sleeps_also_after_an_error(make: Make) -> None:
     until(lambda: thread.error)
     lane.has_events = True
     turns: list[int] = []
-    thread._on_tick = lambda: turns.append(1)  # type: ignore[method-assign]
+    thread._turns._on_tick = lambda: turns.append(1)
     started, cpu = time.monotonic(), time.process_time()
     time.sleep(0.5)
     assert turns

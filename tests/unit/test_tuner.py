@@ -285,16 +285,32 @@ def test_the_plan_in_use_is_kept_if_the_new_one_measures_worse() -> None:
 # Starting over.
 
 
-def test_restart_takes_other_tensors() -> None:
-    job = Job("auto", alike)
+def test_tensors_that_join_are_planned_from_the_start() -> None:
+    present = {s.name for s in SPECS[:7]}
+    job = Job("auto", alike, gradients=[present, present])
     job.run("installed")
+    assert {s.name for s in job.tuner.plan.tensors} == present
+    job.gradients = [present | {"t7"}, present]
     for tuner in job.tuners:
-        tuner.restart(SPECS[:3])
+        tuner.join(SPECS[7:])
     assert job.tuner.phase == "warm-up"
-    assert job.tuner.plan.tensors == SPECS[:3]
+    assert job.tuner.plan.tensors == (SPECS[7], *SPECS[:7])
     assert job.tuner.predicted is None
     job.run("installed")
-    assert {s.name for s in job.tuner.plan.tensors} == {"t0", "t1", "t2"}
+    assert {s.name for s in job.tuner.plan.tensors} == {s.name for s in SPECS}
+
+
+def test_a_tensor_that_joins_twice_stays() -> None:
+    """A gradient every few hundred steps must not start everything anew each time."""
+    present = {s.name for s in SPECS[:7]}
+    job = Job("oasr", alike, gradients=[present, present])
+    for visits in range(2):
+        job.run("installed")
+        assert len(job.tuner.plan.tensors) == 7, visits
+        for tuner in job.tuners:
+            tuner.join(SPECS[7:])
+    job.run("installed")
+    assert {s.name for s in job.tuner.plan.tensors} == {s.name for s in SPECS}
 
 
 def test_no_such_schedule() -> None:

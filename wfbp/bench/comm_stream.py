@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from wfbp.comm.backend import Backend, Buffer, Work
-from wfbp.comm.waiting import Policy, Waiter, sharpen_naps, wait
+from wfbp.comm.waiting import Policy, Waiter, sharp_naps, wait
 from wfbp.core.types import Op
 
 TOTAL_BYTES = 32 << 20
@@ -52,7 +52,6 @@ def measure_streams(
         num_rounds: of every kind of stream.
         policy: how to wait, if not as the runtime does.
     """
-    sharpen_naps()
     data = np.ones(TOTAL_BYTES // 4, np.float32)
     waiter = Waiter.watching(backend, policy)
     # Bytes that each host must send per byte of message, at the least.
@@ -64,7 +63,8 @@ def measure_streams(
         for nbytes, urgent in kinds:
             wait(backend.all_gather_bytes(b""))
             cpu_s, start_s = time.thread_time(), time.perf_counter()
-            _send(backend, np.split(data, TOTAL_BYTES // nbytes), waiter, urgent, bits_per_s)
+            with sharp_naps():
+                _send(backend, np.split(data, TOTAL_BYTES // nbytes), waiter, urgent, bits_per_s)
             elapsed_s = time.perf_counter() - start_s
             times[nbytes, urgent].append((elapsed_s, time.thread_time() - cpu_s))
     for (nbytes, urgent), rows in times.items():

@@ -56,27 +56,26 @@ class MpiBackend(Backend):
         self,
         comm: MPI.Comm | None = None,
         chunking: Chunking | None = None,
-        _family: Family | None = None,
+        _original: MpiBackend | None = None,
     ) -> None:
         self._mpi = mpi = load()
         parent = mpi.COMM_WORLD if comm is None else comm
         try:
             self._comm = self._own(parent)
-            self._notices = NoticeBoard(mpi, self._own(parent))
-            node = self._comm.Split_type(mpi.COMM_TYPE_SHARED)
-            self.local_rank, self.local_size = node.rank, node.size
-            node.Free()
-            fullest = self._comm.allreduce(self.local_size, mpi.MAX)
+            if _original is None:
+                self._family = Family()
+                self._notices = NoticeBoard(mpi, self._own(parent))
+                self._settle(chunking)
+            else:
+                self._follow(_original)
         except mpi.Exception as error:
-            raise BackendError(f"the communicator could not be duplicated: {error}") from error
+            raise BackendError(
+                f"the communicator could not be duplicated; MPI has a limited number of them: "
+                f"{error}"
+            ) from error
         self.rank, self.size = self._comm.rank, self._comm.size
+        self._is_original = _original is None
         self._who = f"rank {self.rank} of {self.size}"
-        one_host = self.local_size == self.size
-        self._chunking = chunking or (SHARED_MEMORY if one_host else NETWORK)
-        # Where hosts hold several ranks each, direct exchange would send every byte between hosts
-        # once per rank of the host; the library's algorithms send it once.
-        self._direct = self.size <= self._chunking.direct_ranks and (one_host or fullest == 1)
-        self._family = _family or Family()
         self._channel = Channel(self._chunking, self._who, self._family)
         self._scratch = Scratch()
         self._sequence = 0
@@ -148,7 +147,7 @@ class MpiBackend(Backend):
         return self._submit(job.nbytes, [job], job.value)
 
     def duplicate(self) -> Backend:
-        return MpiBackend(self._comm, self._chunking, self._family)
+        return MpiBackend(self._comm, _original=self)
 
     def send_notice(self, payload: bytes) -> None:
         try:
@@ -169,10 +168,30 @@ class MpiBackend(Backend):
         """Give the communicators back. Collective; every work must be complete."""
         self._channel.leave()
         try:
-            self._notices.close()
+            if self._is_original:
+                self._notices.close()
             self._comm.Free()
         except self._mpi.Exception as error:
             raise BackendError(f"{self._who}: closing failed: {error}") from error
+
+    def _settle(self, chunking: Chunking | None) -> None:
+        """Find out who shares a host, and how messages travel best there."""
+        node = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED)
+        self.local_rank, self.local_size = node.rank, node.size
+        node.Free()
+        fullest = self._comm.allreduce(self.local_size, self._mpi.MAX)
+        one_host = self.local_size == self._comm.size
+        self._chunking = chunking or (SHARED_MEMORY if one_host else NETWORK)
+        # Where hosts hold several ranks each, direct exchange would send every byte between hosts
+        # once per rank of the host; the library's algorithms send it once.
+        direct = self._comm.size <= self._chunking.direct_ranks
+        self._direct = direct and (one_host or fullest == 1)
+
+    def _follow(self, original: MpiBackend) -> None:
+        """Share with the original what does not need a communicator of its own."""
+        self._family, self._notices = original._family, original._notices
+        self.local_rank, self.local_size = original.local_rank, original.local_size
+        self._chunking, self._direct = original._chunking, original._direct
 
     def _own(self, parent: MPI.Comm) -> MPI.Comm:
         comm = parent.Dup()

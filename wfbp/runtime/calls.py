@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import time
 from collections import deque
 from collections.abc import Callable
@@ -11,32 +10,45 @@ from typing import Any, Generic, TypeVar
 
 from wfbp.comm.backend import Work
 from wfbp.errors import WfbpError
+from wfbp.runtime.bell import Bell
 
 T = TypeVar("T")
 
 
 class Reply(Generic[T]):
-    """A place for one answer at a time: the communication thread puts, one training thread gets."""
+    """A place for one answer at a time: one thread puts, one training thread gets."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+        self._answers: deque[tuple[T | None, BaseException | None]] = deque()
+        self._bell = Bell()
 
     def put(self, value: T) -> None:
         """Answer."""
-        self._queue.put((value, None))
+        self._answers.append((value, None))
+        self._bell.ring()
 
     def fail(self, error: BaseException) -> None:
         """Answer with an error."""
-        self._queue.put((None, error))
+        self._answers.append((None, error))
+        self._bell.ring()
+
+    @property
+    def answered(self) -> bool:
+        """Whether :meth:`get` would return at once."""
+        return bool(self._answers)
 
     def get(self, timeout_s: float) -> T:
         """The answer.
 
         Raises:
-            queue.Empty: none came in time.
+            TimeoutError: none came in time.
             BaseException: what :meth:`fail` was given.
         """
-        value, error = self._queue.get(timeout=timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while not self._answers:  # the bell may have been rung for an answer that was taken
+            if not self._bell.wait(deadline - time.monotonic()) and not self._answers:
+                raise TimeoutError
+        value, error = self._answers.popleft()
         if error is not None:
             raise error
         return value  # type: ignore[return-value]

@@ -77,7 +77,7 @@ class Engine:
         }
         payload = agreement.encode_specs(self.specs, settings)
         agreement.check_specs(name, runtime.exchange(payload, f"{name}: comparing tensors"))
-        self._lane = PlannedLane(runtime.duplicate(), op, name)
+        self._lane = PlannedLane(runtime.lease(), op, name)
         self._gathering = gathering = Gathering(
             self.specs, self._lane, runtime.thread, passes, fetch, f"rank {runtime.rank}: {name}"
         )
@@ -90,6 +90,7 @@ class Engine:
         self._number = 0
         self._num_unread = 0
         self.profiling = False
+        self._closed = False
         keep_freed_memory()
         self._install()
         runtime.add_lane(self._lane)
@@ -159,6 +160,9 @@ class Engine:
 
     def close(self) -> None:
         """Stop serving this engine; collective only in that every rank stops using it."""
+        if self._closed:
+            return
+        self._closed = True
         self._runtime.remove_lane(self._lane)
         if self._recorder is not None:
             self._recorder.write()
@@ -204,7 +208,7 @@ class Engine:
     def _await_close(self) -> StepResult:
         """Close the step; its result, behind those of discarded steps that nobody read."""
         self._runtime.check()
-        self._post(CLOSE)
+        self._lane.events.append(CLOSE)
         while self._num_unread:
             self._runtime.await_reply(self._lane.reply, self._name)
             self._num_unread -= 1
@@ -235,7 +239,7 @@ class Engine:
                 reduced[k] = Slot.of(data)
         joining = [self.specs[k] for k in extra if self._gathering.place[k] < 0]
         if joining:
-            self._tuner.restart([*joining, *self._tuner.plan.tensors])
+            self._tuner.join(joining)
         elif due or any(message["tuner"].get("drifted") for message in said):
             self._tuner.decide([m["tuner"] for m in said], self._measure_costs)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,12 +94,14 @@ class _Event:
     forward_s: float = field(default=-1.0)
 
 
-def combine(specs: Sequence[TensorSpec], profiles: Sequence[Profile]) -> Trace | None:
+def combine(
+    specs: Sequence[TensorSpec], profiles: Sequence[Profile], kept: Collection[TensorSpec] = ()
+) -> Trace | None:
     """One trace from every rank's profile, the same on every rank.
 
     A collective starts when the last rank is ready, so every time is the maximum over ranks; a
     rank that never has a gradient that others have sends zeros for it when its step closes.
-    Tensors that no rank ever had a gradient for are left out.
+    Tensors that no rank ever had a gradient for are left out, unless they are ``kept``.
 
     Returns:
         The trace, in forward order (the reverse of the order in which gradients appear), its last
@@ -109,7 +111,7 @@ def combine(specs: Sequence[TensorSpec], profiles: Sequence[Profile]) -> Trace |
     events = []
     for k, spec in enumerate(specs):
         times = [p.ready_s[k] for p in profiles]
-        if max(times) < 0:
+        if max(times) < 0 and spec not in kept:
             continue
         ready_s = max(t if t >= 0 else closed_s for t in times)
         events.append(_Event(spec, ready_s, max(p.forward_s[k] for p in profiles)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -73,6 +74,7 @@ class GradientReducer:
                 op=op,
                 name=name,
             )
+            weakref.finalize(self, self._engine.close)
 
     def mark_ready(self, index: int, array: Array) -> None:
         """A gradient exists; it must not change until :meth:`wait` returns.

@@ -18,7 +18,8 @@ from wfbp.core.types import Op
 from wfbp.errors import NotInitializedError, PeerError, WfbpError
 from wfbp.runtime.calls import Reply
 from wfbp.runtime.stall import StallWatch
-from wfbp.runtime.thread import TICK_S, CommunicationThread, Lane
+from wfbp.runtime.thread import CommunicationThread
+from wfbp.runtime.turns import TICK_S, Lane
 
 T = TypeVar("T")
 log = logging.getLogger("wfbp")
@@ -52,6 +53,10 @@ class Runtime:
         self._costs: tuple[int, Costs] | None = None
         self._closed = False
         self._acknowledged: set[int] = set()
+        # Backends made for lanes, in the order of making, the same on every rank; and which of
+        # them no lane uses. The communication thread adds to those, a training thread takes.
+        self._leased: list[Backend] = []
+        self._idle: set[int] = set()
         self.where = f"rank {self.rank} of {self.size}"
         self._stall = StallWatch(config, self.where)
         self._stall.on_stall = self._ask_where
@@ -86,9 +91,22 @@ class Runtime:
         """Every rank's payload, in rank order."""
         return self.call(lambda backend: backend.all_gather_bytes(payload), label)
 
-    def duplicate(self) -> Backend:
-        """A backend for a lane of its own; collective."""
-        return self.call(lambda backend: Finished(backend.duplicate()), "making a lane")
+    def lease(self) -> Backend:
+        """A backend for a lane of its own; collective.
+
+        One that a removed lane left idle on every rank, or a new one: MPI has a limited number of
+        communicators.
+        """
+        idle = json.dumps(sorted(self._idle)).encode()
+        said = self.exchange(idle, "choosing a lane")
+        common = set.intersection(*(set(json.loads(payload)) for payload in said))
+        if common:
+            chosen: int = min(common)
+            self._idle.remove(chosen)
+            return self._leased[chosen]
+        made: Backend = self.call(lambda backend: Finished(backend.duplicate()), "making a lane")
+        self._leased.append(made)
+        return made
 
     def measure_costs(self, max_bytes: int) -> Costs:
         """The measured cost curves up to a message size; collective; measured once.
@@ -110,8 +128,8 @@ class Runtime:
         self.post(lambda: self.thread.add_lane(lane))
 
     def remove_lane(self, lane: Lane) -> None:
-        """No longer serve a lane."""
-        self.post(lambda: self.thread.remove_lane(lane))
+        """No longer serve a lane, and take its backend back."""
+        self.post(lambda: self._retire(lane))
 
     def shutdown(self) -> None:
         """Leave: tell the others, wait until they leave too, and give everything back.
@@ -157,6 +175,11 @@ class Runtime:
             pause.wait(TICK_S / 2)
 
     # On the communication thread.
+
+    def _retire(self, lane: Lane) -> None:
+        self.thread.remove_lane(lane)
+        if not lane.busy:  # what is under way would meet the next user's messages
+            self._idle.add(self._leased.index(lane.backend))
 
     def _read_notices(self) -> None:
         for sender, payload in self._backend.poll_notices():

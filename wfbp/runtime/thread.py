@@ -1,78 +1,49 @@
-"""The communication thread: the only thread that speaks to the backend.
+"""The communication thread, and the baton that decides who speaks to the backend.
 
-Training threads post messages; the thread acts on them, moves collectives on and waits for them
-without taking the core that training needs. Two kinds of work live here: *calls*, one collective
-each, one after another, for which a training thread waits; and *lanes*, which send the groups of
-a plan while training goes on.
+Training threads post messages; the communication thread acts on them, moves collectives on and
+waits for them without taking the core that training needs. A training thread that has to wait
+for a result takes the baton and moves communication on itself until it has come: what it waits for
+is not handed from thread to thread and core to core, and its caches stay warm.
 """
 
 from __future__ import annotations
 
 import ctypes
-import queue
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from wfbp.comm.backend import Work
-from wfbp.comm.waiting import Waiter, sharpen_naps
+from wfbp.comm.waiting import Waiter, sharp_naps
 from wfbp.config import Config
 from wfbp.errors import StallError, WfbpError
-from wfbp.runtime.calls import Call, Calls, Reply
+from wfbp.runtime.calls import Call, Reply
 from wfbp.runtime.stall import StallWatch
+from wfbp.runtime.turns import Lane, Message, Turns
 
 T = TypeVar("T")
 
 THREAD_NAME = "wfbp-comm"
-TICK_S = 0.05
 _BACKSTOP_S = 10.0
-_TESTS_PER_SPIN = 32
+_BATON_S = 5e-4
+_DRIVER_NAP_S = 5e-3
 _PR_SET_NAME = 15
-
-
-class Lane(Protocol):
-    """What sends a plan's groups; all methods run on the communication thread."""
-
-    def advance(self) -> bool:
-        """Move on; True where something was started or completed."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether a collective is under way."""
-
-    @property
-    def has_events(self) -> bool:
-        """Whether events wait to be read."""
-
-    @property
-    def has_room(self) -> bool:
-        """Whether a group that became ready now could start."""
-
-    @property
-    def expected_s(self) -> float | None:
-        """How long what is under way should take, where that is known."""
-
-    @property
-    def waiting_since(self) -> float | None:
-        """When the oldest collective under way was started (``time.monotonic``)."""
-
-    def describe(self) -> str:
-        """Where the lane is, for people."""
-
-    def fail(self, error: WfbpError) -> None:
-        """Give up the step and tell whoever waits for it why."""
 
 
 class CommunicationThread:
     """Runs calls and lanes on one backend.
 
-    :meth:`post`, :meth:`call`, :meth:`await_reply` and :meth:`stop` may be called by any other
-    thread; everything else by the communication thread only. Threads share nothing but the
-    inbox, a queue, and two hints: how many threads wait, which may be read late, and ``sleeping``.
-    Who appends an event to a lane and then finds ``sleeping`` true must post a message; the thread
-    sets it before it looks at the events for the last time, so none is overlooked.
+    :meth:`post`, :meth:`call`, :meth:`await_reply` and :meth:`stop` may be called by any thread
+    but this one; everything else in a turn only.
+
+    ``_turn`` is held for each turn, ``_gate`` by a training thread for as long as it drives: the
+    communication thread passes the gate before every turn. It rests without either. Beside them
+    threads share the messages of :class:`~wfbp.runtime.turns.Turns` and two hints: how many threads
+    wait, which may be read late, and ``sleeping``. Who appends an event to a lane and then finds
+    ``sleeping`` true must post a message; the communication thread sets it before it looks at
+    the events for the last time, so none is overlooked.
 
     Args:
         config: timeouts.
@@ -91,178 +62,118 @@ class CommunicationThread:
         where: str,
     ) -> None:
         self._config = config
-        self._waiter = waiter
-        self._on_tick = on_tick
-        self._stall = stall
         self._where = where
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._calls = Calls()
-        self._lanes: list[Lane] = []
+        self._turns = turns = Turns(waiter, on_tick, stall, where)
+        self._gate = threading.Lock()
+        self._turn = threading.Lock()
         self._running = True
-        self._next_tick = 0.0
         self._num_waiting = 0
         self.sleeping = False
-        self.error: WfbpError | None = None
+        self.add_lane: Callable[[Lane], None] = turns.add_lane
+        self.remove_lane: Callable[[Lane], None] = turns.remove_lane
+        self.fail: Callable[[WfbpError], None] = turns.fail
+        self.describe: Callable[[], str] = turns.describe
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
-
-    # From any thread.
 
     def start(self) -> None:
         """Begin; from here on ``on_tick`` may be called."""
         self._thread.start()
 
-    def post(self, message: Callable[[], None]) -> None:
-        """Have the communication thread call ``message`` soon."""
-        self._inbox.put(message)
+    @property
+    def error(self) -> WfbpError | None:
+        """What has ended the runtime, if anything has."""
+        return self._turns.error
+
+    def post(self, message: Message) -> None:
+        """Have ``message`` called in a turn soon."""
+        self._turns.messages.append(message)
+        self._turns.bell.ring()
 
     def call(self, start: Callable[[], Work[T]], label: str) -> T:
         """Run one collective and wait for its result.
 
         Args:
-            start: starts the collective; called on the communication thread.
+            start: starts the collective; called in a turn.
             label: what it is, for messages.
 
         Raises:
             WfbpError: this collective failed, or an earlier error has ended the runtime.
         """
         reply: Reply[T] = Reply()
-        self.post(lambda: self._enqueue(Call(label, start, reply)))
+        call = Call(label, start, reply)
+        self._turns.messages.append(lambda: self._turns.enqueue(call))
         return self.await_reply(reply, label)
 
     def await_reply(self, reply: Reply[T], label: str) -> T:
-        """Wait for an answer, letting the communication thread know that somebody waits."""
-        deadline = time.monotonic() + self._config.timeout_s + _BACKSTOP_S
+        """Wait for an answer to what was appended or posted before; drive, unless another does."""
         self._num_waiting += 1
         try:
-            while True:
+            if self._gate.acquire(timeout=_BATON_S):
                 try:
-                    return reply.get(timeout_s=1.0)
-                except queue.Empty:
-                    if self.error is not None:
-                        raise self.error from None
-                    if not self._thread.is_alive() or time.monotonic() > deadline:
-                        raise StallError(
-                            f"{self._where}: {label}: the communication thread does not answer"
-                        ) from None
+                    with self._turn, sharp_naps():
+                        return self._drive(reply)
+                finally:
+                    self._gate.release()
+            self._turns.bell.ring()
+            return self._await_others(reply, label)
         finally:
             self._num_waiting -= 1
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread once its inbox is worked off."""
+        """End the thread once its messages are worked off."""
         self.post(self._stop)
         self._thread.join(timeout_s)
 
-    # On the communication thread.
+    def _drive(self, reply: Reply[T]) -> T:
+        turns = self._turns
+        try:
+            while not reply.answered:
+                if turns.error is not None:
+                    raise turns.error
+                nap_s = turns.take(urgent=True)
+                if nap_s > 0 and not reply.answered:
+                    # The bell may ring for the other thread: do not sleep over it for long.
+                    turns.bell.wait(min(nap_s, _DRIVER_NAP_S))
+        except KeyboardInterrupt:
+            turns.fail(WfbpError(f"{self._where}: interrupted while it communicated"))
+            raise
+        return reply.get(timeout_s=0.0)
 
-    def add_lane(self, lane: Lane) -> None:
-        """Serve a lane from now on."""
-        if self.error is not None:
-            lane.fail(self.error)
-        self._lanes.append(lane)
-
-    def remove_lane(self, lane: Lane) -> None:
-        """No longer serve a lane."""
-        self._lanes = [other for other in self._lanes if other is not lane]
-
-    def fail(self, error: WfbpError) -> None:
-        """Keep the first error and end with it everything that waits, now and later."""
-        if self.error is not None:
-            return
-        self.error = error
-        self._calls.fail(error)
-        for lane in self._lanes:
-            lane.fail(error)
-
-    def describe(self) -> str:
-        """What is under way, for people."""
-        calls = [f"in {self._calls.first.label}"] if self._calls else []
-        return "; ".join(calls + [lane.describe() for lane in self._lanes]) or "idle"
+    def _await_others(self, reply: Reply[T], label: str) -> T:
+        """Another training thread drives, and this one's work with it."""
+        deadline = time.monotonic() + self._config.timeout_s + _BACKSTOP_S
+        while True:
+            try:
+                return reply.get(timeout_s=1.0)
+            except TimeoutError:
+                if self.error is not None:
+                    raise self.error from None
+                if not self._thread.is_alive() or time.monotonic() > deadline:
+                    raise StallError(
+                        f"{self._where}: {label}: the communication thread does not answer"
+                    ) from None
 
     def _stop(self) -> None:
         self._running = False
 
-    def _enqueue(self, call: Call) -> None:
-        if self.error is not None:
-            call.reply.fail(self.error)
-        else:
-            self._calls.add(call)
+    # On the communication thread.
 
     def _run(self) -> None:
         if sys.platform == "linux":  # named for top and for benchmarks that read its CPU time
             ctypes.CDLL(None).prctl(_PR_SET_NAME, THREAD_NAME.encode(), 0, 0, 0)
-        sharpen_naps()
-        while self._running:
-            try:
-                self._turn()
-            except WfbpError as error:
-                self.fail(error)
-            except Exception as error:
-                failure = WfbpError(f"{self._where}: the communication thread failed: {error!r}")
-                failure.__cause__ = error
-                self.fail(failure)
+        with sharp_naps():
+            while self._running:
+                with self._gate:
+                    pass
+                with self._turn:
+                    nap_s = self._turns.take(self._num_waiting > 0)
+                    wakeable = nap_s > 0 and self._turns.wakeable
+                if nap_s > 0:
+                    self._rest(nap_s, wakeable)
 
-    def _turn(self) -> None:
-        progressed = self._read_inbox() | self._advance()
-        now = time.monotonic()
-        if now >= self._next_tick:
-            self._next_tick = now + TICK_S
-            self._on_tick()
-            self._check_stall(now)
-        if progressed:
-            self._waiter.progressed()
-            return
-        if self.error is None and (self._calls or any(lane.busy for lane in self._lanes)):
-            expected = [e for lane in self._lanes if (e := lane.expected_s) is not None]
-            nap_s = self._waiter.nap_s(self._num_waiting > 0, max(expected, default=None))
-            if nap_s > 0:
-                # Napping on the inbox: a group that can start goes out at once.
-                self._rest(nap_s, any(lane.has_room for lane in self._lanes))
-            else:
-                self._spin()
-        else:
-            self._rest(TICK_S, self.error is None)  # after an error nobody reads events
-
-    def _rest(self, timeout_s: float, wakeable: bool) -> None:
-        """Sleep on the inbox, unless an event came before ``sleeping`` said so."""
+    def _rest(self, nap_s: float, wakeable: bool) -> None:
+        """Sleep until the bell rings, unless an event came before ``sleeping`` said so."""
         self.sleeping = wakeable
-        if not (wakeable and any(lane.has_events for lane in self._lanes)):
-            self._read_inbox(timeout_s)
+        if not (wakeable and self._turns.has_events):
+            self._turns.bell.wait(nap_s)
         self.sleeping = False
-
-    def _advance(self) -> bool:
-        if self.error is not None:
-            return False
-        progressed = self._calls.advance()
-        for lane in self._lanes:
-            progressed |= lane.advance()
-        return progressed
-
-    def _spin(self) -> None:
-        """Test many times in a row: large messages in shared memory move a little per test."""
-        for _ in range(_TESTS_PER_SPIN):
-            if self._advance():
-                self._waiter.progressed()
-                return
-        self._waiter.offer_core()
-
-    def _read_inbox(self, timeout_s: float = 0.0) -> bool:
-        progressed = False
-        while True:
-            try:
-                if timeout_s and not progressed:
-                    message = self._inbox.get(timeout=timeout_s)
-                else:
-                    message = self._inbox.get_nowait()
-            except queue.Empty:
-                return progressed
-            progressed = True
-            message()
-
-    def _check_stall(self, now: float) -> None:
-        waits = [(self._calls.first.since, self._calls.first.label)] if self._calls else []
-        for lane in self._lanes:
-            if (since := lane.waiting_since) is not None:
-                waits.append((since, lane.describe()))
-        error = self._stall.check(waits, now)
-        if error is not None:
-            self.fail(error)

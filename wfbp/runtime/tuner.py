@@ -12,6 +12,7 @@ a fixed number of steps, and decisions are taken only in *rounds*, from the mess
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -70,10 +71,19 @@ class Tuner:
         self._config = config
         self._schedule = schedule
         self._threshold_bytes = threshold_bytes
-        self.restart(specs)
+        self._num_joined: Counter[TensorSpec] = Counter()
+        self._begin(specs)
 
-    def restart(self, specs: Sequence[TensorSpec]) -> None:
-        """Begin again with other tensors."""
+    def join(self, specs: Sequence[TensorSpec]) -> None:
+        """Begin again with these tensors too.
+
+        One that joins for the second time, because it had no gradient while compute was measured,
+        stays for good: beginning again and again would cost more than sending zeros.
+        """
+        self._num_joined.update(specs)
+        self._begin([*specs, *self.plan.tensors])
+
+    def _begin(self, specs: Sequence[TensorSpec]) -> None:
         nominal = Trace("unmeasured", tuple(TraceTensor(s, 0.0, 0.0) for s in specs))
         first = self._schedule if self._schedule in UNMEASURED else "threshold"
         self.trace: Trace | None = None
@@ -167,7 +177,8 @@ class Tuner:
 
     def _plan_anew(self, messages: Sequence[dict[str, Any]], measure: Callable[[], Costs]) -> None:
         profiles = [Profile(**m["profile"]) for m in messages]
-        trace = combine(self.plan.tensors, profiles)
+        kept = {spec for spec, times in self._num_joined.items() if times > 1}
+        trace = combine(self.plan.tensors, profiles, kept)
         if trace is None:
             self._enter("warm-up", replace(self.plan, overlap=True))
             return

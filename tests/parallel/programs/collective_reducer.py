@@ -140,3 +140,15 @@ def wfbp_error() -> type[Exception]:
     from wfbp.errors import NotInitializedError
 
     return NotInitializedError
+
+
+@check
+def more_reducers_than_mpi_has_communicators() -> None:
+    """A reducer that is dropped gives its communicator to the next; MPICH has about 2,000."""
+    for count in range(2100):
+        found = wfbp.GradientReducer([("w", np.zeros(1, np.float32))], schedule="single")
+        if count % 100 == 0:
+            found.mark_ready(0, np.full(1, count, np.float32))
+            result = found.wait()[0]
+            assert result is not None
+            assert result[0] == count
