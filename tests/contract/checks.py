@@ -206,8 +206,7 @@ def check_reduce_scatter_and_all_gather(backend: Backend) -> None:
     data[:] = np.arange(numel) % 1021 + backend.rank
     counts = [4 * 6_000_001] * backend.size
     wait(backend.reduce_scatter(data, counts, "float32", Op.AVERAGE), timeout_s=TIMEOUT_S)
-    mine = np.split(data, backend.size)[backend.rank].copy().view(np.uint8)
-    wait(backend.all_gather(mine, data.view(np.uint8), counts), timeout_s=TIMEOUT_S)
+    wait(backend.all_gather(data, counts), timeout_s=TIMEOUT_S)
     assert (data == np.arange(numel) % 1021 + np.float32((backend.size - 1) / 2)).all()
     assert whole[0] == whole[-1] == 7
 
@@ -236,33 +235,57 @@ def check_broadcast(backend: Backend) -> None:
 
 
 def check_all_gather(backend: Backend) -> None:
-    size = backend.size
+    """Every block is filled in place from its owner, whatever the sizes; nothing around it is."""
+    rank, size = backend.rank, backend.size
     for counts in (
         [0] * size,
-        [5] * size,
-        [0 if rank == 0 else 3 * rank + 1 for rank in range(size)],
-        [2_000_003 if rank == size - 1 else rank for rank in range(size)],
+        [1] * size,
+        [4096] * size,
+        [0 if r == 0 else 3 * r + 1 for r in range(size)],
+        [5 if r == size - 1 else 0 for r in range(size)],
+        [17_000_003 if r == size - 1 else r for r in range(size)],
+        [5_000_001 + 1000 * r for r in range(size)],
     ):
-        send = np.full(counts[backend.rank], backend.rank + 1, np.uint8)
-        receive = np.zeros(sum(counts), np.uint8)
-        wait(backend.all_gather(send, receive, counts), timeout_s=TIMEOUT_S)
-        assert (receive == np.repeat(np.arange(1, size + 1), counts)).all(), counts
+        parts = [
+            np.random.default_rng([r, count % 997]).integers(0, 256, count, np.uint8)
+            for r, count in enumerate(counts)
+        ]
+        want = np.concatenate(parts)
+        whole = np.full(want.size + 2, 7, np.uint8)
+        data = whole[1:-1]
+        start = sum(counts[:rank])
+        data[start : start + counts[rank]] = parts[rank]
+        wait(backend.all_gather(data, counts), timeout_s=TIMEOUT_S)
+        assert (data == want).all(), f"{counts} bytes"
+        assert whole[0] == whole[-1] == 7
+
+
+def check_all_gather_reinterpreted(backend: Backend) -> None:
+    """Elements may be of any type; counts are bytes."""
+    data = np.full(3 * backend.size, -1.0)
+    np.split(data, backend.size)[backend.rank][:] = backend.rank
+    wait(backend.all_gather(data, [24] * backend.size), timeout_s=TIMEOUT_S)
+    assert data.tolist() == [rank for rank in range(backend.size) for _ in range(3)]
 
 
 def check_all_gather_rejects(backend: Backend) -> None:
-    counts = [4] * backend.size
-    ok, short = np.zeros(4, np.uint8), np.zeros(3, np.uint8)
-    whole = np.zeros(4 * backend.size, np.uint8)
-    for send, receive, asked in (
-        (short, whole, counts),
-        (ok, short, counts),
-        (ok, whole, [*counts, 1]),
+    size = backend.size
+    whole = np.zeros(4 * size, np.uint8)
+    fixed = whole.copy()
+    fixed.flags.writeable = False
+    for data, counts in (
+        (whole, [4] * size + [0]),
+        (whole, [4] * (size - 1) + [3]),
+        (whole, [-4, *([4] * (size - 1))]),
+        (np.zeros((2, 2 * size), np.uint8), [4] * size),
+        (np.zeros(8 * size, np.uint8)[::2], [4] * size),
+        (fixed, [4] * size),
     ):
         try:
-            backend.all_gather(send, receive, asked)
+            backend.all_gather(data, counts)
         except ValueError:
             continue
-        raise AssertionError("a wrong size was accepted")
+        raise AssertionError(f"{counts} of {data.shape} were accepted")
 
 
 def check_all_gather_bytes(backend: Backend) -> None:
@@ -290,6 +313,11 @@ def check_many_in_flight(backend: Backend) -> None:
         counts = [4 * part] * backend.size
         work = lane.reduce_scatter(blocks, counts, "float32", Op.SUM)
         pending.append((work, lambda _, mine=mine, want=want: bool((mine == want).all())))
+        parts = np.zeros(backend.size * part, np.float32)
+        np.split(parts, backend.size)[backend.rank][:] = backend.rank
+        whole = np.repeat(np.arange(backend.size), part)
+        work = lane.all_gather(parts, counts)
+        pending.append((work, lambda _, parts=parts, whole=whole: bool((parts == whole).all())))
         name = b"%d" % turn
         pending.append(
             (lane.all_gather_bytes(name), lambda got, name=name: got == [name] * backend.size)

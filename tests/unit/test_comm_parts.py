@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.contract.checks import HALVES, INTEGERS, contribution, expected
 from wfbp.comm.arithmetic import combine
-from wfbp.comm.buffers import check_counts, typed
+from wfbp.comm.buffers import blocks, typed
 from wfbp.comm.chunking import Chunking, chunks, split
 from wfbp.comm.mpi_channel import Channel, Family, Job, MpiWork
 from wfbp.core.types import ITEM_BYTES, Op
@@ -68,17 +68,17 @@ def test_the_tests_cover_every_type() -> None:
 
 
 @pytest.mark.parametrize(
-    ("send", "receive", "counts", "told"),
+    ("nbytes", "counts", "dtype", "told"),
     [
-        (1, 3, [1, 2, 0], "needs 2 counts"),
-        (1, 0, [1, -1], "at least 0"),
-        (2, 3, [1, 2], "sends 2 bytes, but counts says 1"),
-        (1, 4, [1, 2], "receives into 4 bytes, but counts add up to 3"),
+        (3, [1, 2, 0], "uint8", "need 2 counts"),
+        (0, [1, -1], "uint8", "at least 0"),
+        (4, [2, 2], "float32", "whole number of float32"),
+        (4, [1, 2], "uint8", "of 4 bytes, but counts add up to 3"),
     ],
 )
-def test_wrong_counts(send: int, receive: int, counts: list[int], told: str) -> None:
+def test_wrong_counts(nbytes: int, counts: list[int], dtype: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        check_counts(0, 2, np.zeros(send, np.uint8), np.zeros(receive, np.uint8), counts)
+        blocks(2, np.zeros(nbytes, np.uint8), counts, dtype)
 
 
 def test_typed_shares_memory() -> None:

@@ -97,8 +97,14 @@ class Backend(ABC):
         """Copy the root's bytes of ``buffer`` to every rank, in place."""
 
     @abstractmethod
-    def all_gather(self, send: Buffer, receive: Buffer, counts: Sequence[int]) -> Work[None]:
-        """Concatenate the ranks' ``send`` (uint8, ``counts[rank]`` bytes) in ``receive``."""
+    def all_gather(self, buffer: Buffer, counts: Sequence[int]) -> Work[None]:
+        """Fill every rank's block of ``buffer`` with what that rank brings, in place.
+
+        Args:
+            buffer: ``size`` blocks one after the other, of any element type. This rank's block is
+                what it brings, and is left as it is; the others' are received.
+            counts: bytes of each rank's block, also none; the same on every rank.
+        """
 
     @abstractmethod
     def all_gather_bytes(self, payload: bytes) -> Work[list[bytes]]:

@@ -45,7 +45,7 @@ def typed(buffer: Buffer, dtype: str, writeable: bool = True) -> Buffer:
 
 
 def blocks(size: int, buffer: Buffer, counts: Sequence[int], dtype: str) -> list[Buffer]:
-    """A reduce-scatter's buffer as one typed block per rank.
+    """The buffer of a reduce-scatter or an all-gather as one typed block per rank.
 
     Args:
         size: number of ranks.
@@ -64,7 +64,7 @@ def blocks(size: int, buffer: Buffer, counts: Sequence[int], dtype: str) -> list
     item = data.itemsize
     if len(counts) != size or any(count < 0 or count % item for count in counts):
         raise ValueError(
-            f"reduce_scatter needs {size} counts of at least 0 bytes, each a whole number of "
+            f"{size} ranks need {size} counts of at least 0 bytes, each a whole number of "
             f"{dtype}, found {list(counts)}"
         )
     if data.nbytes != sum(counts):
@@ -77,21 +77,3 @@ def blocks(size: int, buffer: Buffer, counts: Sequence[int], dtype: str) -> list
         start, end = end, end + count // item
         parts.append(data[start:end])
     return parts
-
-
-def check_counts(
-    rank: int, size: int, send: Buffer, receive: Buffer, counts: Sequence[int]
-) -> None:
-    """Check the sizes of an all-gather on this rank.
-
-    Raises:
-        ValueError: a size does not fit; the message names it.
-    """
-    if len(counts) != size or any(count < 0 for count in counts):
-        raise ValueError(f"all_gather needs {size} counts of at least 0, found {list(counts)}")
-    if send.nbytes != counts[rank]:
-        raise ValueError(f"rank {rank} sends {send.nbytes} bytes, but counts says {counts[rank]}")
-    if receive.nbytes != sum(counts):
-        raise ValueError(
-            f"rank {rank} receives into {receive.nbytes} bytes, but counts add up to {sum(counts)}"
-        )

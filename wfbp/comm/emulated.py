@@ -22,7 +22,7 @@ import numpy as np
 
 from wfbp.comm.arithmetic import combine
 from wfbp.comm.backend import Backend, Buffer, T, Work
-from wfbp.comm.buffers import blocks, check_counts, typed
+from wfbp.comm.buffers import blocks, typed
 from wfbp.core.types import Op
 from wfbp.errors import PeerError
 
@@ -133,14 +133,16 @@ class EmulatedLink(Backend):
     def broadcast(self, buffer: Buffer, root: int) -> Work[None]:
         return self._send(typed(buffer, "uint8").nbytes, lambda: None)
 
-    def all_gather(self, send: Buffer, receive: Buffer, counts: Sequence[int]) -> Work[None]:
-        check_counts(self.rank, self.size, send, receive, counts)
-        source, target = typed(send, "uint8", writeable=False), typed(receive, "uint8")
+    def all_gather(self, buffer: Buffer, counts: Sequence[int]) -> Work[None]:
+        parts = blocks(self.size, buffer, counts, "uint8")
 
         def finish() -> None:
-            np.copyto(target, np.concatenate([np.resize(source, count) for count in counts]))
+            mine = parts[self.rank]
+            for rank, part in enumerate(parts):
+                if rank != self.rank:
+                    np.copyto(part, np.resize(mine, part.size))
 
-        return self._send(target.nbytes, finish)
+        return self._send(buffer.nbytes, finish)
 
     def all_gather_bytes(self, payload: bytes) -> Work[list[bytes]]:
         return self._send(len(payload), lambda: [bytes(payload)] * self.size)

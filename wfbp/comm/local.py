@@ -20,7 +20,7 @@ import numpy as np
 
 from wfbp.comm.arithmetic import combine
 from wfbp.comm.backend import Backend, Buffer, T, Work
-from wfbp.comm.buffers import blocks, check_counts, typed
+from wfbp.comm.buffers import blocks, typed
 from wfbp.core.types import Op
 from wfbp.errors import BackendError, PeerError, WfbpError
 
@@ -169,17 +169,16 @@ class LocalBackend(Backend):
         signature = (f"broadcast from {root}", buffer.nbytes)
         return self._join(signature, typed(buffer, "uint8"), buffer.nbytes, finish)
 
-    def all_gather(self, send: Buffer, receive: Buffer, counts: Sequence[int]) -> Work[None]:
-        check_counts(self.rank, self.size, send, receive, counts)
-
-        def finish(pairs: list[Any]) -> list[Any]:
-            whole = np.concatenate([pair[0] for pair in pairs])
-            for _, target in pairs:
-                np.copyto(target, whole)
+    def all_gather(self, buffer: Buffer, counts: Sequence[int]) -> Work[None]:
+        def finish(buffers: list[Any]) -> list[Any]:
+            for rank, each in enumerate(buffers):
+                for owner in range(self.size):
+                    if owner != rank:
+                        np.copyto(each[owner], buffers[owner][owner])
             return [None] * self.size
 
-        pair = (typed(send, "uint8", writeable=False), typed(receive, "uint8"))
-        return self._join(("all_gather", *counts), pair, sum(counts), finish)
+        parts = blocks(self.size, buffer, counts, "uint8")
+        return self._join(("all_gather", *counts), parts, buffer.nbytes, finish)
 
     def all_gather_bytes(self, payload: bytes) -> Work[list[bytes]]:
         def finish(payloads: list[Any]) -> list[Any]:

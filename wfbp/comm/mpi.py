@@ -18,10 +18,10 @@ import numpy as np
 
 from wfbp.comm.arithmetic import INTEGER
 from wfbp.comm.backend import Backend, Buffer, Finished, Work
-from wfbp.comm.buffers import HALF, blocks, check_counts, typed
+from wfbp.comm.buffers import HALF, blocks, typed
 from wfbp.comm.chunking import NETWORK, SHARED_MEMORY, Chunking, chunks, split
 from wfbp.comm.mpi_channel import Channel, Family, Job, MpiWork
-from wfbp.comm.mpi_exchange import Exchange, Scratch
+from wfbp.comm.mpi_exchange import Exchange, Gather, Scratch
 from wfbp.comm.mpi_jobs import GatherBytes, Library
 from wfbp.comm.mpi_library import load
 from wfbp.comm.mpi_notices import NoticeBoard
@@ -112,12 +112,10 @@ class MpiBackend(Backend):
         parts = blocks(self.size, buffer, counts, dtype)
         if self.size == 1 or buffer.nbytes == 0:
             return Finished(None)
-        # Every chunk has a piece of every block, so that all ranks reduce all the time.
-        num_chunks = -(-buffer.nbytes // self._chunking.chunk_bytes)
-        pieces = [[part[a:b] for a, b in split(part.size, num_chunks)] for part in parts]
-        jobs = [
-            self._exchange(chunk, dtype, op, gather=False) for chunk in zip(*pieces, strict=True)
-        ]
+        if not self._direct and not _needs_exchange(dtype, op):
+            # The library's own is no alternative (docs/benchmarks/communication.md).
+            return self.all_reduce(buffer, dtype, op)
+        jobs = [self._exchange(piece, dtype, op, gather=False) for piece in self._pieces(parts)]
         return self._submit(buffer.nbytes, jobs, _none)
 
     def broadcast(self, buffer: Buffer, root: int) -> Work[None]:
@@ -130,15 +128,17 @@ class MpiBackend(Backend):
         ]
         return self._submit(data.nbytes, jobs, _none)
 
-    def all_gather(self, send: Buffer, receive: Buffer, counts: Sequence[int]) -> Work[None]:
-        check_counts(self.rank, self.size, send, receive, counts)
-        source, target = typed(send, "uint8", writeable=False), typed(receive, "uint8")
-        if self.size == 1 or target.size == 0:
-            np.copyto(target, source)
+    def all_gather(self, buffer: Buffer, counts: Sequence[int]) -> Work[None]:
+        parts = blocks(self.size, buffer, counts, "uint8")
+        if self.size == 1 or buffer.nbytes == 0:
             return Finished(None)
-        receive_spec = [target, list(counts)]
-        job = Library(target.nbytes, lambda: self._comm.Iallgatherv(source, receive_spec))
-        return self._submit(target.nbytes, [job], _none)
+        jobs: list[Job]
+        if self._direct:
+            jobs = [Gather(self._comm, self._next(), piece) for piece in self._pieces(parts)]
+        else:
+            whole = typed(buffer, "uint8")
+            jobs = [self._library_gather(whole, piece) for piece in self._pieces(parts)]
+        return self._submit(buffer.nbytes, jobs, _none)
 
     def all_gather_bytes(self, payload: bytes) -> Work[list[bytes]]:
         if self.size == 1:
@@ -206,6 +206,12 @@ class MpiBackend(Backend):
         self._sequence += 1
         return self._sequence
 
+    def _pieces(self, parts: Sequence[Buffer]) -> list[tuple[Buffer, ...]]:
+        """Chunks that have a piece of every rank's block, so that all ranks work all the time."""
+        num_chunks = -(-sum(part.nbytes for part in parts) // self._chunking.chunk_bytes)
+        cut = [[part[a:b] for a, b in split(part.size, num_chunks)] for part in parts]
+        return list(zip(*cut, strict=True))
+
     def _all_exchange(self, data: Buffer, dtype: str, op: Op) -> Job:
         shards = [data[a:b] for a, b in split(data.size, self.size)]
         return self._exchange(shards, dtype, op, gather=True)
@@ -219,6 +225,13 @@ class MpiBackend(Backend):
         operation = self._ops[op]
         in_place = self._mpi.IN_PLACE
         return Library(data.nbytes, lambda: self._comm.Iallreduce(in_place, data, operation), after)
+
+    def _library_gather(self, whole: Buffer, piece: Sequence[Buffer]) -> Job:
+        base = whole.ctypes.data
+        counts = [part.size for part in piece]
+        spec = [whole, counts, [part.ctypes.data - base for part in piece], self._mpi.BYTE]
+        in_place = self._mpi.IN_PLACE
+        return Library(sum(counts), lambda: self._comm.Iallgatherv(in_place, spec))
 
 
 def _needs_exchange(dtype: str, op: Op) -> bool:

@@ -1,9 +1,9 @@
-"""All-reduce by direct exchange: a reduce-scatter and an all-gather from sends and receives.
+"""Collectives by direct exchange: reduce-scatter, all-gather and both, from sends and receives.
 
 The chunk is cut into one shard per rank. Each rank sends every other rank that rank's shard,
 combines the contributions to its own shard in rank order, and sends the result to all. Every
 byte crosses the link once per phase, 2(n-1)/n of the chunk in all per rank, the least possible.
-A reduce-scatter ends after the first phase, and its shards need not be equal.
+A reduce-scatter is the first phase alone, an all-gather the second, and shards need not be equal.
 
 Why not the library's own: it has no bfloat16, it need not let NaN through a maximum, it rounds
 half precision at every step, it averages in a second pass over all bytes instead of over one
@@ -62,7 +62,7 @@ class Exchange(Job):
 
     __slots__ = (
         "_block", "_comm", "_dtype", "_family", "_gathers", "_op", "_own", "_parts", "_pending",
-        "_rank", "_reduced", "_scratch", "_shards", "_size", "_tag",
+        "_reduced", "_scratch", "_shards", "_tag",
     )  # fmt: skip
 
     def __init__(
@@ -81,8 +81,6 @@ class Exchange(Job):
         self.nbytes = sum(part.size for part in self._parts)
         self._comm = comm
         self._family = family
-        self._rank = comm.rank
-        self._size = comm.size
         self._scratch = scratch
         self._tag = 2 * (sequence % NUM_TAGS)
         self._dtype = dtype
@@ -91,13 +89,13 @@ class Exchange(Job):
         self._gathers = gather
 
     def start(self) -> None:
-        comm, size, tag, own, parts = self._comm, self._size, self._tag, self._own, self._parts
+        comm, tag, own, parts = self._comm, self._tag, self._own, self._parts
         length = own.nbytes
-        self._block = block = self._scratch.take(length * (size - 1))
-        shards = [own] * size
+        self._block = block = self._scratch.take(length * (comm.size - 1))
+        shards = [own] * comm.size
         pending = []
         end = 0
-        for peer in self._peers():
+        for peer in _peers(comm):
             start, end = end, end + length
             arriving = block[start:end]
             shards[peer] = arriving.view(own.dtype)
@@ -108,11 +106,8 @@ class Exchange(Job):
         self._shards, self._pending = shards, pending
 
     def step(self) -> bool:
-        pending = self._pending
-        while pending:
-            if not pending[-1].Test():
-                return False
-            pending.pop()
+        if not _complete(self._pending):
+            return False
         if self._reduced:
             return True
         self._reduced = True
@@ -121,18 +116,56 @@ class Exchange(Job):
         self._shards = []
         self._scratch.give(self._block)
         if self._gathers:
-            self._gather()
-        return not pending
+            self._pending = _send_own(self._comm, self._tag + 1, self._parts)
+        return not self._pending
 
-    def _gather(self) -> None:
-        comm, tag, pending, parts = self._comm, self._tag + 1, self._pending, self._parts
-        mine = parts[self._rank]
-        for peer in self._peers():
-            if parts[peer].size:
-                pending.append(comm.Irecv(parts[peer], peer, tag))
-            if mine.size:
-                pending.append(comm.Isend(mine, peer, tag))
 
-    def _peers(self) -> list[int]:
-        """The other ranks, the next one first: ranks start with different peers."""
-        return [(self._rank + step) % self._size for step in range(1, self._size)]
+class Gather(Job):
+    """All-gather of one chunk, in place.
+
+    Args:
+        comm: the communicator.
+        sequence: number of the job on its channel, the same on every rank.
+        parts: the chunk as one uint8 part per rank; this rank's is sent, the others arrive.
+    """
+
+    __slots__ = ("_comm", "_parts", "_pending", "_tag")
+
+    def __init__(self, comm: MPI.Comm, sequence: int, parts: Sequence[Buffer]) -> None:
+        self.nbytes = sum(part.size for part in parts)
+        self._comm = comm
+        self._parts = parts
+        self._tag = 2 * (sequence % NUM_TAGS)
+
+    def start(self) -> None:
+        self._pending = _send_own(self._comm, self._tag, self._parts)
+
+    def step(self) -> bool:
+        return _complete(self._pending)
+
+
+def _send_own(comm: MPI.Comm, tag: int, parts: Sequence[Buffer]) -> list[MPI.Request]:
+    """Begin to send this rank's part to all, and to receive each other rank's."""
+    mine = parts[comm.rank]
+    pending = []
+    for peer in _peers(comm):
+        if parts[peer].size:
+            pending.append(comm.Irecv(parts[peer], peer, tag))
+        if mine.size:
+            pending.append(comm.Isend(mine, peer, tag))
+    return pending
+
+
+def _complete(pending: list[MPI.Request]) -> bool:
+    """Whether all requests are complete; those that are found to be are taken from the list."""
+    while pending:
+        if not pending[-1].Test():
+            return False
+        pending.pop()
+    return True
+
+
+def _peers(comm: MPI.Comm) -> list[int]:
+    """The other ranks, the next one first: ranks start with different peers."""
+    rank, size = comm.rank, comm.size
+    return [(rank + step) % size for step in range(1, size)]

@@ -90,9 +90,7 @@ def measure_cost(
     sizes = probe_sizes(max_bytes)
     data = np.zeros(max(sizes[-1], COLD_BYTES) // 4, np.float32)
     points = []
-    # What a rank brings to an all-gather lies elsewhere than what it receives, as MPI demands.
-    brought = np.ones(sizes[-1] // 4 // backend.size + 1, np.float32)
-    start = partial(_STARTS[operation], backend, brought)
+    start = partial(_STARTS[operation], backend)
     for size in sizes:
         parts = _apart(data, size // 4)
         length = max(1, min(LONGEST_STREAM, STREAM_BYTES // size))
@@ -110,22 +108,24 @@ def measure_cost(
     return points
 
 
-def _all_reduce(backend: Backend, brought: Buffer, part: Buffer) -> Work[None]:
+def _all_reduce(backend: Backend, part: Buffer) -> Work[None]:
     return backend.all_reduce(part, "float32", Op.AVERAGE)
 
 
-def _reduce_scatter(backend: Backend, brought: Buffer, part: Buffer) -> Work[None]:
-    counts = [4 * (b - a) for a, b in split(part.size, backend.size)]
-    return backend.reduce_scatter(part, counts, "float32", Op.AVERAGE)
+def _reduce_scatter(backend: Backend, part: Buffer) -> Work[None]:
+    return backend.reduce_scatter(part, _shares(part, backend.size), "float32", Op.AVERAGE)
 
 
-def _all_gather(backend: Backend, brought: Buffer, part: Buffer) -> Work[None]:
-    counts = [4 * (b - a) for a, b in split(part.size, backend.size)]
-    share = brought.view(np.uint8)[: counts[backend.rank]]
-    return backend.all_gather(share, part.view(np.uint8), counts)
+def _all_gather(backend: Backend, part: Buffer) -> Work[None]:
+    return backend.all_gather(part, _shares(part, backend.size))
 
 
-_STARTS: dict[Operation, Callable[[Backend, Buffer, Buffer], Work[None]]] = {
+def _shares(part: Buffer, size: int) -> list[int]:
+    """Bytes of each rank's equal share."""
+    return [4 * (b - a) for a, b in split(part.size, size)]
+
+
+_STARTS: dict[Operation, Callable[[Backend, Buffer], Work[None]]] = {
     Operation.ALL_REDUCE: _all_reduce,
     Operation.REDUCE_SCATTER: _reduce_scatter,
     Operation.ALL_GATHER: _all_gather,

@@ -218,9 +218,11 @@ def gather_rows(
     row_bytes = math.prod(shape[1:]) * item_bytes(dtype)
     rows = agree(runtime, ["allgather", label, dtype, list(shape[1:])], private=shape[0])
     counts = [row_bytes * count for count in rows]
-    receive = np.empty(sum(counts), np.uint8)
-    runtime.call(lambda backend: backend.all_gather(raw, receive, counts), f"allgather of {label}")
-    return receive, sum(rows)
+    gathered = np.empty(sum(counts), np.uint8)
+    start = sum(counts[: runtime.rank])
+    gathered[start : start + raw.size] = raw
+    runtime.call(lambda backend: backend.all_gather(gathered, counts), f"allgather of {label}")
+    return gathered, sum(rows)
 
 
 def allgather_object(value: Any, name: str | None = None) -> list[Any]:
