@@ -13,8 +13,9 @@ from wfbp.config import Config
 from wfbp.core.cost import Costs, PiecewiseCost
 from wfbp.core.plan import Plan
 from wfbp.core.types import TensorSpec
+from wfbp.runtime.candidates import SCHEDULES
 from wfbp.runtime.profile import Stamps
-from wfbp.runtime.tuner import SCHEDULES, Tuner
+from wfbp.runtime.tuner import Tuner
 
 SPECS = tuple(TensorSpec(f"t{k}", (1000,), "float32") for k in range(8))
 COSTS = Costs(PiecewiseCost(((4.0, 1e-3), (1e6, 1e-2))))

@@ -29,9 +29,9 @@ from wfbp.core import planners
 from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.timeline import timeline
 from wfbp.core.trace import Trace
+from wfbp.runtime.candidates import SCHEDULES
 from wfbp.runtime.engine import Engine
 from wfbp.runtime.runtime import Runtime
-from wfbp.runtime.tuner import SCHEDULES
 
 THRESHOLD_BYTES = 25 * 2**20
 

@@ -22,8 +22,9 @@ class Sequencer:
     that is why a ready group waits for an unready one before it. The last group of backward
     carries the ranks' requests for the step border, so it goes only once the step is closed.
 
-    All-gathers become ready together, when all groups of backward have completed. They may
-    cross the border: :meth:`next_step` keeps them, before all groups of the step that follows.
+    All-gathers become ready together, by :meth:`gather`, once what was reduced has been put to use.
+    They may cross the border: :meth:`next_step` keeps them, and they go before all groups of the
+    step that follows.
 
     Not safe for use from several threads at once.
 
@@ -83,6 +84,10 @@ class Sequencer:
             raise ValueError("the next step cannot begin before all groups of backward completed")
         self._begin()
 
+    def discard(self) -> None:
+        """Begin the step anew: what was ready is forgotten; nothing of it may have started."""
+        self._begin()
+
     def _begin(self) -> None:
         self._missing = list(self._sizes)
         self._queue: list[int] = []
@@ -105,7 +110,17 @@ class Sequencer:
             return
         self._closed = True
         self._queue = list(range(self._started, self._num_backward))
-        self._release_gathers()
+        self._settle()
+
+    def gather(self) -> None:
+        """Let the all-gathers of the plan go.
+
+        Raises:
+            ValueError: those of an earlier step are still waiting or under way.
+        """
+        if self._gathers or self._gathering:
+            raise ValueError("all-gathers of an earlier step have not completed")
+        self._gathers.extend(range(self._num_backward, self._num_groups))
 
     def start_next(self) -> int | None:
         """The group to start now, if there is one; it then counts as under way."""
@@ -134,14 +149,12 @@ class Sequencer:
             self._completed += 1
         else:
             self._gathering.remove(group)
-        self._release_gathers()
+        self._settle()
 
-    def _release_gathers(self) -> None:
-        if self._reduced or not self._closed or self._completed < self._num_backward:
-            return
-        if not self._gathers and not self._gathering:  # those of the step before come first
-            self._reduced = True
-            self._gathers.extend(range(self._num_backward, self._num_groups))
+    def _settle(self) -> None:
+        if self._closed and self._completed == self._num_backward:
+            # Gathers of the step before come first.
+            self._reduced = self._reduced or not (self._gathers or self._gathering)
 
     @property
     def reduced(self) -> bool:
@@ -160,11 +173,9 @@ class Sequencer:
 
     @property
     def num_started(self) -> int:
-        """Groups started in this step."""
-        if not self._reduced:
-            return self._started
-        return self._num_groups - len(self._gathers)
+        """Groups of backward started in this step."""
+        return self._started
 
     def missing(self) -> list[int]:
-        """Number of tensors not yet ready, per group; 0 for all-gathers."""
-        return list(self._missing)
+        """Number of tensors not yet ready, per group of backward."""
+        return self._missing[: self._num_backward]

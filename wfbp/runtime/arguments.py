@@ -6,13 +6,18 @@ from collections import Counter
 from collections.abc import Sequence
 
 from wfbp.core.types import Op, TensorSpec
-from wfbp.runtime.tuner import SCHEDULES
+from wfbp.runtime.candidates import check_schedule
 
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 
 
 def check_arguments(
-    specs: Sequence[TensorSpec], schedule: str, threshold_bytes: int, op: Op, passes: int
+    specs: Sequence[TensorSpec],
+    schedule: str,
+    threshold_bytes: int,
+    op: Op,
+    passes: int,
+    decouples: bool = False,
 ) -> None:
     """Raise unless gradients can be reduced so.
 
@@ -22,12 +27,12 @@ def check_arguments(
         threshold_bytes: for the ``threshold`` planner.
         op: how ranks are combined.
         passes: backward passes per step.
+        decouples: whether schedules that decouple all-reduce can be served.
 
     Raises:
         ValueError: the argument, what it is, and what it may be.
     """
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule is {schedule!r}; expected one of {', '.join(SCHEDULES)}")
+    check_schedule(schedule, decouples)
     if threshold_bytes < 1:
         raise ValueError(f"threshold_bytes is {threshold_bytes}; expected at least 1")
     if op not in (Op.AVERAGE, Op.SUM):

@@ -2,7 +2,8 @@
 
 The training thread calls :meth:`Engine.mark_ready` as gradients appear and
 :meth:`Engine.synchronize` when it needs them averaged; between the two, the communication thread
-sends by the installed plan.
+sends by the installed plan. Where the plan decouples tensors, a rank gets its shards of them, puts
+them to use, and calls :meth:`Engine.gather`, which brings the others' while the next forward runs.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from wfbp.runtime import agreement
 from wfbp.runtime.arguments import check_arguments
 from wfbp.runtime.extra import reduce_extra
 from wfbp.runtime.gathering import Gathering, Slot, Source
+from wfbp.runtime.gathers import Gathers
 from wfbp.runtime.lane import CLOSE, DISCARD, PlannedLane, StepResult
 from wfbp.runtime.memory import keep_freed_memory
 from wfbp.runtime.recording import Recorder
 from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.shards import shard_range
 from wfbp.runtime.tuner import Tuner
+from wfbp.runtime.whole import WholeGradients
 
 
 class Engine:
@@ -39,6 +43,8 @@ class Engine:
         passes: gradients to be accumulated per step before a tensor is ready; one whose gradient
             appears more often is waited for as often from the next step on.
         active: per tensor, whether a gradient is expected; the others join when one appears.
+        decouples: whether the caller can do with shards of gradients, and :meth:`gather`.
+        shares_update: whether each rank then updates its shards only.
         fetch: returns the gradient of a tensor for which no event came, or None; called when the
             step closes.
         name: of the optimizer, for messages.
@@ -58,20 +64,31 @@ class Engine:
         op: Op = Op.AVERAGE,
         passes: int = 1,
         active: Sequence[bool] | None = None,
+        decouples: bool = False,
+        shares_update: bool = False,
         fetch: Callable[[int], Source | None] = lambda index: None,
         name: str = "optimizer",
     ) -> None:
-        check_arguments(specs, schedule, threshold_bytes, op, passes)
+        check_arguments(specs, schedule, threshold_bytes, op, passes, decouples)
         self.specs = tuple(specs)
         self._runtime = runtime
         self._op = op
         self._name = name
         chosen = [k for k in range(len(specs)) if active is None or active[k]] or [0]
-        self._tuner = Tuner(runtime.config, schedule, threshold_bytes, [specs[k] for k in chosen])
+        self._tuner = Tuner(
+            runtime.config,
+            schedule,
+            threshold_bytes,
+            [specs[k] for k in chosen],
+            decouples,
+            runtime.size if shares_update else 1,
+        )
         settings = {
             "schedule": schedule,
             "threshold_bytes": threshold_bytes,
             "op": op.value,
+            "decouples": decouples,
+            "shares the update": shares_update,
             "tensors with gradient": [self.specs[k].name for k in chosen],
             "plan": self._tuner.plan.digest,
         }
@@ -81,6 +98,13 @@ class Engine:
         self._gathering = gathering = Gathering(
             self.specs, self._lane, runtime.thread, passes, fetch, f"rank {runtime.rank}: {name}"
         )
+        self._gathers = gathers = Gathers(runtime, self._lane, name)
+        self._whole = WholeGradients(self.specs, gathers, runtime.rank, runtime.size)
+        self.shard_ranges = [shard_range(s, runtime.rank, runtime.size) for s in self.specs]
+        self.arrived = gathers.arrived
+        self.await_tensor = gathers.wait
+        self.flush = gathers.wait_all
+        self.decouples_tensor = gathers.gathered
         # Called for every gradient: without a call in between.
         self.mark_ready = gathering.mark_ready
         self.mark_forward = gathering.mark_forward
@@ -89,6 +113,8 @@ class Engine:
         self._steps = 0
         self._number = 0
         self._num_unread = 0
+        self.num_installed = 0
+        self.update_s = 0.0
         self.profiling = False
         self._closed = False
         keep_freed_memory()
@@ -104,12 +130,41 @@ class Engine:
         """Whether gradients have appeared that no step has taken."""
         return self._gathering.open
 
-    def synchronize(self) -> list[Slot | None]:
+    @property
+    def gathering(self) -> bool:
+        """Whether all-gathers have not all arrived yet."""
+        return self._gathers.pending
+
+    @property
+    def decoupled(self) -> bool:
+        """Whether the plan decouples any tensor."""
+        return len(self._tuner.plan.groups) > self._tuner.plan.num_backward
+
+    def gather(self, addresses: Sequence[int], owners: object) -> None:
+        """Let every rank have what this one has in its shards, and the other way round.
+
+        Args:
+            addresses: of whole tensors, by index: this rank's shards are sent from there, and the
+                others' arrive there. Only those that the plan decouples are used.
+            owners: kept alive until all has arrived.
+        """
+        self._gathers.begin(addresses, owners)
+
+    def gather_gradients(self, reduced: Sequence[Slot | None]) -> list[Slot | None]:
+        """Let every rank have whole gradients, in the slots returned, once all has arrived."""
+        return self._whole.begin(reduced)
+
+    def synchronize(self, whole: bool = True) -> list[Slot | None]:
         """Close the step and wait until every gradient is reduced.
+
+        Args:
+            whole: whether shards do not do; the same on every rank. Where the plan changes, all
+                gradients are whole anyway.
 
         Returns:
             Per tensor, where its reduced gradient lies until the next step's first gradient;
-            None where no rank had one.
+            None where no rank had one. Of a tensor that the plan decouples it may be this rank's
+            shard.
 
         Raises:
             WfbpError: ranks disagree, failed, or did not answer in time.
@@ -125,7 +180,7 @@ class Engine:
         done_s = time.perf_counter()
         reduced = gathering.reduced(result.present)
         gathering.learn_passes()
-        stamps = gathering.stamps(result, done_s)
+        stamps = gathering.stamps(result, done_s, self.update_s, self._gathers.take_waited_s())
         self._steps += 1
         self._number += 1
         planned = self._tuner.plan
@@ -134,7 +189,11 @@ class Engine:
         self._tuner.after_step(stamps)
         if result.requested or self._tuner.round_due:
             self._round(reduced)
-        if self._tuner.plan is not planned:
+        changed = self._tuner.plan is not planned
+        if self._gathers.gatherable and (whole or changed):
+            reduced = self._whole.begin(reduced)
+            self._gathers.wait_all()
+        if changed:
             self._install()
         gathering.begin(self._number, done_s)
         return reduced
@@ -194,9 +253,12 @@ class Engine:
     def _install(self) -> None:
         """Take the tuner's plan into use; no step is under way."""
         plan = self._tuner.plan
+        self._gathers.wait_all()
         self._gathering.install(plan, self._lane.install(plan))
+        self._gathers.install(plan, self._gathering.members, len(self.specs))
+        self.num_installed += 1
         self.profiling = self._tuner.phase == "profile"
-        self._lane.cost = self._tuner.costs.all_reduce if self._tuner.costs else None
+        self._lane.costs = self._tuner.costs
 
     def _close(self) -> StepResult:
         """Send what is left of the step, and wait for all of it."""
@@ -248,4 +310,6 @@ class Engine:
         agreement.check_equal(self._name, "the plan", [d.decode() for d in digests])
 
     def _measure_costs(self) -> Costs:
-        return self._runtime.measure_costs(sum(spec.nbytes for spec in self.specs))
+        return self._runtime.measure_costs(
+            sum(spec.nbytes for spec in self.specs), self._tuner.operations
+        )

@@ -10,10 +10,11 @@ import numpy as np
 
 from wfbp.comm.backend import Buffer
 from wfbp.core.plan import Plan
-from wfbp.core.types import TensorSpec
+from wfbp.core.types import Operation, TensorSpec
 from wfbp.runtime.fusion import FusionBuffer
 from wfbp.runtime.lane import PlannedLane, Step, StepResult
 from wfbp.runtime.profile import Stamps
+from wfbp.runtime.shards import ScatterBuffer
 from wfbp.runtime.thread import CommunicationThread
 
 _PATIENCE_STEPS = 8
@@ -23,15 +24,19 @@ Source = tuple[int, object]
 
 
 class Slot(NamedTuple):
-    """Where a tensor lies after reduction: the bytes, and their address."""
+    """Where a tensor lies after reduction: the bytes, and their address.
+
+    ``whole`` tells whether they are all of the tensor or this rank's shard of it.
+    """
 
     data: Buffer
     address: int
+    whole: bool = True
 
     @classmethod
-    def of(cls, data: Buffer) -> Slot:
+    def of(cls, data: Buffer, whole: bool = True) -> Slot:
         """The slot that these bytes are."""
-        return cls(data, data.__array_interface__["data"][0])
+        return cls(data, data.__array_interface__["data"][0], whole)
 
 
 _NOWHERE = Slot(np.empty(0, np.uint8), 0)
@@ -72,20 +77,22 @@ class Gathering:
         self._expected = [passes] * len(specs)
         self._rarer_steps = 0
 
-    def install(self, plan: Plan, buffers: Sequence[FusionBuffer]) -> None:
+    def install(self, plan: Plan, buffers: Sequence[FusionBuffer | ScatterBuffer]) -> None:
         """Gather for another plan from the next :meth:`begin` on."""
+        groups = plan.groups[: plan.num_backward]
         self._members = [self._index[spec] for spec in plan.tensors]
         self.place = [-1] * len(self._specs)
         self._group_of = [0] * len(plan.tensors)
         self._slots = [_NOWHERE] * len(plan.tensors)
         for place, index in enumerate(self._members):
             self.place[index] = place
-        for group, members in enumerate(plan.groups):
+        for group, members in enumerate(groups):
+            whole = members.operation is Operation.ALL_REDUCE
             for position, place in enumerate(members.tensors):
                 self._group_of[place] = group
-                self._slots[place] = Slot.of(buffers[group].slot(position))
+                self._slots[place] = Slot.of(buffers[group].slot(position), whole)
         self._dormant = [k for k, place in enumerate(self.place) if place < 0]
-        self._sizes = [len(group.tensors) for group in plan.groups]
+        self._sizes = [len(group.tensors) for group in groups]
         self._overlap = plan.overlap
 
     def begin(self, number: int, now_s: float) -> None:
@@ -152,12 +159,17 @@ class Gathering:
         """Where a tensor lies in its fusion buffer; a gradient written there is not copied.
 
         Raises:
-            KeyError: the plan does not carry the tensor.
+            KeyError: the plan does not carry the tensor, or not whole.
         """
         place = self.place[index]
-        if place < 0:
-            raise KeyError(f"{self._specs[index].name} is in no group")
+        if place < 0 or not self._slots[place].whole:
+            raise KeyError(f"{self._specs[index].name} is in no group, or decoupled")
         return self._slots[place]
+
+    @property
+    def members(self) -> Sequence[int]:
+        """Per tensor of the plan, its index."""
+        return self._members
 
     @property
     def open(self) -> bool:
@@ -176,7 +188,7 @@ class Gathering:
             address = self.step.addresses[place]
             if not address and (source := self._fetch(self._members[place])) is not None:
                 address = source[0]
-            if address == slot.address:
+            if slot.whole and address == slot.address:
                 return True
         return False
 
@@ -216,7 +228,7 @@ class Gathering:
                 found[self._members[place]] = self._slots[place]
         return found
 
-    def stamps(self, result: StepResult, done_s: float) -> Stamps:
+    def stamps(self, result: StepResult, done_s: float, update_s: float, waited_s: float) -> Stamps:
         """When things happened in the step."""
         return Stamps(
             self._begun_s,
@@ -226,6 +238,8 @@ class Gathering:
             self._closed_s,
             done_s,
             sum(t.packed_s - t.start_s for t in result.times),
+            update_s,
+            waited_s,
         )
 
     def whole(self, index: int) -> Source:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from wfbp.comm.backend import Backend, Work
 from wfbp.comm.probe import WINDOW
+from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.sequencer import Sequencer
-from wfbp.core.types import Op
+from wfbp.core.types import Op, Operation
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime.calls import Reply
 from wfbp.runtime.fusion import FusionBuffer
+from wfbp.runtime.shards import GatherBuffer, ScatterBuffer
 
 CLOSE = -1
 DISCARD = -2
@@ -33,6 +34,20 @@ class Step:
     owners: list[object]
     requested: bool = False
     discards: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """The training thread has put the reduced shards to use: all-gathers may go.
+
+    Args:
+        addresses: of whole tensors, indexed by the plan's tensors: where this rank's shards are
+            sent from and the others' are written. 0 for tensors that are not gathered.
+        owners: kept alive until the gathers are over.
+    """
+
+    addresses: list[int]
+    owners: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,38 +89,47 @@ class _Flight:
 class PlannedLane:
     """Feeds ready events to the sequencer and carries out what it says.
 
-    ``events`` and ``reply`` are the border between threads: the training thread appends events
-    (``deque.append`` is atomic) and installs plans only while no step is under way; everything
-    else is the communication thread's. A step's events are the :class:`Step`, the tensors that
+    ``events``, ``reply`` and ``arrivals`` are the border between threads: the training thread
+    appends events (``deque.append`` is atomic) and installs plans only while nothing is under
+    way; everything else happens in turns. A step's events are the :class:`Step`, the tensors that
     become ready, and ``CLOSE`` (or ``DISCARD``: nothing has left). The next step's may follow at
-    once: they are read when its messages have come in.
+    once: they are read when its messages have come in. :class:`Gather` lets the plan's all-gathers
+    go, which may last into the next step; it comes before any tensor of that is ready.
     """
 
     def __init__(self, backend: Backend, op: Op, name: str) -> None:
         self.backend = backend
-        self.events: deque[int | Step] = deque()
+        self.events: deque[int | Step | Gather] = deque()
         self.reply: Reply[StepResult] = Reply()
-        self.cost: Callable[[float], float] | None = None
+        self.arrivals: Reply[GroupTime] = Reply()
+        self.costs: Costs | None = None
         self._op = op
         self._name = name
         self._error: WfbpError | None = None
         self._flights: deque[_Flight] = deque()
         self._step = Step(0, [], [])
+        self._gather = Gather([], None)
         self._closing = False
 
-    def install(self, plan: Plan) -> list[FusionBuffer]:
-        """Send by another plan from the next step on; called between steps.
+    def install(self, plan: Plan) -> list[FusionBuffer | ScatterBuffer]:
+        """Send by another plan from the next step on; called while nothing is under way.
 
         Returns:
-            The fusion buffers, one per group.
+            The buffers of the groups of backward.
         """
+        rank, size = self.backend.rank, self.backend.size
         self._plan = plan
         self._sequencer = Sequencer(plan, WINDOW)
         # In one assignment: the communication thread may be asked where it is at any time.
         self._described = plan, self._sequencer
-        self._buffers = [
-            FusionBuffer(plan, group, self._op, self.backend.size)
-            for group in range(len(plan.groups))
+        self._buffers: list[FusionBuffer | ScatterBuffer] = [
+            ScatterBuffer(plan, g, self._op, rank, size)
+            if plan.groups[g].operation is Operation.REDUCE_SCATTER
+            else FusionBuffer(plan, g, self._op, size)
+            for g in range(plan.num_backward)
+        ]
+        self._gather_buffers = [
+            GatherBuffer(plan, g, rank, size) for g in range(plan.num_backward, len(plan.groups))
         ]
         self._result = StepResult([False] * len(plan.tensors))
         return self._buffers
@@ -114,37 +138,49 @@ class PlannedLane:
         """Message that events are waiting; the turn that reads it advances the lane."""
 
     def advance(self) -> bool:
-        progressed = False
-        sequencer = self._sequencer
-        events = self.events
-        while events and not self._closing:
-            event = events.popleft()
-            if isinstance(event, Step):
-                self._step = event
-            elif event >= 0:
-                sequencer.ready(event)
-            elif event == CLOSE:
-                sequencer.close()
-                self._closing = True
-            else:
-                sequencer.reset()
-        while (group := sequencer.start_next()) is not None:
-            self._start(group)
-            progressed = True
+        progressed = self._start_groups()
         while self._flights and self._flights[0].work.test():
             self._complete(self._flights.popleft())
             progressed = True
-            if (group := sequencer.start_next()) is not None:
-                self._start(group)
+            self._start_groups()
         for flight in list(self._flights)[1:]:
             flight.work.test()
-        if sequencer.done:
-            sequencer.reset()
+        if self._closing and self._sequencer.reduced:
             self._closing = False
             result, self._result = self._result, StepResult([False] * len(self._plan.tensors))
             self.reply.put(result)
             progressed = True
         return progressed
+
+    def _start_groups(self) -> bool:
+        """Read events, and start what may go; True where anything was started."""
+        events, sequencer = self.events, self._sequencer
+        while events and not self._closing:
+            self._read(events.popleft())
+        progressed = False
+        while (group := sequencer.start_next()) is not None:
+            self._start(group)
+            progressed = True
+        return progressed
+
+    def _read(self, event: int | Step | Gather) -> None:
+        sequencer = self._sequencer
+        if isinstance(event, int):
+            if event >= 0:
+                sequencer.ready(event)
+            elif event == CLOSE:
+                sequencer.close()
+                self._closing = True
+            else:
+                sequencer.discard()
+        elif isinstance(event, Step):
+            if self._holding:
+                sequencer.reset()
+            elif sequencer.reduced:
+                sequencer.next_step()
+            self._step = event
+        else:
+            self._gather = event
 
     @property
     def busy(self) -> bool:
@@ -160,9 +196,10 @@ class PlannedLane:
 
     @property
     def expected_s(self) -> float | None:
-        if not self._flights or self.cost is None:
+        if not self._flights or self.costs is None:
             return None
-        return self.cost(self._flights[0].work.nbytes)
+        flight = self._flights[0]
+        return self.costs.of(self._plan.groups[flight.group].operation)(flight.work.nbytes)
 
     @property
     def waiting_since(self) -> float | None:
@@ -171,50 +208,70 @@ class PlannedLane:
     def describe(self) -> str:
         place = f"{self._name}, step {self._step.number}"
         plan, sequencer = self._described
-        count = len(plan.groups)
         if self._flights:
             group = self._flights[0].group
-            return f"{place}: group {group + 1} of {count} ({_members(plan, group)}) is under way"
+            what = plan.groups[group].operation.value.replace("_", "-")
+            return (
+                f"{place}: {what} of group {group + 1} of {len(plan.groups)} "
+                f"({_members(plan, group)}) is under way"
+            )
         next_group = sequencer.num_started
         missing = sequencer.missing()
-        if next_group == count or not any(
-            left < len(g.tensors) for left, g in zip(missing, plan.groups, strict=True)
+        if next_group == len(missing) or not any(
+            left < len(g.tensors) for left, g in zip(missing, plan.groups, strict=False)
         ):
             return f"{place}: nothing posted yet"
         return (
             f"{place}: waiting for {missing[next_group]} gradients of group {next_group + 1} "
-            f"of {count} ({_members(plan, next_group)})"
+            f"of {len(missing)} ({_members(plan, next_group)})"
         )
 
     def fail(self, error: WfbpError) -> None:
         self._flights.clear()
         self.reply.fail(error)
+        self.arrivals.fail(error)
 
     def _start(self, group: int) -> None:
         start_s = time.perf_counter()
-        fusion = self._buffers[group]
-        step = self._step
-        fusion.pack(step.addresses, step.requested, step.number, step.discards)
-        packed_s = time.perf_counter()
-        work = self.backend.all_reduce(fusion.buffer, fusion.dtype, self._op)
+        if group < len(self._buffers):
+            buffer, step = self._buffers[group], self._step
+            buffer.pack(step.addresses, step.requested, step.number, step.discards)
+            packed_s = time.perf_counter()
+            work = buffer.send(self.backend)
+        else:
+            gathered = self._gather_buffers[group - len(self._buffers)]
+            gathered.pack(self._gather.addresses)
+            packed_s = time.perf_counter()
+            work = gathered.send(self.backend)
         self._flights.append(_Flight(group, work, start_s, packed_s, time.monotonic()))
 
     def _complete(self, flight: _Flight) -> None:
-        arrival = self._buffers[flight.group].arrived(self._step.number)
+        group = flight.group
+        if group < len(self._buffers):
+            self._take_in(group)
+            self._result.times.append(self._time(flight))
+            self._sequencer.completed(group)
+        else:
+            self._gather_buffers[group - len(self._buffers)].unpack(self._gather.addresses)
+            self._sequencer.completed(group)
+            self.arrivals.put(self._time(flight))
+
+    def _time(self, flight: _Flight) -> GroupTime:
+        return GroupTime(flight.group, flight.start_s, flight.packed_s, time.perf_counter())
+
+    def _take_in(self, group: int) -> None:
+        """What a group of backward brought."""
+        arrival = self._buffers[group].arrived(self._step.number)
         if not arrival.steps_agree:
             raise DisagreementError(
                 f"rank {self.backend.rank}: {self._name}: ranks are at different steps (here "
                 f"{self._step.number}); every rank must call step(), synchronize() and zero_grad() "
                 "equally often"
             )
-        for k, here in zip(self._plan.groups[flight.group].tensors, arrival.present, strict=True):
+        for k, here in zip(self._plan.groups[group].tensors, arrival.present, strict=True):
             self._result.present[k] = here
         self._result.requested |= arrival.requested
         self._result.discarded |= arrival.discarded
-        self._result.times.append(
-            GroupTime(flight.group, flight.start_s, flight.packed_s, time.perf_counter())
-        )
-        self._sequencer.completed(flight.group)
 
 
 def _members(plan: Plan, group: int) -> str:

@@ -23,6 +23,8 @@ class Stamps:
         closed_s: the step closed.
         done_s: the results were in hand.
         packing_s: duration of all packing in the step.
+        update_s: duration of the optimizer's update at the beginning of the step.
+        waited_s: how long forward waited for all-gathers.
     """
 
     begun_s: float
@@ -32,6 +34,8 @@ class Stamps:
     closed_s: float = 0.0
     done_s: float = 0.0
     packing_s: float = 0.0
+    update_s: float = 0.0
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class Profile:
         forward_end_s: end of forward; -1 where unknown.
         closed_s: end of backward.
         packing_s: duration of all packing.
+        update_s: duration of the optimizer's update.
     """
 
     ready_s: list[float]
@@ -51,6 +56,7 @@ class Profile:
     forward_end_s: float
     closed_s: float
     packing_s: float
+    update_s: float = 0.0
 
     @classmethod
     def of(cls, steps: Sequence[Stamps]) -> Profile:
@@ -74,6 +80,7 @@ class Profile:
             statistics.median(relative(s, s.forward_end_s) for s in steps),
             statistics.median(s.closed_s - s.begun_s for s in steps),
             statistics.median(s.packing_s for s in steps),
+            statistics.median(s.update_s for s in steps),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -84,6 +91,7 @@ class Profile:
             "forward_end_s": self.forward_end_s,
             "closed_s": self.closed_s,
             "packing_s": self.packing_s,
+            "update_s": self.update_s,
         }
 
 

@@ -14,40 +14,34 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from wfbp.config import Config
 from wfbp.core import planners
-from wfbp.core.cost import Costs, LinearCost, PiecewiseCost
+from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.fit import fit_kappa
 from wfbp.core.plan import Plan
+from wfbp.core.planners.threshold_search import ThresholdSearch
 from wfbp.core.timeline import Timeline, timeline
 from wfbp.core.trace import Trace, TraceTensor
-from wfbp.core.types import TensorSpec
+from wfbp.core.types import Operation, TensorSpec
+from wfbp.runtime.candidates import (
+    AUTO,
+    UNMEASURED,
+    auto_candidates,
+    check_schedule,
+    distinct,
+    held,
+    make,
+    reordered,
+    with_packing,
+)
 from wfbp.runtime.profile import Profile, Stamps, combine
+from wfbp.runtime.trial import Elimination, Search, Times, Trial
 
-AUTO = "auto"
-UNMEASURED = ("single", "threshold", "wfbp")
-"""Planners that look at sizes only."""
-
-SCHEDULES = (AUTO, *planners.ALL_REDUCE)
-
-_HOPELESS = 1.5
-_SURVIVE = (1.10, 1.05, 1.0)
-_NOISE = 0.01
 _WINDOW_STEPS = 20
 _NUM_WINDOWS = 5
-
-
-@dataclass
-class _Candidate:
-    plan: Plan
-    times_s: list[float] = field(default_factory=list)
-
-    @property
-    def measured_s(self) -> float:
-        return statistics.median(self.times_s)
 
 
 class Tuner:
@@ -58,16 +52,29 @@ class Tuner:
         schedule: a planner's name, or ``auto``.
         threshold_bytes: for the ``threshold`` planner.
         specs: the tensors to plan, in forward order as far as it is known.
+        decouples: whether schedules that decouple all-reduce can be served.
+        num_updaters: ranks that share the update of a decoupled tensor; 1 where each does all.
 
     Raises:
         ValueError: no such schedule.
+        ImportError: ``dear`` without the ``search`` extra.
     """
 
     def __init__(
-        self, config: Config, schedule: str, threshold_bytes: int, specs: Sequence[TensorSpec]
+        self,
+        config: Config,
+        schedule: str,
+        threshold_bytes: int,
+        specs: Sequence[TensorSpec],
+        decouples: bool = False,
+        num_updaters: int = 1,
     ) -> None:
-        if schedule not in SCHEDULES:
-            raise ValueError(f"schedule is {schedule!r}; expected one of {', '.join(SCHEDULES)}")
+        check_schedule(schedule, decouples)
+        self._decouples = decouples and schedule not in planners.ALL_REDUCE
+        if schedule == "dear":
+            ThresholdSearch()  # missing libraries are told now and not in the middle of training
+        self._spared = 1.0 - 1.0 / num_updaters
+        self._update_s = 0.0
         self._config = config
         self._schedule = schedule
         self._threshold_bytes = threshold_bytes
@@ -90,32 +97,44 @@ class Tuner:
         self.costs: Costs | None = None
         self.predicted: Timeline | None = None
         self._incumbent: Plan | None = None
-        self._candidates: list[_Candidate] = []
-        self._enter("warm-up", self._make(first, nominal, Costs(LinearCost(0.0, 0.0))))
+        self._trial: Trial | None = None
+        self._enter(
+            "warm-up", make(first, nominal, Costs(LinearCost(0.0, 0.0)), self._threshold_bytes)
+        )
 
     def after_step(self, stamps: Stamps) -> None:
         """Take note of a step; :attr:`plan` may change, on every rank at the same step."""
         self._seen += 1
         if self.phase == "warm-up":
             if self._seen >= self._config.warmup_steps:
-                self._enter("profile", _held(self.plan))
+                self._enter("profile", held(self.plan))
             return
         if self._seen > 1:  # the first step by a plan finds cold buffers
             self._steps.append(stamps)
-        if self.phase == "trial" and len(self._steps) >= self._trial_steps:
-            times = [s.done_s - s.begun_s for s in self._steps]
-            self._times.append(times)
-            if len(self._times) < len(self._alive):
-                self._enter("trial", self._alive[len(self._times)].plan)
+        if self.phase == "trial":
+            assert self._trial is not None
+            if len(self._steps) < self._trial.num_steps:
+                return
+            self._times.append([s.done_s - s.begun_s for s in self._steps])
+            if len(self._times) < len(self._trial.plans):
+                self._enter("trial", self._trial.plans[len(self._times)])
         elif self.phase == "installed":
             self._watch()
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """The collectives whose costs matter."""
+        return tuple(Operation) if self._decouples else (Operation.ALL_REDUCE,)
 
     @property
     def round_due(self) -> bool:
         """Whether every rank now enters a round, by count of steps."""
         if self.phase == "profile":
             return len(self._steps) >= self._config.profile_steps
-        return self.phase == "trial" and len(self._times) == len(self._alive)
+        if self.phase != "trial":
+            return False
+        assert self._trial is not None
+        return len(self._times) == len(self._trial.plans)
 
     @property
     def wants_round(self) -> bool:
@@ -143,10 +162,10 @@ class Tuner:
         if self.phase == "profile":
             self._plan_anew(messages, measure)
         elif self.phase == "trial":
-            self._drop_the_slower(messages)
+            self._conclude_round([m["times_s"] for m in messages])
         elif any(m["drifted"] for m in messages):
             self._incumbent = self.plan
-            self._enter("profile", _held(self.plan))
+            self._enter("profile", held(self.plan))
         return self.plan
 
     @property
@@ -159,7 +178,9 @@ class Tuner:
     def exposed_s(self) -> float | None:
         """Median of the time that training waited for communication."""
         recent = self._steps[-_WINDOW_STEPS:]
-        return statistics.median(s.done_s - s.closed_s for s in recent) if recent else None
+        if not recent:
+            return None
+        return statistics.median(s.done_s - s.closed_s + s.waited_s for s in recent)
 
     def _enter(self, phase: str, plan: Plan) -> None:
         self.phase = phase
@@ -171,10 +192,6 @@ class Tuner:
         if phase != "trial":
             self._times: list[list[float]] = []
 
-    def _make(self, name: str, trace: Trace, costs: Costs) -> Plan:
-        options = {"threshold_bytes": self._threshold_bytes} if name == "threshold" else {}
-        return planners.plan(name, trace, costs, **options)
-
     def _plan_anew(self, messages: Sequence[dict[str, Any]], measure: Callable[[], Costs]) -> None:
         profiles = [Profile(**m["profile"]) for m in messages]
         kept = {spec for spec, times in self._num_joined.items() if times > 1}
@@ -183,72 +200,63 @@ class Tuner:
             self._enter("warm-up", replace(self.plan, overlap=True))
             return
         packing_s = max(p.packing_s for p in profiles)
+        self._update_s = max(p.update_s for p in profiles)
         self.trace = trace
-        self.costs = _with_packing(measure(), packing_s / max(1, self.plan.total_bytes))
+        costs = with_packing(measure(), packing_s / max(1, self.plan.total_bytes))
+        self.costs = costs
+        if self._schedule == "dear":
+
+            def dear(threshold_bytes: int) -> Plan:
+                return planners.plan("dear", trace, costs, threshold_bytes=threshold_bytes)
+
+            self._try(Search(dear, self._config.trial_steps))
+            return
         if self._schedule == AUTO:
-            plans = self._auto_candidates(trace, self.costs)
+            plans = auto_candidates(trace, self.costs, self._threshold_bytes, self._decouples)
         else:
-            plans = [self._make(self._schedule, trace, self.costs)]
+            plans = [make(self._schedule, trace, self.costs, self._threshold_bytes)]
         if self._incumbent is not None and set(self._incumbent.tensors) == set(trace.specs):
-            plans = _distinct([_reordered(self._incumbent, trace), *plans])
+            plans = distinct([reordered(self._incumbent, trace), *plans])
         if len(plans) == 1:
             self._install(plans[0])
         else:
-            self._alive = [_Candidate(plan) for plan in plans]
-            self._candidates = list(self._alive)
-            self._round = 0
-            self._begin_round()
+            self._try(Elimination(plans, self._config.trial_steps))
 
-    def _auto_candidates(self, trace: Trace, costs: Costs) -> list[Plan]:
-        """The starting plan, what simulates best, and what else might beat it in reality."""
-        held_trace = Trace(
-            trace.model,
-            tuple(
-                replace(t, backward_s=trace.backward_s if k == len(trace.tensors) - 1 else 0.0)
-                for k, t in enumerate(trace.tensors)
-            ),
-        )
-        plans = [self._make(name, trace, costs) for name in planners.ALL_REDUCE]
-        plans.append(_held(self._make("oasr", held_trace, costs)))
-        predicted = {p.digest: timeline(p, trace, costs).iteration_s for p in plans}
-        best_s = min(predicted.values())
-        plans.sort(key=lambda p: predicted[p.digest])
-        started = self._make("threshold", trace, costs)
-        return _distinct([started] + [p for p in plans if predicted[p.digest] < _HOPELESS * best_s])
-
-    def _begin_round(self) -> None:
+    def _try(self, trial: Trial) -> None:
+        self._trial = trial
         self._times = []
-        self._trial_steps = max(1, self._config.trial_steps * 2**self._round // 2)
-        self._enter("trial", self._alive[0].plan)
+        self._enter("trial", trial.plans[0])
 
-    def _drop_the_slower(self, messages: Sequence[dict[str, Any]]) -> None:
-        for position, candidate in enumerate(self._alive):
-            per_rank = [m["times_s"][position] for m in messages]
-            candidate.times_s.extend(max(times) for times in zip(*per_rank, strict=True))
-        best_s = min(c.measured_s for c in self._alive)
-        # Differences within noise decide nothing: there the order does, which begins with the
-        # plan in use and goes on by prediction.
-        chosen = next(c for c in self._alive if c.measured_s <= best_s * (1 + _NOISE))
-        limit_s = best_s * _SURVIVE[self._round]
-        self._alive = [c for c in self._alive if c.measured_s <= limit_s]
-        self._round += 1
-        if len(self._alive) > 1 and self._round < len(_SURVIVE):
-            self._begin_round()
-            return
+    def _conclude_round(self, ranks: Sequence[Times]) -> None:
+        assert self._trial is not None
         assert self.trace is not None
         assert self.costs is not None
-        overlapped = [(c.plan, c.measured_s) for c in self._candidates if c.plan.overlap]
+        chosen = self._trial.conclude(ranks)
+        if chosen is None:
+            self._try(self._trial)
+            return
+        candidates = self._trial.candidates
+        overlapped = [
+            (c.plan, c.measured_s + self._saved_s(c.plan)) for c in candidates if c.plan.overlap
+        ]
         if overlapped:
             kappa = fit_kappa(self.trace, self.costs, overlapped)
             self.costs = replace(self.costs, kappa=kappa)
-        self._install(chosen.plan)
+        self._install(chosen)
 
     def _install(self, plan: Plan) -> None:
         assert self.trace is not None
         assert self.costs is not None
-        self.predicted = timeline(plan, self.trace, self.costs)
+        other_s = max(0.0, self.trace.other_s - self._saved_s(plan))
+        self.predicted = timeline(plan, replace(self.trace, other_s=other_s), self.costs)
         self._incumbent = None
         self._enter("installed", plan)
+
+    def _saved_s(self, plan: Plan) -> float:
+        """What ranks save that update their shards of decoupled tensors only."""
+        decoupled = {k for g in plan.groups[plan.num_backward :] for k in g.tensors}
+        nbytes = sum(plan.tensors[k].nbytes for k in decoupled)
+        return self._update_s * self._spared * nbytes / max(1, plan.total_bytes)
 
     def _watch(self) -> None:
         """Compare each window of steps with the first; a lasting difference is drift."""
@@ -260,36 +268,3 @@ class Tuner:
             self._baseline_s = window_s
         change = abs(window_s - self._baseline_s) / self._baseline_s
         self._drifted = self._drifted + 1 if 0 < self._config.drift < change else 0
-
-
-def _held(plan: Plan) -> Plan:
-    return replace(plan, overlap=False)
-
-
-def _with_packing(costs: Costs, packing_s_per_byte: float) -> Costs:
-    """Costs as groups have them: a group is packed before it travels."""
-    curve = costs.all_reduce
-    assert isinstance(curve, PiecewiseCost)
-    points = tuple((n, s + n * packing_s_per_byte) for n, s in curve.points)
-    return replace(costs, all_reduce=PiecewiseCost(points))
-
-
-def _reordered(plan: Plan, trace: Trace) -> Plan:
-    """The same groups over the trace's tensor order, so that one trace predicts all candidates."""
-    place = {spec: k for k, spec in enumerate(trace.specs)}
-    groups = tuple(
-        replace(g, tensors=tuple(place[plan.tensors[k]] for k in g.tensors)) for g in plan.groups
-    )
-    return replace(plan, tensors=trace.specs, groups=groups)
-
-
-def _distinct(plans: Sequence[Plan]) -> list[Plan]:
-    """Without plans that send the same groups in the same way as an earlier one."""
-    seen = set()
-    kept = []
-    for plan in plans:
-        key = (plan.tensors, plan.groups, plan.overlap)
-        if key not in seen:
-            seen.add(key)
-            kept.append(plan)
-    return kept

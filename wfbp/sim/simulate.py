@@ -97,6 +97,7 @@ class _Worker:
         closed_s = self._now_s
         self._wait(lambda: sequencer.reduced)
         self._now_s += self._trace.other_s
+        sequencer.gather()
         sequencer.next_step()
         messages = tuple(self._message(begin_s, closed_s, *sent) for sent in self._sent)
         found = Iteration(begin_s, self._now_s, tuple(self._compute), messages)

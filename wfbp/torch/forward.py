@@ -12,6 +12,7 @@ from torch.nn.modules.module import (
 )
 
 from wfbp.runtime.engine import Engine
+from wfbp.torch.barrier import Barrier
 
 
 class ForwardClock:
@@ -20,9 +21,14 @@ class ForwardClock:
     Args:
         engine: told of each parameter's first use.
         params: the engine's tensors, by index.
+        barrier: is put up in the modules that are called, and told to watch.
     """
 
-    def __init__(self, engine: Engine, params: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, engine: Engine, params: Sequence[torch.Tensor], barrier: Barrier | None = None
+    ) -> None:
+        self._barrier = barrier
+        self._guarded: set[int] = set()
         self._engine = engine
         self._index = {id(p): k for k, p in enumerate(params)}
         self._handles: list[Any] = []
@@ -30,6 +36,8 @@ class ForwardClock:
     def follow(self) -> None:
         """Start or stop watching, as the engine's phase asks."""
         if self._engine.profiling and not self._handles:
+            if self._barrier is not None:
+                self._barrier.watch()
             self._handles = [
                 register_module_forward_pre_hook(self._before),
                 register_module_forward_hook(self._after),
@@ -44,6 +52,9 @@ class ForwardClock:
         self._handles = []
 
     def _before(self, module: torch.nn.Module, inputs: Any) -> None:
+        if self._barrier is not None and id(module) not in self._guarded:
+            self._guarded.update(map(id, module.modules()))
+            self._barrier.guard(module)
         for param in module._parameters.values():
             index = self._index.get(id(param))
             if index is not None:

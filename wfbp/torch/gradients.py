@@ -14,6 +14,7 @@ from wfbp.runtime.engine import Engine
 from wfbp.runtime.gathering import Slot, Source
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch import tensors
+from wfbp.torch.barrier import Barrier
 from wfbp.torch.forward import ForwardClock
 
 _EMPTY = 1
@@ -44,6 +45,9 @@ class Gradients:
         passes: backward passes per step.
         sparse_as_dense: whether sparse gradients are made dense; they are an error otherwise.
         name: of the optimizer, for messages.
+        decouples: whether the optimizer can do with shards of gradients.
+        shares_update: whether each rank then updates its shards only.
+        barrier: to be put up in the modules that forward calls.
     """
 
     def __init__(
@@ -57,16 +61,19 @@ class Gradients:
         passes: int,
         sparse_as_dense: bool,
         name: str,
+        decouples: bool = False,
+        shares_update: bool = False,
+        barrier: Barrier | None = None,
     ) -> None:
         self._names = [n for n, _ in named]
-        self._params = [p for _, p in named]
+        self.params = self._params = [p for _, p in named]
         self._sparse_as_dense = sparse_as_dense
         self._name = name
         self._views: list[tuple[Slot, torch.Tensor] | None] = [None] * len(named)
         self._witness: list[_Witness] = []
         self._released = False
-        self._specs = specs = [tensors.spec(n, p) for n, p in named]
-        self._engine = Engine(
+        self.specs = self._specs = specs = [tensors.spec(n, p) for n, p in named]
+        self.engine = self._engine = Engine(
             runtime,
             specs,
             schedule=schedule,
@@ -74,11 +81,13 @@ class Gradients:
             op=op,
             passes=passes,
             active=[p.requires_grad for p in self._params],
+            decouples=decouples,
+            shares_update=shares_update,
             fetch=_fetcher(weakref.ref(self)),
             name=name,
         )
         self.report = self._engine.report
-        self._forward = ForwardClock(self._engine, self._params)
+        self._forward = ForwardClock(self._engine, self._params, barrier)
         self._hooks: dict[int, Any] = {}
         for index, param in enumerate(self._params):
             previous = _owners.get(id(param))
@@ -94,8 +103,14 @@ class Gradients:
         """Whether gradients have appeared that no step has taken."""
         return self._engine.open
 
-    def synchronize(self) -> None:
+    def reduce(self, whole: bool) -> list[Slot | None]:
         """Close the step, wait, and let ``p.grad`` be the reduced gradient of each parameter.
+
+        Args:
+            whole: whether the optimizer cannot do with shards; the same on every rank.
+
+        Returns:
+            Where each gradient lies; where it is a shard, ``p.grad`` is left as it is.
 
         Raises:
             RuntimeError: gradients were changed in place since backward, or the parameters have
@@ -108,18 +123,23 @@ class Gradients:
                 "that one"
             )
         self._check_unchanged()
-        reduced = self._engine.synchronize()
+        reduced = self._engine.synchronize(whole)
+        self._witness.clear()
+        self.take(reduced)
+        self._forward.follow()
+        return reduced
+
+    def take(self, reduced: Sequence[Slot | None]) -> None:
+        """Let ``p.grad`` be what is whole of the reduced gradients."""
         views, params = self._views, self._params
         for index, slot in enumerate(reduced):
-            if slot is None:
+            if slot is None or not slot.whole:
                 continue
             held = views[index]
             if held is None or held[0] is not slot:
                 held = views[index] = (slot, tensors.view(slot.data, params[index]))
             if params[index].grad is not held[1]:
                 params[index].grad = held[1]
-        self._witness.clear()
-        self._forward.follow()
 
     def discard(self) -> None:
         """Forget gradients that appeared since the last step."""

@@ -12,30 +12,34 @@ from wfbp.core.types import Op
 from wfbp.runtime import world
 from wfbp.runtime.arguments import check_arguments
 from wfbp.torch import tensors
-from wfbp.torch.gradients import Gradients
+from wfbp.torch.exchange import Exchange
+from wfbp.torch.nature import Nature, nature_of
+
+UPDATES = ("auto", "sharded", "replicated")
 
 
 class _Distributed(torch.optim.Optimizer):
     """What is laid over the user's optimizer class: gradients are reduced before a step."""
 
     _wfbp_original: torch.optim.Optimizer
-    _wfbp_gradients: Gradients | None
-    _wfbp_make: Callable[[], Gradients | None]
+    _wfbp_exchange: Exchange | None
+    _wfbp_make: Callable[[], Exchange | None]
     _wfbp_synchronized: bool
     _wfbp_skip: bool
 
     def synchronize(self) -> None:
         """Wait until all gradients of this step are averaged; ``p.grad`` then holds the averages.
 
-        Use it before reading or changing gradients (clipping, unscaling), and step inside
-        :meth:`skip_synchronize`. Every rank must call it.
+        Use it before reading or changing gradients, and step inside :meth:`skip_synchronize`;
+        to clip them, :meth:`clip_grad_norm_` costs less. Parameters that still travel are waited
+        for, too: afterwards ``p.data`` is up to date. Every rank must call it.
 
         Raises:
             RuntimeError: gradients were changed in place since backward.
             WfbpError: ranks disagree, failed, or did not answer in time.
         """
-        if self._wfbp_gradients is not None:
-            self._wfbp_gradients.synchronize()
+        if self._wfbp_exchange is not None:
+            self._wfbp_exchange.synchronize()
         self._wfbp_synchronized = True
 
     @contextmanager
@@ -53,6 +57,30 @@ class _Distributed(torch.optim.Optimizer):
         finally:
             self._wfbp_skip = False
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm over all parameters is at most ``max_norm``.
+
+        To be called between ``backward()`` and :meth:`step`, on every rank. Takes what
+        ``torch.nn.utils.clip_grad_norm_`` takes, for the averaged gradients of this optimizer's
+        parameters; ranks that hold shards of them add their parts of the norm in one small
+        all-reduce.
+
+        Args:
+            max_norm: the largest norm that is left as it is.
+            norm_type: 2, or another p of the p-norm, or infinity.
+
+        Returns:
+            The norm before clipping, the same on every rank.
+
+        Raises:
+            WfbpError: as :meth:`synchronize`.
+        """
+        if self._wfbp_exchange is None:
+            params = [p for group in self.param_groups for p in group["params"]]
+            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+        self._wfbp_reduce()
+        return self._wfbp_exchange.clip_grad_norm_(max_norm, norm_type)
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average the gradients, unless that was done, and let the optimizer step.
 
@@ -60,20 +88,37 @@ class _Distributed(torch.optim.Optimizer):
             closure: computes the loss and its gradients; called by the optimizer, as often as it
                 likes.
         """
-        if closure is not None:
-            return super().step(lambda: self._wfbp_evaluate(closure))
-        if not self._wfbp_skip:
-            self._wfbp_ensure()
-        self._wfbp_synchronized = False
+        exchange = self._wfbp_exchange
         # A scheduler made before wrapping watches the original for calls of step().
         self._wfbp_original._opt_called = True  # type: ignore[attr-defined]
-        return super().step()
+        if closure is not None:
+            if exchange is not None:
+                exchange.prepare_whole()
+            return super().step(lambda: self._wfbp_evaluate(closure))
+        if not self._wfbp_skip:
+            self._wfbp_reduce()
+        self._wfbp_synchronized = False
+        return super().step() if exchange is None else exchange.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in the ordinary form, whatever the schedule. Every rank must call it."""
+        if self._wfbp_exchange is None:
+            return super().state_dict()
+        own = self.state
+        self.state = self._wfbp_exchange.whole_state()  # type: ignore[assignment]
+        try:
+            return super().state_dict()
+        finally:
+            self.state = own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state into the groups and the state that the wrapped optimizer shares.
 
-        A learning-rate scheduler made before wrapping goes on acting on them.
+        A learning-rate scheduler made before wrapping goes on acting on them. Every rank must
+        load the same state.
         """
+        if self._wfbp_exchange is not None:
+            self._wfbp_exchange.forget_state()
         groups, state = self.param_groups, self.state
         super().load_state_dict(state_dict)
         groups[:], loaded = self.param_groups, dict(self.state)
@@ -83,8 +128,8 @@ class _Distributed(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those on their way."""
-        if self._wfbp_gradients is not None:
-            self._wfbp_gradients.discard()
+        if self._wfbp_exchange is not None:
+            self._wfbp_exchange.discard()
         self._wfbp_synchronized = False
         super().zero_grad(set_to_none)
 
@@ -93,10 +138,11 @@ class _Distributed(torch.optim.Optimizer):
 
         Those that ``named_parameters`` did not name go by their place in the optimizer.
         """
+        if self._wfbp_exchange is not None:
+            self._wfbp_exchange.release()
         super().add_param_group(param_group)
-        if self._wfbp_gradients is not None:
-            self._wfbp_gradients.release()
-            self._wfbp_gradients = self._wfbp_make()
+        if self._wfbp_exchange is not None:
+            self._wfbp_exchange = self._wfbp_make()
 
     def report(self) -> dict[str, Any]:
         """The plan in use and what it costs; empty with one rank.
@@ -106,7 +152,7 @@ class _Distributed(torch.optim.Optimizer):
         ``predicted_iteration_s``, ``measured_iteration_s``, ``predicted_exposed_s``,
         ``exposed_s``, ``lower_bound_s``; ``ratio_to_lower_bound`` is T/LB.
         """
-        return self._wfbp_gradients.report() if self._wfbp_gradients is not None else {}
+        return self._wfbp_exchange.report() if self._wfbp_exchange is not None else {}
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -114,16 +160,22 @@ class _Distributed(torch.optim.Optimizer):
 
         They must be averaged by then, so that an infinity on one rank makes every rank skip.
         """
-        self._wfbp_ensure()
+        exchange = self._wfbp_exchange
+        shards = exchange is not None and exchange.holds_shards
+        if shards or not self._wfbp_synchronized or self._wfbp_pending:
+            self.synchronize()
         return bool(getattr(super(), "_step_supports_amp_scaling", False))
 
     @property
     def _wfbp_pending(self) -> bool:
-        return self._wfbp_gradients is not None and self._wfbp_gradients.open
+        return self._wfbp_exchange is not None and self._wfbp_exchange.open
 
-    def _wfbp_ensure(self) -> None:
-        if not self._wfbp_synchronized or self._wfbp_pending:
-            self.synchronize()
+    def _wfbp_reduce(self) -> None:
+        """Close the step, unless that was done."""
+        exchange = self._wfbp_exchange
+        if exchange is not None and (not self._wfbp_synchronized or exchange.open):
+            exchange.reduce()
+        self._wfbp_synchronized = True
 
     def _wfbp_evaluate(self, closure: Callable[[], Any]) -> Any:
         with torch.enable_grad():
@@ -141,6 +193,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     backward_passes_per_step: int = 1,
     op: Op = Op.AVERAGE,
     sparse_as_dense: bool = False,
+    update: str = "auto",
 ) -> Any:
     """Wrap an optimizer so that it averages gradients over all ranks while backward computes.
 
@@ -153,11 +206,16 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         named_parameters: ``model.named_parameters()``, for messages and to match ranks; numbers
             stand in for names where it is missing.
         schedule: how gradients are grouped: ``auto``, ``oasr``, ``mgwfbp``, ``wfbp``, ``single``
-            or ``threshold``; by default what ``WFBP_SCHEDULE`` says, or ``auto``.
+            or ``threshold``; or, decoupled into backward and the next forward, ``dear``,
+            ``ipart``, ``independent``, ``hybrid``, ``ps`` or ``ps_layerwise``; by default what
+            ``WFBP_SCHEDULE`` says, or ``auto``.
         threshold_bytes: group size of ``threshold``; by default ``WFBP_THRESHOLD_BYTES`` or 25 MiB.
         backward_passes_per_step: how many ``backward()`` calls precede each ``step()``.
         op: ``Average`` or ``Sum``.
         sparse_as_dense: whether sparse gradients are made dense.
+        update: what follows decoupled gradients: ``sharded``, each rank updates its shard of
+            each tensor and holds the state of it alone; ``replicated``, every rank updates all;
+            or ``auto``, what the optimizer allows, which is found by experiment.
 
     Returns:
         The distributed optimizer.
@@ -190,16 +248,22 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     planner = config.schedule if schedule is None else schedule
     limit_bytes = config.threshold_bytes if threshold_bytes is None else threshold_bytes
     known = None if named_parameters is None else list(named_parameters)
+    nature = _nature(optimizer, update)
 
-    def make() -> Gradients | None:
-        named = _names(wrapped, known, complete=wrapped._wfbp_gradients is None)
+    def make() -> Exchange | None:
+        named = _names(wrapped, known, complete=wrapped._wfbp_exchange is None)
         if runtime.size == 1:
             specs = [tensors.spec(name, p) for name, p in named]
-            check_arguments(specs, planner, limit_bytes, op, backward_passes_per_step)
+            check_arguments(
+                specs, planner, limit_bytes, op, backward_passes_per_step, decouples=True
+            )
             return None
-        return Gradients(
+        return Exchange(
             runtime,
+            wrapped,
             named,
+            nature,
+            super(_Distributed, wrapped).step,
             schedule=planner,
             threshold_bytes=limit_bytes,
             op=op,
@@ -211,10 +275,32 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     wrapped._wfbp_original = optimizer
     wrapped._wfbp_synchronized = False
     wrapped._wfbp_skip = False
-    wrapped._wfbp_gradients = None
-    wrapped._wfbp_gradients = make()
+    wrapped._wfbp_exchange = None
+    wrapped._wfbp_exchange = make()
     wrapped._wfbp_make = make
     return wrapped
+
+
+def _nature(optimizer: torch.optim.Optimizer, update: str) -> Nature:
+    """What the optimizer does to its tensors, as far as the caller lets that count.
+
+    Raises:
+        ValueError: no such update, or one that the optimizer does not allow.
+    """
+    if update not in UPDATES:
+        raise ValueError(f"update is {update!r}; expected one of {', '.join(UPDATES)}")
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if not all(tensors.is_dense(p) for p in params):
+        return Nature.COUPLED
+    nature = nature_of(optimizer)
+    if update == "sharded" and nature is not Nature.ELEMENTWISE:
+        raise ValueError(
+            f"update is 'sharded', but {type(optimizer).__name__} does not treat every element by "
+            f"itself (it is {nature.value}); use 'auto' or 'replicated'"
+        )
+    if update == "replicated" and nature is Nature.ELEMENTWISE:
+        return Nature.PER_TENSOR
+    return nature
 
 
 def _names(

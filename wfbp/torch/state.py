@@ -56,7 +56,9 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     check_root(runtime, root_rank)
     if runtime.size == 1:
         return
-    here = optimizer.state_dict() if runtime.rank == root_rank else None
+    # Of a distributed optimizer a collective: every rank has a part of the state.
+    own = optimizer.state_dict()
+    here = own if runtime.rank == root_rank else None
     outline, contents = _take_apart(here)
     outline = operations.broadcast_object(outline, root_rank, "optimizer state")
     if runtime.rank != root_rank:

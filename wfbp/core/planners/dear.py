@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.planners.rows import all_by
 from wfbp.core.planners.runs import plan_of_phases
 from wfbp.core.planners.threshold import DEFAULT_BYTES, ends_by_size
+from wfbp.core.planners.threshold_search import ThresholdSearch
 from wfbp.core.timeline import iteration_s
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation
-
-MIN_SEARCHED_BYTES = 2**20
-MAX_SEARCHED_BYTES = 2**28
-_SEED = 1
 
 
 def dear(trace: Trace, costs: Costs, *, threshold_bytes: int = DEFAULT_BYTES) -> Plan:
@@ -79,26 +74,10 @@ def dear_search(trace: Trace, costs: Costs, *, trials: int = 10) -> Plan:
     """
     if not trials >= 1:
         raise ValueError(f"trials: expected at least 1, found {trials!r}")
-    try:
-        from bayes_opt import BayesianOptimization
-        from bayes_opt.acquisition import ExpectedImprovement
-    except ImportError as error:
-        raise ImportError("dear_search needs the search extra: pip install wfbp[search]") from error
+    search = ThresholdSearch()
     plans: list[tuple[float, Plan]] = []
-
-    def speed(doublings: float) -> float:
-        made = dear(trace, costs, threshold_bytes=round(MIN_SEARCHED_BYTES * 2.0**doublings))
+    for _ in range(trials):
+        made = dear(trace, costs, threshold_bytes=search.ask())
         plans.append((iteration_s(made, trace, costs), made))
-        return -plans[-1][0] / plans[0][0]
-
-    search = BayesianOptimization(
-        speed,
-        {"doublings": (0.0, math.log2(MAX_SEARCHED_BYTES / MIN_SEARCHED_BYTES))},
-        acquisition_function=ExpectedImprovement(xi=0.01),
-        random_state=_SEED,
-        verbose=0,
-        allow_duplicate_points=True,
-    )
-    search.probe({"doublings": math.log2(DEFAULT_BYTES / MIN_SEARCHED_BYTES)}, lazy=True)
-    search.maximize(init_points=0, n_iter=trials - 1)
+        search.tell(plans[-1][0])
     return min(plans, key=lambda found: found[0])[1]

@@ -1,0 +1,105 @@
+"""The plans that a tuner may run: by schedule, and those between which ``auto`` chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from wfbp.core import planners
+from wfbp.core.cost import CostModel, Costs, PiecewiseCost
+from wfbp.core.plan import Plan
+from wfbp.core.timeline import timeline
+from wfbp.core.trace import Trace
+
+AUTO = "auto"
+UNMEASURED = ("single", "threshold", "wfbp")
+"""Planners that look at sizes only."""
+
+SCHEDULES = (AUTO, *planners.ALL_REDUCE)
+DECOUPLED = tuple(name for name in planners.PLANNERS if name not in planners.ALL_REDUCE)
+"""Schedules that scatter in backward and gather in the next forward."""
+
+_BASELINES = ("ps", "ps_layerwise")
+_HOPELESS = 1.5
+
+
+def check_schedule(schedule: str, decouples: bool) -> None:
+    """Raise unless a schedule exists and can be served.
+
+    Raises:
+        ValueError: what it is, and what it may be.
+    """
+    known = (*SCHEDULES, *DECOUPLED) if decouples else SCHEDULES
+    if schedule in known:
+        return
+    why = "" if schedule not in DECOUPLED else " here, where gradients are needed whole"
+    raise ValueError(f"schedule is {schedule!r}; expected one of {', '.join(known)}{why}")
+
+
+def make(name: str, trace: Trace, costs: Costs, threshold_bytes: int) -> Plan:
+    """The plan of a schedule; ``threshold_bytes`` is for ``threshold`` alone."""
+    options = {"threshold_bytes": threshold_bytes} if name == "threshold" else {}
+    return planners.plan(name, trace, costs, **options)
+
+
+def auto_candidates(
+    trace: Trace, costs: Costs, threshold_bytes: int, decouples: bool
+) -> list[Plan]:
+    """The starting plan, what simulates best, and what else might beat it in reality."""
+    held_trace = Trace(
+        trace.model,
+        tuple(
+            replace(t, backward_s=trace.backward_s if k == len(trace.tensors) - 1 else 0.0)
+            for k, t in enumerate(trace.tensors)
+        ),
+    )
+    others = [name for name in DECOUPLED if name not in _BASELINES] if decouples else []
+    names = (*planners.ALL_REDUCE, *others)
+    plans = [make(name, trace, costs, threshold_bytes) for name in names]
+    plans.append(held(make("oasr", held_trace, costs, threshold_bytes)))
+    predicted = {p.digest: timeline(p, trace, costs).iteration_s for p in plans}
+    best_s = min(predicted.values())
+    # All-reduce first: to change from one kind to the other moves optimizer state.
+    plans.sort(key=lambda p: (len(p.groups) > p.num_backward, predicted[p.digest]))
+    started = make("threshold", trace, costs, threshold_bytes)
+    return distinct([started] + [p for p in plans if predicted[p.digest] < _HOPELESS * best_s])
+
+
+def held(plan: Plan) -> Plan:
+    """The same groups, all of which leave when the step closes."""
+    return replace(plan, overlap=False)
+
+
+def with_packing(costs: Costs, packing_s_per_byte: float) -> Costs:
+    """Costs as groups have them: a group is packed before it travels."""
+
+    def packed(curve: CostModel | None) -> CostModel | None:
+        if curve is None:
+            return None
+        assert isinstance(curve, PiecewiseCost)
+        return PiecewiseCost(tuple((n, s + n * packing_s_per_byte) for n, s in curve.points))
+
+    all_reduce = packed(costs.all_reduce)
+    assert all_reduce is not None
+    return Costs(all_reduce, packed(costs.reduce_scatter), packed(costs.all_gather), costs.kappa)
+
+
+def reordered(plan: Plan, trace: Trace) -> Plan:
+    """The same groups over the trace's tensor order, so that one trace predicts all candidates."""
+    place = {spec: k for k, spec in enumerate(trace.specs)}
+    groups = tuple(
+        replace(g, tensors=tuple(place[plan.tensors[k]] for k in g.tensors)) for g in plan.groups
+    )
+    return replace(plan, tensors=trace.specs, groups=groups)
+
+
+def distinct(plans: Sequence[Plan]) -> list[Plan]:
+    """Without plans that send the same groups in the same way as an earlier one."""
+    seen = set()
+    kept = []
+    for plan in plans:
+        key = (plan.tensors, plan.groups, plan.overlap)
+        if key not in seen:
+            seen.add(key)
+            kept.append(plan)
+    return kept

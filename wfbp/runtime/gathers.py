@@ -1,0 +1,110 @@
+"""All-gathers as the training thread sees them: who has to wait for what."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from wfbp.core.plan import Plan
+from wfbp.core.types import Phase
+from wfbp.runtime.lane import Gather, PlannedLane
+from wfbp.runtime.runtime import Runtime
+
+
+class Gathers:
+    """What is being gathered, by the installed plan.
+
+    Tensors are known by their index into the engine's specs. Begun by the training thread; any
+    thread may wait, one at a time.
+
+    Args:
+        runtime: to wait with.
+        lane: carries the gathers out.
+        name: of the optimizer, for messages.
+    """
+
+    def __init__(self, runtime: Runtime, lane: PlannedLane, name: str) -> None:
+        self._runtime = runtime
+        self._lane = lane
+        self._label = f"{name}: all-gather"
+        self._lock = threading.Lock()
+        self._num_groups = 0
+        self._num_arrived = 0
+        self._waited_s = 0.0
+        self.pending = False
+        """Whether anything has not arrived yet."""
+
+    def install(self, plan: Plan, members: Sequence[int], num_tensors: int) -> None:
+        """Follow another plan; nothing may be pending.
+
+        Args:
+            plan: what is sent.
+            members: per tensor of the plan, its index.
+            num_tensors: number of indices.
+        """
+        self._members = members
+        self._group_of = [-1] * num_tensors
+        groups = [group for group in plan.groups if group.phase is Phase.FORWARD]
+        for number, group in enumerate(groups):
+            for place in group.tensors:
+                self._group_of[members[place]] = number
+        self._num_groups = self._num_arrived = len(groups)
+
+    @property
+    def gatherable(self) -> bool:
+        """Whether the plan gathers anything."""
+        return self._num_groups > 0
+
+    def gathered(self, index: int) -> bool:
+        """Whether the plan gathers a tensor at all."""
+        return self._group_of[index] >= 0
+
+    def begin(self, addresses: Sequence[int], owners: object) -> None:
+        """Send this rank's shards, and receive the others'.
+
+        Args:
+            addresses: of whole tensors, by index; only those of gathered tensors are used.
+            owners: kept alive until all has arrived.
+        """
+        if not self._num_groups:
+            return
+        self.wait_all()
+        self._num_arrived = 0
+        self.pending = True
+        self._lane.events.append(Gather([addresses[k] for k in self._members], owners))
+        self._runtime.post(self._lane.wake)
+
+    def arrived(self, index: int) -> bool:
+        """Whether a tensor is whole, as far as this thread has looked."""
+        return self._group_of[index] < self._num_arrived
+
+    def wait(self, index: int) -> None:
+        """Wait until a tensor is whole.
+
+        Raises:
+            WfbpError: ranks failed, or did not answer in time.
+        """
+        self._wait(self._group_of[index])
+
+    def take_waited_s(self) -> float:
+        """Seconds that threads have waited since this was last asked."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
+
+    def wait_all(self) -> None:
+        """Wait until everything is whole."""
+        self._wait(self._num_groups - 1)
+
+    def _wait(self, group: int) -> None:
+        if not self.pending:
+            return
+        with self._lock:
+            if self._num_arrived > group:
+                return
+            start_s = time.perf_counter()
+            while self._num_arrived <= group:
+                self._runtime.await_reply(self._lane.arrivals, self._label)
+                self._num_arrived += 1
+            self.pending = self._num_arrived < self._num_groups
+            self._waited_s += time.perf_counter() - start_s

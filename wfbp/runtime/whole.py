@@ -1,0 +1,58 @@
+"""Whole gradients out of shards, where an optimizer cannot do with its shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from wfbp.comm.backend import Buffer
+from wfbp.core.types import TensorSpec
+from wfbp.runtime.fusion import aligned_bytes
+from wfbp.runtime.gathering import Slot
+from wfbp.runtime.gathers import Gathers
+from wfbp.runtime.shards import shard_range
+
+
+class WholeGradients:
+    """Storage of gathered gradients, one buffer per tensor, made when it is first needed.
+
+    Args:
+        specs: all tensors of the engine.
+        gathers: brings the other ranks' shards.
+        rank: this rank.
+        size: number of ranks.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], gathers: Gathers, rank: int, size: int) -> None:
+        self._specs = specs
+        self._gathers = gathers
+        self._ranges = [shard_range(spec, rank, size) for spec in specs]
+        self._storage: list[Buffer | None] = [None] * len(specs)
+
+    def begin(self, reduced: Sequence[Slot | None]) -> list[Slot | None]:
+        """Gather what was scattered; the slots hold whole gradients once that has arrived.
+
+        Args:
+            reduced: per tensor its whole gradient or this rank's shard; None where no rank had a
+                gradient.
+
+        Returns:
+            The same with whole gradients in place of shards.
+        """
+        whole = list(reduced)
+        addresses = [0] * len(whole)
+        for index, slot in enumerate(reduced):
+            if not self._gathers.gathered(index):
+                continue
+            storage = self._storage[index]
+            if storage is None:
+                storage = self._storage[index] = aligned_bytes(self._specs[index].nbytes)
+            taken = Slot.of(storage)
+            addresses[index] = taken.address
+            if slot is not None:
+                start, stop = self._ranges[index]
+                np.copyto(storage[start:stop], slot.data[start:stop] if slot.whole else slot.data)
+                whole[index] = taken
+        self._gathers.begin(addresses, self._storage)
+        return whole

@@ -1,0 +1,176 @@
+"""Everything that one distributed optimizer does together with other ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from wfbp.core.types import Op
+from wfbp.runtime.runtime import Runtime
+from wfbp.torch.barrier import Barrier
+from wfbp.torch.gradients import Gradients
+from wfbp.torch.nature import Nature
+from wfbp.torch.sharding import Sharding, State
+from wfbp.torch.update import Reduced, ReplicatedUpdate, ShardedUpdate, Step, Update
+
+_TINY = 1e-6
+
+
+class Exchange:
+    """Reduces gradients, has the optimizer updated, and sees that parameters are read up to date.
+
+    Between :meth:`reduce` and :meth:`step` it holds what was reduced, which may be shards.
+
+    Args:
+        runtime: with more than one rank.
+        optimizer: the distributed one.
+        named: names and parameters, equal on every rank.
+        nature: what the optimizer does to its tensors; decides how it is updated.
+        step: the optimizer's own step.
+        settings: what ``Gradients`` takes beside.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        optimizer: torch.optim.Optimizer,
+        named: Sequence[tuple[str, torch.Tensor]],
+        nature: Nature,
+        step: Step,
+        **settings: Any,
+    ) -> None:
+        self._runtime = runtime
+        self._optimizer = optimizer
+        decouples = nature is not Nature.COUPLED
+        sharded = nature is Nature.ELEMENTWISE
+        self._barrier = Barrier([p for _, p in named], self._await_param) if decouples else None
+        self._gradients = gradients = Gradients(
+            runtime,
+            named,
+            decouples=decouples,
+            shares_update=sharded,
+            barrier=self._barrier,
+            **settings,
+        )
+        self._engine = engine = gradients.engine
+        self._params = params = gradients.params
+        self._held: Reduced | None = None
+        self._sharding: Sharding | None = None
+        if sharded:
+            self._sharding = Sharding(runtime, gradients.specs, params, optimizer.state)
+            self._update: Update = ShardedUpdate(
+                engine, optimizer, params, step, sharding=self._sharding
+            )
+        else:
+            self._update = ReplicatedUpdate(engine, optimizer, params, step)
+        self.report = engine.report
+
+    @property
+    def open(self) -> bool:
+        """Whether gradients have appeared that no step has taken."""
+        return self._gradients.open
+
+    @property
+    def holds_shards(self) -> bool:
+        """Whether gradients were reduced that ``p.grad`` does not show."""
+        return self._held is not None
+
+    def reduce(self) -> None:
+        """Close the step and wait for what the optimizer needs of its gradients."""
+        reduced = self._gradients.reduce(whole=False)
+        shards = any(slot is not None and not slot.whole for slot in reduced)
+        self._held = reduced if shards else None
+
+    def synchronize(self) -> None:
+        """Close the step, unless that was done, and have whole gradients and parameters."""
+        self._update.flush()
+        if self._held is not None and not self.open:
+            whole = self._engine.gather_gradients(self._held)
+            self._engine.flush()
+            self._gradients.take(whole)
+        else:
+            self._gradients.reduce(whole=True)
+        self._held = None
+
+    def step(self) -> Any:
+        """Let the optimizer step with what was reduced; what is decoupled travels from here on."""
+        reduced, self._held = self._held, None
+        result = self._update.apply(reduced)
+        if self._barrier is not None and self._update.pending:
+            for index in self._barrier.unseen:
+                self._await_param(index)
+            self._barrier.active = self._update.pending
+        return result
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Scale what was reduced; see the optimizer's method of that name."""
+        shards, whole = self._reduced_tensors()
+        parts = shards + (whole if self._runtime.rank == 0 else [])
+        norms = [torch.linalg.vector_norm(t.double(), norm_type) for t in parts if t.numel()]
+        if math.isinf(norm_type):
+            total = np.array([max(map(float, norms), default=0.0)])
+            self._runtime.all_reduce(total, "float64", Op.MAX, "the norm of the gradients")
+            norm = float(total[0])
+        else:
+            total = np.array([sum(float(n) ** norm_type for n in norms)])
+            self._runtime.all_reduce(total, "float64", Op.SUM, "the norm of the gradients")
+            norm = float(total[0]) ** (1.0 / norm_type)
+        factor = max_norm / (norm + _TINY)
+        if not factor >= 1.0:  # also where the norm is no number
+            torch._foreach_mul_(shards + whole, factor)
+        return torch.tensor(norm)
+
+    def prepare_whole(self) -> None:
+        """For a step with a closure: whole parameters, whole state, whole gradients."""
+        self._update.flush()
+        self._held = None
+        if isinstance(self._update, ShardedUpdate):
+            self._update.join()
+
+    def whole_state(self) -> State:
+        """The optimizer's state as it would be without other ranks; a collective."""
+        self._update.flush()
+        if self._sharding is None:
+            return self._optimizer.state
+        return self._sharding.whole_state()
+
+    def forget_state(self) -> None:
+        """Another state is about to be loaded, on every rank."""
+        self._update.flush()
+        if isinstance(self._update, ShardedUpdate):
+            self._update.forget()
+
+    def discard(self) -> None:
+        """Forget gradients that appeared since the last step."""
+        self._held = None
+        self._gradients.discard()
+
+    def release(self) -> None:
+        """Let the parameters go, up to date, and the state, whole; a collective."""
+        self.prepare_whole()
+        if self._barrier is not None:
+            self._barrier.release()
+        self._gradients.release()
+
+    def _await_param(self, index: int) -> None:
+        self._update.await_param(index)
+        if self._barrier is not None and not self._update.pending:
+            self._barrier.active = False
+
+    def _reduced_tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The shards of reduced gradients, and the whole ones."""
+        if self._held is None:
+            return [], [p.grad for p in self._params if p.grad is not None]
+        shards, whole = [], []
+        for param, slot in zip(self._params, self._held, strict=True):
+            if slot is None:
+                continue
+            if slot.whole and param.grad is not None:
+                whole.append(param.grad)
+            elif not slot.whole and len(slot.data):
+                shards.append(torch.from_numpy(slot.data).view(param.dtype))
+        return shards, whole

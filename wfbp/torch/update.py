@@ -1,0 +1,216 @@
+"""What follows when gradients have been reduced: the optimizer's update, whole or by shards."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from wfbp.runtime.engine import Engine
+from wfbp.runtime.gathering import Slot
+from wfbp.torch import tensors
+from wfbp.torch.sharding import Sharding, flat
+
+Reduced = Sequence[Slot | None]
+Step = Callable[[], Any]
+Group = dict[str, Any]
+
+
+class Update(ABC):
+    """Steps an optimizer whose gradients an engine reduces. Used by the training thread.
+
+    Args:
+        engine: has reduced the gradients.
+        optimizer: whose ``param_groups`` say what is stepped, and how.
+        params: the engine's tensors, by index.
+        step: the optimizer's own step.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        params: Sequence[torch.Tensor],
+        step: Step,
+    ) -> None:
+        self._engine = engine
+        self._optimizer = optimizer
+        self._params = params
+        self._index = {id(p): k for k, p in enumerate(params)}
+        self._step = step
+
+    @abstractmethod
+    def apply(self, reduced: Reduced | None) -> Any:
+        """Step, and let what the plan decouples be gathered.
+
+        Args:
+            reduced: what the engine has reduced, shards among it; None where every ``p.grad``
+                is whole.
+
+        Returns:
+            What the optimizer's step returned.
+        """
+
+    @abstractmethod
+    def await_param(self, index: int) -> None:
+        """Wait until a parameter is up to date."""
+
+    def flush(self) -> None:
+        """Wait until every parameter is up to date."""
+        for index in range(len(self._params)):
+            self.await_param(index)
+
+    @property
+    def pending(self) -> bool:
+        """Whether any parameter may not be up to date."""
+        return self._engine.gathering
+
+    @contextmanager
+    def _stepping(self, groups: list[Group]) -> Iterator[None]:
+        """Within it, the optimizer has other parameter groups; what changes in them is kept."""
+        own = self._optimizer.param_groups
+        self._optimizer.param_groups = groups
+        try:
+            yield
+        finally:
+            self._optimizer.param_groups = own
+
+
+class ShardedUpdate(Update):
+    """Each rank updates its shards of what the plan decouples; the parameters are gathered.
+
+    Args:
+        sharding: of the optimizer's state.
+    """
+
+    def __init__(self, *args: Any, sharding: Sharding) -> None:
+        super().__init__(*args)
+        self.sharding = sharding
+        self._installed = 0
+
+    def apply(self, reduced: Reduced | None) -> Any:
+        engine, sharding = self._engine, self.sharding
+        self._follow()
+        start_s = time.perf_counter()
+        groups = [
+            {**group, "params": [t for p in group["params"] for t in self._target(p, reduced)]}
+            for group in self._optimizer.param_groups
+        ]
+        with self._stepping(groups):
+            result = self._step()
+        for group, stepped in zip(self._optimizer.param_groups, groups, strict=True):
+            group.update((key, value) for key, value in stepped.items() if key != "params")
+        for index in range(len(self._params)):
+            if index in sharding:
+                sharding.shard(index).grad = None
+        engine.update_s = time.perf_counter() - start_s
+        if engine.decoupled:
+            engine.gather([p.data_ptr() for p in self._params], self._params)
+        return result
+
+    def await_param(self, index: int) -> None:
+        self._engine.await_tensor(index)
+
+    def join(self) -> None:
+        """Have whole state on every rank, and whole updates until the next :meth:`apply`."""
+        self.sharding.follow([])
+        self._installed = 0
+
+    def forget(self) -> None:
+        """The optimizer's state is whole, because another one is being loaded."""
+        self.sharding.forget()
+        self._installed = 0
+
+    def _follow(self) -> None:
+        if self._installed != self._engine.num_installed:
+            self._installed = self._engine.num_installed
+            count = range(len(self._params))
+            self.sharding.follow([k for k in count if self._engine.decouples_tensor(k)])
+
+    def _target(self, param: torch.Tensor, reduced: Reduced | None) -> list[torch.Tensor]:
+        """What the optimizer steps for a parameter: itself, its shard, or nothing."""
+        index = self._index[id(param)]
+        if index not in self.sharding:
+            return [param]
+        shard = self.sharding.shard(index)
+        slot = None if reduced is None else reduced[index]
+        if slot is not None and not slot.whole:
+            shard.grad = torch.from_numpy(slot.data).view(param.dtype)
+        elif param.grad is not None and (reduced is None or slot is not None):
+            shard.grad = self.sharding.part(index, flat(param.grad))
+        else:
+            return []
+        return [shard] if shard.numel() else []
+
+
+class ReplicatedUpdate(Update):
+    """Every rank updates every parameter; what the plan decouples just before it is read."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._gradients: dict[int, torch.Tensor] = {}
+        self._groups: list[Group] = []
+
+    def apply(self, reduced: Reduced | None) -> Any:
+        self.flush()
+        engine = self._engine
+        if reduced is None or not engine.decoupled:
+            return self._timed(self._step)
+        whole = engine.gather_gradients(reduced)
+        self._groups = [dict(group) for group in self._optimizer.param_groups]
+        now = []
+        for index, slot in enumerate(whole):
+            if not engine.decouples_tensor(index):
+                now.append(index)
+            elif slot is not None:
+                self._gradients[index] = tensors.view(slot.data, self._params[index])
+        return self._timed(lambda: self._update(now, {}))
+
+    def await_param(self, index: int) -> None:
+        if index not in self._gradients:
+            return
+        self._engine.await_tensor(index)
+        ready = [k for k in self._gradients if self._engine.arrived(k)]
+        gradients = {k: self._gradients.pop(k) for k in ready}
+        self._update(ready, gradients)
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._gradients) or self._engine.gathering
+
+    def flush(self) -> None:
+        """Wait for all gradients, and update all parameters."""
+        for index in list(self._gradients):
+            self.await_param(index)
+        self._engine.flush()
+
+    def _timed(self, step: Step) -> Any:
+        start_s = time.perf_counter()
+        result = step()
+        self._engine.update_s = time.perf_counter() - start_s
+        return result
+
+    def _update(self, indices: Iterable[int], gradients: dict[int, torch.Tensor]) -> Any:
+        """Step some parameters as the groups were when the step was asked for."""
+        chosen = {id(self._params[k]) for k in indices}
+        groups = [
+            {**group, "params": [p for p in group["params"] if id(p) in chosen]}
+            for group in self._groups
+        ]
+        before = [dict(group) for group in groups]
+        held = {k: self._params[k].grad for k in gradients}
+        for k, gradient in gradients.items():
+            self._params[k].grad = gradient
+        try:
+            with self._stepping(groups), torch.no_grad():
+                result = self._step()
+        finally:
+            for k, kept in held.items():
+                self._params[k].grad = kept
+        for own, old, new in zip(self._optimizer.param_groups, before, groups, strict=True):
+            own.update((key, value) for key, value in new.items() if value is not old[key])
+        return result
