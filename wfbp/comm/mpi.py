@@ -19,7 +19,14 @@ import numpy as np
 from wfbp.comm.arithmetic import INTEGER
 from wfbp.comm.backend import Backend, Buffer, Finished, Work
 from wfbp.comm.buffers import HALF, blocks, typed
-from wfbp.comm.chunking import NETWORK, SHARED_MEMORY, Chunking, chunks, split
+from wfbp.comm.chunking import (
+    NETWORK,
+    SHARED_MEMORY,
+    Chunking,
+    chunks,
+    scatters_directly,
+    split,
+)
 from wfbp.comm.mpi_channel import Channel, Family, Job, MpiWork
 from wfbp.comm.mpi_exchange import Exchange, Gather, Scratch
 from wfbp.comm.mpi_jobs import GatherBytes, Library
@@ -76,6 +83,10 @@ class MpiBackend(Backend):
         # Where hosts hold several ranks each, direct exchange would send every byte between hosts
         # once per rank of the host; the library's algorithms send it once.
         self._direct = self.size <= self._chunking.direct_ranks and (one_host or fullest == 1)
+        # That argument holds for a reduce-scatter only where the library's all-reduce, at twice the
+        # work, still beats it; the library's own reduce-scatter does nowhere (measured:
+        # docs/benchmarks/communication.md).
+        self._scatters_directly = one_host or scatters_directly(self.size, fullest)
         self._family = _family or Family()
         self._channel = Channel(self._chunking, self._who, self._family)
         self._scratch = Scratch()
@@ -113,8 +124,7 @@ class MpiBackend(Backend):
         parts = blocks(self.size, buffer, counts, dtype)
         if self.size == 1 or buffer.nbytes == 0:
             return Finished(None)
-        if not self._direct and not _needs_exchange(dtype, op):
-            # The library's own is no alternative (docs/benchmarks/communication.md).
+        if not self._scatters_directly and not _needs_exchange(dtype, op):
             return self.all_reduce(buffer, dtype, op)
         jobs = [self._exchange(piece, dtype, op, gather=False) for piece in self._pieces(parts)]
         return self._submit(buffer.nbytes, jobs, _none)
@@ -190,6 +200,8 @@ class MpiBackend(Backend):
     def _pieces(self, parts: Sequence[Buffer]) -> list[tuple[Buffer, ...]]:
         """Chunks that have a piece of every rank's block, so that all ranks work all the time."""
         num_chunks = -(-sum(part.nbytes for part in parts) // self._chunking.chunk_bytes)
+        if num_chunks == 1:
+            return [tuple(parts)]
         cut = [[part[a:b] for a, b in split(part.size, num_chunks)] for part in parts]
         return list(zip(*cut, strict=True))
 
