@@ -1,7 +1,7 @@
 """Run under mpirun: every check of the contract on this rank; failures go to one file per rank.
 
 The checks run twice: as the backend is on one host, and as it is where it leaves large messages
-to the library (more ranks than exchange directly).
+to the library (more ranks than exchange directly, many of them on each host).
 
 Usage: mpirun -n N python tests/contract/mpi_program.py FOLDER
 """
@@ -22,6 +22,8 @@ WAYS = (None, Chunking(direct_ranks=0))
 def main(folder: str) -> None:
     for chunking in WAYS:
         backend = MpiBackend(chunking=chunking)
+        # One host is all that there is here; what several would decide is decided for them.
+        backend._scatters_directly = chunking is None
         report = Path(folder, f"rank{backend.rank}")
         for name, check in CHECKS.items():
             try:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from tests.unit.ranks import all_well, run_ranks
+from wfbp.comm.backend import Backend
 from wfbp.comm.local import LocalWorld
 from wfbp.config import Config
-from wfbp.core.types import Op
+from wfbp.core.types import Op, Operation
 from wfbp.errors import (
     NotInitializedError,
     PeerError,
@@ -33,12 +34,41 @@ def test_costs_are_measured_once_per_size_and_are_the_same() -> None:
     def body(runtime: Runtime) -> Any:
         first = runtime.measure_costs(1000)
         assert runtime.measure_costs(500) is first
-        larger = runtime.measure_costs(100_000)
+        larger = runtime.measure_costs(100_000, tuple(Operation))
         assert larger is not first
+        assert larger.reduce_scatter is not None
+        assert larger.all_gather is not None
         return larger
 
     costs = all_well(run_ranks(2, body))
     assert costs[0] == costs[1]
+
+
+def test_only_missing_curves_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a call measures shares the one budget."""
+    asked: list[tuple[Operation, int, float]] = []
+
+    def measure(
+        backend: Backend, max_bytes: int, *, operation: Operation, budget_s: float
+    ) -> list[tuple[int, float]]:
+        asked.append((operation, max_bytes, budget_s))
+        return [(4, 1.0 + len(asked)), (max_bytes, 2.0 + len(asked))]
+
+    monkeypatch.setattr("wfbp.runtime.runtime.measure_cost", measure)
+    runtime = Runtime(LocalWorld(1).backend(0), Config(probe_s=3.0))
+    reduce, scatter, gather = Operation
+    first = runtime.measure_costs(100)
+    assert asked == [(reduce, 100, 3.0)]
+    assert first.reduce_scatter is first.all_gather is None
+    both = runtime.measure_costs(100, [gather, scatter])
+    assert asked[1:] == [(scatter, 100, 1.5), (gather, 100, 1.5)]
+    assert both.all_reduce == first.all_reduce
+    assert (both.of(scatter)(4), both.of(gather)(4)) == (3.0, 4.0)
+    assert runtime.measure_costs(60, (gather,)) is both
+    larger = runtime.measure_costs(200, (gather,))
+    assert asked[3:] == [(reduce, 200, 1.5), (gather, 200, 1.5)]
+    assert larger.reduce_scatter == both.reduce_scatter
+    runtime.shutdown()
 
 
 def test_nothing_works_after_shutdown() -> None:

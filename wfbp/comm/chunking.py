@@ -19,7 +19,7 @@ class Chunking:
         small_bytes: up to here the library's own all-reduce is quicker than two exchanges.
         direct_ranks: up to this many ranks every rank exchanges with every other directly, on
             one host or with one rank on each; beyond, and where hosts hold several ranks each,
-            large messages go through the library's all-reduce too.
+            large messages go through the library's all-reduce and all-gather too.
     """
 
     chunk_bytes: int = 1 << 20
@@ -39,6 +39,19 @@ NETWORK = Chunking()
 SHARED_MEMORY = Chunking(chunk_bytes=4 << 20, window_bytes=4 << 20)
 """Within a host: copies do not overlap, so large messages go one chunk at a time. Two at once
 would only drive each other out of the cache."""
+
+
+def scatters_directly(num_ranks: int, ranks_per_host: int) -> bool:
+    """Whether a reduce-scatter between hosts goes by direct exchange, or as part of an all-reduce.
+
+    By direct exchange a host sends ``ranks_per_host`` times as many bytes as it must; the
+    library's all-reduce sends twice as many where the number of ranks is a power of two, and at
+    other numbers more than direct exchange.
+
+    >>> scatters_directly(8, 2), scatters_directly(8, 4), scatters_directly(6, 3)
+    (True, False, True)
+    """
+    return ranks_per_host <= 2 or num_ranks & (num_ranks - 1) != 0
 
 
 def split(total: int, parts: int) -> list[tuple[int, int]]:

@@ -19,7 +19,14 @@ import numpy as np
 from wfbp.comm.arithmetic import INTEGER
 from wfbp.comm.backend import Backend, Buffer, Finished, Work
 from wfbp.comm.buffers import HALF, blocks, typed
-from wfbp.comm.chunking import NETWORK, SHARED_MEMORY, Chunking, chunks, split
+from wfbp.comm.chunking import (
+    NETWORK,
+    SHARED_MEMORY,
+    Chunking,
+    chunks,
+    scatters_directly,
+    split,
+)
 from wfbp.comm.mpi_channel import Channel, Family, Job, MpiWork
 from wfbp.comm.mpi_exchange import Exchange, Gather, Scratch
 from wfbp.comm.mpi_jobs import GatherBytes, Library
@@ -112,8 +119,7 @@ class MpiBackend(Backend):
         parts = blocks(self.size, buffer, counts, dtype)
         if self.size == 1 or buffer.nbytes == 0:
             return Finished(None)
-        if not self._direct and not _needs_exchange(dtype, op):
-            # The library's own is no alternative (docs/benchmarks/communication.md).
+        if not self._scatters_directly and not _needs_exchange(dtype, op):
             return self.all_reduce(buffer, dtype, op)
         jobs = [self._exchange(piece, dtype, op, gather=False) for piece in self._pieces(parts)]
         return self._submit(buffer.nbytes, jobs, _none)
@@ -186,12 +192,14 @@ class MpiBackend(Backend):
         # once per rank of the host; the library's algorithms send it once.
         direct = self._comm.size <= self._chunking.direct_ranks
         self._direct = direct and (one_host or fullest == 1)
+        self._scatters_directly = one_host or scatters_directly(self._comm.size, fullest)
 
     def _follow(self, original: MpiBackend) -> None:
         """Share with the original what does not need a communicator of its own."""
         self._family, self._notices = original._family, original._notices
         self.local_rank, self.local_size = original.local_rank, original.local_size
         self._chunking, self._direct = original._chunking, original._direct
+        self._scatters_directly = original._scatters_directly
 
     def _own(self, parent: MPI.Comm) -> MPI.Comm:
         comm = parent.Dup()
@@ -209,6 +217,8 @@ class MpiBackend(Backend):
     def _pieces(self, parts: Sequence[Buffer]) -> list[tuple[Buffer, ...]]:
         """Chunks that have a piece of every rank's block, so that all ranks work all the time."""
         num_chunks = -(-sum(part.nbytes for part in parts) // self._chunking.chunk_bytes)
+        if num_chunks == 1:
+            return [tuple(parts)]
         cut = [[part[a:b] for a, b in split(part.size, num_chunks)] for part in parts]
         return list(zip(*cut, strict=True))
 

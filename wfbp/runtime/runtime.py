@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from wfbp.comm.backend import Backend, Buffer, Finished, Work
@@ -14,7 +14,7 @@ from wfbp.comm.probe import measure_cost
 from wfbp.comm.waiting import Waiter
 from wfbp.config import Config
 from wfbp.core.cost import Costs, PiecewiseCost, monotone_points
-from wfbp.core.types import Op
+from wfbp.core.types import Op, Operation
 from wfbp.errors import NotInitializedError, PeerError, WfbpError
 from wfbp.runtime.calls import Reply
 from wfbp.runtime.stall import StallWatch
@@ -50,7 +50,8 @@ class Runtime:
         self.local_rank = backend.local_rank
         self.local_size = backend.local_size
         self._backend = backend
-        self._costs: tuple[int, Costs] | None = None
+        self._curves: dict[Operation, tuple[int, PiecewiseCost]] = {}
+        self._costs: Costs | None = None
         self._closed = False
         self._acknowledged: set[int] = set()
         # Backends made for lanes, in the order of making, the same on every rank; and which of
@@ -108,20 +109,43 @@ class Runtime:
         self._leased.append(made)
         return made
 
-    def measure_costs(self, max_bytes: int) -> Costs:
-        """The measured cost curves up to a message size; collective; measured once.
+    def measure_costs(
+        self, max_bytes: int, operations: Sequence[Operation] = (Operation.ALL_REDUCE,)
+    ) -> Costs:
+        """The measured cost curves up to a message size; collective; each is measured once.
 
         Args:
             max_bytes: the largest message that will be sent.
+            operations: which curves are needed; all-reduce always is. What is missing of them is
+                measured within ``config.probe_s``, about, in all.
+
+        Returns:
+            All curves known so far, the same on every rank.
         """
-        if self._costs is None or self._costs[0] < max_bytes:
-            budget_s = self.config.probe_s
-            points = self.call(
-                lambda backend: Finished(measure_cost(backend, max_bytes, budget_s=budget_s)),
-                "measuring the network",
+        missing = [
+            operation
+            for operation in Operation
+            if (operation is Operation.ALL_REDUCE or operation in operations)
+            and (operation not in self._curves or self._curves[operation][0] < max_bytes)
+        ]
+        if missing:
+            budget_s = self.config.probe_s / len(missing)
+            for operation in missing:
+                points = self.call(
+                    lambda backend, operation=operation: Finished(  # type: ignore[misc]
+                        measure_cost(backend, max_bytes, operation=operation, budget_s=budget_s)
+                    ),
+                    f"measuring the network's {operation.value}",
+                )
+                self._curves[operation] = max_bytes, PiecewiseCost(monotone_points(points))
+            curve = {operation: curve for operation, (_, curve) in self._curves.items()}
+            self._costs = Costs(
+                curve[Operation.ALL_REDUCE],
+                curve.get(Operation.REDUCE_SCATTER),
+                curve.get(Operation.ALL_GATHER),
             )
-            self._costs = max_bytes, Costs(PiecewiseCost(monotone_points(points)))
-        return self._costs[1]
+        assert self._costs is not None, "all-reduce is always measured"
+        return self._costs
 
     def add_lane(self, lane: Lane) -> None:
         """Serve a lane from now on."""
