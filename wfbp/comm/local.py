@@ -12,6 +12,7 @@ to the collective until ``test()`` returns True.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -116,6 +117,7 @@ class _LocalWork(Work[T]):
         error = self._meeting.error or self._world.fate.error
         if error is not None:
             raise error
+        time.sleep(0)  # ranks are threads: who spins must let the others have the interpreter
         return False
 
     @property

@@ -165,22 +165,21 @@ class PlannedLane:
 
     def _read(self, event: int | Step | Gather) -> None:
         sequencer = self._sequencer
-        if isinstance(event, int):
-            if event >= 0:
-                sequencer.ready(event)
-            elif event == CLOSE:
-                sequencer.close()
-                self._closing = True
-            else:
-                sequencer.discard()
-        elif isinstance(event, Step):
-            if self._holding:
-                sequencer.reset()
-            elif sequencer.reduced:
-                sequencer.next_step()
-            self._step = event
-        else:
+        if isinstance(event, Gather):
             self._gather = event
+            sequencer.gather()
+            return
+        if sequencer.reduced:  # this begins the next step, or sends a step again
+            sequencer.next_step()
+        if isinstance(event, Step):
+            self._step = event
+        elif event >= 0:
+            sequencer.ready(event)
+        elif event == CLOSE:
+            sequencer.close()
+            self._closing = True
+        else:
+            sequencer.discard()
 
     @property
     def busy(self) -> bool:
