@@ -45,8 +45,8 @@ def test_benchmark(mpirun: Callable[..., Run], mpi: str) -> None:
     run = mpirun(2, "-m", *arguments, "--gbit", 10, mpi=mpi)
     assert run.rc == 0, run.stderr
     document = json.loads(run.stdout)
-    assert [t["nbytes"] for t in document["timings"][::4]] == [4096, 16384, 65536]
-    assert len({t["contestant"] for t in document["timings"]}) == 4
+    assert [t["nbytes"] for t in document["timings"][::8]] == [4096, 16384, 65536]
+    assert len({t["contestant"] for t in document["timings"]}) == 8
     assert set(document["cpu_shares"]) == {"idle", "waiting for a late rank"}
     assert len(document["streams"]) == 8
     assert document["machine"]["ranks"] == "2"

@@ -1,7 +1,8 @@
-"""``mpirun -n N python -m wfbp.bench comm``: all-reduces of the MPI backend, and its CPU use.
+"""``mpirun -n N python -m wfbp.bench comm``: collectives of the MPI backend, and its CPU use.
 
 Contestants take turns, round by round, so that foreign load meets them all: the library's
-blocking all-reduce of the whole message, the same in chunks of 1 and 4 MiB, and the backend. The
+blocking all-reduce of the whole message, the same in chunks of 1 and 4 MiB, the backend's; and
+reduce-scatters and all-gathers of the library and the backend, by bytes of the whole buffer. The
 ranks start each together; a time is the slowest rank's. Then the CPU time of the runtime's
 communication thread: with nothing to do, and waiting for a rank that is late. With ``--gbit``,
 streams of messages on a link of that rate, too (``launch/link.py`` makes one).
@@ -25,14 +26,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from wfbp.bench.comm_stream import Stream, measure_streams
+from wfbp.bench.comm_ways import Contestant, contestants, wanted
 from wfbp.bench.load import thread_seconds, usage
 from wfbp.bench.tables import print_table
-from wfbp.comm.backend import Buffer
 from wfbp.comm.chunking import Chunking
 from wfbp.comm.mpi import MpiBackend
-from wfbp.comm.waiting import Policy, Waiter, wait
+from wfbp.comm.waiting import Policy
 from wfbp.config import Config
-from wfbp.core.types import Op
+from wfbp.core.types import Operation
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.thread import THREAD_NAME
 
@@ -40,73 +41,50 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 SIZES = tuple(4 << 10 << (2 * k) for k in range(8))
-CHUNKS = (1 << 20, 4 << 20)
 LATE_S = 3.0
-BACKEND = "wfbp"
-Contestant = Callable[[Buffer], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Microseconds per all-reduce of one contestant at one size.
+    """Microseconds per collective of one contestant at one size.
 
     Args:
         spread_us: between the first and the third quartile.
     """
 
     contestant: str
+    operation: str
     nbytes: int
     median_us: float
     least_us: float
     spread_us: float
 
 
-def contestants(comm: MPI.Comm, backend: MpiBackend) -> dict[str, Contestant]:
-    """Ways to add up a float32 buffer over all ranks."""
-    from mpi4py import MPI
-
-    waiter = Waiter.watching(backend)
-
-    def in_chunks(nbytes: int) -> Contestant:
-        step = nbytes // 4
-
-        def reduce(data: Buffer) -> None:
-            for start in range(0, data.size, step):
-                comm.Allreduce(MPI.IN_PLACE, data[start : start + step])
-
-        return reduce
-
-    return {
-        "MPI, whole": lambda data: comm.Allreduce(MPI.IN_PLACE, data),
-        **{f"MPI, {nbytes >> 20} MiB chunks": in_chunks(nbytes) for nbytes in CHUNKS},
-        BACKEND: lambda data: wait(backend.all_reduce(data, "float32", Op.SUM), waiter),
-    }
-
-
 def measure(
-    comm: MPI.Comm, ways: dict[str, Contestant], nbytes: int, num_rounds: int
+    comm: MPI.Comm, ways: Sequence[Contestant], nbytes: int, num_rounds: int
 ) -> list[Timing]:
-    """Check that all contestants agree, then time them in turns."""
+    """Check what each contestant gives, then time them in turns."""
     data = np.empty(nbytes // 4, np.float32)
-    want = float(sum(range(1, comm.size + 1)))
     times = np.zeros((len(ways), num_rounds))
     for turn in range(-1, num_rounds):  # the first, untimed, finds cold memory
-        for row, (name, reduce) in enumerate(ways.items()):
+        for row, way in enumerate(ways):
             data.fill(comm.rank + 1)
             comm.Barrier()
             start_s = time.perf_counter()
-            reduce(data)
+            way.act(data)
             if turn >= 0:
                 times[row, turn] = time.perf_counter() - start_s
-            elif not (data == want).all():
-                raise RuntimeError(f"{name} gave a wrong sum at {nbytes} bytes")
+                continue
+            want = wanted(way.operation, data.size, comm.rank, comm.size)
+            if not np.array_equal(way.result(data), want):
+                raise RuntimeError(f"{way.name} gave a wrong result at {nbytes} bytes")
     slowest = np.max(comm.allgather(times), axis=0) * 1e6
-    return [_timing(name, nbytes, row.tolist()) for name, row in zip(ways, slowest, strict=True)]
+    return [_timing(way, nbytes, row.tolist()) for way, row in zip(ways, slowest, strict=True)]
 
 
-def _timing(name: str, nbytes: int, values_us: list[float]) -> Timing:
+def _timing(way: Contestant, nbytes: int, values_us: list[float]) -> Timing:
     first, median, third = statistics.quantiles(values_us, n=4)
-    return Timing(name, nbytes, median, min(values_us), third - first)
+    return Timing(way.name, way.operation.value, nbytes, median, min(values_us), third - first)
 
 
 def cpu_shares(comm: MPI.Comm, backend: MpiBackend) -> dict[str, float]:
@@ -205,17 +183,9 @@ def _show(
         print(json.dumps(document, indent=2))
         return
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
-    names = list(dict.fromkeys(t.contestant for t in timings))
-    by_size: dict[int, list[Timing]] = {}
-    for timing in timings:
-        by_size.setdefault(timing.nbytes, []).append(timing)
-    tables: dict[str, Callable[[Timing], str]] = {
-        "Microseconds, median (spread)": lambda t: f"{t.median_us:,.0f} ({t.spread_us:,.0f})",
-        "Microseconds, least": lambda t: f"{t.least_us:,.0f}",
-    }
-    for title, pick in tables.items():
-        rows = [[_size(n), *(pick(t) for t in row)] for n, row in by_size.items()]
-        print_table(title, ("size", *names), rows)
+    whole = [t for t in timings if t.operation == Operation.ALL_REDUCE.value]
+    _print_timings("All-reduce", whole)
+    _print_timings("Its halves", [t for t in timings if t not in whole])
     if streams:
         print_table(
             "Streams of 32 MiB: payload over what the link can carry",
@@ -231,6 +201,20 @@ def _show(
         ("state", "share"),
         [(state, f"{share:.1%}") for state, share in shares.items()],
     )
+
+
+def _print_timings(what: str, timings: Sequence[Timing]) -> None:
+    names = list(dict.fromkeys(t.contestant for t in timings))
+    by_size: dict[int, list[Timing]] = {}
+    for timing in timings:
+        by_size.setdefault(timing.nbytes, []).append(timing)
+    tables: dict[str, Callable[[Timing], str]] = {
+        "microseconds, median (spread)": lambda t: f"{t.median_us:,.0f} ({t.spread_us:,.0f})",
+        "microseconds, least": lambda t: f"{t.least_us:,.0f}",
+    }
+    for title, pick in tables.items():
+        rows = [[_size(n), *(pick(t) for t in row)] for n, row in by_size.items()]
+        print_table(f"{what}: {title}", ("size", *names), rows)
 
 
 def _size(nbytes: int) -> str:
