@@ -77,7 +77,7 @@ def spoilt(draw: st.DrawFn, good: dict[str, Any]) -> bytes:
         elif isinstance(where, list) and act == "swap":
             where.reverse()
         else:
-            where[key] = draw(NASTY)
+            where[key] = copy.deepcopy(draw(NASTY))  # sampled lists are always the same ones
     text = json.dumps(data, ensure_ascii=draw(st.booleans())).encode("utf-8", "surrogatepass")
     if draw(st.integers(0, 9)) == 0:
         text = text[: draw(st.integers(0, len(text)))]
@@ -131,6 +131,17 @@ def test_any_recorded_run(recorded: bytes, tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "a.json").write_bytes(recorded)
     (tmp_path / "b.json").write_text(json.dumps(document(1, 2)))
     check(wfbp("report", tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("name", None), ("name", []), ("shape", [2.5]), ("shape", "12"), ("dtype", 3)],
+)
+def test_a_recorded_plan_of_wrong_types(key: str, value: object, tmp_path: Path) -> None:
+    recorded = copy.deepcopy(RECORDED)
+    recorded["plan"]["tensors"][1][key] = value
+    (tmp_path / "a.json").write_text(json.dumps(recorded))
+    assert_refused(wfbp("report", tmp_path), "a.json: plan: not a valid wfbp-plan/1 document")
 
 
 @FUZZ
