@@ -9,6 +9,7 @@ BENCHMARKS = {
     "pack": "fusion buffers filled by the extension, by NumPy, and by memcpy",
     "hooks": "cost of a gradient hook on the training thread",
     "plan": "time to plan, by planner and number of tensors",
+    "answer": "time of wfbp plan as a whole process, by schedule and kind of cost",
     "scaling": "every schedule from 4 to 2048 workers, and the time to predict it",
     "validation": "the model against published measurements and claims",
     "comm": "collectives of the MPI backend: latency, bandwidth, CPU use",

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from wfbp.bench.plan import environment
 from wfbp.bench.tables import print_table
 from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.planners import PLANNERS
@@ -39,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cluster", default="10GbE-16", help="a name in it (default 10GbE-16)")
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="ring")
     parser.add_argument("--node-workers", type=int, default=8, help="for hierarchical")
+    parser.add_argument("--kappa", type=float, default=0.0, help="interference (default 0)")
     parser.add_argument("--schedule", action="append", choices=PLANNERS)
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.cluster not in clusters:
         parser.error(f"no cluster {arguments.cluster!r}; known are {', '.join(clusters)}")
     row = clusters[arguments.cluster]
-    costs = Costs(LinearCost(row["alpha_s"], row["beta_s_per_byte"]))
+    costs = Costs(LinearCost(row["alpha_s"], row["beta_s_per_byte"]), kappa=arguments.kappa)
     node = None
     if arguments.algorithm == "hierarchical":
         two = scale(costs, 2, measured_on=row["workers"]).all_reduce
@@ -58,21 +58,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"no traces in {DATA / 'traces'}; name some with --trace")
     traces = [Trace.load(path) for path in paths]
     schedules = arguments.schedule or SCHEDULES
-    start = time.process_time()
+    start, began = time.process_time(), time.perf_counter()
     rows = sweep(
         traces, costs, WORKERS, schedules, arguments.algorithm,
         measured_on=row["workers"], node=node,
     )  # fmt: skip
-    seconds = time.process_time() - start
+    cpu_s, wall_s = time.process_time() - start, time.perf_counter() - began
     if arguments.json:
-        data = {"cpu_s": seconds, "rows": [asdict(r) for r in rows]}
+        data = {"wall_s": wall_s, "cpu_s": cpu_s, "rows": [asdict(r) for r in rows]}
         print(json.dumps(data, indent=1))
         return 0
     for trace in traces:
         _print_model(trace.model, arguments.cluster, schedules, rows)
     print(
-        f"{len(rows)} predictions in {seconds:.2f} s of one core (target {LIMIT_S:.0f} s); "
-        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+        f"{len(rows)} predictions in {wall_s:.2f} s, {cpu_s:.2f} s of one core (target "
+        f"{LIMIT_S:.0f} s); " + ", ".join(f"{key} {value}" for key, value in environment().items())
     )
     return 0
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console
 from rich.table import Table
+
+from wfbp.cli.tables import console
 
 
 def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -15,4 +16,4 @@ def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]
         table.add_column(name, justify="right" if position else "left")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    console().print(table)

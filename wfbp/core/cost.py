@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class Costs:
         if operation is Operation.ALL_REDUCE:
             return self.all_reduce
         own = self.reduce_scatter if operation is Operation.REDUCE_SCATTER else self.all_gather
-        return self.all_reduce.scaled(0.5) if own is None else own
+        return _half(self.all_reduce) if own is None else own
 
     def to_json(self) -> dict[str, Any]:
         """The costs as plain data, format ``wfbp-cost/1``."""
@@ -105,6 +106,12 @@ class Costs:
             return cls.from_json(data)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+
+
+@lru_cache(maxsize=64)
+def _half(curve: CostModel) -> CostModel:
+    """Kept, because planners ask often, and a curve works out arrays when it is first used."""
+    return curve.scaled(0.5)
 
 
 def _only_known(place: str, data: dict[str, Any], known: Sequence[str]) -> None:

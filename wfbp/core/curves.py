@@ -28,6 +28,9 @@ class CostModel(Protocol):
     def __call__(self, nbytes: float) -> float:
         """Seconds of a message of ``nbytes`` bytes."""
 
+    def __hash__(self) -> int:
+        """Models are values."""
+
     def many(self, nbytes: Floats) -> Floats:
         """Seconds of each of many messages, in the shape of ``nbytes``."""
 

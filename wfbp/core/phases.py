@@ -17,6 +17,7 @@ import numpy as np
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.trace import Trace
+from wfbp.core.types import Operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def backward_phase(plan: Plan, trace: Trace, costs: Costs) -> PhaseTiming:
     sizes = [t.spec.nbytes for t in trace.tensors]
     backward_s = ready_clock[0]
     lag = costs.kappa / (1.0 + costs.kappa)
-    cost_of = {group.operation: costs.of(group.operation) for group in plan.groups}
+    cost_of = {operation: costs.of(operation) for operation in Operation}
     free_clock = end_s = busy_s = 0.0
     clocks, walls = [0.0], [0.0]
     rows = []

@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from wfbp.core.types import Operation, Phase, TensorSpec
+
+T = TypeVar("T")
 
 FORMAT = "wfbp-plan/1"
 ALIGNMENT_BYTES = 16
@@ -163,18 +165,31 @@ class Plan:
             raise ValueError(f"not a plan: expected format {FORMAT!r}")
         try:
             return cls(
-                schedule=data["schedule"],
+                schedule=_is(str, data["schedule"]),
                 tensors=tuple(
-                    TensorSpec(t["name"], tuple(t["shape"]), t["dtype"]) for t in data["tensors"]
+                    TensorSpec(_is(str, t["name"]), _whole(t["shape"]), _is(str, t["dtype"]))
+                    for t in data["tensors"]
                 ),
                 groups=tuple(
-                    Group(tuple(g["tensors"]), Operation(g["operation"]), Phase(g["phase"]))
+                    Group(_whole(g["tensors"]), Operation(g["operation"]), Phase(g["phase"]))
                     for g in data["groups"]
                 ),
-                overlap=data["overlap"],
+                overlap=_is(bool, data["overlap"]),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a valid {FORMAT} document: {error!r}") from error
+
+
+def _is(kind: type[T], value: Any) -> T:
+    """The value, which must be of exactly this kind: to JSON, true is no number."""
+    if type(value) is not kind:
+        raise TypeError(f"expected {kind.__name__}, found {value!r}")
+    exact: T = value
+    return exact
+
+
+def _whole(values: Any) -> tuple[int, ...]:
+    return tuple(_is(int, value) for value in _is(list, values))
 
 
 def layout(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:

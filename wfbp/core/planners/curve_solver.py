@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
@@ -46,6 +47,9 @@ class CurveSolver:
         zero = np.zeros((len(kinds), 1))
         self._count: Floats = np.hstack([zero, np.cumsum(members, axis=1)])
         self._bytes: Floats = np.hstack([zero, np.cumsum(members * np.array(row.sizes), axis=1)])
+
+        self._steps: list[tuple[float, float, Partition]] = []  # from, to, the cheapest there
+        self._impossible = -np.inf  # no partition is through by then
 
     def _row(self, j: int) -> Floats:
         """Wall seconds of the run (i, j] for every i; infinite for i beyond its segment."""
@@ -101,9 +105,25 @@ class CurveSolver:
         more room before it, and one figure per j is enough:
 
             w(i) = min over j > i of  w(j) + c(P_j - P_i)   where it is <= (1 + kappa) * (D - r_j)
+
+        The least busy time is a falling staircase over D: an answer holds from its own makespan
+        up to the deadline that was asked for, and searches ask within one step again and again.
         """
-        if makespan < self._floor:
+        if makespan < self._floor or makespan <= self._impossible:
             return None
+        step = bisect_right(self._steps, makespan, key=lambda known: known[0])
+        if step and makespan <= self._steps[step - 1][1]:
+            return self._steps[step - 1][2]
+        found = self._cheapest(makespan)
+        if found is None:
+            self._impossible = makespan
+        else:
+            before = self._steps[step - 1][1] if step else 0.0
+            low = max(min(found.makespan, makespan), before)
+            self._steps.insert(step, (low, makespan, found))
+        return found
+
+    def _cheapest(self, makespan: float) -> Partition | None:
         room = self._room(makespan)
         busy = np.full(self._n + 1, np.inf)
         busy[-1] = 0.0
@@ -112,10 +132,11 @@ class CurveSolver:
             if busy[j] > room[j]:
                 continue
             row = self._row(j) if self._table is None else self._table[j]
-            through = busy[j] + row[:j]
-            better = (through < busy[:j]) & (through <= room[j])
-            busy[:j][better] = through[better]
-            following[:j][better] = j
+            through = row[:j] + busy[j]
+            better = through < busy[:j]
+            better &= through <= room[j]
+            np.copyto(busy[:j], through, where=better)  # much faster than busy[:j][better] = ...
+            np.copyto(following[:j], j, where=better)
         if not np.isfinite(busy[0]):
             return None
         ends = [int(following[0])]

@@ -41,6 +41,8 @@ DECOUPLING: tuple[Planner, ...] = (
 
 SEARCH_PRECISION = 1e-4
 """How exactly iterations are worked out while modes are compared."""
+MIXED_PRECISION = 1e-6
+"""How exactly, with interference, runs are cut for modes that no other planner has."""
 MAX_CURVE_TENSORS = 64
 """Modes for measured curves, which take quadratic time, are sought on at most so many tensors."""
 
@@ -88,7 +90,8 @@ def hybrid(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> Plan:
         for operation in (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER)
     )
     mixed = [
-        settler.settle(modes) for modes in (split_modes(trace, costs), shared_modes(trace, costs))
+        settler.settle(modes, MIXED_PRECISION)
+        for modes in (split_modes(trace, costs), shared_modes(trace, costs))
     ]
     found = [reduced, decoupled, *mixed]
     best_s = min(settled.seconds for settled in found)
