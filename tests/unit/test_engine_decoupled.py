@@ -82,9 +82,7 @@ def test_random_programs(size: int, sizes: list[int], schedule: str, op: Op, see
                     updater.accumulate(k, step["values"][runtime.rank][k])
             updater.step(step["whole"])
             for k in range(len(sizes)):
-                rows = [
-                    step["values"][r][k] if step["grads"][r][k] else None for r in range(size)
-                ]
+                rows = [step["values"][r][k] if step["grads"][r][k] else None for r in range(size)]
                 expected[k] -= (mean(rows) or 0.0) * (size if op is Op.SUM else 1)
         updater.engine.flush()
         for k, value in enumerate(expected):
