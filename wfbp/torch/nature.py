@@ -21,13 +21,7 @@ from typing import Any
 
 import torch
 
-from wfbp.torch.isolation import (
-    MOST_ELEMENTS,
-    UnknownError,
-    private,
-    stand_in,
-    undisturbed,
-)
+from wfbp.torch.isolation import MOST_ELEMENTS, UnknownError, private, same, stand_in, undisturbed
 
 log = logging.getLogger("wfbp")
 
@@ -75,8 +69,7 @@ def nature_of(optimizer: torch.optim.Optimizer) -> Nature:
                 # Some, like Adagrad, make their state when they are made.
                 return _judge(optimizer, subjects, started=True)
     except Exception as error:
-        name = type(optimizer).__name__
-        log.debug("%s is taken to be coupled: %r", name, error)
+        log.debug("%s is taken to be coupled: %r", type(optimizer).__name__, error)
         return Nature.COUPLED
 
 
@@ -209,7 +202,7 @@ def _run(
         rank: whose flat parts to step, or None for whole tensors.
         started: whether it begins with the optimizer's state, or with none.
     """
-    made: Any = stand_in(optimizer)
+    made = stand_in(optimizer)
     made.defaults = made.defaults | _SWITCHED_OFF
     made.state = defaultdict(dict)
     members: list[_Member] = []
@@ -256,8 +249,8 @@ def _groups(
             group |= {k: v for k, v in _SWITCHED_OFF.items() if k in group}
             rate = group.get("lr")
             if rate is not None:
-                tensor = isinstance(rate, torch.Tensor)
-                group["lr"] = torch.full_like(rate, _RATE) if tensor else _RATE
+                held = isinstance(rate, torch.Tensor)
+                group["lr"] = torch.full_like(rate, _RATE) if held else _RATE
             groups[member.group] = group | {"params": []}
         groups[member.group]["params"].append(member.param)
     for group in groups.values():
@@ -269,9 +262,8 @@ def _groups(
 def _parts_agree(whole: _End, part: _End) -> bool:
     """Whether groups and attributes ended alike, whatever tensors a stand-in had."""
     known = dict(whole.groups)
-    return same(whole.attributes, part.attributes) and all(
-        same(known[number], values) for number, values in part.groups
-    )
+    alike = all(same(known[number], values) for number, values in part.groups)
+    return alike and same(whole.attributes, part.attributes)
 
 
 def _joins(subjects: Sequence[_Subject], whole: _End, ranks: Sequence[_End]) -> bool:
