@@ -26,7 +26,7 @@ def check(ranks: int, mpi: str, schedules: str, schedule: str, optimizer: str) -
         mine = [r for r in rows if (r["schedule"], r["optimizer"]) == (schedule, optimizer)]
         assert len(mine) == len(equality.DTYPES[optimizer])
         for row in mine:
-            assert row["after_ten"] <= TOLERANCE[row["dtype"]], (rank, row)
+            assert row["after_twenty"] <= TOLERANCE[row["dtype"]], (rank, row)
             assert row["at_the_end"] <= TOLERANCE[row["dtype"]], (rank, row)
             assert row["ranks_equal"], (rank, row)
             assert row["moved"] > 0.01, (rank, row)
@@ -35,8 +35,9 @@ def check(ranks: int, mpi: str, schedules: str, schedule: str, optimizer: str) -
             assert not row["frozen_moved"], (rank, row)
             if ranks > 1:
                 phases = [p for p in ("profile", "trial", "installed") if p in row["phases"]]
+                tried = schedule in ("auto", "dear")
                 wanted = ["profile", "trial", "installed"]
-                assert phases == (wanted if schedule == "auto" else ["profile", "installed"]), row
+                assert phases == (wanted if tried else ["profile", "installed"]), row
 
 
 @pytest.mark.parametrize("optimizer", equality.OPTIMIZERS)

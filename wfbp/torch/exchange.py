@@ -101,8 +101,7 @@ class Exchange:
         reduced, self._held = self._held, None
         result = self._update.apply(reduced)
         if self._barrier is not None and self._update.pending:
-            for index in self._barrier.unseen:
-                self._await_param(index)
+            self._await_unguarded(self._barrier)
             self._barrier.active = self._update.pending
         return result
 
@@ -159,7 +158,16 @@ class Exchange:
     def _await_param(self, index: int) -> None:
         self._update.await_param(index)
         if self._barrier is not None and not self._update.pending:
-            self._barrier.active = False
+            self._barrier.active = self._engine.profiling
+
+    def _await_unguarded(self, barrier: Barrier) -> None:
+        """Wait for parameters that may be read, or so far were, without the barrier's knowing."""
+        if barrier.moved:
+            self._update.flush()
+            return
+        for index in range(len(self._params)):
+            if index in barrier.exposed or index not in barrier.seen:
+                self._update.await_param(index)
 
     def _reduced_tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The shards of reduced gradients, and the whole ones."""

@@ -44,6 +44,8 @@ class ForwardClock:
             ]
         elif self._handles and not self._engine.profiling:
             self.stop()
+            if self._barrier is not None:
+                self._barrier.hook_unseen()
 
     def stop(self) -> None:
         """Stop watching."""

@@ -27,8 +27,15 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "wfbp": {"schedule": "wfbp"},
     "single": {"schedule": "single"},
     "threshold": {"schedule": "threshold", "threshold_bytes": 200},
+    "dear": {"schedule": "dear"},
+    "ipart": {"schedule": "ipart"},
+    "independent": {"schedule": "independent"},
+    "hybrid": {"schedule": "hybrid"},
+    "ps": {"schedule": "ps"},
+    "ps_layerwise": {"schedule": "ps_layerwise"},
+    "replicated": {"schedule": "ps_layerwise", "update": "replicated"},
 }
-MIN_STEPS = 10
+MIN_STEPS = 20
 MAX_STEPS = 120
 BATCH = 6
 
@@ -116,7 +123,7 @@ def train(schedule: str, optimizer_name: str, dtype: torch.dtype) -> dict[str, A
     )
     plain = OPTIMIZERS[optimizer_name](reference)
     phases: list[str] = []
-    after_ten = float("inf")
+    after_twenty = float("inf")
     steps = 0
     for step in range(MAX_STEPS):
         x, y = batch(step, size, dtype)
@@ -132,7 +139,7 @@ def train(schedule: str, optimizer_name: str, dtype: torch.dtype) -> dict[str, A
         if phase not in phases:
             phases.append(phase)
         if steps == MIN_STEPS:
-            after_ten = distance(model, reference)
+            after_twenty = distance(model, reference)
         if steps >= MIN_STEPS and phase == "installed":
             break
     everybody = wfbp.allgather_object(fingerprint(model))
@@ -144,7 +151,7 @@ def train(schedule: str, optimizer_name: str, dtype: torch.dtype) -> dict[str, A
         "phases": phases,
         "plan": optimizer.report().get("schedule"),
         "num_groups": optimizer.report().get("num_groups"),
-        "after_ten": after_ten,
+        "after_twenty": after_twenty,
         "at_the_end": distance(model, reference),
         "moved": (model.first.weight - before.first.weight).abs().max().item(),
         "ranks_equal": len(set(everybody)) == 1,
