@@ -12,7 +12,8 @@ from wfbp.comm.backend import Buffer
 from wfbp.comm.local import LocalWorld
 from wfbp.core.plan import ALIGNMENT_BYTES, Group, Plan
 from wfbp.core.types import Op, TensorSpec
-from wfbp.runtime.fusion import STEP_CYCLE, FusionBuffer, aligned_bytes, storage_dtype
+from wfbp.runtime.flags import STEP_CYCLE
+from wfbp.runtime.fusion import FusionBuffer, aligned_bytes, storage_dtype
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 

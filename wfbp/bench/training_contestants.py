@@ -19,7 +19,10 @@ from torch import nn
 
 from wfbp.bench.models import Batch, loss
 
-SCHEDULES = ("auto", "oasr", "mgwfbp", "wfbp", "single", "threshold")
+SCHEDULES = (
+    ("auto", "oasr", "mgwfbp", "wfbp", "single", "threshold")
+    + ("hybrid", "independent", "dear", "ipart", "ps", "ps_layerwise")
+)
 DDP_BUCKETS_MB = (1, 25, 100)
 
 NO_COMMUNICATION = "none"
@@ -72,8 +75,10 @@ class Contestant:
         return bool(self.report().get("phase", "installed") == "installed")
 
     def rest(self) -> None:
-        """Give the memory of the gradients back while others run."""
+        """Give the memory of the gradients back while others run, and leave nothing under way."""
         self.optimizer.zero_grad()
+        for _ in self.model.parameters():  # to read them is to wait for what still travels
+            pass
 
 
 Maker = Callable[[str, nn.Module, torch.optim.SGD], Contestant]

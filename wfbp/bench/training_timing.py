@@ -20,6 +20,7 @@ from wfbp.bench.training_results import Block
 from wfbp.bench.training_settings import Settings
 
 COMMUNICATION_THREAD = "wfbp-comm"
+LINK_SHARE = 0.9
 MIN_BLOCK_S = 0.5
 """Long enough for the kernel's tick counts to tell a foreign load of a few per cent."""
 
@@ -63,17 +64,17 @@ def time_blocks(
 
 def check_link_carried(blocks: dict[str, list[Block]], num_bytes: int) -> None:
     """Every all-reduce of ``num_bytes`` crossed the link: no split of ranks into two sides can
-    do with fewer bytes each way.
+    do with fewer bytes each way, but for what is just under way where a block begins.
 
     Raises:
         RuntimeError: a contestant's ranks spoke to each other by another road.
     """
     for name, its in blocks.items():
         sent = [block.sent_bytes for block in its if block.sent_bytes is not None]
-        if name != NO_COMMUNICATION and sent and min(sent) < num_bytes:
+        if name != NO_COMMUNICATION and sent and min(sent) < LINK_SHARE * num_bytes:
             raise RuntimeError(
                 f"{name} put {min(sent):.0f} bytes per iteration on the link, expected at least "
-                f"{num_bytes}: its ranks spoke to each other by another road"
+                f"{LINK_SHARE * num_bytes:.0f}: its ranks spoke to each other by another road"
             )
 
 
@@ -94,9 +95,9 @@ def _block(
     interface: str,
 ) -> Block:
     """One block: untimed steps that bring the contestant's data back, then the timed ones."""
+    comm.Barrier()  # not behind the untimed steps, whose all-gathers the first timed one waits for
     for step in range(max(1, length // 10)):
         contestant.step(batches[step % len(batches)])
-    comm.Barrier()
     load, cpu_s, thread_s = usage(processes), _process_seconds(), _thread_seconds()
     sent = sent_bytes(interface) if interface else 0
     times = [time.perf_counter()]
