@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,11 +18,23 @@ from torch.nn.utils import parametrizations, parametrize, stateless
 
 from wfbp.torch.barrier import Barrier, Guarded
 
+MADE: list[Barrier] = []
+
+
+@pytest.fixture(autouse=True)
+def no_traces() -> Iterator[None]:
+    """Barriers that a test has made are released, and leave no hooks."""
+    yield
+    while MADE:
+        MADE.pop().release()
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
 
 def guarded(root: nn.Module, active: bool = True) -> tuple[Barrier, list[int]]:
     """A barrier over all of a module's parameters, and the reads that it hears of."""
     reads: list[int] = []
     barrier = Barrier(list(root.parameters()), reads.append)
+    MADE.append(barrier)
     barrier.guard(root)
     barrier.active = active
     return barrier, reads
@@ -323,6 +337,16 @@ def test_recurrent_layers_keep_a_list(kind: Callable[..., nn.Module]) -> None:
     assert not reads
 
 
+def test_a_model_and_its_barrier_die_together() -> None:
+    model = nn.LSTM(1, 1)
+    barrier, _ = guarded(model)
+    MADE.clear()
+    dead = weakref.ref(model), weakref.ref(barrier)
+    del model, barrier
+    gc.collect()
+    assert [ref() for ref in dead] == [None, None]
+
+
 class Hidden(nn.Module):
     """Reads its parameter where nobody hears it."""
 
@@ -458,7 +482,8 @@ def test_compiled_modules_are_exposed(graphs: Any, in_place: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 def test_a_compiled_function_leaves_its_graph_to_read(graphs: Any) -> None:
-    _, backend = graphs
+    seen, backend = graphs
+    graphs_after: list[int] = []
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
     barrier, reads = guarded(model)
     fast = torch.compile(lambda x: model(x) + 1, backend=backend)
@@ -469,9 +494,11 @@ def test_a_compiled_function_leaves_its_graph_to_read(graphs: Any) -> None:
             barrier.active = active
             del reads[:]
             result = fast(torch.ones(2, 3))
+            graphs_after.append(len(seen))
             assert set(reads) == ({0, 1} if active else set())
             barrier.active = False
             assert torch.equal(result, model(torch.ones(2, 3)) + 1)
+    assert graphs_after[2:] == [graphs_after[1]] * 6  # nothing is compiled at every step
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -206,6 +207,12 @@ class Barrier:
         """Called by a :class:`Guarded` that lets go of a value."""
         self.moved = self.moved or id(value) in self._index
 
+    def before(self, module: nn.Module) -> None:
+        """Called before any module's forward."""
+        if self.active and id(module) in self._hooked:
+            for index in self._hooked[id(module)][1]:
+                self._read(self._params[index])
+
     def _read(self, value: Any) -> None:
         index = self._index.get(id(value))
         if index is not None:
@@ -216,12 +223,8 @@ class Barrier:
         self._hooked[id(module)] = module, indices
         if self._handle is None:
             # One for all modules: a hook on the module would be copied and pickled with it.
-            self._handle = register_module_forward_pre_hook(self._before)
-
-    def _before(self, module: nn.Module, inputs: Any) -> None:
-        if self.active and id(module) in self._hooked:
-            for index in self._hooked[id(module)][1]:
-                self._read(self._params[index])
+            self._handle = register_module_forward_pre_hook(_caller(weakref.ref(self)))
+            weakref.finalize(self, self._handle.remove)
 
     def _leave(self, module: nn.Module) -> None:
         _, table = self._guarded.pop(id(module), (None, None))
@@ -240,6 +243,15 @@ class Barrier:
         for inner in value if isinstance(value, list | tuple) else (value,):
             if id(inner) in self._index:
                 yield self._index[id(inner)]
+
+
+def _caller(this: weakref.ref[Barrier]) -> Callable[[nn.Module, Any], None]:
+    def before(module: nn.Module, inputs: Any) -> None:
+        barrier = this()
+        if barrier is not None:
+            barrier.before(module)
+
+    return before
 
 
 def _compiled(root: nn.Module) -> dict[int, nn.Module]:
