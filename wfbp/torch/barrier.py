@@ -1,0 +1,265 @@
+"""A read barrier: somebody is told before a module hands out one of some parameters."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+
+class Guarded(dict[str, Any]):
+    """The parameters of one module, of which barriers hear before they are read.
+
+    It takes the place of ``module._parameters``, through which modules read their parameters.
+    Copies and pickles of it are plain dictionaries. Several views of all parameters
+    (``items()``, ``values()``) count as reads of all, when they are made.
+    """
+
+    __slots__ = ("barriers", "plain")
+
+    def __init__(self, plain: dict[str, Any]) -> None:
+        super().__init__(plain)
+        self.plain = type(plain)
+        self.barriers: tuple[Barrier, ...] = ()
+
+    def __getitem__(self, name: str) -> Any:
+        value = dict.__getitem__(self, name)
+        for barrier in self.barriers:
+            if barrier.active:
+                barrier.read(value)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        # With it, dict(self) and {**self} read through __getitem__.
+        return super().__iter__()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._leaves(name, value)
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        self._leaves(name, None)
+        super().__delitem__(name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain, (), None, None, iter(self.items())
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401 - it is what get() does
+
+    def pop(self, name: str, *default: Any) -> Any:
+        if name in self:
+            value = self[name]
+            del self[name]
+            return value
+        return super().pop(name, *default)
+
+    def popitem(self) -> tuple[str, Any]:
+        name = next(reversed(self))
+        return name, self.pop(name)
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+    def clear(self) -> None:
+        for name in list(self):
+            del self[name]
+
+    def copy(self) -> dict[str, Any]:
+        return self.plain(self.items())
+
+    def items(self) -> Any:
+        self._read_all()
+        return super().items()
+
+    def values(self) -> Any:
+        self._read_all()
+        return super().values()
+
+    def _read_all(self) -> None:
+        for barrier in self.barriers:
+            if barrier.active:
+                for value in dict.values(self):
+                    barrier.read(value)
+
+    def _leaves(self, name: str, successor: Any) -> None:
+        held = dict.get(self, name)
+        if held is not None and held is not successor:
+            for barrier in self.barriers:
+                barrier.leaves(held)
+
+
+class Barrier:
+    """Calls back before modules hand out parameters, while it is active.
+
+    Modules whose forward does not read their parameters there (``nn.LSTM`` keeps a list) can be
+    hooked: a call of such a module counts as a read of all it holds. Compiled modules, and
+    scripted ones, read without anybody hearing of it; they are left as they are, and what they
+    hold is ``exposed``. A function under ``torch.compile`` that calls a guarded module while the
+    barrier is active runs uncompiled there.
+
+    Made, switched and changed by the training thread. Parameters may be read, and ``on_read`` is
+    called, in any thread; it may be called again for the same read, and must not read parameters
+    of another index.
+
+    Args:
+        params: the parameters, by index.
+        on_read: called with the index of a parameter before it is handed out.
+
+    Attributes:
+        active: whether reads are heard of. Switch it off whenever nobody needs to wait.
+        seen: indices that were read since :meth:`watch`, or since the barrier was made.
+        exposed: indices that can be read without the barrier, as far as the last
+            :meth:`guard` could know.
+        moved: whether a parameter has left its module since, as parametrizations make it do;
+            call :meth:`guard` again.
+
+    Example:
+        >>> from torch import nn
+        >>> module = nn.Linear(2, 1)
+        >>> barrier = Barrier(list(module.parameters()), lambda index: print("reads", index))
+        >>> barrier.guard(module)
+        >>> barrier.active = True
+        >>> weight = module.weight
+        reads 0
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], on_read: Callable[[int], None]) -> None:
+        self._params = list(params)
+        self._index = {id(p): k for k, p in enumerate(self._params)}
+        self._on_read = on_read
+        self._guarded: dict[int, tuple[nn.Module, Guarded]] = {}
+        self._hooked: dict[int, tuple[nn.Module, set[int]]] = {}
+        self._handle: Any = None
+        self.active = False
+        self.moved = False
+        self.seen: set[int] = set()
+        self.exposed = set(range(len(self._params)))
+        # A compiled function must leave its graph here, or it would never call back.
+        self.read: Callable[[Any], None] = torch.compiler.disable(  # type: ignore[no-untyped-call]
+            self._read
+        )
+
+    def guard(self, root: nn.Module) -> None:
+        """Hear of the parameters that a module and those below it hold.
+
+        Args:
+            root: may have been guarded before, also by other barriers.
+        """
+        self.moved = False
+        compiled = _compiled(root)
+        for module in root.modules():
+            if id(module) in compiled:
+                self._leave(module)
+                continue
+            table = module.__dict__["_parameters"]
+            if self._own(table):
+                if not isinstance(table, Guarded):
+                    table = module.__dict__["_parameters"] = Guarded(table)
+                if self not in table.barriers:
+                    table.barriers = (*table.barriers, self)
+                self._guarded[id(module)] = module, table
+            kept = {index for value in vars(module).values() for index in self._kept(value)}
+            if kept:
+                self._hook(module, kept)
+        held = [self._own(table) for _, table in self._guarded.values()]
+        self.exposed = set(range(len(self._params))) - set().union(*held)
+        for module in compiled.values():
+            self.exposed |= self._own(dict(module.named_parameters(recurse=False)))
+
+    def watch(self) -> None:
+        """Forget what has been seen, and hear of reads from now on."""
+        self.seen = set()
+        self.active = True
+
+    def hook(self, module: nn.Module) -> None:
+        """Let a call of a guarded module count as a read of the parameters it holds."""
+        self._hook(module, self._own(module.__dict__["_parameters"]))
+
+    def hook_unseen(self) -> None:
+        """Hook the guarded modules that hold parameters which have not been seen."""
+        for module, table in self._guarded.values():
+            if not self._own(table) <= self.seen:
+                self.hook(module)
+
+    def release(self) -> None:
+        """Let all modules be as they were."""
+        self.active = False
+        for module, _ in list(self._guarded.values()):
+            self._leave(module)
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = None
+        self._hooked.clear()
+        self.exposed = set(range(len(self._params)))
+
+    def leaves(self, value: Any) -> None:
+        """Called by a :class:`Guarded` that lets go of a value."""
+        self.moved = self.moved or id(value) in self._index
+
+    def before(self, module: nn.Module) -> None:
+        """Called before any module's forward."""
+        if self.active and id(module) in self._hooked:
+            for index in self._hooked[id(module)][1]:
+                self._read(self._params[index])
+
+    def _read(self, value: Any) -> None:
+        index = self._index.get(id(value))
+        if index is not None:
+            self.seen.add(index)
+            self._on_read(index)
+
+    def _hook(self, module: nn.Module, indices: set[int]) -> None:
+        self._hooked[id(module)] = module, indices
+        if self._handle is None:
+            # One for all modules: a hook on the module would be copied and pickled with it.
+            self._handle = register_module_forward_pre_hook(_caller(weakref.ref(self)))
+            weakref.finalize(self, self._handle.remove)
+
+    def _leave(self, module: nn.Module) -> None:
+        _, table = self._guarded.pop(id(module), (None, None))
+        if table is None:
+            return
+        table.barriers = tuple(b for b in table.barriers if b is not self)
+        if not table.barriers and module.__dict__["_parameters"] is table:
+            module.__dict__["_parameters"] = table.copy()
+
+    def _own(self, table: dict[str, Any]) -> set[int]:
+        """Indices of the parameters in a dictionary, without reading them."""
+        return {self._index[id(v)] for v in dict.values(table) if id(v) in self._index}
+
+    def _kept(self, value: Any) -> Iterator[int]:
+        """Indices of the parameters in an attribute."""
+        for inner in value if isinstance(value, list | tuple) else (value,):
+            if id(inner) in self._index:
+                yield self._index[id(inner)]
+
+
+def _caller(this: weakref.ref[Barrier]) -> Callable[[nn.Module, Any], None]:
+    def before(module: nn.Module, inputs: Any) -> None:
+        barrier = this()
+        if barrier is not None:
+            barrier.before(module)
+
+    return before
+
+
+def _compiled(root: nn.Module) -> dict[int, nn.Module]:
+    """The modules that compiled code may read, by their ids."""
+    found: dict[int, nn.Module] = {}
+    for module in root.modules():
+        wrapper = getattr(type(module), "__module__", "") == "torch._dynamo.eval_frame"
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        if wrapper or scripted or getattr(module, "_compiled_call_impl", None) is not None:
+            found |= {id(below): below for below in module.modules()}
+    return found
