@@ -15,7 +15,7 @@ pytest.importorskip("mpi4py")
 from rich.console import Console
 
 from wfbp.bench import training
-from wfbp.bench.training_contestants import CONTESTANTS, PER_TENSOR
+from wfbp.bench.training_contestants import DEFAULTS, PER_TENSOR
 from wfbp.bench.training_results import Block, ContestantResult, ModelResult
 from wfbp.bench.training_table import model_table, target_table
 from wfbp.bench.training_targets import prediction_error, ratios, targets
@@ -140,7 +140,7 @@ def test_reference_always_competes_and_unknown_names_are_refused(
     options = training.arguments(["--contestants", "wfbp-auto,none", "--models", "gpt"])
     assert options.contestants == ["none", PER_TENSOR, "wfbp-auto"]
     assert options.models == ["gpt"]
-    assert training.arguments([]).contestants == list(CONTESTANTS)
+    assert training.arguments([]).contestants == DEFAULTS
     with pytest.raises(SystemExit):
         training.arguments(["--contestants", "horovod"])
     assert "unknown: horovod" in capsys.readouterr().err

@@ -52,6 +52,7 @@ class StubLane:
         self.turns = 0
         self.busy = False
         self.has_events = False
+        self.owes = False
         self.has_room = True
         self.expected_s: float | None = None
         self.waiting_since: float | None = None

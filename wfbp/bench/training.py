@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 
 from wfbp.bench.models import MODELS
-from wfbp.bench.training_contestants import CONTESTANTS, PER_TENSOR
+from wfbp.bench.training_contestants import CONTESTANTS, DEFAULTS, PER_TENSOR
 from wfbp.bench.training_results import ModelResult, document
 from wfbp.bench.training_settings import Settings
 from wfbp.bench.training_table import model_table, target_table
@@ -108,7 +108,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     """The command line; names are checked, and the reference is always among the contestants."""
     parser = argparse.ArgumentParser(prog="python -m wfbp.bench training", description=__doc__)
     parser.add_argument("--models", type=names(MODELS), default=list(MODELS))
-    parser.add_argument("--contestants", type=names(CONTESTANTS), default=list(CONTESTANTS))
+    parser.add_argument("--contestants", type=names(CONTESTANTS), default=DEFAULTS)
     parser.add_argument("--iterations", type=int, default=40, help="to keep, per contestant")
     parser.add_argument("--link", choices=LINKS, default="none", help="none: shared memory")
     parser.add_argument("--json", help="file for all samples")

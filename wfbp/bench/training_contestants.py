@@ -19,10 +19,9 @@ from torch import nn
 
 from wfbp.bench.models import Batch, loss
 
-SCHEDULES = (
-    ("auto", "oasr", "mgwfbp", "wfbp", "single", "threshold")
-    + ("hybrid", "independent", "dear", "ipart", "ps", "ps_layerwise")
-)
+SCHEDULES = ("auto", "oasr", "mgwfbp", "wfbp", "single", "threshold", "hybrid")
+FURTHER_SCHEDULES = ("independent", "dear", "ipart", "ps", "ps_layerwise")
+"""Compete where they are asked to."""
 DDP_BUCKETS_MB = (1, 25, 100)
 
 NO_COMMUNICATION = "none"
@@ -150,9 +149,12 @@ CONTESTANTS: dict[str, Maker] = {
     PER_TENSOR: _mpi_per_tensor,
     FLAT: _mpi_flat,
     **{f"ddp-{mb}": _ddp(mb) for mb in DDP_BUCKETS_MB},
-    **{f"wfbp-{schedule}": _wfbp(schedule) for schedule in SCHEDULES},
+    **{f"wfbp-{schedule}": _wfbp(schedule) for schedule in (*SCHEDULES, *FURTHER_SCHEDULES)},
 }
 """What can compete, by name; the order is that of the tables."""
+
+
+DEFAULTS = [name for name in CONTESTANTS if name.removeprefix("wfbp-") not in FURTHER_SCHEDULES]
 
 
 def is_ddp(name: str) -> bool:

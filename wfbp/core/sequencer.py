@@ -118,7 +118,7 @@ class Sequencer:
         Raises:
             ValueError: those of an earlier step are still waiting or under way.
         """
-        if self._gathers or self._gathering:
+        if self.gathering:
             raise ValueError("all-gathers of an earlier step have not completed")
         self._gathers.extend(range(self._num_backward, self._num_groups))
 
@@ -154,7 +154,7 @@ class Sequencer:
     def _settle(self) -> None:
         if self._closed and self._completed == self._num_backward:
             # Gathers of the step before come first.
-            self._reduced = self._reduced or not (self._gathers or self._gathering)
+            self._reduced = self._reduced or not self.gathering
 
     @property
     def reduced(self) -> bool:
@@ -162,9 +162,14 @@ class Sequencer:
         return self._reduced
 
     @property
+    def gathering(self) -> bool:
+        """Whether all-gathers are waiting or under way."""
+        return bool(self._gathers or self._gathering)
+
+    @property
     def done(self) -> bool:
         """Whether the step is closed and all its groups have completed."""
-        return self._reduced and not self._gathers and not self._gathering
+        return self._reduced and not self.gathering
 
     def gathered(self, tensor: int) -> bool:
         """Whether forward may use a tensor: no all-gather of it is waiting or under way."""

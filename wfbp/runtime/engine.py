@@ -180,12 +180,13 @@ class Engine:
         done_s = time.perf_counter()
         reduced = gathering.reduced(result.present)
         gathering.learn_passes()
-        stamps = gathering.stamps(result, done_s, self.update_s, self._gathers.take_waited_s())
+        waited_s, gathers = self._gathers.take_times()
+        stamps = gathering.stamps(result, done_s, self.update_s, waited_s)
         self._steps += 1
         self._number += 1
         planned = self._tuner.plan
         if self._recorder is not None:
-            self._recorder.after_step(self._tuner, stamps, result.times)
+            self._recorder.after_step(self._tuner, stamps, [*gathers, *result.times])
         self._tuner.after_step(stamps)
         if result.requested or self._tuner.round_due:
             self._round(reduced)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from wfbp.core.plan import Plan
 from wfbp.core.types import Phase
-from wfbp.runtime.lane import Gather, PlannedLane
+from wfbp.runtime.lane import Gather, GroupTime, PlannedLane
 from wfbp.runtime.runtime import Runtime
 
 
@@ -32,6 +32,7 @@ class Gathers:
         self._num_groups = 0
         self._num_arrived = 0
         self._waited_s = 0.0
+        self._times: list[GroupTime] = []
         self.pending = False
         """Whether anything has not arrived yet."""
 
@@ -87,10 +88,12 @@ class Gathers:
         """
         self._wait(self._group_of[index])
 
-    def take_waited_s(self) -> float:
-        """Seconds that threads have waited since this was last asked."""
-        waited_s, self._waited_s = self._waited_s, 0.0
-        return waited_s
+    def take_times(self) -> tuple[float, list[GroupTime]]:
+        """Seconds that threads have waited since this was last asked, and what has arrived."""
+        self.wait_all()
+        taken = self._waited_s, self._times
+        self._waited_s, self._times = 0.0, []
+        return taken
 
     def wait_all(self) -> None:
         """Wait until everything is whole."""
@@ -104,7 +107,7 @@ class Gathers:
                 return
             start_s = time.perf_counter()
             while self._num_arrived <= group:
-                self._runtime.await_reply(self._lane.arrivals, self._label)
+                self._times.append(self._runtime.await_reply(self._lane.arrivals, self._label))
                 self._num_arrived += 1
             self.pending = self._num_arrived < self._num_groups
             self._waited_s += time.perf_counter() - start_s

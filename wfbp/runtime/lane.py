@@ -194,6 +194,11 @@ class PlannedLane:
         return len(self._flights) < WINDOW
 
     @property
+    def owes(self) -> bool:
+        events = list(self.events)
+        return self._sequencer.gathering or any(isinstance(event, Gather) for event in events)
+
+    @property
     def expected_s(self) -> float | None:
         if not self._flights or self.costs is None:
             return None

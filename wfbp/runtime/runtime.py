@@ -58,6 +58,7 @@ class Runtime:
         # them no lane uses. The communication thread adds to those, a training thread takes.
         self._leased: list[Backend] = []
         self._idle: set[int] = set()
+        self._retiring: list[Lane] = []
         self.where = f"rank {self.rank} of {self.size}"
         self._stall = StallWatch(config, self.where)
         self._stall.on_stall = self._ask_where
@@ -164,6 +165,7 @@ class Runtime:
         if self._closed:
             return
         self._closed = True
+        self._wait_until(lambda: not self.thread.owes, self.config.timeout_s)
         self._tell({"kind": "bye"})
         if self.thread.error is None:
             self._wait_until(
@@ -201,11 +203,17 @@ class Runtime:
     # On the communication thread.
 
     def _retire(self, lane: Lane) -> None:
+        if lane.owes and self.thread.error is None:
+            self._retiring.append(lane)
+            return
         self.thread.remove_lane(lane)
         if not lane.busy:  # what is under way would meet the next user's messages
             self._idle.add(self._leased.index(lane.backend))
 
     def _read_notices(self) -> None:
+        retiring, self._retiring = self._retiring, []
+        for lane in retiring:
+            self._retire(lane)
         for sender, payload in self._backend.poll_notices():
             notice = json.loads(payload)
             kind = notice["kind"]

@@ -84,6 +84,11 @@ class CommunicationThread:
         """What has ended the runtime, if anything has."""
         return self._turns.error
 
+    @property
+    def owes(self) -> bool:
+        """Whether other ranks wait for something that this one has promised."""
+        return self.error is None and self._turns.owes
+
     def post(self, message: Message) -> None:
         """Have ``message`` called in a turn soon."""
         self._turns.messages.append(message)

@@ -37,6 +37,10 @@ class Lane(Protocol):
         """Whether a collective is under way."""
 
     @property
+    def owes(self) -> bool:
+        """Whether other ranks wait for something that has been promised to them."""
+
+    @property
     def has_events(self) -> bool:
         """Whether events wait to be read."""
 
@@ -116,6 +120,11 @@ class Turns:
     def has_events(self) -> bool:
         """Whether events wait in a lane."""
         return any(lane.has_events for lane in self._lanes)
+
+    @property
+    def owes(self) -> bool:
+        """Whether a lane owes other ranks anything."""
+        return any(lane.owes for lane in self._lanes)
 
     def enqueue(self, call: Call) -> None:
         """Run a call after those before it."""

@@ -71,9 +71,10 @@ class Update(ABC):
 
     @contextmanager
     def _stepping(self, groups: list[Group]) -> Iterator[None]:
-        """Within it, the optimizer has other parameter groups; what changes in them is kept."""
+        """Within it, the optimizer has these parameter groups; those without parameters it does
+        not see."""
         own = self._optimizer.param_groups
-        self._optimizer.param_groups = groups
+        self._optimizer.param_groups = [group for group in groups if group["params"]]
         try:
             yield
         finally:
