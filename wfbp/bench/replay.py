@@ -3,11 +3,13 @@
     python -m wfbp.bench replay --trace TRACE.json --cost COST.json --schedule oasr
 
 One process plays a rank: its training thread sleeps the trace's compute times and announces
-gradients that already lie in the fusion buffers, and its communication thread sends them over an
-emulated link that takes exactly the cost curve's time. Engine, sequencer, tuner and waiting are
-the ones of real training: the engine measures ready times and the link's costs itself, plans,
-and runs the plan. Printed beside the measured iteration: what the plan was predicted to take by
-the engine, from what it measured, and by the planner, from the trace and costs given.
+gradients (which already lie in the fusion buffers, where they are all-reduced), and its
+communication thread sends them over an emulated link that takes exactly the cost curve's time.
+What is decoupled is packed, gathered, and waited for tensor by tensor in the next forward. Engine,
+sequencer, tuner and waiting are the ones of real training: the engine measures ready times and
+the link's costs itself, plans, and runs the plan. Printed beside the measured iteration: what the
+plan was predicted to take by the engine, from what it measured, and by the planner, from the trace
+and costs given.
 """
 
 from __future__ import annotations
@@ -23,14 +25,18 @@ from pathlib import Path
 from rich.progress import track
 
 from wfbp.bench.tables import print_table
+from wfbp.comm.backend import Buffer
 from wfbp.comm.emulated import EmulatedLink
 from wfbp.config import Config
 from wfbp.core import planners
 from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.timeline import timeline
 from wfbp.core.trace import Trace
-from wfbp.runtime.candidates import SCHEDULES
+from wfbp.core.types import Operation
+from wfbp.runtime.candidates import DECOUPLED, SCHEDULES, reordered
 from wfbp.runtime.engine import Engine
+from wfbp.runtime.fusion import aligned_bytes
+from wfbp.runtime.gathering import Slot
 from wfbp.runtime.runtime import Runtime
 
 THRESHOLD_BYTES = 25 * 2**20
@@ -69,7 +75,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--cost", type=Path, help="a wfbp-cost/1 file")
     parser.add_argument("--clusters", type=Path, help="a wfbp-clusters/1 file, with --cluster")
     parser.add_argument("--cluster", action="append", default=[], help="a name in it")
-    parser.add_argument("--schedule", action="append", choices=SCHEDULES)
+    parser.add_argument("--schedule", action="append", choices=(*SCHEDULES, *DECOUPLED))
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
@@ -105,25 +111,32 @@ def main(argv: Sequence[str]) -> None:
 def replay(trace: Trace, link: str, costs: Costs, schedule: str, iterations: int) -> Replayed:
     """Run one schedule on one trace until its plan is installed, then measure."""
     config = replace(Config(), warmup_steps=1, profile_steps=3, drift=0.0)
-    runtime = Runtime(EmulatedLink(costs.all_reduce, size=2), config)
+    link_costs = {operation: costs.of(operation) for operation in Operation}
+    runtime = Runtime(EmulatedLink(costs.all_reduce, size=2, others=link_costs), config)
     try:
         engine = Engine(
             runtime,
             trace.specs,
             schedule=schedule,
             threshold_bytes=THRESHOLD_BYTES,
+            decouples=schedule not in planners.ALL_REDUCE,
             name=trace.model,
         )
+        tensors = [aligned_bytes(spec.nbytes) for spec in trace.specs]
         while engine.report()["phase"] != "installed":
-            _iterate(engine, trace)
-        _iterate(engine, trace)
-        times = [_iterate(engine, trace) for _ in range(iterations)]
+            _iterate(engine, trace, tensors)
+        _iterate(engine, trace, tensors)
+        times = [_iterate(engine, trace, tensors) for _ in range(iterations)]
         report = engine.report()
+        plan = engine.plan
     finally:
         runtime.shutdown()
     name = report["schedule"]
-    options = {"threshold_bytes": THRESHOLD_BYTES} if name == "threshold" else {}
-    planned = timeline(planners.plan(name, trace, costs, **options), trace, costs)
+    if name in ("dear", "threshold"):  # by the threshold in use
+        made = reordered(plan, trace)
+    else:
+        made = planners.plan(name, trace, costs)
+    planned = timeline(made, trace, costs)
     quarters = statistics.quantiles(times, n=4)
     return Replayed(
         trace.model, link, schedule, report["num_groups"], statistics.median(times),
@@ -132,19 +145,24 @@ def replay(trace: Trace, link: str, costs: Costs, schedule: str, iterations: int
     )  # fmt: skip
 
 
-def _iterate(engine: Engine, trace: Trace) -> float:
+def _iterate(engine: Engine, trace: Trace, tensors: Sequence[Buffer]) -> float:
     """One iteration whose compute is sleep; its seconds."""
     start_s = time.perf_counter()
     due_s = start_s
     for index, tensor in enumerate(trace.tensors):
+        if engine.gathering:
+            engine.await_tensor(index)
+            due_s = max(due_s, time.perf_counter())
         engine.mark_forward(index)
         due_s = _sleep_until(due_s + tensor.forward_s)
     engine.mark_forward_end()
     for index in reversed(range(len(trace.tensors))):
         due_s = _sleep_until(due_s + trace.tensors[index].backward_s)
-        slot = engine.slot(index)
+        slot = Slot.of(tensors[index]) if engine.decouples_tensor(index) else engine.slot(index)
         engine.mark_ready(index, slot.address, slot.data)
-    engine.synchronize()
+    engine.synchronize(whole=False)
+    if engine.decoupled:
+        engine.gather([Slot.of(t).address for t in tensors], tensors)
     return time.perf_counter() - start_s
 
 

@@ -15,7 +15,7 @@ Threads: a link and its duplicates are used by one thread at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,12 @@ import numpy as np
 from wfbp.comm.arithmetic import combine
 from wfbp.comm.backend import Backend, Buffer, T, Work
 from wfbp.comm.buffers import blocks, typed
-from wfbp.core.types import Op
+from wfbp.core.types import Op, Operation
 from wfbp.errors import PeerError
+
+ALL_REDUCE = Operation.ALL_REDUCE
+Curve = Callable[[int], float]
+"""Bytes of a message to seconds."""
 
 LAST_NAP_S = 300e-6
 """A test this close to the end sleeps the rest, so that completions are noticed on time."""
@@ -33,22 +37,24 @@ LAST_NAP_S = 300e-6
 class _Channel:
     """What the duplicates of a link share."""
 
-    def __init__(self, cost: Callable[[int], float]) -> None:
-        self.cost = cost
+    def __init__(self, costs: Mapping[Operation, Curve]) -> None:
+        self.costs = costs
         self.free_s = 0.0
         self.moves = 0
         self.error: PeerError | None = None
 
-    def occupy(self, nbytes: int) -> float:
+    def occupy(self, operation: Operation, nbytes: int) -> float:
         """When a message of this size, sent now, has arrived (``time.perf_counter``)."""
-        self.free_s = max(self.free_s, time.perf_counter()) + self.cost(nbytes)
+        self.free_s = max(self.free_s, time.perf_counter()) + self.costs[operation](nbytes)
         return self.free_s
 
 
 class _EmulatedWork(Work[T]):
-    def __init__(self, channel: _Channel, nbytes: int, finish: Callable[[], T]) -> None:
+    def __init__(
+        self, channel: _Channel, operation: Operation, nbytes: int, finish: Callable[[], T]
+    ) -> None:
         self._channel = channel
-        self._end_s = channel.occupy(nbytes)
+        self._end_s = channel.occupy(operation, nbytes)
         self._finish = finish
         self._result: list[T] = []
         self.nbytes = nbytes
@@ -85,6 +91,7 @@ class EmulatedLink(Backend):
     Args:
         cost: bytes of a message to seconds, for every kind of collective.
         size: number of ranks played.
+        others: the same for collectives that cost something else.
 
     Example:
         >>> from wfbp.comm.waiting import wait
@@ -96,14 +103,18 @@ class EmulatedLink(Backend):
     """
 
     def __init__(
-        self, cost: Callable[[int], float], size: int = 2, _channel: _Channel | None = None
+        self,
+        cost: Curve,
+        size: int = 2,
+        others: Mapping[Operation, Curve] | None = None,
+        _channel: _Channel | None = None,
     ) -> None:
         if size < 1:
             raise ValueError(f"a link needs at least 1 rank, not {size}")
         self.rank = self.local_rank = 0
         self.size = size
         self.local_size = 1
-        self._channel = _channel or _Channel(cost)
+        self._channel = _channel or _Channel(dict.fromkeys(Operation, cost) | dict(others or {}))
         self._notices: list[tuple[int, bytes]] = []
 
     @property
@@ -128,27 +139,24 @@ class EmulatedLink(Backend):
             if op in (Op.SUM, Op.PRODUCT):
                 combine([mine.copy() for _ in range(self.size)], mine, dtype, op)
 
-        return self._send(buffer.nbytes, finish)
+        return self._send(buffer.nbytes, finish, Operation.REDUCE_SCATTER)
 
     def broadcast(self, buffer: Buffer, root: int) -> Work[None]:
         return self._send(typed(buffer, "uint8").nbytes, lambda: None)
 
     def all_gather(self, buffer: Buffer, counts: Sequence[int]) -> Work[None]:
         parts = blocks(self.size, buffer, counts, "uint8")
-
-        def finish() -> None:
-            mine = parts[self.rank]
-            for rank, part in enumerate(parts):
-                if rank != self.rank:
-                    np.copyto(part, np.resize(mine, part.size))
-
-        return self._send(buffer.nbytes, finish)
+        mine = parts[self.rank]
+        for part in parts:  # now, so that it does not come on top of the time on the link
+            if part is not mine:
+                np.copyto(part, np.resize(mine, part.size))
+        return self._send(buffer.nbytes, lambda: None, Operation.ALL_GATHER)
 
     def all_gather_bytes(self, payload: bytes) -> Work[list[bytes]]:
         return self._send(len(payload), lambda: [bytes(payload)] * self.size)
 
     def duplicate(self) -> Backend:
-        return EmulatedLink(self._channel.cost, self.size, self._channel)
+        return EmulatedLink(self._channel.costs[ALL_REDUCE], self.size, _channel=self._channel)
 
     def send_notice(self, payload: bytes) -> None:
         self._notices += [(rank, bytes(payload)) for rank in range(1, self.size)]
@@ -164,5 +172,7 @@ class EmulatedLink(Backend):
     def close(self) -> None:
         """Nothing to give back."""
 
-    def _send(self, nbytes: int, finish: Callable[[], Any]) -> Work[Any]:
-        return _EmulatedWork(self._channel, nbytes, finish)
+    def _send(
+        self, nbytes: int, finish: Callable[[], Any], operation: Operation = ALL_REDUCE
+    ) -> Work[Any]:
+        return _EmulatedWork(self._channel, operation, nbytes, finish)

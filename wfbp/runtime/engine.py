@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from wfbp.core.cost import Costs
+from wfbp.core.plan import Plan
 from wfbp.core.types import Op, TensorSpec
 from wfbp.runtime import agreement
 from wfbp.runtime.arguments import check_arguments
@@ -134,6 +135,11 @@ class Engine:
     def gathering(self) -> bool:
         """Whether all-gathers have not all arrived yet."""
         return self._gathers.pending
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in use."""
+        return self._tuner.plan
 
     @property
     def decoupled(self) -> bool:
