@@ -1,0 +1,96 @@
+"""What sharded updates save: optimizer state and peak memory of a rank.
+
+    mpirun -np 4 python -m wfbp.bench memory --update sharded
+    mpirun -np 4 python -m wfbp.bench memory --update replicated
+
+Trains a chain of wide layers with Adam by one decoupled schedule until its plan is installed and
+some steps more, and reads what the largest rank used. One update per process, because a peak
+cannot be forgotten. ``baseline`` trains by all-reduce, with whole state on every rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import wfbp.torch as wfbp
+from wfbp.bench.tables import print_table
+
+UPDATES = ("sharded", "replicated", "baseline")
+MIB = 2**20
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m wfbp.bench memory", description=__doc__)
+    parser.add_argument("--update", choices=UPDATES, default="sharded")
+    parser.add_argument("--schedule", default="independent", help="the decoupled schedule")
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=5, help="steps under the installed plan")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    wfbp.init()
+    mine = _train(arguments)
+    ranks: list[dict[str, Any]] = wfbp.allgather_object(mine)
+    if wfbp.rank() != 0:
+        return
+    found = {key: max(r[key] for r in ranks) for key in ("state_bytes", "peak_bytes")}
+    found |= {"update": arguments.update, "ranks": wfbp.size(), "parameter_bytes": mine["params"]}
+    if arguments.json:
+        print(json.dumps(found))
+        return
+    print_table(
+        f"Adam, {found['parameter_bytes'] / MIB:.0f} MiB of parameters, {wfbp.size()} ranks",
+        ("update", "state MiB", "peak MiB", "of it before training"),
+        [
+            (
+                arguments.update,
+                f"{found['state_bytes'] / MIB:.1f}",
+                f"{found['peak_bytes'] / MIB:.0f}",
+                f"{mine['before_bytes'] / MIB:.0f}",
+            )
+        ],
+    )
+
+
+def _train(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What this rank used, in bytes."""
+    before_bytes = _peak_bytes()
+    torch.manual_seed(0)
+    width = arguments.width
+    model = torch.nn.Sequential(
+        *(torch.nn.Linear(width, width) for _ in range(arguments.layers)), torch.nn.Linear(width, 1)
+    )
+    baseline = arguments.update == "baseline"
+    optimizer = wfbp.DistributedOptimizer(
+        torch.optim.Adam(model.parameters(), lr=1e-4),
+        model.named_parameters(),
+        schedule="threshold" if baseline else arguments.schedule,
+        update="auto" if baseline else arguments.update,
+    )
+    data = torch.randn(4, width)
+    left = arguments.steps
+    while left:
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        optimizer.step()
+        left -= optimizer.report().get("phase", "installed") == "installed"
+    optimizer.synchronize()
+    state = [v for entry in optimizer.state.values() for v in entry.values()]
+    return {
+        "state_bytes": sum(v.nbytes for v in state if isinstance(v, torch.Tensor)),
+        "peak_bytes": _peak_bytes(),
+        "before_bytes": before_bytes,
+        "params": sum(p.nbytes for p in model.parameters()),
+    }
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
