@@ -101,7 +101,7 @@ class Table:
             np.asarray(nbytes, dtype=np.int64),
             blocks.dtype,
         )
-        self._members = np.asarray(blocks.members, dtype=np.int64)
+        self._members = blocks.members
         self._starts = np.asarray(starts, dtype=np.int64)
         self._times = times
 
@@ -116,7 +116,8 @@ class Table:
         self._table.unpack()
 
     def _point(self, addresses: Sequence[int]) -> None:
-        bases = np.tile(np.asarray(addresses, dtype=np.int64)[self._members], self._times)
+        own = np.asarray([addresses[k] for k in self._members], dtype=np.int64)
+        bases = np.tile(own, self._times)
         self._table.pointers[:] = np.where(bases == 0, 0, bases + self._starts)
 
 

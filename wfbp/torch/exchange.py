@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,10 @@ from wfbp.torch.sharding import Sharding, State
 from wfbp.torch.update import Reduced, ReplicatedUpdate, ShardedUpdate, Step, Update
 
 _TINY = 1e-6
+
+_unfinished: set[Exchange] = set()
+"""Those whose parameters are not all up to date: they live until these have been read, or the
+next step, though nobody else may hold the optimizer any more."""
 
 
 class Exchange:
@@ -47,7 +52,14 @@ class Exchange:
         self._optimizer = optimizer
         decouples = nature is not Nature.COUPLED
         sharded = nature is Nature.ELEMENTWISE
-        self._barrier = Barrier([p for _, p in named], self._await_param) if decouples else None
+        this = weakref.ref(self)
+
+        def on_read(index: int) -> None:
+            exchange = this()
+            if exchange is not None:
+                exchange._await_param(index)
+
+        self._barrier = Barrier([p for _, p in named], on_read) if decouples else None
         self._gradients = gradients = Gradients(
             runtime,
             named,
@@ -103,6 +115,8 @@ class Exchange:
         if self._barrier is not None and self._update.pending:
             self._await_unguarded(self._barrier)
             self._barrier.active = self._update.pending
+            if self._update.pending:
+                _unfinished.add(self)
         return result
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -159,6 +173,7 @@ class Exchange:
         self._update.await_param(index)
         if self._barrier is not None and not self._update.pending:
             self._barrier.active = self._engine.profiling
+            _unfinished.discard(self)
 
     def _await_unguarded(self, barrier: Barrier) -> None:
         """Wait for parameters that may be read, or so far were, without the barrier's knowing."""

@@ -46,6 +46,9 @@ class Sharding:
     def __contains__(self, index: int) -> bool:
         return index in self._shards
 
+    def __len__(self) -> int:
+        return len(self._shards)
+
     def shard(self, index: int) -> torch.Tensor:
         """The shard that stands for a sharded parameter, where its memory lies now."""
         shard = self._shards[index]

@@ -97,6 +97,10 @@ class ShardedUpdate(Update):
         engine, sharding = self._engine, self.sharding
         self._follow()
         start_s = time.perf_counter()
+        if not sharding:
+            result = self._step()
+            engine.update_s = time.perf_counter() - start_s
+            return result
         groups = [
             {**group, "params": [t for p in group["params"] for t in self._target(p, reduced)]}
             for group in self._optimizer.param_groups
@@ -109,8 +113,7 @@ class ShardedUpdate(Update):
             if index in sharding:
                 sharding.shard(index).grad = None
         engine.update_s = time.perf_counter() - start_s
-        if engine.decoupled:
-            engine.gather([p.data_ptr() for p in self._params], self._params)
+        engine.gather([p.data_ptr() for p in self._params], self._params)
         return result
 
     def await_param(self, index: int) -> None:
