@@ -72,6 +72,7 @@ class Sequencer:
         """Begin a step, whatever became of the one before."""
         self._gathers: deque[int] = deque()
         self._gathering: set[int] = set()
+        self._num_held = 0
         self._begin()
 
     def next_step(self) -> None:
@@ -112,15 +113,20 @@ class Sequencer:
         self._queue = list(range(self._started, self._num_backward))
         self._settle()
 
-    def gather(self) -> None:
-        """Let the all-gathers of the plan go.
+    def gather(self, count: int | None = None) -> None:
+        """Let all-gathers of the plan go: the next ``count`` of them, or all that are left.
 
         Raises:
             ValueError: those of an earlier step are still waiting or under way.
         """
-        if self.gathering:
-            raise ValueError("all-gathers of an earlier step have not completed")
-        self._gathers.extend(range(self._num_backward, self._num_groups))
+        if not self._num_held:
+            if self.gathering:
+                raise ValueError("all-gathers of an earlier step have not completed")
+            self._num_held = self._num_groups - self._num_backward
+        first = self._num_groups - self._num_held
+        last = self._num_groups if count is None else min(first + count, self._num_groups)
+        self._gathers.extend(range(first, last))
+        self._num_held = self._num_groups - last
 
     def start_next(self) -> int | None:
         """The group to start now, if there is one; it then counts as under way."""
@@ -163,8 +169,8 @@ class Sequencer:
 
     @property
     def gathering(self) -> bool:
-        """Whether all-gathers are waiting or under way."""
-        return bool(self._gathers or self._gathering)
+        """Whether all-gathers are held back, waiting or under way."""
+        return bool(self._num_held or self._gathers or self._gathering)
 
     @property
     def done(self) -> bool:
@@ -172,9 +178,12 @@ class Sequencer:
         return self._reduced and not self.gathering
 
     def gathered(self, tensor: int) -> bool:
-        """Whether forward may use a tensor: no all-gather of it is waiting or under way."""
+        """Whether forward may use a tensor: no all-gather of it is still to come."""
         group = self._gather_of.get(tensor)
-        return group not in self._gathers and group not in self._gathering
+        if group is None:
+            return True
+        held = group >= self._num_groups - self._num_held
+        return not held and group not in self._gathers and group not in self._gathering
 
     @property
     def num_started(self) -> int:

@@ -3,7 +3,7 @@
 The training thread calls :meth:`Engine.mark_ready` as gradients appear and
 :meth:`Engine.synchronize` when it needs them averaged; between the two, the communication thread
 sends by the installed plan. Where the plan decouples tensors, a rank gets its shards of them, puts
-them to use, and calls :meth:`Engine.gather`, which brings the others' while the next forward runs.
+them to use, and calls ``Engine.gather``, which brings the others' while the next forward runs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Engine:
         passes: gradients to be accumulated per step before a tensor is ready; one whose gradient
             appears more often is waited for as often from the next step on.
         active: per tensor, whether a gradient is expected; the others join when one appears.
-        decouples: whether the caller can do with shards of gradients, and :meth:`gather`.
+        decouples: whether the caller can do with shards of gradients, and ``gather``.
         shares_update: whether each rank then updates its shards only.
         fetch: returns the gradient of a tensor for which no event came, or None; called when the
             step closes.
@@ -102,6 +102,8 @@ class Engine:
         self._gathers = gathers = Gathers(runtime, self._lane, name)
         self._whole = WholeGradients(self.specs, gathers, runtime.rank, runtime.size)
         self.shard_ranges = [shard_range(s, runtime.rank, runtime.size) for s in self.specs]
+        self.gather = gathers.begin
+        self.gather_rest = gathers.go_on
         self.arrived = gathers.arrived
         self.await_tensor = gathers.wait
         self.flush = gathers.wait_all
@@ -132,6 +134,11 @@ class Engine:
         return self._gathering.open
 
     @property
+    def gather_groups(self) -> Sequence[Sequence[int]]:
+        """The tensors of each all-gather, by index, in the order of sending."""
+        return self._gathers.groups
+
+    @property
     def gathering(self) -> bool:
         """Whether all-gathers have not all arrived yet."""
         return self._gathers.pending
@@ -145,16 +152,6 @@ class Engine:
     def decoupled(self) -> bool:
         """Whether the plan decouples any tensor."""
         return len(self._tuner.plan.groups) > self._tuner.plan.num_backward
-
-    def gather(self, addresses: Sequence[int], owners: object) -> None:
-        """Let every rank have what this one has in its shards, and the other way round.
-
-        Args:
-            addresses: of whole tensors, by index: this rank's shards are sent from there, and the
-                others' arrive there. Only those that the plan decouples are used.
-            owners: kept alive until all has arrived.
-        """
-        self._gathers.begin(addresses, owners)
 
     def gather_gradients(self, reduced: Sequence[Slot | None]) -> list[Slot | None]:
         """Let every rank have whole gradients, in the slots returned, once all has arrived."""

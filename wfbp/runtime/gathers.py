@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from wfbp.core.plan import Plan
 from wfbp.core.types import Phase
@@ -51,6 +52,8 @@ class Gathers:
             for place in group.tensors:
                 self._group_of[members[place]] = number
         self._num_groups = self._num_arrived = len(groups)
+        self.groups = [[members[place] for place in group.tensors] for group in groups]
+        """The tensors of each group, by index, in the order of sending."""
 
     @property
     def gatherable(self) -> bool:
@@ -61,19 +64,29 @@ class Gathers:
         """Whether the plan gathers a tensor at all."""
         return self._group_of[index] >= 0
 
-    def begin(self, addresses: Sequence[int], owners: object) -> None:
+    def begin(self, addresses: Sequence[int], owners: object, count: int | None = None) -> None:
         """Send this rank's shards, and receive the others'.
 
         Args:
             addresses: of whole tensors, by index; only those of gathered tensors are used.
             owners: kept alive until all has arrived.
+            count: how many groups may go now; :meth:`go_on` lets the others follow. All by
+                default.
         """
         if not self._num_groups:
             return
         self.wait_all()
         self._num_arrived = 0
         self.pending = True
-        self._lane.events.append(Gather([addresses[k] for k in self._members], owners))
+        self._begun = Gather([addresses[k] for k in self._members], owners, count)
+        self._post(self._begun)
+
+    def go_on(self) -> None:
+        """Let the groups go that :meth:`begin` held back."""
+        self._post(replace(self._begun, count=None))
+
+    def _post(self, event: Gather) -> None:
+        self._lane.events.append(event)
         self._runtime.post(self._lane.wake)
 
     def arrived(self, index: int) -> bool:

@@ -44,10 +44,12 @@ class Gather:
         addresses: of whole tensors, indexed by the plan's tensors: where this rank's shards are
             sent from and the others' are written. 0 for tensors that are not gathered.
         owners: kept alive until the gathers are over.
+        count: how many of the plan's all-gathers may go by now; None for all that are left.
     """
 
     addresses: list[int]
     owners: object
+    count: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,7 @@ class PlannedLane:
         sequencer = self._sequencer
         if isinstance(event, Gather):
             self._gather = event
-            sequencer.gather()
+            sequencer.gather(event.count)
             return
         if sequencer.reduced:  # this begins the next step, or sends a step again
             sequencer.next_step()

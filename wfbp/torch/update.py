@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +17,10 @@ from wfbp.torch.sharding import Sharding, flat
 Reduced = Sequence[Slot | None]
 Step = Callable[[], Any]
 Group = dict[str, Any]
+Targets = list[torch.Tensor]
+
+EARLY = 8
+"""The first groups that hold this part of what is gathered are updated before the rest."""
 
 
 class Update(ABC):
@@ -69,16 +72,30 @@ class Update(ABC):
         """Whether any parameter may not be up to date."""
         return self._engine.gathering
 
-    @contextmanager
-    def _stepping(self, groups: list[Group]) -> Iterator[None]:
-        """Within it, the optimizer has these parameter groups; those without parameters it does
-        not see."""
+    def _run(self, groups: Sequence[Group], targets: Callable[[torch.Tensor], Targets]) -> Any:
+        """Step some tensors by the hyperparameters of these groups.
+
+        What the optimizer changes in its groups (some count steps there) is kept. Groups without
+        tensors it does not see.
+
+        Args:
+            groups: as they were when the step was asked for.
+            targets: what is stepped for a parameter.
+        """
+        parts = [
+            {**group, "params": [t for p in group["params"] for t in targets(p)]}
+            for group in groups
+        ]
+        before = [dict(part) for part in parts]
         own = self._optimizer.param_groups
-        self._optimizer.param_groups = [group for group in groups if group["params"]]
+        self._optimizer.param_groups = [part for part in parts if part["params"]]
         try:
-            yield
+            result = self._step()
         finally:
             self._optimizer.param_groups = own
+        for group, old, new in zip(own, before, parts, strict=True):
+            group.update((key, value) for key, value in new.items() if value is not old[key])
+        return result
 
 
 class ShardedUpdate(Update):
@@ -92,6 +109,7 @@ class ShardedUpdate(Update):
         super().__init__(*args)
         self.sharding = sharding
         self._installed = 0
+        self._early: tuple[set[int], int] = set(), 0
 
     def apply(self, reduced: Reduced | None) -> Any:
         engine, sharding = self._engine, self.sharding
@@ -101,19 +119,18 @@ class ShardedUpdate(Update):
             result = self._step()
             engine.update_s = time.perf_counter() - start_s
             return result
-        groups = [
-            {**group, "params": [t for p in group["params"] for t in self._target(p, reduced)]}
-            for group in self._optimizer.param_groups
-        ]
-        with self._stepping(groups):
-            result = self._step()
-        for group, stepped in zip(self._optimizer.param_groups, groups, strict=True):
-            group.update((key, value) for key, value in stepped.items() if key != "params")
+        groups = [dict(group) for group in self._optimizer.param_groups]
+        addresses = [p.data_ptr() for p in self._params]
+        early, count = self._early
+        if early:
+            self._run(groups, lambda p: self._target(p, reduced) if id(p) in early else [])
+        engine.gather(addresses, self._params, count)
+        result = self._run(groups, lambda p: [] if id(p) in early else self._target(p, reduced))
+        engine.gather_rest()
         for index in range(len(self._params)):
             if index in sharding:
                 sharding.shard(index).grad = None
         engine.update_s = time.perf_counter() - start_s
-        engine.gather([p.data_ptr() for p in self._params], self._params)
         return result
 
     def await_param(self, index: int) -> None:
@@ -134,8 +151,21 @@ class ShardedUpdate(Update):
             self._installed = self._engine.num_installed
             count = range(len(self._params))
             self.sharding.follow([k for k in count if self._engine.decouples_tensor(k)])
+            self._early = self._first_groups()
 
-    def _target(self, param: torch.Tensor, reduced: Reduced | None) -> list[torch.Tensor]:
+    def _first_groups(self) -> tuple[set[int], int]:
+        """The parameters that forward needs first, by their ids, and how many groups they fill.
+
+        These are updated first, so that the others' update hides behind their all-gathers.
+        """
+        groups = self._engine.gather_groups
+        sizes = [sum(self._params[k].nbytes for k in group) for group in groups]
+        count = 0
+        while sum(sizes[:count]) * EARLY < sum(sizes) and count < len(sizes) - 1:
+            count += 1
+        return {id(self._params[k]) for group in groups[:count] for k in group}, count
+
+    def _target(self, param: torch.Tensor, reduced: Reduced | None) -> Targets:
         """What the optimizer steps for a parameter: itself, its shard, or nothing."""
         index = self._index[id(param)]
         if index not in self.sharding:
@@ -201,20 +231,12 @@ class ReplicatedUpdate(Update):
     def _update(self, indices: Iterable[int], gradients: dict[int, torch.Tensor]) -> Any:
         """Step some parameters as the groups were when the step was asked for."""
         chosen = {id(self._params[k]) for k in indices}
-        groups = [
-            {**group, "params": [p for p in group["params"] if id(p) in chosen]}
-            for group in self._groups
-        ]
-        before = [dict(group) for group in groups]
         held = {k: self._params[k].grad for k in gradients}
         for k, gradient in gradients.items():
             self._params[k].grad = gradient
         try:
-            with self._stepping(groups), torch.no_grad():
-                result = self._step()
+            with torch.no_grad():
+                return self._run(self._groups, lambda p: [p] if id(p) in chosen else [])
         finally:
             for k, kept in held.items():
                 self._params[k].grad = kept
-        for own, old, new in zip(self._optimizer.param_groups, before, groups, strict=True):
-            own.update((key, value) for key, value in new.items() if value is not old[key])
-        return result
