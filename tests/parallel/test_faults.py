@@ -103,3 +103,22 @@ def test_a_rank_that_stops_elsewhere(place: str) -> None:
         found.ranks[1]["text"]
     )
     assert "hears from rank 0: idle" in found.run.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("WFBP_PROBE_S", "1.5", "WFBP_PROBE_S (rank 0: 2.0; rank 1: 1.5)"),
+        ("WFBP_TRIAL_STEPS", "9", "WFBP_TRIAL_STEPS (rank 0: 4; rank 1: 9)"),
+    ],
+)
+def test_settings_that_differ_are_named_on_every_rank(variable: str, value: str, told: str) -> None:
+    found = outcome("settings", 2, variable, value, timeout=40)
+    assert found.run.rc == 0, found.run
+    assert all(told in text for text in found.ranks), found.ranks
+
+
+def test_timeouts_may_differ() -> None:
+    found = outcome("settings", 2, "WFBP_STALL_WARNING_S", "9", timeout=40)
+    assert found.run.rc == 0, found.run
+    assert found.ranks == [None, None]
