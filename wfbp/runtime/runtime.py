@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 from wfbp.comm.backend import Backend, Buffer, Finished, Work
@@ -61,8 +62,11 @@ class Runtime:
         self._leased: list[Backend] = []
         self._idle: set[int] = set()
         self._retiring: list[Lane] = []
+        # Of operations without a name. Not of the process: after init() ranks count alike,
+        # whatever each of them did before.
+        self.numbers = count()
         self.where = f"rank {self.rank} of {self.size}"
-        self._stall = StallWatch(config, self.where)
+        self._stall = StallWatch(config, self.where, lambda: backend.activity)
         self._stall.on_stall = self._ask_where
         self.thread = CommunicationThread(
             config, Waiter.watching(backend), self._read_notices, self._stall, self.where
