@@ -49,6 +49,19 @@ def test_an_exception_ends_ranks_that_never_look(place: str) -> None:
     assert REASON in ended(3, "fail", place, 0).run.stderr
 
 
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_exception_in_a_training_thread(who: int) -> None:
+    found = ended(2, "fail", "thread", who)
+    assert REASON in found.run.stderr
+    assert f"PeerError: rank {1 - who} of 2: rank {who} failed: {REASON}" in found.run.stderr
+
+
+def test_an_exception_in_a_thread_that_does_not_train() -> None:
+    found = outcome("faults", 2, "fail", "beside", 1, timeout=40)
+    assert REASON.partition(": ")[2] in found.run.stderr
+    assert found.run.rc == 0, found.run
+
+
 def test_an_exception_after_the_others_have_finished() -> None:
     assert REASON in ended(3, "fail", "finish", 1).run.stderr
 
