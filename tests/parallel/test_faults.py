@@ -49,6 +49,19 @@ def test_an_exception_ends_ranks_that_never_look(place: str) -> None:
     assert REASON in ended(3, "fail", place, 0).run.stderr
 
 
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_exception_in_a_training_thread(who: int) -> None:
+    found = ended(2, "fail", "thread", who)
+    assert REASON in found.run.stderr
+    assert f"PeerError: rank {1 - who} of 2: rank {who} failed: {REASON}" in found.run.stderr
+
+
+def test_an_exception_in_a_thread_that_does_not_train() -> None:
+    found = outcome("faults", 2, "fail", "beside", 1, timeout=40)
+    assert REASON.partition(": ")[2] in found.run.stderr
+    assert found.run.rc == 0, found.run
+
+
 def test_an_exception_after_the_others_have_finished() -> None:
     assert REASON in ended(3, "fail", "finish", 1).run.stderr
 
@@ -103,3 +116,22 @@ def test_a_rank_that_stops_elsewhere(place: str) -> None:
         found.ranks[1]["text"]
     )
     assert "hears from rank 0: idle" in found.run.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("WFBP_PROBE_S", "1.5", "WFBP_PROBE_S (rank 0: 2.0; rank 1: 1.5)"),
+        ("WFBP_TRIAL_STEPS", "9", "WFBP_TRIAL_STEPS (rank 0: 4; rank 1: 9)"),
+    ],
+)
+def test_settings_that_differ_are_named_on_every_rank(variable: str, value: str, told: str) -> None:
+    found = outcome("settings", 2, variable, value, timeout=40)
+    assert found.run.rc == 0, found.run
+    assert all(told in text for text in found.ranks), found.ranks
+
+
+def test_timeouts_may_differ() -> None:
+    found = outcome("settings", 2, "WFBP_STALL_WARNING_S", "9", timeout=40)
+    assert found.run.rc == 0, found.run
+    assert found.ranks == [None, None]

@@ -9,6 +9,15 @@ from tests.parallel.runs import outcome
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(200)]
 
+MODES = [
+    (2, "overlap"),
+    (3, "changing"),
+    (2, "hybrid"),
+    (3, "hybrid"),
+    (2, "ps_layerwise"),
+    (3, "ps_layerwise"),
+]
+
 ALONE = ("bad_arguments", "scheduler_made_before_wrapping", "clipping", "scaler_naive", "lbfgs")
 """Checks that also run on one rank."""
 
@@ -23,7 +32,7 @@ def passes(ranks: int, mode: str, name: str, *only: str) -> None:
 
 
 @pytest.mark.parametrize("name", check.all)
-@pytest.mark.parametrize(("ranks", "mode"), [(2, "overlap"), (3, "changing")])
+@pytest.mark.parametrize(("ranks", "mode"), MODES)
 def test_program(ranks: int, mode: str, name: str) -> None:
     passes(ranks, mode, name)
 

@@ -12,7 +12,7 @@ from wfbp.comm.backend import Buffer
 from wfbp.comm.local import LocalWorld
 from wfbp.core.plan import ALIGNMENT_BYTES, Group, Plan
 from wfbp.core.types import Op, TensorSpec
-from wfbp.runtime.flags import STEP_CYCLE
+from wfbp.runtime.flags import NUM_BORDER, STEP_CYCLE
 from wfbp.runtime.fusion import FusionBuffer, aligned_bytes, storage_dtype
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -103,7 +103,7 @@ def test_ranks_at_different_steps_are_found(dtype: str, op: Op, size: int, apart
             )
 
 
-@pytest.mark.parametrize("size", [2, 16, 512])
+@pytest.mark.parametrize("size", [2, 16, 512, 1024, 50_000])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", [Op.AVERAGE, Op.SUM])
 def test_one_flag_among_many_ranks_arrives(size: int, dtype: str, op: Op) -> None:
@@ -113,16 +113,36 @@ def test_one_flag_among_many_ranks_arrives(size: int, dtype: str, op: Op) -> Non
     step = STEP_CYCLE - 1  # the largest number that travels
     one = np.ones(1).astype(real(dtype))
     fusion.pack(addresses([one, None]), requested=True, step=step, discards=True)
-    tail = fusion.buffer[-5:].view(real(dtype)).astype(np.float64)
-    others = np.array([0.0, 0.0, 0.0, 0.0, tail[4]])
+    count = 2 + NUM_BORDER
+    tail = fusion.buffer[-count:].view(real(dtype)).astype(np.float64)
+    others = np.concatenate([np.zeros(4), tail[4:]])
     total = tail + (size - 1) * others
     reduced = (total / size if op is Op.AVERAGE else total).astype(real(dtype))
-    fusion.buffer[-5:] = reduced.view(storage_dtype(dtype))
+    fusion.buffer[-count:] = reduced.view(storage_dtype(dtype))
     arrival = fusion.arrived(step)
     assert arrival.present == [False, True]  # in the group's order: t1, t0
     assert arrival.requested
     assert arrival.discarded
     assert arrival.steps_agree
+    assert not fusion.arrived(step - 1).steps_agree
+
+
+@pytest.mark.parametrize("size", [2, 1024, 50_000])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", [Op.AVERAGE, Op.SUM])
+def test_one_late_rank_among_many_is_found(size: int, dtype: str, op: Op) -> None:
+    plan = plan_of([1], dtype)
+    for step in (1, 31, 63, 64):
+        tails = []
+        for own in (step, step - 1):
+            fusion = FusionBuffer(plan, 0, op, size)
+            fusion.pack([0], requested=False, step=own)
+            tails.append(fusion.buffer[-NUM_BORDER:].view(real(dtype)).astype(np.float64))
+        total = (size - 1) * tails[0] + tails[1]
+        reduced = (total / size if op is Op.AVERAGE else total).astype(real(dtype))
+        fusion.buffer[-NUM_BORDER:] = reduced.view(storage_dtype(dtype))
+        assert not fusion.arrived(step).steps_agree
+        assert not fusion.arrived(step - 1).steps_agree
 
 
 def test_nothing_but_the_flags_is_read_from_a_nan() -> None:

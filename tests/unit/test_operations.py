@@ -14,9 +14,10 @@ from tests.unit.ranks import all_well, run_ranks
 from wfbp.comm.local import LocalWorld
 from wfbp.config import Config
 from wfbp.core.types import Op
-from wfbp.errors import DisagreementError, NotInitializedError
+from wfbp.errors import DisagreementError, NotInitializedError, PeerError
 from wfbp.runtime import operations
-from wfbp.runtime.matching import agree, flat
+from wfbp.runtime.matching import agree, flat, kind, native
+from wfbp.runtime.refusals import telling_others
 from wfbp.runtime.runtime import Runtime
 
 
@@ -109,7 +110,82 @@ def test_a_disagreement_is_not_the_end() -> None:
     assert all_well(run_ranks(2, body)) == [[b"on", b"on"]] * 2
 
 
+def test_names_are_counted_from_init() -> None:
+    """What a rank did before, in another runtime, does not count."""
+
+    def body(runtime: Runtime) -> list[float]:
+        if runtime.rank == 1:
+            other = Runtime(LocalWorld(1).backend(0), Config())
+            operations.reduce_in_place(other, np.ones(1), "float64", (1,), Op.SUM, None)
+            other.shutdown()
+        buffer = np.ones(2)
+        operations.reduce_in_place(runtime, buffer, "float64", (2,), Op.SUM, None)
+        return buffer.tolist()
+
+    assert all_well(run_ranks(2, body)) == [[2.0, 2.0]] * 2
+
+
+def test_a_refusal_is_told_to_all() -> None:
+    def body(runtime: Runtime) -> None:
+        with telling_others(runtime, operations.MANY):
+            if runtime.rank == 1:
+                raise ValueError("w is read-only")
+        operations.broadcast_buffers(runtime, [], [], root_rank=0)
+
+    results = run_ranks(3, body)
+    assert isinstance(results[1], ValueError)
+    for rank in (0, 2):
+        assert isinstance(results[rank], PeerError)
+        told = f"rank {rank} of 3: broadcast_parameters: rank 1: w is read-only"
+        assert str(results[rank]) == told
+
+
 # One rank.
+
+
+@pytest.mark.usefixtures("alone")
+def test_other_byte_orders() -> None:
+    """Values count; what returns is in this machine's order."""
+    for order in "<>":
+        array = np.array([1.5, -2.0], f"{order}f4")
+        for found in (
+            wfbp.allreduce(array), wfbp.broadcast(array, 0), wfbp.allgather(array)
+        ):  # fmt: skip
+            assert found.tolist() == [1.5, -2.0]
+            assert found.dtype == np.float32
+        wfbp.broadcast_parameters({"a": array})
+        assert array.tolist() == [1.5, -2.0]
+        reducer = wfbp.GradientReducer([("a", array)])
+        reducer.mark_ready(0, array)
+        found = reducer.wait()[0]
+        assert found is not None
+        assert found.tolist() == [1.5, -2.0]
+        assert found.dtype == np.float32
+
+
+@pytest.mark.parametrize("dtype", ["<f4", ">f4", "<i8", ">i8", "uint8", ml_dtypes.bfloat16])
+def test_native_keeps_values(dtype: Any) -> None:
+    array = np.array([1, 2, 100]).astype(dtype)
+    found = native(array)
+    assert found.dtype.isnative
+    assert found.tolist() == array.tolist()
+    assert (found is array) == array.dtype.isnative
+
+
+def test_kinds_of_fields_differ() -> None:
+    first, second = np.dtype([("a", "<f4")]), np.dtype([("b", "<i4")])
+    assert kind(first) != kind(second)
+    assert kind(np.dtype("<f4")) == "float32"
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_cannot_be_filled() -> None:
+    fixed = np.zeros(2)
+    fixed.flags.writeable = False
+    with pytest.raises(ValueError, match="w is read-only"):
+        wfbp.broadcast_parameters({"w": fixed})
+    with pytest.raises(TypeError, match="w is a list; expected a NumPy array"):
+        wfbp.broadcast_parameters({"w": [1.0]})
 
 
 @pytest.mark.usefixtures("alone")

@@ -49,7 +49,7 @@ def test_only_missing_curves_are_measured(monkeypatch: pytest.MonkeyPatch) -> No
     asked: list[tuple[Operation, int, float]] = []
 
     def measure(
-        backend: Backend, max_bytes: int, *, operation: Operation, budget_s: float
+        backend: Backend, max_bytes: int, *, operation: Operation, budget_s: float, check: object
     ) -> list[tuple[int, float]]:
         asked.append((operation, max_bytes, budget_s))
         return [(4, 1.0 + len(asked)), (max_bytes, 2.0 + len(asked))]
@@ -68,6 +68,12 @@ def test_only_missing_curves_are_measured(monkeypatch: pytest.MonkeyPatch) -> No
     larger = runtime.measure_costs(200, (gather,))
     assert asked[3:] == [(reduce, 200, 1.5), (gather, 200, 1.5)]
     assert larger.reduce_scatter == both.reduce_scatter
+    anew = runtime.measure_costs(100, (gather,), anew=True)
+    assert asked[5:] == [(reduce, 100, 1.5), (gather, 100, 1.5)]
+    assert anew.all_reduce != larger.all_reduce
+    assert anew.all_gather != larger.all_gather
+    assert anew.reduce_scatter is None
+    assert runtime.measure_costs(100, (gather,)) is anew
     runtime.shutdown()
 
 

@@ -229,6 +229,19 @@ def test_a_lasting_change_is_measured_anew() -> None:
     assert job.phases() == ["installed"]  # the new time is the usual one now
 
 
+def test_a_lasting_change_may_come_from_the_network() -> None:
+    job, now = installed()
+    assert not job.tuner.doubts_costs
+    for _ in range(60):
+        job.step()
+    now[0] = 2.0
+    while job.tuner.phase == "installed":
+        job.step()
+    assert all(tuner.doubts_costs for tuner in job.tuners)
+    job.run("installed")
+    assert not job.tuner.doubts_costs
+
+
 def test_a_short_change_is_not() -> None:
     job, now = installed()
     for step in range(600):

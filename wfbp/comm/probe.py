@@ -15,12 +15,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
 from wfbp.comm.backend import Backend, Buffer, Work
 from wfbp.comm.chunking import split
-from wfbp.comm.waiting import Waiter, wait
+from wfbp.comm.waiting import Check, Waiter, wait
 from wfbp.core.types import Op, Operation
 
 SMALLEST_BYTES = 4
@@ -33,6 +34,9 @@ WINDOW = 2
 
 COLD_BYTES = 16 << 20
 """Repetitions walk through at least this much memory."""
+
+Settle = Callable[[Work[Any]], Any]
+"""Waits for a work; returns its result."""
 
 
 def probe_sizes(max_bytes: int) -> list[int]:
@@ -59,6 +63,7 @@ def measure_cost(
     operation: Operation = Operation.ALL_REDUCE,
     budget_s: float = 2.0,
     waiter: Waiter | None = None,
+    check: Check | None = None,
     on_size: Callable[[], object] = lambda: None,
 ) -> list[tuple[int, float]]:
     """Time collectives of float32 on the backend; collective and blocking.
@@ -76,6 +81,7 @@ def measure_cost(
         budget_s: seconds to spend, about; every size is measured at least once, the small ones
             at least three times.
         waiter: how to wait; a new one by default.
+        check: called while waiting; what it raises ends the measurement.
         on_size: called when a size is done.
 
     Returns:
@@ -86,7 +92,7 @@ def measure_cost(
         >>> [size for size, _ in measure_cost(LocalWorld(1).backend(0), 64)]
         [4, 16, 64]
     """
-    waiter = waiter or Waiter.watching(backend)
+    settle = partial(wait, waiter=waiter or Waiter.watching(backend), check=check)
     sizes = probe_sizes(max_bytes)
     data = np.zeros(max(sizes[-1], COLD_BYTES) // 4, np.float32)
     points = []
@@ -94,7 +100,7 @@ def measure_cost(
     for size in sizes:
         parts = _apart(data, size // 4)
         length = max(1, min(LONGEST_STREAM, STREAM_BYTES // size))
-        first_s = _together(backend, _repeat(backend, start, parts, length, 1, waiter))[0]
+        first_s = _together(backend, _repeat(backend, start, parts, length, 1, settle), settle)[0]
         share_s = budget_s / len(sizes)
         count = int(min(MOST_REPETITIONS, share_s / max(length * first_s, 1e-9)))
         if size <= FINE_BYTES:
@@ -102,7 +108,8 @@ def measure_cost(
         # The first repetition finds cold memory; it counts only where there is no other.
         times = [first_s]
         if count:
-            times = _together(backend, _repeat(backend, start, parts, length, count, waiter))
+            times = _repeat(backend, start, parts, length, count, settle)
+            times = _together(backend, times, settle)
         points.append((size, statistics.median(times)))
         on_size()
     return points
@@ -151,25 +158,25 @@ def _repeat(
     parts: Iterator[Buffer],
     length: int,
     count: int,
-    waiter: Waiter,
+    settle: Settle,
 ) -> list[float]:
     """Seconds per message of each of ``count`` streams that the ranks start together."""
     times = []
     for _ in range(count):
-        wait(backend.all_gather_bytes(b""), waiter)
+        settle(backend.all_gather_bytes(b""))
         start_s = time.perf_counter()
         under_way: deque[Work[None]] = deque()
         for part in islice(parts, length):
             if len(under_way) == WINDOW:
-                wait(under_way.popleft(), waiter)
+                settle(under_way.popleft())
             under_way.append(start(part))
         for work in under_way:
-            wait(work, waiter)
+            settle(work)
         times.append((time.perf_counter() - start_s) / length)
     return times
 
 
-def _together(backend: Backend, times: list[float]) -> list[float]:
+def _together(backend: Backend, times: list[float], settle: Settle) -> list[float]:
     """Per repetition, the slowest rank's time."""
-    said = wait(backend.all_gather_bytes(json.dumps(times).encode()))
+    said = settle(backend.all_gather_bytes(json.dumps(times).encode()))
     return [max(column) for column in zip(*(json.loads(s) for s in said), strict=True)]

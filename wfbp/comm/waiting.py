@@ -40,6 +40,9 @@ PR_GET_TIMERSLACK = 30
 GAP_WEIGHT = 0.25
 TESTS_PER_LOOK = 4
 
+Check = Callable[[float], None]
+"""Given the seconds waited so far; raises where waiting on is hopeless."""
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -182,13 +185,19 @@ class Waiter:
             _yield()
 
 
-def wait(work: Work[T], waiter: Waiter | None = None, timeout_s: float | None = None) -> T:
+def wait(
+    work: Work[T],
+    waiter: Waiter | None = None,
+    timeout_s: float | None = None,
+    check: Check | None = None,
+) -> T:
     """Block until a collective is complete.
 
     Args:
         work: what was started.
         waiter: how to wait; by default a new one that watches the work.
         timeout_s: give up after this; never by default.
+        check: called again and again; what it raises ends the wait.
 
     Returns:
         The collective's result.
@@ -204,13 +213,16 @@ def wait(work: Work[T], waiter: Waiter | None = None, timeout_s: float | None = 
     """
     waiter = waiter or Waiter(activity=lambda: work.activity)
     waiter.progressed()
-    deadline = None if timeout_s is None else time.perf_counter() + timeout_s
+    begun_s = time.perf_counter()
     activity = work.activity
     while not _test_often(work):
         if work.activity != activity:
             activity = work.activity
             waiter.progressed()
-        if deadline is not None and time.perf_counter() > deadline:
+        waited_s = time.perf_counter() - begun_s
+        if check is not None:
+            check(waited_s)
+        if timeout_s is not None and waited_s > timeout_s:
             raise StallError(
                 f"a collective of {work.nbytes} bytes did not complete within {timeout_s:g} s: "
                 "another rank is late, or did not start it"

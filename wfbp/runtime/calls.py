@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from wfbp.comm.backend import Work
@@ -102,11 +103,13 @@ class Calls:
                 return False
             result = self._work.result
         except Exception as error:
-            call.reply.fail(error)
+            answer = partial(call.reply.fail, error)
         else:
-            call.reply.put(result)
-        self._waiting.popleft()
+            answer = partial(call.reply.put, result)
         self._work = None
+        if self._waiting:  # else the runtime ended meanwhile, and all calls were answered
+            self._waiting.popleft()
+            answer()
         return True
 
     def fail(self, error: WfbpError) -> None:

@@ -3,7 +3,11 @@
 Behind its tensors every message carries one element per tensor that says whether this rank had a
 gradient for it (a *presence flag*), and the last message of backward also the *border*: whether the
 rank asks for a round of talk at the step border, whether it discards the step, and the step's
-number. They cost a few bytes and no message of their own.
+number, each bit as two flags, of which one says that it is set and the other that it is not. They
+cost a few bytes and no message of their own.
+
+All that is asked of a reduced flag is whether any rank had set it. The smallest share of a sum or
+average that a rank can have is above zero in every floating type, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -15,11 +19,12 @@ import numpy as np
 
 from wfbp.comm.backend import Buffer
 from wfbp.core.plan import Plan
-from wfbp.core.types import Op, item_bytes
 
-NUM_BORDER = 3
-STEP_CYCLE = 64
-"""Step numbers travel modulo this: exact in every floating type."""
+_STEP_BITS = 6
+STEP_CYCLE = 1 << _STEP_BITS
+"""Step numbers travel modulo this."""
+
+NUM_BORDER = 2 + 2 * _STEP_BITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +50,12 @@ class Flags:
     Args:
         plan: what is sent.
         group: index of the group.
-        op: ``Op.AVERAGE`` or ``Op.SUM``.
-        size: number of ranks.
     """
 
-    def __init__(self, plan: Plan, group: int, op: Op, size: int) -> None:
+    def __init__(self, plan: Plan, group: int) -> None:
         self._dtype = plan.dtype(group)
         self._num_tensors = len(plan.groups[group].tensors)
         self._is_last = group == plan.num_backward - 1
-        self._total = 1 if op is Op.AVERAGE else size
         self.count = self._num_tensors + (NUM_BORDER if self._is_last else 0)
         """Elements of the group's type that the flags take."""
 
@@ -70,7 +72,7 @@ class Flags:
         """
         flags = [1.0 if address else 0.0 for address in addresses]
         if self._is_last:
-            flags += [float(requested), float(discards), float(1 + step % STEP_CYCLE)]
+            flags += [float(requested), float(discards), *_step_flags(step)]
         return _encode(flags, self._dtype)
 
     def read(self, reduced: Buffer, step: int) -> Arrival:
@@ -79,11 +81,15 @@ class Flags:
         present = [value > 0 for value in flags[: self._num_tensors]]
         if not self._is_last:
             return Arrival(present)
-        requested, discarded, steps = flags[-NUM_BORDER:]
-        expected = (1 + step % STEP_CYCLE) * self._total
-        slack = expected * (1e-5 if item_bytes(self._dtype) >= 4 else 1 / 128)
-        agree = abs(steps - expected) <= slack
+        requested, discarded, *steps = flags[-NUM_BORDER:]
+        agree = all((s > 0) == (own > 0) for s, own in zip(steps, _step_flags(step), strict=True))
         return Arrival(present, requested > 0, discarded > 0, agree)
+
+
+def _step_flags(step: int) -> list[float]:
+    """Per bit of the step's number, whether it is set, and whether it is not."""
+    bits = [step >> k & 1 for k in range(_STEP_BITS)]
+    return [float(flag) for bit in bits for flag in (bit, 1 - bit)]
 
 
 def _encode(values: list[float], dtype: str) -> Buffer:

@@ -33,7 +33,7 @@ class FusionBuffer:
     def __init__(self, plan: Plan, group: int, op: Op, size: int) -> None:
         self.dtype = plan.dtype(group)
         self._op = op
-        self._flags = Flags(plan, group, op, size)
+        self._flags = Flags(plan, group)
         self._offsets = plan.offsets(group)
         self._members = plan.groups[group].tensors
         self._nbytes = [plan.tensors[k].nbytes for k in self._members]

@@ -56,6 +56,35 @@ def check_bytes(name: str, array: Array) -> None:
         )
 
 
+def check_writable(name: str, array: Any) -> None:
+    """Raise unless values can be written into what was passed.
+
+    Raises:
+        TypeError: it is no array; a copy would be written to in vain.
+        ValueError: an array that is read-only, or one of Python objects.
+    """
+    if not isinstance(array, np.ndarray):
+        raise TypeError(
+            f"{name} is a {type(array).__qualname__}; expected a NumPy array, which can be filled "
+            "in place"
+        )
+    check_bytes(name, array)
+    if not array.flags.writeable:
+        raise ValueError(f"{name} is read-only; expected an array that can be filled in place")
+
+
+def native(array: Array) -> Array:
+    """The array in this machine's byte order, in which values travel; itself if it is already."""
+    if array.dtype.isnative:
+        return array
+    return array.astype(array.dtype.newbyteorder("="))
+
+
+def kind(dtype: np.dtype[Any]) -> str:
+    """What ranks compare of an element type: its name, or all its fields."""
+    return dtype.name if dtype.names is None else str(dtype.descr)
+
+
 def flat(array: Array) -> Buffer:
     """A contiguous array as one dimension of its storage type (uint16 for bfloat16)."""
     if array.dtype.name == "bfloat16":

@@ -10,7 +10,7 @@ import json
 import math
 import pickle
 from collections.abc import Mapping, Sequence
-from itertools import count, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,20 @@ from wfbp.comm.backend import Buffer
 from wfbp.core.types import Op, item_bytes
 from wfbp.errors import DisagreementError
 from wfbp.runtime import world
-from wfbp.runtime.matching import Array, agree, check_bytes, check_root, flat
+from wfbp.runtime.matching import (
+    Array,
+    agree,
+    check_bytes,
+    check_root,
+    check_writable,
+    flat,
+    kind,
+    native,
+)
+from wfbp.runtime.refusals import check_refusals, telling_others
 from wfbp.runtime.runtime import Runtime
 
-_numbers = count()
+MANY = "broadcast_parameters"
 
 
 def allreduce(array: Any, name: str | None = None, op: Op = Op.AVERAGE) -> Array:
@@ -48,9 +58,8 @@ def allreduce(array: Any, name: str | None = None, op: Op = Op.AVERAGE) -> Array
         array([1., 2.], dtype=float32)
     """
     runtime = world.current("allreduce()")
-    source = np.asarray(array)
-    result = np.array(source, order="C", copy=True)
-    reduce_in_place(runtime, flat(result), source.dtype.name, source.shape, op, name)
+    result = np.array(native(np.asarray(array)), order="C", copy=True)
+    reduce_in_place(runtime, flat(result), result.dtype.name, result.shape, op, name)
     return result
 
 
@@ -66,7 +75,7 @@ def reduce_in_place(
     item_bytes(dtype)
     if not isinstance(op, Op):
         raise ValueError(f"op is {op!r}; expected one of {', '.join(o.name for o in Op)}")
-    label = name or f"allreduce.{next(_numbers)}"
+    label = name or f"allreduce.{next(runtime.numbers)}"
     if runtime.size == 1:
         runtime.check()
         return
@@ -96,10 +105,11 @@ def broadcast(array: Any, root_rank: int, name: str | None = None) -> Array:
         array([0, 1, 2])
     """
     runtime = world.current("broadcast()")
-    result = np.array(np.asarray(array), order="C", copy=True)
-    check_bytes("array", result)
+    source = np.asarray(array)
+    check_bytes("array", source)
+    result = np.array(native(source), order="C", copy=True)
     broadcast_in_place(
-        runtime, flat(result).view(np.uint8), result.dtype.name, result.shape, root_rank, name
+        runtime, flat(result).view(np.uint8), kind(result.dtype), result.shape, root_rank, name
     )
     return result
 
@@ -114,7 +124,7 @@ def broadcast_in_place(
 ) -> None:
     """Copy the root's bytes to every rank, after comparing name, type, shape and root."""
     check_root(runtime, root_rank)
-    label = name or f"broadcast.{next(_numbers)}"
+    label = name or f"broadcast.{next(runtime.numbers)}"
     if runtime.size == 1:
         runtime.check()
         return
@@ -131,13 +141,19 @@ def broadcast_arrays(arrays: Mapping[str, Any], root_rank: int = 0) -> None:
 
     Raises:
         DisagreementError: ranks passed different names, shapes or element types.
-        ValueError: no such rank, or an array of Python objects.
+        TypeError: an entry that is no array.
+        ValueError: no such rank, a read-only array, or one of Python objects.
+        PeerError: another rank found one of these.
     """
     runtime = world.current("broadcast_parameters()")
-    for name, array in arrays.items():
-        check_bytes(name, array)
-    rows = [(name, a.dtype.name, a.shape) for name, a in arrays.items()]
-    copies = [np.ascontiguousarray(a) for a in arrays.values()]
+    rows = []
+    copies = []
+    with telling_others(runtime, MANY):
+        check_root(runtime, root_rank)
+        for name, array in arrays.items():
+            check_writable(name, array)
+            rows.append((name, kind(array.dtype), array.shape))
+            copies.append(np.array(native(array), order="C", copy=None))
     broadcast_buffers(runtime, rows, [flat(a).view(np.uint8) for a in copies], root_rank)
     for array, copy in zip(arrays.values(), copies, strict=True):
         if copy is not array:
@@ -150,18 +166,17 @@ def broadcast_buffers(
     buffers: Sequence[Buffer],
     root_rank: int,
 ) -> None:
-    """Copy the root's bytes of many named buffers to every rank, after comparing them all."""
-    check_root(runtime, root_rank)
+    """Copy the root's bytes of many named buffers to every rank, after comparing them all.
+
+    Arguments must have been checked within ``telling_others``.
+    """
     if runtime.size == 1:
         runtime.check()
         return
     described = [[name, dtype, list(shape)] for name, dtype, shape in rows]
-    said = [
-        json.loads(p)
-        for p in runtime.exchange(
-            json.dumps([root_rank, described]).encode(), "broadcast_parameters"
-        )
-    ]
+    payloads = runtime.exchange(json.dumps([root_rank, described]).encode(), MANY)
+    said = [json.loads(payload) for payload in payloads]
+    check_refusals(runtime, MANY, said)
     for rank, (root, theirs) in enumerate(said):
         if root != said[0][0] or theirs != said[0][1]:
             pairs = zip_longest(
@@ -201,9 +216,9 @@ def allgather(array: Any, name: str | None = None) -> Array:
         True
     """
     runtime = world.current("allgather()")
-    source = np.ascontiguousarray(array)
     if np.ndim(array) == 0:
         raise ValueError("allgather needs at least one dimension; found a scalar")
+    source = np.ascontiguousarray(native(np.asarray(array)))
     raw, rows = gather_rows(
         runtime, flat(source).view(np.uint8), source.dtype.name, source.shape, name
     )
@@ -214,7 +229,7 @@ def gather_rows(
     runtime: Runtime, raw: Buffer, dtype: str, shape: Sequence[int], name: str | None
 ) -> tuple[Buffer, int]:
     """Concatenate every rank's bytes; returns them and the total of the first dimension."""
-    label = name or f"allgather.{next(_numbers)}"
+    label = name or f"allgather.{next(runtime.numbers)}"
     row_bytes = math.prod(shape[1:]) * item_bytes(dtype)
     rows = agree(runtime, ["allgather", label, dtype, list(shape[1:])], private=shape[0])
     counts = [row_bytes * count for count in rows]
@@ -235,7 +250,7 @@ def allgather_object(value: Any, name: str | None = None) -> list[Any]:
         True
     """
     runtime = world.current("allgather_object()")
-    label = name or f"allgather_object.{next(_numbers)}"
+    label = name or f"allgather_object.{next(runtime.numbers)}"
     agree(runtime, ["allgather_object", label])
     payloads = runtime.exchange(pickle.dumps(value), f"allgather_object {label}")
     return [pickle.loads(payload) for payload in payloads]
@@ -257,7 +272,7 @@ def broadcast_object(value: Any = None, root_rank: int = 0, name: str | None = N
     """
     runtime = world.current("broadcast_object()")
     check_root(runtime, root_rank)
-    label = name or f"broadcast_object.{next(_numbers)}"
+    label = name or f"broadcast_object.{next(runtime.numbers)}"
     agree(runtime, ["broadcast_object", label, root_rank])
     payload = pickle.dumps(value) if runtime.rank == root_rank else b""
     return pickle.loads(runtime.exchange(payload, f"broadcast_object {label}")[root_rank])

@@ -14,6 +14,7 @@ from wfbp.runtime import world
 from wfbp.runtime.arguments import check_arguments
 from wfbp.runtime.engine import Engine
 from wfbp.runtime.fusion import storage_dtype
+from wfbp.runtime.matching import native
 
 Array = npt.NDArray[Any]
 
@@ -96,7 +97,7 @@ class GradientReducer:
             )
         if index in self._arrays:
             raise ValueError(f"{spec.name} was marked ready twice; call wait() once per step")
-        array = np.asarray(array, order="C")  # ascontiguousarray would lose a shape of ()
+        array = np.asarray(native(array), order="C")  # ascontiguousarray would lose a shape of ()
         self._arrays[index] = array
         if self._engine is not None:
             self._engine.mark_ready(index, array.__array_interface__["data"][0], array)

@@ -7,6 +7,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 from wfbp.comm.backend import Backend, Buffer, Finished, Work
@@ -53,14 +55,18 @@ class Runtime:
         self._curves: dict[Operation, tuple[int, PiecewiseCost]] = {}
         self._costs: Costs | None = None
         self._closed = False
+        self._next_check = 0.0
         self._acknowledged: set[int] = set()
         # Backends made for lanes, in the order of making, the same on every rank; and which of
         # them no lane uses. The communication thread adds to those, a training thread takes.
         self._leased: list[Backend] = []
         self._idle: set[int] = set()
         self._retiring: list[Lane] = []
+        # Of operations without a name. Not of the process: after init() ranks count alike,
+        # whatever each of them did before.
+        self.numbers = count()
         self.where = f"rank {self.rank} of {self.size}"
-        self._stall = StallWatch(config, self.where)
+        self._stall = StallWatch(config, self.where, lambda: backend.activity)
         self._stall.on_stall = self._ask_where
         self.thread = CommunicationThread(
             config, Waiter.watching(backend), self._read_notices, self._stall, self.where
@@ -111,7 +117,10 @@ class Runtime:
         return made
 
     def measure_costs(
-        self, max_bytes: int, operations: Sequence[Operation] = (Operation.ALL_REDUCE,)
+        self,
+        max_bytes: int,
+        operations: Sequence[Operation] = (Operation.ALL_REDUCE,),
+        anew: bool = False,
     ) -> Costs:
         """The measured cost curves up to a message size; collective; each is measured once.
 
@@ -119,10 +128,13 @@ class Runtime:
             max_bytes: the largest message that will be sent.
             operations: which curves are needed; all-reduce always is. What is missing of them is
                 measured within ``config.probe_s``, about, in all.
+            anew: whether to forget what was measured before: the network may have changed.
 
         Returns:
             All curves known so far, the same on every rank.
         """
+        if anew:
+            self._curves.clear()
         missing = [
             operation
             for operation in Operation
@@ -132,12 +144,15 @@ class Runtime:
         if missing:
             budget_s = self.config.probe_s / len(missing)
             for operation in missing:
-                points = self.call(
-                    lambda backend, operation=operation: Finished(  # type: ignore[misc]
-                        measure_cost(backend, max_bytes, operation=operation, budget_s=budget_s)
-                    ),
-                    f"measuring the network's {operation.value}",
+                label = f"measuring the network's {operation.value}"
+                measure = partial(
+                    measure_cost,
+                    max_bytes=max_bytes,
+                    operation=operation,
+                    budget_s=budget_s,
+                    check=partial(self._check_measurement, label),
                 )
+                points = self.call(lambda backend, act=measure: Finished(act(backend)), label)  # type: ignore[misc]
                 self._curves[operation] = max_bytes, PiecewiseCost(monotone_points(points))
             curve = {operation: curve for operation, (_, curve) in self._curves.items()}
             self._costs = Costs(
@@ -230,6 +245,18 @@ class Runtime:
                 self._send({"kind": "here", "place": self.thread.describe()})
             elif kind == "here":
                 log.warning("%s hears from rank %d: %s", self.where, sender, notice["place"])
+
+    def _check_measurement(self, label: str, waited_s: float) -> None:
+        """What a turn does some times a second; a measurement is one long turn."""
+        now = time.monotonic()
+        if now < self._next_check:
+            return
+        self._next_check = now + TICK_S
+        self._read_notices()
+        error = self.thread.error or self._stall.check([(now - waited_s, label)], now)
+        if error is not None:
+            self.thread.fail(error)
+            raise error
 
     def _ask_where(self) -> None:
         self._send({"kind": "where"})

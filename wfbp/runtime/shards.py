@@ -135,7 +135,7 @@ class ScatterBuffer:
     def __init__(self, plan: Plan, group: int, op: Op, rank: int, size: int) -> None:
         self._op = op
         self._rank = rank
-        self._flags = Flags(plan, group, op, size)
+        self._flags = Flags(plan, group)
         self.dtype = plan.dtype(group)
         tail_bytes = self._flags.count * item_bytes(self.dtype)
         self._blocks = blocks = _Blocks(plan, group, size, tail_bytes)

@@ -20,19 +20,23 @@ class StallWatch:
     Args:
         config: after how long to warn and to give up.
         where: who this is, for messages ("rank 1 of 4").
+        activity: a number that changes whenever anything moved on (``Backend.activity``): who
+            has left may have done its part, and the others be in the middle of theirs.
     """
 
-    def __init__(self, config: Config, where: str) -> None:
+    def __init__(self, config: Config, where: str, activity: Callable[[], int] = lambda: 0) -> None:
         self._config = config
         self._where = where
         self._warned: set[str] = set()
-        self._gone_since = 0.0
+        self._activity = activity
+        self._seen = activity()
+        self._quiet_since = 0.0
         self.gone: dict[int, str] = {}
         self.on_stall: Callable[[], None] = lambda: None
 
     def note_gone(self, rank: int, how: str) -> None:
         """A rank will take part in nothing any more."""
-        self._gone_since = time.monotonic()
+        self._quiet_since = time.monotonic()
         self.gone[rank] = how
 
     def check(self, waits: Sequence[tuple[float, str]], now: float) -> WfbpError | None:
@@ -45,12 +49,16 @@ class StallWatch:
         Returns:
             The error to end with, if the wait is hopeless or too long.
         """
+        activity = self._activity()
+        if activity != self._seen:
+            self._seen = activity
+            self._quiet_since = now
         if not waits:
             self._warned.clear()
             return None
         since, what = min(waits)
         waited = now - since
-        if self.gone and min(waited, now - self._gone_since) > _LEFT_GRACE_S:
+        if self.gone and min(waited, now - self._quiet_since) > _LEFT_GRACE_S:
             left = ", ".join(f"rank {r} {how}" for r, how in sorted(self.gone.items()))
             return PeerError(f"{self._where} waits ({what}), but {left}")
         if waited > self._config.timeout_s:

@@ -68,6 +68,7 @@ class CommunicationThread:
         self._turn = threading.Lock()
         self._running = True
         self._num_waiting = 0
+        self._here = threading.local()
         self.sleeping = False
         self.add_lane: Callable[[Lane], None] = turns.add_lane
         self.remove_lane: Callable[[Lane], None] = turns.remove_lane
@@ -88,6 +89,11 @@ class CommunicationThread:
     def owes(self) -> bool:
         """Whether other ranks wait for something that this one has promised."""
         return self.error is None and self._turns.owes
+
+    @property
+    def is_used_here(self) -> bool:
+        """Whether the thread that asks has ever waited for communication."""
+        return getattr(self._here, "used", False)
 
     def post(self, message: Message) -> None:
         """Have ``message`` called in a turn soon."""
@@ -111,6 +117,7 @@ class CommunicationThread:
 
     def await_reply(self, reply: Reply[T], label: str) -> T:
         """Wait for an answer to what was appended or posted before; drive, unless another does."""
+        self._here.used = True
         self._num_waiting += 1
         try:
             if self._gate.acquire(timeout=_BATON_S):

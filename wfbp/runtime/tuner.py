@@ -127,6 +127,11 @@ class Tuner:
         return tuple(Operation) if self._decouples else (Operation.ALL_REDUCE,)
 
     @property
+    def doubts_costs(self) -> bool:
+        """Whether costs must be measured anew: the iteration time changed, maybe by the network."""
+        return self._incumbent is not None
+
+    @property
     def round_due(self) -> bool:
         """Whether every rank now enters a round, by count of steps."""
         if self.phase == "profile":

@@ -11,6 +11,7 @@ from wfbp.config import Config
 from wfbp.errors import NotInitializedError
 from wfbp.runtime import failure
 from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.settings import agree_on_settings
 
 _runtime: Runtime | None = None
 
@@ -31,6 +32,7 @@ def init(comm: Any = None, *, backend: Backend | None = None, config: Config | N
     Raises:
         ValueError: a ``WFBP_*`` variable cannot be read.
         BackendError: MPI is missing or does not start.
+        DisagreementError: ranks have different settings.
     """
     global _runtime
     if _runtime is not None:
@@ -41,8 +43,14 @@ def init(comm: Any = None, *, backend: Backend | None = None, config: Config | N
         from wfbp.comm.mpi import MpiBackend
 
         backend = MpiBackend(comm)
-    _runtime = Runtime(backend, config)
-    failure.install(_runtime)
+    runtime = Runtime(backend, config)
+    try:
+        agree_on_settings(runtime)
+    except BaseException:
+        runtime.shutdown()
+        raise
+    _runtime = runtime
+    failure.install(runtime)
     atexit.register(shutdown)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from wfbp.runtime import operations, world
 from wfbp.runtime.matching import check_root
+from wfbp.runtime.refusals import telling_others
 from wfbp.torch import tensors
 
 
@@ -24,15 +25,18 @@ def broadcast_parameters(
 
     Raises:
         ValueError: a tensor that cannot be sent, or no such rank.
+        PeerError: another rank found one of these.
         DisagreementError: ranks passed different names, shapes or element types.
     """
     runtime = world.current("broadcast_parameters()")
     found = {k: v for k, v in dict(parameters).items() if isinstance(v, torch.Tensor)}
     rows, wholes = [], []
-    for name, tensor in found.items():
-        tensors.check_place(name, tensor)
-        rows.append((name, str(tensor.dtype), tuple(tensor.shape)))
-        wholes.append(tensor.detach().contiguous())
+    with telling_others(runtime, operations.MANY):
+        check_root(runtime, root_rank)
+        for name, tensor in found.items():
+            tensors.check_place(name, tensor)
+            rows.append((name, str(tensor.dtype), tuple(tensor.shape)))
+            wholes.append(tensor.detach().contiguous())
     buffers = [tensors.raw(whole) for whole in wholes]
     operations.broadcast_buffers(runtime, rows, buffers, root_rank)
     with torch.no_grad():

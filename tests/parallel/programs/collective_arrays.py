@@ -12,6 +12,7 @@ import wfbp.torch
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.training import mlp
 from wfbp.core.types import Op
+from wfbp.errors import PeerError
 
 check = Checks()
 
@@ -89,6 +90,43 @@ def broadcast_and_allgather_of_arrays() -> None:
     assert np.array_equal(arrays["a"], np.array(values(size - 1), np.float32))
     assert arrays["scalar"] == size - 1
     assert (arrays["columns"] == size - 1).all()
+
+
+@check
+def byte_orders() -> None:
+    """Also where they differ between ranks."""
+    rank, size = wfbp.rank(), wfbp.size()
+    for name in ("f4", "f8", "i8"):
+        mine = np.array(values(rank), (">" if rank else "<") + name)
+        wanted = combined(Op.SUM, size, integer=False)
+        assert wfbp.allreduce(mine, op=wfbp.Sum).tolist() == wanted
+        assert wfbp.broadcast(mine, size - 1).tolist() == values(size - 1)
+        found = wfbp.allgather(mine)
+        assert found.tolist() == [v for r in range(size) for v in values(r)]
+        assert found.dtype == np.dtype(name)
+        wfbp.broadcast_parameters({"a": mine}, root_rank=size - 1)
+        assert mine.tolist() == values(size - 1)
+    mine = np.array(values(rank), (">" if rank else "<") + "f4")
+    reducer = wfbp.GradientReducer([("a", mine)], op=wfbp.Sum)
+    reducer.mark_ready(0, mine)
+    reduced = reducer.wait()[0]
+    assert reduced is not None
+    assert reduced.tolist() == combined(Op.SUM, size, integer=False)
+
+
+@check
+def what_one_rank_cannot_fill_is_told_to_all() -> None:
+    array = np.zeros(3)
+    if wfbp.rank() == wfbp.size() - 1:
+        array.flags.writeable = False
+        raises(ValueError, "w is read-only", act=lambda: wfbp.broadcast_parameters({"w": array}))
+    else:
+        raises(
+            PeerError,
+            f"rank {wfbp.size() - 1}: w is read-only",
+            act=lambda: wfbp.broadcast_parameters({"w": array}),
+        )
+    wfbp.barrier()
 
 
 @check

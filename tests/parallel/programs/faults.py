@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -88,6 +89,21 @@ def while_others_finish(deed: Callable[[], None]) -> None:
     deed()
 
 
+def in_a_thread(deed: Callable[[], None]) -> None:
+    """Training in a thread of its own; the main thread waits for it."""
+    trainer = threading.Thread(target=steps, args=(4, deed))
+    trainer.start()
+    trainer.join()
+
+
+def beside_training(deed: Callable[[], None]) -> None:
+    """A thread that has nothing to do with training."""
+    helper = threading.Thread(target=deed)
+    helper.start()
+    helper.join()
+    steps(4)
+
+
 def with_torch(deed: Callable[[], None]) -> None:
     import torch
 
@@ -115,6 +131,8 @@ PLACES = {
     "sleep": while_others_sleep,
     "finish": while_others_finish,
     "torch": with_torch,
+    "thread": in_a_thread,
+    "beside": beside_training,
 }
 
 

@@ -23,18 +23,25 @@ from wfbp.config import Config
 
 Check = Callable[[], None]
 
-MODES = {
-    # Per-tensor messages that leave during backward, at every step.
-    "overlap": Config(schedule="wfbp", warmup_steps=10**6, timeout_s=20.0, probe_s=0.02),
-    # A new plan at every step or two.
-    "changing": Config(
-        schedule="auto",
+def _short(schedule: str) -> Config:
+    """A new plan at every step or two."""
+    return Config(
+        schedule=schedule,
         warmup_steps=1,
         profile_steps=1,
         trial_steps=1,
         timeout_s=20.0,
         probe_s=0.02,
-    ),
+    )
+
+
+MODES = {
+    # Per-tensor messages that leave during backward, at every step.
+    "overlap": Config(schedule="wfbp", warmup_steps=10**6, timeout_s=20.0, probe_s=0.02),
+    "changing": _short("auto"),
+    # Decoupled, and installed after a few steps.
+    "hybrid": _short("hybrid"),
+    "ps_layerwise": _short("ps_layerwise"),
 }
 
 
