@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from wfbp.runtime.engine import Engine
-from wfbp.runtime.gathering import Slot
+from wfbp.runtime.slot import Slot
 from wfbp.torch import tensors
 from wfbp.torch.sharding import Sharding, flat
 
@@ -96,6 +96,7 @@ class ShardedUpdate(Update):
     def apply(self, reduced: Reduced | None) -> Any:
         engine, sharding = self._engine, self.sharding
         self._follow()
+        sharding.check()
         start_s = time.perf_counter()
         groups = [
             {**group, "params": [t for p in group["params"] for t in self._target(p, reduced)]}
@@ -134,7 +135,7 @@ class ShardedUpdate(Update):
 
     def _target(self, param: torch.Tensor, reduced: Reduced | None) -> list[torch.Tensor]:
         """What the optimizer steps for a parameter: itself, its shard, or nothing."""
-        index = self._index[id(param)]
+        index = self._index.get(id(param), -1)
         if index not in self.sharding:
             return [param]
         shard = self.sharding.shard(index)
@@ -153,6 +154,7 @@ class ReplicatedUpdate(Update):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self._layouts = [tensors.Layout.of(p) for p in self._params]
         self._gradients: dict[int, torch.Tensor] = {}
         self._groups: list[Group] = []
 
@@ -168,7 +170,7 @@ class ReplicatedUpdate(Update):
             if not engine.decouples_tensor(index):
                 now.append(index)
             elif slot is not None:
-                self._gradients[index] = tensors.view(slot.data, self._params[index])
+                self._gradients[index] = tensors.view(slot.data, self._layouts[index])
         return self._timed(lambda: self._update(now, {}))
 
     def await_param(self, index: int) -> None:
