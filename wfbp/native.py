@@ -32,9 +32,7 @@ Example:
 
 from __future__ import annotations
 
-import logging
-
-__all__ = ["AVAILABLE", "INSTRUCTIONS", "PackTable", "reduce_shards", "scale"]
+__all__ = ["AVAILABLE", "INSTRUCTIONS", "MISSING", "PackTable", "reduce_shards", "scale"]
 
 try:
     from wfbp._pack import INSTRUCTIONS, PackTable, reduce_shards, scale
@@ -47,11 +45,12 @@ except ImportError as error:
     )
 
     AVAILABLE = False
-    logging.getLogger("wfbp").warning(
-        "the C++ packing extension is not installed (%s): packing goes through NumPy, which is "
-        "slower; to build it, install a C++ compiler and reinstall wfbp",
-        error,
+    MISSING = (
+        f"the C++ packing extension is not installed ({error}): packing goes through NumPy, which "
+        "is slower; to build it, install a C++ compiler and reinstall wfbp (with pip's -v, it "
+        "says what fails)"
     )
 else:
     AVAILABLE = True
-"""Whether the C++ extension is in use."""
+    MISSING = ""
+"""Whether the C++ extension is in use; and what ``init`` says, once per host, where it is not."""

@@ -24,8 +24,7 @@ NO_COMPILER = {"CC": "/bin/false", "CXX": "/bin/false"}
 SAYS_SO = "the C++ extension could not be built"
 
 SMOKE = """
-import importlib.metadata, logging, sys
-logging.basicConfig(stream=sys.stdout, format="%(message)s")
+import importlib.metadata
 import numpy as np
 import wfbp
 from wfbp import native
@@ -40,6 +39,7 @@ native.reduce_shards([half, half], half, "float16", "sum")
 assert half.view(np.float16).tolist() == [2.0, 4.0]
 print(f"available={native.AVAILABLE} version={importlib.metadata.version('wfbp')}")
 print(f"from={wfbp.__file__}")
+print(native.MISSING)
 """
 
 TWO_RANKS = """

@@ -120,6 +120,36 @@ def test_up_carries_bytes_and_down_leaves_nothing() -> None:
     assert not set(made.namespaces) & link.existing_namespaces()
 
 
+MPI_PROGRAM = """
+import sys
+import numpy as np
+from mpi4py import MPI
+data = np.zeros(int(sys.argv[1]), np.uint8)
+MPI.COMM_WORLD.Bcast(data, root=0)
+MPI.COMM_WORLD.Bcast(data, root=1)
+"""
+
+
+@needs_namespaces
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(
+    ("options", "sent_bytes", "status"),
+    [([], 3_000_000, 0), ([], 1, 1), (["--expect-bytes", "4000000"], 3_000_000, 1)],
+)
+def test_a_run_that_does_not_use_the_link_fails(
+    options: list[str], sent_bytes: int, status: int
+) -> None:
+    """Ranks that only start over the link put some bytes on it, too."""
+    if not Path(sys.executable).with_name("mpiexec").exists():
+        pytest.skip("needs mpiexec")
+    words = [sys.executable, str(SCRIPT), "run", *options, "--", sys.executable, "-c", MPI_PROGRAM]
+    done = subprocess.run(
+        [*words, str(sent_bytes)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == status, done.stderr
+    assert ("by another road" in done.stderr) == (status == 1)
+
+
 @needs_namespaces
 @pytest.mark.timeout(60)
 def test_a_terminated_run_leaves_nothing() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from wfbp.core.types import TensorSpec
 from wfbp.runtime.engine import Engine
 from wfbp.runtime.fusion import storage_dtype
-from wfbp.runtime.gathering import Slot, Source
+from wfbp.runtime.slot import Slot, Source
 from wfbp.runtime.runtime import Runtime
 
 

@@ -19,13 +19,15 @@ from wfbp.core.types import Op, TensorSpec
 from wfbp.runtime import agreement
 from wfbp.runtime.arguments import check_arguments
 from wfbp.runtime.extra import reduce_extra
-from wfbp.runtime.gathering import Gathering, Slot, Source
+from wfbp.runtime.gathering import Gathering
 from wfbp.runtime.gathers import Gathers
 from wfbp.runtime.lane import CLOSE, DISCARD, PlannedLane, StepResult
 from wfbp.runtime.memory import keep_freed_memory
 from wfbp.runtime.recording import Recorder
+from wfbp.runtime.report import report
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.shards import shard_range
+from wfbp.runtime.slot import Slot, Source
 from wfbp.runtime.tuner import Tuner
 from wfbp.runtime.whole import WholeGradients
 
@@ -46,6 +48,7 @@ class Engine:
         active: per tensor, whether a gradient is expected; the others join when one appears.
         decouples: whether the caller can do with shards of gradients, and ``gather``.
         shares_update: whether each rank then updates its shards only.
+        memory_orders: of tensors that do not lie row by row, for comparison with other ranks.
         fetch: returns the gradient of a tensor for which no event came, or None; called when the
             step closes.
         name: of the optimizer, for messages.
@@ -67,6 +70,7 @@ class Engine:
         active: Sequence[bool] | None = None,
         decouples: bool = False,
         shares_update: bool = False,
+        memory_orders: Sequence[str] = (),
         fetch: Callable[[int], Source | None] = lambda index: None,
         name: str = "optimizer",
     ) -> None:
@@ -91,6 +95,7 @@ class Engine:
             "decouples": decouples,
             "shares the update": shares_update,
             "tensors with gradient": [self.specs[k].name for k in chosen],
+            "memory order": list(memory_orders),
             "plan": self._tuner.plan.digest,
         }
         payload = agreement.encode_specs(self.specs, settings)
@@ -113,6 +118,8 @@ class Engine:
         self.mark_forward = gathering.mark_forward
         self.mark_forward_end = gathering.mark_forward_end
         self.slot = gathering.slot
+        self.last = gathering.last
+        self.drop = gathering.drop
         self._steps = 0
         self._number = 0
         self._num_unread = 0
@@ -232,27 +239,7 @@ class Engine:
 
     def report(self) -> dict[str, Any]:
         """The installed plan and what it costs; times in seconds, None where not yet known."""
-        tuner = self._tuner
-        predicted = tuner.predicted if tuner.phase == "installed" else None
-        measured_s = tuner.measured_s
-        bound_s = predicted.lower_bound_s if predicted else None
-        return {
-            "schedule": tuner.plan.schedule,
-            "phase": tuner.phase,
-            "steps": self._steps,
-            "num_groups": len(tuner.plan.groups),
-            "num_tensors": len(tuner.plan.tensors),
-            "total_bytes": tuner.plan.total_bytes,
-            "overlap": tuner.plan.overlap,
-            "kappa": tuner.costs.kappa if tuner.costs else None,
-            "predicted_iteration_s": predicted.iteration_s if predicted else None,
-            "measured_iteration_s": measured_s,
-            "predicted_exposed_s": predicted.exposed_s if predicted else None,
-            "exposed_s": tuner.exposed_s,
-            "lower_bound_s": bound_s,
-            "ratio_to_lower_bound": measured_s / bound_s if measured_s and bound_s else None,
-            "plan_digest": tuner.plan.digest,
-        }
+        return report(self._tuner, self._steps)
 
     def _install(self) -> None:
         """Take the tuner's plan into use; no step is under way."""
@@ -302,7 +289,7 @@ class Engine:
             for k, data in zip(
                 extra, reduce_extra(self._runtime, specs, sources, self._op), strict=True
             ):
-                reduced[k] = Slot.of(data)
+                reduced[k] = None if data is None else Slot.of(data)
         joining = [self.specs[k] for k in extra if self._gathering.place[k] < 0]
         if joining:
             self._tuner.join(joining)

@@ -20,7 +20,7 @@ def reduce_extra(
     specs: Sequence[TensorSpec],
     sources: Sequence[tuple[int, object]],
     op: Op,
-) -> list[Buffer]:
+) -> list[Buffer | None]:
     """Reduce tensors now; collective.
 
     Args:
@@ -29,7 +29,7 @@ def reduce_extra(
         op: ``Op.AVERAGE`` or ``Op.SUM``.
 
     Returns:
-        Per tensor, the reduced bytes in new storage.
+        Per tensor, the reduced bytes in new storage; None where no rank has a gradient.
     """
     plan = Plan("extra", tuple(specs), split_by_dtype(specs, [range(len(specs))]))
     addresses = [address for address, _ in sources]
@@ -38,6 +38,8 @@ def reduce_extra(
         fusion = FusionBuffer(plan, group, op, runtime.size)
         fusion.pack(addresses, requested=False, step=0)
         runtime.all_reduce(fusion.buffer, fusion.dtype, op, "gradients at the border")
+        present = fusion.arrived(step=0).present
         for position, k in enumerate(members.tensors):
-            reduced[k] = fusion.slot(position)
-    return [reduced[k] for k in range(len(specs))]
+            if present[position]:
+                reduced[k] = fusion.slot(position)
+    return [reduced.get(k) for k in range(len(specs))]

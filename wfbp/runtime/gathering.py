@@ -4,42 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
-import numpy as np
-
-from wfbp.comm.backend import Buffer
 from wfbp.core.plan import Plan
 from wfbp.core.types import Operation, TensorSpec
 from wfbp.runtime.fusion import FusionBuffer
 from wfbp.runtime.lane import PlannedLane, Step, StepResult
 from wfbp.runtime.profile import Stamps
 from wfbp.runtime.shards import ScatterBuffer
+from wfbp.runtime.slot import NOWHERE, Slot, Source
 from wfbp.runtime.thread import CommunicationThread
 
 _PATIENCE_STEPS = 8
-
-Source = tuple[int, object]
-"""Where a gradient lies (an address) and what keeps it alive."""
-
-
-class Slot(NamedTuple):
-    """Where a tensor lies after reduction: the bytes, and their address.
-
-    ``whole`` tells whether they are all of the tensor or this rank's shard of it.
-    """
-
-    data: Buffer
-    address: int
-    whole: bool = True
-
-    @classmethod
-    def of(cls, data: Buffer, whole: bool = True) -> Slot:
-        """The slot that these bytes are."""
-        return cls(data, data.__array_interface__["data"][0], whole)
-
-
-_NOWHERE = Slot(np.empty(0, np.uint8), 0)
 
 
 class Gathering:
@@ -76,6 +51,8 @@ class Gathering:
         self._who = who
         self._expected = [passes] * len(specs)
         self._rarer_steps = 0
+        self.last: set[int] = set()
+        """Tensors of the last group, which leaves when the step is closed and not before."""
 
     def install(self, plan: Plan, buffers: Sequence[FusionBuffer | ScatterBuffer]) -> None:
         """Gather for another plan from the next :meth:`begin` on."""
@@ -83,7 +60,7 @@ class Gathering:
         self._members = [self._index[spec] for spec in plan.tensors]
         self.place = [-1] * len(self._specs)
         self._group_of = [0] * len(plan.tensors)
-        self._slots = [_NOWHERE] * len(plan.tensors)
+        self._slots = [NOWHERE] * len(plan.tensors)
         for place, index in enumerate(self._members):
             self.place[index] = place
         for group, members in enumerate(groups):
@@ -91,6 +68,8 @@ class Gathering:
             for position, place in enumerate(members.tensors):
                 self._group_of[place] = group
                 self._slots[place] = Slot.of(buffers[group].slot(position), whole)
+        self.last.clear()
+        self.last.update(self._members[place] for place in groups[-1].tensors)
         self._dormant = [k for k, place in enumerate(self.place) if place < 0]
         self._sizes = [len(group.tensors) for group in groups]
         self._overlap = plan.overlap
@@ -144,6 +123,18 @@ class Gathering:
         self._left[group] = left
         if left == 0 and self._overlap and self._thread.sleeping:
             self._post(self._wake)
+
+    def drop(self, index: int) -> None:
+        """A tensor's gradient that was announced is gone: this rank has none now."""
+        place = self.place[index]
+        if place < 0:
+            self.extra.pop(index, None)
+        elif self.step.addresses[place]:
+            if self._may_have_left(place):
+                self.extra[index] = (0, None)
+            else:
+                self.step.addresses[place] = 0
+                self.step.owners[place] = None
 
     def mark_forward(self, index: int) -> None:
         """A tensor is used for the first time in this step's forward."""
@@ -277,15 +268,17 @@ class Gathering:
             self.extra[index] = (address, owner)
             return
         self._ready_s[place] = time.perf_counter()
-        group = self._group_of[place]
-        waits = self._left[group] > 0 or group == len(self._left) - 1
-        if waits or not self._overlap:
-            # Its group cannot have left yet.
-            self.step.addresses[place] = address
-            self.step.owners[place] = owner
-        else:
+        if self._may_have_left(place):
             self._check_not_sent_in_place(index, address)
             self.extra[index] = (address, owner)
+        else:
+            self.step.addresses[place] = address
+            self.step.owners[place] = owner
+
+    def _may_have_left(self, place: int) -> bool:
+        """Whether a tensor's group may be on its way."""
+        group = self._group_of[place]
+        return self._overlap and self._left[group] == 0 and group < len(self._left) - 1
 
     def _check_not_sent_in_place(self, index: int, address: int) -> None:
         """Raise unless a tensor that was sent too early can be sent again at the step border."""

@@ -9,9 +9,9 @@ import numpy as np
 from wfbp.comm.backend import Buffer
 from wfbp.core.types import TensorSpec
 from wfbp.runtime.fusion import aligned_bytes
-from wfbp.runtime.gathering import Slot
 from wfbp.runtime.gathers import Gathers
 from wfbp.runtime.shards import shard_range
+from wfbp.runtime.slot import Slot
 
 
 class WholeGradients:

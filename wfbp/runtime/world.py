@@ -6,6 +6,7 @@ import atexit
 import logging
 from typing import Any
 
+from wfbp import native
 from wfbp.comm.backend import Backend
 from wfbp.config import Config
 from wfbp.errors import NotInitializedError
@@ -43,6 +44,8 @@ def init(comm: Any = None, *, backend: Backend | None = None, config: Config | N
         from wfbp.comm.mpi import MpiBackend
 
         backend = MpiBackend(comm)
+    if native.MISSING and backend.local_rank == 0:
+        logging.getLogger("wfbp").warning("%s", native.MISSING)
     runtime = Runtime(backend, config)
     try:
         agree_on_settings(runtime)

@@ -49,6 +49,7 @@ class Exchange:
         **settings: Any,
     ) -> None:
         self._runtime = runtime
+        self._name = settings["name"]
         self._optimizer = optimizer
         decouples = nature is not Nature.COUPLED
         sharded = nature is Nature.ELEMENTWISE
@@ -79,6 +80,7 @@ class Exchange:
             )
         else:
             self._update = ReplicatedUpdate(engine, optimizer, params, step)
+        gradients.before_release = self._update.flush
         self.report = engine.report
 
     @property
@@ -100,13 +102,28 @@ class Exchange:
     def synchronize(self) -> None:
         """Close the step, unless that was done, and have whole gradients and parameters."""
         self._update.flush()
-        if self._held is not None and not self.open:
+        if self._held is not None:
+            self.check_settled()
             whole = self._engine.gather_gradients(self._held)
             self._engine.flush()
             self._gradients.take(whole)
         else:
             self._gradients.reduce(whole=True)
         self._held = None
+
+    def check_settled(self) -> None:
+        """Raise unless no gradients have appeared since they were reduced.
+
+        Raises:
+            RuntimeError: there are some; whether other ranks have any, this one cannot know.
+        """
+        if self.open:
+            raise RuntimeError(
+                f"{self._name}: gradients have appeared since they were averaged. Every backward() "
+                "must come before synchronize() or clip_grad_norm_(); a program that leaves out a "
+                "step after these must call optimizer.zero_grad(), on every rank, before the next "
+                "backward()"
+            )
 
     def step(self) -> Any:
         """Let the optimizer step with what was reduced; what is decoupled travels from here on."""

@@ -38,9 +38,11 @@ class ForwardClock:
         if self._engine.profiling and not self._handles:
             if self._barrier is not None:
                 self._barrier.watch()
+            # Compiled functions must leave their graphs here, where they cannot read the clock.
+            disable: Any = torch.compiler.disable
             self._handles = [
-                register_module_forward_pre_hook(self._before),
-                register_module_forward_hook(self._after),
+                register_module_forward_pre_hook(disable(self._before)),
+                register_module_forward_hook(disable(self._after)),
             ]
         elif self._handles and not self._engine.profiling:
             self.stop()

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from wfbp.core.types import Op
 from wfbp.runtime.engine import Engine
-from wfbp.runtime.gathering import Slot, Source
 from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.slot import Slot, Source
 from wfbp.torch import tensors
 from wfbp.torch.barrier import Barrier
 from wfbp.torch.forward import ForwardClock
+from wfbp.torch.witness import Witness
 
 _EMPTY = 1
 """Stands for the address of a tensor without elements, which has none; 0 means no gradient."""
-_SAMPLE_BYTES = 64
-
-
-class _Witness(NamedTuple):
-    """A gradient as its hook saw it."""
-
-    tensor: int
-    grad: torch.Tensor
-    version: int
-    sample: bytes
 
 
 class Gradients:
@@ -69,10 +59,14 @@ class Gradients:
         self.params = self._params = [p for _, p in named]
         self._sparse_as_dense = sparse_as_dense
         self._name = name
-        self._views: list[tuple[Slot, torch.Tensor] | None] = [None] * len(named)
-        self._witness: list[_Witness] = []
-        self._released = False
+        self._views: list[torch.Tensor | None] = [None] * len(named)
+        self._witness = Witness(name, self._names)
+        self._successor = ""
+        self.before_release: Callable[[], None] = lambda: None
+        """Called before another object takes over."""
         self.specs = self._specs = specs = [tensors.spec(n, p) for n, p in named]
+        # Data travels in the order that parameters have now, whatever becomes of them.
+        self._layouts = [tensors.Layout.of(p) for p in self._params]
         self.engine = self._engine = Engine(
             runtime,
             specs,
@@ -83,6 +77,7 @@ class Gradients:
             active=[p.requires_grad for p in self._params],
             decouples=decouples,
             shares_update=shares_update,
+            memory_orders=[f"{n} {order}" for n, p in named if (order := tensors.unusual_order(p))],
             fetch=_fetcher(weakref.ref(self)),
             name=name,
         )
@@ -92,7 +87,7 @@ class Gradients:
         for index, param in enumerate(self._params):
             previous = _owners.get(id(param))
             if previous is not None:
-                previous.release()
+                previous.hand_over(self._names[index])
             _owners[id(param)] = self
             if param.requires_grad:
                 self._hook(index)
@@ -113,16 +108,17 @@ class Gradients:
             Where each gradient lies; where it is a shard, ``p.grad`` is left as it is.
 
         Raises:
-            RuntimeError: gradients were changed in place since backward, or the parameters have
-                been wrapped again.
+            RuntimeError: gradients were changed since backward, or a parameter has been wrapped
+                again.
             WfbpError: ranks disagree, failed, or did not answer in time.
         """
-        if self._released:
+        if self._successor:
             raise RuntimeError(
-                f"{self._name}: another DistributedOptimizer was made of these parameters; use "
-                "that one"
+                f"{self._name}: another DistributedOptimizer was made of {self._successor}; use "
+                "that one. A parameter's gradient can be exchanged by one of them only"
             )
-        self._check_unchanged()
+        for index in self._witness.check(self._params):
+            self._engine.drop(index)
         reduced = self._engine.synchronize(whole)
         self._witness.clear()
         self.take(reduced)
@@ -131,25 +127,36 @@ class Gradients:
 
     def take(self, reduced: Sequence[Slot | None]) -> None:
         """Let ``p.grad`` be what is whole of the reduced gradients."""
-        views, params = self._views, self._params
+        views, params, layouts = self._views, self._params, self._layouts
         for index, slot in enumerate(reduced):
             if slot is None or not slot.whole:
                 continue
             held = views[index]
-            if held is None or held[0] is not slot:
-                held = views[index] = (slot, tensors.view(slot.data, params[index]))
-            if params[index].grad is not held[1]:
-                params[index].grad = held[1]
+            # Whoever has a gradient may let it be another memory, or reorder it.
+            if (
+                held is None
+                or held.data_ptr() != slot.address
+                or held.stride() != layouts[index].stride
+            ):
+                held = views[index] = tensors.view(slot.data, layouts[index])
+            if params[index].grad is not held:
+                params[index].grad = held
 
     def discard(self) -> None:
         """Forget gradients that appeared since the last step."""
         self._witness.clear()
-        if not self._released:
+        if not self._successor:
             self._engine.discard()
+
+    def hand_over(self, shared: str) -> None:
+        """Let the parameters go, up to date, because another object takes over one of them."""
+        self.before_release()
+        self.release()
+        self._successor = shared
 
     def release(self) -> None:
         """Let the parameters go: their gradients are no longer exchanged by this object."""
-        self._released = True
+        self._successor = "these parameters"
         _remove(self._hooks, self._engine, self._forward)
 
     def source(self, index: int) -> Source | None:
@@ -162,14 +169,7 @@ class Gradients:
 
     def _source(self, index: int, grad: torch.Tensor) -> Source:
         """A gradient's address, in the memory order and element type of its parameter."""
-        param = self._params[index]
-        spec = self._specs[index]
-        if tensors.NAMES[param.dtype] != spec.dtype or tuple(param.shape) != spec.shape:
-            raise RuntimeError(
-                f"{self._name}: {spec.name} was {spec.dtype}{spec.shape} when the optimizer was "
-                f"wrapped and is {tensors.NAMES[param.dtype]}{tuple(param.shape)} now; convert a "
-                "model before DistributedOptimizer"
-            )
+        layout = self._layouts[index]
         if grad.is_sparse:
             if not self._sparse_as_dense:
                 raise ValueError(
@@ -177,10 +177,9 @@ class Gradients:
                     "with sparse=False, or pass sparse_as_dense=True to DistributedOptimizer"
                 )
             grad = grad.to_dense()
-        if grad.stride() != param.stride() or grad.dtype is not param.dtype:
-            grad = torch.empty_like(param, requires_grad=False).copy_(grad)
-        if not tensors.is_dense(grad):
-            grad = grad.contiguous()
+        layout.check(self._params[index], grad, f"{self._name}: {self._names[index]}")
+        if grad.stride() != layout.stride or grad.dtype is not layout.dtype:
+            grad = layout.empty().copy_(grad)
         return grad.data_ptr() or _EMPTY, grad
 
     def _hook(self, index: int) -> None:
@@ -188,40 +187,32 @@ class Gradients:
         param = self._params[index]
         mark_ready = self._engine.mark_ready
         dtype = param.dtype
-        contiguous = param.is_contiguous()
+        count = param.numel() if param.is_contiguous() else -1
         this = weakref.ref(self)
         witness = self._witness
+        grads, versions, sample = witness.grads, witness.versions, witness.sample
+        last = self._engine.last
 
         def announce(param: torch.Tensor) -> None:
             grad = param.grad
             assert grad is not None
-            if not grad.is_sparse and contiguous and grad.is_contiguous() and grad.dtype is dtype:
+            if (
+                not grad.is_sparse
+                and grad.numel() == count
+                and grad.is_contiguous()
+                and grad.dtype is dtype
+            ):
                 mark_ready(index, grad.data_ptr() or _EMPTY, grad)
             else:
                 address, owner = this()._source(index, grad)  # type: ignore[union-attr]
                 mark_ready(index, address, owner)
-            if not witness or witness[0].tensor == index:
-                witness[:] = [_Witness(index, grad, grad._version, _sample(grad))]
+            grads[index] = grad
+            versions[index] = grad._version
+            if index in last:
+                sample(index, grad)
 
         handle = param.register_post_accumulate_grad_hook(announce)  # type: ignore[no-untyped-call]
         self._hooks[index] = handle
-
-    def _check_unchanged(self) -> None:
-        """Catch gradients that were clipped or unscaled before they were averaged."""
-        if not self._witness:
-            return
-        tensor, grad, version, sample = self._witness[0]
-        held = self._views[tensor]
-        # A gradient that lies in the fusion buffer may hold the average by now. Elsewhere bytes
-        # tell, too: not every operation in place makes a version (GradScaler.unscale_ does not).
-        in_place = held is not None and held[1] is grad
-        if grad._version != version or (not in_place and _sample(grad) != sample):
-            raise RuntimeError(
-                f"{self._name}: the gradient of {self._names[tensor]} was changed in place after "
-                "backward and before it was averaged over the ranks. Call "
-                "optimizer.synchronize() first, then change gradients, then step inside "
-                "'with optimizer.skip_synchronize():'"
-            )
 
 
 def _fetcher(this: weakref.ref[Gradients]) -> Callable[[int], Source | None]:
@@ -230,14 +221,6 @@ def _fetcher(this: weakref.ref[Gradients]) -> Callable[[int], Source | None]:
         return None if gradients is None else gradients.source(index)
 
     return fetch
-
-
-def _sample(grad: torch.Tensor) -> bytes:
-    """The first bytes of a gradient."""
-    if grad.is_sparse or not grad.numel():
-        return b""
-    known = grad.nbytes if grad.is_contiguous() else grad.element_size()
-    return ctypes.string_at(grad.data_ptr(), min(_SAMPLE_BYTES, known))
 
 
 _owners: weakref.WeakValueDictionary[int, Gradients] = weakref.WeakValueDictionary()

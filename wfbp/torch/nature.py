@@ -120,7 +120,7 @@ def _subjects(optimizer: torch.optim.Optimizer) -> list[_Subject]:
     for number, group in enumerate(optimizer.param_groups):
         kind = repr({k: v for k, v in group.items() if k not in ("params", "param_names", "lr")})
         for p in group["params"]:
-            if p.numel():
+            if p.numel() and (p.is_floating_point() or p.is_complex()):
                 place = (kind, p.dim(), p.dtype, p.device)
                 known = found.get(place)
                 if known is None or p.numel() > known[1].numel():

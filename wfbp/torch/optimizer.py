@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,10 +13,26 @@ from wfbp.core.types import Op
 from wfbp.runtime import world
 from wfbp.runtime.arguments import check_arguments
 from wfbp.torch import tensors
+from wfbp.torch.arguments import chosen_nature, named_params
 from wfbp.torch.exchange import Exchange
-from wfbp.torch.nature import Nature, nature_of
 
-UPDATES = ("auto", "sharded", "replicated")
+
+_WRAPPED = "_wfbp_wrapped"
+"""Attribute of an optimizer: what was last made of it, and may hold shards of its state."""
+
+
+class _Asked(enum.Enum):
+    """Who asked for the averages that the next step is to use.
+
+    It changes with calls that every rank makes, and not with what gradients a rank has: by it the
+    ranks decide alike whether to communicate. It is forgotten by ``step()`` and ``zero_grad()``.
+    """
+
+    NOBODY = 0
+    PROGRAM = 1
+    """``synchronize()`` or ``clip_grad_norm_()``."""
+    SCALER = 2
+    """``GradScaler.step()``, which does not tell when it skips the step."""
 
 
 class _Distributed(torch.optim.Optimizer):
@@ -24,7 +41,7 @@ class _Distributed(torch.optim.Optimizer):
     _wfbp_original: torch.optim.Optimizer
     _wfbp_exchange: Exchange | None
     _wfbp_make: Callable[[], Exchange | None]
-    _wfbp_synchronized: bool
+    _wfbp_asked: _Asked
     _wfbp_skip: bool
 
     def synchronize(self) -> None:
@@ -40,7 +57,7 @@ class _Distributed(torch.optim.Optimizer):
         """
         if self._wfbp_exchange is not None:
             self._wfbp_exchange.synchronize()
-        self._wfbp_synchronized = True
+        self._wfbp_asked = _Asked.PROGRAM
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -49,7 +66,8 @@ class _Distributed(torch.optim.Optimizer):
         Raises:
             RuntimeError: :meth:`synchronize` was not called since backward.
         """
-        if not self._wfbp_synchronized or self._wfbp_pending:
+        pending = self._wfbp_exchange is not None and self._wfbp_exchange.open
+        if self._wfbp_asked is _Asked.NOBODY or pending:
             raise RuntimeError("call optimizer.synchronize() before skip_synchronize()")
         self._wfbp_skip = True
         try:
@@ -94,10 +112,15 @@ class _Distributed(torch.optim.Optimizer):
         if closure is not None:
             if exchange is not None:
                 exchange.prepare_whole()
-            return super().step(lambda: self._wfbp_evaluate(closure))
+            try:
+                return super().step(lambda: self._wfbp_evaluate(closure))
+            finally:
+                self._wfbp_asked = _Asked.NOBODY
         if not self._wfbp_skip:
             self._wfbp_reduce()
-        self._wfbp_synchronized = False
+        elif exchange is not None:
+            exchange.check_settled()
+        self._wfbp_asked = _Asked.NOBODY
         return super().step() if exchange is None else exchange.step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -130,7 +153,7 @@ class _Distributed(torch.optim.Optimizer):
         """Forget all gradients, also those on their way."""
         if self._wfbp_exchange is not None:
             self._wfbp_exchange.discard()
-        self._wfbp_synchronized = False
+        self._wfbp_asked = _Asked.NOBODY
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -140,9 +163,16 @@ class _Distributed(torch.optim.Optimizer):
         """
         if self._wfbp_exchange is not None:
             self._wfbp_exchange.release()
+        self._wfbp_asked = _Asked.NOBODY
         super().add_param_group(param_group)
         if self._wfbp_exchange is not None:
             self._wfbp_exchange = self._wfbp_make()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"a distributed {type(self).__name__} cannot be copied or pickled: it exchanges "
+            "gradients with other ranks; copy or save its state_dict()"
+        )
 
     def report(self) -> dict[str, Any]:
         """The plan in use and what it costs; empty with one rank.
@@ -161,21 +191,32 @@ class _Distributed(torch.optim.Optimizer):
         They must be averaged by then, so that an infinity on one rank makes every rank skip.
         """
         exchange = self._wfbp_exchange
-        shards = exchange is not None and exchange.holds_shards
-        if shards or not self._wfbp_synchronized or self._wfbp_pending:
-            self.synchronize()
+        if exchange is not None:
+            if self._wfbp_asked is not _Asked.PROGRAM:
+                exchange.synchronize()
+            else:
+                exchange.check_settled()
+                if exchange.holds_shards:
+                    exchange.synchronize()
+        if self._wfbp_asked is _Asked.NOBODY:
+            self._wfbp_asked = _Asked.SCALER
         return bool(getattr(super(), "_step_supports_amp_scaling", False))
-
-    @property
-    def _wfbp_pending(self) -> bool:
-        return self._wfbp_exchange is not None and self._wfbp_exchange.open
 
     def _wfbp_reduce(self) -> None:
         """Close the step, unless that was done."""
         exchange = self._wfbp_exchange
-        if exchange is not None and (not self._wfbp_synchronized or exchange.open):
-            exchange.reduce()
-        self._wfbp_synchronized = True
+        if exchange is not None:
+            if self._wfbp_asked is _Asked.NOBODY:
+                exchange.reduce()
+            else:
+                exchange.check_settled()
+        if self._wfbp_asked is _Asked.NOBODY:
+            self._wfbp_asked = _Asked.PROGRAM
+
+    def _wfbp_release(self) -> None:
+        """Another one is made of the same optimizer, on every rank."""
+        if self._wfbp_exchange is not None:
+            self._wfbp_exchange.release()
 
     def _wfbp_evaluate(self, closure: Callable[[], Any]) -> Any:
         with torch.enable_grad():
@@ -240,6 +281,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         raise TypeError(f"expected a torch.optim.Optimizer, found {type(optimizer).__qualname__}")
     if isinstance(optimizer, _Distributed):
         raise ValueError("this optimizer is distributed already")
+    previous = optimizer.__dict__.pop(_WRAPPED, None)
+    if previous is not None:
+        previous._wfbp_release()
     kind = type(optimizer)
     wrapped: Any = object.__new__(type(kind.__name__, (_Distributed, kind), {}))
     # A scheduler made before may have put its own step() on the instance: ours must be found.
@@ -248,10 +292,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     planner = config.schedule if schedule is None else schedule
     limit_bytes = config.threshold_bytes if threshold_bytes is None else threshold_bytes
     known = None if named_parameters is None else list(named_parameters)
-    nature = _nature(optimizer, update)
+    nature = chosen_nature(optimizer, update)
 
     def make() -> Exchange | None:
-        named = _names(wrapped, known, complete=wrapped._wfbp_exchange is None)
+        named = named_params(wrapped, known, complete=wrapped._wfbp_exchange is None)
         if runtime.size == 1:
             specs = [tensors.spec(name, p) for name, p in named]
             check_arguments(
@@ -273,64 +317,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         )
 
     wrapped._wfbp_original = optimizer
-    wrapped._wfbp_synchronized = False
+    wrapped._wfbp_asked = _Asked.NOBODY
     wrapped._wfbp_skip = False
     wrapped._wfbp_exchange = None
     wrapped._wfbp_exchange = make()
     wrapped._wfbp_make = make
+    optimizer.__dict__[_WRAPPED] = wrapped
     return wrapped
-
-
-def _nature(optimizer: torch.optim.Optimizer, update: str) -> Nature:
-    """What the optimizer does to its tensors, as far as the caller lets that count.
-
-    Raises:
-        ValueError: no such update, or one that the optimizer does not allow.
-    """
-    if update not in UPDATES:
-        raise ValueError(f"update is {update!r}; expected one of {', '.join(UPDATES)}")
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    if not all(tensors.is_dense(p) for p in params):
-        return Nature.COUPLED
-    nature = nature_of(optimizer)
-    if update == "sharded" and nature is not Nature.ELEMENTWISE:
-        raise ValueError(
-            f"update is 'sharded', but {type(optimizer).__name__} does not treat every element by "
-            f"itself (it is {nature.value}); use 'auto' or 'replicated'"
-        )
-    if update == "replicated" and nature is Nature.ELEMENTWISE:
-        return Nature.PER_TENSOR
-    return nature
-
-
-def _names(
-    optimizer: torch.optim.Optimizer,
-    known: list[tuple[str, torch.Tensor]] | None,
-    complete: bool,
-) -> list[tuple[str, torch.Tensor]]:
-    """The optimizer's parameters in forward order, each with a unique name.
-
-    Raises:
-        ValueError: a name is given twice, or a name is missing where they must be ``complete``.
-    """
-    owned = {
-        id(p): (f"group{g}.param{k}", p)
-        for g, group in enumerate(optimizer.param_groups)
-        for k, p in enumerate(group["params"])
-    }
-    if known is None:
-        return list(owned.values())
-    names = [name for name, _ in known]
-    if len(set(names)) != len(names):
-        twice = sorted({n for n in names if names.count(n) > 1})
-        raise ValueError(f"named_parameters has names twice: {', '.join(twice)}")
-    named = [(name, p) for name, p in known if id(p) in owned]
-    present = {id(p) for _, p in named}
-    missing = [pair for k, pair in owned.items() if k not in present]
-    if missing and complete:
-        shown = ", ".join(name for name, _ in missing[:5])
-        raise ValueError(
-            f"named_parameters lacks {len(missing)} of the optimizer's parameters ({shown}); pass "
-            "the named_parameters() of every module that it optimizes, or none"
-        )
-    return named + missing

@@ -40,6 +40,8 @@ class Sharding:
         self._runtime = runtime
         self._params = params
         self._state = state
+        self._names = [spec.name for spec in specs]
+        self._layouts = [tensors.Layout.of(p) for p in params]
         self._counts = [_counts(spec, runtime.size) for spec in specs]
         self._shards: dict[int, torch.Tensor] = {}
 
@@ -56,6 +58,23 @@ class Sharding:
         if shard.data_ptr() != place.data_ptr():  # the parameter's data was replaced
             shard.data = place
         return shard
+
+    def check(self) -> None:
+        """Raise unless sharded parameters lie in memory as they did, so that shards fit together.
+
+        Raises:
+            RuntimeError: a parameter has another shape, element type or memory order.
+        """
+        for index in self._shards:
+            param, layout = self._params[index], self._layouts[index]
+            if param.shape != layout.shape or param.dtype is not layout.dtype:
+                layout.check(param, param, self._names[index])
+            if param.stride() != layout.stride:
+                raise RuntimeError(
+                    f"{self._names[index]} had strides {layout.stride} when the optimizer was "
+                    f"wrapped and has {param.stride()} now; convert a model to another memory "
+                    "format before DistributedOptimizer, or choose a schedule of all-reduces"
+                )
 
     def part(self, index: int, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a flat tensor with the parameter's number of elements."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -70,9 +70,47 @@ def raw(tensor: torch.Tensor) -> Buffer:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
-def view(data: Buffer, like: torch.Tensor) -> torch.Tensor:
-    """Bytes as a tensor with the element type, shape and memory order of another, shared."""
-    values = torch.from_numpy(data).view(like.dtype)
-    if is_dense(like):
-        return values.as_strided(like.shape, like.stride())
-    return values.view(like.shape)
+class Layout(NamedTuple):
+    """How a tensor's elements lie in memory when they travel."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        """The tensor's own, or row by row where it has gaps."""
+        dense = tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")
+        return cls(tensor.dtype, tensor.shape, dense.stride())
+
+    def empty(self) -> torch.Tensor:
+        """A tensor like that."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+
+    def check(self, param: torch.Tensor, grad: torch.Tensor, name: str) -> None:
+        """Raise ``RuntimeError`` unless a parameter and its gradient can travel like that."""
+        for tensor in (param, grad):
+            if tensor.shape != self.shape:
+                break
+        else:
+            if param.dtype is self.dtype:
+                return
+            tensor = param
+        raise RuntimeError(
+            f"{name} was {NAMES[self.dtype]}{tuple(self.shape)} when the optimizer was wrapped and "
+            f"is {str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)} now; convert a "
+            "model before DistributedOptimizer"
+        )
+
+
+def unusual_order(tensor: torch.Tensor) -> str:
+    """The order of a tensor's dimensions in memory, outermost first; empty if row by row."""
+    if tensor.is_contiguous() or not is_dense(tensor):
+        return ""
+    dims = [k for k, size in enumerate(tensor.shape) if size > 1]
+    return str(tuple(sorted(dims, key=tensor.stride().__getitem__, reverse=True)))
+
+
+def view(data: Buffer, layout: Layout) -> torch.Tensor:
+    """Bytes as a tensor, shared."""
+    return torch.from_numpy(data).view(layout.dtype).as_strided(layout.shape, layout.stride)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from wfbp.runtime.engine import Engine
-from wfbp.runtime.gathering import Slot
+from wfbp.runtime.slot import Slot
 from wfbp.torch import tensors
 from wfbp.torch.sharding import Sharding, flat
 
@@ -114,6 +114,7 @@ class ShardedUpdate(Update):
     def apply(self, reduced: Reduced | None) -> Any:
         engine, sharding = self._engine, self.sharding
         self._follow()
+        sharding.check()
         start_s = time.perf_counter()
         if not sharding:
             result = self._step()
@@ -167,7 +168,7 @@ class ShardedUpdate(Update):
 
     def _target(self, param: torch.Tensor, reduced: Reduced | None) -> Targets:
         """What the optimizer steps for a parameter: itself, its shard, or nothing."""
-        index = self._index[id(param)]
+        index = self._index.get(id(param), -1)
         if index not in self.sharding:
             return [param]
         shard = self.sharding.shard(index)
@@ -186,6 +187,7 @@ class ReplicatedUpdate(Update):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self._layouts = [tensors.Layout.of(p) for p in self._params]
         self._gradients: dict[int, torch.Tensor] = {}
         self._groups: list[Group] = []
 
@@ -201,7 +203,7 @@ class ReplicatedUpdate(Update):
             if not engine.decouples_tensor(index):
                 now.append(index)
             elif slot is not None:
-                self._gradients[index] = tensors.view(slot.data, self._params[index])
+                self._gradients[index] = tensors.view(slot.data, self._layouts[index])
         return self._timed(lambda: self._update(now, {}))
 
     def await_param(self, index: int) -> None:

@@ -23,6 +23,7 @@ from wfbp.config import Config
 
 Check = Callable[[], None]
 
+
 def _short(schedule: str) -> Config:
     """A new plan at every step or two."""
     return Config(

@@ -70,7 +70,7 @@ def lbfgs() -> None:
     def make(params: Any) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(params, lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
 
-    optimizer = wfbp.torch.DistributedOptimizer(make(model.parameters()))
+    optimizer = wfbp.torch.DistributedOptimizer(make(model.parameters()), schedule="auto")
     plain = make(reference.parameters())
     for _ in range(3):
 

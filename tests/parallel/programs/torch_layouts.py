@@ -159,7 +159,7 @@ def transposed_parameter() -> None:
     def backward(model: nn.Module, rank: int, step: int) -> None:
         model(data(step, rank, 4, 5)).backward()
 
-    check_training(Transposed(), backward, momentum)
+    check_training(Transposed(), backward, momentum, schedule="auto")
 
 
 @check

@@ -12,7 +12,10 @@ from tests.parallel.programs import (
     torch_optimizers,
     torch_passes,
     torch_precision,
+    torch_reading,
     torch_schedules,
+    torch_settling,
+    torch_touching,
     torch_zeroing,
 )
 from tests.parallel.programs.harness import Checks
@@ -29,6 +32,9 @@ check = Checks(
     torch_optimizers.check,
     torch_closures.check,
     torch_arguments.check,
+    torch_touching.check,
+    torch_settling.check,
+    torch_reading.check,
 )
 
 if __name__ == "__main__":

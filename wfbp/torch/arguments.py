@@ -1,0 +1,76 @@
+"""What the arguments of DistributedOptimizer come to: named parameters and a way to update them."""
+
+from __future__ import annotations
+
+import torch
+
+from wfbp.torch import tensors
+from wfbp.torch.nature import Nature, nature_of
+
+UPDATES = ("auto", "sharded", "replicated")
+
+
+def chosen_nature(optimizer: torch.optim.Optimizer, update: str) -> Nature:
+    """What the optimizer does to its tensors, as far as the caller lets that count.
+
+    Raises:
+        ValueError: no such update, or one that the optimizer does not allow.
+    """
+    if update not in UPDATES:
+        raise ValueError(f"update is {update!r}; expected one of {', '.join(UPDATES)}")
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if not all(tensors.is_dense(p) for p in params):
+        return Nature.COUPLED
+    nature = nature_of(optimizer)
+    if update == "sharded" and nature is not Nature.ELEMENTWISE:
+        raise ValueError(
+            f"update is 'sharded', but {type(optimizer).__name__} does not treat every element by "
+            f"itself (it is {nature.value}); use 'auto' or 'replicated'"
+        )
+    if update == "replicated" and nature is Nature.ELEMENTWISE:
+        return Nature.PER_TENSOR
+    return nature
+
+
+def named_params(
+    optimizer: torch.optim.Optimizer,
+    known: list[tuple[str, torch.Tensor]] | None,
+    complete: bool,
+) -> list[tuple[str, torch.Tensor]]:
+    """The optimizer's parameters in forward order, each with a unique name.
+
+    A parameter with several names goes by the first. Frozen ones that can never have a gradient,
+    because they are integers, are left out.
+
+    Raises:
+        ValueError: a name is given twice, or a name is missing where they must be ``complete``.
+    """
+    owned = {
+        id(p): (f"group{g}.param{k}", p)
+        for g, group in enumerate(optimizer.param_groups)
+        for k, p in enumerate(group["params"])
+    }
+    differentiable = {key: pair for key, pair in owned.items() if _differentiable(pair[1])}
+    owned = differentiable or owned
+    if known is None:
+        return list(owned.values())
+    names = [name for name, _ in known]
+    if len(set(names)) != len(names):
+        twice = sorted({n for n in names if names.count(n) > 1})
+        raise ValueError(f"named_parameters has names twice: {', '.join(twice)}")
+    first: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, p in known:
+        if id(p) in owned:
+            first.setdefault(id(p), (name, p))
+    missing = [pair for k, pair in owned.items() if k not in first]
+    if missing and complete:
+        shown = ", ".join(name for name, _ in missing[:5])
+        raise ValueError(
+            f"named_parameters lacks {len(missing)} of the optimizer's parameters ({shown}); pass "
+            "the named_parameters() of every module that it optimizes, or none"
+        )
+    return [*first.values(), *missing]
+
+
+def _differentiable(param: torch.Tensor) -> bool:
+    return param.is_floating_point() or param.is_complex()

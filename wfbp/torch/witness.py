@@ -1,0 +1,86 @@
+"""Notices gradients that were touched between their hooks and their reduction."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+_SAMPLE_BYTES = 64
+
+
+class Witness:
+    """Gradients as their hooks saw them. Used by the training thread and by backward's.
+
+    Args:
+        name: of the optimizer, for messages.
+        names: of its parameters.
+    """
+
+    def __init__(self, name: str, names: Sequence[str]) -> None:
+        self._name = name
+        self._names = names
+        self.grads: list[torch.Tensor | None] = [None] * len(names)
+        """By index, written by the hooks; None where no hook has run."""
+        self.versions = [0] * len(names)
+        """How often each had been changed in place by then."""
+        self._sampled = -1
+        self._sample = b""
+        self._clean = self.grads[:]
+
+    def sample(self, index: int, grad: torch.Tensor) -> None:
+        """Remember the first bytes of one gradient that nobody but the program can change yet.
+
+        Not every operation in place makes a new version: ``GradScaler.unscale_`` does not.
+        """
+        if self._sampled in (-1, index):
+            self._sampled, self._sample = index, _first_bytes(grad)
+
+    def check(self, params: Sequence[torch.Tensor]) -> list[int]:
+        """Compare every gradient with what its hook saw.
+
+        Returns:
+            Indices of parameters whose gradients are gone.
+
+        Raises:
+            RuntimeError: a gradient was changed or replaced.
+        """
+        gone = []
+        for index, (seen, param) in enumerate(zip(self.grads, params, strict=True)):
+            if seen is None:
+                continue
+            grad = param.grad
+            if grad is seen:
+                if seen._version != self.versions[index]:
+                    raise self._touched(index, "changed in place")
+            elif grad is None:
+                gone.append(index)
+            else:
+                raise self._touched(index, "replaced")
+        sampled = self._sampled
+        if sampled >= 0 and sampled not in gone:
+            grad = self.grads[sampled]
+            if grad is not None and _first_bytes(grad) != self._sample:
+                raise self._touched(sampled, "changed in place")
+        return gone
+
+    def clear(self) -> None:
+        """Forget all gradients. The lists stay the same ones."""
+        self.grads[:] = self._clean
+        self._sampled = -1
+
+    def _touched(self, index: int, how: str) -> RuntimeError:
+        return RuntimeError(
+            f"{self._name}: the gradient of {self._names[index]} was {how} after backward and "
+            "before it was averaged over the ranks. Call optimizer.synchronize() first, then "
+            "change gradients, then step inside 'with optimizer.skip_synchronize():'; to forget "
+            "gradients, call optimizer.zero_grad()"
+        )
+
+
+def _first_bytes(grad: torch.Tensor) -> bytes:
+    if grad.is_sparse or not grad.numel():
+        return b""
+    known = grad.nbytes if grad.is_contiguous() else grad.element_size()
+    return ctypes.string_at(grad.data_ptr(), min(_SAMPLE_BYTES, known))
