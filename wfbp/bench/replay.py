@@ -36,8 +36,8 @@ from wfbp.core.types import Operation
 from wfbp.runtime.candidates import DECOUPLED, SCHEDULES, reordered
 from wfbp.runtime.engine import Engine
 from wfbp.runtime.fusion import aligned_bytes
-from wfbp.runtime.gathering import Slot
 from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.slot import Slot
 
 THRESHOLD_BYTES = 25 * 2**20
 

@@ -16,7 +16,6 @@ from wfbp.torch import tensors
 from wfbp.torch.arguments import chosen_nature, named_params
 from wfbp.torch.exchange import Exchange
 
-
 _WRAPPED = "_wfbp_wrapped"
 """Attribute of an optimizer: what was last made of it, and may hold shards of its state."""
 
