@@ -86,6 +86,7 @@ class _Flight:
     start_s: float
     packed_s: float
     since: float
+    expected_s: float | None
 
 
 class PlannedLane:
@@ -202,10 +203,7 @@ class PlannedLane:
 
     @property
     def expected_s(self) -> float | None:
-        if not self._flights or self.costs is None:
-            return None
-        flight = self._flights[0]
-        return self.costs.of(self._plan.groups[flight.group].operation)(flight.work.nbytes)
+        return self._flights[0].expected_s if self._flights else None
 
     @property
     def waiting_since(self) -> float | None:
@@ -249,7 +247,11 @@ class PlannedLane:
             gathered.pack(self._gather.addresses)
             packed_s = time.perf_counter()
             work = gathered.send(self.backend)
-        self._flights.append(_Flight(group, work, start_s, packed_s, time.monotonic()))
+        expected_s = None
+        if self.costs is not None:
+            expected_s = self.costs.of(self._plan.groups[group].operation)(work.nbytes)
+        since = time.monotonic()
+        self._flights.append(_Flight(group, work, start_s, packed_s, since, expected_s))
 
     def _complete(self, flight: _Flight) -> None:
         group = flight.group
