@@ -148,7 +148,7 @@ class Engine:
         return len(self._tuner.plan.groups) > self._tuner.plan.num_backward
 
     def gather(self, addresses: Sequence[int], owners: object) -> None:
-        """Let every rank have what this one has in its shards, and the other way round.
+        """Let all ranks have what each has in its shards.
 
         Args:
             addresses: of whole tensors, by index: this rank's shards are sent from there, and the
@@ -170,8 +170,7 @@ class Engine:
 
         Returns:
             Per tensor, where its reduced gradient lies until the next step's first gradient;
-            None where no rank had one. Of a tensor that the plan decouples it may be this rank's
-            shard.
+            None where no rank had one. Of a decoupled tensor it may be this rank's shard.
 
         Raises:
             WfbpError: ranks disagree, failed, or did not answer in time.
@@ -256,7 +255,7 @@ class Engine:
         return self._await_close()
 
     def _await_close(self) -> StepResult:
-        """Close the step; its result, behind those of discarded steps that nobody read."""
+        """Close the step; its result, behind those that nobody read."""
         self._runtime.check()
         self._lane.events.append(CLOSE)
         while self._num_unread:
@@ -283,9 +282,8 @@ class Engine:
         if extra:
             specs = [self.specs[k] for k in extra]
             sources = [self._gathering.whole(k) for k in extra]
-            for k, data in zip(
-                extra, reduce_extra(self._runtime, specs, sources, self._op), strict=True
-            ):
+            whole = reduce_extra(self._runtime, specs, sources, self._op)
+            for k, data in zip(extra, whole, strict=True):
                 reduced[k] = None if data is None else Slot.of(data)
         joining = [self.specs[k] for k in extra if self._gathering.place[k] < 0]
         if joining:
@@ -298,6 +296,5 @@ class Engine:
         agreement.check_equal(self._name, "the plan", [d.decode() for d in digests])
 
     def _measure_costs(self) -> Costs:
-        return self._runtime.measure_costs(
-            sum(spec.nbytes for spec in self.specs), self._tuner.operations
-        )
+        nbytes = sum(spec.nbytes for spec in self.specs)
+        return self._runtime.measure_costs(nbytes, self._tuner.operations)
