@@ -133,11 +133,13 @@ class Exchange:
         parts = shards + (whole if self.runtime.rank == 0 else [])
         norms = [torch.linalg.vector_norm(t.double(), norm_type) for t in parts if t.numel()]
         if math.isinf(norm_type):
-            total = np.array([max(map(float, norms), default=0.0)])
+            # Which of two the maximum is, where one is no number, is left open.
+            largest = max((float(n) for n in norms if not n.isnan()), default=0.0)
+            total = np.array([largest, any(n.isnan() for n in norms)], np.float64)
             self.runtime.all_reduce(total, "float64", Op.MAX, "the norm of the gradients")
-            norm = float(total[0])
+            norm = math.nan if total[1] else float(total[0])
         else:
-            total = np.array([sum(float(n) ** norm_type for n in norms)])
+            total = np.array([sum(float(n) ** norm_type for n in norms)], np.float64)
             self.runtime.all_reduce(total, "float64", Op.SUM, "the norm of the gradients")
             norm = float(total[0]) ** (1.0 / norm_type)
         factor = max_norm / (norm + _TINY)
