@@ -129,6 +129,31 @@ def check_100_mb(backend: Backend) -> None:
     assert (data == want).all()
 
 
+def check_100_mb_of_halves(backend: Backend) -> None:
+    """Small integers, whose sums are exact in both types."""
+    numel = 50_000_003
+    period = np.arange(251, dtype=np.float32) % 61
+    for dtype in HALVES:
+        data = np.resize(narrow(period + backend.rank, dtype), numel)
+        all_reduce(backend, data, dtype, Op.SUM)
+        want = narrow(backend.size * period + sum(range(backend.size)), dtype)
+        assert (data == np.resize(want, numel)).all(), dtype
+
+
+def check_several_chunks(backend: Backend) -> None:
+    """Operations that a large message must not mix up with a sum."""
+    numel = 5_000_011
+    for dtype, op in (
+        *((dtype, op) for dtype in ("float32", "bfloat16", "int32") for op in (Op.MIN, Op.MAX)),
+        *((dtype, Op.AVERAGE) for dtype in INTEGERS),
+    ):
+        periods = [contribution(rank, 997, dtype) for rank in range(backend.size)]
+        data = np.resize(periods[backend.rank], numel)
+        all_reduce(backend, data, dtype, op)
+        want = np.resize(expected(periods, dtype, op), numel)
+        assert (data == want).all(), f"{dtype} {op.value}"
+
+
 def check_nan(backend: Backend) -> None:
     """One rank's NaN reaches every rank, whatever the operation, and nothing else is changed."""
     for dtype in FLOATS + HALVES:

@@ -47,8 +47,16 @@ def test_digits_at_two_ranks(
     assert max(digits_at_two.values()) - min(digits_at_two.values()) <= TOLERANCE
 
 
-def test_digits_at_four_ranks(mpirun: Launch) -> None:
-    assert accuracies(run(mpirun, 4, "torch_digits.py"))[-1] >= 0.97
+@pytest.mark.parametrize("schedule", ["auto", "wfbp", "single", "hybrid"])
+def test_digits_at_four_ranks(
+    mpirun: Launch, digits_at_two: dict[str, float], schedule: str
+) -> None:
+    """As at two ranks, where the same global batches are split otherwise."""
+    if not digits_at_two:
+        digits_at_two["auto"] = accuracies(run(mpirun, 2, "torch_digits.py"))[-1]
+    final = accuracies(run(mpirun, 4, "torch_digits.py", "--schedule", schedule))[-1]
+    assert final >= 0.97
+    assert all(abs(final - other) <= TOLERANCE for other in digits_at_two.values())
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -78,7 +78,7 @@ def test_a_rank_that_leaves_while_others_step(mpi: str, who: int) -> None:
         if rank != who:
             assert caught["kind"] == "PeerError", found.run
             assert f"rank {who} has left" in caught["text"]
-            assert "reducer, step 3: group 1 of 6 (t5)" in caught["text"]
+            assert "reducer, step 3: all-reduce of group 1 of 6 (t5)" in caught["text"]
 
 
 def test_a_rank_that_leaves_while_others_reduce() -> None:
@@ -104,7 +104,9 @@ def test_a_rank_that_stops_stepping(mpi: str, who: int) -> None:
     kinds = [caught["kind"] for rank, caught in enumerate(found.ranks) if rank != who]
     assert "StallError" in kinds, found.run
     assert set(kinds) <= {"StallError", "PeerError"}
-    assert all("step 3: group 1 of 6" in c["text"] for c in found.ranks if c is not None)
+    assert all(
+        "step 3: all-reduce of group 1 of 6" in c["text"] for c in found.ranks if c is not None
+    )
     assert f"hears from rank {who}: reducer, step 3: nothing posted yet" in found.run.stderr
 
 

@@ -40,7 +40,7 @@ def test_a_rank_that_stays_away_stalls_the_others() -> None:
     result = run_ranks(2, body, config)[0]
     assert isinstance(result, StallError)
     assert (
-        "rank 0 of 2 waited 1 s (optimizer, step 0: group 1 of 2 (t1) is under way (all-reduce))"
+        "rank 0 of 2 waited 1 s (optimizer, step 0: all-reduce of group 1 of 2 (t1) is under way)"
         in str(result)
     )
     assert "WFBP_TIMEOUT_S" in str(result)

@@ -242,6 +242,21 @@ def test_a_lasting_change_may_come_from_the_network() -> None:
     assert not job.tuner.doubts_costs
 
 
+def test_what_a_trial_taught_is_planned_with() -> None:
+    """Interference that a trial found counts when plans are made anew."""
+    slow = [1.0]
+    job = Job("auto", lambda plan: slow[0] * (0.7 if plan.overlap else 0.9))
+    job.run("installed")
+    assert job.tuner.costs is not None
+    learnt = job.tuner.costs.kappa
+    assert learnt > 0.05
+    for _ in range(60):
+        job.step()
+    slow[0] = 2.0
+    job.run("trial")
+    assert {tuner.costs.kappa for tuner in job.tuners if tuner.costs} == {learnt}
+
+
 def test_a_short_change_is_not() -> None:
     job, now = installed()
     for step in range(600):

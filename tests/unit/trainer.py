@@ -9,8 +9,8 @@ import numpy as np
 from wfbp.core.types import TensorSpec
 from wfbp.runtime.engine import Engine
 from wfbp.runtime.fusion import storage_dtype
-from wfbp.runtime.slot import Slot, Source
 from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.slot import Slot, Source
 
 
 def make_specs(sizes: list[int], dtype: str = "float64") -> list[TensorSpec]:

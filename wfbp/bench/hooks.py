@@ -1,10 +1,14 @@
 """What announcing a gradient costs the training thread.
 
     mpirun -np 2 python -m wfbp.bench hooks [--json]
+    python -m wfbp.bench hooks                  what the wrapper costs where there is one rank
 
 Backward of a chain of small layers, bare and with a DistributedOptimizer's hooks, in turn; the
 difference per tensor is the cost of one hook: in CPU time of the training thread, and in wall
 time, which includes waiting for Python's interpreter lock while the communication thread has it.
+
+One rank has no hooks and sends nothing: there, whole steps are compared, of the bare optimizer
+and of the wrapped one, in an order that changes from step to step.
 """
 
 from __future__ import annotations
@@ -35,7 +39,8 @@ def main(argv: Sequence[str]) -> None:
     torch.set_num_threads(1)
     wfbp.init()
     if wfbp.size() == 1:
-        parser.error("start it with mpirun -np 2: one rank has no hooks")
+        _alone(arguments.steps, arguments.json)
+        return
     rows = _measure(arguments.layers, arguments.steps)
     if wfbp.rank() == 0:
         if arguments.json:
@@ -46,6 +51,87 @@ def main(argv: Sequence[str]) -> None:
                 ("schedule", "CPU us", "wall us"),
                 [(r["schedule"], f"{r['cpu_us']:.2f}", f"{r['wall_us']:.2f}") for r in rows],
             )
+
+
+class AloneRow(TypedDict):
+    """A step on one rank, in microseconds, and what the wrapper adds in percent."""
+
+    model: str
+    bare_us: float
+    wrapped_us: float
+    added_percent: float
+
+
+ALONE = {
+    "300 tensors of 8 x 8": (150, 8, 1),
+    "8 tensors of 256 x 256": (4, 256, 32),
+    "8 tensors of 1024 x 1024": (4, 1024, 32),
+}
+"""Layers, their width, and the batch size."""
+
+
+def _alone(steps: int, as_json: bool) -> None:
+    rows = [_compare(name, steps) for name in ALONE]
+    if as_json:
+        print(json.dumps({"rows": rows}))
+        return
+    print_table(
+        "A step on one rank",
+        ("model", "bare us", "wrapped us", "added"),
+        [
+            (
+                r["model"],
+                f"{r['bare_us']:.1f}",
+                f"{r['wrapped_us']:.1f}",
+                f"{r['added_percent']:+.2f}%",
+            )
+            for r in rows
+        ],
+    )
+
+
+def _compare(name: str, steps: int) -> AloneRow:
+    layers, width, batch = ALONE[name]
+    torch.manual_seed(0)
+    # One model for both: where parameters lie in memory makes more of a difference than wrapping.
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
+    inputs = torch.randn(batch, width)
+    bare = torch.optim.SGD(model.parameters(), lr=0.0)
+    wrapped = wfbp.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters()
+    )
+    contestants = [_whole_step(model, optimizer, inputs) for optimizer in (bare, wrapped)]
+    pairs: list[list[float]] = []
+    for number in range(steps):
+        order = (0, 1) if number % 2 else (1, 0)
+        took = {which: contestants[which]() for which in order}
+        pairs.append([took[0], took[1]])
+    bare_s, wrapped_s = (statistics.median(column) for column in zip(*pairs, strict=True))
+    # Of pairs: a machine that slows down for a while slows both of a pair.
+    added_s = statistics.median(wrapped - bare for bare, wrapped in pairs)
+    return {
+        "model": name,
+        "bare_us": bare_s * 1e6,
+        "wrapped_us": wrapped_s * 1e6,
+        "added_percent": 100 * added_s / bare_s,
+    }
+
+
+def _whole_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor
+) -> Callable[[], float]:
+    """A function that runs one step and returns its seconds."""
+
+    def step() -> float:
+        start_s = time.perf_counter()
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+        optimizer.step()
+        return time.perf_counter() - start_s
+
+    for _ in range(10):
+        step()
+    return step
 
 
 class Row(TypedDict):

@@ -158,7 +158,7 @@ class Engine:
     @property
     def decoupled(self) -> bool:
         """Whether the plan decouples any tensor."""
-        return len(self._tuner.plan.groups) > self._tuner.plan.num_backward
+        return self._gathers.gatherable
 
     def gather_gradients(self, reduced: Sequence[Slot | None]) -> list[Slot | None]:
         """Let every rank have whole gradients, in the slots returned, once all has arrived."""
@@ -173,8 +173,7 @@ class Engine:
 
         Returns:
             Per tensor, where its reduced gradient lies until the next step's first gradient;
-            None where no rank had one. Of a tensor that the plan decouples it may be this rank's
-            shard.
+            None where no rank had one. Of a decoupled tensor it may be this rank's shard.
 
         Raises:
             WfbpError: ranks disagree, failed, or did not answer in time.
@@ -259,7 +258,7 @@ class Engine:
         return self._await_close()
 
     def _await_close(self) -> StepResult:
-        """Close the step; its result, behind those of discarded steps that nobody read."""
+        """Close the step; its result, behind those that nobody read."""
         self._runtime.check()
         self._lane.events.append(CLOSE)
         while self._num_unread:
@@ -286,9 +285,8 @@ class Engine:
         if extra:
             specs = [self.specs[k] for k in extra]
             sources = [self._gathering.whole(k) for k in extra]
-            for k, data in zip(
-                extra, reduce_extra(self._runtime, specs, sources, self._op), strict=True
-            ):
+            whole = reduce_extra(self._runtime, specs, sources, self._op)
+            for k, data in zip(extra, whole, strict=True):
                 reduced[k] = None if data is None else Slot.of(data)
         joining = [self.specs[k] for k in extra if self._gathering.place[k] < 0]
         if joining:
@@ -301,6 +299,6 @@ class Engine:
         agreement.check_equal(self._name, "the plan", [d.decode() for d in digests])
 
     def _measure_costs(self) -> Costs:
-        return self._runtime.measure_costs(
-            sum(spec.nbytes for spec in self.specs), self._tuner.operations
-        )
+        nbytes = sum(spec.nbytes for spec in self.specs)
+        tuner = self._tuner
+        return self._runtime.measure_costs(nbytes, tuner.operations, anew=tuner.doubts_costs)

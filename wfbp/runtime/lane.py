@@ -216,8 +216,8 @@ class PlannedLane:
             group = self._flights[0].group
             what = plan.groups[group].operation.value.replace("_", "-")
             return (
-                f"{place}: group {group + 1} of {len(plan.groups)} ({_members(plan, group)}) "
-                f"is under way ({what})"
+                f"{place}: {what} of group {group + 1} of {len(plan.groups)} "
+                f"({_members(plan, group)}) is under way"
             )
         next_group = sequencer.num_started
         missing = sequencer.missing()

@@ -75,6 +75,7 @@ class Tuner:
             ThresholdSearch()  # missing libraries are told now and not in the middle of training
         self._spared = 1.0 - 1.0 / num_updaters
         self._update_s = 0.0
+        self._kappa = 0.0  # as the last trial showed it; what is planned next counts on it
         self._config = config
         self._schedule = schedule
         self._threshold_bytes = threshold_bytes
@@ -208,7 +209,7 @@ class Tuner:
         self._update_s = max(p.update_s for p in profiles)
         self.trace = trace
         costs = with_packing(measure(), packing_s / max(1, self.plan.total_bytes))
-        self.costs = costs
+        self.costs = costs = replace(costs, kappa=self._kappa)
         if self._schedule == "dear":
 
             def dear(threshold_bytes: int) -> Plan:
@@ -245,8 +246,8 @@ class Tuner:
             (c.plan, c.measured_s + self._saved_s(c.plan)) for c in candidates if c.plan.overlap
         ]
         if overlapped:
-            kappa = fit_kappa(self.trace, self.costs, overlapped)
-            self.costs = replace(self.costs, kappa=kappa)
+            self._kappa = fit_kappa(self.trace, self.costs, overlapped)
+            self.costs = replace(self.costs, kappa=self._kappa)
         self._install(chosen)
 
     def _install(self, plan: Plan) -> None:

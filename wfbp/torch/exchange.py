@@ -48,7 +48,7 @@ class Exchange:
         step: Step,
         **settings: Any,
     ) -> None:
-        self._runtime = runtime
+        self.runtime = runtime
         self._name = settings["name"]
         self._optimizer = optimizer
         decouples = nature is not Nature.COUPLED
@@ -87,6 +87,11 @@ class Exchange:
     def open(self) -> bool:
         """Whether gradients have appeared that no step has taken."""
         return self._gradients.open
+
+    @property
+    def shares_state(self) -> bool:
+        """Whether this rank has shards of the optimizer's state."""
+        return self._sharding is not None and bool(self._sharding.indices)
 
     @property
     def holds_shards(self) -> bool:
@@ -139,15 +144,17 @@ class Exchange:
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Scale what was reduced; see the optimizer's method of that name."""
         shards, whole = self._reduced_tensors()
-        parts = shards + (whole if self._runtime.rank == 0 else [])
+        parts = shards + (whole if self.runtime.rank == 0 else [])
         norms = [torch.linalg.vector_norm(t.double(), norm_type) for t in parts if t.numel()]
         if math.isinf(norm_type):
-            total = np.array([max(map(float, norms), default=0.0)])
-            self._runtime.all_reduce(total, "float64", Op.MAX, "the norm of the gradients")
-            norm = float(total[0])
+            # Which of two the maximum is, where one is no number, is left open.
+            largest = max((float(n) for n in norms if not n.isnan()), default=0.0)
+            total = np.array([largest, any(n.isnan() for n in norms)], np.float64)
+            self.runtime.all_reduce(total, "float64", Op.MAX, "the norm of the gradients")
+            norm = math.nan if total[1] else float(total[0])
         else:
-            total = np.array([sum(float(n) ** norm_type for n in norms)])
-            self._runtime.all_reduce(total, "float64", Op.SUM, "the norm of the gradients")
+            total = np.array([sum(float(n) ** norm_type for n in norms)], np.float64)
+            self.runtime.all_reduce(total, "float64", Op.SUM, "the norm of the gradients")
             norm = float(total[0]) ** (1.0 / norm_type)
         factor = max_norm / (norm + _TINY)
         if not factor >= 1.0:  # also where the norm is no number

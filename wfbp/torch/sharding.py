@@ -51,6 +51,11 @@ class Sharding:
     def __len__(self) -> int:
         return len(self._shards)
 
+    @property
+    def indices(self) -> list[int]:
+        """Of the sharded parameters."""
+        return list(self._shards)
+
     def shard(self, index: int) -> torch.Tensor:
         """The shard that stands for a sharded parameter, where its memory lies now."""
         shard = self._shards[index]

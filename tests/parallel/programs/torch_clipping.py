@@ -111,3 +111,80 @@ def named_operations_between_hooks_and_step() -> None:
         wfbp.allreduce(loss.detach(), name="loss")
         wfbp.barrier()
         optimizer.step()
+
+
+@check
+def clipping_by_the_optimizer() -> None:
+    """Norms of averages that lie in shards, clipped and unclipped, with and without gradients."""
+
+    def backward(net: nn.Module, rank: int, step: int) -> None:
+        if step % 4 != 3 or rank == 1:
+            square(net, rank, step)
+
+    for norm_type in (2.0, 1.0, float("inf")):
+        model, reference = mlp(5, 7, 3), mlp(5, 7, 3)
+        reference.load_state_dict(model.state_dict())
+        optimizer = wfbp.torch.DistributedOptimizer(adamw(model.parameters()))
+        plain = adamw(reference.parameters())
+        for step in range(12):
+            limit = 1e-3 if step % 3 else 1e3
+            optimizer.zero_grad()
+            backward(model, wfbp.rank(), step)
+            norm = optimizer.clip_grad_norm_(limit, norm_type)
+            optimizer.step()
+            averaged(reference, backward, step, wfbp.size())
+            wanted = nn.utils.clip_grad_norm_(reference.parameters(), limit, norm_type)
+            plain.step()
+            same(norm.double(), wanted, "norm", 1e-6)
+            compare(model, reference, f"norm {norm_type}, step {step}", 1e-6)
+
+
+@check
+def clipping_a_norm_that_is_no_number() -> None:
+    """All ranks hear of it, so that all can leave the step out."""
+    model = mlp(5, 7, 3)
+    optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
+    for step in range(12):
+        square(model, wfbp.rank(), step)
+        if step % 3 == 2 and wfbp.rank() == 1:
+            optimizer.zero_grad()
+            (model(data(step, 1, 4, 5)) * float("nan")).sum().backward()
+        norm = optimizer.clip_grad_norm_(1.0, float("inf") if step % 2 else 2.0)
+        assert torch.isfinite(norm).item() is (step % 3 != 2)
+        if step % 3 != 2:
+            optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    states = wfbp.allgather_object([p.detach().tolist() for p in model.parameters()])
+    assert all(state == states[0] for state in states)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@check
+def changing_averages_before_a_step() -> None:
+    """Between synchronize() and the step a program may do with gradients what it likes."""
+
+    def change(net: nn.Module) -> None:
+        for k, p in enumerate(net.parameters()):
+            if p.grad is not None and k % 3 == 0:
+                p.grad = torch.clamp(p.grad, -1e-2, 1e-2)
+            elif p.grad is not None and k % 3 == 1:
+                p.grad.mul_(0.5)
+            else:
+                p.grad = None
+
+    model, reference = mlp(5, 7, 7, 3), mlp(5, 7, 7, 3)
+    reference.load_state_dict(model.state_dict())
+    optimizer = wfbp.torch.DistributedOptimizer(adamw(model.parameters()))
+    plain = adamw(reference.parameters())
+    for step in range(12):
+        optimizer.zero_grad()
+        square(model, wfbp.rank(), step)
+        optimizer.synchronize()
+        change(model)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        averaged(reference, square, step, wfbp.size())
+        change(reference)
+        plain.step()
+        compare(model, reference, f"step {step}", 1e-12)

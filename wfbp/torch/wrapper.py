@@ -1,0 +1,229 @@
+"""What is laid over an optimizer's class to make it a distributed one."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from wfbp.runtime.runtime import Runtime
+from wfbp.torch.exchange import Exchange
+
+
+class Asked(enum.Enum):
+    """Who asked for the averages that the next step is to use.
+
+    It changes with calls that every rank makes, and not with what gradients a rank has: by it the
+    ranks decide alike whether to communicate. It is forgotten by ``step()`` and ``zero_grad()``.
+    """
+
+    NOBODY = 0
+    PROGRAM = 1
+    """``synchronize()`` or ``clip_grad_norm_()``."""
+    SCALER = 2
+    """``GradScaler.step()``, which does not tell when it skips the step."""
+
+
+class Distributed(torch.optim.Optimizer):
+    """What is laid over the user's optimizer class: gradients are reduced before a step."""
+
+    _wfbp_original: torch.optim.Optimizer
+    _wfbp_exchange: Exchange | None
+    _wfbp_make: Callable[[], Exchange | None]
+    _wfbp_asked: Asked
+    _wfbp_skip: bool
+
+    def synchronize(self) -> None:
+        """Wait until all gradients of this step are averaged; ``p.grad`` then holds the averages.
+
+        Use it before reading or changing gradients, and step inside :meth:`skip_synchronize`;
+        to clip them, :meth:`clip_grad_norm_` costs less. Parameters that still travel are waited
+        for, too: afterwards ``p.data`` is up to date. Every rank must call it.
+
+        Raises:
+            RuntimeError: gradients were changed in place since backward.
+            WfbpError: ranks disagree, failed, or did not answer in time.
+        """
+        if self._wfbp_exchange is not None:
+            self._wfbp_exchange.synchronize()
+        self._wfbp_asked = Asked.PROGRAM
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within it, ``step()`` takes gradients as they are: they have been synchronized.
+
+        Raises:
+            RuntimeError: :meth:`synchronize` was not called since backward.
+        """
+        pending = self._wfbp_exchange is not None and self._wfbp_exchange.open
+        if self._wfbp_asked is Asked.NOBODY or pending:
+            raise RuntimeError("call optimizer.synchronize() before skip_synchronize()")
+        self._wfbp_skip = True
+        try:
+            yield
+        finally:
+            self._wfbp_skip = False
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm over all parameters is at most ``max_norm``.
+
+        To be called between ``backward()`` and :meth:`step`, on every rank. Takes what
+        ``torch.nn.utils.clip_grad_norm_`` takes, for the averaged gradients of this optimizer's
+        parameters; ranks that hold shards of them add their parts of the norm in one small
+        all-reduce.
+
+        Args:
+            max_norm: the largest norm that is left as it is.
+            norm_type: 2, or another p of the p-norm, or infinity.
+
+        Returns:
+            The norm before clipping, the same on every rank.
+
+        Raises:
+            WfbpError: as :meth:`synchronize`.
+        """
+        if self._wfbp_exchange is None:
+            params = [p for group in self.param_groups for p in group["params"]]
+            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+        self._wfbp_reduce()
+        return self._wfbp_exchange.clip_grad_norm_(max_norm, norm_type)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Average the gradients, unless that was done, and let the optimizer step.
+
+        Args:
+            closure: computes the loss and its gradients; called by the optimizer, as often as it
+                likes.
+        """
+        exchange = self._wfbp_exchange
+        # A scheduler made before wrapping watches the original for calls of step().
+        self._wfbp_original._opt_called = True  # type: ignore[attr-defined]
+        if closure is not None:
+            if exchange is not None:
+                exchange.prepare_whole()
+            try:
+                return super().step(lambda: self._wfbp_evaluate(closure))
+            finally:
+                self._wfbp_asked = Asked.NOBODY
+        if not self._wfbp_skip:
+            self._wfbp_reduce()
+        elif exchange is not None:
+            exchange.check_settled()
+        self._wfbp_asked = Asked.NOBODY
+        return super().step() if exchange is None else exchange.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in the ordinary form, whatever the schedule. Every rank must call it."""
+        if self._wfbp_exchange is None:
+            return super().state_dict()
+        own = self.state
+        self.state = self._wfbp_exchange.whole_state()  # type: ignore[assignment]
+        try:
+            return super().state_dict()
+        finally:
+            self.state = own
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state into the groups and the state that the wrapped optimizer shares.
+
+        A learning-rate scheduler made before wrapping goes on acting on them. Every rank must
+        load the same state.
+        """
+        if self._wfbp_exchange is not None:
+            self._wfbp_exchange.forget_state()
+        groups, state = self.param_groups, self.state
+        super().load_state_dict(state_dict)
+        groups[:], loaded = self.param_groups, dict(self.state)
+        state.clear()
+        state.update(loaded)
+        self.param_groups, self.state = groups, state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, also those on their way."""
+        if self._wfbp_exchange is not None:
+            self._wfbp_exchange.discard()
+        self._wfbp_asked = Asked.NOBODY
+        super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; every rank must add the same ones.
+
+        Those that ``named_parameters`` did not name go by their place in the optimizer.
+        """
+        if self._wfbp_exchange is not None:
+            self._wfbp_exchange.release()
+        self._wfbp_asked = Asked.NOBODY
+        super().add_param_group(param_group)
+        if self._wfbp_exchange is not None:
+            self._wfbp_exchange = self._wfbp_make()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"a distributed {type(self).__name__} cannot be copied or pickled: it exchanges "
+            "gradients with other ranks; copy or save its state_dict()"
+        )
+
+    def report(self) -> dict[str, Any]:
+        """The plan in use and what it costs; empty with one rank.
+
+        Keys: ``schedule``, ``phase``, ``steps``, ``num_groups``, ``num_tensors``,
+        ``total_bytes``, ``overlap``, ``kappa``, ``plan_digest``, and in seconds
+        ``predicted_iteration_s``, ``measured_iteration_s``, ``predicted_exposed_s``,
+        ``exposed_s``, ``lower_bound_s``; ``ratio_to_lower_bound`` is T/LB.
+        """
+        return self._wfbp_exchange.report() if self._wfbp_exchange is not None else {}
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What ``torch.amp.GradScaler.step`` asks before it looks at gradients.
+
+        They must be averaged by then, so that an infinity on one rank makes every rank skip.
+        """
+        exchange = self._wfbp_exchange
+        if exchange is not None:
+            if self._wfbp_asked is not Asked.PROGRAM:
+                exchange.synchronize()
+            else:
+                exchange.check_settled()
+                if exchange.holds_shards:
+                    exchange.synchronize()
+        if self._wfbp_asked is Asked.NOBODY:
+            self._wfbp_asked = Asked.SCALER
+        return bool(getattr(super(), "_step_supports_amp_scaling", False))
+
+    def _wfbp_reduce(self) -> None:
+        """Close the step, unless that was done."""
+        exchange = self._wfbp_exchange
+        if exchange is not None:
+            if self._wfbp_asked is Asked.NOBODY:
+                exchange.reduce()
+            else:
+                exchange.check_settled()
+        if self._wfbp_asked is Asked.NOBODY:
+            self._wfbp_asked = Asked.PROGRAM
+
+    def _wfbp_release(self, runtime: Runtime) -> None:
+        """Another one is made of the same optimizer, on every rank.
+
+        Raises:
+            RuntimeError: shards of its state went with another runtime.
+        """
+        exchange = self._wfbp_exchange
+        if exchange is None:
+            return
+        if exchange.runtime is runtime:
+            exchange.release()
+        elif exchange.shares_state:
+            raise RuntimeError(
+                f"the state of this {type(self).__name__} was shared out among the ranks when wfbp "
+                "was shut down; take its state_dict() before shutdown() and load it into a new one"
+            )
+
+    def _wfbp_evaluate(self, closure: Callable[[], Any]) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        self.synchronize()
+        return loss
