@@ -44,7 +44,7 @@ class Updater(Trainer):
         return self.params[index]
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(
     size=st.integers(2, 4),
     sizes=st.lists(st.integers(0, 30), min_size=1, max_size=7),

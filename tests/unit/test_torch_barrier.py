@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, stateless
 
-from wfbp.torch.barrier import Barrier, Guarded
+from wfbp.torch.reading import Barrier, Guarded
 
 MADE: list[Barrier] = []
 

@@ -12,9 +12,9 @@ import torch
 
 from wfbp.core.types import Op
 from wfbp.runtime.runtime import Runtime
-from wfbp.torch.barrier import Barrier
 from wfbp.torch.gradients import Gradients
 from wfbp.torch.nature import Nature
+from wfbp.torch.reading import Barrier
 from wfbp.torch.sharding import Sharding, State
 from wfbp.torch.update import Reduced, ReplicatedUpdate, ShardedUpdate, Step, Update
 

@@ -12,7 +12,7 @@ from torch.nn.modules.module import (
 )
 
 from wfbp.runtime.engine import Engine
-from wfbp.torch.barrier import Barrier
+from wfbp.torch.reading import Barrier
 
 
 class ForwardClock:

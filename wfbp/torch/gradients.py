@@ -13,8 +13,8 @@ from wfbp.runtime.engine import Engine
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.slot import Slot, Source
 from wfbp.torch import tensors
-from wfbp.torch.barrier import Barrier
 from wfbp.torch.forward import ForwardClock
+from wfbp.torch.reading import Barrier
 from wfbp.torch.witness import Witness
 
 _EMPTY = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import types
 from typing import Any
 
 import torch
@@ -166,3 +167,11 @@ def two_optimizers_of_one_parameter() -> None:
     (shared * first * second).sum().backward()
     raises(RuntimeError, "encoder", "use that one", act=one.step)
     two.step()
+
+
+@check
+def every_public_name_is_what_it_was_imported_as() -> None:
+    """No module of the package hides a function of the same name."""
+    for name in wfbp.torch.__all__:
+        assert not isinstance(getattr(wfbp.torch, name), types.ModuleType), name
+    wfbp.torch.barrier()

@@ -157,7 +157,7 @@ def memory_order_changed_after_wrapping() -> None:
         torch.manual_seed(3)
         model, reference = Picture(), Picture()
         reference.load_state_dict(model.state_dict())
-        optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()), schedule="auto")
+        optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()), schedule="mgwfbp")
         plain = momentum(reference.parameters())
         for step in range(8):
             optimizer.zero_grad(set_to_none=not with_gradients)
