@@ -13,6 +13,7 @@ from wfbp.runtime.arguments import check_arguments
 from wfbp.torch import tensors
 from wfbp.torch.arguments import chosen_nature, named_params
 from wfbp.torch.exchange import Exchange
+from wfbp.torch.nature import Nature
 from wfbp.torch.wrapper import Asked, Distributed
 
 _WRAPPED = "_wfbp_wrapped"
@@ -92,9 +93,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         named = named_params(wrapped, known, complete=wrapped._wfbp_exchange is None)
         if runtime.size == 1:
             specs = [tensors.spec(name, p) for name, p in named]
-            check_arguments(
-                specs, planner, limit_bytes, op, backward_passes_per_step, decouples=True
-            )
+            decouples = nature is not Nature.COUPLED
+            check_arguments(specs, planner, limit_bytes, op, backward_passes_per_step, decouples)
             return None
         return Exchange(
             runtime,
