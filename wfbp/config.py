@@ -6,7 +6,10 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any
+
+from wfbp.core.planners import PLANNERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ class Config:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= least):
                 raise ValueError(f"{name} is {value!r}; expected a number of at least {least}")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule is {self.schedule!r}; expected one of {SCHEDULES}")
         if self.log_level not in LOG_LEVELS:
             raise ValueError(f"log_level is {self.log_level!r}; expected one of {LOG_LEVELS}")
 
@@ -78,6 +83,19 @@ class Config:
                 ) from None
         return cls(**values)
 
+
+def unknown_variables(environment: Mapping[str, str] | None = None) -> str:
+    """A warning about ``WFBP_*`` variables that nobody reads; empty where there are none."""
+    source = os.environ if environment is None else environment
+    known = [f"WFBP_{field.name.upper()}" for field in fields(Config)]
+    parts = []
+    for name in sorted(n for n in source if n.startswith("WFBP_") and n not in known):
+        near = get_close_matches(name, known, 1)
+        parts.append(f"{name} (did you mean {near[0]}?)" if near else name)
+    return f"not a setting, and ignored: {', '.join(parts)}" if parts else ""
+
+
+SCHEDULES = ("auto", *PLANNERS)
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 

@@ -76,9 +76,19 @@ def broadcast_parameters(parameters: Any, root_rank: int = 0) -> None:
         root_rank: whose values everybody gets.
 
     Raises:
+        TypeError: values without names.
         DisagreementError: ranks passed different names, shapes or element types.
     """
-    items = dict(parameters)
+    if _is_torch(parameters):
+        _torch().broadcast_parameters(parameters, root_rank)
+        return
+    try:
+        items = dict(parameters)
+    except (TypeError, ValueError):
+        raise TypeError(
+            "parameters must be named; pass a mapping, pairs of names and values, "
+            "model.state_dict() or model.named_parameters()"
+        ) from None
     if any(_is_torch(value) for value in items.values()):
         _torch().broadcast_parameters(items, root_rank)
     else:

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "wfbp"
 
 BELOW: dict[str, set[str]] = {
     "errors": set(),
-    "config": {"errors"},
+    "config": {"core", "errors"},
     "core": {"errors"},
     "_pack": set(),
     "_pack_numpy": {"core"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from wfbp.core.planners.threshold_search import ThresholdSearch
 from wfbp.core.types import Op, TensorSpec
 from wfbp.runtime.candidates import check_schedule
 
@@ -18,6 +19,7 @@ def check_arguments(
     op: Op,
     passes: int,
     decouples: bool = False,
+    user: str = "",
 ) -> None:
     """Raise unless gradients can be reduced so.
 
@@ -28,11 +30,15 @@ def check_arguments(
         op: how ranks are combined.
         passes: backward passes per step.
         decouples: whether schedules that decouple all-reduce can be served.
+        user: who needs whole gradients where they cannot, for messages.
 
     Raises:
+        ImportError: ``dear`` without the ``search`` extra.
         ValueError: the argument, what it is, and what it may be.
     """
-    check_schedule(schedule, decouples)
+    check_schedule(schedule, decouples, user)
+    if schedule == "dear":
+        ThresholdSearch()  # a missing library is told now and not in the middle of training
     if threshold_bytes < 1:
         raise ValueError(f"threshold_bytes is {threshold_bytes}; expected at least 1")
     if op not in (Op.AVERAGE, Op.SUM):

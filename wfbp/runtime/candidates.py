@@ -23,8 +23,13 @@ _BASELINES = ("ps", "ps_layerwise")
 _HOPELESS = 1.5
 
 
-def check_schedule(schedule: str, decouples: bool) -> None:
+def check_schedule(schedule: str, decouples: bool, user: str = "") -> None:
     """Raise unless a schedule exists and can be served.
+
+    Args:
+        schedule: its name.
+        decouples: whether schedules that decouple all-reduce can be served.
+        user: who needs whole gradients where they cannot.
 
     Raises:
         ValueError: what it is, and what it may be.
@@ -32,7 +37,7 @@ def check_schedule(schedule: str, decouples: bool) -> None:
     known = (*SCHEDULES, *DECOUPLED) if decouples else SCHEDULES
     if schedule in known:
         return
-    why = "" if schedule not in DECOUPLED else " here, where gradients are needed whole"
+    why = f": {user or 'the caller'} needs whole gradients" if schedule in DECOUPLED else ""
     raise ValueError(f"schedule is {schedule!r}; expected one of {', '.join(known)}{why}")
 
 

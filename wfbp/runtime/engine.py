@@ -55,6 +55,7 @@ class Engine:
 
     Raises:
         ValueError: bad arguments.
+        ImportError: ``dear`` without the ``search`` extra.
         DisagreementError: other ranks passed other tensors or settings.
     """
 

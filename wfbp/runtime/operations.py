@@ -42,7 +42,8 @@ def allreduce(array: Any, name: str | None = None, op: Op = Op.AVERAGE) -> Array
         array: same shape and element type on every rank; float16, bfloat16 (of ml_dtypes),
             float32, float64, int32, int64 or uint8.
         name: for messages.
-        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
+            truncated to an integer.
 
     Returns:
         A new array; the argument is left as it is.

@@ -65,7 +65,7 @@ class GradientReducer:
         config = runtime.config
         schedule = config.schedule if schedule is None else schedule
         limit_bytes = config.threshold_bytes if threshold_bytes is None else threshold_bytes
-        check_arguments(self.specs, schedule, limit_bytes, op, passes=1)
+        check_arguments(self.specs, schedule, limit_bytes, op, passes=1, user="GradientReducer")
         if runtime.size > 1:
             self._engine = Engine(
                 runtime,
@@ -85,8 +85,15 @@ class GradientReducer:
             array: of the spec's shape and element type.
 
         Raises:
+            TypeError: an index that is no integer, or what is no NumPy array.
             ValueError: wrong index, shape or element type, or marked twice in one step.
         """
+        if not isinstance(index, int | np.integer):
+            raise TypeError(f"index is {index!r}; expected the gradient's number in specs")
+        if not isinstance(array, np.ndarray | np.generic):
+            raise TypeError(
+                f"gradient {index} is a {type(array).__qualname__}; expected a NumPy array"
+            )
         if not 0 <= index < len(self.specs):
             raise ValueError(f"index is {index}; expected 0 to {len(self.specs) - 1}")
         spec = self.specs[index]

@@ -22,7 +22,6 @@ from wfbp.core import planners
 from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.fit import fit_kappa
 from wfbp.core.plan import Plan
-from wfbp.core.planners.threshold_search import ThresholdSearch
 from wfbp.core.timeline import Timeline, timeline
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import Operation, TensorSpec
@@ -57,7 +56,6 @@ class Tuner:
 
     Raises:
         ValueError: no such schedule.
-        ImportError: ``dear`` without the ``search`` extra.
     """
 
     def __init__(
@@ -71,8 +69,6 @@ class Tuner:
     ) -> None:
         check_schedule(schedule, decouples)
         self._decouples = decouples and schedule not in planners.ALL_REDUCE
-        if schedule == "dear":
-            ThresholdSearch()  # missing libraries are told now and not in the middle of training
         self._spared = 1.0 - 1.0 / num_updaters
         self._update_s = 0.0
         self._kappa = 0.0  # as the last trial showed it; what is planned next counts on it

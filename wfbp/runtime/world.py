@@ -8,7 +8,7 @@ from typing import Any
 
 from wfbp import native
 from wfbp.comm.backend import Backend
-from wfbp.config import Config
+from wfbp.config import Config, unknown_variables
 from wfbp.errors import NotInitializedError
 from wfbp.runtime import failure
 from wfbp.runtime.runtime import Runtime
@@ -44,6 +44,9 @@ def init(comm: Any = None, *, backend: Backend | None = None, config: Config | N
         from wfbp.comm.mpi import MpiBackend
 
         backend = MpiBackend(comm)
+    unknown = unknown_variables()
+    if unknown and backend.local_rank == 0:
+        logging.getLogger("wfbp").warning("%s", unknown)
     if native.MISSING and backend.local_rank == 0:
         logging.getLogger("wfbp").warning("%s", native.MISSING)
     runtime = Runtime(backend, config)

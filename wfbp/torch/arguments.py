@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 
 from wfbp.torch import tensors
@@ -30,6 +33,22 @@ def chosen_nature(optimizer: torch.optim.Optimizer, update: str) -> Nature:
     if update == "replicated" and nature is Nature.ELEMENTWISE:
         return Nature.PER_TENSOR
     return nature
+
+
+def named_pairs(named_parameters: Iterable[Any]) -> list[tuple[str, torch.Tensor]]:
+    """The pairs of name and parameter that a caller passed.
+
+    Raises:
+        TypeError: something else was passed, as ``model.parameters()``.
+    """
+    pairs = list(named_parameters)
+    for pair in pairs:
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise TypeError(
+                "named_parameters must be pairs of name and parameter, found a "
+                f"{type(pair).__qualname__}; pass model.named_parameters()"
+            )
+    return pairs
 
 
 def named_params(

@@ -15,12 +15,14 @@ def allreduce(tensor: torch.Tensor, name: str | None = None, op: Op = Op.AVERAGE
     Args:
         tensor: same shape and element type on every rank.
         name: for messages.
-        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
+            truncated to an integer.
 
     Returns:
         A new tensor.
 
     Raises:
+        TypeError: no tensor.
         ValueError: a tensor that cannot be sent.
         DisagreementError: ranks called different operations.
 
@@ -100,6 +102,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    tensors.check("tensor", tensor)
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 

@@ -10,8 +10,9 @@ import torch
 from wfbp.core.types import Op
 from wfbp.runtime import world
 from wfbp.runtime.arguments import check_arguments
+from wfbp.runtime.candidates import check_schedule
 from wfbp.torch import tensors
-from wfbp.torch.arguments import chosen_nature, named_params
+from wfbp.torch.arguments import chosen_nature, named_pairs, named_params
 from wfbp.torch.exchange import Exchange
 from wfbp.torch.nature import Nature
 from wfbp.torch.wrapper import Asked, Distributed
@@ -58,7 +59,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Raises:
         NotInitializedError: before ``wfbp.init()``.
-        TypeError: not an optimizer.
+        TypeError: not an optimizer, or parameters without names.
+        ImportError: ``dear`` without the ``search`` extra.
         ValueError: a bad argument, or a parameter that cannot be sent.
         DisagreementError: ranks passed different parameters or settings.
 
@@ -86,14 +88,15 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     config = runtime.config
     planner = config.schedule if schedule is None else schedule
     limit_bytes = config.threshold_bytes if threshold_bytes is None else threshold_bytes
-    known = None if named_parameters is None else list(named_parameters)
+    known = None if named_parameters is None else named_pairs(named_parameters)
     nature = chosen_nature(optimizer, update)
+    decouples = nature is not Nature.COUPLED
+    check_schedule(planner, decouples, kind.__name__)
 
     def make() -> Exchange | None:
         named = named_params(wrapped, known, complete=wrapped._wfbp_exchange is None)
         if runtime.size == 1:
             specs = [tensors.spec(name, p) for name, p in named]
-            decouples = nature is not Nature.COUPLED
             check_arguments(specs, planner, limit_bytes, op, backward_passes_per_step, decouples)
             return None
         return Exchange(

@@ -15,6 +15,9 @@ from wfbp.torch import tensors
 
 State = dict[Any, dict[Any, Any]]
 
+_LABEL = "gathering optimizer state, as for optimizer.state_dict(), which every rank must call"
+"""Most often one rank waits here alone because it alone saves."""
+
 
 class Sharding:
     """Which parameters of an optimizer are updated shard by shard at present, and their state.
@@ -137,7 +140,7 @@ class Sharding:
             return {}
         # The first rank has a part of every parameter that has elements at all.
         mine = {index: self._outline(index) for index in indices}
-        said = self._runtime.exchange(pickle.dumps(mine), "the outline of optimizer state")
+        said = self._runtime.exchange(pickle.dumps(mine), _LABEL)
         outline: dict[int, dict[Any, Any]] = pickle.loads(said[0])
         return {
             index: {
@@ -168,9 +171,7 @@ class Sharding:
             self.part(index, line).copy_(self._state[shard][key])
         counts = [count * dtype.itemsize for count in self._counts[index]]
         data = tensors.raw(line)
-        self._runtime.call(
-            lambda backend: backend.all_gather(data, counts), "gathering optimizer state"
-        )
+        self._runtime.call(lambda backend: backend.all_gather(data, counts), _LABEL)
         return whole
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,14 +25,15 @@ def broadcast_parameters(
         root_rank: whose values everybody gets.
 
     Raises:
+        TypeError: neither of these, as a model or its ``parameters()``.
         ValueError: a tensor that cannot be sent, or no such rank.
         PeerError: another rank found one of these.
         DisagreementError: ranks passed different names, shapes or element types.
     """
     runtime = world.current("broadcast_parameters()")
-    found = {k: v for k, v in dict(parameters).items() if isinstance(v, torch.Tensor)}
     rows, wholes = [], []
     with telling_others(runtime, operations.MANY):
+        found = _tensors_of(parameters)
         check_root(runtime, root_rank)
         for name, tensor in found.items():
             tensors.check_place(name, tensor)
@@ -43,6 +45,20 @@ def broadcast_parameters(
         for tensor, whole in zip(found.values(), wholes, strict=True):
             if whole.data_ptr() != tensor.data_ptr():
                 tensor.copy_(whole)
+
+
+def _tensors_of(parameters: Any) -> dict[str, torch.Tensor]:
+    """The tensors among named values."""
+    named: dict[Any, Any] = {None: None}
+    if not isinstance(parameters, torch.nn.Module):  # a ModuleDict would pass for a mapping
+        with suppress(TypeError, ValueError, RuntimeError):
+            named = dict(parameters)
+    if not all(isinstance(name, str) for name in named):
+        raise TypeError(
+            f"parameters is a {type(parameters).__qualname__} without names; pass "
+            "model.state_dict() or model.named_parameters()"
+        )
+    return {k: v for k, v in named.items() if isinstance(v, torch.Tensor)}
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:

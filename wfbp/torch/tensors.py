@@ -33,7 +33,14 @@ def spec(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 
 def check(name: str, tensor: torch.Tensor) -> None:
-    """Raise ``ValueError`` unless a tensor's bytes can be sent."""
+    """Raise unless a tensor's bytes can be sent.
+
+    Raises:
+        TypeError: it is no tensor.
+        ValueError: an element type or device that cannot be sent.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__qualname__}; expected a torch.Tensor")
     if tensor.dtype not in NAMES:
         known = ", ".join(NAMES.values())
         raise ValueError(f"{name} is {tensor.dtype}; expected one of {known}")

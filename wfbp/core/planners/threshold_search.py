@@ -30,7 +30,7 @@ class ThresholdSearch:
             from bayes_opt.acquisition import ExpectedImprovement
         except ImportError as error:
             raise ImportError(
-                "the search of dear's threshold needs the search extra: pip install wfbp[search]"
+                "the search of dear's threshold needs the search extra: pip install 'wfbp[search]'"
             ) from error
         self._search: Any = BayesianOptimization(
             None,

@@ -1,0 +1,82 @@
+"""What a newcomer gets wrong: the message says what to do instead."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import wfbp
+import wfbp.torch
+from wfbp.comm.local import LocalWorld
+from wfbp.config import Config
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    wfbp.init(backend=LocalWorld(1).backend(0), config=Config())
+    yield
+    wfbp.shutdown()
+
+
+def wrap(kind: Any = torch.optim.SGD, *args: Any, **options: Any) -> Any:
+    model = torch.nn.Linear(2, 1)
+    return wfbp.torch.DistributedOptimizer(kind(model.parameters(), lr=0.1), *args, **options)
+
+
+def test_dear_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bayes_opt", None)
+    with pytest.raises(ImportError, match=r"wfbp\[search\]"):
+        wrap(schedule="dear")
+    wrap(schedule="auto")
+
+
+def test_parameters_without_names() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"pass model\.named_parameters\(\)"):
+        wrap(torch.optim.SGD, model.parameters())
+
+
+@pytest.mark.parametrize("package", [wfbp, wfbp.torch])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda m: m,
+        lambda m: m.parameters(),
+        lambda m: torch.nn.Sequential(m),
+        lambda m: torch.nn.ModuleDict({"m": m}),
+    ],
+)
+def test_broadcast_of_a_model(package: Any, make: Any) -> None:
+    with pytest.raises(TypeError, match=r"model\.state_dict\(\) or model\.named_parameters\(\)"):
+        package.broadcast_parameters(make(torch.nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize("value", [3.0, [1.0, 2.0]])
+def test_no_tensors(value: Any) -> None:
+    for act in (wfbp.torch.allreduce, wfbp.torch.allreduce_, wfbp.torch.allgather):
+        with pytest.raises(TypeError, match=r"expected a torch\.Tensor"):
+            act(value)
+    with pytest.raises(TypeError, match=r"expected a torch\.Tensor"):
+        wfbp.torch.broadcast(value, 0)
+
+
+def test_gradients_of_a_reducer() -> None:
+    reducer = wfbp.GradientReducer([("w1", np.zeros(2, np.float32))])
+    wrong: Any = "w1"
+    with pytest.raises(TypeError, match="'w1'; expected the gradient's number"):
+        reducer.mark_ready(wrong, np.zeros(2, np.float32))
+    tensor: Any = torch.zeros(2)
+    with pytest.raises(TypeError, match="is a Tensor; expected a NumPy array"):
+        reducer.mark_ready(0, tensor)
+
+
+def test_who_needs_whole_gradients() -> None:
+    with pytest.raises(ValueError, match="GradientReducer needs whole gradients"):
+        wfbp.GradientReducer([("w", np.zeros(2))], schedule="hybrid")
+    with pytest.raises(ValueError, match="LBFGS needs whole gradients"):
+        wrap(torch.optim.LBFGS, schedule="hybrid")
