@@ -89,6 +89,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     planner = config.schedule if schedule is None else schedule
     limit_bytes = config.threshold_bytes if threshold_bytes is None else threshold_bytes
     known = None if named_parameters is None else named_pairs(named_parameters)
+    for name, param in named_params(wrapped, known, complete=True):
+        tensors.check(name, param)
     nature = chosen_nature(optimizer, update)
     decouples = nature is not Nature.COUPLED
     check_schedule(planner, decouples, kind.__name__)
