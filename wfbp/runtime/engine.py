@@ -180,7 +180,9 @@ class Engine:
             WfbpError: ranks disagree, failed, or did not answer in time.
         """
         gathering = self._gathering
-        result = self._close()
+        gathering.close()
+        gathering.step.requested = bool(gathering.extra) or self._tuner.wants_round
+        result = self._await_close()
         while result.discarded:
             # That rank had gradients before zero_grad() that this rank had not, or not all.
             gathering.check_resendable()
@@ -250,13 +252,6 @@ class Engine:
         self.num_installed += 1
         self.profiling = self._tuner.phase == "profile"
         self._lane.costs = self._tuner.costs
-
-    def _close(self) -> StepResult:
-        """Send what is left of the step, and wait for all of it."""
-        gathering = self._gathering
-        gathering.close()
-        gathering.step.requested = bool(gathering.extra) or self._tuner.wants_round
-        return self._await_close()
 
     def _await_close(self) -> StepResult:
         """Close the step; its result, behind those that nobody read."""

@@ -108,7 +108,6 @@ class PlannedLane:
         self.costs: Costs | None = None
         self._op = op
         self._name = name
-        self._error: WfbpError | None = None
         self._flights: deque[_Flight] = deque()
         self._step = Step(0, [], [])
         self._gather = Gather([], None)

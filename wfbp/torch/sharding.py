@@ -46,6 +46,8 @@ class Sharding:
         self._names = [spec.name for spec in specs]
         self._layouts = [tensors.Layout.of(p) for p in params]
         self._counts = [_counts(spec, runtime.size) for spec in specs]
+        rank = runtime.rank
+        self._parts = [slice(sum(c[:rank]), sum(c[: rank + 1])) for c in self._counts]
         self._shards: dict[int, torch.Tensor] = {}
 
     def __contains__(self, index: int) -> bool:
@@ -67,6 +69,11 @@ class Sharding:
             shard.data = place
         return shard
 
+    def drop_gradients(self) -> None:
+        """Leave no gradients with the shards."""
+        for shard in self._shards.values():
+            shard.grad = None
+
     def check(self) -> None:
         """Raise unless sharded parameters lie in memory as they did, so that shards fit together.
 
@@ -86,8 +93,7 @@ class Sharding:
 
     def part(self, index: int, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a flat tensor with the parameter's number of elements."""
-        start = sum(self._counts[index][: self._runtime.rank])
-        return whole[start : start + self._counts[index][self._runtime.rank]]
+        return whole[self._parts[index]]
 
     def follow(self, sharded: Sequence[int]) -> None:
         """Shard these parameters and no others; a collective, with the same ones on every rank."""

@@ -128,9 +128,7 @@ class ShardedUpdate(Update):
         engine.gather(addresses, self._params, count)
         result = self._run(groups, lambda p: [] if id(p) in early else self._target(p, reduced))
         engine.gather_rest()
-        for index in range(len(self._params)):
-            if index in sharding:
-                sharding.shard(index).grad = None
+        sharding.drop_gradients()
         engine.update_s = time.perf_counter() - start_s
         return result
 
