@@ -1,0 +1,58 @@
+"""wfbp for JAX, under Horovod's names.
+
+Example:
+    >>> import jax, jax.numpy as jnp, optax, wfbp.jax as wfbp
+    >>> wfbp.init()
+    >>> params = {"w": jnp.ones(2)}
+    >>> optimizer = optax.adam(0.1)
+    >>> state = optimizer.init(params)
+    >>> @jax.jit
+    ... def step(params, state, x):
+    ...     loss, grads = wfbp.value_and_grad(lambda p: jnp.sum(p["w"] * x))(params)
+    ...     updates, state = optimizer.update(grads, state)
+    ...     return optax.apply_updates(params, updates), state, loss
+    >>> params, state, loss = step(params, state, jnp.ones(2))
+"""
+
+from __future__ import annotations
+
+from wfbp.core.types import Op
+from wfbp.jax.gradients import grad, value_and_grad
+from wfbp.jax.optimizer import DistributedOptimizer
+from wfbp.runtime.operations import allgather_object, barrier, broadcast_object
+from wfbp.runtime.world import (
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
+
+Average = Op.AVERAGE
+Sum = Op.SUM
+Min = Op.MIN
+Max = Op.MAX
+Product = Op.PRODUCT
+
+__all__ = [
+    "Average",
+    "DistributedOptimizer",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+    "allgather_object",
+    "barrier",
+    "broadcast_object",
+    "grad",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "shutdown",
+    "size",
+    "value_and_grad",
+]

@@ -1,0 +1,44 @@
+"""What callers may ask of an exchange; the same for gradients and for optimizers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from wfbp.core.types import Op
+from wfbp.jax.exchange import Request
+from wfbp.jax.trees import Layout
+from wfbp.runtime.arguments import check_arguments
+from wfbp.runtime.runtime import Runtime
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How gradients are to be exchanged; None stands for what the environment says.
+
+    Args:
+        user: the function that was called, for messages.
+        op: ``Average`` or ``Sum``.
+        schedule: a planner's name, or ``auto``.
+        threshold_bytes: group size of ``threshold``.
+        name: given by the caller, or None.
+    """
+
+    user: str
+    op: Op
+    schedule: str | None
+    threshold_bytes: int | None
+    name: str | None
+
+    def request(self, runtime: Runtime, layout: Layout) -> Request:
+        """The exchange of a tree's leaves.
+
+        Raises:
+            ValueError: a bad argument.
+        """
+        config = runtime.config
+        schedule = config.schedule if self.schedule is None else self.schedule
+        limit_bytes = (
+            config.threshold_bytes if self.threshold_bytes is None else self.threshold_bytes
+        )
+        check_arguments(layout.specs, schedule, limit_bytes, self.op, 1, user=self.user)
+        return Request(self.name or self.user, layout.specs, self.op, schedule, limit_bytes)

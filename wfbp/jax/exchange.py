@@ -1,0 +1,187 @@
+"""One exchange: the gradients of one set of leaves, step after step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from threading import Lock
+from typing import Any
+
+from wfbp.core.types import Op, TensorSpec
+from wfbp.errors import WfbpError
+from wfbp.runtime.engine import Engine
+from wfbp.runtime.slot import Slot
+
+_EMPTY = 1
+"""Stands for the address of an array without elements, which may have none; 0 is no gradient."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a program wants to have exchanged; what is equal here shares an engine.
+
+    Args:
+        name: for messages, and to keep exchanges of equal leaves apart.
+        specs: the leaves, in the order of the tree.
+        op: ``Op.AVERAGE`` or ``Op.SUM``.
+        schedule: a planner's name, or ``auto``.
+        threshold_bytes: for the ``threshold`` planner.
+    """
+
+    name: str
+    specs: tuple[TensorSpec, ...]
+    op: Op
+    schedule: str
+    threshold_bytes: int
+
+    @cached_property
+    def text(self) -> str:
+        """All of it; the same in every process."""
+        rows = [[s.name, list(s.shape), s.dtype] for s in self.specs]
+        rest = [self.op.value, self.schedule, self.threshold_bytes]
+        return json.dumps([self.name, rows, *rest])
+
+    @classmethod
+    def parse(cls, text: str) -> Request:
+        """The request of a :attr:`text`."""
+        name, rows, op, schedule, threshold_bytes = json.loads(text)
+        specs = tuple(TensorSpec(n, tuple(shape), dtype) for n, shape, dtype in rows)
+        return cls(name, specs, Op(op), schedule, threshold_bytes)
+
+    @cached_property
+    def key(self) -> int:
+        """A number that stands for it in compiled programs, which may be kept on disk."""
+        digest = hashlib.sha256(self.text.encode()).digest()
+        return int.from_bytes(digest[:8], "little") >> 1
+
+
+class Exchange:
+    """Collects a step's announcements, and gives them to the engine.
+
+    Announcements come from the herald or from the training thread, waits from an XLA thread or
+    from the training thread. ``lock`` is shared with all other exchanges and held for every change
+    of what is known of the open step; nothing waits under it.
+
+    Args:
+        request: what is exchanged.
+        where: this rank, for messages.
+        lock: see above.
+        make: gives the engine; collective, called in the first wait, because only execution has an
+            order that all ranks share.
+    """
+
+    def __init__(
+        self, request: Request, where: str, lock: Lock, make: Callable[[], Engine]
+    ) -> None:
+        self._who = f"{where}: {request.name}"
+        self._names = [spec.name for spec in request.specs]
+        self._nbytes = [spec.nbytes for spec in request.specs]
+        self._lock = lock
+        self._make = make
+        self._engine: Engine | None = None
+        self._early: list[tuple[int, int, object]] = []
+        self._addresses = [0] * len(self._names)
+        self._closing = False
+        self._problem = ""
+        self._failed = ""
+
+    def announce(self, index: int, address: int, owner: object = None) -> None:
+        """A gradient exists; called with the lock held.
+
+        Args:
+            index: of the leaf.
+            address: where it lies until the wait.
+            owner: kept alive until the step is over.
+        """
+        if self._failed:
+            return
+        if self._addresses[index] or self._closing:
+            self._problem = self._problem or (
+                f"{self._who}: the gradient of {self._names[index]} was announced again before "
+                "the step was over: two steps run at once. Let one depend on the other, call "
+                "jax.block_until_ready on the first, or give them different name="
+            )
+            return
+        address = address or _EMPTY
+        self._addresses[index] = address
+        if self._engine is None:
+            self._early.append((index, address, owner))
+        else:
+            self._engine.mark_ready(index, address, owner)
+
+    def reduce(
+        self, inputs: Sequence[int] | None, take: Callable[[Sequence[int], Sequence[int]], Any]
+    ) -> Any:
+        """Close the step, wait for the reduced gradients and take them.
+
+        Args:
+            inputs: where the gradients lie now, for a check; None for no check.
+            take: gets the addresses of the reduced gradients, which are valid while it runs, and
+                their sizes in bytes.
+
+        Returns:
+            What ``take`` returned.
+
+        Raises:
+            WfbpError: announcements and leaves do not match, or ranks disagree, failed, or did
+                not answer in time; every later call then raises it too.
+        """
+        with self._lock:
+            if self._closing:
+                self._problem = self._problem or f"{self._who}: two steps are waited for at once"
+            if self._failed or self._problem or (problem := self._mismatch(inputs)):
+                self._failed = self._failed or self._problem or problem
+                raise WfbpError(self._failed)
+            self._closing = True
+        try:
+            slots = self._synchronize()
+            taken = take([slot.address for slot in slots], self._nbytes)
+            with self._lock:
+                if self._problem:
+                    raise WfbpError(self._problem)
+                self._addresses = [0] * len(self._names)
+                self._closing = False
+        except BaseException as error:
+            self._failed = str(error)
+            raise
+        return taken
+
+    def report(self) -> dict[str, Any]:
+        """The plan in use and what it costs; empty before the first step."""
+        return {} if self._engine is None else self._engine.report()
+
+    def close(self) -> None:
+        """Never exchange again."""
+        if self._engine is not None:
+            self._engine.close()
+
+    def _mismatch(self, inputs: Sequence[int] | None) -> str:
+        missing = [n for n, a in zip(self._names, self._addresses, strict=True) if not a]
+        if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            return (
+                f"{self._who}: the step ends, but these gradients were not announced: "
+                f"{', '.join(missing[:3])}{more}"
+            )
+        for name, announced, present in zip(
+            self._names, self._addresses, inputs or self._addresses, strict=True
+        ):
+            if announced not in (present, _EMPTY):
+                return f"{self._who}: the gradient of {name} was moved after it was announced"
+        return ""
+
+    def _synchronize(self) -> list[Slot]:
+        engine = self._engine
+        if engine is None:
+            engine = self._make()
+            for index, address, owner in self._early:
+                engine.mark_ready(index, address, owner)
+            self._early.clear()
+            self._engine = engine
+        slots = engine.synchronize()
+        found = [slot for slot in slots if slot is not None]
+        assert len(found) == len(self._names), "every rank announces every leaf"
+        return found

@@ -1,0 +1,148 @@
+"""All exchanges of this process, and how ranks come to make the same ones."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from wfbp.errors import WfbpError
+from wfbp.jax import native
+from wfbp.jax.exchange import Exchange, Request
+from wfbp.runtime import agreement, world
+from wfbp.runtime.engine import Engine
+from wfbp.runtime.runtime import Runtime
+
+_MAKING = "jax: making an exchange"
+
+
+class Exchanges:
+    """Exchanges by key.
+
+    Programs are traced in any order, and perhaps on one rank only; a request is known from
+    tracing on. Its engine is made when the first step of it ends. Ranks then tell each other which
+    exchange they have come to: where independent steps of one program run at once, that may not
+    be the same one everywhere. All that are wanted anywhere are made, in the order of their keys.
+
+    Any thread may call anything. ``_lock`` protects the tables and the open steps; ``_making`` is
+    held while an engine is made, and waits for other ranks.
+
+    Args:
+        handlers: the XLA handlers that announce.
+    """
+
+    def __init__(self, handlers: native.Handlers) -> None:
+        self._native = handlers
+        self._lock = threading.Lock()
+        self._making = threading.Lock()
+        self._requests: dict[int, Request] = {}
+        self._exchanges: dict[int, Exchange] = {}
+        self._engines: dict[int, Engine] = {}
+        self._runtime: Runtime | None = None
+        handlers.serve(self._wait)
+        threading.Thread(target=self._hear, name="wfbp-herald", daemon=True).start()
+
+    def add(self, request: Request) -> int:
+        """Know a request; its key."""
+        with self._lock:
+            self._requests[request.key] = request
+        return request.key
+
+    def announce(self, key: int, index: int, address: int, owner: object) -> None:
+        """A gradient exists outside of a compiled program."""
+        with self._lock:
+            self._get(key).announce(index, address, owner)
+
+    def reduce(self, key: int, take: Any) -> Any:
+        """Wait for gradients outside of a compiled program; see :meth:`Exchange.reduce`."""
+        with self._lock:
+            exchange = self._get(key)
+        return exchange.reduce(None, take)
+
+    def reports(self) -> dict[str, dict[str, Any]]:
+        """Of each exchange that has run, by name, the plan in use and what it costs."""
+        with self._lock:
+            found = [(self._requests[key].name, e) for key, e in self._exchanges.items()]
+        return {name: report for name, e in found if (report := e.report())}
+
+    def _wait(self, key: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
+        """All gradients of a compiled program exist; called on one of XLA's threads."""
+        with self._lock:
+            self._take_notes()
+            exchange = self._get(key)
+        exchange.reduce(inputs, lambda found, nbytes: self._native.copy(outputs, found, nbytes))
+
+    def _hear(self) -> None:
+        """The herald: passes on what XLA's threads announce."""
+        while self._native.listen():
+            with self._lock:
+                self._take_notes()
+
+    def _take_notes(self) -> None:
+        for key, index, address in self._native.take():
+            try:
+                self._get(key).announce(index, address)
+            except WfbpError:
+                continue  # no runtime; the wait that follows says so
+
+    def _get(self, key: int) -> Exchange:
+        """The exchange of a key, in the runtime that there is now."""
+        runtime = world.current("a step that was compiled before")
+        if runtime is not self._runtime:
+            for exchange in self._exchanges.values():
+                exchange.close()
+            self._exchanges.clear()
+            self._engines.clear()
+            self._runtime = runtime
+        found = self._exchanges.get(key)
+        if found is None:
+            request = self._requests.get(key)
+            if request is None:
+                raise WfbpError(
+                    f"{runtime.where}: a compiled program exchanges gradients that were not "
+                    "traced in this process; wfbp's programs cannot be exported"
+                )
+            found = self._exchanges[key] = Exchange(
+                request, runtime.where, self._lock, lambda: self._make(runtime, request)
+            )
+        return found
+
+    def _make(self, runtime: Runtime, wanted: Request) -> Engine:
+        """The engine of a request; made together with all that other ranks have come to."""
+        with self._making:
+            if wanted.key in self._engines:
+                return self._engines[wanted.key]
+            with self._lock:
+                known = sorted(self._requests)
+            message = json.dumps({"wanted": wanted.text, "known": known}).encode()
+            said = [json.loads(p) for p in runtime.exchange(message, _MAKING)]
+            requests = [Request.parse(s["wanted"]) for s in said]
+            everywhere = set.intersection(*(set(s["known"]) for s in said))
+            if not everywhere.issuperset(r.key for r in requests):
+                _disagree(requests)
+            for _, request in sorted({r.key: r for r in requests}.items()):
+                if request.key not in self._engines:
+                    self._engines[request.key] = Engine(
+                        runtime,
+                        request.specs,
+                        schedule=request.schedule,
+                        threshold_bytes=request.threshold_bytes,
+                        op=request.op,
+                        name=request.name,
+                    )
+            return self._engines[wanted.key]
+
+
+def _disagree(requests: Sequence[Request]) -> None:
+    """Raise what ranks disagree upon.
+
+    Raises:
+        DisagreementError: on every rank.
+    """
+    settings = [
+        {"name": r.name, "op": r.op.value, "schedule": r.schedule, "bytes": r.threshold_bytes}
+        for r in requests
+    ]
+    said = [agreement.encode_specs(r.specs, s) for r, s in zip(requests, settings, strict=True)]
+    agreement.check_specs(requests[0].name, said)

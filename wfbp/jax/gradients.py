@@ -1,0 +1,172 @@
+"""value_and_grad and grad, averaged over the ranks while backward computes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from wfbp.core.types import Op
+from wfbp.jax.arguments import Asked
+from wfbp.jax.taps import Step
+from wfbp.jax.trees import Layout
+from wfbp.runtime import world
+from wfbp.runtime.runtime import Runtime
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    *,
+    op: Op = Op.AVERAGE,
+    schedule: str | None = None,
+    threshold_bytes: int | None = None,
+    name: str | None = None,
+) -> Callable[..., Any]:
+    """``jax.value_and_grad`` whose gradients are averaged over all ranks.
+
+    Under ``jax.jit`` each gradient leaves as soon as backward has computed it, while the rest of
+    backward goes on. The value, and what ``has_aux`` adds, are this rank's own.
+
+    Args:
+        fun: as in JAX; returns a scalar, or a pair where ``has_aux``.
+        argnums: as in JAX: which arguments to differentiate by.
+        has_aux: as in JAX.
+        holomorphic: as in JAX; gradients are complex then, which cannot be exchanged.
+        allow_int: as in JAX; gradients of integers are passed on as they are.
+        op: ``Average`` or ``Sum``.
+        schedule: how gradients are grouped: ``auto``, ``oasr``, ``mgwfbp``, ``wfbp``, ``single``
+            or ``threshold``; by default what ``WFBP_SCHEDULE`` says, or ``auto``.
+        threshold_bytes: group size of ``threshold``; by default ``WFBP_THRESHOLD_BYTES`` or 25 MiB.
+        name: for messages; different names keep apart what may run at once.
+
+    Returns:
+        A function of the same arguments as ``fun``.
+
+    Raises:
+        NotInitializedError: called before ``wfbp.init()``.
+        ValueError: when called: a bad argument, or gradients that cannot be sent.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, wfbp.jax as wfbp
+        >>> wfbp.init()
+        >>> step = jax.jit(wfbp.value_and_grad(lambda w, x: jnp.sum(w * x)))
+        >>> step(jnp.ones(2), jnp.array([1.0, 3.0]))[1]
+        Array([1., 3.], dtype=float32)
+    """
+    asked = Asked("value_and_grad", op, schedule, threshold_bytes, name)
+    options: dict[str, Any] = {
+        "argnums": argnums,
+        "has_aux": has_aux,
+        "holomorphic": holomorphic,
+        "allow_int": allow_int,
+    }
+
+    @functools.wraps(fun, updated=())
+    def averaged(*args: Any, **kwargs: Any) -> Any:
+        runtime = world.current("value_and_grad()")
+        taps = _Taps(fun, argnums, asked, runtime)
+        value, grads = jax.value_and_grad(taps.apply, **options)(*args, **kwargs)
+        return value, taps.collect(grads)
+
+    return averaged
+
+
+def grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    *,
+    op: Op = Op.AVERAGE,
+    schedule: str | None = None,
+    threshold_bytes: int | None = None,
+    name: str | None = None,
+) -> Callable[..., Any]:
+    """``jax.grad`` whose gradients are averaged over all ranks; see :func:`value_and_grad`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, wfbp.jax as wfbp
+        >>> wfbp.init()
+        >>> jax.jit(wfbp.grad(lambda w: jnp.sum(w**2)))(jnp.array([1.0, 2.0]))
+        Array([2., 4.], dtype=float32)
+    """
+    both = value_and_grad(
+        fun,
+        argnums,
+        has_aux,
+        holomorphic,
+        allow_int,
+        op=op,
+        schedule=schedule,
+        threshold_bytes=threshold_bytes,
+        name=name,
+    )
+
+    @functools.wraps(fun, updated=())
+    def averaged(*args: Any, **kwargs: Any) -> Any:
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return averaged
+
+
+class _Taps:
+    """The taps of one call of a differentiated function.
+
+    Args:
+        fun: the function.
+        argnums: which arguments it is differentiated by.
+        asked: how gradients are to be exchanged.
+        runtime: of this rank.
+    """
+
+    def __init__(
+        self, fun: Callable[..., Any], argnums: int | Sequence[int], asked: Asked, runtime: Runtime
+    ) -> None:
+        self._fun = fun
+        self._argnums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        self._single = isinstance(argnums, int)
+        self._asked = asked
+        self._runtime = runtime
+
+    def apply(self, *args: Any, **kwargs: Any) -> Any:
+        """The function, its parameters tapped; JAX has checked ``argnums`` by now."""
+        names = _names(self._fun, len(args))
+        parameters = [args[number] for number in self._argnums]
+        roots = [names[number] for number in self._argnums]
+        self._step: Step | None = None
+        self._layout = Layout.of(parameters, roots, self._asked.user)
+        if self._layout.specs:
+            request = self._asked.request(self._runtime, self._layout)
+            if self._runtime.size > 1:
+                self._step = Step(request)
+                parameters = list(self._layout.replace(parameters, self._step.tap))
+        given = list(args)
+        for number, parameter in zip(self._argnums, parameters, strict=True):
+            given[number] = parameter
+        return self._fun(*given, **kwargs)
+
+    def collect(self, grads: Any) -> Any:
+        """The gradients, reduced."""
+        if self._step is None:
+            return grads
+        reduced = self._layout.replace((grads,) if self._single else grads, self._step.wait)
+        return reduced[0] if self._single else reduced
+
+
+def _names(fun: Callable[..., Any], count: int) -> list[str]:
+    """What a function calls its first positional arguments."""
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [names[k] if k < len(names) else f"args[{k}]" for k in range(count)]

@@ -1,0 +1,181 @@
+"""The XLA handlers: those that were built with the package, or compiled at first use.
+
+What is compiled is kept in the user's cache folder (``$XDG_CACHE_HOME``, else ``~/.cache``), under
+a name made of the versions of Python and jaxlib and the source's hash. Of ranks that start together
+on a host, one compiles.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import functools
+import hashlib
+import importlib
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol, cast
+
+import jax
+import jaxlib
+
+MODULE = "_jax_ffi"
+_SOURCES = (
+    Path(__file__).with_name("jax_ffi.cc"),  # as it is installed
+    Path(__file__).parents[2] / "csrc" / "jax_ffi.cc",  # in a checkout
+)
+_COMPILE_S = 300.0
+
+
+class Handlers(Protocol):
+    """What ``csrc/jax_ffi.cc`` offers to Python."""
+
+    def handlers(self) -> dict[str, Any]:
+        """XLA handlers by target name, as capsules."""
+
+    def serve(self, callback: Any, /) -> None:
+        """Have ``callback(exchange, inputs, outputs)`` called by each wait, on XLA's thread."""
+
+    def listen(self) -> bool:
+        """Wait until something is announced; False once closed."""
+
+    def take(self) -> list[tuple[int, int, int]]:
+        """What has been announced: exchange, index of the leaf, address of the gradient."""
+
+    def close(self) -> None:
+        """End :meth:`listen`; every later wait fails."""
+
+    def copy(self, to: Sequence[int], source: Sequence[int], nbytes: Sequence[int], /) -> None:
+        """Copy memory."""
+
+
+@functools.cache
+def load() -> Handlers:
+    """The handlers, registered with XLA.
+
+    Raises:
+        ImportError: they were not built with the package and cannot be compiled here; the message
+            says what is missing.
+    """
+    native = cast(Handlers, _built() or _compiled())
+    for target, handler in native.handlers().items():
+        jax.ffi.register_ffi_target(target, handler, platform="cpu")
+    atexit.register(native.close)
+    return native
+
+
+def compile_command(compiler: Sequence[str], source: Path, target: Path) -> list[str]:
+    """How the handlers are compiled for this Python and this jaxlib."""
+    return [
+        *compiler,
+        "-O2",
+        "-std=c++17",
+        "-shared",
+        "-fPIC",
+        "-fvisibility=hidden",
+        *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []),
+        f'-DWFBP_JAXLIB="{jaxlib.__version__}"',
+        f"-I{sysconfig.get_paths()['include']}",
+        f"-isystem{jax.ffi.include_dir()}",
+        str(source),
+        "-o",
+        str(target),
+    ]
+
+
+def _built() -> ModuleType | None:
+    """What was built with the package, unless that was for another jaxlib."""
+    try:
+        module = importlib.import_module(f"wfbp.{MODULE}")
+    except ImportError:
+        return None
+    return module if jaxlib.__version__ == module.JAXLIB else None
+
+
+def _compiled() -> ModuleType:
+    """What was compiled before, or is now."""
+    source = next((path for path in _SOURCES if path.exists()), None)
+    if source is None:
+        raise ImportError(
+            "wfbp.jax: neither the XLA handlers nor their source jax_ffi.cc are installed; "
+            "reinstall wfbp"
+        )
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    tag = f"{sys.implementation.cache_tag}-jaxlib{jaxlib.__version__}-{digest}"
+    folder = _cache_folder()
+    target = folder / f"{MODULE}-{tag}.so"
+    if not target.exists():
+        with _alone(folder / f"{MODULE}-{tag}.lock"):
+            if not target.exists():
+                _compile(source, target)
+    spec = importlib.util.spec_from_file_location(f"wfbp.{MODULE}", target)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    folder = (Path(base) if base else Path.home() / ".cache") / "wfbp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise ImportError(
+            f"wfbp.jax has to compile its XLA handlers once, and {folder} cannot be written "
+            f"({error}); set XDG_CACHE_HOME to a folder that can"
+        ) from error
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One process at a time, where the file system can lock; else they compile beside each other,
+    which is slow and does no harm."""
+    with path.open("w") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(source: Path, target: Path) -> None:
+    """Compile the handlers; the file appears whole or not at all."""
+    wanted = os.environ.get("CXX")
+    compiler = shlex.split(wanted) if wanted else ["g++" if shutil.which("g++") else "c++"]
+    partial = target.with_suffix(f".{os.uname().nodename}.{os.getpid()}")
+    try:
+        run = subprocess.run(
+            compile_command(compiler, source, partial),
+            capture_output=True,
+            text=True,
+            timeout=_COMPILE_S,
+            check=False,
+        )
+        if run.returncode:
+            lines = [line for line in run.stderr.splitlines() if "error" in line]
+            raise ImportError(_failure(compiler, "\n".join(lines[:5]) or run.stderr[-1000:]))
+        os.replace(partial, target)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ImportError(_failure(compiler, str(error))) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _failure(compiler: Sequence[str], reason: str) -> str:
+    return (
+        f"wfbp.jax has to compile its XLA handlers once, and {shlex.join(compiler)} failed: "
+        f"{reason}. Install a C++17 compiler and Python's headers (on Debian: g++ python3-dev), "
+        "or name the compiler in CXX"
+    )

@@ -1,0 +1,74 @@
+"""Trees of gradients: which leaves travel, and what they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from wfbp.core.types import TensorSpec
+from wfbp.runtime.arguments import FLOATING
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The leaves of a tree that are exchanged.
+
+    Args:
+        treedef: of all trees together.
+        places: which of their leaves travel; the others are passed on as they are.
+        specs: what those look like.
+    """
+
+    treedef: Any
+    places: tuple[int, ...]
+    specs: tuple[TensorSpec, ...]
+
+    @classmethod
+    def of(cls, trees: Sequence[Any], roots: Sequence[str], user: str) -> Layout:
+        """What trees of gradients, or of parameters, exchange together.
+
+        Leaves that are no floating point numbers (step counters, gradients of integers) are not
+        exchanged.
+
+        Args:
+            trees: of arrays.
+            roots: what each tree is called; its leaves' names begin with that.
+            user: who asks, for messages.
+
+        Raises:
+            ValueError: a complex leaf, or one of a floating point type that cannot be sent.
+        """
+        pairs, treedef = jax.tree_util.tree_flatten_with_path(tuple(trees))
+        places, specs = [], []
+        for place, (path, leaf) in enumerate(pairs):
+            name = roots[path[0].idx] + jax.tree_util.keystr(path[1:])
+            shape, dtype = np.shape(leaf), jax.dtypes.result_type(leaf)
+            if not jax.numpy.issubdtype(dtype, np.inexact):
+                continue
+            if dtype.name not in FLOATING:
+                raise ValueError(
+                    f"{user}: {name} is {dtype.name}; expected one of {', '.join(FLOATING)}"
+                )
+            places.append(place)
+            specs.append(TensorSpec(name, tuple(shape), dtype.name))
+        return cls(treedef, tuple(places), tuple(specs))
+
+    def replace(
+        self, trees: Sequence[Any], change: Callable[[list[Any]], list[Any]]
+    ) -> tuple[Any, ...]:
+        """Trees of the same structure, with other values for the leaves that travel.
+
+        Args:
+            trees: as in :meth:`of`.
+            change: gets those leaves, returns what takes their place.
+        """
+        leaves = self.treedef.flatten_up_to(tuple(trees))
+        changed = change([leaves[place] for place in self.places])
+        for place, value in zip(self.places, changed, strict=True):
+            leaves[place] = value
+        found: tuple[Any, ...] = self.treedef.unflatten(leaves)
+        return found
