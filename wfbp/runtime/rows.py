@@ -1,0 +1,117 @@
+"""Collectives that hand whole rows (of the first dimension) from rank to rank, on NumPy arrays.
+
+Before data moves, the ranks compare what they are about to do, as in ``runtime.operations``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from wfbp.core.types import Op, item_bytes
+from wfbp.runtime.matching import Array, agree, check_bytes, flat, kind
+from wfbp.runtime.runtime import Runtime
+
+
+def equal_rows(num_rows: int, size: int) -> tuple[int, ...]:
+    """Rows of each rank where they are shared out as equally as possible, first ranks first.
+
+    >>> equal_rows(7, 3)
+    (3, 2, 2)
+    """
+    return tuple(num_rows // size + (rank < num_rows % size) for rank in range(size))
+
+
+def count_rows(
+    runtime: Runtime, shape: Sequence[int], dtype: np.dtype[Any], name: str | None = None
+) -> tuple[int, ...]:
+    """How many rows each rank's array has; all else of their shapes must agree."""
+    label = name or f"allgather.{next(runtime.numbers)}"
+    signature = ["rows of allgather", label, kind(dtype), list(shape[1:])]
+    return tuple(agree(runtime, signature, private=shape[0]))
+
+
+def gather(runtime: Runtime, array: Array, rows: Sequence[int], name: str | None = None) -> Array:
+    """The arrays of all ranks, concatenated along the first dimension in rank order.
+
+    Args:
+        runtime: of this rank.
+        array: contiguous, with as many rows as ``rows`` says of this rank.
+        rows: of each rank.
+        name: for messages.
+
+    Raises:
+        ValueError: an array of Python objects.
+        DisagreementError: ranks called different operations.
+    """
+    check_bytes("array", array)
+    label = name or f"allgather.{next(runtime.numbers)}"
+    agree(runtime, ["allgather", label, kind(array.dtype), list(array.shape[1:]), list(rows)])
+    result = np.empty((sum(rows), *array.shape[1:]), array.dtype)
+    start = sum(rows[: runtime.rank])
+    result[start : start + rows[runtime.rank]] = array
+    row_bytes = math.prod(array.shape[1:]) * array.itemsize
+    raw, counts = flat(result).view(np.uint8), [row_bytes * count for count in rows]
+    runtime.call(lambda backend: backend.all_gather(raw, counts), f"allgather of {label}")
+    return result
+
+
+def scatter(
+    runtime: Runtime, array: Array, rows: Sequence[int], op: Op, name: str | None = None
+) -> Array:
+    """This rank's rows of what all ranks' arrays combine to.
+
+    Args:
+        runtime: of this rank.
+        array: same shape and element type on every rank.
+        rows: of the result that each rank gets; they add up to the array's.
+        op: how arrays combine.
+        name: for messages.
+
+    Raises:
+        ValueError: an element type that cannot be combined.
+        DisagreementError: ranks called different operations.
+    """
+    dtype = array.dtype.name
+    row_bytes = math.prod(array.shape[1:]) * item_bytes(dtype)
+    label = name or f"reducescatter.{next(runtime.numbers)}"
+    agree(runtime, ["reducescatter", label, dtype, list(array.shape), list(rows), op.value])
+    whole = np.array(array, order="C", copy=True)
+    counts = [row_bytes * count for count in rows]
+    runtime.call(
+        lambda backend: backend.reduce_scatter(flat(whole), counts, dtype, op),
+        f"reducescatter of {label}",
+    )
+    start = sum(rows[: runtime.rank])
+    mine: Array = whole[start : start + rows[runtime.rank]].copy()
+    return mine
+
+
+def exchange(runtime: Runtime, array: Array, name: str | None = None) -> Array:
+    """Block r of every rank's array, concatenated in rank order, on rank r.
+
+    Everything is gathered on every rank: the backends pass no messages between two ranks only.
+
+    Args:
+        runtime: of this rank.
+        array: same shape and element type on every rank; blocks are equal parts of its rows.
+        name: for messages.
+
+    Raises:
+        ValueError: an array of Python objects.
+        DisagreementError: ranks called different operations.
+    """
+    check_bytes("array", array)
+    label = name or f"alltoall.{next(runtime.numbers)}"
+    agree(runtime, ["alltoall", label, kind(array.dtype), list(array.shape)])
+    everything = np.empty((runtime.size, *array.shape), array.dtype)
+    everything[runtime.rank] = array
+    raw, counts = flat(everything).view(np.uint8), [array.nbytes] * runtime.size
+    runtime.call(lambda backend: backend.all_gather(raw, counts), f"alltoall of {label}")
+    length = array.shape[0] // runtime.size
+    mine = slice(runtime.rank * length, (runtime.rank + 1) * length)
+    result: Array = everything[:, mine].reshape(array.shape)
+    return result
