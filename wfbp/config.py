@@ -21,7 +21,9 @@ class Config:
         threshold_bytes: group size of the ``threshold`` schedule and of the first steps.
         warmup_steps: steps left out of every measurement after a start or a change of plan.
         profile_steps: steps whose compute times are measured, with communication held back.
-        trial_steps: steps measured per candidate plan and round of ``auto``.
+        trial_steps: steps measured per candidate plan and round of ``auto``, at least.
+        trial_s: seconds measured per candidate plan and round, at least: a few short steps tell
+            nothing on a machine that is not quiet.
         drift: relative change of the iteration time, lasting, that makes ranks measure and plan
             anew; 0 turns it off.
         probe_s: seconds that measuring the network's cost curve may take.
@@ -41,6 +43,7 @@ class Config:
     warmup_steps: int = 3
     profile_steps: int = 5
     trial_steps: int = 4
+    trial_s: float = 0.4
     drift: float = 0.25
     probe_s: float = 2.0
     stall_warning_s: float = 60.0
@@ -104,6 +107,7 @@ _LEAST = {
     "warmup_steps": 1,
     "profile_steps": 1,
     "trial_steps": 1,
+    "trial_s": 0.0,
     "drift": 0,
     "probe_s": 0.0,
     "stall_warning_s": 0.01,

@@ -11,7 +11,13 @@ from wfbp.config import Config
 from wfbp.runtime.runtime import Runtime
 
 QUICK = Config(
-    warmup_steps=1, profile_steps=1, trial_steps=1, probe_s=0.01, timeout_s=20.0, abort_grace_s=1.0
+    warmup_steps=1,
+    profile_steps=1,
+    trial_steps=1,
+    trial_s=0.0,
+    probe_s=0.01,
+    timeout_s=20.0,
+    abort_grace_s=1.0,
 )
 
 

@@ -19,7 +19,7 @@ from wfbp.runtime.settings import SHARED, agree_on_settings
 
 @pytest.mark.parametrize("name", SHARED)
 def test_ranks_that_differ_are_told_which_setting(name: str) -> None:
-    other = getattr(QUICK, name) * 2
+    other = getattr(QUICK, name) * 2 or 0.5
     results = run_ranks(3, agree_on_settings, configs={1: replace(QUICK, **{name: other})})
     for rank, result in enumerate(results):
         assert isinstance(result, DisagreementError)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ from wfbp.runtime.tuner import Tuner
 
 SPECS = tuple(TensorSpec(f"t{k}", (1000,), "float32") for k in range(8))
 COSTS = Costs(PiecewiseCost(((4.0, 1e-3), (1e6, 1e-2))))
-CONFIG = Config(warmup_steps=2, profile_steps=3, trial_steps=4, drift=0.25)
+CONFIG = Config(warmup_steps=2, profile_steps=3, trial_steps=4, trial_s=0.0, drift=0.25)
 
 Seconds = Callable[[Plan], float]
 
@@ -154,6 +155,17 @@ def test_auto_keeps_the_starting_plan_where_nothing_is_faster() -> None:
     job.run("installed")
     assert job.tuner.plan == started
     assert groups(started) == groups(job.ran[0][1])
+
+
+def test_short_iterations_are_tried_for_longer() -> None:
+    job = Job("auto", alike, config=replace(CONFIG, trial_s=20.0))
+    job.run("trial")
+    first = job.tuner.plan
+    job.run("installed", limit=2000)
+    steps = sum(phase == "trial" and plan is first for phase, plan in job.ran)
+    # 0.5 s of compute and less than 0.1 s of communication, so 33 to 40 steps fill 20 s; rounds
+    # of half, once and twice that, each behind a step that does not count.
+    assert 17 + 33 + 66 + 3 <= steps <= 20 + 40 + 80 + 3
 
 
 def test_the_slowest_rank_counts() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
+from time import perf_counter
 
 from wfbp.core.plan import Plan
 from wfbp.core.types import Operation, TensorSpec
@@ -52,7 +52,8 @@ class Gathering:
         self._expected = [passes] * len(specs)
         self._rarer_steps = 0
         self.last: set[int] = set()
-        """Tensors of the last group, which leaves when the step is closed and not before."""
+        """Tensors of the last group, which leaves when the step is closed and not before. Whoever
+        is done with some of them may take them out until the next step."""
 
     def install(self, plan: Plan, buffers: Sequence[FusionBuffer | ScatterBuffer]) -> None:
         """Gather for another plan from the next :meth:`begin` on."""
@@ -68,8 +69,8 @@ class Gathering:
             for position, place in enumerate(members.tensors):
                 self._group_of[place] = group
                 self._slots[place] = Slot.of(buffers[group].slot(position), whole)
+        self._last = [self._members[place] for place in groups[-1].tensors]
         self.last.clear()
-        self.last.update(self._members[place] for place in groups[-1].tensors)
         self._dormant = [k for k, place in enumerate(self.place) if place < 0]
         self._sizes = [len(group.tensors) for group in groups]
         self._overlap = plan.overlap
@@ -86,8 +87,9 @@ class Gathering:
         self._forward_s = [0.0] * count
         self._forward_end_s = 0.0
         self._closed_s = 0.0
-        self._num_ready = 0
         self._regrown = False
+        if len(self.last) < len(self._last):
+            self.last.update(self._last)
         self.extra: dict[int, Source] = {}
 
     def mark_ready(self, index: int, address: int, owner: object) -> None:
@@ -115,8 +117,7 @@ class Gathering:
         step = self.step
         step.addresses[place] = address
         step.owners[place] = owner
-        self._ready_s[place] = time.perf_counter()
-        self._num_ready += 1
+        self._ready_s[place] = perf_counter()
         self._events.append(place)
         group = self._group_of[place]
         left = self._left[group] - 1
@@ -140,11 +141,11 @@ class Gathering:
         """A tensor is used for the first time in this step's forward."""
         place = self.place[index]
         if place >= 0 and not self._forward_s[place]:
-            self._forward_s[place] = time.perf_counter()
+            self._forward_s[place] = perf_counter()
 
     def mark_forward_end(self) -> None:
         """Forward has ended, as far as is known yet."""
-        self._forward_end_s = time.perf_counter()
+        self._forward_end_s = perf_counter()
 
     def slot(self, index: int) -> Slot:
         """Where a tensor lies in its fusion buffer; a gradient written there is not copied.
@@ -185,9 +186,10 @@ class Gathering:
 
     def close(self) -> None:
         """Take up gradients for which no event came."""
-        self._closed_s = time.perf_counter()
+        self._closed_s = perf_counter()
         step = self.step
-        if self._num_ready < len(step.addresses):
+        self._all_ready = all(step.addresses)
+        if not self._all_ready:
             for place, address in enumerate(step.addresses):
                 if not address and (source := self._fetch(self._members[place])) is not None:
                     step.addresses[place], step.owners[place] = source
@@ -247,7 +249,7 @@ class Gathering:
 
     def learn_passes(self) -> None:
         """Expect as many backward passes per step as were seen."""
-        if not (self.extra or self._regrown or self._num_ready < len(self._members)):
+        if self._all_ready and not (self.extra or self._regrown):
             return
         rarer = False
         for index, fired in enumerate(self._fired):
@@ -267,7 +269,7 @@ class Gathering:
         if place < 0:
             self.extra[index] = (address, owner)
             return
-        self._ready_s[place] = time.perf_counter()
+        self._ready_s[place] = perf_counter()
         if self._may_have_left(place):
             self._check_not_sent_in_place(index, address)
             self.extra[index] = (address, owner)

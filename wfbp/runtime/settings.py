@@ -12,7 +12,7 @@ from typing import Any
 from wfbp.errors import DisagreementError
 from wfbp.runtime.runtime import Runtime
 
-SHARED = ("warmup_steps", "profile_steps", "trial_steps", "drift", "probe_s")
+SHARED = ("warmup_steps", "profile_steps", "trial_steps", "trial_s", "drift", "probe_s")
 """Fields of ``Config``. The schedule and its threshold are compared per optimizer."""
 
 

@@ -11,6 +11,7 @@ a fixed number of steps, and decisions are taken only in *rounds*, from the mess
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -41,6 +42,7 @@ from wfbp.runtime.trial import Elimination, Search, Times, Trial
 
 _WINDOW_STEPS = 20
 _NUM_WINDOWS = 5
+_MOST_STEPS = 400
 
 
 class Tuner:
@@ -211,7 +213,7 @@ class Tuner:
             def dear(threshold_bytes: int) -> Plan:
                 return planners.plan("dear", trace, costs, threshold_bytes=threshold_bytes)
 
-            self._try(Search(dear, self._config.trial_steps))
+            self._try(Search(dear, self._trial_steps(dear(self._threshold_bytes))))
             return
         if self._schedule == AUTO:
             plans = auto_candidates(trace, self.costs, self._threshold_bytes, self._decouples)
@@ -222,7 +224,15 @@ class Tuner:
         if len(plans) == 1:
             self._install(plans[0])
         else:
-            self._try(Elimination(plans, self._config.trial_steps))
+            self._try(Elimination(plans, self._trial_steps(plans[0])))
+
+    def _trial_steps(self, plan: Plan) -> int:
+        """Steps per candidate and round: as many as the configured time holds of this plan's."""
+        assert self.trace is not None
+        assert self.costs is not None
+        expected_s = timeline(plan, self.trace, self.costs).iteration_s
+        enough = math.ceil(self._config.trial_s / expected_s) if expected_s > 0 else 0
+        return max(self._config.trial_steps, min(enough, _MOST_STEPS))
 
     def _try(self, trial: Trial) -> None:
         self._trial = trial

@@ -60,14 +60,13 @@ class Gradients:
         self._sparse_as_dense = sparse_as_dense
         self._name = name
         self._views: list[torch.Tensor | None] = [None] * len(named)
-        self._witness = Witness(name, self._names)
         self._successor = ""
         self.before_release: Callable[[], None] = lambda: None
         """Called before another object takes over."""
         self.specs = self._specs = specs = [tensors.spec(n, p) for n, p in named]
         # Data travels in the order that parameters have now, whatever becomes of them.
         self._layouts = [tensors.Layout.of(p) for p in self._params]
-        self.engine = self._engine = Engine(
+        self.engine = self._engine = engine = Engine(
             runtime,
             specs,
             schedule=schedule,
@@ -81,8 +80,9 @@ class Gradients:
             fetch=_fetcher(weakref.ref(self)),
             name=name,
         )
-        self.report = self._engine.report
-        self._forward = ForwardClock(self._engine, self._params, barrier)
+        self._witness = Witness(name, self._names, engine.last)
+        self.report = engine.report
+        self._forward = ForwardClock(engine, self._params, barrier)
         self._hooks: dict[int, Any] = {}
         for index, param in enumerate(self._params):
             previous = _owners.get(id(param))
@@ -196,12 +196,8 @@ class Gradients:
         def announce(param: torch.Tensor) -> None:
             grad = param.grad
             assert grad is not None
-            if (
-                not grad.is_sparse
-                and grad.numel() == count
-                and grad.is_contiguous()
-                and grad.dtype is dtype
-            ):
+            # A sparse gradient is never contiguous.
+            if grad.is_contiguous() and grad.numel() == count and grad.dtype is dtype:
                 mark_ready(index, grad.data_ptr() or _EMPTY, grad)
             else:
                 address, owner = this()._source(index, grad)  # type: ignore[union-attr]

@@ -16,11 +16,14 @@ class Witness:
     Args:
         name: of the optimizer, for messages.
         names: of its parameters.
+        last: those whose gradients have not left by the time the step is closed. One of them is
+            sampled, after which the others are taken out, which spares their hooks the call.
     """
 
-    def __init__(self, name: str, names: Sequence[str]) -> None:
+    def __init__(self, name: str, names: Sequence[str], last: set[int]) -> None:
         self._name = name
         self._names = names
+        self._last = last
         self.grads: list[torch.Tensor | None] = [None] * len(names)
         """By index, written by the hooks; None where no hook has run."""
         self.versions = [0] * len(names)
@@ -36,6 +39,7 @@ class Witness:
         """
         if self._sampled in (-1, index):
             self._sampled, self._sample = index, _first_bytes(grad)
+            self._last.intersection_update((index,))
 
     def check(self, params: Sequence[torch.Tensor]) -> list[int]:
         """Compare every gradient with what its hook saw.

@@ -166,7 +166,9 @@ def train(schedule: str, optimizer_name: str, dtype: torch.dtype) -> dict[str, A
 
 def main() -> None:
     torch.set_num_threads(1)
-    wfbp.init(config=Config(warmup_steps=1, profile_steps=1, trial_steps=2, probe_s=0.05))
+    wfbp.init(
+        config=Config(warmup_steps=1, profile_steps=1, trial_steps=2, trial_s=0.0, probe_s=0.05)
+    )
     only = sys.argv[2].split(",") if len(sys.argv) > 2 else list(SCHEDULES)
     records = []
     for schedule in only:

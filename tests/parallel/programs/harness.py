@@ -31,6 +31,7 @@ def _short(schedule: str) -> Config:
         warmup_steps=1,
         profile_steps=1,
         trial_steps=1,
+        trial_s=0.0,
         timeout_s=20.0,
         probe_s=0.02,
     )
