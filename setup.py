@@ -1,23 +1,35 @@
-"""Builds the C++ extension ``wfbp._pack``, or says that it could not and goes on without it.
+"""Builds the C++ extensions, or says which it could not build and goes on without them.
 
-Everything else about the package is in ``pyproject.toml``.
+``wfbp._pack`` is always wanted; ``wfbp._jax_ffi`` where JAX, whose headers it needs, is installed
+already (``pip install --no-build-isolation``). Elsewhere its source comes with the package and is
+compiled at first use. Everything else about the package is in ``pyproject.toml``.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from pybind11.setup_helpers import Pybind11Extension, build_ext
-from setuptools import setup
-from setuptools.errors import CCompilerError, ExecError, PlatformError
+from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
+from setuptools.errors import BaseError, CCompilerError, ExecError, PlatformError
 
 BUILD_FAILURES = (CCompilerError, ExecError, PlatformError, OSError)
+PACK = "wfbp._pack"
+JAX = "wfbp._jax_ffi"
+JAX_SOURCE = "csrc/jax_ffi.cc"
 
-WITHOUT_EXTENSION = """\
+WITHOUT = {
+    PACK: """\
 wfbp: the C++ extension could not be built ({reason}).
 wfbp: installing without it: packing goes through NumPy, which is slower.
-wfbp: to have it, install a C++17 compiler and reinstall."""
+wfbp: to have it, install a C++17 compiler and reinstall.""",
+    JAX: """\
+wfbp: the handlers for JAX could not be built ({reason}).
+wfbp: wfbp.jax will compile them at first use.""",
+}
 
 
 class OptionalBuild(build_ext):
@@ -27,9 +39,26 @@ class OptionalBuild(build_ext):
         try:
             super().run()
         except BUILD_FAILURES as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            print(WITHOUT_EXTENSION.format(reason=reason), file=sys.stderr)
-            self.extensions = []
+            self._go_without(self.extensions, error)
+
+    def build_extensions(self) -> None:
+        self._built: list[Any] = []
+        super().build_extensions()
+        self.extensions = self._built
+
+    def build_extension(self, ext: Any) -> None:
+        try:
+            super().build_extension(ext)
+        except BUILD_FAILURES as error:
+            self._go_without([ext], error)
+        else:
+            self._built.append(ext)
+
+    def _go_without(self, extensions: list[Any], error: BaseError | OSError) -> None:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        for ext in extensions:
+            print(WITHOUT[ext._full_name].format(reason=reason), file=sys.stderr)
+        self.extensions = [ext for ext in self.extensions if ext not in extensions]
 
     def copy_extensions_to_source(self) -> None:
         """For editable installs; after a failed build there is nothing to copy."""
@@ -43,16 +72,52 @@ class OptionalBuild(build_ext):
         return super().get_output_mapping() if self.extensions else {}
 
 
+class BuildWithSource(build_py):
+    """Adds to the package the source that is compiled at first use."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            self.copy_file(JAX_SOURCE, str(self._jax_source))
+
+    @property
+    def _jax_source(self) -> Path:
+        return Path(self.build_lib, "wfbp", "jax", Path(JAX_SOURCE).name)
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        added = [] if self.editable_mode else [str(self._jax_source)]
+        return [*super().get_outputs(include_bytecode), *added]
+
+
+def jax_extension() -> list[Extension]:
+    """The handlers for JAX, where it is installed."""
+    try:
+        import jax.ffi
+        import jaxlib
+    except ImportError:
+        return []
+    return [
+        Extension(
+            JAX,
+            [JAX_SOURCE],
+            include_dirs=[jax.ffi.include_dir()],
+            define_macros=[("WFBP_JAXLIB", f'"{jaxlib.__version__}"')],
+            extra_compile_args=["-std=c++17", "-O2", "-fvisibility=hidden"],
+        )
+    ]
+
+
 setup(
     ext_modules=[
         Pybind11Extension(
-            "wfbp._pack",
+            PACK,
             ["csrc/pack.cc"],
             depends=["csrc/half.h", "csrc/kernels.h", "csrc/kernels.inl", "csrc/pack_table.h"],
             include_dirs=["csrc"],
             cxx_std=17,
             extra_compile_args=["/O2"] if sys.platform == "win32" else ["-O3", "-Wall", "-Wextra"],
-        )
+        ),
+        *jax_extension(),
     ],
-    cmdclass={"build_ext": OptionalBuild},
+    cmdclass={"build_ext": OptionalBuild, "build_py": BuildWithSource},
 )

@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import Any, Protocol, cast
 
 import jax
-import jaxlib
+from jaxlib import version as jaxlib
 
 MODULE = "_jax_ffi"
 _SOURCES = (

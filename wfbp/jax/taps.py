@@ -71,7 +71,8 @@ class Step:
         ]
         if any(self._is_traced(gradient) for gradient in given):
             return _call("wfbp_wait", given, has_side_effect=True, exchange=self._key)
-        return self._exchanges.reduce(self._key, self._arrays)
+        reduced: list[Any] = self._exchanges.reduce(self._key, self._arrays)
+        return reduced
 
     def _arrays(self, addresses: Sequence[int], nbytes: Sequence[int]) -> list[Any]:
         arrays = [np.empty(spec.shape, jax.numpy.dtype(spec.dtype)) for spec in self._specs]
