@@ -21,11 +21,11 @@ from wfbp.comm.backend import Backend, Buffer, Finished, Work
 from wfbp.comm.buffers import HALF, blocks, typed
 from wfbp.comm.chunking import (
     NETWORK,
-    SHARED_MEMORY,
     Chunking,
     chunks,
     scatters_directly,
     split,
+    within_host,
 )
 from wfbp.comm.mpi_channel import Channel, Family, Job, MpiWork
 from wfbp.comm.mpi_exchange import Exchange, Gather, Scratch
@@ -187,7 +187,10 @@ class MpiBackend(Backend):
         node.Free()
         fullest = self._comm.allreduce(self.local_size, self._mpi.MAX)
         one_host = self.local_size == self._comm.size
-        self._chunking = chunking or (SHARED_MEMORY if one_host else NETWORK)
+        if chunking is None:
+            open_mpi = self._mpi.get_vendor()[0] == "Open MPI"
+            chunking = within_host(self._comm.size, open_mpi) if one_host else NETWORK
+        self._chunking = chunking
         # Where hosts hold several ranks each, direct exchange would send every byte between hosts
         # once per rank of the host; the library's algorithms send it once.
         direct = self._comm.size <= self._chunking.direct_ranks
