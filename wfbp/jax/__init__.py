@@ -18,7 +18,10 @@ from __future__ import annotations
 
 from wfbp.core.types import Op
 from wfbp.jax.gradients import grad, value_and_grad
+from wfbp.jax.metrics import average_metrics
+from wfbp.jax.operations import allgather, allreduce, alltoall, broadcast, reducescatter
 from wfbp.jax.optimizer import DistributedOptimizer
+from wfbp.jax.state import broadcast_parameters
 from wfbp.runtime.operations import allgather_object, barrier, broadcast_object
 from wfbp.runtime.world import (
     init,
@@ -43,15 +46,22 @@ __all__ = [
     "Min",
     "Product",
     "Sum",
+    "allgather",
     "allgather_object",
+    "allreduce",
+    "alltoall",
+    "average_metrics",
     "barrier",
+    "broadcast",
     "broadcast_object",
+    "broadcast_parameters",
     "grad",
     "init",
     "is_initialized",
     "local_rank",
     "local_size",
     "rank",
+    "reducescatter",
     "shutdown",
     "size",
     "value_and_grad",
