@@ -8,15 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 from wfbp.core.types import Op, TensorSpec
 from wfbp.errors import WfbpError
 from wfbp.runtime.engine import Engine
-from wfbp.runtime.slot import Slot
+from wfbp.runtime.slot import Slot, Source
 
-_EMPTY = 1
-"""Stands for the address of an array without elements, which may have none; 0 is no gradient."""
+T = TypeVar("T")
+
+_REMEDY = (
+    ". Let one depend on the other, call jax.block_until_ready on the first, or give them "
+    "different name="
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class Request:
         op: ``Op.AVERAGE`` or ``Op.SUM``.
         schedule: a planner's name, or ``auto``.
         threshold_bytes: for the ``threshold`` planner.
+        turn: 0, or how many equal requests come before it in the same program.
     """
 
     name: str
@@ -36,20 +41,26 @@ class Request:
     op: Op
     schedule: str
     threshold_bytes: int
+    turn: int = 0
 
     @cached_property
     def text(self) -> str:
         """All of it; the same in every process."""
         rows = [[s.name, list(s.shape), s.dtype] for s in self.specs]
-        rest = [self.op.value, self.schedule, self.threshold_bytes]
+        rest = [self.op.value, self.schedule, self.threshold_bytes, self.turn]
         return json.dumps([self.name, rows, *rest])
 
     @classmethod
     def parse(cls, text: str) -> Request:
         """The request of a :attr:`text`."""
-        name, rows, op, schedule, threshold_bytes = json.loads(text)
+        name, rows, op, *rest = json.loads(text)
         specs = tuple(TensorSpec(n, tuple(shape), dtype) for n, shape, dtype in rows)
-        return cls(name, specs, Op(op), schedule, threshold_bytes)
+        return cls(name, specs, Op(op), *rest)
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return f"{self.name} ({self.turn + 1})" if self.turn else self.name
 
     @cached_property
     def key(self) -> int:
@@ -69,14 +80,14 @@ class Exchange:
         request: what is exchanged.
         where: this rank, for messages.
         lock: see above.
-        make: gives the engine; collective, called in the first wait, because only execution has an
+        make: gives the engine. Collective: called in the first wait, because only execution has an
             order that all ranks share.
     """
 
     def __init__(
         self, request: Request, where: str, lock: Lock, make: Callable[[], Engine]
     ) -> None:
-        self._who = f"{where}: {request.name}"
+        self._who = f"{where}: {request.title}"
         self._names = [spec.name for spec in request.specs]
         self._nbytes = [spec.nbytes for spec in request.specs]
         self._lock = lock
@@ -101,24 +112,19 @@ class Exchange:
         if self._addresses[index] or self._closing:
             self._problem = self._problem or (
                 f"{self._who}: the gradient of {self._names[index]} was announced again before "
-                "the step was over: two steps run at once. Let one depend on the other, call "
-                "jax.block_until_ready on the first, or give them different name="
+                f"the step was over: two steps run at once{_REMEDY}"
             )
             return
-        address = address or _EMPTY
         self._addresses[index] = address
-        if self._engine is None:
-            self._early.append((index, address, owner))
-        else:
-            self._engine.mark_ready(index, address, owner)
+        self._mark(index, address, owner)
 
     def reduce(
-        self, inputs: Sequence[int] | None, take: Callable[[Sequence[int], Sequence[int]], Any]
-    ) -> Any:
+        self, inputs: Sequence[int] | None, take: Callable[[Sequence[int], Sequence[int]], T]
+    ) -> T:
         """Close the step, wait for the reduced gradients and take them.
 
         Args:
-            inputs: where the gradients lie now, for a check; None for no check.
+            inputs: where the gradients lie now; None for where they were announced.
             take: gets the addresses of the reduced gradients, which are valid while it runs, and
                 their sizes in bytes.
 
@@ -126,17 +132,19 @@ class Exchange:
             What ``take`` returned.
 
         Raises:
-            WfbpError: announcements and leaves do not match, or ranks disagree, failed, or did
-                not answer in time; every later call then raises it too.
+            WfbpError: two steps ran at once; or ranks disagree, failed, or did not answer in time.
+                Every later call then raises it too.
         """
         with self._lock:
             if self._closing:
-                self._problem = self._problem or f"{self._who}: two steps are waited for at once"
-            if self._failed or self._problem or (problem := self._mismatch(inputs)):
-                self._failed = self._failed or self._problem or problem
+                self._problem = self._problem or f"{self._who}: two steps end at once{_REMEDY}"
+            self._failed = self._failed or self._problem
+            if self._failed:
                 raise WfbpError(self._failed)
             self._closing = True
         try:
+            if inputs is not None:
+                self._follow(inputs)
             slots = self._synchronize()
             taken = take([slot.address for slot in slots], self._nbytes)
             with self._lock:
@@ -149,6 +157,28 @@ class Exchange:
             raise
         return taken
 
+    def _follow(self, inputs: Sequence[int]) -> None:
+        """Have gradients sent (again) that lie elsewhere than they were announced, if they were.
+
+        XLA may copy a gradient behind its announcement, and use that place for something else; or,
+        where it does not change from one turn of a loop to the next, announce it once for all.
+        """
+        for index, address in enumerate(inputs):
+            if self._addresses[index] != address:
+                self._addresses[index] = address
+                self._mark(index, address, None)
+
+    def _mark(self, index: int, address: int, owner: object) -> None:
+        if self._engine is None:
+            self._early.append((index, address, owner))
+        else:
+            self._engine.mark_ready(index, address, owner)
+
+    def source(self, index: int) -> Source | None:
+        """Where a gradient lies of which the engine expected to hear once more."""
+        address = self._addresses[index]
+        return (address, None) if address else None
+
     def report(self) -> dict[str, Any]:
         """The plan in use and what it costs; empty before the first step."""
         return {} if self._engine is None else self._engine.report()
@@ -157,21 +187,6 @@ class Exchange:
         """Never exchange again."""
         if self._engine is not None:
             self._engine.close()
-
-    def _mismatch(self, inputs: Sequence[int] | None) -> str:
-        missing = [n for n, a in zip(self._names, self._addresses, strict=True) if not a]
-        if missing:
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            return (
-                f"{self._who}: the step ends, but these gradients were not announced: "
-                f"{', '.join(missing[:3])}{more}"
-            )
-        for name, announced, present in zip(
-            self._names, self._addresses, inputs or self._addresses, strict=True
-        ):
-            if announced not in (present, _EMPTY):
-                return f"{self._who}: the gradient of {name} was moved after it was announced"
-        return ""
 
     def _synchronize(self) -> list[Slot]:
         engine = self._engine

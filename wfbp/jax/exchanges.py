@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from wfbp.errors import WfbpError
@@ -63,7 +64,7 @@ class Exchanges:
     def reports(self) -> dict[str, dict[str, Any]]:
         """Of each exchange that has run, by name, the plan in use and what it costs."""
         with self._lock:
-            found = [(self._requests[key].name, e) for key, e in self._exchanges.items()]
+            found = [(self._requests[key].title, e) for key, e in self._exchanges.items()]
         return {name: report for name, e in found if (report := e.report())}
 
     def _wait(self, key: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
@@ -104,7 +105,7 @@ class Exchanges:
                     "traced in this process; wfbp's programs cannot be exported"
                 )
             found = self._exchanges[key] = Exchange(
-                request, runtime.where, self._lock, lambda: self._make(runtime, request)
+                request, runtime.where, self._lock, partial(self._make, runtime, request)
             )
         return found
 
@@ -122,15 +123,19 @@ class Exchanges:
             if not everywhere.issuperset(r.key for r in requests):
                 _disagree(requests)
             for _, request in sorted({r.key: r for r in requests}.items()):
-                if request.key not in self._engines:
-                    self._engines[request.key] = Engine(
-                        runtime,
-                        request.specs,
-                        schedule=request.schedule,
-                        threshold_bytes=request.threshold_bytes,
-                        op=request.op,
-                        name=request.name,
-                    )
+                if request.key in self._engines:
+                    continue
+                with self._lock:
+                    exchange = self._get(request.key)
+                self._engines[request.key] = Engine(
+                    runtime,
+                    request.specs,
+                    schedule=request.schedule,
+                    threshold_bytes=request.threshold_bytes,
+                    op=request.op,
+                    fetch=exchange.source,
+                    name=request.title,
+                )
             return self._engines[wanted.key]
 
 
@@ -141,8 +146,8 @@ def _disagree(requests: Sequence[Request]) -> None:
         DisagreementError: on every rank.
     """
     settings = [
-        {"name": r.name, "op": r.op.value, "schedule": r.schedule, "bytes": r.threshold_bytes}
+        {"name": r.title, "op": r.op.value, "schedule": r.schedule, "bytes": r.threshold_bytes}
         for r in requests
     ]
     said = [agreement.encode_specs(r.specs, s) for r, s in zip(requests, settings, strict=True)]
-    agreement.check_specs(requests[0].name, said)
+    agreement.check_specs(requests[0].title, said)

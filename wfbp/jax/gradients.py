@@ -11,7 +11,7 @@ import jax
 
 from wfbp.core.types import Op
 from wfbp.jax.arguments import Asked
-from wfbp.jax.taps import Step
+from wfbp.jax.taps import Place, Step
 from wfbp.jax.trees import Layout
 from wfbp.runtime import world
 from wfbp.runtime.runtime import Runtime
@@ -136,18 +136,19 @@ class _Taps:
         self._single = isinstance(argnums, int)
         self._asked = asked
         self._runtime = runtime
+        self._place = Place()
+        self._step: Step | None = None
 
     def apply(self, *args: Any, **kwargs: Any) -> Any:
         """The function, its parameters tapped; JAX has checked ``argnums`` by now."""
         names = _names(self._fun, len(args))
         parameters = [args[number] for number in self._argnums]
         roots = [names[number] for number in self._argnums]
-        self._step: Step | None = None
         self._layout = Layout.of(parameters, roots, self._asked.user)
         if self._layout.specs:
             request = self._asked.request(self._runtime, self._layout)
             if self._runtime.size > 1:
-                self._step = Step(request)
+                self._step = Step(request, self._place)
                 parameters = list(self._layout.replace(parameters, self._step.tap))
         given = list(args)
         for number, parameter in zip(self._argnums, parameters, strict=True):

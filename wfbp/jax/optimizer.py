@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from wfbp.core.types import Op
 from wfbp.jax.arguments import Asked
-from wfbp.jax.taps import Step
+from wfbp.jax.taps import Place, Step
 from wfbp.jax.trees import Layout
 from wfbp.runtime import world
 
@@ -26,8 +26,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     ``update`` announces every gradient it is given and waits for all once. Where it is compiled
     into one program with ``jax.grad``, each gradient leaves as soon as backward has computed it.
-    Use either this or :func:`wfbp.jax.value_and_grad`: both together average twice, which changes
-    no average but costs as much again (and doubles nothing but time; sums it would spoil).
+    Use either this or :func:`wfbp.jax.value_and_grad`: with both, gradients travel twice, and what
+    was summed is summed again.
 
     Args:
         optimizer: any optax transformation.
@@ -70,7 +70,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        return inner.update(_averaged(updates, asked), state, params, **extra_args)
+        found: tuple[optax.Updates, optax.OptState] = inner.update(
+            _averaged(updates, asked), state, params, **extra_args
+        )
+        return found
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
@@ -83,4 +86,4 @@ def _averaged(gradients: Any, asked: Asked) -> Any:
     request = asked.request(runtime, layout)
     if runtime.size == 1:
         return gradients
-    return layout.replace([gradients], Step(request).wait)[0]
+    return layout.replace([gradients], Step(request, Place()).wait)[0]

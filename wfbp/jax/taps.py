@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import threading
+from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import get_opaque_trace_state
 
 from wfbp.jax import native
 from wfbp.jax.exchange import Request
@@ -20,6 +24,38 @@ def exchanges() -> Exchanges:
     return Exchanges(native.load())
 
 
+class Place:
+    """Where in which program an exchange is asked for.
+
+    Made before the function is differentiated, because that is a trace of its own.
+    """
+
+    def __init__(self) -> None:
+        self.traced = isinstance(jax.lax.neg(np.float32(0)), jax.core.Tracer)
+        """Whether a program is being traced here, rather than run."""
+        self._state = get_opaque_trace_state() if self.traced else None
+
+    def turn(self, request: Request) -> Request:
+        """The request, told apart from equal ones before it in the same program.
+
+        These may run in any order, and not the same on all ranks.
+        """
+        if self._state is None:
+            return request
+        with _turns_lock:
+            counts = next((c for state, c in _turns if state == self._state), None)
+            if counts is None:
+                counts = Counter()
+                _turns.append((self._state, counts))
+            counts[request] += 1
+            return replace(request, turn=counts[request] - 1)
+
+
+_turns: deque[tuple[Any, Counter[Request]]] = deque(maxlen=64)
+"""Requests of the programs traced last, those that are being traced among them."""
+_turns_lock = threading.Lock()
+
+
 class Step:
     """One exchange of gradients in a program's text: every leaf is announced once, then all are
     waited for once.
@@ -30,13 +66,14 @@ class Step:
 
     Args:
         request: what is exchanged.
+        place: where.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, place: Place) -> None:
         self._exchanges = exchanges()
-        self._key = self._exchanges.add(request)
+        self._key = self._exchanges.add(place.turn(request))
         self._specs = request.specs
-        self._traced = isinstance(jax.lax.neg(np.float32(0)), jax.core.Tracer)
+        self._traced = place.traced
         self._announced: set[int] = set()
 
     def tap(self, leaves: Sequence[Any]) -> list[Any]:
@@ -58,7 +95,7 @@ class Step:
         """Let a gradient leave; what is returned must go into :meth:`wait`."""
         self._announced.add(index)
         if self._is_traced(gradient):
-            return _call("wfbp_announce", [gradient], exchange=self._key, index=np.int32(index))[0]
+            return _announce(gradient, self._key, index)
         array = np.asarray(gradient, order="C")
         self._exchanges.announce(self._key, index, array.__array_interface__["data"][0], array)
         return gradient
@@ -70,7 +107,7 @@ class Step:
             for index, gradient in enumerate(gradients)
         ]
         if any(self._is_traced(gradient) for gradient in given):
-            return _call("wfbp_wait", given, has_side_effect=True, exchange=self._key)
+            return _call("wfbp_wait", given, has_side_effect=True, exchange=np.int64(self._key))
         reduced: list[Any] = self._exchanges.reduce(self._key, self._arrays)
         return reduced
 
@@ -84,6 +121,37 @@ class Step:
         return self._traced or isinstance(value, jax.core.Tracer)
 
 
+def _announce(gradient: Any, key: int, index: int) -> Any:
+    """The announcement in a program; it refuses what would make it come more than once."""
+
+    def announced(gradient: Any) -> Any:
+        return _call("wfbp_announce", [gradient], exchange=np.int64(key), index=np.int32(index))[0]
+
+    @jax.custom_batching.custom_vmap
+    def unbatched(gradient: Any) -> Any:
+        return announced(gradient)
+
+    @unbatched.def_vmap
+    def batched(*_: Any) -> Any:
+        raise NotImplementedError(
+            "averaged gradients cannot be mapped by vmap: each step exchanges every gradient once. "
+            "Use vmap inside the loss, or on jax.grad, and average the result"
+        )
+
+    @jax.custom_jvp
+    def constant(gradient: Any) -> Any:
+        return unbatched(gradient)
+
+    @constant.defjvp
+    def differentiated(*_: Any) -> Any:
+        raise NotImplementedError(
+            "cannot differentiate averaged gradients; average what jax.grad of jax.grad gives, "
+            "with wfbp.jax.allreduce or DistributedOptimizer"
+        )
+
+    return constant(gradient)
+
+
 def _call(
     target: str, operands: Sequence[Any], has_side_effect: bool = False, **attributes: Any
 ) -> list[Any]:
@@ -94,6 +162,4 @@ def _call(
         has_side_effect=has_side_effect,
         input_output_aliases={k: k for k in range(len(operands))},
     )
-    if "exchange" in attributes:
-        attributes["exchange"] = np.int64(attributes["exchange"])
     return list(call(*operands, **attributes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +32,8 @@ class Layout:
     def of(cls, trees: Sequence[Any], roots: Sequence[str], user: str) -> Layout:
         """What trees of gradients, or of parameters, exchange together.
 
-        Leaves that are no floating point numbers (step counters, gradients of integers) are not
-        exchanged.
+        Leaves without elements, or that are no floating point numbers (step counters, gradients
+        of integers), are not exchanged.
 
         Args:
             trees: of arrays.
@@ -47,7 +48,7 @@ class Layout:
         for place, (path, leaf) in enumerate(pairs):
             name = roots[path[0].idx] + jax.tree_util.keystr(path[1:])
             shape, dtype = np.shape(leaf), jax.dtypes.result_type(leaf)
-            if not jax.numpy.issubdtype(dtype, np.inexact):
+            if not (jax.numpy.issubdtype(dtype, np.inexact) and math.prod(shape)):
                 continue
             if dtype.name not in FLOATING:
                 raise ValueError(
