@@ -25,3 +25,19 @@ def test_a_missing_extension_is_told_once(ranks: int) -> None:
     assert run.rc == 0, run
     assert run.stderr.count("packing goes through NumPy") == 1, run
     assert "with pip's -v" in run.stderr
+
+
+ABSENT = """
+import os, sys
+if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
+    sys.exit("gone before init()")
+import wfbp
+wfbp.init()
+"""
+
+
+def test_a_rank_that_ends_before_init_is_not_waited_for_for_ever() -> None:
+    run = launcher.mpirun(2, "-c", ABSENT, timeout=40, env={"WFBP_TIMEOUT_S": "3"})
+    assert run.rc != 0, run
+    assert "gone before init()" in run.stderr
+    assert "_start_which_waits_for_every_rank" in run.stderr, run
