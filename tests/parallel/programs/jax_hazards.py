@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 import wfbp.jax as wfbp
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.jax_training import (
+    alone,
     averages,
     close,
     data,
@@ -27,6 +28,11 @@ def batch(number: int, rank: int | None = None, rows: int = 6) -> jax.Array:
     return data(rows, 8, seed=100 * number + (wfbp.rank() if rank is None else rank))
 
 
+def mean(params: Any, number: int, rows: int = 6) -> Any:
+    """The gradients of ``mlp_loss`` on everybody's batch of that number."""
+    return mean_over_ranks(lambda x: alone(mlp_loss)(params, x), lambda r: batch(number, r, rows))
+
+
 @check
 def recompilation() -> None:
     """Other batch sizes compile anew; the exchange stays."""
@@ -34,10 +40,7 @@ def recompilation() -> None:
     step = jax.jit(wfbp.grad(mlp_loss))
     for number, rows in enumerate((6, 2, 6, 9, 2)):
         found = step(params, batch(number, rows=rows))
-        wanted = mean_over_ranks(
-            lambda x: jax.grad(mlp_loss)(params, x), lambda r: batch(number, r, rows)
-        )
-        close(found, wanted)
+        close(found, mean(params, number, rows))
 
 
 @check
@@ -51,10 +54,8 @@ def functions_that_alternate() -> None:
     for number in range(6):
         factor = (1, 3)[number % 2]
         found = steps[number % 2](params, batch(number))
-        wanted = mean_over_ranks(
-            lambda x: jax.grad(mlp_loss)(params, x), lambda r: batch(number, r)
-        )
-        close(jax.tree.map(lambda g: g / factor, found), wanted)
+        wanted = mean(params, number)
+        close(found, jax.tree.map(partial(jnp.multiply, factor), wanted))
 
 
 @check
@@ -64,9 +65,7 @@ def many_steps_in_flight() -> None:
     step = jax.jit(wfbp.grad(mlp_loss))
     found = [step(params, batch(number)) for number in range(12)]
     for number, grads in enumerate(found):
-        wanted = mean_over_ranks(
-            lambda x: jax.grad(mlp_loss)(params, x), lambda r: batch(number, r)
-        )
+        wanted = mean(params, number)
         close(grads, wanted)
 
 
@@ -81,10 +80,7 @@ def two_exchanges_in_one_program() -> None:
     for number in range(5):
         found = step(params, others, batch(number))
         for mine, tree in zip(found, (params, others), strict=True):
-            wanted = mean_over_ranks(
-                lambda x, tree=tree: jax.grad(mlp_loss)(tree, x), lambda r: batch(number, r)
-            )
-            close(mine, wanted)
+            close(mine, mean(tree, number))
 
 
 @check
@@ -99,10 +95,7 @@ def one_exchange_twice_in_one_program() -> None:
     for number in range(4):
         pair = step(params, batch(2 * number), batch(2 * number + 1))
         for k, found in enumerate(pair):
-            wanted = mean_over_ranks(
-                lambda x: jax.grad(mlp_loss)(params, x), lambda r, k=k: batch(2 * number + k, r)
-            )
-            close(found, wanted)
+            close(found, mean(params, 2 * number + k))
 
 
 @check
@@ -116,10 +109,8 @@ def one_exchange_twice_in_a_row() -> None:
 
     step = jax.jit(lambda p, x: averaged(shifted(p, averaged(p, x)), x))
     for number in range(4):
-        first = mean_over_ranks(lambda x: jax.grad(mlp_loss)(params, x), lambda r: batch(number, r))
-        moved = shifted(params, first)
-        wanted = mean_over_ranks(lambda x: jax.grad(mlp_loss)(moved, x), lambda r: batch(number, r))
-        close(step(params, batch(number)), wanted)
+        moved = shifted(params, mean(params, number))
+        close(step(params, batch(number)), mean(moved, number))
 
 
 @check
@@ -203,13 +194,8 @@ def scan_over_microbatches() -> None:
 
         return jax.lax.scan(one, jax.tree.map(jnp.zeros_like, p), x)[0]
 
-    for number in range(3):
-        mine = data(3, 6, 8, seed=100 * number + wfbp.rank())
-        wanted = mean_over_ranks(
-            lambda x: jax.grad(loss)(params, x),
-            lambda r: data(3, 6, 8, seed=100 * number + r),
-        )
-        close(accumulated(params, mine), wanted)
+    wanted = mean_over_ranks(lambda x: alone(loss)(params, x), lambda r: data(3, 6, 8, seed=r))
+    close(accumulated(params, data(3, 6, 8, seed=wfbp.rank())), wanted)
 
 
 @check
@@ -225,7 +211,7 @@ def scan_whose_gradient_does_not_change() -> None:
 
         return jax.lax.scan(one, jax.tree.map(jnp.zeros_like, p), None, length=4)[0]
 
-    wanted = mean_over_ranks(lambda x: jax.grad(mlp_loss)(params, x), lambda r: batch(0, r))
+    wanted = mean(params, 0)
     close(jax.tree.map(lambda g: g / 4, repeated(params, batch(0))), wanted)
 
 
@@ -234,7 +220,7 @@ def checkpoint() -> None:
     averages(jax.checkpoint(mlp_loss), layers(8, 5, 3), 6, 8)
 
     def loss(p: Any, x: jax.Array) -> jax.Array:
-        @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+        @partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
         def layer(x: jax.Array, w: jax.Array) -> jax.Array:
             return jnp.sin(x @ w)
 
@@ -311,17 +297,13 @@ def without_jit() -> None:
     params = layers(8, 5, 3)
     for number in range(3):
         found = wfbp.grad(mlp_loss)(params, batch(number))
-        wanted = mean_over_ranks(
-            lambda x: jax.grad(mlp_loss)(params, x), lambda r: batch(number, r)
-        )
+        wanted = mean(params, number)
         close(found, wanted)
     # The same exchange, compiled and not, in turn.
     compiled = jax.jit(wfbp.grad(mlp_loss))
     for number in range(4):
         found = (compiled if number % 2 else wfbp.grad(mlp_loss))(params, batch(number))
-        wanted = mean_over_ranks(
-            lambda x: jax.grad(mlp_loss)(params, x), lambda r: batch(number, r)
-        )
+        wanted = mean(params, number)
         close(found, wanted)
 
 
@@ -337,7 +319,7 @@ def tracing_in_any_order() -> None:
     if wfbp.rank() == 0:
         jax.eval_shape(wfbp.grad(mlp_loss, name="never"), params, batch(0))
         jax.make_jaxpr(wfbp.grad(mlp_loss, name="nowhere"))(params, batch(0))
-    wanted = mean_over_ranks(lambda x: jax.grad(mlp_loss)(params, x), lambda r: batch(0, r))
+    wanted = mean(params, 0)
     close(f(params, batch(0)), wanted)
     close(jax.tree.map(lambda x: x / 2, g(params, batch(0))), wanted)
 
@@ -350,9 +332,7 @@ def gradients_that_nobody_wants() -> None:
     one = jax.jit(lambda p, x: wfbp.grad(mlp_loss)(p, x)["layer0"]["w"])
     for number in range(3):
         assert np.isfinite(float(value(params, batch(number))))
-        wanted = mean_over_ranks(
-            lambda x: jax.grad(mlp_loss)(params, x), lambda r: batch(number, r)
-        )
+        wanted = mean(params, number)
         close(one(params, batch(number)), wanted["layer0"]["w"])
 
 
