@@ -21,6 +21,7 @@ from wfbp.jax.gradients import grad, value_and_grad
 from wfbp.jax.metrics import average_metrics
 from wfbp.jax.operations import allgather, allreduce, alltoall, broadcast, reducescatter
 from wfbp.jax.optimizer import DistributedOptimizer
+from wfbp.jax.reports import reports
 from wfbp.jax.state import broadcast_parameters
 from wfbp.runtime.operations import allgather_object, barrier, broadcast_object
 from wfbp.runtime.world import (
@@ -62,6 +63,7 @@ __all__ = [
     "local_size",
     "rank",
     "reducescatter",
+    "reports",
     "shutdown",
     "size",
     "value_and_grad",
