@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -9,9 +10,17 @@ from wfbp.core.types import Op
 from wfbp.runtime import operations
 
 
+def _comes_from(value: object, *packages: str) -> bool:
+    """Whether a value's class, or one it inherits from, is of these packages; loads nothing."""
+    return any(kind.__module__.partition(".")[0] in packages for kind in type(value).__mro__)
+
+
 def _is_torch(value: object) -> bool:
-    """Whether a value comes from PyTorch, without loading it."""
-    return any(kind.__module__.partition(".")[0] == "torch" for kind in type(value).__mro__)
+    return _comes_from(value, "torch")
+
+
+def _is_jax(value: object) -> bool:
+    return _comes_from(value, "jax", "jaxlib")
 
 
 def _torch() -> ModuleType:
@@ -20,12 +29,19 @@ def _torch() -> ModuleType:
     return wfbp.torch
 
 
+def _jax() -> ModuleType:
+    import wfbp.jax
+
+    return wfbp.jax
+
+
 def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802
     """Wrap an optimizer so that it averages gradients over all ranks while backward computes.
 
     Args:
-        optimizer: a ``torch.optim.Optimizer``; see ``wfbp.torch.DistributedOptimizer`` for all
-            other arguments.
+        optimizer: a ``torch.optim.Optimizer`` or an optax transformation; see
+            ``wfbp.torch.DistributedOptimizer`` and ``wfbp.jax.DistributedOptimizer`` for all other
+            arguments.
 
     Raises:
         TypeError: no adapter for this kind of optimizer.
@@ -39,10 +55,12 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # n
     """
     if _is_torch(optimizer):
         return _torch().DistributedOptimizer(optimizer, *args, **kwargs)
+    if _comes_from(optimizer, "optax"):
+        return _jax().DistributedOptimizer(optimizer, *args, **kwargs)
     raise TypeError(
         f"no adapter for an optimizer of type {type(optimizer).__module__}."
-        f"{type(optimizer).__qualname__}; expected a torch.optim.Optimizer. Plain arrays are "
-        "reduced by wfbp.GradientReducer"
+        f"{type(optimizer).__qualname__}; expected a torch.optim.Optimizer or an optax "
+        "transformation. Plain arrays are reduced by wfbp.GradientReducer"
     )
 
 
@@ -50,6 +68,8 @@ def allreduce(tensor: Any, name: str | None = None, op: Op = Op.AVERAGE) -> Any:
     """Combine a tensor or array over all ranks; see ``wfbp.runtime.operations.allreduce``."""
     if _is_torch(tensor):
         return _torch().allreduce(tensor, name=name, op=op)
+    if _is_jax(tensor):
+        return _jax().allreduce(tensor, name=name, op=op)
     return operations.allreduce(tensor, name=name, op=op)
 
 
@@ -57,6 +77,8 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> Any:
     """The root's tensor or array; see ``wfbp.runtime.operations.broadcast``."""
     if _is_torch(tensor):
         return _torch().broadcast(tensor, root_rank, name=name)
+    if _is_jax(tensor):
+        return _jax().broadcast(tensor, root_rank, name=name)
     return operations.broadcast(tensor, root_rank, name=name)
 
 
@@ -64,16 +86,21 @@ def allgather(tensor: Any, name: str | None = None) -> Any:
     """Concatenation over ranks; see ``wfbp.runtime.operations.allgather``."""
     if _is_torch(tensor):
         return _torch().allgather(tensor, name=name)
+    if _is_jax(tensor):
+        return _jax().allgather(tensor, name=name)
     return operations.allgather(tensor, name=name)
 
 
-def broadcast_parameters(parameters: Any, root_rank: int = 0) -> None:
-    """Copy the root's parameters to every rank, in place.
+def broadcast_parameters(parameters: Any, root_rank: int = 0) -> Any:
+    """Copy the root's parameters to every rank, in place; JAX's, which cannot change, anew.
 
     Args:
-        parameters: a model's ``state_dict()`` or ``named_parameters()``, or a mapping or pairs of
-            names and NumPy arrays.
+        parameters: a model's ``state_dict()`` or ``named_parameters()``, a mapping or pairs of
+            names and NumPy arrays, or a pytree with JAX arrays.
         root_rank: whose values everybody gets.
+
+    Returns:
+        The new tree, for JAX; otherwise None.
 
     Raises:
         TypeError: values without names.
@@ -81,7 +108,9 @@ def broadcast_parameters(parameters: Any, root_rank: int = 0) -> None:
     """
     if _is_torch(parameters):
         _torch().broadcast_parameters(parameters, root_rank)
-        return
+        return None
+    if "jax" in sys.modules and _jax().state.has_arrays(parameters):
+        return _jax().broadcast_parameters(parameters, root_rank)
     try:
         items = dict(parameters)
     except (TypeError, ValueError):
@@ -93,6 +122,7 @@ def broadcast_parameters(parameters: Any, root_rank: int = 0) -> None:
         _torch().broadcast_parameters(items, root_rank)
     else:
         operations.broadcast_arrays(items, root_rank)
+    return None
 
 
 def broadcast_optimizer_state(optimizer: Any, root_rank: int = 0) -> None:

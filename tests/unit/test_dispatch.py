@@ -104,6 +104,27 @@ def test_optimizers() -> None:
         wfbp.broadcast_optimizer_state({})
 
 
+@pytest.mark.usefixtures("alone")
+def test_jax_is_recognised() -> None:
+    jnp = pytest.importorskip("jax.numpy")
+    optax = pytest.importorskip("optax")
+    import jax
+
+    for found in (
+        wfbp.allreduce(jnp.ones(3)),
+        jax.jit(wfbp.allreduce)(jnp.ones(3)),
+        wfbp.broadcast(jnp.ones(3), 0),
+        wfbp.allgather(jnp.ones(3)),
+        wfbp.broadcast_parameters({"layer": [jnp.ones(3)]})["layer"][0],
+    ):
+        assert isinstance(found, jax.Array)
+        assert found.tolist() == [1.0] * 3
+    assert wfbp.broadcast_parameters({"w": np.ones(3)}) is None
+    assert wfbp.broadcast_parameters({"w": torch.ones(3)}) is None
+    for plain in (optax.sgd(0.5), optax.chain(optax.clip(1.0), optax.adam(0.1)), optax.identity()):
+        assert isinstance(wfbp.DistributedOptimizer(plain), optax.GradientTransformation)
+
+
 def test_optimizers_before_init() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
     with pytest.raises(NotInitializedError, match=r"DistributedOptimizer\(\)"):

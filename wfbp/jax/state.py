@@ -62,6 +62,11 @@ def broadcast_parameters(parameters: Tree, root_rank: int = 0) -> Tree:
     return tree
 
 
+def has_arrays(tree: Any) -> bool:
+    """Whether a leaf of the tree is an array of JAX."""
+    return any(isinstance(leaf, jax.Array) for leaf in jax.tree_util.tree_leaves(tree))
+
+
 def is_value(leaf: Any) -> bool:
     """Whether a leaf is an array or a number."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
