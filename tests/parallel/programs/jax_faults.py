@@ -1,0 +1,112 @@
+"""A job in which one rank fails, leaves or differs while the others wait inside XLA.
+
+Usage: mpirun -n N python jax_faults.py OUT CASE. The last rank does the deed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+
+import jax
+import jax.numpy as jnp
+
+import wfbp.jax as wfbp
+
+STEPS = 4
+
+
+def fail() -> None:
+    raise ValueError("the data of this rank is broken")
+
+
+def leave() -> None:
+    sys.exit(0)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+DEEDS = {"fail": fail, "leave": leave, "die": die}
+
+
+def loss(p: Any, x: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.tanh(x @ p["w"]) ** 2) + jnp.sum(p["b"] ** 2)
+
+
+def train(case: str, mine: bool) -> None:
+    params = {"w": jnp.ones((8, 8)) / 8, "b": jnp.ones(3)}
+    if case == "shapes" and mine:
+        params["b"] = jnp.ones(5)
+    if case == "schedules":
+        step = jax.jit(wfbp.grad(loss, schedule="wfbp" if mine else "single"))
+    else:
+        step = jax.jit(wfbp.grad(loss))
+    x = jnp.ones((4, 8))
+    for number in range(STEPS):
+        if number == STEPS - 1 and case in DEEDS and mine:
+            DEEDS[case]()
+        grads = step(params, x)
+        if case == "unawaited":
+            continue  # the program ends with steps under way
+        jax.block_until_ready(grads)
+    if case == "two":
+        two_at_once(params, x)
+
+
+def two_at_once(params: Any, x: jax.Array) -> None:
+    """Equal steps that two threads run beside each other, each long enough to meet the other."""
+
+    def slow(p: Any, x: jax.Array) -> jax.Array:
+        h = jax.lax.fori_loop(0, 3000, lambda _, h: jnp.tanh(h @ h), jnp.ones((64, 64)))
+        return loss(p, x) + jnp.sum(h * p["w"][0, 0]) * 1e-9
+
+    step = jax.jit(wfbp.grad(slow)).lower(params, x).compile()
+    barrier = threading.Barrier(2)
+    problems: list[Exception] = []
+
+    def run() -> None:
+        barrier.wait()
+        try:
+            for _ in range(20):
+                jax.block_until_ready(step(params, x))
+        except Exception as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for problem in problems:
+        raise problem
+
+
+def main() -> None:
+    out, case = sys.argv[1:]
+    wfbp.init()
+    rank = wfbp.rank()
+    begun = time.monotonic()
+    try:
+        train(case, mine=rank == wfbp.size() - 1)
+    except Exception as error:
+        caught = {
+            "kind": type(error).__name__,
+            "text": str(error),
+            "after_s": time.monotonic() - begun,
+        }
+        Path(out, f"rank{rank}.json").write_text(json.dumps(caught))
+        raise
+
+
+if __name__ == "__main__":
+    main()

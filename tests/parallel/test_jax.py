@@ -1,0 +1,111 @@
+"""JAX programs under mpirun: equal to one process, whatever they do; and never a hang."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("jax")
+
+from tests.parallel.programs.jax_equality import SCHEDULES, WAYS
+from tests.parallel.programs.jax_program import check
+from tests.parallel.runs import Outcome, outcome
+
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(200)]
+
+REPLANNED = (
+    "recompilation",
+    "many_steps_in_flight",
+    "one_exchange_twice_in_one_program",
+    "scan_whose_gradient_does_not_change",
+    "element_types",
+    "without_jit",
+    "schedules",
+    "sums",
+    "integers_pass",
+)
+"""Checks that also run while plans change, on three ranks."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_equals_one_process(ranks: int, schedule: str, way: str) -> None:
+    found = outcome("jax_equality", ranks, timeout=180)
+    assert found.run.rc == 0, found.run
+    for rows in found.ranks:
+        (row,) = [r for r in rows if (r["schedule"], r["way"]) == (schedule, way)]
+        assert row["difference"] <= 2e-6, row
+        assert row["losses"] <= 2e-6, row
+        assert row["moved"] > 0.1, row
+        assert row["ranks_equal"], row
+        assert row["num_compiled"] == 1, row
+
+
+def passes(ranks: int, mode: str, name: str, *only: str) -> None:
+    found = outcome("jax_program", ranks, mode, *only, timeout=180)
+    for rank, results in enumerate(found.ranks):
+        assert results is not None, found.run
+        assert name in results, found.run
+        assert not results[name], f"rank {rank}: {results[name]}"
+    assert found.run.rc == 0, found.run
+
+
+@pytest.mark.parametrize("name", check.all)
+def test_program(name: str) -> None:
+    passes(2, "overlap", name)
+
+
+@pytest.mark.parametrize("name", REPLANNED)
+def test_program_while_plans_change(name: str) -> None:
+    passes(3, "changing", name, *REPLANNED)
+
+
+def ended(case: str) -> Outcome:
+    """The job ended by itself, long before its time limits (600 s), and not well."""
+    found = outcome("jax_faults", 2, case, timeout=60)
+    assert found.run.rc not in (0, None), found.run
+    return found
+
+
+def test_an_exception_reaches_a_rank_that_waits_in_xla() -> None:
+    found = ended("fail")
+    assert found.ranks[0]["kind"] == "JaxRuntimeError"
+    reason = "rank 0 of 2: rank 1 failed: ValueError: the data of this rank is broken"
+    assert reason in found.ranks[0]["text"]
+    assert found.ranks[0]["after_s"] < 60
+
+
+def test_a_rank_that_leaves_while_another_waits_in_xla() -> None:
+    text = ended("leave").ranks[0]["text"]
+    assert "rank 1 has left" in text
+    assert "value_and_grad, step 3" in text
+
+
+def test_a_killed_rank_ends_the_job() -> None:
+    ended("die")
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("shapes", "p['b'] float32(3,) on rank 0 is p['b'] float32(5,) on rank 1"),
+        ("schedules", "schedule is 'single' on rank 0 and 'wfbp' on rank 1"),
+    ],
+)
+def test_ranks_that_disagree(case: str, said: str) -> None:
+    for caught in ended(case).ranks:
+        assert "DisagreementError" in caught["text"]
+        assert said in caught["text"]
+
+
+def test_two_steps_at_once_fail_on_every_rank() -> None:
+    found = ended("two")
+    texts = [caught["text"] for caught in found.ranks if caught is not None]
+    assert any("two steps run at once" in t or "two steps end at once" in t for t in texts)
+    for text in texts:
+        assert "two steps" in text or "failed" in text
+
+
+def test_a_program_that_ends_with_steps_under_way() -> None:
+    found = outcome("jax_faults", 2, "unawaited", timeout=60)
+    assert found.run.rc == 0, found.run
