@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.planners.optimum import TOLERANCE, check_tolerance, optimum, solver_of, within
@@ -11,6 +13,7 @@ from wfbp.core.trace import Trace
 from wfbp.core.types import Operation
 
 
+@lru_cache(maxsize=4)  # hybrid asks again what a comparison of all planners has asked before
 def independent(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> Plan:
     """Every gradient reduce-scattered in backward and gathered in the next forward.
 
