@@ -23,7 +23,7 @@ from wfbp.core.planners.single import single
 from wfbp.core.planners.threshold import threshold
 from wfbp.core.trace import Trace
 
-__all__ = ["ALL_REDUCE", "PLANNERS", "Planner", "dear_search", "plan"]
+__all__ = ["ALL_REDUCE", "KEEPING", "PLANNERS", "Planner", "dear_search", "plan"]
 
 Planner = Callable[..., Plan]
 """A function ``(trace, costs, **options) -> Plan``."""
@@ -47,6 +47,10 @@ PLANNERS: Mapping[str, Planner] = MappingProxyType(
 
 ALL_REDUCE = ("wfbp", "single", "threshold", "mgwfbp", "oasr")
 """Planners whose plans use all-reduce alone, and so need nothing of the next forward."""
+
+
+KEEPING = (oasr, independent)
+"""Planners that keep their latest plans (``functools.lru_cache``)."""
 
 
 def plan(schedule: str, trace: Trace, costs: Costs, **options: Any) -> Plan:
