@@ -70,8 +70,16 @@ def load() -> Handlers:
     native = cast(Handlers, _built() or _compiled())
     for target, handler in native.handlers().items():
         jax.ffi.register_ffi_target(target, handler, platform="cpu")
-    atexit.register(native.close)
+    atexit.register(_finish, native)
     return native
+
+
+def _finish(native: Handlers) -> None:
+    """At exit, before the runtime is shut down: see steps through that are still under way."""
+    try:
+        jax.effects_barrier()
+    finally:
+        native.close()
 
 
 def compile_command(compiler: Sequence[str], source: Path, target: Path) -> list[str]:

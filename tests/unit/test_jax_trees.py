@@ -1,0 +1,42 @@
+"""Which leaves of a tree travel, and what they are called."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("jax")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from wfbp.core.types import TensorSpec
+from wfbp.jax.trees import Layout
+
+
+def test_names_say_where_a_leaf_is() -> None:
+    trees = [{"a": jnp.ones(2), "b": [jnp.ones((3, 1), jnp.bfloat16), None]}, np.float64(1)]
+    layout = Layout.of(trees, ["params", "scale"], "test")
+    wide = jax.dtypes.result_type(np.float64(1)).name
+    assert layout.specs == (
+        TensorSpec("params['a']", (2,), "float32"),
+        TensorSpec("params['b'][0]", (3, 1), "bfloat16"),
+        TensorSpec("scale", (), wide),
+    )
+
+
+def test_what_is_not_exchanged_is_passed_on() -> None:
+    integers, empty = jnp.arange(3), jnp.zeros((0, 2))
+    nothing = np.zeros((), jax.dtypes.float0)
+    tree = {"a": jnp.ones(2), "e": empty, "f": nothing, "i": integers, "z": 2.0}
+    layout = Layout.of([tree], ["g"], "test")
+    assert [spec.name for spec in layout.specs] == ["g['a']", "g['z']"]
+    (found,) = layout.replace([tree], lambda leaves: [str(leaf) for leaf in leaves])
+    assert (found["a"], found["z"]) == ("[1. 1.]", "2.0")
+    assert all(found[k] is tree[k] for k in "efi")
+
+
+@pytest.mark.parametrize("dtype", [jnp.complex64, jnp.float8_e4m3fn])
+def test_what_cannot_be_sent_is_refused(dtype: object) -> None:
+    with pytest.raises(ValueError, match=r"test: g\['a'\] is \w+; expected one of float16"):
+        Layout.of([{"a": jnp.zeros(2, dtype)}], ["g"], "test")
