@@ -353,10 +353,10 @@ class Hidden(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
-        self.fetch = {"weight": self.weight}
+        self.fetch = {"weight": [self.weight]}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.fetch["weight"]
+        return x * self.fetch["weight"][0]
 
 
 def test_hooks_for_what_was_not_seen() -> None:

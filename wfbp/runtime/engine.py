@@ -107,6 +107,7 @@ class Engine:
         )
         self._gathers = gathers = Gathers(runtime, self._lane, name)
         self._whole = WholeGradients(self.specs, gathers, runtime.rank, runtime.size)
+        self.gather_gradients = self._whole.begin
         self.shard_ranges = [shard_range(s, runtime.rank, runtime.size) for s in self.specs]
         self.gather = gathers.begin
         self.gather_rest = gathers.go_on
@@ -161,16 +162,13 @@ class Engine:
         """Whether the plan decouples any tensor."""
         return self._gathers.gatherable
 
-    def gather_gradients(self, reduced: Sequence[Slot | None]) -> list[Slot | None]:
-        """Let every rank have whole gradients, in the slots returned, once all has arrived."""
-        return self._whole.begin(reduced)
-
-    def synchronize(self, whole: bool = True) -> list[Slot | None]:
+    def synchronize(self, whole: bool = True, wanted: bool = False) -> list[Slot | None]:
         """Close the step and wait until every gradient is reduced.
 
         Args:
             whole: whether shards do not do; the same on every rank. Where the plan changes, all
                 gradients are whole anyway.
+            wanted: the same, but of this rank alone.
 
         Returns:
             Per tensor, where its reduced gradient lies until the next step's first gradient;
@@ -181,7 +179,8 @@ class Engine:
         """
         gathering = self._gathering
         gathering.close()
-        gathering.step.requested = bool(gathering.extra) or self._tuner.wants_round
+        wanted = wanted and self._gathers.gatherable
+        gathering.step.requested = wanted or bool(gathering.extra) or self._tuner.wants_round
         result = self._await_close()
         while result.discarded:
             # That rank had gradients before zero_grad() that this rank had not, or not all.
@@ -201,7 +200,7 @@ class Engine:
             self._recorder.after_step(self._tuner, stamps, [*gathers, *result.times])
         self._tuner.after_step(stamps)
         if result.requested or self._tuner.round_due:
-            self._round(reduced)
+            whole |= self._round(reduced, wanted)
         changed = self._tuner.plan is not planned
         if self._gathers.gatherable and (whole or changed):
             reduced = self._whole.begin(reduced)
@@ -267,32 +266,32 @@ class Engine:
         self._lane.events.append(event)
         self._runtime.post(self._lane.wake)
 
-    def _round(self, reduced: list[Slot | None]) -> None:
-        """Talk at the step border: reduce what the plan did not carry; let the tuner decide."""
+    def _round(self, reduced: list[Slot | None], wanted: bool) -> bool:
+        """Reduce what the plan did not carry; let the tuner decide; say if any wants whole ones."""
         due = self._tuner.round_due
         told = due or self._tuner.phase == "installed"
-        mine = {
-            "extra": sorted(self._gathering.extra),
-            "tuner": self._tuner.message() if told else {},
-        }
+        tuner = self._tuner.message() if told else {}
+        mine = {"extra": sorted(self._gathering.extra), "tuner": tuner, "whole": wanted}
         payloads = self._runtime.exchange(json.dumps(mine).encode(), f"{self._name}: step border")
         said = [json.loads(p) for p in payloads]
+        whole = any(message["whole"] for message in said)
         extra = sorted({index for message in said for index in message["extra"]})
         if extra:
             specs = [self.specs[k] for k in extra]
             sources = [self._gathering.whole(k) for k in extra]
-            whole = reduce_extra(self._runtime, specs, sources, self._op)
-            for k, data in zip(extra, whole, strict=True):
-                reduced[k] = None if data is None else Slot.of(data)
+            slots = reduce_extra(self._runtime, specs, sources, self._op)
+            for k, slot in zip(extra, slots, strict=True):
+                reduced[k] = slot
         joining = [self.specs[k] for k in extra if self._gathering.place[k] < 0]
         if joining:
             self._tuner.join(joining)
         elif due or any(message["tuner"].get("drifted") for message in said):
             self._tuner.decide([m["tuner"] for m in said], self._measure_costs)
         else:
-            return
+            return whole
         digests = self._runtime.exchange(self._tuner.plan.digest.encode(), f"{self._name}: plan")
         agreement.check_equal(self._name, "the plan", [d.decode() for d in digests])
+        return whole
 
     def _measure_costs(self) -> Costs:
         nbytes = sum(spec.nbytes for spec in self.specs)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from wfbp.comm.backend import Buffer
 from wfbp.core.plan import Plan, split_by_dtype
 from wfbp.core.types import Op, TensorSpec
 from wfbp.runtime.fusion import FusionBuffer
 from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.slot import Slot
 
 
 def reduce_extra(
@@ -20,7 +20,7 @@ def reduce_extra(
     specs: Sequence[TensorSpec],
     sources: Sequence[tuple[int, object]],
     op: Op,
-) -> list[Buffer | None]:
+) -> list[Slot | None]:
     """Reduce tensors now; collective.
 
     Args:
@@ -29,11 +29,11 @@ def reduce_extra(
         op: ``Op.AVERAGE`` or ``Op.SUM``.
 
     Returns:
-        Per tensor, the reduced bytes in new storage; None where no rank has a gradient.
+        Per tensor, where it lies reduced, in new storage; None where no rank has a gradient.
     """
     plan = Plan("extra", tuple(specs), split_by_dtype(specs, [range(len(specs))]))
     addresses = [address for address, _ in sources]
-    reduced: dict[int, Buffer] = {}
+    reduced: dict[int, Slot] = {}
     for group, members in enumerate(plan.groups):
         fusion = FusionBuffer(plan, group, op, runtime.size)
         fusion.pack(addresses, requested=False, step=0)
@@ -41,5 +41,5 @@ def reduce_extra(
         present = fusion.arrived(step=0).present
         for position, k in enumerate(members.tensors):
             if present[position]:
-                reduced[k] = fusion.slot(position)
+                reduced[k] = Slot.of(fusion.slot(position))
     return [reduced.get(k) for k in range(len(specs))]

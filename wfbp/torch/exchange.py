@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Sequence
@@ -98,14 +99,23 @@ class Exchange:
         """Whether gradients were reduced that ``p.grad`` does not show."""
         return self._held is not None
 
-    def reduce(self) -> None:
-        """Close the step and wait for what the optimizer needs of its gradients."""
-        reduced = self._gradients.reduce(whole=False)
+    def reduce(self, wanted: bool = False) -> None:
+        """Close the step and wait for what the optimizer needs of its gradients.
+
+        Args:
+            wanted: whether the program is about to look at them all.
+        """
+        self._update.settle()
+        reduced = self._gradients.reduce(whole=False, wanted=wanted)
         shards = any(slot is not None and not slot.whole for slot in reduced)
         self._held = reduced if shards else None
 
-    def synchronize(self) -> None:
-        """Close the step, unless that was done, and have whole gradients and parameters."""
+    def synchronize(self) -> bool:
+        """Close the step, unless that was done, and have whole gradients and parameters.
+
+        Returns:
+            Whether any rank had a gradient.
+        """
         self._update.flush()
         if self._held is not None:
             self.check_settled()
@@ -113,8 +123,13 @@ class Exchange:
             self._engine.flush()
             self._gradients.take(whole)
         else:
-            self._gradients.reduce(whole=True)
+            whole = self._gradients.reduce(whole=True)
         self._held = None
+        return any(slot is not None for slot in whole)
+
+    def flush(self) -> None:
+        """Have all parameters up to date."""
+        self._update.flush()
 
     def check_settled(self) -> None:
         """Raise unless no gradients have appeared since they were reduced.
@@ -133,16 +148,18 @@ class Exchange:
     def step(self) -> Any:
         """Let the optimizer step with what was reduced; what is decoupled travels from here on."""
         reduced, self._held = self._held, None
-        result = self._update.apply(reduced)
-        if self._barrier is not None and self._update.pending:
-            self._await_unguarded(self._barrier)
-            self._barrier.active = self._update.pending
-            if self._update.pending:
-                _unfinished.add(self)
-        return result
+        try:
+            return self._update.apply(reduced)
+        finally:
+            if self._barrier is not None and self._update.pending:
+                self._await_unguarded(self._barrier)
+                self._barrier.active = self._update.pending
+                if self._update.pending:
+                    _unfinished.add(self)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Scale what was reduced; see the optimizer's method of that name."""
+        max_norm, norm_type = float(max_norm), float(norm_type)
         shards, whole = self._reduced_tensors()
         parts = shards + (whole if self.runtime.rank == 0 else [])
         norms = [torch.linalg.vector_norm(t.double(), norm_type) for t in parts if t.numel()]
@@ -153,13 +170,14 @@ class Exchange:
             self.runtime.all_reduce(total, "float64", Op.MAX, "the norm of the gradients")
             norm = math.nan if total[1] else float(total[0])
         else:
-            total = np.array([sum(float(n) ** norm_type for n in norms)], np.float64)
+            total = np.array([float(sum(n**norm_type for n in norms))], np.float64)
             self.runtime.all_reduce(total, "float64", Op.SUM, "the norm of the gradients")
             norm = float(total[0]) ** (1.0 / norm_type)
         factor = max_norm / (norm + _TINY)
         if not factor >= 1.0:  # also where the norm is no number
             torch._foreach_mul_(shards + whole, factor)
-        return torch.tensor(norm)
+        wide = functools.reduce(torch.promote_types, {p.dtype for p in self._params})
+        return torch.tensor(norm, dtype=wide)
 
     def prepare_whole(self) -> None:
         """For a step with a closure: whole parameters, whole state, whole gradients."""
@@ -176,8 +194,7 @@ class Exchange:
         return self._sharding.whole_state()
 
     def forget_state(self) -> None:
-        """Another state is about to be loaded, on every rank."""
-        self._update.flush()
+        """Another state has been loaded, on every rank; nothing was under way."""
         if isinstance(self._update, ShardedUpdate):
             self._update.forget()
 

@@ -32,9 +32,11 @@ class ForwardClock:
         self._engine = engine
         self._index = {id(p): k for k, p in enumerate(params)}
         self._handles: list[Any] = []
+        self._depth = 0
 
     def follow(self) -> None:
         """Start or stop watching, as the engine's phase asks."""
+        self._enter(-self._depth)
         if self._engine.profiling and not self._handles:
             if self._barrier is not None:
                 self._barrier.watch()
@@ -42,7 +44,7 @@ class ForwardClock:
             disable: Any = torch.compiler.disable
             self._handles = [
                 register_module_forward_pre_hook(disable(self._before)),
-                register_module_forward_hook(disable(self._after)),
+                register_module_forward_hook(disable(self._after), always_call=True),
             ]
         elif self._handles and not self._engine.profiling:
             self.stop()
@@ -55,14 +57,22 @@ class ForwardClock:
             handle.remove()
         self._handles = []
 
+    def _enter(self, levels: int) -> None:
+        """Go down into modules, or up again. What is read outside says nothing of forward."""
+        self._depth += levels
+        if self._barrier is not None:
+            self._barrier.counts = self._depth > 0
+
     def _before(self, module: torch.nn.Module, inputs: Any) -> None:
+        self._enter(1)
         if self._barrier is not None and id(module) not in self._guarded:
             self._guarded.update(map(id, module.modules()))
             self._barrier.guard(module)
-        for param in module._parameters.values():
+        for param in dict.values(module._parameters):  # which reads nothing
             index = self._index.get(id(param))
             if index is not None:
                 self._engine.mark_forward(index)
 
     def _after(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        self._enter(-1)
         self._engine.mark_forward_end()

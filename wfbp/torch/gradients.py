@@ -98,11 +98,12 @@ class Gradients:
         """Whether gradients have appeared that no step has taken."""
         return self._engine.open
 
-    def reduce(self, whole: bool) -> list[Slot | None]:
+    def reduce(self, whole: bool, wanted: bool = False) -> list[Slot | None]:
         """Close the step, wait, and let ``p.grad`` be the reduced gradient of each parameter.
 
         Args:
             whole: whether the optimizer cannot do with shards; the same on every rank.
+            wanted: whether this rank's program cannot, of which the others do not know.
 
         Returns:
             Where each gradient lies; where it is a shard, ``p.grad`` is left as it is.
@@ -119,7 +120,7 @@ class Gradients:
             )
         for index in self._witness.check(self._params):
             self._engine.drop(index)
-        reduced = self._engine.synchronize(whole)
+        reduced = self._engine.synchronize(whole, wanted)
         self._witness.clear()
         self.take(reduced)
         self._forward.follow()

@@ -1,9 +1,10 @@
 """What an optimizer does to its tensors, found by experiment.
 
 Stand-ins of the optimizer step small tensors three times over: all of them in one call; each of
-them in a call of its own; and flat thirds of each, one third per stand-in, as ranks would. Where
-the second way ends like the first, the optimizer treats every tensor by itself; where the third
-does as well, every element. An optimizer that cannot be copied or fails is taken to be coupled.
+them in a call of its own; and flat thirds of each, one third per stand-in, as ranks would, the last
+of which has nothing. Where the second way ends like the first, the optimizer treats every tensor by
+itself; where the third does as well, and writes where it read, every element. An optimizer that
+cannot be copied or fails is taken to be coupled.
 
 Ends are compared with a tolerance, since the vectorized body of a kernel and its scalar tail round
 differently. Gradients differ so much in scale that a norm over too few elements is off by more.
@@ -92,6 +93,7 @@ class _Member:
         start = self._part(subject.start).clone()
         # Ranks step views of parameters, which are no parameters.
         self.param = torch.nn.Parameter(start) if rank is None else start
+        self._address = start.data_ptr()
         self.gradients = [self._part(g) for g in subject.gradients]
 
     def state(self, held: dict[Any, Any], subject: _Subject) -> dict[Any, Any]:
@@ -106,6 +108,11 @@ class _Member:
             else:
                 cut[key] = private(value)
         return cut
+
+    @property
+    def moved(self) -> bool:
+        """Whether the tensor was given other memory, of which a parameter would see nothing."""
+        return self.param.data_ptr() != self._address
 
     def _part(self, whole: torch.Tensor) -> torch.Tensor:
         if self._rank is None:
@@ -170,7 +177,7 @@ def _judge(optimizer: torch.optim.Optimizer, subjects: list[_Subject], started: 
     ):
         return Nature.COUPLED
     try:
-        ranks = [run([s for s in subjects if _reaches(s, r)], rank=r) for r in range(_RANKS)]
+        ranks = [run(subjects, rank=rank) for rank in range(_RANKS + 1)]
         elementwise = _joins(subjects, whole, ranks)
     except Exception as error:
         log.debug("%s cannot step parts of tensors: %s", type(optimizer).__name__, error)
@@ -219,8 +226,10 @@ def _run(
         for part, groups in rounds:
             made.param_groups = list(groups.values())
             for member in part:
-                member.param.grad = member.gradients[step].clone()
+                member.param.grad = member.gradients[step].clone() if member.param.numel() else None
             made.step()
+    if rank is not None and any(member.moved for member in members):
+        raise UnknownError("it replaces the memory of what it steps")
     states = [made.state.pop(member.param, {}) for member in members]
     if made.state:
         raise UnknownError("it has state that belongs to no tensor")
@@ -263,37 +272,28 @@ def _parts_agree(whole: _End, part: _End) -> bool:
     """Whether groups and attributes ended alike, whatever tensors a stand-in had."""
     known = dict(whole.groups)
     alike = all(same(known[number], values) for number, values in part.groups)
-    return alike and same(whole.attributes, part.attributes)
+    idle = not any(p.numel() for p in part.params)  # some note that they have begun
+    return alike and (idle or same(whole.attributes, part.attributes))
 
 
 def _joins(subjects: Sequence[_Subject], whole: _End, ranks: Sequence[_End]) -> bool:
     """Whether the flat parts that ranks stepped make up the tensors, and so their states."""
-    params: list[list[torch.Tensor]] = [[] for _ in subjects]
-    states: list[list[dict[Any, Any]]] = [[] for _ in subjects]
-    for rank, end in enumerate(ranks):
-        present = [k for k, s in enumerate(subjects) if _reaches(s, rank)]
-        for k, param, state in zip(present, end.params, end.states, strict=True):
-            params[k].append(param)
-            states[k].append(state)
-    for k, parts in enumerate(params):
+    for k in range(len(subjects)):
+        reached = [end for end in ranks if end.params[k].numel()]
+        parts = [end.params[k] for end in reached]
+        states = [end.states[k] for end in reached]
         if not same(whole.params[k].flatten(), torch.cat(parts)):
             return False
         held = whole.states[k]
-        if any(state.keys() != held.keys() for state in states[k]):
+        if any(state.keys() != held.keys() for state in states):
             return False
         for key, value in held.items():
-            pieces = [state[key] for state in states[k]]
+            pieces = [state[key] for state in states]
             if all(map(_like, pieces, parts)):
                 value, pieces = value.flatten(), [torch.cat(pieces)]
             if not all(same(value, piece) for piece in pieces):
                 return False
     return all(_parts_agree(whole, end) for end in ranks)
-
-
-def _reaches(subject: _Subject, rank: int) -> bool:
-    """Whether a rank has a part of a tensor."""
-    count = subject.start.numel()
-    return rank * -(-count // _RANKS) < count
 
 
 def _like(value: Any, param: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ from wfbp.torch import tensors
 from wfbp.torch.arguments import chosen_nature, named_pairs, named_params
 from wfbp.torch.exchange import Exchange
 from wfbp.torch.nature import Nature
+from wfbp.torch.original import OVERLAID, bare_step, overlay, uncover
 from wfbp.torch.wrapper import Asked, Distributed
 
 _WRAPPED = "_wfbp_wrapped"
@@ -35,8 +36,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """Wrap an optimizer so that it averages gradients over all ranks while backward computes.
 
     The result is an instance of the optimizer's own class that shares its parameter groups and
-    state; use it instead of the original, also for learning-rate schedulers. Every rank must call
-    this, for the same parameters in the same order.
+    state; use it instead of the original, also for learning-rate schedulers; with more than one
+    rank, the original's own ``step()`` is an error from here on. Every rank must call this, for
+    the same parameters in the same order.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``.
@@ -81,10 +83,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     previous = optimizer.__dict__.pop(_WRAPPED, None)
     if previous is not None:
         previous._wfbp_release(runtime)
+        uncover(optimizer)
     kind = type(optimizer)
     wrapped: Any = object.__new__(type(kind.__name__, (Distributed, kind), {}))
     # A scheduler made before may have put its own step() on the instance: ours must be found.
-    wrapped.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})
+    wrapped.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in OVERLAID})
     config = runtime.config
     planner = config.schedule if schedule is None else schedule
     limit_bytes = config.threshold_bytes if threshold_bytes is None else threshold_bytes
@@ -106,7 +109,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             wrapped,
             named,
             nature,
-            super(Distributed, wrapped).step,
+            bare_step(wrapped, kind),
             schedule=planner,
             threshold_bytes=limit_bytes,
             op=op,
@@ -122,4 +125,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     wrapped._wfbp_exchange = make()
     wrapped._wfbp_make = make
     optimizer.__dict__[_WRAPPED] = wrapped
+    if runtime.size > 1:
+        overlay(optimizer, wrapped)
     return wrapped

@@ -118,6 +118,8 @@ class Barrier:
 
     Attributes:
         active: whether reads are heard of. Switch it off whenever nobody needs to wait.
+        counts: whether reads are kept in ``seen``. One at another time says nothing of how a
+            parameter is read when it is needed.
         seen: indices that were read since :meth:`watch`, or since the barrier was made.
         exposed: indices that can be read without the barrier, as far as the last
             :meth:`guard` could know.
@@ -143,6 +145,7 @@ class Barrier:
         self._handle: Any = None
         self.active = False
         self.moved = False
+        self.counts = True
         self.seen: set[int] = set()
         self.exposed = set(range(len(self._params)))
         # A compiled function must leave its graph here, or it would never call back.
@@ -169,7 +172,8 @@ class Barrier:
                 if self not in table.barriers:
                     table.barriers = (*table.barriers, self)
                 self._guarded[id(module)] = module, table
-            kept = {index for value in vars(module).values() for index in self._kept(value)}
+            others = [value for key, value in vars(module).items() if key != "_parameters"]
+            kept = {index for value in others for index in self._kept(value)}
             if kept:
                 self._hook(module, kept)
         held = [self._own(table) for _, table in self._guarded.values()]
@@ -211,12 +215,14 @@ class Barrier:
         """Called before any module's forward."""
         if self.active and id(module) in self._hooked:
             for index in self._hooked[id(module)][1]:
-                self._read(self._params[index])
+                self.seen.add(index)
+                self._on_read(index)
 
     def _read(self, value: Any) -> None:
         index = self._index.get(id(value))
         if index is not None:
-            self.seen.add(index)
+            if self.counts:
+                self.seen.add(index)
             self._on_read(index)
 
     def _hook(self, module: nn.Module, indices: set[int]) -> None:
@@ -240,6 +246,8 @@ class Barrier:
 
     def _kept(self, value: Any) -> Iterator[int]:
         """Indices of the parameters in an attribute."""
+        if isinstance(value, dict):
+            value = list(value.values())
         for inner in value if isinstance(value, list | tuple) else (value,):
             if id(inner) in self._index:
                 yield self._index[id(inner)]

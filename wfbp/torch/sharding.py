@@ -127,7 +127,7 @@ class Sharding:
         if not entry or not shard.numel():
             return
         self._state[shard] = {
-            key: self.part(index, flat(_like(param, value))).clone()
+            key: self.part(index, flat(ordered(param, value))).clone()
             if _goes_with(param, value)
             else value
             for key, value in entry.items()
@@ -200,8 +200,8 @@ def _goes_with(tensor: torch.Tensor, value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == tensor.shape
 
 
-def _like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """A value of the state in the memory order of its parameter."""
+def ordered(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A value of a parameter's shape in the memory order of the parameter."""
     if value.stride() == param.stride():
         return value
     return torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)

@@ -12,7 +12,7 @@ import torch
 from wfbp.runtime.engine import Engine
 from wfbp.runtime.slot import Slot
 from wfbp.torch import tensors
-from wfbp.torch.sharding import Sharding, flat
+from wfbp.torch.sharding import Sharding, flat, ordered
 
 Reduced = Sequence[Slot | None]
 Step = Callable[[], Any]
@@ -58,6 +58,9 @@ class Update(ABC):
             What the optimizer's step returned.
         """
 
+    def settle(self) -> None:  # noqa: B027 - most have nothing to do
+        """Do what must be done before anything else is reduced."""
+
     @abstractmethod
     def await_param(self, index: int) -> None:
         """Wait until a parameter is up to date."""
@@ -79,13 +82,12 @@ class Update(ABC):
         tensors it does not see.
 
         Args:
-            groups: as they were when the step was asked for.
+            groups: as they were when the step was asked for; left as they are.
             targets: what is stepped for a parameter.
         """
-        parts = [
-            {**group, "params": [t for p in group["params"] for t in targets(p)]}
-            for group in groups
-        ]
+        parts = _apart(groups)
+        for part in parts:
+            part["params"] = [t for p in part["params"] for t in targets(p)]
         before = [dict(part) for part in parts]
         own = self._optimizer.param_groups
         self._optimizer.param_groups = [part for part in parts if part["params"]]
@@ -93,9 +95,21 @@ class Update(ABC):
             result = self._step()
         finally:
             self._optimizer.param_groups = own
-        for group, old, new in zip(own, before, parts, strict=True):
-            group.update((key, value) for key, value in new.items() if value is not old[key])
+        for group, asked, old, new in zip(own, groups, before, parts, strict=True):
+            for key, value in new.items():
+                if value is not old[key]:
+                    group[key] = value
+                elif isinstance(value, torch.Tensor) and not torch.equal(value, asked[key]):
+                    group[key].copy_(value)
         return result
+
+
+def _apart(groups: Sequence[Group]) -> list[Group]:
+    """Copies of groups that change neither with them nor they with these, as tensors would."""
+    return [
+        {key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in group.items()}
+        for group in groups
+    ]
 
 
 class ShardedUpdate(Update):
@@ -120,15 +134,23 @@ class ShardedUpdate(Update):
             result = self._step()
             engine.update_s = time.perf_counter() - start_s
             return result
-        groups = [dict(group) for group in self._optimizer.param_groups]
+        groups = _apart(self._optimizer.param_groups)
         addresses = [p.data_ptr() for p in self._params]
         early, count = self._early
-        if early:
-            self._run(groups, lambda p: self._target(p, reduced) if id(p) in early else [])
-        engine.gather(addresses, self._params, count)
-        result = self._run(groups, lambda p: [] if id(p) in early else self._target(p, reduced))
-        engine.gather_rest()
-        sharding.drop_gradients()
+        begun = False
+        try:
+            if early:
+                self._run(groups, lambda p: self._target(p, reduced) if id(p) in early else [])
+            engine.gather(addresses, self._params, count)
+            begun = True
+            result = self._run(groups, lambda p: [] if id(p) in early else self._target(p, reduced))
+        finally:
+            # Whatever the optimizer raised: what it did to its shards, every rank must see.
+            if begun:
+                engine.gather_rest()
+            else:
+                engine.gather(addresses, self._params)
+            sharding.drop_gradients()
         engine.update_s = time.perf_counter() - start_s
         return result
 
@@ -165,19 +187,22 @@ class ShardedUpdate(Update):
         return {id(self._params[k]) for group in groups[:count] for k in group}, count
 
     def _target(self, param: torch.Tensor, reduced: Reduced | None) -> Targets:
-        """What the optimizer steps for a parameter: itself, its shard, or nothing."""
+        """What the optimizer steps for a parameter: itself or its shard.
+
+        It sees empty shards, too, as tensors without gradient: it may count the steps of a group.
+        """
         index = self._index.get(id(param), -1)
         if index not in self.sharding:
             return [param]
         shard = self.sharding.shard(index)
         slot = None if reduced is None else reduced[index]
+        if not shard.numel():
+            return [shard]
         if slot is not None and not slot.whole:
             shard.grad = torch.from_numpy(slot.data).view(param.dtype)
         elif param.grad is not None and (reduced is None or slot is not None):
-            shard.grad = self.sharding.part(index, flat(param.grad))
-        else:
-            return []
-        return [shard] if shard.numel() else []
+            shard.grad = self.sharding.part(index, flat(ordered(param, param.grad)))
+        return [shard]
 
 
 class ReplicatedUpdate(Update):
@@ -195,7 +220,7 @@ class ReplicatedUpdate(Update):
         if reduced is None or not engine.decoupled:
             return self._timed(self._step)
         whole = engine.gather_gradients(reduced)
-        self._groups = [dict(group) for group in self._optimizer.param_groups]
+        self._groups = _apart(self._optimizer.param_groups)
         now = []
         for index, slot in enumerate(whole):
             if not engine.decouples_tensor(index):
@@ -216,6 +241,10 @@ class ReplicatedUpdate(Update):
     def pending(self) -> bool:
         return bool(self._gradients) or self._engine.gathering
 
+    def settle(self) -> None:
+        # A change of plans has gradients gathered anew, into the memory of those not yet used.
+        self.flush()
+
     def flush(self) -> None:
         """Wait for all gradients, and update all parameters."""
         for index in list(self._gradients):
@@ -235,7 +264,12 @@ class ReplicatedUpdate(Update):
         for k, gradient in gradients.items():
             self._params[k].grad = gradient
         try:
-            with torch.no_grad():
+            # Whoever reads a parameter may do so in a mode that step() was not called in.
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                torch.autocast("cpu", enabled=False),
+            ):
                 return self._run(self._groups, lambda p: [p] if id(p) in chosen else [])
         finally:
             for k, kept in held.items():

@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.optim import optimizer as torch_optimizer
 
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch.exchange import Exchange
+
+_PRE_HOOKS = "_optimizer_step_pre_hooks"
 
 
 class Asked(enum.Enum):
@@ -25,6 +28,8 @@ class Asked(enum.Enum):
     """``synchronize()`` or ``clip_grad_norm_()``."""
     SCALER = 2
     """``GradScaler.step()``, which does not tell when it skips the step."""
+    IN_VAIN = 3
+    """``synchronize()``, when no rank had any gradient: those that come are averaged anew."""
 
 
 class Distributed(torch.optim.Optimizer):
@@ -47,9 +52,8 @@ class Distributed(torch.optim.Optimizer):
             RuntimeError: gradients were changed in place since backward.
             WfbpError: ranks disagree, failed, or did not answer in time.
         """
-        if self._wfbp_exchange is not None:
-            self._wfbp_exchange.synchronize()
-        self._wfbp_asked = Asked.PROGRAM
+        found = self._wfbp_exchange is None or self._wfbp_exchange.synchronize()
+        self._wfbp_asked = Asked.PROGRAM if found else Asked.IN_VAIN
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -113,7 +117,26 @@ class Distributed(torch.optim.Optimizer):
         elif exchange is not None:
             exchange.check_settled()
         self._wfbp_asked = Asked.NOBODY
-        return super().step() if exchange is None else exchange.step()
+        if exchange is None:
+            return super().step()
+        # An optimizer that never called its base class's constructor has no hooks.
+        return self._wfbp_apply() if hasattr(self, _PRE_HOOKS) else exchange.step()
+
+    @torch.optim.Optimizer.profile_hook_step
+    def _wfbp_apply(self) -> Any:
+        """What the hooks of a step are called around: once, however it is carried out."""
+        exchange = self._wfbp_exchange
+        assert exchange is not None
+        result = exchange.step()
+        if self._optimizer_step_post_hooks or torch_optimizer._global_optimizer_post_hooks:
+            exchange.flush()
+        return result
+
+    @property
+    def _wfbp_wanted(self) -> bool:
+        """Whether somebody is to see the averages before the step."""
+        own = getattr(self, _PRE_HOOKS, None)
+        return bool(own or torch_optimizer._global_optimizer_pre_hooks)
 
     def state_dict(self) -> dict[str, Any]:
         """The state in the ordinary form, whatever the schedule. Every rank must call it."""
@@ -132,10 +155,13 @@ class Distributed(torch.optim.Optimizer):
         A learning-rate scheduler made before wrapping goes on acting on them. Every rank must
         load the same state.
         """
-        if self._wfbp_exchange is not None:
-            self._wfbp_exchange.forget_state()
+        exchange = self._wfbp_exchange
+        if exchange is not None:
+            exchange.flush()
         groups, state = self.param_groups, self.state
         super().load_state_dict(state_dict)
+        if exchange is not None:
+            exchange.forget_state()
         groups[:], loaded = self.param_groups, dict(self.state)
         state.clear()
         state.update(loaded)
@@ -190,7 +216,7 @@ class Distributed(torch.optim.Optimizer):
                 exchange.check_settled()
                 if exchange.holds_shards:
                     exchange.synchronize()
-        if self._wfbp_asked is Asked.NOBODY:
+        if self._wfbp_asked is not Asked.PROGRAM:
             self._wfbp_asked = Asked.SCALER
         return bool(getattr(super(), "_step_supports_amp_scaling", False))
 
@@ -198,11 +224,11 @@ class Distributed(torch.optim.Optimizer):
         """Close the step, unless that was done."""
         exchange = self._wfbp_exchange
         if exchange is not None:
-            if self._wfbp_asked is Asked.NOBODY:
-                exchange.reduce()
+            if self._wfbp_asked in (Asked.NOBODY, Asked.IN_VAIN):
+                exchange.reduce(self._wfbp_wanted)
             else:
                 exchange.check_settled()
-        if self._wfbp_asked is Asked.NOBODY:
+        if self._wfbp_asked is not Asked.SCALER:
             self._wfbp_asked = Asked.PROGRAM
 
     def _wfbp_release(self, runtime: Runtime) -> None:

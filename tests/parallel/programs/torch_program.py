@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from tests.parallel.programs import (
     torch_arguments,
+    torch_border,
     torch_checkpoints,
     torch_clipping,
     torch_closures,
+    torch_hooks,
     torch_layouts,
     torch_missing,
     torch_optimizers,
     torch_passes,
     torch_precision,
     torch_reading,
+    torch_resuming,
     torch_schedules,
     torch_settling,
     torch_touching,
@@ -35,6 +38,9 @@ check = Checks(
     torch_touching.check,
     torch_settling.check,
     torch_reading.check,
+    torch_hooks.check,
+    torch_border.check,
+    torch_resuming.check,
 )
 
 if __name__ == "__main__":
