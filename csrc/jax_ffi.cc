@@ -51,8 +51,10 @@ class Mailbox {
   // Waits for a note; false once closed.
   bool listen() {
     std::unique_lock<std::mutex> hold(mutex_);
-    listening_ = true;
-    bell_.wait(hold, [this] { return closed_ || !notes_.empty(); });
+    while (!closed_ && notes_.empty()) {
+      listening_ = true;  // each time: whoever rang has reset it, and the notes may be taken since
+      bell_.wait(hold);
+    }
     listening_ = false;
     return !closed_;
   }
