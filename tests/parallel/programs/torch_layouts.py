@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import nn
 
@@ -220,3 +222,34 @@ def sum_instead_of_average() -> None:
             same(p.grad, q.grad * wfbp.size(), "sum", 1e-12)
         with optimizer.skip_synchronize():
             optimizer.step()
+
+
+@check
+def gradients_replaced_in_another_order() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2)).double()
+    model = model.to(memory_format=torch.channels_last)
+    wfbp.broadcast_parameters(model.state_dict())
+    reference = copy.deepcopy(model)
+    optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
+    plain = momentum(reference.parameters())
+
+    def backward(net: nn.Module, rank: int, step: int) -> None:
+        net(data(step, rank, 2, 3, 4, 4)).square().mean().backward()
+
+    def replace(net: nn.Module, step: int) -> None:
+        for p in net.parameters():
+            assert p.grad is not None
+            p.grad = p.grad.mean().expand_as(p) if step % 2 else p.grad.contiguous() * 2
+
+    for step in range(10):
+        optimizer.zero_grad()
+        backward(model, wfbp.rank(), step)
+        optimizer.synchronize()
+        replace(model, step)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        averaged(reference, backward, step, wfbp.size())
+        replace(reference, step)
+        plain.step()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        same(p.detach(), q.detach(), "at the end", 1e-11)
