@@ -14,6 +14,7 @@ BENCHMARKS = {
     "validation": "the model against published measurements and claims",
     "comm": "collectives of the MPI backend: latency, bandwidth, CPU use",
     "training": "whole iterations against other ways of data-parallel training",
+    "jax": "iterations of jitted steps against other ways; overlap; cost per leaf",
     "memory": "optimizer state and peak memory with sharded updates",
     "replay": "the real runtime on a trace and an emulated link, against the prediction",
 }
