@@ -1,0 +1,109 @@
+"""The JAX benchmark's figures, tables and timeline, on made-up measurements."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+pytest.importorskip("jax")
+pytest.importorskip("torch")
+pytest.importorskip("mpi4py")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from wfbp.bench import jax as benchmark
+from wfbp.bench.jax_contestants import CONTESTANTS, FLAT, Contestant, update
+from wfbp.bench.jax_models import MODELS, mlp
+from wfbp.bench.jax_overlap import timeline
+from wfbp.bench.jax_table import best_peer, model_table, target_table
+from wfbp.bench.training_results import Block, ContestantResult, ModelResult
+
+
+def result(**seconds: float) -> ModelResult:
+    def contestant(name: str, median_s: float) -> ContestantResult:
+        block = Block((median_s, median_s), 0.0, 1.0, 0.0, None, True)
+        return ContestantResult(name, 0.0, 0.0, (block,), {})
+
+    contestants = tuple(contestant(n.replace("_", "-"), s) for n, s in seconds.items())
+    return ModelResult("mlp", "An MLP", 2, 80, 2, "none", 0.1, 2, contestants)
+
+
+def test_auto_is_compared_with_the_fastest_that_communicates() -> None:
+    measured = result(none=1.0, mpi_flat=3.0, gloo_psum=2.0, wfbp_auto=1.5, wfbp_single=1.2)
+    assert best_peer(measured.figures()) == 2.0
+    written = io.StringIO()
+    console = Console(width=200, file=written)
+    console.print(model_table(measured))
+    console.print(target_table([measured]))
+    text = written.getvalue()
+    assert all(c.name in text for c in measured.contestants)
+    assert "0.750" in text
+    assert "met" in text
+    slow = io.StringIO()
+    Console(width=200, file=slow).print(target_table([result(mpi_flat=1.0, wfbp_auto=1.1)]))
+    assert "missed" in slow.getvalue()
+
+
+def test_no_peer_gives_no_target() -> None:
+    assert best_peer(result(none=1.0, wfbp_auto=1.0).figures()) is None
+    assert target_table([result(none=1.0, wfbp_auto=1.0)]).row_count == 0
+
+
+def test_reference_always_competes() -> None:
+    options = benchmark.arguments(["--contestants", "wfbp-auto,none", "--models", "gpt"])
+    assert options.contestants == ["none", FLAT, "wfbp-auto"]
+    assert benchmark.arguments([]).contestants == list(CONTESTANTS)
+    with pytest.raises(SystemExit):
+        benchmark.arguments(["--models", "alexnet"])
+
+
+def test_the_models_are_of_the_training_benchmarks_sizes() -> None:
+    leaves = {
+        name: [
+            leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.build, jax.random.key(0)))
+        ]
+        for name, model in MODELS.items()
+    }
+    assert (len(leaves["mlp"]), sum(leaves["mlp"])) == (120, 60 * (256 * 256 + 256))
+    assert len(leaves["gpt"]) == 149
+    assert 27_000_000 < sum(leaves["gpt"]) < 28_000_000
+    for model in MODELS.values():
+        batch = jax.eval_shape(model.batch, jax.random.key(0))
+        params = jax.eval_shape(model.build, jax.random.key(0))
+        assert jax.eval_shape(model.loss, params, batch).shape == ()
+
+
+def test_a_contestant_takes_steps_of_momentum() -> None:
+    model = MODELS["mlp"]
+    small = mlp(jax.random.key(0), depth=2, width=256)
+    batch = model.batch(jax.random.key(1))
+    contestant = Contestant("none", model)
+    contestant.reset(small, 0.1)
+    params, velocity = small, jax.tree.map(jnp.zeros_like, small)
+    for _ in range(3):
+        contestant.step(batch)
+        params, velocity = update(params, velocity, jax.grad(model.loss)(params, batch), 0.1)
+    wanted = np.concatenate([np.asarray(p).reshape(-1) for p in jax.tree.leaves(params)])
+    np.testing.assert_allclose(contestant.vector(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_the_timeline_shows_gradients_and_messages_in_time() -> None:
+    iteration = {
+        "ready_s": [0.5, 0.25, None],
+        "closed_s": 0.5,
+        "done_s": 1.0,
+        "groups": [
+            {"group": 0, "start_s": 0.25, "end_s": 0.5},
+            {"group": 1, "start_s": 0.5, "end_s": 1.0},
+        ],
+    }
+    title, ready, first, second, compute = timeline({"iterations": [iteration]}, 8).splitlines()
+    assert "1000.0 ms" in title
+    assert ready.endswith("  | |   ")
+    assert first == "   message 0   ==="
+    assert second == "   message 1     ===="
+    assert compute.endswith(" #####")
