@@ -127,6 +127,21 @@ def test_the_wait_for_the_first_step_is_not_a_gap() -> None:
     assert clock.naps == []
 
 
+def test_a_step_for_which_a_peer_was_late_is_not_a_gap() -> None:
+    """It compiled, say, and only small messages follow, from whose steps nothing is learned."""
+    clock = Clock()
+    moves = [0]
+    waiter = Waiter(clock=clock, sleep=clock.sleep, activity=lambda: moves[0])
+    for late_s in (0.001, 0.3):
+        clock.now_s += late_s
+        moves[0] += 1
+        waiter.progressed()
+    waiter.progressed()
+    clock.naps.clear()
+    idle_until(clock, clock.now_s + 0.5e-3, waiter, urgent=True)
+    assert clock.naps == []
+
+
 @given(
     durations,
     st.integers(0, 1000),

@@ -38,6 +38,9 @@ from wfbp.errors import StallError
 PR_SET_TIMERSLACK = 29
 PR_GET_TIMERSLACK = 30
 GAP_WEIGHT = 0.25
+LATE_S = 0.1
+"""A step that took longer than this waited for a peer, not for the network: where only small
+messages follow, which have no steps, the gap would be believed for ever."""
 TESTS_PER_LOOK = 4
 
 Check = Callable[[float], None]
@@ -147,9 +150,9 @@ class Waiter:
         now_s = self._clock()
         activity = self._activity()
         moved = activity != self._seen
-        if moved and self._in_motion:
-            # Only from one step to the next: before the first, peers may still be computing.
-            gap_s = now_s - self._progress_s
+        gap_s = now_s - self._progress_s
+        # Only from one step to the next: before the first, peers may still be computing.
+        if moved and self._in_motion and gap_s < LATE_S:
             last_s = gap_s if self._gap_s is None else self._gap_s
             self._gap_s = last_s + GAP_WEIGHT * (gap_s - last_s)
         self._in_motion = moved
