@@ -12,7 +12,9 @@ import pytest
 
 pytest.importorskip("jax")
 
-from wfbp.jax import native
+import jax
+
+from wfbp.jax import native, taps
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = shutil.which("g++") or shutil.which("c++")
@@ -64,6 +66,12 @@ def test_without_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_SOURCES", ())
     with pytest.raises(ImportError, match="reinstall wfbp"):
         native._compiled()
+
+
+def test_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(NotImplementedError, match=r"runs them on gpu\. Set JAX_PLATFORMS=cpu"):
+        taps.exchanges.__wrapped__()
 
 
 def test_copies() -> None:

@@ -20,7 +20,17 @@ from wfbp.jax.exchanges import Exchanges
 
 @functools.cache
 def exchanges() -> Exchanges:
-    """Those of this process."""
+    """Those of this process.
+
+    Raises:
+        ImportError: there are no XLA handlers, and they cannot be compiled.
+        NotImplementedError: programs run elsewhere than on the CPU.
+    """
+    if (platform := jax.default_backend()) != "cpu":
+        raise NotImplementedError(
+            f"wfbp.jax exchanges gradients of programs on the CPU; JAX runs them on {platform}. "
+            "Set JAX_PLATFORMS=cpu"
+        )
     return Exchanges(native.load())
 
 
