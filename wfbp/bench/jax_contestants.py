@@ -100,7 +100,7 @@ class MpiFlat(Contestant):
     """All gradients in one vector, one blocking all-reduce between two compiled programs."""
 
     def compile(self) -> Callable[..., tuple[Params, Params]]:
-        _, unravel = ravel_pytree(jax.jit(self.model.build)(jax.random.key(0)))
+        _, unravel = ravel_pytree(self.model.build(0))
         first = jax.jit(lambda params, batch: ravel_pytree(self.gradients(params, batch))[0])
 
         @partial(jax.jit, donate_argnums=(0, 1))

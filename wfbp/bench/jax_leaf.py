@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 import wfbp.jax as wfbp
 from wfbp.bench.jax_emulated import emulated, interleaved, medians, settle
+from wfbp.bench.jax_models import mlp
 from wfbp.bench.tables import print_table
 from wfbp.config import Config
 
@@ -49,8 +50,7 @@ def main(rounds: int) -> int:
 
 def _step_times(leaves: int, rounds: int) -> dict[str, float]:
     """Median seconds of a step, plain and by each schedule."""
-    keys = jax.random.split(jax.random.key(0), leaves)
-    params = [jax.random.normal(key, (WIDTH, WIDTH)) * WIDTH**-0.5 for key in keys]
+    params = [layer["weight"] for layer in mlp(0, leaves, WIDTH)]
     x = jnp.ones((1, WIDTH))
 
     def loss(params: list[jax.Array], x: jax.Array) -> jax.Array:

@@ -1,4 +1,7 @@
-"""Two of the training benchmark's models in plain JAX, of the same sizes, on synthetic data."""
+"""Two of the training benchmark's models in plain JAX, of the same sizes, on synthetic data.
+
+Random numbers are NumPy's: JAX would compile for longer than the benchmark runs.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Params = Any
 Batch = tuple[jax.Array, jax.Array]
@@ -20,16 +24,16 @@ class JaxModel:
     Args:
         name: key of :data:`MODELS`.
         title: for tables.
-        build: makes parameters from a key.
+        build: makes parameters from a seed.
         predict: scores of every class, from parameters and a batch's first part.
-        batch: makes one batch of (input, classes) from a key.
+        batch: makes one batch of (input, classes) from a seed.
     """
 
     name: str
     title: str
-    build: Callable[[jax.Array], Params]
+    build: Callable[[int], Params]
     predict: Callable[[Params, jax.Array], jax.Array]
-    batch: Callable[[jax.Array], Batch]
+    batch: Callable[[int], Batch]
 
     def loss(self, params: Params, batch: Batch) -> jax.Array:
         """Mean cross-entropy over every position of the output."""
@@ -39,12 +43,12 @@ class JaxModel:
         return mean
 
 
-def mlp(key: jax.Array, depth: int = 60, width: int = 256) -> Params:
+def mlp(seed: int, depth: int = 60, width: int = 256) -> Params:
     """``depth`` square layers, initialised to keep the signal."""
-    scale = (2 / width) ** 0.5
+    draw, scale = np.random.default_rng(seed), (2 / width) ** 0.5
     return [
-        {"weight": jax.random.normal(k, (width, width)) * scale, "bias": jnp.zeros(width)}
-        for k in jax.random.split(key, depth)
+        {"weight": _float32(draw.normal(0, scale, (width, width))), "bias": _zeros(width)}
+        for _ in range(depth)
     ]
 
 
@@ -55,20 +59,18 @@ def _mlp_scores(params: Params, x: jax.Array) -> jax.Array:
     return scores
 
 
-def gpt(
-    key: jax.Array, depth: int = 12, width: int = 384, time: int = 128, vocab: int = 8192
-) -> Params:
+def gpt(seed: int, depth: int = 12, width: int = 384, time: int = 128, vocab: int = 8192) -> Params:
     """Decoder-only transformer; input and output embeddings are separate."""
-    keys = iter(jax.random.split(key, 4 * depth + 3))
+    draw = np.random.default_rng(seed)
 
     def matrix(*shape: int) -> jax.Array:
-        return jax.random.normal(next(keys), shape) * 0.02
+        return _float32(draw.normal(0, 0.02, shape))
 
     def linear(rows: int, columns: int) -> dict[str, jax.Array]:
-        return {"weight": matrix(rows, columns), "bias": jnp.zeros(columns)}
+        return {"weight": matrix(rows, columns), "bias": _zeros(columns)}
 
     def norm() -> dict[str, jax.Array]:
-        return {"scale": jnp.ones(width), "bias": jnp.zeros(width)}
+        return {"scale": _zeros(width) + 1, "bias": _zeros(width)}
 
     blocks = [
         {
@@ -83,6 +85,14 @@ def gpt(
     ]
     embeddings = {"token": matrix(vocab, width), "position": matrix(time, width)}
     return {**embeddings, "blocks": blocks, "norm": norm(), "head": matrix(width, vocab)}
+
+
+def _float32(values: Any) -> jax.Array:
+    return jnp.asarray(np.asarray(values, np.float32))
+
+
+def _zeros(count: int) -> jax.Array:
+    return _float32(np.zeros(count))
 
 
 def _linear(layer: Params, x: jax.Array) -> jax.Array:
@@ -116,14 +126,14 @@ def _gpt_scores(params: Params, tokens: jax.Array) -> jax.Array:
     return scores
 
 
-def _vectors(key: jax.Array) -> Batch:
-    first, second = jax.random.split(key)
-    return jax.random.normal(first, (32, 256)), jax.random.randint(second, (32,), 0, 256)
+def _vectors(seed: int) -> Batch:
+    draw = np.random.default_rng(seed)
+    return _float32(draw.normal(size=(32, 256))), jnp.asarray(draw.integers(0, 256, 32, np.int32))
 
 
-def _tokens(key: jax.Array) -> Batch:
-    text = jax.random.randint(key, (4, 129), 0, 8192)
-    return text[:, :-1], text[:, 1:]
+def _tokens(seed: int) -> Batch:
+    text = np.random.default_rng(seed).integers(0, 8192, (4, 129), np.int32)
+    return jnp.asarray(text[:, :-1]), jnp.asarray(text[:, 1:])
 
 
 MODELS: dict[str, JaxModel] = {

@@ -39,7 +39,7 @@ COLUMNS = 72
 
 def main(folder: Path | None, rounds: int) -> int:
     """Measure, print, and write the page."""
-    params = mlp(jax.random.key(0), DEPTH, WIDTH)
+    params = mlp(0, DEPTH, WIDTH)
     x = jax.random.normal(jax.random.key(1), (BATCH, WIDTH))
     whole = _training(jax.grad(_loss), params, x)
     forward = partial(jax.jit(_loss), params, x)

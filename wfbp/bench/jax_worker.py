@@ -55,9 +55,8 @@ def main(words: Sequence[str]) -> None:
         _start_gloo(comm, settings.interface)
     wfbp.init()
     model = MODELS[settings.model]
-    keys = jax.random.split(jax.random.key(1 + comm.rank), NUM_BATCHES)
-    batches = [model.batch(key) for key in keys]
-    start = jax.jit(model.build)(jax.random.key(0))
+    batches = [model.batch(NUM_BATCHES * comm.rank + number) for number in range(NUM_BATCHES)]
+    start = model.build(0)
     contestants = [CONTESTANTS[name](name, model) for name in settings.contestants]
     processes = comm.allgather(os.getpid())
     foreign_cores = {}
