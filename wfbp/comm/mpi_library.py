@@ -24,19 +24,19 @@ def load(timeout_s: float | None = None) -> ModuleType:
     """
     try:
         with _ending_after(timeout_s if "mpi4py.MPI" not in sys.modules else None):
-            MPI = _start_which_waits_for_every_rank()
+            mpi = _start_which_waits_for_every_rank()
     except (ImportError, RuntimeError) as error:
         raise BackendError(
             f"MPI could not be started ({error}); install mpi4py and an MPI library, for example "
             "by: pip install wfbp[mpich]"
         ) from error
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise BackendError(
             "MPI was started without support for threads (MPI_THREAD_MULTIPLE), which wfbp needs "
             "because it communicates on a thread of its own; let mpi4py start MPI, or start it "
             "with MPI_Init_thread"
         )
-    return MPI
+    return mpi
 
 
 def _start_which_waits_for_every_rank() -> ModuleType:
