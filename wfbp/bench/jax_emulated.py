@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,17 @@ from wfbp.comm.emulated import Curve, EmulatedLink
 from wfbp.config import Config
 
 MOST_STEPS = 1000
+
+
+def compute_on_one_core() -> None:
+    """Have XLA's threads stay on one core; call it before JAX computes anything. Linux only.
+
+    XLA takes all cores there are; a rank has its share of them, and communication some of the rest.
+    """
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    jax.block_until_ready(jax.device_put(0.0))
+    os.sched_setaffinity(0, cores)
 
 
 @contextmanager
