@@ -14,9 +14,10 @@ PROGRAM = Path(__file__).with_name("mpi_program.py")
 
 
 @pytest.mark.parallel
+@pytest.mark.timeout(260)  # 100 MB, four ranks on two cores
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_contract(mpirun: Callable[..., Run], mpi: str, num_ranks: int, tmp_path: Path) -> None:
-    run = mpirun(num_ranks, PROGRAM, tmp_path, mpi=mpi)
+    run = mpirun(num_ranks, PROGRAM, tmp_path, mpi=mpi, timeout=240.0)
     reports = [tmp_path / f"rank{rank}" for rank in range(num_ranks)]
     told = "\n".join(report.read_text() for report in reports if report.exists())
     assert told == "\n".join([f"passed {len(CHECKS)}"] * num_ranks), told + run.stdout + run.stderr
