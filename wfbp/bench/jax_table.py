@@ -8,6 +8,7 @@ from rich.table import Table
 
 from wfbp.bench.jax_contestants import NO_COMMUNICATION
 from wfbp.bench.training_results import ContestantResult, Figures, ModelResult
+from wfbp.bench.training_table import contestants_table
 
 AUTO = "wfbp-auto"
 COLUMNS = ("median ms", "IQR", "kept", "of best peer", "exposed ms", "CPU ms", "plan", "link MB")
@@ -22,17 +23,7 @@ def best_peer(figures: dict[str, Figures]) -> float | None:
 
 def model_table(result: ModelResult) -> Table:
     """One model's contestants: times, ratios, what communication adds, CPU use, bytes."""
-    where = "shared memory" if result.link == "none" else f"{result.link}/s link"
-    table = Table(
-        title=f"{result.title}: {result.num_tensors} leaves, {result.num_bytes / 1e6:.1f} MB, "
-        f"{result.num_ranks} ranks, {where}"
-    )
-    table.add_column("contestant")
-    for name in COLUMNS:
-        table.add_column(name, justify="right")
-    for contestant in result.contestants:
-        table.add_row(contestant.name, *_cells(result, contestant))
-    return table
+    return contestants_table(result, COLUMNS, _cells)
 
 
 def _cells(result: ModelResult, contestant: ContestantResult) -> list[str]:

@@ -8,14 +8,12 @@ one being timed works.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import socket
 import struct
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,7 +31,7 @@ from wfbp.bench.training_equality import (
     TOLERANCE,
     TOLERANCE_OF_CHANGE,
 )
-from wfbp.bench.training_results import ContestantResult, ModelResult
+from wfbp.bench.training_ranks import run, warm_up, write_result
 from wfbp.bench.training_settings import Settings
 from wfbp.bench.training_timing import check_link_carried, time_blocks
 
@@ -63,39 +61,19 @@ def main(words: Sequence[str]) -> None:
     for contestant in contestants:
         contestant.reset(start, TIMED_RATE)
         load = usage(processes)
-        steps = _warm_up(comm, contestant, batches, settings)
+        steps = warm_up(comm, contestant, batches, settings, NUM_STEPS)
         foreign = foreign_cores[contestant.name] = load.foreign_cores(usage(processes))
         say(f"{contestant.name} ready after {steps} steps, foreign load {foreign:.2f} cores")
     differences = check_equality(comm, contestants, start, batches)
     say(f"parameters agree after {NUM_STEPS} steps from one state")
     for contestant in contestants:
         contestant.reset(start, TIMED_RATE)
-    blocks = time_blocks(comm, contestants, batches, settings, say)  # type: ignore[arg-type]
-    leaves = jax.tree.leaves(start)
-    num_bytes = sum(leaf.nbytes for leaf in leaves)
-    check_link_carried(blocks, num_bytes)
-    result = ModelResult(
-        model=settings.model,
-        title=model.title,
-        num_tensors=len(leaves),
-        num_bytes=num_bytes,
-        num_ranks=comm.size,
-        link=settings.link,
-        max_foreign_cores=settings.max_foreign_cores,
-        iterations=settings.iterations,
-        contestants=tuple(
-            ContestantResult(
-                c.name,
-                differences[c.name],
-                foreign_cores[c.name],
-                tuple(blocks[c.name]),
-                c.report(),
-            )
-            for c in contestants
-        ),
+    blocks = time_blocks(comm, contestants, batches, settings, say)
+    sizes = [leaf.nbytes for leaf in jax.tree.leaves(start)]
+    check_link_carried(blocks, sum(sizes))
+    write_result(
+        comm, settings, model.title, sizes, contestants, differences, foreign_cores, blocks
     )
-    if comm.rank == 0:
-        Path(settings.result).write_text(json.dumps(result.to_json()))
     comm.Barrier()
     wfbp.shutdown()
     if GLOO in settings.contestants:
@@ -144,22 +122,6 @@ def _train(contestant: Contestant, start: Params, batches: Sequence[Batch]) -> A
     return contestant.vector()
 
 
-def _warm_up(
-    comm: MPI.Intracomm, contestant: Contestant, batches: Sequence[Batch], settings: Settings
-) -> int:
-    """A few steps, or as many as wfbp needs to install its plan; the same on all ranks."""
-    steps = 0
-    while steps < NUM_STEPS or not comm.allreduce(contestant.settled(), MPI.LAND):
-        if steps >= settings.warm_up_steps:
-            raise RuntimeError(
-                f"{contestant.name} has not installed a plan after {steps} steps: "
-                f"{contestant.report()}"
-            )
-        contestant.step(batches[steps % len(batches)])
-        steps += 1
-    return steps
-
-
 def _start_gloo(comm: MPI.Intracomm, interface: str) -> None:
     """Make the ranks one JAX program; over a link, have gloo use it."""
     where = ""
@@ -187,15 +149,5 @@ def _address(interface: str) -> str:
     return socket.inet_ntoa(answer[20:24])
 
 
-def run(words: Sequence[str]) -> None:
-    """:func:`main`, ending all ranks where one fails: the others would wait for it for ever."""
-    try:
-        main(words)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        sys.stderr.flush()
-        MPI.COMM_WORLD.Abort(1)
-
-
 if __name__ == "__main__":
-    run(sys.argv[1:])
+    run(main)

@@ -16,10 +16,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from wfbp.bench.models import MODELS
 from wfbp.bench.training_contestants import CONTESTANTS, DEFAULTS, PER_TENSOR
@@ -36,21 +39,48 @@ LINK_INTERFACE = "wl0"
 def main(words: Sequence[str]) -> int:
     """Run the models one after another and print a table for each; exit status."""
     options = arguments(words)
+    return run_models(options, "training_worker", (model_table, target_table, document))
+
+
+def run_models(
+    options: argparse.Namespace,
+    worker: str,
+    shown: tuple[
+        Callable[[ModelResult], Table],
+        Callable[[Sequence[ModelResult]], Table],
+        Callable[[Sequence[ModelResult]], dict[str, Any]],
+    ],
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> int:
+    """Run the models one after another and print a table for each.
+
+    Args:
+        options: the command line.
+        worker: module of ``wfbp.bench`` that each rank runs.
+        shown: makes the table of a model, that of the targets, and the document of all samples.
+        environment: variables of the ranks, on top of the usual ones.
+
+    Returns:
+        The exit status.
+    """
+    table, targets, samples = shown
     results: list[ModelResult] = []
     console = Console() if sys.stdout.isatty() else Console(width=TABLE_WIDTH)
     for model in options.models:
-        result = run_model(model, options)
+        result = _run_model(model, options, worker, environment)
         if result is None:
             return 1
         results.append(result)
-        console.print(model_table(result))
+        console.print(table(result))
         if options.json:
-            Path(options.json).write_text(json.dumps(document(results)))
-    console.print(target_table(results))
+            Path(options.json).write_text(json.dumps(samples(results)))
+    console.print(targets(results))
     return 0
 
 
-def run_model(model: str, options: argparse.Namespace) -> ModelResult | None:
+def _run_model(
+    model: str, options: argparse.Namespace, worker: str, environment: Mapping[str, str]
+) -> ModelResult | None:
     """Start the ranks for one model; None where they failed (they have said why)."""
     with tempfile.TemporaryDirectory(prefix="wfbp-bench-") as directory:
         result = Path(directory) / "result.json"
@@ -66,16 +96,17 @@ def run_model(model: str, options: argparse.Namespace) -> ModelResult | None:
             interface="" if options.link == "none" else LINK_INTERFACE,
             result=str(result),
         ).save(file)
-        worker = [sys.executable, "-m", "wfbp.bench.training_worker", str(file)]
-        command = [*launch_command(options.link, options.np), *worker]
-        status = subprocess.run(command, env=rank_environment(), check=False).returncode
+        program = [sys.executable, "-m", f"wfbp.bench.{worker}", str(file)]
+        command = [*_launch_command(options.link, options.np), *program]
+        variables = {**_rank_environment(), **environment}
+        status = subprocess.run(command, env=variables, check=False).returncode
         if status or not result.exists():
             print(f"{model}: failed with status {status}: {shlex.join(command)}", file=sys.stderr)
             return None
         return ModelResult.from_json(json.loads(result.read_text()))
 
 
-def launch_command(link: str, ranks: int) -> list[str]:
+def _launch_command(link: str, ranks: int) -> list[str]:
     """What to put before the program: ``mpirun``, or the link's script for a link of that rate.
 
     Raises:
@@ -92,7 +123,7 @@ def launch_command(link: str, ranks: int) -> list[str]:
     return [sys.executable, str(LINK_SCRIPT), "run", "--rate", link, "-np", str(ranks), "--"]
 
 
-def rank_environment() -> dict[str, str]:
+def _rank_environment() -> dict[str, str]:
     """One compute thread per rank; Open MPI may start as root and put ranks where it likes."""
     defaults = {
         "GLOO_SOCKET_IFNAME": "lo",
@@ -107,8 +138,20 @@ def rank_environment() -> dict[str, str]:
 def arguments(words: Sequence[str]) -> argparse.Namespace:
     """The command line; names are checked, and the reference is always among the contestants."""
     parser = argparse.ArgumentParser(prog="python -m wfbp.bench training", description=__doc__)
-    parser.add_argument("--models", type=names(MODELS), default=list(MODELS))
-    parser.add_argument("--contestants", type=names(CONTESTANTS), default=DEFAULTS)
+    add_arguments(parser, MODELS, CONTESTANTS, DEFAULTS, warm_up_steps=400)
+    return completed(parser.parse_args(words), CONTESTANTS, PER_TENSOR)
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser,
+    models: Collection[str],
+    contestants: Collection[str],
+    usual: Sequence[str],
+    warm_up_steps: int,
+) -> None:
+    """What every benchmark of this kind takes; ``usual`` compete where nobody is named."""
+    parser.add_argument("--models", type=names(models), default=list(models))
+    parser.add_argument("--contestants", type=names(contestants), default=list(usual))
     parser.add_argument("--iterations", type=int, default=40, help="to keep, per contestant")
     parser.add_argument("--link", choices=LINKS, default="none", help="none: shared memory")
     parser.add_argument("--json", help="file for all samples")
@@ -121,13 +164,20 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--patience", type=float, default=3.0, help="times the rounds that a quiet machine needs"
     )
-    parser.add_argument("--warm-up-steps", type=int, default=400, help="limit, per contestant")
-    options = parser.parse_args(words)
+    parser.add_argument(
+        "--warm-up-steps", type=int, default=warm_up_steps, help="limit, per contestant"
+    )
+
+
+def completed(
+    options: argparse.Namespace, contestants: Collection[str], reference: str
+) -> argparse.Namespace:
+    """The options with what was left open; the reference is among the contestants."""
     if options.max_foreign is None:
         # Interrupts of our own traffic on an otherwise idle core look foreign.
         options.max_foreign = 0.1 if options.link == "none" else 0.2
-    wanted = {*options.contestants, PER_TENSOR}
-    options.contestants = [name for name in CONTESTANTS if name in wanted]
+    wanted = {*options.contestants, reference}
+    options.contestants = [name for name in contestants if name in wanted]
     return options
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.table import Table
 
@@ -27,16 +27,25 @@ COLUMNS = (
 
 def model_table(result: ModelResult) -> Table:
     """One model's contestants: times, ratios, wfbp's own prediction, CPU use, bytes."""
+    return contestants_table(result, COLUMNS, _cells)
+
+
+def contestants_table(
+    result: ModelResult,
+    columns: Sequence[str],
+    cells: Callable[[ModelResult, ContestantResult], Sequence[str]],
+) -> Table:
+    """A row for each contestant of one model."""
     where = "shared memory" if result.link == "none" else f"{result.link}/s link"
     table = Table(
         title=f"{result.title}: {result.num_tensors} tensors, {result.num_bytes / 1e6:.1f} MB, "
         f"{result.num_ranks} ranks, {where}"
     )
     table.add_column("contestant")
-    for name in COLUMNS:
+    for name in columns:
         table.add_column(name, justify="right")
     for contestant in result.contestants:
-        table.add_row(contestant.name, *_cells(result, contestant))
+        table.add_row(contestant.name, *cells(result, contestant))
     return table
 
 

@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import fmean
+from typing import Any
 
 from mpi4py import MPI
 
 from wfbp.bench.load import sent_bytes, thread_seconds, usage
-from wfbp.bench.models import Batch
-from wfbp.bench.training_contestants import NO_COMMUNICATION, Contestant
+from wfbp.bench.training_contestants import NO_COMMUNICATION
+from wfbp.bench.training_ranks import Contestant
 from wfbp.bench.training_results import Block
 from wfbp.bench.training_settings import Settings
 
@@ -28,7 +29,7 @@ MIN_BLOCK_S = 0.5
 def time_blocks(
     comm: MPI.Intracomm,
     contestants: Sequence[Contestant],
-    batches: Sequence[Batch],
+    batches: Sequence[Any],
     settings: Settings,
     say: Callable[[str], None],
 ) -> dict[str, list[Block]]:
@@ -78,7 +79,7 @@ def check_link_carried(blocks: dict[str, list[Block]], num_bytes: int) -> None:
             )
 
 
-def _block_length(comm: MPI.Intracomm, contestant: Contestant, batches: Sequence[Batch]) -> int:
+def _block_length(comm: MPI.Intracomm, contestant: Contestant, batches: Sequence[Any]) -> int:
     """Iterations that fill a block; at least two, so that one follows another."""
     start = time.perf_counter()
     contestant.step(batches[0])
@@ -89,7 +90,7 @@ def _block_length(comm: MPI.Intracomm, contestant: Contestant, batches: Sequence
 def _block(
     comm: MPI.Intracomm,
     contestant: Contestant,
-    batches: Sequence[Batch],
+    batches: Sequence[Any],
     length: int,
     processes: Sequence[int],
     interface: str,

@@ -7,7 +7,6 @@ only the one being timed works: the others hold memory and sleeping threads.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -17,10 +16,10 @@ import torch
 from mpi4py import MPI
 
 from wfbp.bench.load import usage
-from wfbp.bench.models import MODELS, Batch
+from wfbp.bench.models import MODELS
 from wfbp.bench.training_contestants import CONTESTANTS, Contestant, is_ddp, is_wfbp
 from wfbp.bench.training_equality import NUM_STEPS, check_equality
-from wfbp.bench.training_results import ContestantResult, ModelResult
+from wfbp.bench.training_ranks import run, warm_up, write_result
 from wfbp.bench.training_settings import Settings
 from wfbp.bench.training_timing import check_link_carried, time_blocks
 
@@ -51,7 +50,7 @@ def main(words: Sequence[str]) -> None:
     for contestant in contestants:
         contestant.reset(state, LEARNING_RATE)
         load = usage(processes)
-        steps = _warm_up(comm, contestant, batches, settings)
+        steps = warm_up(comm, contestant, batches, settings, NUM_STEPS)
         foreign = foreign_cores[contestant.name] = load.foreign_cores(usage(processes))
         say(f"{contestant.name} ready after {steps} steps, foreign load {foreign:.2f} cores")
     differences = check_equality(comm, contestants, state, batches)
@@ -61,28 +60,9 @@ def main(words: Sequence[str]) -> None:
     blocks = time_blocks(comm, contestants, batches, settings, say)
     gradients = [p.numel() * p.element_size() for p in model.parameters()]
     check_link_carried(blocks, sum(gradients))
-    result = ModelResult(
-        model=settings.model,
-        title=bench.title,
-        num_tensors=len(gradients),
-        num_bytes=sum(gradients),
-        num_ranks=comm.size,
-        link=settings.link,
-        max_foreign_cores=settings.max_foreign_cores,
-        iterations=settings.iterations,
-        contestants=tuple(
-            ContestantResult(
-                c.name,
-                differences[c.name],
-                foreign_cores[c.name],
-                tuple(blocks[c.name]),
-                c.report(),
-            )
-            for c in contestants
-        ),
+    write_result(
+        comm, settings, bench.title, gradients, contestants, differences, foreign_cores, blocks
     )
-    if comm.rank == 0:
-        Path(settings.result).write_text(json.dumps(result.to_json()))
     _stop_libraries(comm, settings)
 
 
@@ -91,23 +71,6 @@ def _make(name: str, model_name: str) -> Contestant:
     model = MODELS[model_name].build()
     sgd = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
     return CONTESTANTS[name](name, model, sgd)
-
-
-def _warm_up(
-    comm: MPI.Intracomm, contestant: Contestant, batches: Sequence[Batch], settings: Settings
-) -> int:
-    """A few steps, or as many as wfbp needs to install its plan; the same on all ranks."""
-    steps = 0
-    while steps < NUM_STEPS or not comm.allreduce(contestant.settled(), MPI.LAND):
-        if steps >= settings.warm_up_steps:
-            raise RuntimeError(
-                f"{contestant.name} has not installed a plan after {steps} steps: "
-                f"{contestant.report()}"
-            )
-        contestant.step(batches[steps % len(batches)])
-        steps += 1
-    contestant.rest()
-    return steps
 
 
 def _start_libraries(comm: MPI.Intracomm, settings: Settings) -> None:
@@ -133,15 +96,5 @@ def _stop_libraries(comm: MPI.Intracomm, settings: Settings) -> None:
         torch.distributed.destroy_process_group()
 
 
-def run(words: Sequence[str]) -> None:
-    """:func:`main`, ending all ranks where one fails: the others would wait for it for ever."""
-    try:
-        main(words)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        sys.stderr.flush()
-        MPI.COMM_WORLD.Abort(1)
-
-
 if __name__ == "__main__":
-    run(sys.argv[1:])
+    run(main)
