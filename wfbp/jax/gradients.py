@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -132,8 +133,9 @@ class _Taps:
         self, fun: Callable[..., Any], argnums: int | Sequence[int], asked: Asked, runtime: Runtime
     ) -> None:
         self._fun = fun
-        self._argnums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        self._single = isinstance(argnums, int)
+        self._single = not isinstance(argnums, Sequence)
+        numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
+        self._argnums = tuple(map(operator.index, numbers))
         self._asked = asked
         self._runtime = runtime
         self._place = Place()

@@ -108,7 +108,9 @@ class Step:
         self._announced.add(index)
         if self._is_traced(gradient):
             return _announce(gradient, self._key, index)
-        array = np.asarray(gradient, order="C")
+        # Of the type that was agreed upon: outside of programs JAX has not yet narrowed a number
+        # or an array of NumPy.
+        array = np.asarray(gradient, jax.numpy.dtype(self._specs[index].dtype), order="C")
         self._exchanges.announce(self._key, index, array.__array_interface__["data"][0], array)
         return gradient
 
