@@ -105,7 +105,8 @@ def test_two_steps_at_once_fail_on_every_rank() -> None:
         assert "two steps" in text or "failed" in text
 
 
-def test_a_program_that_ends_with_steps_under_way() -> None:
-    found = outcome("jax_faults", 2, "unawaited", timeout=60)
+@pytest.mark.parametrize("case", ["unawaited", "again"])
+def test_a_program_that_ends_with_steps_under_way(case: str) -> None:
+    found = outcome("jax_faults", 2, case, timeout=60)
     assert found.run.rc == 0, found.run
     assert "Error" not in found.run.stderr

@@ -30,6 +30,8 @@ import jax
 import numpy as np
 from jaxlib import version as jaxlib
 
+from wfbp.runtime import world
+
 MODULE = "_jax_ffi"
 _SOURCES = (
     Path(__file__).with_name("jax_ffi.cc"),  # as it is installed
@@ -71,18 +73,23 @@ def load() -> Handlers:
     native = cast(Handlers, _built() or _compiled())
     for target, handler in native.handlers().items():
         jax.ffi.register_ffi_target(target, handler, platform="cpu")
+    world.before_shutdown(_see_steps_through)
     atexit.register(_finish, native)
     return native
 
 
-def _finish(native: Handlers) -> None:
-    """At exit, before the runtime is shut down: see steps through that are still under way.
+def _see_steps_through() -> None:
+    """Wait for steps that are still under way: another rank may want what they bring.
 
-    Another rank may want what they bring. XLA runs a thread's programs one after another, so all
-    have run when one more has.
+    XLA runs a thread's programs one after another, so all have run when one more has.
     """
+    jax.block_until_ready(jax.jit(jax.numpy.negative)(np.float32(0)))
+
+
+def _finish(native: Handlers) -> None:
+    """At exit; before the runtime is shut down, unless that has been made anew since."""
     try:
-        jax.block_until_ready(jax.jit(jax.numpy.negative)(np.float32(0)))
+        _see_steps_through()
     finally:
         native.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from wfbp import native
@@ -15,6 +16,7 @@ from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.settings import agree_on_settings
 
 _runtime: Runtime | None = None
+_finishers: list[Callable[[], None]] = []
 
 
 def init(comm: Any = None, *, backend: Backend | None = None, config: Config | None = None) -> None:
@@ -67,10 +69,17 @@ def shutdown() -> None:
     global _runtime
     if _runtime is None:
         return
+    for finish in _finishers:
+        finish()
     runtime, _runtime = _runtime, None
     atexit.unregister(shutdown)
     failure.uninstall()
     runtime.shutdown()
+
+
+def before_shutdown(finish: Callable[[], None]) -> None:
+    """Have ``finish`` called first by every :func:`shutdown`, while all ranks still answer."""
+    _finishers.append(finish)
 
 
 def is_initialized() -> bool:

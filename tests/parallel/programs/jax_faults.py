@@ -61,6 +61,20 @@ def train(case: str, mine: bool) -> None:
         jax.block_until_ready(grads)
     if case == "two":
         two_at_once(params, x)
+    if case == "again":
+        again(step, params)
+
+
+def again(step: Any, params: Any) -> None:
+    """The runtime is shut down with a step under way, made anew, and the program ends so too."""
+    for _ in range(3):
+        x = jnp.full((4, 8), wfbp.rank() + 1.0)
+        grads = step(params, x)
+        wfbp.shutdown()
+        found = float(grads["b"][0])
+        assert found == 2.0, found
+        wfbp.init()
+    step(params, x)
 
 
 def two_at_once(params: Any, x: jax.Array) -> None:
