@@ -21,9 +21,9 @@ from wfbp.jax.gradients import grad, value_and_grad
 from wfbp.jax.metrics import average_metrics
 from wfbp.jax.operations import allgather, allreduce, alltoall, broadcast, reducescatter
 from wfbp.jax.optimizer import DistributedOptimizer
+from wfbp.jax.order import allgather_object, barrier, broadcast_object
 from wfbp.jax.reports import reports
 from wfbp.jax.state import broadcast_parameters
-from wfbp.runtime.operations import allgather_object, barrier, broadcast_object
 from wfbp.runtime.world import (
     init,
     is_initialized,

@@ -22,6 +22,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from wfbp.core.types import Op
+from wfbp.jax.order import settle
 from wfbp.runtime import operations, rows, world
 from wfbp.runtime.matching import Array
 from wfbp.runtime.runtime import Runtime
@@ -159,7 +160,7 @@ def apply(collective: Collective, array: Any) -> jax.Array:
 
 
 def _now(array: Any, *, collective: Collective) -> jax.Array:
-    jax.effects_barrier()  # collectives of programs still under way come first, on every rank
+    settle()
     result = collective.run(world.current("a collective"), np.asarray(array))
     if not array.committed:
         return jnp.asarray(result)

@@ -10,6 +10,7 @@ import numpy as np
 
 from wfbp.core.types import Op
 from wfbp.jax.operations import allreduce
+from wfbp.jax.order import settle
 from wfbp.jax.state import is_value
 from wfbp.runtime import operations, world
 
@@ -54,7 +55,7 @@ def average_metrics(metrics: Tree, name: str | None = None) -> Tree:
 
 def _now(values: list[Any], label: str) -> list[Any]:
     arrays = [np.asarray(value, np.float64) for value in values]
-    jax.effects_barrier()
+    settle()
     flat = np.concatenate([np.zeros(0), *(array.reshape(-1) for array in arrays)])
     means = _split(operations.allreduce(flat, label), arrays)
     return [_as(value, mean) for value, mean in zip(values, means, strict=True)]

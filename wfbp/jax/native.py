@@ -27,9 +27,9 @@ from types import ModuleType
 from typing import Any, Protocol, cast
 
 import jax
-import numpy as np
 from jaxlib import version as jaxlib
 
+from wfbp.jax.order import see_steps_through
 from wfbp.runtime import world
 
 MODULE = "_jax_ffi"
@@ -73,23 +73,18 @@ def load() -> Handlers:
     native = cast(Handlers, _built() or _compiled())
     for target, handler in native.handlers().items():
         jax.ffi.register_ffi_target(target, handler, platform="cpu")
-    world.before_shutdown(_see_steps_through)
+    world.before_shutdown(see_steps_through)
     atexit.register(_finish, native)
     return native
 
 
-def _see_steps_through() -> None:
-    """Wait for steps that are still under way: another rank may want what they bring.
-
-    XLA runs a thread's programs one after another, so all have run when one more has.
-    """
-    jax.block_until_ready(jax.jit(jax.numpy.negative)(np.float32(0)))
-
-
 def _finish(native: Handlers) -> None:
-    """At exit; before the runtime is shut down, unless that has been made anew since."""
+    """At exit, before the runtime is shut down: another rank may want what steps bring.
+
+    Where the runtime has been made anew since, its own shutdown comes before, and has seen to it.
+    """
     try:
-        _see_steps_through()
+        see_steps_through()
     finally:
         native.close()
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from wfbp.core.types import Op, item_bytes
 from wfbp.jax.collective import AllReduce, Broadcast, Exchange, Gather, Scatter, apply
+from wfbp.jax.order import settle
 from wfbp.runtime import rows, world
 from wfbp.runtime.matching import check_root
 from wfbp.runtime.runtime import Runtime
@@ -89,7 +90,7 @@ def allgather(array: Any, name: str | None = None) -> jax.Array:
         return x
     if _is_compiling():
         return apply(Gather(name, (x.shape[0],) * runtime.size), x)
-    jax.effects_barrier()
+    settle()
     return apply(Gather(name, rows.count_rows(runtime, x.shape, x.dtype, name)), x)
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from wfbp.jax.order import settle
 from wfbp.runtime import operations, world
 from wfbp.runtime.matching import check_bytes, check_root, flat, kind
 from wfbp.runtime.refusals import telling_others
@@ -52,7 +53,7 @@ def broadcast_parameters(parameters: Tree, root_rank: int = 0) -> Tree:
             name = jax.tree_util.keystr(path)
             found[index] = copy = _own_copy(name, leaf)
             rows.append((name, kind(copy.dtype), copy.shape))
-    jax.effects_barrier()
+    settle()
     buffers = [flat(copy).view(np.uint8) for copy in found.values()]
     operations.broadcast_buffers(runtime, rows, buffers, root_rank)
     if runtime.size > 1:

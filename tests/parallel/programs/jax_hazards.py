@@ -70,6 +70,27 @@ def many_steps_in_flight() -> None:
 
 
 @check
+def collectives_while_a_step_is_under_way() -> None:
+    """They do not depend on the step; other ranks may have come to them before it, or after."""
+    params = layers(8, 5, 3)
+
+    def slow(p: Any, x: jax.Array, turns: Any) -> jax.Array:
+        h = jax.lax.fori_loop(0, turns, lambda _, h: jnp.tanh(h @ h), jnp.ones((64, 64)))
+        return mlp_loss(p, x) + 0 * jnp.sum(h)
+
+    ranks = list(range(wfbp.size()))
+    for number in range(8):
+        step = jax.jit(wfbp.grad(slow, name=f"slow{number % 4}"))
+        late = (number + wfbp.rank()) % 2
+        grads = step.lower(params, batch(number), 1).compile()(params, batch(number), 500 * late)
+        assert wfbp.allgather_object(wfbp.rank()) == ranks
+        assert wfbp.average_metrics({"rank": wfbp.rank()})["rank"] == np.mean(ranks)
+        wfbp.barrier()
+        assert wfbp.broadcast_object(wfbp.rank(), root_rank=0) == 0
+        close(grads, mean(params, number))
+
+
+@check
 def two_exchanges_in_one_program() -> None:
     params, others = layers(8, 5, 3), layers(8, 4, seed=1)
 
