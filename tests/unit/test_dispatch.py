@@ -133,3 +133,11 @@ def test_optimizers_before_init() -> None:
         wfbp.allreduce(torch.ones(2))
     with pytest.raises(NotInitializedError, match=r"broadcast_parameters\(\)"):
         wfbp.broadcast_parameters({"w": torch.ones(2)})
+
+
+def test_a_generator_is_no_tree_of_jax(alone: None) -> None:
+    pytest.importorskip("jax")
+    pairs = [("w", np.ones(2))]
+    wfbp.broadcast_parameters(pair for pair in pairs)
+    with pytest.raises(TypeError, match="must be named"):
+        wfbp.broadcast_parameters(array for _, array in [*pairs, ("b", np.ones(3))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -65,6 +66,8 @@ def broadcast_parameters(parameters: Tree, root_rank: int = 0) -> Tree:
 
 def has_arrays(tree: Any) -> bool:
     """Whether a leaf of the tree is an array of JAX."""
+    if isinstance(tree, Iterator):  # JAX takes it for a leaf, and warns
+        return False
     return any(isinstance(leaf, jax.Array) for leaf in jax.tree_util.tree_leaves(tree))
 
 
