@@ -7,7 +7,6 @@ they are about to do, so a disagreement is an error on every rank and not a hang
 from __future__ import annotations
 
 import json
-import math
 import pickle
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -30,6 +29,7 @@ from wfbp.runtime.matching import (
     native,
 )
 from wfbp.runtime.refusals import check_refusals, telling_others
+from wfbp.runtime.rows import gather_bytes
 from wfbp.runtime.runtime import Runtime
 
 MANY = "broadcast_parameters"
@@ -207,7 +207,7 @@ def allgather(array: Any, name: str | None = None) -> Array:
         A new array.
 
     Raises:
-        ValueError: a scalar.
+        ValueError: a scalar, or an array of Python objects.
         DisagreementError: ranks called different operations.
 
     Example:
@@ -220,25 +220,16 @@ def allgather(array: Any, name: str | None = None) -> Array:
     if np.ndim(array) == 0:
         raise ValueError("allgather needs at least one dimension; found a scalar")
     source = np.ascontiguousarray(native(np.asarray(array)))
-    raw, rows = gather_rows(
-        runtime, flat(source).view(np.uint8), source.dtype.name, source.shape, name
+    check_bytes("array", source)
+    raw, rows = gather_bytes(
+        runtime,
+        flat(source).view(np.uint8),
+        kind(source.dtype),
+        source.itemsize,
+        source.shape,
+        name,
     )
     return raw.view(source.dtype).reshape(rows, *source.shape[1:])
-
-
-def gather_rows(
-    runtime: Runtime, raw: Buffer, dtype: str, shape: Sequence[int], name: str | None
-) -> tuple[Buffer, int]:
-    """Concatenate every rank's bytes; returns them and the total of the first dimension."""
-    label = name or f"allgather.{next(runtime.numbers)}"
-    row_bytes = math.prod(shape[1:]) * item_bytes(dtype)
-    rows = agree(runtime, ["allgather", label, dtype, list(shape[1:])], private=shape[0])
-    counts = [row_bytes * count for count in rows]
-    gathered = np.empty(sum(counts), np.uint8)
-    start = sum(counts[: runtime.rank])
-    gathered[start : start + raw.size] = raw
-    runtime.call(lambda backend: backend.all_gather(gathered, counts), f"allgather of {label}")
-    return gathered, sum(rows)
 
 
 def allgather_object(value: Any, name: str | None = None) -> list[Any]:

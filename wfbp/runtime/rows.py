@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from wfbp.comm.backend import Buffer
 from wfbp.core.types import Op, item_bytes
 from wfbp.runtime.matching import Array, agree, check_bytes, flat, kind
 from wfbp.runtime.runtime import Runtime
@@ -48,15 +49,51 @@ def gather(runtime: Runtime, array: Array, rows: Sequence[int], name: str | None
         DisagreementError: ranks called different operations.
     """
     check_bytes("array", array)
-    label = name or f"allgather.{next(runtime.numbers)}"
-    agree(runtime, ["allgather", label, kind(array.dtype), list(array.shape[1:]), list(rows)])
-    result = np.empty((sum(rows), *array.shape[1:]), array.dtype)
-    start = sum(rows[: runtime.rank])
-    result[start : start + rows[runtime.rank]] = array
-    row_bytes = math.prod(array.shape[1:]) * array.itemsize
-    raw, counts = flat(result).view(np.uint8), [row_bytes * count for count in rows]
-    runtime.call(lambda backend: backend.all_gather(raw, counts), f"allgather of {label}")
+    raw, total = gather_bytes(
+        runtime,
+        flat(array).view(np.uint8),
+        kind(array.dtype),
+        array.itemsize,
+        array.shape,
+        name,
+        rows,
+    )
+    result: Array = raw.view(array.dtype).reshape(total, *array.shape[1:])
     return result
+
+
+def gather_bytes(
+    runtime: Runtime,
+    raw: Buffer,
+    dtype: str,
+    itemsize: int,
+    shape: Sequence[int],
+    name: str | None,
+    rows: Sequence[int] | None = None,
+) -> tuple[Buffer, int]:
+    """The bytes of all ranks' arrays in rank order, and how many rows they are.
+
+    Args:
+        runtime: of this rank.
+        raw: the array's bytes.
+        dtype: its element type, for comparison.
+        itemsize: bytes of one element.
+        shape: of the array.
+        name: for messages.
+        rows: of each rank, where that is known already.
+
+    Raises:
+        DisagreementError: ranks called different operations.
+    """
+    label = name or f"allgather.{next(runtime.numbers)}"
+    known = None if rows is None else list(rows)
+    said = agree(runtime, ["allgather", label, dtype, list(shape[1:]), known], private=shape[0])
+    counts = [math.prod(shape[1:]) * itemsize * count for count in said]
+    gathered = np.empty(sum(counts), np.uint8)
+    start = sum(counts[: runtime.rank])
+    gathered[start : start + raw.size] = raw
+    runtime.call(lambda backend: backend.all_gather(gathered, counts), f"allgather of {label}")
+    return gathered, sum(said)
 
 
 def scatter(

@@ -6,6 +6,7 @@ import torch
 
 from wfbp.core.types import Op
 from wfbp.runtime import operations, world
+from wfbp.runtime.rows import gather_bytes
 from wfbp.torch import tensors
 
 
@@ -93,9 +94,13 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     if tensor.dim() == 0:
         raise ValueError("allgather needs at least one dimension; found a scalar")
     whole = tensor.detach().contiguous()
-    dtype = tensors.NAMES[tensor.dtype]
-    data, rows = operations.gather_rows(
-        runtime, tensors.raw(whole), dtype, tuple(tensor.shape), name
+    data, rows = gather_bytes(
+        runtime,
+        tensors.raw(whole),
+        tensors.NAMES[tensor.dtype],
+        tensor.element_size(),
+        tuple(tensor.shape),
+        name,
     )
     values = torch.from_numpy(data.view(tensors.storage(tensor.dtype)))
     return values.view(tensor.dtype).view(rows, *tensor.shape[1:])

@@ -54,6 +54,8 @@ def broadcast_and_allgather_of_arrays() -> None:
     wanted = np.concatenate([np.full((r, 2), r, np.float32) for r in range(size)])
     assert np.array_equal(found.astype(np.float32), wanted)
     raises(ValueError, "scalar", act=lambda: wfbp.allgather(np.float64(1)))
+    raises(ValueError, "type object", act=lambda: wfbp.allgather(np.array([rank, None])))
+    assert wfbp.allgather(np.full(rank, True)).tolist() == [True] * sum(range(size))
     arrays = {
         "a": np.array(values(rank), np.float32),
         "scalar": np.array(float(rank)),
