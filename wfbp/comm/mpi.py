@@ -46,6 +46,7 @@ class MpiBackend(Backend):
         comm: an mpi4py communicator; ``MPI.COMM_WORLD`` by default.
         chunking: sizes that decide how messages travel; by default what measured best, within
             one host or between hosts.
+        start_timeout_s: how long MPI may take to start, where it has not been started.
 
     Raises:
         BackendError: mpi4py or MPI is missing or does not allow threads.
@@ -63,9 +64,10 @@ class MpiBackend(Backend):
         self,
         comm: MPI.Comm | None = None,
         chunking: Chunking | None = None,
+        start_timeout_s: float | None = None,
         _original: MpiBackend | None = None,
     ) -> None:
-        self._mpi = mpi = load()
+        self._mpi = mpi = load(start_timeout_s)
         parent = mpi.COMM_WORLD if comm is None else comm
         try:
             self._comm = self._own(parent)

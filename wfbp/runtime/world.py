@@ -44,10 +44,8 @@ def init(comm: Any = None, *, backend: Backend | None = None, config: Config | N
     _set_up_logging(config)
     if backend is None:
         from wfbp.comm.mpi import MpiBackend
-        from wfbp.comm.mpi_library import load
 
-        load(config.timeout_s)
-        backend = MpiBackend(comm)
+        backend = MpiBackend(comm, start_timeout_s=config.timeout_s)
     unknown = unknown_variables()
     if unknown and backend.local_rank == 0:
         logging.getLogger("wfbp").warning("%s", unknown)
