@@ -157,7 +157,9 @@ class Exchange:
                 if self._update.pending:
                     _unfinished.add(self)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> torch.Tensor:
         """Scale what was reduced; see the optimizer's method of that name."""
         max_norm, norm_type = float(max_norm), float(norm_type)
         shards, whole = self._reduced_tensors()
@@ -173,6 +175,11 @@ class Exchange:
             total = np.array([float(sum(n**norm_type for n in norms))], np.float64)
             self.runtime.all_reduce(total, "float64", Op.SUM, "the norm of the gradients")
             norm = float(total[0]) ** (1.0 / norm_type)
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(
+                f"{self.runtime.where}: the norm of the gradients is {norm}, so they cannot be "
+                "clipped. Leave this step out, or pass error_if_nonfinite=False"
+            )
         factor = max_norm / (norm + _TINY)
         if not factor >= 1.0:  # also where the norm is no number
             torch._foreach_mul_(shards + whole, factor)

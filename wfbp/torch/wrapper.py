@@ -71,7 +71,9 @@ class Distributed(torch.optim.Optimizer):
         finally:
             self._wfbp_skip = False
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
         """Scale all gradients so that their norm over all parameters is at most ``max_norm``.
 
         To be called between ``backward()`` and :meth:`step`, on every rank. Takes what
@@ -82,18 +84,23 @@ class Distributed(torch.optim.Optimizer):
         Args:
             max_norm: the largest norm that is left as it is.
             norm_type: 2, or another p of the p-norm, or infinity.
+            error_if_nonfinite: raise where the norm is infinite or no number.
 
         Returns:
             The norm before clipping, the same on every rank.
 
         Raises:
+            ValueError: a norm that is not above zero.
+            RuntimeError: see ``error_if_nonfinite``; on every rank, and nothing was scaled.
             WfbpError: as :meth:`synchronize`.
         """
+        if not float(norm_type) > 0:
+            raise ValueError(f"norm_type is {norm_type}; expected a number above 0, or infinity")
         if self._wfbp_exchange is None:
             params = [p for group in self.param_groups for p in group["params"]]
-            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         self._wfbp_reduce()
-        return self._wfbp_exchange.clip_grad_norm_(max_norm, norm_type)
+        return self._wfbp_exchange.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average the gradients, unless that was done, and let the optimizer step.

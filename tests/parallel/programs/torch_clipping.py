@@ -153,11 +153,24 @@ def clipping_a_norm_that_is_no_number() -> None:
         assert torch.isfinite(norm).item() is (step % 3 != 2)
         if step % 3 != 2:
             optimizer.step()
+        else:
+            raises(
+                RuntimeError,
+                "norm of the gradients is nan",
+                act=lambda: optimizer.clip_grad_norm_(1.0, 2.0, error_if_nonfinite=True),
+            )
         optimizer.zero_grad()
     optimizer.synchronize()
     states = wfbp.allgather_object([p.detach().tolist() for p in model.parameters()])
     assert all(state == states[0] for state in states)
     assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@check
+def norms_that_are_none() -> None:
+    optimizer = wfbp.torch.DistributedOptimizer(momentum(mlp(5, 7, 3).parameters()))
+    for norm_type in (0.0, -2.0, float("-inf"), float("nan")):
+        raises(ValueError, "above 0", act=lambda p=norm_type: optimizer.clip_grad_norm_(1.0, p))
 
 
 @check
