@@ -105,6 +105,12 @@ def test_two_steps_at_once_fail_on_every_rank() -> None:
         assert "two steps" in text or "failed" in text
 
 
+def test_a_step_on_several_devices_is_refused() -> None:
+    found = ended("devices")
+    texts = [caught["text"] for caught in found.ranks if caught is not None]
+    assert any("several of this process's 2 devices" in text for text in texts)
+
+
 @pytest.mark.parametrize("case", ["unawaited", "again"])
 def test_a_program_that_ends_with_steps_under_way(case: str) -> None:
     found = outcome("jax_faults", 2, case, timeout=60)

@@ -17,6 +17,7 @@ from wfbp.jax.exchange import Exchange, Request
 from wfbp.runtime.slot import Slot
 
 SPECS = tuple(TensorSpec(name, (4,), "float32") for name in "abc")
+OUTPUTS = [5000, 5001, 5002]
 REQUEST = Request("test", SPECS, Op.AVERAGE, "auto", 100)
 
 
@@ -25,24 +26,30 @@ class RecordingEngine:
 
     def __init__(self) -> None:
         self.marked: list[tuple[int, int]] = []
-        self.arrays = [np.zeros(16, np.uint8) for _ in SPECS]
+        self.left: list[Slot | None] = [None, None, None]
+        self.copied: list[tuple[Sequence[int], ...]] = []
         self.during_step: Any = lambda: None
 
     def mark_ready(self, index: int, address: int, owner: object) -> None:
         self.marked.append((index, address))
 
-    def synchronize(self) -> list[Slot]:
+    def synchronize(self, targets: Sequence[int]) -> list[Slot | None]:
+        assert targets == OUTPUTS
         self.during_step()
-        return [Slot.of(array) for array in self.arrays]
+        return self.left
+
+    def copy(self, *args: Sequence[int]) -> None:
+        self.copied.append(args)
 
 
 def made(engine: RecordingEngine) -> Exchange:
-    return Exchange(REQUEST, "rank 0 of 2", threading.Lock(), lambda: engine)  # type: ignore[arg-type,return-value]
-
-
-def addresses(found: Sequence[int], nbytes: Sequence[int]) -> Sequence[int]:
-    assert list(nbytes) == [16, 16, 16]
-    return found
+    return Exchange(
+        REQUEST,
+        "rank 0 of 2",
+        threading.Lock(),
+        lambda: engine,  # type: ignore[arg-type,return-value]
+        engine.copy,
+    )
 
 
 def announce(exchange: Exchange, *indices: int, base: int = 1000) -> None:
@@ -55,9 +62,19 @@ def test_announcements_before_the_engine_exists_reach_it_in_order() -> None:
     exchange = made(engine)
     announce(exchange, 2, 0, 1)
     assert engine.marked == []
-    found = exchange.reduce([1000, 1001, 1002], addresses)
+    exchange.reduce([1000, 1001, 1002], OUTPUTS)
     assert engine.marked == [(2, 1002), (0, 1000), (1, 1001)]
-    assert found == [Slot.of(array).address for array in engine.arrays]
+
+
+def test_what_the_engine_left_in_its_own_memory_is_copied_from_there() -> None:
+    engine = RecordingEngine()
+    exchange = made(engine)
+    slot = Slot.of(np.zeros(16, np.uint8))
+    for left in ([None, None, None], [None, slot, slot]):
+        engine.left = left
+        announce(exchange, 0, 1, 2)
+        exchange.reduce([1000, 1001, 1002], OUTPUTS)
+    assert engine.copied == [((5001, 5002), (slot.address, slot.address), (16, 16))]
 
 
 def test_later_announcements_go_straight_to_the_engine() -> None:
@@ -68,7 +85,7 @@ def test_later_announcements_go_straight_to_the_engine() -> None:
         announce(exchange, 1, base=base)
         assert base == 1000 or engine.marked == [(1, base + 1)]
         announce(exchange, 0, 2, base=base)
-        exchange.reduce([base, base + 1, base + 2], addresses)
+        exchange.reduce([base, base + 1, base + 2], OUTPUTS)
         assert sorted(engine.marked) == [(k, base + k) for k in range(3)]
 
 
@@ -78,7 +95,7 @@ def test_a_gradient_that_moved_is_announced_again_where_it_is() -> None:
     announce(exchange, 0, 1, 2)
     engine.during_step = lambda: sources.append(exchange.source(1))
     sources: list[Any] = []
-    exchange.reduce([1000, 7777, 1002], addresses)
+    exchange.reduce([1000, 7777, 1002], OUTPUTS)
     assert engine.marked[3:] == [(1, 7777)]
     assert sources == [(7777, None)]
 
@@ -87,7 +104,7 @@ def test_a_gradient_that_was_not_announced_is_taken_from_the_wait() -> None:
     engine = RecordingEngine()
     exchange = made(engine)
     announce(exchange, 2)
-    exchange.reduce([1000, 1001, 1002], addresses)
+    exchange.reduce([1000, 1001, 1002], OUTPUTS)
     assert engine.marked == [(2, 1002), (0, 1000), (1, 1001)]
     assert exchange.source(0) is None, "the next step is open"
 
@@ -98,7 +115,7 @@ def test_two_announcements_in_one_step_fail_it_and_all_later_ones() -> None:
     announce(exchange, 0, 1, 2, 1)
     for _ in range(2):
         with pytest.raises(WfbpError, match=r"rank 0 of 2: test: the gradient of b .* two steps"):
-            exchange.reduce([1000, 1001, 1002], addresses)
+            exchange.reduce([1000, 1001, 1002], OUTPUTS)
     assert engine.marked == []
 
 
@@ -108,7 +125,7 @@ def test_an_announcement_while_the_step_ends_fails_it() -> None:
     engine.during_step = lambda: announce(exchange, 0, base=5000)
     announce(exchange, 0, 1, 2)
     with pytest.raises(WfbpError, match="the gradient of a was announced again"):
-        exchange.reduce([1000, 1001, 1002], addresses)
+        exchange.reduce([1000, 1001, 1002], OUTPUTS)
 
 
 def test_two_waits_at_once_fail_both() -> None:
@@ -118,13 +135,13 @@ def test_two_waits_at_once_fail_both() -> None:
 
     def wait_too() -> None:
         with pytest.raises(WfbpError, match="two steps end at once") as caught:
-            exchange.reduce([1000, 1001, 1002], addresses)
+            exchange.reduce([1000, 1001, 1002], OUTPUTS)
         second.append(str(caught.value))
 
     engine.during_step = wait_too
     announce(exchange, 0, 1, 2)
     with pytest.raises(WfbpError, match="two steps end at once"):
-        exchange.reduce([1000, 1001, 1002], addresses)
+        exchange.reduce([1000, 1001, 1002], OUTPUTS)
     assert len(second) == 1
 
 
@@ -139,7 +156,7 @@ def test_what_ends_one_step_ends_all() -> None:
     announce(exchange, 0, 1, 2)
     for _ in range(2):
         with pytest.raises(WfbpError, match="rank 1 failed"):
-            exchange.reduce([1000, 1001, 1002], addresses)
+            exchange.reduce([1000, 1001, 1002], OUTPUTS)
         engine.during_step = lambda: None
 
 

@@ -8,19 +8,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any
+
+import jax
 
 from wfbp.core.types import Op, TensorSpec
 from wfbp.errors import WfbpError
 from wfbp.runtime.engine import Engine
 from wfbp.runtime.slot import Slot, Source
 
-T = TypeVar("T")
+Copy = Callable[[Sequence[int], Sequence[int], Sequence[int]], None]
 
-_REMEDY = (
-    ". Let one depend on the other, call jax.block_until_ready on the first, or give them "
-    "different name="
-)
+
+def _remedy() -> str:
+    """Behind a message that a gradient came twice."""
+    remedy = (
+        ". Let one depend on the other, call jax.block_until_ready on the first, or give them "
+        "different name="
+    )
+    if (devices := jax.local_device_count()) > 1:
+        remedy += (
+            f". Or the step runs on several of this process's {devices} devices: gradients of one "
+            "device per process are exchanged; start a process for each"
+        )
+    return remedy
 
 
 @dataclass(frozen=True)
@@ -82,16 +93,18 @@ class Exchange:
         lock: see above.
         make: gives the engine. Collective: called in the first wait, because only execution has an
             order that all ranks share.
+        copy: copies memory: to these addresses, from those, so many bytes each.
     """
 
     def __init__(
-        self, request: Request, where: str, lock: Lock, make: Callable[[], Engine]
+        self, request: Request, where: str, lock: Lock, make: Callable[[], Engine], copy: Copy
     ) -> None:
         self._who = f"{where}: {request.title}"
         self._names = [spec.name for spec in request.specs]
         self._nbytes = [spec.nbytes for spec in request.specs]
         self._lock = lock
         self._make = make
+        self._copy = copy
         self._engine: Engine | None = None
         self._early: list[tuple[int, int, object]] = []
         self._addresses = [0] * len(self._names)
@@ -112,24 +125,18 @@ class Exchange:
         if self._addresses[index] or self._closing:
             self._problem = self._problem or (
                 f"{self._who}: the gradient of {self._names[index]} was announced again before "
-                f"the step was over: two steps run at once{_REMEDY}"
+                f"the step was over: two steps run at once{_remedy()}"
             )
             return
         self._addresses[index] = address
         self._mark(index, address, owner)
 
-    def reduce(
-        self, inputs: Sequence[int] | None, take: Callable[[Sequence[int], Sequence[int]], T]
-    ) -> T:
-        """Close the step, wait for the reduced gradients and take them.
+    def reduce(self, inputs: Sequence[int] | None, outputs: Sequence[int]) -> None:
+        """Close the step, and wait until all reduced gradients lie where they are wanted.
 
         Args:
             inputs: where the gradients lie now; None for where they were announced.
-            take: gets the addresses of the reduced gradients, which are valid while it runs, and
-                their sizes in bytes.
-
-        Returns:
-            What ``take`` returned.
+            outputs: where they are wanted, reduced; may be the same.
 
         Raises:
             WfbpError: two steps ran at once; or ranks disagree, failed, or did not answer in time.
@@ -137,7 +144,7 @@ class Exchange:
         """
         with self._lock:
             if self._closing:
-                self._problem = self._problem or f"{self._who}: two steps end at once{_REMEDY}"
+                self._problem = self._problem or f"{self._who}: two steps end at once{_remedy()}"
             self._failed = self._failed or self._problem
             if self._failed:
                 raise WfbpError(self._failed)
@@ -145,8 +152,14 @@ class Exchange:
         try:
             if inputs is not None:
                 self._follow(inputs)
-            slots = self._synchronize()
-            taken = take([slot.address for slot in slots], self._nbytes)
+            slots = self._synchronize(outputs)
+            rest = [
+                (to, s.address, n)
+                for to, s, n in zip(outputs, slots, self._nbytes, strict=True)
+                if s
+            ]
+            if rest:
+                self._copy(*zip(*rest, strict=True))
             with self._lock:
                 if self._problem:
                     raise WfbpError(self._problem)
@@ -155,7 +168,6 @@ class Exchange:
         except BaseException as error:
             self._failed = str(error)
             raise
-        return taken
 
     def _follow(self, inputs: Sequence[int]) -> None:
         """Have gradients sent (again) that lie elsewhere than they were announced, if they were.
@@ -188,7 +200,7 @@ class Exchange:
         if self._engine is not None:
             self._engine.close()
 
-    def _synchronize(self) -> list[Slot]:
+    def _synchronize(self, targets: Sequence[int]) -> list[Slot | None]:
         engine = self._engine
         if engine is None:
             engine = self._make()
@@ -196,7 +208,4 @@ class Exchange:
                 engine.mark_ready(index, address, owner)
             self._early.clear()
             self._engine = engine
-        slots = engine.synchronize()
-        found = [slot for slot in slots if slot is not None]
-        assert len(found) == len(self._names), "every rank announces every leaf"
-        return found
+        return engine.synchronize(targets=targets)

@@ -55,11 +55,11 @@ class Exchanges:
         with self._lock:
             self._get(key).announce(index, address, owner)
 
-    def reduce(self, key: int, take: Any) -> Any:
+    def reduce(self, key: int, outputs: Sequence[int]) -> None:
         """Wait for gradients outside of a compiled program; see :meth:`Exchange.reduce`."""
         with self._lock:
             exchange = self._get(key)
-        return exchange.reduce(None, take)
+        exchange.reduce(None, outputs)
 
     def reports(self) -> dict[str, dict[str, Any]]:
         """Of each exchange that has run, by name, the plan in use and what it costs."""
@@ -72,7 +72,7 @@ class Exchanges:
         with self._lock:
             self._take_notes()
             exchange = self._get(key)
-        exchange.reduce(inputs, lambda found, nbytes: self._native.copy(outputs, found, nbytes))
+        exchange.reduce(inputs, outputs)
 
     def _hear(self) -> None:
         """The herald: passes on what XLA's threads announce."""
@@ -105,7 +105,11 @@ class Exchanges:
                     "traced in this process; wfbp's programs cannot be exported"
                 )
             found = self._exchanges[key] = Exchange(
-                request, runtime.where, self._lock, partial(self._make, runtime, request)
+                request,
+                runtime.where,
+                self._lock,
+                partial(self._make, runtime, request),
+                self._native.copy,
             )
         return found
 

@@ -122,13 +122,9 @@ class Step:
         ]
         if any(self._is_traced(gradient) for gradient in given):
             return _call("wfbp_wait", given, exchange=np.int64(self._key))
-        reduced: list[Any] = self._exchanges.reduce(self._key, self._arrays)
-        return reduced
-
-    def _arrays(self, addresses: Sequence[int], nbytes: Sequence[int]) -> list[Any]:
         arrays = [np.empty(spec.shape, jax.numpy.dtype(spec.dtype)) for spec in self._specs]
         targets = [array.__array_interface__["data"][0] for array in arrays]
-        native.load().copy(targets, addresses, nbytes)
+        self._exchanges.reduce(self._key, targets)
         return [jax.numpy.asarray(array) for array in arrays]
 
     def _is_traced(self, value: Any) -> bool:

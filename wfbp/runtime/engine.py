@@ -21,13 +21,14 @@ from wfbp.runtime.arguments import check_arguments
 from wfbp.runtime.extra import reduce_extra
 from wfbp.runtime.gathering import Gathering
 from wfbp.runtime.gathers import Gathers
-from wfbp.runtime.lane import CLOSE, DISCARD, PlannedLane, StepResult
+from wfbp.runtime.lane import PlannedLane
 from wfbp.runtime.memory import keep_freed_memory
 from wfbp.runtime.recording import Recorder
 from wfbp.runtime.report import report
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.shards import shard_range
 from wfbp.runtime.slot import Slot, Source
+from wfbp.runtime.steps import CLOSE, DISCARD, StepResult
 from wfbp.runtime.tuner import Tuner
 from wfbp.runtime.whole import WholeGradients
 
@@ -162,23 +163,28 @@ class Engine:
         """Whether the plan decouples any tensor."""
         return self._gathers.gatherable
 
-    def synchronize(self, whole: bool = True, wanted: bool = False) -> list[Slot | None]:
+    def synchronize(
+        self, whole: bool = True, wanted: bool = False, targets: Sequence[int] = ()
+    ) -> list[Slot | None]:
         """Close the step and wait until every gradient is reduced.
 
         Args:
             whole: whether shards do not do; the same on every rank. Where the plan changes, all
                 gradients are whole anyway.
             wanted: the same, but of this rank alone.
+            targets: addresses, by tensor, to which whole reduced gradients are copied as they
+                arrive; they may be those of the gradients themselves.
 
         Returns:
             Per tensor, where its reduced gradient lies until the next step's first gradient;
-            None where no rank had one. Of a decoupled tensor it may be this rank's shard.
+            None where no rank had one, or where it was copied to its target. Of a decoupled
+            tensor it may be this rank's shard.
 
         Raises:
             WfbpError: ranks disagree, failed, or did not answer in time.
         """
         gathering = self._gathering
-        gathering.close()
+        gathering.close(targets)
         wanted = wanted and self._gathers.gatherable
         gathering.step.requested = wanted or bool(gathering.extra) or self._tuner.wants_round
         result = self._await_close()

@@ -63,6 +63,11 @@ class FusionBuffer:
         self._table.pack()
         self._tail[:] = self._flags.values(sources, requested, step, discards)
 
+    def unpack(self, addresses: Sequence[int]) -> None:
+        """Copy the tensors to these addresses, indexed by tensor; 0: not that one."""
+        self._table.pointers[:] = [addresses[k] for k in self._members]
+        self._table.unpack()
+
     def send(self, backend: Backend) -> Work[None]:
         """Reduce it."""
         return backend.all_reduce(self.buffer, self.dtype, self._op)

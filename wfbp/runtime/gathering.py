@@ -7,11 +7,13 @@ from time import perf_counter
 
 from wfbp.core.plan import Plan
 from wfbp.core.types import Operation, TensorSpec
+from wfbp.errors import WfbpError
 from wfbp.runtime.fusion import FusionBuffer
-from wfbp.runtime.lane import PlannedLane, Step, StepResult
+from wfbp.runtime.lane import PlannedLane
 from wfbp.runtime.profile import Stamps
 from wfbp.runtime.shards import ScatterBuffer
 from wfbp.runtime.slot import NOWHERE, Slot, Source
+from wfbp.runtime.steps import Step, StepResult
 from wfbp.runtime.thread import CommunicationThread
 
 _PATIENCE_STEPS = 8
@@ -184,8 +186,8 @@ class Gathering:
                 return True
         return False
 
-    def close(self) -> None:
-        """Take up gradients for which no event came."""
+    def close(self, targets: Sequence[int] = ()) -> None:
+        """Take up gradients for which no event came; have whole ones copied to ``targets``."""
         self._closed_s = perf_counter()
         step = self.step
         self._all_ready = all(step.addresses)
@@ -197,6 +199,8 @@ class Gathering:
         for index in self._dormant:
             if index not in self.extra and (source := self._fetch(index)) is not None:
                 self.extra[index] = source
+        if targets:
+            step.targets = [0 if k in self.extra else targets[k] for k in self._members]
 
     def check_resendable(self) -> None:
         """Raise unless all of the step can be sent anew, though it has been reduced.
@@ -214,10 +218,11 @@ class Gathering:
                 )
 
     def reduced(self, present: Sequence[bool]) -> list[Slot | None]:
-        """Where each tensor's reduced gradient lies; None where no rank had one."""
+        """Where each reduced gradient lies; None where no rank had one, or it is at its target."""
         found: list[Slot | None] = [None] * len(self._specs)
+        targets = self.step.targets or [0] * len(present)
         for place, here in enumerate(present):
-            if here:
+            if here and not targets[place]:
                 found[self._members[place]] = self._slots[place]
         return found
 
@@ -245,6 +250,11 @@ class Gathering:
         # It grew on another rank only; what the message brought lacks that rank's last part.
         address = self.step.addresses[place]
         self._check_not_sent_in_place(index, address)
+        if self.step.targets and self.step.targets[place] == address:
+            raise WfbpError(
+                f"{self._who}: another rank sends the gradient of {self._specs[index].name} anew, "
+                "and here the average has replaced it: the ranks run different programs"
+            )
         return address, self.step.owners[place]
 
     def learn_passes(self) -> None:

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from wfbp.core.plan import Plan
 from wfbp.core.types import Phase
-from wfbp.runtime.lane import Gather, GroupTime, PlannedLane
+from wfbp.runtime.lane import PlannedLane
 from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.steps import Gather, GroupTime
 
 
 class Gathers:

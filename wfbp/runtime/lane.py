@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from wfbp.comm.backend import Backend, Work
 from wfbp.comm.probe import WINDOW
@@ -16,67 +16,7 @@ from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime.calls import Reply
 from wfbp.runtime.fusion import FusionBuffer
 from wfbp.runtime.shards import GatherBuffer, ScatterBuffer
-
-CLOSE = -1
-DISCARD = -2
-
-
-@dataclass(slots=True)
-class Step:
-    """What the training thread tells of one step, indexed by the plan's tensors.
-
-    The training thread writes; the communication thread reads a tensor's entries only after its
-    ready event, and everything after the close.
-    """
-
-    number: int
-    addresses: list[int]
-    owners: list[object]
-    requested: bool = False
-    discards: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """The training thread has put the reduced shards to use: all-gathers may go.
-
-    Args:
-        addresses: of whole tensors, indexed by the plan's tensors: where this rank's shards are
-            sent from and the others' are written. 0 for tensors that are not gathered.
-        owners: kept alive until the gathers are over.
-        count: how many of the plan's all-gathers may go by now; None for all that are left.
-    """
-
-    addresses: list[int]
-    owners: object
-    count: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GroupTime:
-    """When one group was packed and travelled, seconds of ``time.perf_counter``."""
-
-    group: int
-    start_s: float
-    packed_s: float
-    end_s: float
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What a step's messages brought.
-
-    Args:
-        present: per tensor of the plan, whether any rank had a gradient.
-        requested: whether any rank asks for talk at the step border.
-        discarded: whether any rank discards the step.
-        times: when each group travelled.
-    """
-
-    present: list[bool]
-    requested: bool = False
-    discarded: bool = False
-    times: list[GroupTime] = field(default_factory=list)
+from wfbp.runtime.steps import CLOSE, Gather, GroupTime, Step, StepResult
 
 
 @dataclass(slots=True)
@@ -180,6 +120,8 @@ class PlannedLane:
         elif event == CLOSE:
             sequencer.close()
             self._closing = True
+            for arrived in self._result.times:
+                self._deliver(arrived.group)
         else:
             sequencer.discard()
 
@@ -257,11 +199,19 @@ class PlannedLane:
         if group < len(self._buffers):
             self._take_in(group)
             self._result.times.append(self._time(flight))
+            if self._closing:
+                self._deliver(group)
             self._sequencer.completed(group)
         else:
             self._gather_buffers[group - len(self._buffers)].unpack(self._gather.addresses)
             self._sequencer.completed(group)
             self.arrivals.put(self._time(flight))
+
+    def _deliver(self, group: int) -> None:
+        """Copy what a group of backward brought to where it is wanted."""
+        buffer = self._buffers[group]
+        if self._step.targets and isinstance(buffer, FusionBuffer):
+            buffer.unpack(self._step.targets)
 
     def _time(self, flight: _Flight) -> GroupTime:
         return GroupTime(flight.group, flight.start_s, flight.packed_s, time.perf_counter())

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from wfbp.core.plan import Plan
-from wfbp.runtime.lane import GroupTime
 from wfbp.runtime.profile import Stamps
+from wfbp.runtime.steps import GroupTime
 from wfbp.runtime.tuner import Tuner
 
 FORMAT = "wfbp-run/1"

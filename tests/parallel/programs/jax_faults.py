@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+if sys.argv[2] == "devices":
+    os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +63,10 @@ def train(case: str, mine: bool) -> None:
         jax.block_until_ready(grads)
     if case == "two":
         two_at_once(params, x)
+    if case == "devices":
+        mesh = jax.sharding.Mesh(jax.devices(), "data")
+        spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+        jax.block_until_ready(step(params, jax.device_put(x, spread)))
     if case == "again":
         again(step, params)
 
