@@ -43,6 +43,7 @@ from wfbp.runtime.trial import Elimination, Search, Times, Trial
 _WINDOW_STEPS = 20
 _NUM_WINDOWS = 5
 _MOST_STEPS = 400
+_MOST_COLD = 3
 
 
 class Tuner:
@@ -55,6 +56,7 @@ class Tuner:
         specs: the tensors to plan, in forward order as far as it is known.
         decouples: whether schedules that decouple all-reduce can be served.
         num_updaters: ranks that share the update of a decoupled tensor; 1 where each does all.
+        in_place: whether groups travel in place where they can.
 
     Raises:
         ValueError: no such schedule.
@@ -68,9 +70,11 @@ class Tuner:
         specs: Sequence[TensorSpec],
         decouples: bool = False,
         num_updaters: int = 1,
+        in_place: bool = False,
     ) -> None:
         check_schedule(schedule, decouples)
         self._decouples = decouples and schedule not in planners.ALL_REDUCE
+        self._in_place = in_place
         self._spared = 1.0 - 1.0 / num_updaters
         self._update_s = 0.0
         self._kappa = 0.0  # as the last trial showed it; what is planned next counts on it
@@ -108,7 +112,7 @@ class Tuner:
             if self._seen >= self._config.warmup_steps:
                 self._enter("profile", held(self.plan))
             return
-        if self._seen > 1:  # the first step by a plan finds cold buffers
+        if self._seen > self._num_cold:  # a plan's first steps find cold memory
             self._steps.append(stamps)
         if self.phase == "trial":
             assert self._trial is not None
@@ -119,6 +123,14 @@ class Tuner:
                 self._enter("trial", self._trial.plans[len(self._times)])
         elif self.phase == "installed":
             self._watch()
+
+    @property
+    def _num_cold(self) -> int:
+        """Steps after a change of plans that tell nothing; more where steps are short."""
+        if self.phase != "trial":
+            return 1
+        assert self._trial is not None
+        return max(1, min(_MOST_COLD, self._trial.num_steps // 2))
 
     @property
     def operations(self) -> tuple[Operation, ...]:
@@ -206,7 +218,8 @@ class Tuner:
         packing_s = max(p.packing_s for p in profiles)
         self._update_s = max(p.update_s for p in profiles)
         self.trace = trace
-        costs = with_packing(measure(), packing_s / max(1, self.plan.total_bytes))
+        rate = packing_s / max(1, self.plan.total_bytes)
+        costs = with_packing(measure(), rate, self._in_place)
         self.costs = costs = replace(costs, kappa=self._kappa)
         if self._schedule == "dear":
 
