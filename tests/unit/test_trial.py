@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from wfbp.core.plan import Group, Plan
 from wfbp.core.types import TensorSpec
@@ -45,6 +46,15 @@ def test_within_noise_the_plan_in_use_stays() -> None:
 
 def test_within_noise_the_fewest_groups_win() -> None:
     found = [winner({MIDDLE: 2.0, FINE: 1.0, COARSE: 1.0}, 0.05, seed) for seed in range(20)]
+    assert found.count(COARSE) > 15
+
+
+def test_within_noise_groups_that_do_not_overlap_count_as_one() -> None:
+    """And the first of equals wins."""
+    late = replace(FINE, overlap=False)
+    found = [winner({MIDDLE: 2.0, late: 1.0, COARSE: 1.0}, 0.05, seed) for seed in range(20)]
+    assert found.count(late) > 15
+    found = [winner({MIDDLE: 2.0, COARSE: 1.0, late: 1.0}, 0.05, seed) for seed in range(20)]
     assert found.count(COARSE) > 15
 
 

@@ -137,12 +137,13 @@ def _add(candidates: Sequence[Candidate], ranks: Sequence[Times]) -> None:
 def _fastest(candidates: Sequence[Candidate], incumbent: Candidate | None = None) -> Plan:
     """The plan of the least time, unless others took as long within noise.
 
-    Of those the plan in use stays; else the one with the fewest groups is taken, which costs the
-    least of what the trial could not see.
+    Of those the plan in use stays; else the one is taken with the fewest groups that overlap, which
+    costs the least of what the trial could not see, and of these the first, which was predicted to
+    be the fastest.
     """
     best = min(candidates, key=lambda c: c.measured_s)
     limit_s = best.measured_s * (1 + _NOISE) + best.noise_s
     equal = [c for c in candidates if c.measured_s <= limit_s]
     if incumbent in equal:
         return incumbent.plan
-    return min(equal, key=lambda c: len(c.plan.groups)).plan
+    return min(equal, key=lambda c: len(c.plan.groups) if c.plan.overlap else 1).plan
