@@ -16,7 +16,6 @@ MODES = [
     (3, "hybrid"),
     (2, "ps_layerwise"),
     (3, "ps_layerwise"),
-    (2, "apart"),
 ]
 
 ALONE = ("bad_arguments", "scheduler_made_before_wrapping", "clipping", "scaler_naive", "lbfgs")

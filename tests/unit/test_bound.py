@@ -10,8 +10,6 @@ import pytest
 from tests.unit import reference
 from wfbp.core.bound import lower_bound_s
 from wfbp.core.cost import Costs, LinearCost
-from wfbp.core.plan import Group, Plan
-from wfbp.core.timeline import iteration_s
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import TensorSpec
 
@@ -67,21 +65,6 @@ def test_a_cheaper_decoupled_way_lowers_it() -> None:
     cheap = LinearCost(0.1, 1e-4)
     assert lower_bound_s(trace, Costs(all_reduce)) == pytest.approx(5.0)
     assert lower_bound_s(trace, Costs(all_reduce, cheap, cheap)) == pytest.approx(3.4)
-
-
-def test_nothing_in_place_beats_it() -> None:
-    rng = random.Random(12)
-    closest = np.inf
-    for _ in range(300):
-        trace = reference.random_trace(rng, rng.randint(2, 8))
-        whole = reference.random_cost(rng, rng.random() < 0.5)
-        costs = Costs(whole, in_place=whole.scaled(rng.random()))
-        groups = tuple(Group((k,)) for k in range(len(trace.tensors)))
-        made = Plan("apart", trace.specs, groups, overlap=False)
-        bound = lower_bound_s(trace, costs)
-        assert bound <= iteration_s(made, trace, costs) * (1 + 1e-12)
-        closest = min(closest, iteration_s(made, trace, costs) / bound)
-    assert closest < 1.1
 
 
 def test_lines_below_hold_for_messages_of_any_number_and_size() -> None:

@@ -107,7 +107,6 @@ def test_monotone_points_are_the_closest_monotone_curve(
         Costs(LinearCost(1e-4, 1e-9)),
         Costs(CURVE, kappa=0.5),
         Costs(CURVE, LinearCost(1.0, 2.0), CURVE.scaled(3.0), 1.5),
-        Costs(CURVE, in_place=LinearCost(0.5, 1.0)),
     ],
 )
 def test_json_round_trip(costs: Costs, tmp_path: Path) -> None:

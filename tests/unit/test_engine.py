@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import random
-from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.ranks import QUICK, all_well, run_ranks
-from tests.unit.trainer import Trainer, address, make_specs, mean, number
+from tests.unit.trainer import Trainer, make_specs, mean, number
 from wfbp.config import Config
-from wfbp.core.plan import Group, Plan
-from wfbp.core.trace import Trace
 from wfbp.core.types import Op, TensorSpec
 from wfbp.errors import PeerError
-from wfbp.runtime import tuner
 from wfbp.runtime.runtime import Runtime
 
 STEADY = Config(schedule="wfbp", warmup_steps=10**6, timeout_s=20.0)
@@ -32,26 +26,12 @@ STEADY = Config(schedule="wfbp", warmup_steps=10**6, timeout_s=20.0)
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=7),
     schedule=st.sampled_from(["auto", "oasr", "mgwfbp", "wfbp", "single", "threshold"]),
     to_none=st.booleans(),
-    in_place=st.booleans(),
     seed=st.integers(0, 2**32),
 )
 def test_random_programs(
-    size: int, sizes: list[int], schedule: str, to_none: bool, in_place: bool, seed: int
+    size: int, sizes: list[int], schedule: str, to_none: bool, seed: int
 ) -> None:
     """Any tensors in any order on any rank, discarded passes, accumulation, changing plans."""
-    with mock.patch.object(tuner, "auto_candidates", apart) if in_place else nullcontext():
-        run_random_program(size, sizes, schedule, to_none, in_place, seed)
-
-
-def apart(trace: Trace, *_: Any) -> list[Plan]:
-    """The plan of each tensor alone, behind backward."""
-    groups = tuple(Group((k,)) for k in range(len(trace.specs)))
-    return [Plan("apart", trace.specs, groups, overlap=False)]
-
-
-def run_random_program(
-    size: int, sizes: list[int], schedule: str, to_none: bool, in_place: bool, seed: int
-) -> None:
     chance = random.Random(seed)
     steps = [
         {
@@ -65,7 +45,7 @@ def run_random_program(
     ]
 
     def body(runtime: Runtime) -> None:
-        trainer = Trainer(runtime, make_specs(sizes), schedule=schedule, in_place=in_place)
+        trainer = Trainer(runtime, make_specs(sizes), schedule=schedule)
         order = random.Random(seed + runtime.rank)
         for step in steps:
             trainer.zero(to_none)
@@ -89,41 +69,6 @@ def run_random_program(
             assert trainer.synchronize() == pytest.approx(wanted)
 
     all_well(run_ranks(size, body))
-
-
-def test_gradients_are_reduced_where_they_lie() -> None:
-    """All but that of the last message, and that of a rank that has none."""
-
-    def body(runtime: Runtime) -> list[bool]:
-        trainer = Trainer(runtime, make_specs([3, 4, 5, 6]), in_place=True)
-        for step in range(8):
-            trainer.zero()
-            for k in (3, 2, 1, 0):
-                if runtime.rank or k != 1:
-                    trainer.accumulate(k, float(step + runtime.rank))
-            held = [g if g is None else address(g) for g in trainer.grads]
-            both = step + 0.5
-            assert trainer.synchronize() == [both, (step + 1) / 2, both, both]
-        return [a == address(g) for a, g in zip(held, trainer.grads, strict=True) if g is not None]
-
-    with mock.patch.object(tuner, "auto_candidates", apart):
-        inside = all_well(run_ranks(2, body))
-    assert sum(inside[0]) == 2
-    assert sum(inside[1]) == 3
-
-
-def test_two_tensors_in_one_memory_are_reduced_once_each() -> None:
-    def body(runtime: Runtime) -> list[float | None]:
-        trainer = Trainer(runtime, make_specs([4, 4, 4]), in_place=True)
-        for step in range(8):
-            trainer.zero()
-            shared = np.full(4, step + runtime.rank, np.float64)
-            trainer.grads = [shared, shared, shared]
-            found = trainer.synchronize()
-        return found
-
-    with mock.patch.object(tuner, "auto_candidates", apart):
-        assert all_well(run_ranks(2, body)) == [[7.5] * 3] * 2
 
 
 def test_the_sum_instead_of_the_average() -> None:

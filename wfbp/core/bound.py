@@ -22,8 +22,7 @@ def lower_bound_s(trace: Trace, costs: Costs) -> float:
         LB = max(T_f + T_b, max_i { sum_{k>=i} (tf_k + tb_k) + a + b * sum_{j<=i} m_j })
 
     For a measured curve a and b run over the lines under it, and for each i the best line counts.
-    Bytes travel by all-reduce, packed or in place, or by reduce-scatter and all-gather; the
-    cheapest way counts.
+    Bytes travel by all-reduce or by reduce-scatter and all-gather; the cheaper way counts.
     ``other_s`` is added, because every iteration has it.
 
     Args:
@@ -55,14 +54,13 @@ def lower_bound_s(trace: Trace, costs: Costs) -> float:
 
 
 def _lines(costs: Costs, max_bytes: float) -> list[Line]:
-    """Lines below the cost of moving bytes by any way, one of them or a mixture."""
-    ways = [costs.all_reduce.lines_below(max_bytes)]
-    if costs.in_place is not None:
-        ways.append(costs.in_place.lines_below(max_bytes))
-    if costs.reduce_scatter is not None or costs.all_gather is not None:
-        scatter = costs.of(Operation.REDUCE_SCATTER).lines_below(max_bytes)
-        gather = costs.of(Operation.ALL_GATHER).lines_below(max_bytes)
-        ways.append(
-            tuple((a + a_ag, b + b_ag) for (a, b), (a_ag, b_ag) in product(scatter, gather))
-        )
-    return [(min(a for a, _ in way), min(b for _, b in way)) for way in product(*ways)]
+    """Lines below the cost of moving bytes by either way, one of the two or a mixture."""
+    whole = costs.all_reduce.lines_below(max_bytes)
+    if costs.reduce_scatter is None and costs.all_gather is None:
+        return list(whole)
+    scatter = costs.of(Operation.REDUCE_SCATTER).lines_below(max_bytes)
+    gather = costs.of(Operation.ALL_GATHER).lines_below(max_bytes)
+    return [
+        (min(a, a_rs + a_ag), min(b, b_rs + b_ag))
+        for (a, b), (a_rs, b_rs), (a_ag, b_ag) in product(whole, scatter, gather)
+    ]

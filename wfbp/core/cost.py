@@ -28,8 +28,6 @@ class Costs:
         reduce_scatter: cost by bytes of the whole buffer; half of ``all_reduce`` if None.
         all_gather: cost by bytes of the whole buffer; half of ``all_reduce`` if None.
         kappa: interference. Computation takes 1 + kappa times as long while the channel is busy.
-        in_place: cost of an all-reduce that needs no packing (``Plan.in_place``); that of
-            ``all_reduce`` if None.
 
     Raises:
         ValueError: ``kappa`` is negative or not finite.
@@ -44,15 +42,14 @@ class Costs:
     reduce_scatter: CostModel | None = None
     all_gather: CostModel | None = None
     kappa: float = 0.0
-    in_place: CostModel | None = None
 
     def __post_init__(self) -> None:
         number("kappa", self.kappa)
 
-    def of(self, operation: Operation, in_place: bool = False) -> CostModel:
+    def of(self, operation: Operation) -> CostModel:
         """The cost of one collective; half of all-reduce where nothing else was given."""
         if operation is Operation.ALL_REDUCE:
-            return self.in_place if in_place and self.in_place is not None else self.all_reduce
+            return self.all_reduce
         own = self.reduce_scatter if operation is Operation.REDUCE_SCATTER else self.all_gather
         return _half(self.all_reduce) if own is None else own
 
@@ -63,8 +60,6 @@ class Costs:
             data["reduce_scatter"] = self.reduce_scatter.to_json()
         if self.all_gather is not None:
             data["all_gather"] = self.all_gather.to_json()
-        if self.in_place is not None:
-            data["in_place"] = self.in_place.to_json()
         data["kappa"] = self.kappa
         return data
 
@@ -83,7 +78,7 @@ class Costs:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"not a cost file: expected format {FORMAT!r}, found {found!r}")
-        known = ("format", "all_reduce", "reduce_scatter", "all_gather", "kappa", "in_place")
+        known = ("format", "all_reduce", "reduce_scatter", "all_gather", "kappa")
         _only_known("", data, known)
         if "all_reduce" not in data:
             raise ValueError("all_reduce: missing")
@@ -92,7 +87,6 @@ class Costs:
             _curve("reduce_scatter", data["reduce_scatter"]) if "reduce_scatter" in data else None,
             _curve("all_gather", data["all_gather"]) if "all_gather" in data else None,
             number("kappa", data.get("kappa", 0.0)),
-            _curve("in_place", data["in_place"]) if "in_place" in data else None,
         )
 
     @classmethod

@@ -67,13 +67,12 @@ def backward_phase(plan: Plan, trace: Trace, costs: Costs) -> PhaseTiming:
     backward_s = ready_clock[0]
     lag = costs.kappa / (1.0 + costs.kappa)
     cost_of = {operation: costs.of(operation) for operation in Operation}
-    in_place = costs.of(Operation.ALL_REDUCE, in_place=True)
     free_clock = end_s = busy_s = 0.0
     clocks, walls = [0.0], [0.0]
     rows = []
-    for index, group in enumerate(plan.groups[: plan.num_backward]):
+    for group in plan.groups[: plan.num_backward]:
         nbytes = sum(sizes[k] for k in group.tensors)
-        cost_s = (in_place if plan.in_place(index) else cost_of[group.operation])(nbytes)
+        cost_s = cost_of[group.operation](nbytes)
         ready = max(ready_clock[k] for k in group.tensors) if plan.overlap else backward_s
         if free_clock >= ready:
             start_clock, start_s = free_clock, end_s

@@ -124,21 +124,6 @@ class Plan:
         """Bytes of a group's tensors in its fusion buffer, padding between them included."""
         return layout([self.tensors[k].nbytes for k in self.groups[group].tensors])[1]
 
-    def in_place(self, group: int) -> bool:
-        """Whether a group can be reduced where its gradient lies, without being packed.
-
-        A single tensor can that leaves when nothing is computed any more. The last group of
-        backward is packed always: its message says what ranks tell each other.
-        """
-        members = self.groups[group]
-        return (
-            not self.overlap
-            and group < self.num_backward - 1
-            and len(members.tensors) == 1
-            and members.operation is Operation.ALL_REDUCE
-            and self.tensors[members.tensors[0]].nbytes > 0
-        )
-
     @property
     def total_bytes(self) -> int:
         """Bytes of all tensors."""

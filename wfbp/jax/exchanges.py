@@ -137,7 +137,6 @@ class Exchanges:
                     schedule=request.schedule,
                     threshold_bytes=request.threshold_bytes,
                     op=request.op,
-                    in_place=True,
                     fetch=exchange.source,
                     name=request.title,
                 )

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from wfbp.core import planners
 from wfbp.core.cost import CostModel, Costs, PiecewiseCost
-from wfbp.core.plan import Plan, split_by_dtype
+from wfbp.core.plan import Plan
 from wfbp.core.timeline import timeline
 from wfbp.core.trace import Trace
 
@@ -64,8 +62,6 @@ def auto_candidates(
     names = (*planners.ALL_REDUCE, *others)
     plans = [make(name, trace, costs, threshold_bytes) for name in names]
     plans.append(held(make("oasr", held_trace, costs, threshold_bytes)))
-    if costs.in_place is not None:
-        plans.append(apart(trace, costs))
     predicted = {p.digest: timeline(p, trace, costs).iteration_s for p in plans}
     best_s = min(predicted.values())
     # All-reduce first: to change from one kind to the other moves optimizer state.
@@ -74,31 +70,13 @@ def auto_candidates(
     return distinct([started] + [p for p in plans if predicted[p.digest] < _HOPELESS * best_s])
 
 
-def apart(trace: Trace, costs: Costs) -> Plan:
-    """Behind backward, large tensors alone and in place, and small ones packed into a last group.
-
-    How many are large is what costs the least. They leave in forward order: the gradients that
-    were computed last are those that caches still hold.
-    """
-    assert costs.in_place is not None
-    sizes = np.array([spec.nbytes for spec in trace.specs], dtype=np.float64)
-    order = np.argsort(-sizes, kind="stable")
-    alone_s = np.concatenate([[0.0], np.cumsum(costs.in_place.many(sizes[order]))])[:-1]
-    packed_s = costs.all_reduce.many(
-        sizes.sum() - np.concatenate([[0.0], sizes[order].cumsum()])[:-1]
-    )
-    count = int(np.argmin(alone_s + packed_s))
-    runs = [[int(k)] for k in sorted(order[:count])] + [[int(k) for k in sorted(order[count:])]]
-    return Plan("apart", trace.specs, split_by_dtype(trace.specs, runs), overlap=False)
-
-
 def held(plan: Plan) -> Plan:
     """The same groups, all of which leave when the step closes."""
     return replace(plan, overlap=False)
 
 
-def with_packing(costs: Costs, packing_s_per_byte: float, in_place: bool = False) -> Costs:
-    """Costs as groups have them: a group is packed before it travels, or travels in place."""
+def with_packing(costs: Costs, packing_s_per_byte: float) -> Costs:
+    """Costs as groups have them: a group is packed before it travels."""
 
     def packed(curve: CostModel | None) -> CostModel | None:
         if curve is None:
@@ -108,13 +86,7 @@ def with_packing(costs: Costs, packing_s_per_byte: float, in_place: bool = False
 
     all_reduce = packed(costs.all_reduce)
     assert all_reduce is not None
-    return Costs(
-        all_reduce,
-        packed(costs.reduce_scatter),
-        packed(costs.all_gather),
-        costs.kappa,
-        costs.all_reduce if in_place else None,
-    )
+    return Costs(all_reduce, packed(costs.reduce_scatter), packed(costs.all_gather), costs.kappa)
 
 
 def reordered(plan: Plan, trace: Trace) -> Plan:

@@ -49,7 +49,6 @@ class Engine:
         active: per tensor, whether a gradient is expected; the others join when one appears.
         decouples: whether the caller can do with shards of gradients, and ``gather``.
         shares_update: whether each rank then updates its shards only.
-        in_place: whether gradients may be reduced where they lie.
         memory_orders: of tensors that do not lie row by row, for comparison with other ranks.
         fetch: returns the gradient of a tensor for which no event came, or None; called when the
             step closes.
@@ -73,7 +72,6 @@ class Engine:
         active: Sequence[bool] | None = None,
         decouples: bool = False,
         shares_update: bool = False,
-        in_place: bool = False,
         memory_orders: Sequence[str] = (),
         fetch: Callable[[int], Source | None] = lambda index: None,
         name: str = "optimizer",
@@ -91,9 +89,7 @@ class Engine:
             [specs[k] for k in chosen],
             decouples,
             runtime.size if shares_update else 1,
-            in_place,
         )
-        self._in_place = in_place
         settings = {
             "schedule": schedule,
             "threshold_bytes": threshold_bytes,
@@ -257,9 +253,7 @@ class Engine:
         """Take the tuner's plan into use; no step is under way."""
         plan = self._tuner.plan
         self._gathers.wait_all()
-        # Packing is measured with everything packed.
-        in_place = self._in_place and self._tuner.phase != "profile"
-        self._gathering.install(plan, self._lane.install(plan, in_place))
+        self._gathering.install(plan, self._lane.install(plan))
         self._gathers.install(plan, self._gathering.members, len(self.specs))
         self.num_installed += 1
         self.profiling = self._tuner.phase == "profile"

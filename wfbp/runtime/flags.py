@@ -1,10 +1,10 @@
-"""What messages say beside their tensors.
+"""What every message says beside its tensors.
 
-Behind its tensors every packed message carries one element per tensor that says whether this rank
-had a gradient for it (a *presence flag*), and the last message of backward also the *border*:
-whether the rank asks for a round of talk at the step border, whether it discards the step, and the
-step's number, each bit as two flags, of which one says that it is set and the other that it is
-not. They cost a few bytes and no message of their own.
+Behind its tensors every message carries one element per tensor that says whether this rank had a
+gradient for it (a *presence flag*), and the last message of backward also the *border*: whether the
+rank asks for a round of talk at the step border, whether it discards the step, and the step's
+number, each bit as two flags, of which one says that it is set and the other that it is not. They
+cost a few bytes and no message of their own.
 
 All that is asked of a reduced flag is whether any rank had set it. The smallest share of a sum or
 average that a rank can have is above zero in every floating type, however many ranks there are.
@@ -32,7 +32,7 @@ class Arrival:
     """What a completed group's flags say.
 
     Args:
-        present: per flagged tensor, whether any rank had a gradient for it.
+        present: per tensor of the group, whether any rank had a gradient for it.
         requested: whether any rank asks for talk at the step border (last group only).
         discarded: whether any rank discards the step (last group only).
         steps_agree: whether all ranks are at the same step (last group only).
@@ -50,19 +50,13 @@ class Flags:
     Args:
         plan: what is sent.
         group: index of the group.
-        in_place: whether groups travel in place where they can; they have no flags then, and the
-            last group has them.
     """
 
-    def __init__(self, plan: Plan, group: int, in_place: bool = False) -> None:
+    def __init__(self, plan: Plan, group: int) -> None:
         self._dtype = plan.dtype(group)
+        self._num_tensors = len(plan.groups[group].tensors)
         self._is_last = group == plan.num_backward - 1
-        self.tensors = list(plan.groups[group].tensors)
-        """Whose presence the flags tell, by index into the plan's."""
-        if self._is_last and in_place:
-            bare = [plan.groups[g].tensors for g in range(group) if plan.in_place(g)]
-            self.tensors += [tensor for tensors in bare for tensor in tensors]
-        self.count = len(self.tensors) + (NUM_BORDER if self._is_last else 0)
+        self.count = self._num_tensors + (NUM_BORDER if self._is_last else 0)
         """Elements of the group's type that the flags take."""
 
     def values(
@@ -71,12 +65,12 @@ class Flags:
         """The flags of this rank.
 
         Args:
-            addresses: of the plan's gradients; 0 where there is none.
+            addresses: of the group's gradients; 0 where there is none.
             requested: whether the rank asks for talk at the step border.
             step: its number.
             discards: whether the rank discards the step.
         """
-        flags = [1.0 if addresses[k] else 0.0 for k in self.tensors]
+        flags = [1.0 if address else 0.0 for address in addresses]
         if self._is_last:
             flags += [float(requested), float(discards), *_step_flags(step)]
         return _encode(flags, self._dtype)
@@ -84,7 +78,7 @@ class Flags:
     def read(self, reduced: Buffer, step: int) -> Arrival:
         """What the reduced flags say to a rank that is at this step."""
         flags = _decode(reduced, self._dtype)
-        present = [value > 0 for value in flags[: len(self.tensors)]]
+        present = [value > 0 for value in flags[: self._num_tensors]]
         if not self._is_last:
             return Arrival(present)
         requested, discarded, *steps = flags[-NUM_BORDER:]

@@ -28,14 +28,12 @@ class FusionBuffer:
         group: index of the group whose storage this is.
         op: ``Op.AVERAGE`` or ``Op.SUM``.
         size: number of ranks.
-        in_place: whether other groups travel in place where they can.
     """
 
-    def __init__(self, plan: Plan, group: int, op: Op, size: int, in_place: bool = False) -> None:
+    def __init__(self, plan: Plan, group: int, op: Op, size: int) -> None:
         self.dtype = plan.dtype(group)
         self._op = op
-        self._flags = Flags(plan, group, in_place)
-        self.flagged: Sequence[int] = self._flags.tensors
+        self._flags = Flags(plan, group)
         self._offsets = plan.offsets(group)
         self._members = plan.groups[group].tensors
         self._nbytes = [plan.tensors[k].nbytes for k in self._members]
@@ -60,9 +58,10 @@ class FusionBuffer:
         self, addresses: Sequence[int], requested: bool, step: int, discards: bool = False
     ) -> None:
         """Copy what lies at the addresses (indexed by tensor; 0: absent, zeros)."""
-        self._table.pointers[:] = [addresses[k] for k in self._members]
+        sources = [addresses[k] for k in self._members]
+        self._table.pointers[:] = sources
         self._table.pack()
-        self._tail[:] = self._flags.values(addresses, requested, step, discards)
+        self._tail[:] = self._flags.values(sources, requested, step, discards)
 
     def unpack(self, addresses: Sequence[int]) -> None:
         """Copy the tensors to these addresses, indexed by tensor; 0: not that one."""

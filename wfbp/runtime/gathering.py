@@ -8,9 +8,10 @@ from time import perf_counter
 from wfbp.core.plan import Plan
 from wfbp.core.types import Operation, TensorSpec
 from wfbp.errors import WfbpError
-from wfbp.runtime.in_place import InPlace, InPlaceBuffer
-from wfbp.runtime.lane import BackwardBuffer, PlannedLane
+from wfbp.runtime.fusion import FusionBuffer
+from wfbp.runtime.lane import PlannedLane
 from wfbp.runtime.profile import Stamps
+from wfbp.runtime.shards import ScatterBuffer
 from wfbp.runtime.slot import NOWHERE, Slot, Source
 from wfbp.runtime.steps import Step, StepResult
 from wfbp.runtime.thread import CommunicationThread
@@ -56,25 +57,20 @@ class Gathering:
         """Tensors of the last group, which leaves when the step is closed and not before. Whoever
         is done with some of them may take them out until the next step."""
 
-    def install(self, plan: Plan, buffers: Sequence[BackwardBuffer]) -> None:
+    def install(self, plan: Plan, buffers: Sequence[FusionBuffer | ScatterBuffer]) -> None:
         """Gather for another plan from the next :meth:`begin` on."""
         groups = plan.groups[: plan.num_backward]
         self._members = [self._index[spec] for spec in plan.tensors]
         self.place = [-1] * len(self._specs)
         self._group_of = [0] * len(plan.tensors)
         self._slots = [NOWHERE] * len(plan.tensors)
-        self._in_place = InPlace()
         for place, index in enumerate(self._members):
             self.place[index] = place
         for group, members in enumerate(groups):
             whole = members.operation is Operation.ALL_REDUCE
-            buffer = buffers[group]
             for position, place in enumerate(members.tensors):
                 self._group_of[place] = group
-                if isinstance(buffer, InPlaceBuffer):
-                    self._in_place.add(place, buffer)
-                else:
-                    self._slots[place] = Slot.of(buffer.slot(position), whole)
+                self._slots[place] = Slot.of(buffers[group].slot(position), whole)
         self._last = [self._members[place] for place in groups[-1].tensors]
         self.last.clear()
         self._dormant = [k for k, place in enumerate(self.place) if place < 0]
@@ -157,11 +153,11 @@ class Gathering:
         """Where a tensor lies in its fusion buffer; a gradient written there is not copied.
 
         Raises:
-            KeyError: the plan does not carry the tensor, or not whole, or anywhere.
+            KeyError: the plan does not carry the tensor, or not whole.
         """
         place = self.place[index]
-        if place < 0 or place in self._in_place or not self._slots[place].whole:
-            raise KeyError(f"{self._specs[index].name} is in no group's buffer, or decoupled")
+        if place < 0 or not self._slots[place].whole:
+            raise KeyError(f"{self._specs[index].name} is in no group, or decoupled")
         return self._slots[place]
 
     @property
@@ -205,7 +201,6 @@ class Gathering:
                 self.extra[index] = source
         if targets:
             step.targets = [0 if k in self.extra else targets[k] for k in self._members]
-        self._in_place.settle(step)
 
     def check_resendable(self) -> None:
         """Raise unless all of the step can be sent anew, though it has been reduced.
@@ -214,7 +209,7 @@ class Gathering:
             RuntimeError: a gradient was reduced in its place.
         """
         for place, address in enumerate(self.step.addresses):
-            if address and (place in self._in_place or address == self._slots[place].address):
+            if address and address == self._slots[place].address:
                 raise RuntimeError(
                     f"{self._who}: another rank discarded gradients that it had sent, so this step "
                     "must be sent again, but the gradient of "
@@ -228,8 +223,7 @@ class Gathering:
         targets = self.step.targets or [0] * len(present)
         for place, here in enumerate(present):
             if here and not targets[place]:
-                own = self._in_place.slot(place, self.step)
-                found[self._members[place]] = self._slots[place] if own is None else own
+                found[self._members[place]] = self._slots[place]
         return found
 
     def stamps(self, result: StepResult, done_s: float, update_s: float, waited_s: float) -> Stamps:

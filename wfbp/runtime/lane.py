@@ -15,12 +15,8 @@ from wfbp.core.types import Op, Operation
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime.calls import Reply
 from wfbp.runtime.fusion import FusionBuffer
-from wfbp.runtime.in_place import InPlaceBuffer
 from wfbp.runtime.shards import GatherBuffer, ScatterBuffer
 from wfbp.runtime.steps import CLOSE, Gather, GroupTime, Step, StepResult
-
-BackwardBuffer = FusionBuffer | InPlaceBuffer | ScatterBuffer
-"""What carries a group of backward."""
 
 
 @dataclass(slots=True)
@@ -57,12 +53,8 @@ class PlannedLane:
         self._gather = Gather([], None)
         self._closing = False
 
-    def install(self, plan: Plan, in_place: bool) -> list[BackwardBuffer]:
+    def install(self, plan: Plan) -> list[FusionBuffer | ScatterBuffer]:
         """Send by another plan from the next step on; called while nothing is under way.
-
-        Args:
-            plan: what to send.
-            in_place: whether groups travel in place where they can.
 
         Returns:
             The buffers of the groups of backward.
@@ -72,15 +64,12 @@ class PlannedLane:
         self._sequencer = Sequencer(plan, WINDOW)
         # In one assignment: the communication thread may be asked where it is at any time.
         self._described = plan, self._sequencer
-        self._in_place = in_place
-        self._buffers: list[BackwardBuffer] = []
-        for g in range(plan.num_backward):
-            if in_place and plan.in_place(g):
-                self._buffers.append(InPlaceBuffer(plan, g, self._op))
-            elif plan.groups[g].operation is Operation.REDUCE_SCATTER:
-                self._buffers.append(ScatterBuffer(plan, g, self._op, rank, size, in_place))
-            else:
-                self._buffers.append(FusionBuffer(plan, g, self._op, size, in_place))
+        self._buffers: list[FusionBuffer | ScatterBuffer] = [
+            ScatterBuffer(plan, g, self._op, rank, size)
+            if plan.groups[g].operation is Operation.REDUCE_SCATTER
+            else FusionBuffer(plan, g, self._op, size)
+            for g in range(plan.num_backward)
+        ]
         self._gather_buffers = [
             GatherBuffer(plan, g, rank, size) for g in range(plan.num_backward, len(plan.groups))
         ]
@@ -201,9 +190,7 @@ class PlannedLane:
             work = gathered.send(self.backend)
         expected_s = None
         if self.costs is not None:
-            bare = self._in_place and self._plan.in_place(group)
-            cost = self.costs.of(self._plan.groups[group].operation, bare)
-            expected_s = cost(work.nbytes)
+            expected_s = self.costs.of(self._plan.groups[group].operation)(work.nbytes)
         since = time.monotonic()
         self._flights.append(_Flight(group, work, start_s, packed_s, since, expected_s))
 
@@ -223,7 +210,7 @@ class PlannedLane:
     def _deliver(self, group: int) -> None:
         """Copy what a group of backward brought to where it is wanted."""
         buffer = self._buffers[group]
-        if self._step.targets and not isinstance(buffer, ScatterBuffer):
+        if self._step.targets and isinstance(buffer, FusionBuffer):
             buffer.unpack(self._step.targets)
 
     def _time(self, flight: _Flight) -> GroupTime:
@@ -238,7 +225,7 @@ class PlannedLane:
                 f"{self._step.number}); every rank must call step(), synchronize() and zero_grad() "
                 "equally often"
             )
-        for k, here in zip(self._buffers[group].flagged, arrival.present, strict=True):
+        for k, here in zip(self._plan.groups[group].tensors, arrival.present, strict=True):
             self._result.present[k] = here
         self._result.requested |= arrival.requested
         self._result.discarded |= arrival.discarded

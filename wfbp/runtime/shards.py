@@ -130,16 +130,12 @@ class ScatterBuffer:
         op: ``Op.AVERAGE`` or ``Op.SUM``.
         rank: this rank.
         size: number of ranks.
-        in_place: whether other groups travel in place where they can.
     """
 
-    def __init__(
-        self, plan: Plan, group: int, op: Op, rank: int, size: int, in_place: bool = False
-    ) -> None:
+    def __init__(self, plan: Plan, group: int, op: Op, rank: int, size: int) -> None:
         self._op = op
         self._rank = rank
-        self._flags = Flags(plan, group, in_place)
-        self.flagged: Sequence[int] = self._flags.tensors
+        self._flags = Flags(plan, group)
         self.dtype = plan.dtype(group)
         tail_bytes = self._flags.count * item_bytes(self.dtype)
         self._blocks = blocks = _Blocks(plan, group, size, tail_bytes)
@@ -158,7 +154,8 @@ class ScatterBuffer:
     ) -> None:
         """Copy what lies at the addresses (indexed by tensor; 0: absent, zeros)."""
         self._table.pack(addresses)
-        flags = self._flags.values(addresses, requested, step, discards)
+        sources = [addresses[k] for k in self._blocks.members]
+        flags = self._flags.values(sources, requested, step, discards)
         for tail in self._tails:
             tail[:] = flags
 

@@ -56,7 +56,6 @@ class Tuner:
         specs: the tensors to plan, in forward order as far as it is known.
         decouples: whether schedules that decouple all-reduce can be served.
         num_updaters: ranks that share the update of a decoupled tensor; 1 where each does all.
-        in_place: whether groups travel in place where they can.
 
     Raises:
         ValueError: no such schedule.
@@ -70,11 +69,9 @@ class Tuner:
         specs: Sequence[TensorSpec],
         decouples: bool = False,
         num_updaters: int = 1,
-        in_place: bool = False,
     ) -> None:
         check_schedule(schedule, decouples)
         self._decouples = decouples and schedule not in planners.ALL_REDUCE
-        self._in_place = in_place
         self._spared = 1.0 - 1.0 / num_updaters
         self._update_s = 0.0
         self._kappa = 0.0  # as the last trial showed it; what is planned next counts on it
@@ -218,8 +215,7 @@ class Tuner:
         packing_s = max(p.packing_s for p in profiles)
         self._update_s = max(p.update_s for p in profiles)
         self.trace = trace
-        rate = packing_s / max(1, self.plan.total_bytes)
-        costs = with_packing(measure(), rate, self._in_place)
+        costs = with_packing(measure(), packing_s / max(1, self.plan.total_bytes))
         self.costs = costs = replace(costs, kappa=self._kappa)
         if self._schedule == "dear":
 

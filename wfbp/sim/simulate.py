@@ -69,8 +69,8 @@ class _Worker:
         sizes = [t.spec.nbytes for t in trace.tensors]
         self._nbytes = [sum(sizes[k] for k in group.tensors) for group in plan.groups]
         self._cost_s = [
-            costs.of(group.operation, plan.in_place(index))(self._nbytes[index])
-            for index, group in enumerate(plan.groups)
+            costs.of(group.operation)(nbytes)
+            for group, nbytes in zip(plan.groups, self._nbytes, strict=True)
         ]
         self._members = [group.tensors for group in plan.groups]
         self._num_backward = plan.num_backward

@@ -76,7 +76,6 @@ class Gradients:
             active=[p.requires_grad for p in self._params],
             decouples=decouples,
             shares_update=shares_update,
-            in_place=True,
             memory_orders=[f"{n} {order}" for n, p in named if (order := tensors.unusual_order(p))],
             fetch=_fetcher(weakref.ref(self)),
             name=name,
@@ -133,15 +132,16 @@ class Gradients:
         for index, slot in enumerate(reduced):
             if slot is None or not slot.whole:
                 continue
-            grad, held, layout = params[index].grad, views[index], layouts[index]
-            if grad is not None and layout.lies_at(grad, slot.address):
-                if grad is not held:  # it was reduced in its own place
-                    views[index] = None
-                continue
+            held = views[index]
             # Whoever has a gradient may let it be another memory, or reorder it.
-            if held is None or not layout.lies_at(held, slot.address):
-                held = views[index] = tensors.view(slot.data, layout)
-            params[index].grad = held
+            if (
+                held is None
+                or held.data_ptr() != slot.address
+                or held.stride() != layouts[index].stride
+            ):
+                held = views[index] = tensors.view(slot.data, layouts[index])
+            if params[index].grad is not held:
+                params[index].grad = held
 
     def discard(self) -> None:
         """Forget gradients that appeared since the last step."""

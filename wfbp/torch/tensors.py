@@ -94,15 +94,6 @@ class Layout(NamedTuple):
         """A tensor like that."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
 
-    def lies_at(self, tensor: torch.Tensor, address: int) -> bool:
-        """Whether a tensor of this shape lies there like that."""
-        return (
-            tensor.layout is torch.strided
-            and tensor.data_ptr() == address
-            and tensor.stride() == self.stride
-            and tensor.dtype is self.dtype
-        )
-
     def check(self, param: torch.Tensor, grad: torch.Tensor, name: str) -> None:
         """Raise ``RuntimeError`` unless a parameter and its gradient can travel like that."""
         for tensor in (param, grad):

@@ -19,9 +19,6 @@ from mpi4py import MPI
 
 import wfbp
 from wfbp.config import Config
-from wfbp.core.plan import Group, Plan
-from wfbp.core.trace import Trace
-from wfbp.runtime import tuner
 
 Check = Callable[[], None]
 
@@ -46,14 +43,7 @@ MODES = {
     # Decoupled, and installed after a few steps.
     "hybrid": _short("hybrid"),
     "ps_layerwise": _short("ps_layerwise"),
-    # Every tensor alone and reduced where it lies, after a few steps.
-    "apart": _short("auto"),
 }
-
-
-def _apart(trace: Trace, *_: object) -> list[Plan]:
-    groups = tuple(Group((k,)) for k in range(len(trace.specs)))
-    return [Plan("apart", trace.specs, groups, overlap=False)]
 
 
 class Checks:
@@ -76,8 +66,6 @@ class Checks:
     def main(self) -> None:
         """``program.py OUT MODE [NAME ...]``."""
         out, mode, *names = sys.argv[1:]
-        if mode == "apart":
-            tuner.auto_candidates = _apart
         torch = sys.modules.get("torch")  # which programs for JAX need not load
         if torch is not None:
             torch.set_num_threads(1)
