@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.parallel, pytest.mark.timeout(200)]
 MODES = [
     (2, "overlap"),
     (3, "changing"),
-    (2, "hybrid"),
+    (2, "mixed"),
     (3, "hybrid"),
     (2, "ps_layerwise"),
     (3, "ps_layerwise"),

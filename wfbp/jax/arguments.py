@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wfbp.core.types import Op
+from wfbp.core.types import Op, TensorSpec
 from wfbp.jax.exchange import Request
 from wfbp.jax.trees import Layout
 from wfbp.runtime.arguments import check_arguments
@@ -29,16 +29,24 @@ class Asked:
     threshold_bytes: int | None
     name: str | None
 
+    def check(self, runtime: Runtime) -> None:
+        """Raise ``ValueError`` for an argument that is bad whatever the leaves are."""
+        some = TensorSpec("any", (1,), "float32")
+        check_arguments([some], *self._plan(runtime), self.op, 1, user=self.user)
+
     def request(self, runtime: Runtime, layout: Layout) -> Request:
         """The exchange of a tree's leaves.
 
         Raises:
             ValueError: a bad argument.
         """
-        config = runtime.config
-        schedule = config.schedule if self.schedule is None else self.schedule
-        limit_bytes = (
-            config.threshold_bytes if self.threshold_bytes is None else self.threshold_bytes
-        )
+        schedule, limit_bytes = self._plan(runtime)
         check_arguments(layout.specs, schedule, limit_bytes, self.op, 1, user=self.user)
         return Request(self.name or self.user, layout.specs, self.op, schedule, limit_bytes)
+
+    def _plan(self, runtime: Runtime) -> tuple[str, int]:
+        config = runtime.config
+        return (
+            config.schedule if self.schedule is None else self.schedule,
+            config.threshold_bytes if self.threshold_bytes is None else self.threshold_bytes,
+        )

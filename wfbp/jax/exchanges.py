@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -65,7 +66,14 @@ class Exchanges:
         """Of each exchange that has run, by name, the plan in use and what it costs."""
         with self._lock:
             found = [(self._requests[key].title, e) for key, e in self._exchanges.items()]
-        return {name: report for name, e in found if (report := e.report())}
+        reports: dict[str, dict[str, Any]] = {}
+        turns: Counter[str] = Counter()
+        for name, exchange in found:
+            if report := exchange.report():
+                turns[name] += 1
+                turn = turns[name]
+                reports[name if turn == 1 else f"{name} [{turn}]"] = report
+        return reports
 
     def _wait(self, key: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
         """All gradients of a compiled program exist; called on one of XLA's threads."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from wfbp.core.types import Op
-from wfbp.jax.operations import allreduce
+from wfbp.jax.operations import allreduce, is_compiling
 from wfbp.jax.order import settle
 from wfbp.jax.state import is_value
 from wfbp.runtime import operations, world
@@ -43,7 +43,7 @@ def average_metrics(metrics: Tree, name: str | None = None) -> Tree:
     leaves = [leaf for _, leaf in paths]
     found = [index for index, leaf in enumerate(leaves) if is_value(leaf)]
     label = name or f"metrics {', '.join(jax.tree_util.keystr(paths[k][0]) for k in found)}"
-    if any(isinstance(leaves[k], jax.core.Tracer) for k in found):
+    if is_compiling() or any(isinstance(leaves[k], jax.core.Tracer) for k in found):
         means = _traced([jnp.asarray(leaves[k]) for k in found], label)
     else:
         means = _now([leaves[k] for k in found], label)

@@ -88,7 +88,7 @@ def allgather(array: Any, name: str | None = None) -> jax.Array:
         raise ValueError("allgather needs at least one dimension; found a scalar")
     if _alone(runtime):
         return x
-    if _is_compiling():
+    if is_compiling():
         return apply(Gather(name, (x.shape[0],) * runtime.size), x)
     settle()
     return apply(Gather(name, rows.count_rows(runtime, x.shape, x.dtype, name)), x)
@@ -160,7 +160,7 @@ def _check_op(array: jax.Array, op: Op) -> None:
         raise ValueError(f"op is {op!r}; expected one of {', '.join(o.name for o in Op)}")
 
 
-def _is_compiling() -> bool:
+def is_compiling() -> bool:
     """Whether the program is traced for later, so that no other rank need be tracing it now.
 
     Not so in ``grad`` and ``vmap`` alone: they compute at once.

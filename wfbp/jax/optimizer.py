@@ -43,7 +43,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     Raises:
         NotInitializedError: before ``wfbp.init()``.
         TypeError: not an optax transformation.
-        ValueError: when updates are computed: a bad argument, or gradients that cannot be sent.
+        ValueError: a bad argument; when updates are computed, gradients that cannot be sent.
 
     Example:
         >>> import jax.numpy as jnp, optax, wfbp.jax as wfbp
@@ -56,13 +56,15 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """
     import optax
 
-    world.current("DistributedOptimizer()")
+    runtime = world.current("DistributedOptimizer()")
     if not isinstance(optimizer, optax.GradientTransformation):
         raise TypeError(
             f"expected an optax.GradientTransformation, found {type(optimizer).__qualname__}"
+            f"{_remedy(optimizer)}"
         )
     inner = optax.with_extra_args_support(optimizer)
     asked = Asked("DistributedOptimizer", op, schedule, threshold_bytes, name)
+    asked.check(runtime)
 
     def update(
         updates: optax.Updates,
@@ -76,6 +78,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         return found
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _remedy(found: Any) -> str:
+    if hasattr(found, "gradient_transformation"):
+        return "; pass its .gradient_transformation()"
+    return "; call it first, as in optax.sgd(0.1)" if callable(found) else ""
 
 
 def _averaged(gradients: Any, asked: Asked) -> Any:

@@ -19,6 +19,12 @@ from mpi4py import MPI
 
 import wfbp
 from wfbp.config import Config
+from wfbp.core.cost import Costs
+from wfbp.core.plan import Group, Plan
+from wfbp.core.trace import Trace
+from wfbp.core.types import Operation, Phase
+from wfbp.runtime import tuner
+from wfbp.runtime.candidates import make
 
 Check = Callable[[], None]
 
@@ -43,7 +49,21 @@ MODES = {
     # Decoupled, and installed after a few steps.
     "hybrid": _short("hybrid"),
     "ps_layerwise": _short("ps_layerwise"),
+    "mixed": _short("hybrid"),
 }
+
+
+def _mixed(name: str, trace: Trace, costs: Costs, threshold_bytes: int) -> Plan:
+    """As ``hybrid``, but every other tensor is decoupled, whatever that costs."""
+    if name != "hybrid":
+        return make(name, trace, costs, threshold_bytes)
+    last = len(trace.specs) - 1
+    backward = (
+        Group((k,), Operation.REDUCE_SCATTER if k % 2 else Operation.ALL_REDUCE)
+        for k in range(last, -1, -1)
+    )
+    forward = (Group((k,), Operation.ALL_GATHER, Phase.FORWARD) for k in range(1, last + 1, 2))
+    return Plan(name, trace.specs, (*backward, *forward))
 
 
 class Checks:
@@ -66,6 +86,8 @@ class Checks:
     def main(self) -> None:
         """``program.py OUT MODE [NAME ...]``."""
         out, mode, *names = sys.argv[1:]
+        if mode == "mixed":
+            tuner.make = _mixed
         torch = sys.modules.get("torch")  # which programs for JAX need not load
         if torch is not None:
             torch.set_num_threads(1)

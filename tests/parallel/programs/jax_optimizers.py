@@ -79,7 +79,7 @@ def chains() -> None:
 
 @check
 def multi_steps() -> None:
-    """Accumulated before the exchange, which then is in a branch; and after it."""
+    """Accumulated around the exchange, which every microstep runs; and behind it."""
     inside = optax.MultiSteps(wfbp.DistributedOptimizer(optax.adam(0.05)), 2)
     outside = wfbp.DistributedOptimizer(
         optax.MultiSteps(optax.adam(0.05), 2).gradient_transformation()
