@@ -18,6 +18,7 @@ from wfbp.errors import DisagreementError, NotInitializedError, PeerError
 from wfbp.runtime import operations
 from wfbp.runtime.matching import agree, flat, kind, native
 from wfbp.runtime.refusals import telling_others
+from wfbp.runtime.rows import gather_bytes
 from wfbp.runtime.runtime import Runtime
 
 
@@ -71,11 +72,12 @@ def test_broadcast_many_names_the_first_difference() -> None:
         assert "rank 0 has ['c', 'int64', [1]], rank 1 has ['b', 'int64', [1]]" in str(result)
 
 
-def test_gather_rows() -> None:
+@pytest.mark.parametrize("known", [None, (0, 1, 2)])
+def test_gather_rows(known: tuple[int, ...] | None) -> None:
     def body(runtime: Runtime) -> list[list[int]]:
         mine = np.full((runtime.rank, 2), runtime.rank, np.int32)
-        raw, rows = operations.gather_rows(
-            runtime, flat(mine).view(np.uint8), "int32", mine.shape, "x"
+        raw, rows = gather_bytes(
+            runtime, flat(mine).view(np.uint8), "int32", 4, mine.shape, "x", known
         )
         return raw.view(np.int32).reshape(rows, 2).tolist()
 
