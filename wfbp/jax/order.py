@@ -6,12 +6,17 @@ gradients, and ranks to agree upon plans: what a rank does next must not come in
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import jax
 import numpy as np
 
 from wfbp.runtime import operations
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def settle() -> None:
@@ -29,38 +34,17 @@ def see_steps_through() -> None:
         jax.block_until_ready(jax.jit(jax.numpy.negative)(np.float32(0)))
 
 
-def allgather_object(value: Any, name: str | None = None) -> list[Any]:
-    """Every rank's object, in rank order; any object that can be pickled.
+def _settled(operation: Callable[P, T]) -> Callable[P, T]:
+    """The operation, behind what is under way."""
 
-    Example:
-        >>> import wfbp.jax as wfbp
-        >>> wfbp.init()
-        >>> wfbp.allgather_object("me") == ["me"] * wfbp.size()
-        True
-    """
-    settle()
-    return operations.allgather_object(value, name)
+    @functools.wraps(operation)
+    def act(*args: P.args, **kwargs: P.kwargs) -> T:
+        settle()
+        return operation(*args, **kwargs)
+
+    return act
 
 
-def broadcast_object(value: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
-    """The root's object, on every rank; any object that can be pickled.
-
-    Args:
-        value: looked at on the root only.
-        root_rank: whose object everybody gets.
-        name: for messages.
-
-    Example:
-        >>> import wfbp.jax as wfbp
-        >>> wfbp.init()
-        >>> wfbp.broadcast_object({"epoch": 3}, root_rank=0)
-        {'epoch': 3}
-    """
-    settle()
-    return operations.broadcast_object(value, root_rank, name)
-
-
-def barrier() -> None:
-    """Wait until every rank has come here, and its steps are over."""
-    settle()
-    operations.barrier()
+allgather_object = _settled(operations.allgather_object)
+broadcast_object = _settled(operations.broadcast_object)
+barrier = _settled(operations.barrier)

@@ -29,7 +29,7 @@ from wfbp.runtime.matching import (
     native,
 )
 from wfbp.runtime.refusals import check_refusals, telling_others
-from wfbp.runtime.rows import gather_bytes
+from wfbp.runtime.rows import gather
 from wfbp.runtime.runtime import Runtime
 
 MANY = "broadcast_parameters"
@@ -220,16 +220,7 @@ def allgather(array: Any, name: str | None = None) -> Array:
     if np.ndim(array) == 0:
         raise ValueError("allgather needs at least one dimension; found a scalar")
     source = np.ascontiguousarray(native(np.asarray(array)))
-    check_bytes("array", source)
-    raw, rows = gather_bytes(
-        runtime,
-        flat(source).view(np.uint8),
-        kind(source.dtype),
-        source.itemsize,
-        source.shape,
-        name,
-    )
-    return raw.view(source.dtype).reshape(rows, *source.shape[1:])
+    return gather(runtime, source, None, name)
 
 
 def allgather_object(value: Any, name: str | None = None) -> list[Any]:

@@ -35,13 +35,15 @@ def count_rows(
     return tuple(agree(runtime, signature, private=shape[0]))
 
 
-def gather(runtime: Runtime, array: Array, rows: Sequence[int], name: str | None = None) -> Array:
+def gather(
+    runtime: Runtime, array: Array, rows: Sequence[int] | None, name: str | None = None
+) -> Array:
     """The arrays of all ranks, concatenated along the first dimension in rank order.
 
     Args:
         runtime: of this rank.
-        array: contiguous, with as many rows as ``rows`` says of this rank.
-        rows: of each rank.
+        array: contiguous; sizes may differ between ranks in the first dimension only.
+        rows: of each rank, where that is known already.
         name: for messages.
 
     Raises:
