@@ -18,7 +18,7 @@ from wfbp.bench import training
 from wfbp.bench.training_contestants import DEFAULTS, PER_TENSOR
 from wfbp.bench.training_results import Block, ContestantResult, ModelResult
 from wfbp.bench.training_table import model_table, target_table
-from wfbp.bench.training_targets import prediction_error, ratios, targets
+from wfbp.bench.training_targets import Target, prediction_error, ratios, targets
 from wfbp.bench.training_timing import check_link_carried
 
 
@@ -32,14 +32,22 @@ def block(
     return Block(times, foreign, cpu_s=1.0, thread_s=thread, sent_bytes=sent, settled=settled)
 
 
-def result(link: str = "none", predicted: float | None = None, **seconds: float) -> ModelResult:
+def result(
+    link: str = "none",
+    predicted: float | None = None,
+    *,
+    model: str = "mlp",
+    bound: float | None = None,
+    **seconds: float,
+) -> ModelResult:
     def contestant(name: str, median_s: float) -> ContestantResult:
-        report = {"predicted_iteration_s": predicted} if name == "wfbp-auto" else {}
+        known = {"predicted_iteration_s": predicted, "lower_bound_s": bound}
+        report = known if name == "wfbp-auto" else {}
         blocks = (block(median_s, median_s, thread=median_s / 5),)
         return ContestantResult(name, 0.0, 0.0, blocks, report)
 
     contestants = tuple(contestant(n.replace("_", "-"), s) for n, s in seconds.items())
-    return ModelResult("mlp", "An MLP", 2, 80, 2, link, 0.1, 2, contestants)
+    return ModelResult(model, "A model", 2, 80, 2, link, 0.1, 2, contestants)
 
 
 def test_figures_leave_out_disturbed_and_unsettled_blocks() -> None:
@@ -90,6 +98,48 @@ def test_targets_on_the_slow_link() -> None:
     assert not found["auto over the best DDP, mean"].met
     assert found["away from its prediction"].value == pytest.approx(0.02)
     assert found["communication thread, of a core"].value == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("link", "model", "limit"),
+    [
+        ("1gbit", "mlp", 0.95),
+        ("1gbit", "resnet50", 0.90),
+        ("1gbit", "gpt", 0.90),
+        ("1gbit", "vgg16", 0.93),
+        ("5gbit", "gpt", 0.97),
+    ],
+)
+def test_targets_of_decoupled_schedules(link: str, model: str, limit: float) -> None:
+    def of_ddp(auto: float) -> Target:
+        measured = result(link, 1.0, model=model, ddp_1=2.0, ddp_25=1.0, wfbp_auto=auto)
+        (found,) = (t for t in targets([measured]) if t.what == "decoupled: auto over the best DDP")
+        return found
+
+    assert of_ddp(limit) == Target(
+        model, "decoupled: auto over the best DDP", limit, limit, decided=True
+    )
+    assert of_ddp(limit - 0.001).verdict == "met"
+    assert of_ddp(limit + 0.001).verdict == "missed"
+
+
+def test_decoupled_targets_are_those_of_links_only() -> None:
+    shared = result(bound=1.0, ddp_1=1.0, wfbp_auto=0.5)
+    assert not [t for t in targets([shared]) if t.what.startswith("decoupled")]
+
+
+def test_the_target_of_the_lower_bound() -> None:
+    def bounds(link: str, bound: float | None) -> list[Target]:
+        measured = result(link, 1.0, bound=bound, ddp_1=2.0, wfbp_auto=1.0)
+        return [t for t in targets([measured]) if t.what == "decoupled: T/LB"]
+
+    (near,) = bounds("1gbit", 0.95)
+    assert near.value == pytest.approx(1 / 0.95)
+    assert (near.limit, near.verdict) == (1.08, "met")
+    (far,) = bounds("1gbit", 0.9)
+    assert far.verdict == "missed"
+    assert not bounds("1gbit", None)
+    assert not bounds("5gbit", 0.95)
 
 
 def test_too_few_undisturbed_iterations_decide_nothing() -> None:
