@@ -40,3 +40,21 @@ def test_what_is_not_exchanged_is_passed_on() -> None:
 def test_what_cannot_be_sent_is_refused(dtype: object) -> None:
     with pytest.raises(ValueError, match=r"test: g\['a'\] is \w+; expected one of float16"):
         Layout.of([{"a": jnp.zeros(2, dtype)}], ["g"], "test")
+
+
+@pytest.mark.parametrize("leaf", [jax.nn.relu, "float32", object(), np.float32, slice(2)])
+def test_a_leaf_that_is_no_array_is_named(leaf: object) -> None:
+    with pytest.raises(TypeError, match=r"test: g\['a'\]\[1\] is a \w+, not an array") as caught:
+        Layout.of([{"a": [jnp.ones(2), leaf]}], ["g"], "test")
+    assert "equinox.partition(model, equinox.is_inexact_array)" in str(caught.value)
+    assert "nnx.split" in str(caught.value)
+
+
+def test_what_turns_itself_into_an_array_is_one() -> None:
+    class Variable:
+        shape, dtype = (2,), np.dtype(np.float32)
+
+        def __jax_array__(self) -> jax.Array:
+            return jnp.ones(2)
+
+    assert Layout.of([Variable()], ["v"], "test").specs == (TensorSpec("v", (2,), "float32"),)

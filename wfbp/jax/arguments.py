@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from wfbp.config import Config
 from wfbp.core.types import Op, TensorSpec
 from wfbp.jax.exchange import Request
 from wfbp.jax.trees import Layout
@@ -29,10 +30,10 @@ class Asked:
     threshold_bytes: int | None
     name: str | None
 
-    def check(self, runtime: Runtime) -> None:
+    def check(self, config: Config) -> None:
         """Raise ``ValueError`` for an argument that is bad whatever the leaves are."""
         some = TensorSpec("any", (1,), "float32")
-        check_arguments([some], *self._plan(runtime), self.op, 1, user=self.user)
+        check_arguments([some], *self._plan(config), self.op, 1, user=self.user)
 
     def request(self, runtime: Runtime, layout: Layout) -> Request:
         """The exchange of a tree's leaves.
@@ -40,12 +41,11 @@ class Asked:
         Raises:
             ValueError: a bad argument.
         """
-        schedule, limit_bytes = self._plan(runtime)
+        schedule, limit_bytes = self._plan(runtime.config)
         check_arguments(layout.specs, schedule, limit_bytes, self.op, 1, user=self.user)
         return Request(self.name or self.user, layout.specs, self.op, schedule, limit_bytes)
 
-    def _plan(self, runtime: Runtime) -> tuple[str, int]:
-        config = runtime.config
+    def _plan(self, config: Config) -> tuple[str, int]:
         return (
             config.schedule if self.schedule is None else self.schedule,
             config.threshold_bytes if self.threshold_bytes is None else self.threshold_bytes,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
+from wfbp.config import Config
 from wfbp.core.types import Op
 from wfbp.jax.arguments import Asked
+from wfbp.jax.signature import argument_names, argument_numbers
 from wfbp.jax.taps import Place, Step
 from wfbp.jax.trees import Layout
 from wfbp.runtime import world
@@ -51,8 +51,10 @@ def value_and_grad(
         A function of the same arguments as ``fun``.
 
     Raises:
-        NotInitializedError: called before ``wfbp.init()``.
-        ValueError: when called: a bad argument, or gradients that cannot be sent.
+        TypeError: not a function, or ``argnums`` that it does not have; when gradients are
+            computed, leaves that are no arrays.
+        ValueError: a bad argument; when gradients are computed, ones that cannot be sent.
+        NotInitializedError: when gradients are computed before ``wfbp.init()``.
 
     Example:
         >>> import jax, jax.numpy as jnp, wfbp.jax as wfbp
@@ -61,7 +63,11 @@ def value_and_grad(
         >>> step(jnp.ones(2), jnp.array([1.0, 3.0]))[1]
         Array([1., 3.], dtype=float32)
     """
+    numbers = argument_numbers(fun, argnums, "value_and_grad")
     asked = Asked("value_and_grad", op, schedule, threshold_bytes, name)
+    # Functions may be made before init(), where modules are loaded.
+    known = world.current("value_and_grad()").config if world.is_initialized() else Config()
+    asked.check(known)
     options: dict[str, Any] = {
         "argnums": argnums,
         "has_aux": has_aux,
@@ -72,9 +78,10 @@ def value_and_grad(
     @functools.wraps(fun, updated=())
     def averaged(*args: Any, **kwargs: Any) -> Any:
         runtime = world.current("value_and_grad()")
-        taps = _Taps(fun, argnums, asked, runtime)
+        taps = _Taps(fun, numbers, asked, runtime)
+        taps.look_at(args)
         value, grads = jax.value_and_grad(taps.apply, **options)(*args, **kwargs)
-        return value, taps.collect(grads)
+        return value, taps.collect(grads, single=not isinstance(argnums, Sequence))
 
     return averaged
 
@@ -124,52 +131,50 @@ class _Taps:
 
     Args:
         fun: the function.
-        argnums: which arguments it is differentiated by.
+        numbers: of the arguments that it is differentiated by.
         asked: how gradients are to be exchanged.
         runtime: of this rank.
     """
 
     def __init__(
-        self, fun: Callable[..., Any], argnums: int | Sequence[int], asked: Asked, runtime: Runtime
+        self, fun: Callable[..., Any], numbers: Sequence[int], asked: Asked, runtime: Runtime
     ) -> None:
         self._fun = fun
-        self._single = not isinstance(argnums, Sequence)
-        numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
-        self._argnums = tuple(map(operator.index, numbers))
+        self._numbers = numbers
         self._asked = asked
         self._runtime = runtime
         self._place = Place()
         self._step: Step | None = None
 
-    def apply(self, *args: Any, **kwargs: Any) -> Any:
-        """The function, its parameters tapped; JAX has checked ``argnums`` by now."""
-        names = _names(self._fun, len(args))
-        parameters = [args[number] for number in self._argnums]
-        roots = [names[number] for number in self._argnums]
+    def look_at(self, args: Sequence[Any]) -> None:
+        """Raise for leaves that cannot be differentiated by, before JAX does without their names;
+        too few arguments are left to JAX."""
+        if all(-len(args) <= number < len(args) for number in self._numbers):
+            self._lay_out(args)
+
+    def _lay_out(self, args: Sequence[Any]) -> list[Any]:
+        names = argument_names(self._fun, len(args))
+        parameters = [args[number] for number in self._numbers]
+        roots = [names[number] for number in self._numbers]
         self._layout = Layout.of(parameters, roots, self._asked.user)
+        return parameters
+
+    def apply(self, *args: Any, **kwargs: Any) -> Any:
+        """The function, its parameters tapped; JAX has checked the number of arguments by now."""
+        parameters = self._lay_out(args)
         if self._layout.specs:
             request = self._asked.request(self._runtime, self._layout)
             if self._runtime.size > 1:
                 self._step = Step(request, self._place)
                 parameters = list(self._layout.replace(parameters, self._step.tap))
         given = list(args)
-        for number, parameter in zip(self._argnums, parameters, strict=True):
+        for number, parameter in zip(self._numbers, parameters, strict=True):
             given[number] = parameter
         return self._fun(*given, **kwargs)
 
-    def collect(self, grads: Any) -> Any:
-        """The gradients, reduced."""
+    def collect(self, grads: Any, single: bool) -> Any:
+        """The gradients, reduced; ``single``: of one argument, and not of a sequence of them."""
         if self._step is None:
             return grads
-        reduced = self._layout.replace((grads,) if self._single else grads, self._step.wait)
-        return reduced[0] if self._single else reduced
-
-
-def _names(fun: Callable[..., Any], count: int) -> list[str]:
-    """What a function calls its first positional arguments."""
-    try:
-        parameters = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return [names[k] if k < len(names) else f"args[{k}]" for k in range(count)]
+        reduced = self._layout.replace((grads,) if single else grads, self._step.wait)
+        return reduced[0] if single else reduced

@@ -11,7 +11,7 @@ import numpy as np
 from wfbp.core.types import Op
 from wfbp.jax.operations import allreduce, is_compiling
 from wfbp.jax.order import settle
-from wfbp.jax.state import is_value
+from wfbp.jax.trees import is_value
 from wfbp.runtime import operations, world
 
 Tree = TypeVar("Tree")

@@ -42,7 +42,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Raises:
         NotInitializedError: before ``wfbp.init()``.
-        TypeError: not an optax transformation.
+        TypeError: not an optax transformation; when updates are computed, gradients that are no
+            arrays.
         ValueError: a bad argument; when updates are computed, gradients that cannot be sent.
 
     Example:
@@ -64,7 +65,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         )
     inner = optax.with_extra_args_support(optimizer)
     asked = Asked("DistributedOptimizer", op, schedule, threshold_bytes, name)
-    asked.check(runtime)
+    asked.check(runtime.config)
 
     def update(
         updates: optax.Updates,

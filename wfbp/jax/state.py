@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from wfbp.jax.order import settle
+from wfbp.jax.trees import is_value
 from wfbp.runtime import operations, world
 from wfbp.runtime.matching import check_bytes, check_root, flat, kind
 from wfbp.runtime.refusals import telling_others
@@ -69,11 +70,6 @@ def has_arrays(tree: Any) -> bool:
     if isinstance(tree, Iterator):  # JAX takes it for a leaf, and warns
         return False
     return any(isinstance(leaf, jax.Array) for leaf in jax.tree_util.tree_leaves(tree))
-
-
-def is_value(leaf: Any) -> bool:
-    """Whether a leaf is an array or a number."""
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
 
 
 def _own_copy(name: str, leaf: Any) -> np.ndarray[Any, Any]:

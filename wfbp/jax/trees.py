@@ -14,6 +14,11 @@ from wfbp.core.types import TensorSpec
 from wfbp.runtime.arguments import FLOATING
 
 
+def is_value(leaf: Any) -> bool:
+    """Whether a leaf is an array or a number."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The leaves of a tree that are exchanged.
@@ -41,12 +46,19 @@ class Layout:
             user: who asks, for messages.
 
         Raises:
+            TypeError: a leaf that is neither an array nor a number.
             ValueError: a complex leaf, or one of a floating point type that cannot be sent.
         """
         pairs, treedef = jax.tree_util.tree_flatten_with_path(tuple(trees))
         places, specs = [], []
         for place, (path, leaf) in enumerate(pairs):
             name = roots[path[0].idx] + jax.tree_util.keystr(path[1:])
+            if not (is_value(leaf) or hasattr(leaf, "__jax_array__")):
+                raise TypeError(
+                    f"{user}: {name} is a {type(leaf).__qualname__}, not an array. Keep such "
+                    "leaves out of what is differentiated: equinox.partition(model, "
+                    "equinox.is_inexact_array), or nnx.split of Flax, sets them apart"
+                )
             shape, dtype = np.shape(leaf), jax.dtypes.result_type(leaf)
             if not (jax.numpy.issubdtype(dtype, np.inexact) and math.prod(shape)):
                 continue
