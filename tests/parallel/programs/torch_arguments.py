@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import types
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,9 +13,7 @@ import wfbp
 import wfbp.torch
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.training import (
-    averaged,
     check_training,
-    compare,
     data,
     mlp,
     momentum,
@@ -24,25 +21,6 @@ from tests.parallel.programs.training import (
 )
 
 check = Checks()
-
-
-def pair() -> tuple[nn.Sequential, nn.Sequential]:
-    """Two models with the same parameters."""
-    model = mlp(5, 7, 3)
-    return model, copy.deepcopy(model)
-
-
-def train(
-    model: nn.Module, optimizer: Any, reference: nn.Module, plain: Any, first: int, last: int
-) -> None:
-    """Steps of both, which must stay equal."""
-    for step in range(first, last):
-        optimizer.zero_grad()
-        square(model, wfbp.rank(), step)
-        optimizer.step()
-        averaged(reference, square, step, wfbp.size())
-        plain.step()
-        compare(model, reference, f"step {step}", 1e-12)
 
 
 @check

@@ -114,6 +114,32 @@ def an_optimizer_that_replaces_memory() -> None:
         beside(mlp(5, 7, 3), lambda m: Rebinding(m.parameters()), update=update)
 
 
+@check
+def state_is_shared_out() -> None:
+    """Of Adam's two numbers per element a rank keeps those of its shards, and gives back all."""
+    world, ranks = wfbp.size(), wfbp.allgather_object
+    for dtype in (torch.float32, torch.float64):
+        model = mlp(30, 41, 3).to(dtype)
+        wfbp.broadcast_parameters(model.state_dict())
+        optimizer: Any = wfbp.torch.DistributedOptimizer(
+            torch.optim.Adam(model.parameters()), schedule="ps_layerwise"
+        )
+        for step in range(12):
+            optimizer.zero_grad()
+            model(data(step, wfbp.rank(), 4, 30, dtype=dtype)).square().mean().backward()
+            optimizer.step()
+        if optimizer.report().get("phase", "installed") != "installed":
+            continue  # this mode never changes plans
+        entries = optimizer.state.values()
+        held = sum(v.numel() for e in entries for k, v in e.items() if k.startswith("exp_avg"))
+        numel = [p.numel() for p in model.parameters()]
+        padding = 0 if world == 1 else 16 // dtype.itemsize * len(numel)
+        assert held <= 2 * (sum(numel) / world + padding), (held, numel)
+        assert sum(ranks(held)) == 2 * sum(numel), (ranks(held), numel)
+        whole = optimizer.state_dict()["state"]
+        assert [whole[k]["exp_avg"].numel() for k in range(len(numel))] == numel
+
+
 class Scaled(nn.Module):
     """A group of its own for a parameter that only the first rank has a part of."""
 

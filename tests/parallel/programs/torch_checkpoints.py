@@ -5,43 +5,23 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from typing import Any
 
 import torch
-from torch import nn
 
 import wfbp
 import wfbp.torch
 from tests.parallel.programs.harness import Checks
 from tests.parallel.programs.training import (
     adamw,
-    averaged,
     compare,
     mlp,
+    pair,
     same,
     square,
+    train,
 )
 
 check = Checks()
-
-
-def pair() -> tuple[nn.Sequential, nn.Sequential]:
-    """Two models with the same parameters."""
-    model = mlp(5, 7, 3)
-    return model, copy.deepcopy(model)
-
-
-def train(
-    model: nn.Module, optimizer: Any, reference: nn.Module, plain: Any, first: int, last: int
-) -> None:
-    """Steps of both, which must stay equal."""
-    for step in range(first, last):
-        optimizer.zero_grad()
-        square(model, wfbp.rank(), step)
-        optimizer.step()
-        averaged(reference, square, step, wfbp.size())
-        plain.step()
-        compare(model, reference, f"step {step}", 1e-12)
 
 
 @check

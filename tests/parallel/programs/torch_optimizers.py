@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,32 +15,16 @@ from tests.parallel.programs.training import (
     averaged,
     compare,
     data,
+    due,
     mlp,
     momentum,
+    pair,
     same,
     square,
+    train,
 )
 
 check = Checks()
-
-
-def pair() -> tuple[nn.Sequential, nn.Sequential]:
-    """Two models with the same parameters."""
-    model = mlp(5, 7, 3)
-    return model, copy.deepcopy(model)
-
-
-def train(
-    model: nn.Module, optimizer: Any, reference: nn.Module, plain: Any, first: int, last: int
-) -> None:
-    """Steps of both, which must stay equal."""
-    for step in range(first, last):
-        optimizer.zero_grad()
-        square(model, wfbp.rank(), step)
-        optimizer.step()
-        averaged(reference, square, step, wfbp.size())
-        plain.step()
-        compare(model, reference, f"step {step}", 1e-12)
 
 
 def gan(zero_by_model: bool) -> None:
@@ -113,7 +95,8 @@ def two_optimizers_of_one_backward() -> None:
         averaged(reference, square, step, wfbp.size())
         for each in plain:
             each.step()
-        compare(model, reference, f"step {step}", 1e-12)
+        if due(step, 8):
+            compare(model, reference, f"step {step}", 1e-12)
 
 
 @check

@@ -20,6 +20,7 @@ from tests.parallel.programs.training import (
     check_training,
     compare,
     data,
+    due,
     mlp,
     momentum,
     same,
@@ -32,7 +33,10 @@ check = Checks()
 def beside(
     between: Callable[[nn.Module], object], steps: int = 14, make: Callable[[Any], Any] = adamw
 ) -> None:
-    """Train; what is done to the model between steps must be what a single process does."""
+    """Train; what is done to the model between steps must be what a single process does.
+
+    Nothing else reads parameters there, but after some steps.
+    """
     model, reference = mlp(5, 7, 7, 3), mlp(5, 7, 7, 3)
     reference.load_state_dict(model.state_dict())
     optimizer = wfbp.torch.DistributedOptimizer(make(model.parameters()))
@@ -46,7 +50,8 @@ def beside(
         found, wanted = between(model), between(reference)
         if isinstance(found, torch.Tensor) and isinstance(wanted, torch.Tensor):
             same(found, wanted, f"step {step}: between steps", 1e-11)
-        compare(model, reference, f"step {step}", 1e-12)
+        if due(step, steps):
+            compare(model, reference, f"step {step}", 1e-12)
 
 
 @check
@@ -125,7 +130,8 @@ def compiled_model() -> None:
         optimizer.step()
         averaged(reference, square, step, wfbp.size())
         plain.step()
-        compare(model, reference, f"step {step}", 1e-12)
+        if due(step, 10):
+            compare(model, reference, f"step {step}", 1e-12)
 
 
 @check

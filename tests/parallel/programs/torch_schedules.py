@@ -6,39 +6,17 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
 
 import wfbp
 import wfbp.torch
 from tests.parallel.programs.harness import Checks
 from tests.parallel.programs.training import (
-    averaged,
-    compare,
-    mlp,
     momentum,
-    square,
+    pair,
+    train,
 )
 
 check = Checks()
-
-
-def pair() -> tuple[nn.Sequential, nn.Sequential]:
-    """Two models with the same parameters."""
-    model = mlp(5, 7, 3)
-    return model, copy.deepcopy(model)
-
-
-def train(
-    model: nn.Module, optimizer: Any, reference: nn.Module, plain: Any, first: int, last: int
-) -> None:
-    """Steps of both, which must stay equal."""
-    for step in range(first, last):
-        optimizer.zero_grad()
-        square(model, wfbp.rank(), step)
-        optimizer.step()
-        averaged(reference, square, step, wfbp.size())
-        plain.step()
-        compare(model, reference, f"step {step}", 1e-12)
 
 
 def scheduled(before: bool, load: bool) -> None:
@@ -54,8 +32,8 @@ def scheduled(before: bool, load: bool) -> None:
         wfbp.broadcast_optimizer_state(optimizer, root_rank=0)
     if not before:
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    for epoch in range(6):
-        train(model, optimizer, reference, plain, 3 * epoch, 3 * epoch + 3)
+    for epoch in range(6):  # four steps each: most end while parameters still travel
+        train(model, optimizer, reference, plain, 4 * epoch, 4 * epoch + 4, total=24)
         schedule.step()
         expected.step()
         assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"], epoch

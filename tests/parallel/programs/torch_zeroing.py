@@ -13,6 +13,7 @@ from tests.parallel.programs.training import (
     check_training,
     compare,
     data,
+    due,
     mlp,
     momentum,
     square,
@@ -86,4 +87,5 @@ def gradients_kept_from_step_to_step() -> None:
         for rank in range(wfbp.size()):
             (reference(data(step, rank, 4, 5)).square().mean() / wfbp.size()).backward()
         plain.step()
-        compare(model, reference, f"step {step}", 1e-12)
+        if due(step, 6):
+            compare(model, reference, f"step {step}", 1e-12)
