@@ -1,0 +1,104 @@
+"""The seam between the runtime and one accelerator.
+
+Everything that happens on a device happens on *streams*, in the order in which it was enqueued on
+each; an *event* marks a place in a stream, and a stream can be made to wait for an event. The host
+only enqueues: no method here waits for the device. Streams are raw handles, so that those of any
+framework can be named; events are opaque.
+
+Implementations: CuPy's in ``wfbp.cuda.cupy_device``, and the tests' software device, whose streams
+are threads.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from wfbp.comm.backend import Buffer
+
+Event = Any
+"""A place in a stream."""
+
+
+class DeviceTable(Protocol):
+    """A pack table (see ``wfbp.native``) whose copies are enqueued on a stream of the device.
+
+    Addresses are read when ``pack`` or ``unpack`` is called, memory when the stream gets there.
+    """
+
+    @property
+    def pointers(self) -> npt.NDArray[np.int64]:
+        """Where each slot is filled from; 0 is absent."""
+
+    def pack(self) -> None:
+        """Enqueue the filling of every slot, with zeros where it is absent."""
+
+    def unpack(self) -> None:
+        """Enqueue the copies of every slot back to its address."""
+
+
+class Device(ABC):
+    """One accelerator. Every method may be called by any thread, and returns at once."""
+
+    @abstractmethod
+    def current_stream(self) -> int:
+        """The stream on which the work of the calling thread is enqueued."""
+
+    @abstractmethod
+    def new_stream(self) -> int:
+        """A stream that is ordered with others by events alone; it lives as long as the device."""
+
+    @abstractmethod
+    def record(self, stream: int, timed: bool = False) -> Event:
+        """An event behind all that has been enqueued on a stream."""
+
+    @abstractmethod
+    def wait(self, stream: int, event: Event) -> None:
+        """Let what is enqueued on a stream from here on wait for an event."""
+
+    @abstractmethod
+    def done(self, event: Event) -> bool:
+        """Whether all before an event has run.
+
+        Raises:
+            BackendError: something that ran on the device has failed.
+        """
+
+    @abstractmethod
+    def seconds(self, start: Event, end: Event) -> float:
+        """Device time between two timed events that are done; negative where ``end`` was first."""
+
+    @abstractmethod
+    def zeros(self, nbytes: int, stream: int) -> Buffer:
+        """Bytes (uint8) on the device, aligned for vector access, zero from there in the stream."""
+
+    @abstractmethod
+    def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Bytes of the host that can be copied from and to without waiting."""
+
+    @abstractmethod
+    def address(self, buffer: Buffer) -> int:
+        """Where a buffer lies."""
+
+    @abstractmethod
+    def copy(self, target: Buffer, source: Buffer, stream: int) -> None:
+        """Enqueue a copy of bytes; either side may be pinned memory of the host."""
+
+    @abstractmethod
+    def pack_table(
+        self, buffer: Buffer, offsets: Sequence[int], nbytes: Sequence[int], dtype: str, stream: int
+    ) -> DeviceTable:
+        """A table of a buffer's slots that packs on a stream."""
+
+    @abstractmethod
+    def use(self) -> None:
+        """Let what foreign libraries do in the calling thread happen on this device."""
+
+    @abstractmethod
+    def annotate(self, name: str) -> AbstractContextManager[object]:
+        """Shows what is enqueued within it under a name in the profiler's timeline."""
