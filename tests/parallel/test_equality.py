@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.programs import equality
+from tests.parallel.programs import equality, further_optimizers
 from tests.parallel.runs import outcome
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(200)]
@@ -50,6 +50,22 @@ def test_equals_one_process(ranks: int, schedule: str, optimizer: str) -> None:
 @pytest.mark.parametrize("schedule", ["auto", "wfbp"])
 def test_equals_one_process_under_open_mpi(schedule: str) -> None:
     check(2, "openmpi", "auto,wfbp", schedule, "adamw")
+
+
+@pytest.mark.parametrize("optimizer", further_optimizers.ALL)
+def test_further_optimizers_equal_one_process(optimizer: str) -> None:
+    """Under a schedule that decouples every tensor; what can be shared out is."""
+    names = ",".join(further_optimizers.ALL)
+    found = outcome("equality", 3, "ps_layerwise", names, timeout=180)
+    assert found.run.rc == 0, found.run
+    for rank, rows in enumerate(found.ranks):
+        (row,) = [r for r in rows if r["optimizer"] == optimizer]
+        assert row["after_twenty"] <= TOLERANCE["float64"], (rank, row)
+        assert row["at_the_end"] <= TOLERANCE["float64"], (rank, row)
+        assert row["ranks_equal"], (rank, row)
+        assert row["moved"] > 0.01, (rank, row)
+        assert row["plan"] == "ps_layerwise", (rank, row)
+        assert row["shares_state"] == (optimizer in further_optimizers.ELEMENTWISE), (rank, row)
 
 
 def test_the_small_threshold_makes_several_groups() -> None:

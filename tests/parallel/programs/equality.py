@@ -1,7 +1,8 @@
 """Training on N ranks against one process on the concatenated batch, for every schedule.
 
-Usage: mpirun -n N python equality.py OUT; writes OUT/rank<r>.json, a list of one record per
-combination of schedule, optimizer and element type.
+Usage: mpirun -n N python equality.py OUT [SCHEDULES [FURTHER]], both separated by commas; writes
+OUT/rank<r>.json, a list of one record per combination of schedule, optimizer and element type. With
+FURTHER the optimizers are these of ``further_optimizers``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 import wfbp
 import wfbp.torch
+from tests.parallel.programs import further_optimizers
 from wfbp.config import Config
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -62,7 +64,7 @@ class Model(torch.nn.Module):
         return out
 
 
-def param_groups(model: Model) -> list[dict[str, Any]]:
+def param_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
     """Two groups with different hyperparameters."""
     flat = [p for p in model.parameters() if p.dim() < 2]
     matrices = [p for p in model.parameters() if p.dim() >= 2]
@@ -72,7 +74,7 @@ def param_groups(model: Model) -> list[dict[str, Any]]:
     ]
 
 
-OPTIMIZERS: dict[str, Callable[[Model], torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[torch.nn.Module], torch.optim.Optimizer]] = {
     "momentum": lambda m: torch.optim.SGD(param_groups(m), momentum=0.9),
     "nesterov": lambda m: torch.optim.SGD(param_groups(m), momentum=0.9, nesterov=True),
     # A larger epsilon: the default turns rounding errors of gradients near 0 into full steps.
@@ -92,10 +94,11 @@ DTYPES = {
 
 def distance(one: Model, other: Model) -> float:
     """Largest difference of a parameter, relative to the largest entry of its tensor."""
-    worst = 0.0
-    for a, b in zip(one.parameters(), other.parameters(), strict=True):
-        worst = max(worst, ((a - b).abs().max() / b.abs().max()).item())
-    return worst
+    differences = [
+        (a - b).abs().max() / b.abs().max()
+        for a, b in zip(one.parameters(), other.parameters(), strict=True)
+    ]
+    return torch.stack(differences).max().item()  # no number where any is none
 
 
 def batch(step: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,16 +118,18 @@ def fingerprint(model: Model) -> str:
     return hashlib.sha256(state).hexdigest()
 
 
-def train(schedule: str, optimizer_name: str, dtype: torch.dtype) -> dict[str, Any]:
+def train(
+    schedule: str, optimizer_name: str, make: further_optimizers.Make, dtype: torch.dtype
+) -> dict[str, Any]:
     rank, size = wfbp.rank(), wfbp.size()
     torch.manual_seed(7)
     reference = Model().to(dtype)
     model = copy.deepcopy(reference)
     before = copy.deepcopy(reference)
     optimizer = wfbp.torch.DistributedOptimizer(
-        OPTIMIZERS[optimizer_name](model), model.named_parameters(), **SCHEDULES[schedule]
+        make(model), model.named_parameters(), **SCHEDULES[schedule]
     )
-    plain = OPTIMIZERS[optimizer_name](reference)
+    plain = make(reference)
     phases: list[str] = []
     after_twenty = float("inf")
     steps = 0
@@ -146,6 +151,7 @@ def train(schedule: str, optimizer_name: str, dtype: torch.dtype) -> dict[str, A
         if steps >= MIN_STEPS and phase == "installed":
             break
     everybody = wfbp.allgather_object(fingerprint(model))
+    exchange = optimizer._wfbp_exchange
     return {
         "schedule": schedule,
         "optimizer": optimizer_name,
@@ -153,6 +159,7 @@ def train(schedule: str, optimizer_name: str, dtype: torch.dtype) -> dict[str, A
         "steps": steps,
         "phases": phases,
         "plan": optimizer.report().get("schedule"),
+        "shares_state": exchange is not None and exchange.shares_state,
         "num_groups": optimizer.report().get("num_groups"),
         "after_twenty": after_twenty,
         "at_the_end": distance(model, reference),
@@ -170,11 +177,11 @@ def main() -> None:
         config=Config(warmup_steps=1, profile_steps=1, trial_steps=2, trial_s=0.0, probe_s=0.05)
     )
     only = sys.argv[2].split(",") if len(sys.argv) > 2 else list(SCHEDULES)
-    records = []
-    for schedule in only:
-        for optimizer_name in OPTIMIZERS:
-            for dtype in DTYPES[optimizer_name]:
-                records.append(train(schedule, optimizer_name, dtype))
+    runs = [(n, make, d) for n, make in OPTIMIZERS.items() for d in DTYPES[n]]
+    if len(sys.argv) > 3:
+        further = further_optimizers.made(param_groups)
+        runs = [(n, further[n], torch.float64) for n in sys.argv[3].split(",")]
+    records = [train(schedule, *run) for schedule in only for run in runs]
     Path(sys.argv[1], f"rank{wfbp.rank()}.json").write_text(json.dumps(records))
 
 
