@@ -20,6 +20,8 @@ BUILD_FAILURES = (CCompilerError, ExecError, PlatformError, OSError)
 PACK = "wfbp._pack"
 JAX = "wfbp._jax_ffi"
 JAX_SOURCE = "csrc/jax_ffi.cc"
+SOURCES = {JAX_SOURCE: "jax", "csrc/pack.cu": "cuda"}
+"""What is compiled where the package runs, and the part of the package that it goes to."""
 
 WITHOUT = {
     PACK: """\
@@ -72,21 +74,23 @@ class OptionalBuild(build_ext):
         return super().get_output_mapping() if self.extensions else {}
 
 
-class BuildWithSource(build_py):
-    """Adds to the package the source that is compiled at first use."""
+class BuildWithSources(build_py):
+    """Adds to the package the sources that are compiled at first use."""
 
     def run(self) -> None:
         super().run()
-        if not self.editable_mode:
-            self.copy_file(JAX_SOURCE, str(self._jax_source))
+        for source, target in self._sources().items():
+            self.copy_file(source, target)
 
-    @property
-    def _jax_source(self) -> Path:
-        return Path(self.build_lib, "wfbp", "jax", Path(JAX_SOURCE).name)
+    def _sources(self) -> dict[str, str]:
+        """Where each source goes; an editable installation takes them from ``csrc``."""
+        if self.editable_mode:
+            return {}
+        package = Path(self.build_lib, "wfbp")
+        return {source: str(package / part / Path(source).name) for source, part in SOURCES.items()}
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        added = [] if self.editable_mode else [str(self._jax_source)]
-        return [*super().get_outputs(include_bytecode), *added]
+        return [*super().get_outputs(include_bytecode), *self._sources().values()]
 
 
 def jax_extension() -> list[Extension]:
@@ -119,5 +123,5 @@ setup(
         ),
         *jax_extension(),
     ],
-    cmdclass={"build_ext": OptionalBuild, "build_py": BuildWithSource},
+    cmdclass={"build_ext": OptionalBuild, "build_py": BuildWithSources},
 )

@@ -19,6 +19,7 @@ BELOW: dict[str, set[str]] = {
     "native": {"_pack", "_pack_numpy", "core", "errors"},
     "sim": {"core", "errors"},
     "comm": {"config", "core", "errors", "native"},
+    "cuda": {"comm", "config", "core", "errors"},
     "runtime": {"comm", "config", "core", "errors", "native", "sim"},
 }
 """What each part may import besides itself."""

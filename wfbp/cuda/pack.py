@@ -1,0 +1,183 @@
+"""Slots of a fusion buffer on the device, and the one launch that fills or empties them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wfbp.core.types import item_bytes
+from wfbp.cuda.kernels import ARGUMENTS, CAPACITY, TILE, Kernels, kernel_name
+
+LARGEST_TILE_BYTES = 16384
+SMALLEST_TILE_BYTES = 4096
+ENOUGH_TILES = 512
+"""A block moves four words of 16 bytes per thread at a time, or, where that would leave
+multiprocessors idle, fewer."""
+
+Integers = Sequence[int] | npt.NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """Up to :data:`CAPACITY` slots, ``first`` to ``last``, and the blocks that move them."""
+
+    first: int
+    last: int
+    num_blocks: int
+    arguments: npt.NDArray[Any]
+    tensors: npt.NDArray[np.int64]
+    address: int
+
+
+class DevicePackTable:
+    """Slots of a fusion buffer on the device and the addresses that they are filled from.
+
+    Write the addresses into ``pointers``, which lies on the host; 0 means absent. Then
+
+    * :meth:`pack` fills every slot with its tensor times a scale, and with zeros where it is
+      absent; a tensor that is its own slot stays where it is;
+    * :meth:`unpack` writes every slot, times a scale, to its address, where there is one.
+
+    Both only enqueue: nothing is allocated or uploaded, no one waits, and ``pointers`` may be
+    written anew as soon as they return, since a launch carries its addresses with it. Groups of
+    more than :data:`~wfbp.cuda.kernels.CAPACITY` tensors take more than one launch. The caller
+    keeps what the addresses point at alive until the stream has passed the launch. A tensor may
+    not partly overlap a slot. One thread at a time may use a table.
+
+    Args:
+        kernels: the device.
+        buffer: address of the fusion buffer.
+        capacity: its bytes.
+        offsets: byte offset of each slot.
+        nbytes: bytes of each slot.
+        dtype: element type in the buffer.
+        stream: raw handle of the stream that does it; 0 is the default stream.
+        tensor_dtype: element type of the tensors, if it is another one.
+
+    Raises:
+        ValueError: a slot outside the buffer, a size that is no whole number of elements, an
+            unknown element type, or a pair of them without a kernel.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        buffer: int,
+        capacity: int,
+        offsets: Integers,
+        nbytes: Integers,
+        dtype: str,
+        stream: int,
+        tensor_dtype: str | None = None,
+    ) -> None:
+        self._kernels = kernels
+        self._stream = stream
+        self._dtype = dtype
+        self._tensor_dtype = tensor_dtype or dtype
+        item, tensor_item = item_bytes(dtype), item_bytes(self._tensor_dtype)
+        if self._tensor_dtype != dtype:
+            kernel_name(self._tensor_dtype, dtype)
+        starts, sizes = np.asarray(offsets, np.int64), np.asarray(nbytes, np.int64)
+        _check_slots(starts, sizes, capacity, item, dtype)
+        self.pointers: npt.NDArray[np.int64] = np.zeros(len(sizes), np.int64)
+        elements = _tile_elements(int(sizes.sum()) // item, max(item, tensor_item))
+        tiles, blocks = _tiles(starts, sizes // item, item, tensor_item, elements)
+        # The table stays on the device as long as this object.
+        address, self._held = kernels.upload(tiles)
+        self._launches = _launches(blocks, address, buffer, item)
+
+    def pack(self, scale: float = 1.0) -> None:
+        """Enqueue the filling of the slots.
+
+        Args:
+            scale: factor; 1 for integers.
+
+        Raises:
+            ValueError: a scale other than 1 for a type that cannot be multiplied.
+        """
+        self._run(self._tensor_dtype, self._dtype, True, scale)
+
+    def unpack(self, scale: float = 1.0) -> None:
+        """Enqueue the writing of the slots to the addresses; as :meth:`pack` otherwise."""
+        self._run(self._dtype, self._tensor_dtype, False, scale)
+
+    def _run(self, source: str, target: str, packs: bool, scale: float) -> None:
+        plain = source == target and scale == 1.0
+        name = "copy" if plain else kernel_name(source, target)
+        for launch in self._launches:
+            launch.arguments["scale"] = scale
+            launch.arguments["packs"] = packs
+            launch.tensors[:] = self.pointers[launch.first : launch.last]
+            self._kernels.launch(name, launch.num_blocks, launch.address, self._stream)
+
+
+def _check_slots(
+    starts: npt.NDArray[np.int64],
+    sizes: npt.NDArray[np.int64],
+    capacity: int,
+    item: int,
+    dtype: str,
+) -> None:
+    if len(starts) != len(sizes):
+        raise ValueError(f"{len(starts)} offsets but {len(sizes)} sizes")
+    for i, (start, size) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True)):
+        if start < 0 or size < 0 or start + size > capacity:
+            raise ValueError(
+                f"slot {i} (offset {start}, {size} bytes) is not inside the buffer of "
+                f"{capacity} bytes"
+            )
+        if size % item:
+            raise ValueError(f"slot {i} has {size} bytes: not a whole number of {dtype} elements")
+
+
+def _tile_elements(total: int, item: int) -> int:
+    """Elements per tile: a power of two, so that a tile after an aligned one is aligned."""
+    tile_bytes = LARGEST_TILE_BYTES
+    while tile_bytes > SMALLEST_TILE_BYTES and total * item < ENOUGH_TILES * tile_bytes:
+        tile_bytes //= 2
+    return tile_bytes // item
+
+
+def _tiles(
+    starts: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    item: int,
+    tensor_item: int,
+    elements: int,
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+    """The tiles of all slots, in their order, and how many each slot has."""
+    blocks = -(-counts // elements)
+    slots = np.repeat(np.arange(len(counts)), blocks)
+    first = np.arange(len(slots)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+    begin = first * elements
+    tiles = np.zeros(len(slots), TILE)
+    tiles["in_buffer"] = starts[slots] + begin * item
+    tiles["in_tensor"] = begin * tensor_item
+    tiles["slot"] = slots % CAPACITY
+    tiles["count"] = np.minimum(counts[slots] - begin, elements)
+    return tiles, blocks
+
+
+def _launches(
+    blocks: npt.NDArray[np.int64], tiles: int, buffer: int, item: int
+) -> tuple[_Launch, ...]:
+    """One launch per :data:`CAPACITY` slots that have any tiles."""
+    launches = []
+    done = 0
+    for first in range(0, len(blocks), CAPACITY):
+        last = min(first + CAPACITY, len(blocks))
+        num_blocks = int(blocks[first:last].sum())
+        if num_blocks:
+            arguments = np.zeros((), ARGUMENTS)
+            arguments["tiles"] = tiles + done * TILE.itemsize
+            arguments["buffer"] = buffer
+            arguments["item"] = item
+            tensors = arguments["tensors"][: last - first]
+            address = arguments.ctypes.data
+            launches.append(_Launch(first, last, num_blocks, arguments, tensors, address))
+        done += num_blocks
+    return tuple(launches)
