@@ -54,6 +54,7 @@ class StubLane:
         self.has_events = False
         self.owes = False
         self.has_room = True
+        self.counts = (0, 0)
         self.expected_s: float | None = None
         self.waiting_since: float | None = None
         self.error: WfbpError | None = None
@@ -318,7 +319,7 @@ def test_waiting_for_one_who_left(make: Make) -> None:
     thread.post(left)
     caller.join(10)
     assert isinstance(found[0], PeerError)
-    assert str(found[0]) == "rank 0 of 2 waits (barrier), but rank 1 has left"
+    assert str(found[0]).startswith("rank 0 of 2 waits (barrier), but rank 1 has left. Every rank")
 
 
 def test_one_who_left_is_no_trouble_where_nobody_waits(make: Make) -> None:

@@ -78,6 +78,7 @@ class Calls:
     def __init__(self) -> None:
         self._waiting: deque[Call] = deque()
         self._work: Work[Any] | None = None
+        self.num_begun = 0
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -98,6 +99,7 @@ class Calls:
         call = self._waiting[0]
         try:
             if self._work is None:
+                self.num_begun += 1
                 self._work = call.start()
             if not self._work.test():
                 return False

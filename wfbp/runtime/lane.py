@@ -52,6 +52,7 @@ class PlannedLane:
         self._step = Step(0, [], [])
         self._gather = Gather([], None)
         self._closing = False
+        self._num_started = 0
 
     def install(self, plan: Plan) -> list[FusionBuffer | ScatterBuffer]:
         """Send by another plan from the next step on; called while nothing is under way.
@@ -143,6 +144,10 @@ class PlannedLane:
         return self._sequencer.gathering or any(isinstance(event, Gather) for event in events)
 
     @property
+    def counts(self) -> tuple[int, int]:
+        return self._num_started, self._num_started - len(self._flights)
+
+    @property
     def expected_s(self) -> float | None:
         return self._flights[0].expected_s if self._flights else None
 
@@ -193,6 +198,7 @@ class PlannedLane:
             expected_s = self.costs.of(self._plan.groups[group].operation)(work.nbytes)
         since = time.monotonic()
         self._flights.append(_Flight(group, work, start_s, packed_s, since, expected_s))
+        self._num_started += 1
 
     def _complete(self, flight: _Flight) -> None:
         group = flight.group

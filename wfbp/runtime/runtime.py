@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,12 +18,13 @@ from wfbp.core.cost import Costs, PiecewiseCost, monotone_points
 from wfbp.core.types import Op, Operation
 from wfbp.errors import NotInitializedError, PeerError, WfbpError
 from wfbp.runtime.calls import Reply
+from wfbp.runtime.inquiry import Inquiry
+from wfbp.runtime.places import Place
 from wfbp.runtime.stall import StallWatch
 from wfbp.runtime.thread import CommunicationThread
 from wfbp.runtime.turns import TICK_S, Lane
 
 T = TypeVar("T")
-log = logging.getLogger("wfbp")
 
 
 class Runtime:
@@ -67,10 +67,12 @@ class Runtime:
         self.numbers = count()
         self.where = f"rank {self.rank} of {self.size}"
         self._stall = StallWatch(config, self.where, lambda: backend.activity)
-        self._stall.on_stall = self._ask_where
         self.thread = CommunicationThread(
             config, Waiter.watching(backend), self._read_notices, self._stall, self.where
         )
+        self._inquiry = inquiry = Inquiry(self.rank, self.size, self.where, self._place, self._send)
+        self._stall.on_stall = inquiry.begin
+        self._stall.answers = lambda: inquiry.answers
         self.post = self.thread.post
         self.await_reply: Callable[[Reply[Any], str], Any] = self.thread.await_reply
         self.thread.start()
@@ -241,10 +243,8 @@ class Runtime:
             elif kind == "bye":
                 self._acknowledged.add(sender)
                 self._stall.note_gone(sender, "has left (its program ended or called shutdown)")
-            elif kind == "where":
-                self._send({"kind": "here", "place": self.thread.describe()})
-            elif kind == "here":
-                log.warning("%s hears from rank %d: %s", self.where, sender, notice["place"])
+            elif (error := self._inquiry.hear(sender, notice)) is not None:
+                self.thread.fail(error)
 
     def _check_measurement(self, label: str, waited_s: float) -> None:
         """What a turn does some times a second; a measurement is one long turn."""
@@ -258,8 +258,8 @@ class Runtime:
             self.thread.fail(error)
             raise error
 
-    def _ask_where(self) -> None:
-        self._send({"kind": "where"})
+    def _place(self) -> Place:
+        return self.thread.place(lambda lane: self._leased.index(lane.backend))
 
     def _send(self, notice: dict[str, Any]) -> None:
         self._backend.send_notice(json.dumps(notice).encode())

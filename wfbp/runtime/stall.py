@@ -33,6 +33,8 @@ class StallWatch:
         self._quiet_since = 0.0
         self.gone: dict[int, str] = {}
         self.on_stall: Callable[[], None] = lambda: None
+        self.answers: Callable[[], str] = lambda: ""
+        """What the other ranks said when they were asked."""
 
     def note_gone(self, rank: int, how: str) -> None:
         """A rank will take part in nothing any more."""
@@ -60,11 +62,17 @@ class StallWatch:
         waited = now - since
         if self.gone and min(waited, now - self._quiet_since) > _LEFT_GRACE_S:
             left = ", ".join(f"rank {r} {how}" for r, how in sorted(self.gone.items()))
-            return PeerError(f"{self._where} waits ({what}), but {left}")
+            return PeerError(
+                f"{self._where} waits ({what}), but {left}. Every rank must make the same calls: "
+                "let none end earlier, with fewer batches or steps than the others"
+            )
         if waited > self._config.timeout_s:
+            answers = self.answers()
+            asked = f" When they were asked, others were here: {answers}." if answers else ""
             return StallError(
-                f"{self._where} waited {waited:.0f} s ({what}); some rank does not take part. "
-                "Look at what the ranks reported above; WFBP_TIMEOUT_S sets the limit."
+                f"{self._where} waited {waited:.0f} s ({what}); some rank does not take part."
+                f"{asked} Look for a call that only some ranks make, and at what the ranks "
+                "reported above; WFBP_TIMEOUT_S sets the limit."
             )
         if waited > self._config.stall_warning_s and what not in self._warned:
             self._warned.add(what)

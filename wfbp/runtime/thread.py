@@ -20,6 +20,7 @@ from wfbp.comm.waiting import Waiter, sharp_naps
 from wfbp.config import Config
 from wfbp.errors import StallError, WfbpError
 from wfbp.runtime.calls import Call, Reply
+from wfbp.runtime.places import Place
 from wfbp.runtime.stall import StallWatch
 from wfbp.runtime.turns import Lane, Message, Turns
 
@@ -68,6 +69,8 @@ class CommunicationThread:
         self._turn = threading.Lock()
         self._running = True
         self._num_waiting = 0
+        self._num_waits = 0
+        self._users: set[int] = set()
         self._here = threading.local()
         self.sleeping = False
         self.add_lane: Callable[[Lane], None] = turns.add_lane
@@ -95,6 +98,18 @@ class CommunicationThread:
         """Whether the thread that asks has ever waited for communication."""
         return getattr(self._here, "used", False)
 
+    def place(self, number: Callable[[Lane], int]) -> Place:
+        """Where this rank is; in a turn only.
+
+        It is said to wait where the only thread that has ever communicated does: of several, one
+        might yet begin what another rank waits for.
+
+        Args:
+            number: of a lane, the same on every rank.
+        """
+        waits = len(self._users) == 1 and self._num_waiting == 1
+        return self._turns.place(waits, self._num_waits, number)
+
     def post(self, message: Message) -> None:
         """Have ``message`` called in a turn soon."""
         self._turns.messages.append(message)
@@ -118,6 +133,8 @@ class CommunicationThread:
     def await_reply(self, reply: Reply[T], label: str) -> T:
         """Wait for an answer to what was appended or posted before; drive, unless another does."""
         self._here.used = True
+        self._users.add(threading.get_ident())
+        self._num_waits += 1
         self._num_waiting += 1
         try:
             if self._gate.acquire(timeout=_BATON_S):

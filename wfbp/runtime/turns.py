@@ -16,6 +16,7 @@ from wfbp.comm.waiting import Waiter
 from wfbp.errors import WfbpError
 from wfbp.runtime.bell import Bell
 from wfbp.runtime.calls import Call, Calls
+from wfbp.runtime.places import LanePlace, Place
 from wfbp.runtime.stall import StallWatch
 
 TICK_S = 0.05
@@ -47,6 +48,10 @@ class Lane(Protocol):
     @property
     def has_room(self) -> bool:
         """Whether a group that became ready now could start."""
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many collectives were started, and how many of these have completed."""
 
     @property
     def expected_s(self) -> float | None:
@@ -156,6 +161,23 @@ class Turns:
         """What is under way, for people."""
         calls = [f"in {self._calls.first.label}"] if self._calls else []
         return "; ".join(calls + [lane.describe() for lane in self._lanes]) or "idle"
+
+    def place(self, waits: bool, num_waits: int, number: Callable[[Lane], int]) -> Place:
+        """Where this rank is.
+
+        Args:
+            waits: whether all that could begin a collective is in a wait.
+            num_waits: waits begun so far.
+            number: of a lane, the same on every rank.
+        """
+        lanes = []
+        for lane in self._lanes:
+            started, completed = lane.counts
+            dry = not (lane.busy or lane.has_events or lane.owes)
+            lanes.append(LanePlace(number(lane), started, completed, dry))
+        call = self._calls.first.label if self._calls else ""
+        begun = self._calls.num_begun
+        return Place(self.describe(), waits, num_waits, begun, call, tuple(lanes))
 
     def _take(self, urgent: bool) -> float:
         progressed = self._read() | self._advance()

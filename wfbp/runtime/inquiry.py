@@ -1,0 +1,118 @@
+"""Asks where the other ranks are when a wait lasts, and ends one that can never be over.
+
+A rank that has waited for long asks all others, reports their answers, and where these show ranks
+that wait for each other in different places, asks once more. Every first answer was given before
+the second question, every second one after it: where none has changed, all were true at once. Then
+nothing can move any of these ranks any more, and the asker tells all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from wfbp.errors import DisagreementError
+from wfbp.runtime.places import Place, entangled, told
+
+log = logging.getLogger("wfbp")
+
+_other_threads = False
+
+
+def expect_other_threads() -> None:
+    """From now on anything may be begun on threads that have not communicated before.
+
+    Whether a rank can go on by itself is then never known, and nothing is judged.
+    """
+    global _other_threads
+    _other_threads = True
+
+
+class Inquiry:
+    """One rank's questions and answers. For turns.
+
+    Args:
+        rank: of this process.
+        size: number of ranks.
+        where: who this is, for messages ("rank 1 of 4").
+        place: where this rank is.
+        send: sends a notice to all other ranks.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        where: str,
+        place: Callable[[], Place],
+        send: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._rank = rank
+        self._size = size
+        self._where = where
+        self._place = place
+        self._send = send
+        self._number = 0
+        self._again = False
+        self._heard: dict[int, Place] = {}
+        self._before: list[Place] = []
+
+    def begin(self) -> None:
+        """Ask, because a wait lasts; an earlier question is dropped."""
+        self._ask(again=False)
+
+    def hear(self, sender: int, notice: dict[str, Any]) -> DisagreementError | None:
+        """A question, an answer or a verdict of another rank.
+
+        Returns:
+            What this rank has to end with, if all is known.
+        """
+        if notice["kind"] == "where":
+            answer = {"kind": "here", "to": sender, "number": notice["number"]}
+            self._send({**answer, "place": self._here().encode()})
+        elif notice["kind"] == "entangled":
+            return DisagreementError(f"{self._where}: {notice['text']}")
+        elif notice["to"] == self._rank and notice["number"] == self._number:
+            return self._note(sender, Place.decode(notice["place"]))
+        return None
+
+    @property
+    def answers(self) -> str:
+        """Where the others were when they were asked, for messages; empty if they were not."""
+        places = [self._heard.get(rank) or self._here() for rank in range(self._size)]
+        return told(places, sorted(self._heard))
+
+    def _here(self) -> Place:
+        place = self._place()
+        return place if not _other_threads else Place.decode({**place.encode(), "waits": False})
+
+    def _ask(self, again: bool) -> None:
+        self._number += 1
+        self._again = again
+        self._heard = {}
+        self._send({"kind": "where", "number": self._number})
+
+    def _note(self, sender: int, place: Place) -> DisagreementError | None:
+        self._heard[sender] = place
+        if not self._again:
+            log.warning("%s hears from rank %d: %s", self._where, sender, place.text)
+        if len(self._heard) < self._size - 1:
+            return None
+        places = [self._heard.get(rank) or self._here() for rank in range(self._size)]
+        ranks = entangled(places)
+        if not ranks:
+            return None
+        if not self._again:
+            self._before = places
+            self._ask(again=True)
+            return None
+        if places != self._before:
+            return None
+        text = (
+            f"ranks wait for each other in different places: {told(places, ranks)}. Every rank "
+            "must make the same calls in the same order: look for one that only some ranks make, "
+            "such as under `if rank() == 0`, or with fewer batches"
+        )
+        self._send({"kind": "entangled", "text": text})
+        return DisagreementError(f"{self._where}: {text}")
