@@ -41,6 +41,7 @@ def test_equal_ranks_agree(names: list[str], size: int) -> None:
          "op is 'sum' on rank 0 and 'average' on rank 1"),
         ([said(A, active=["a", "b"]), said(A, active=["b", "c"])],
          "active: a on rank 0 only, c on rank 1 only"),
+        ([said(A, kind="SGD"), said(A)], "kind is 'SGD' on rank 0 and None on rank 1"),
     ],
 )  # fmt: skip
 def test_a_difference_is_named(payloads: list[bytes], told: str) -> None:

@@ -16,7 +16,7 @@ from wfbp.config import Config
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, NotInitializedError, PeerError
 from wfbp.runtime import operations
-from wfbp.runtime.matching import agree, flat, kind, native
+from wfbp.runtime.matching import agree, flat, kind, native, shown
 from wfbp.runtime.refusals import telling_others
 from wfbp.runtime.rows import gather_bytes
 from wfbp.runtime.runtime import Runtime
@@ -69,7 +69,28 @@ def test_broadcast_many_names_the_first_difference() -> None:
 
     for result in run_ranks(3, body):
         assert isinstance(result, DisagreementError)
-        assert "rank 0 has ['c', 'int64', [1]], rank 1 has ['b', 'int64', [1]]" in str(result)
+        assert "ranks disagree: c int64(1,) on rank 0, b int64(1,) on rank 1. Every" in str(result)
+
+
+def test_broadcast_many_names_what_one_rank_alone_has() -> None:
+    def body(runtime: Runtime) -> None:
+        rows = [("a", "float32", (3,)), ("b", "int64", (1,))][: 2 - runtime.rank]
+        buffers = [np.zeros(12, np.uint8), np.zeros(8, np.uint8)][: len(rows)]
+        operations.broadcast_buffers(runtime, rows, buffers, root_rank=0)
+
+    for result in run_ranks(2, body):
+        assert "b int64(1,) on rank 0, no more on rank 1" in str(result)
+
+
+def test_operations_are_told_as_programs_write_them() -> None:
+    def body(runtime: Runtime) -> None:
+        op = Op.MAX if runtime.rank else Op.SUM
+        operations.reduce_in_place(runtime, np.zeros(2), "float64", (2,), op, "x")
+
+    for result in run_ranks(2, body):
+        assert "allreduce(x, float64(2,), op=wfbp.Sum) on rank 0" in str(result)
+        assert "op=wfbp.Max) on rank 1" in str(result)
+    assert all(getattr(wfbp, str(op).removeprefix("wfbp.")) is op for op in Op)
 
 
 @pytest.mark.parametrize("known", [None, (0, 1, 2)])
@@ -87,26 +108,27 @@ def test_gather_rows(known: tuple[int, ...] | None) -> None:
 
 def test_agree_returns_what_may_differ() -> None:
     def body(runtime: Runtime) -> list[int]:
-        return agree(runtime, ["operation", "x"], private=10 + runtime.rank)
+        return agree(runtime, "operation", "x", private=10 + runtime.rank)
 
     assert all_well(run_ranks(3, body)) == [[10, 11, 12]] * 3
 
 
 def test_agree_tells_every_rank_the_same() -> None:
     def body(runtime: Runtime) -> None:
-        agree(runtime, ["allreduce", "x", "float32", [3 + (runtime.rank == 1)]])
+        agree(runtime, "allreduce", "x", shown("float32", [3 + (runtime.rank == 1)]))
 
     results = run_ranks(3, body)
     for rank, result in enumerate(results):
         assert isinstance(result, DisagreementError)
         assert str(result).startswith(f"rank {rank} of 3: ranks called different operations")
-        assert "rank 0 ['allreduce', 'x', 'float32', [3]], rank 1 ['allreduce'" in str(result)
+        told = "allreduce(x, float32(3,)) on rank 0, allreduce(x, float32(4,)) on rank 1. Every"
+        assert told in str(result)
 
 
 def test_a_disagreement_is_not_the_end() -> None:
     def body(runtime: Runtime) -> list[bytes]:
         with pytest.raises(DisagreementError):
-            agree(runtime, ["one" if runtime.rank else "other"])
+            agree(runtime, "one" if runtime.rank else "other")
         return runtime.exchange(b"on", "on")
 
     assert all_well(run_ranks(2, body)) == [[b"on", b"on"]] * 2
@@ -225,7 +247,7 @@ def test_no_such_root(root: int) -> None:
 def test_what_cannot_be_reduced() -> None:
     with pytest.raises(ValueError, match="'complex128' cannot be sent"):
         wfbp.allreduce(np.zeros(2, complex))
-    with pytest.raises(ValueError, match="op is 'sum'"):
+    with pytest.raises(ValueError, match=r"op is 'sum'; expected one of wfbp\.Sum, wfbp\.Average"):
         wfbp.allreduce(np.zeros(2), op="sum")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one dimension"):
         wfbp.allgather(np.float64(1))

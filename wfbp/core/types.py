@@ -30,6 +30,10 @@ class Op(enum.Enum):
     MAX = "max"
     PRODUCT = "product"
 
+    def __str__(self) -> str:
+        """As programs write it."""
+        return f"wfbp.{self.name.capitalize()}"
+
 
 class Phase(enum.Enum):
     """In which half of the iteration a group is sent."""

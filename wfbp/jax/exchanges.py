@@ -133,7 +133,7 @@ class Exchanges:
             requests = [Request.parse(s["wanted"]) for s in said]
             everywhere = set.intersection(*(set(s["known"]) for s in said))
             if not everywhere.issuperset(r.key for r in requests):
-                _disagree(requests)
+                _disagree(runtime.where, requests)
             for _, request in sorted({r.key: r for r in requests}.items()):
                 if request.key in self._engines:
                     continue
@@ -151,15 +151,15 @@ class Exchanges:
             return self._engines[wanted.key]
 
 
-def _disagree(requests: Sequence[Request]) -> None:
+def _disagree(where: str, requests: Sequence[Request]) -> None:
     """Raise what ranks disagree upon.
 
     Raises:
         DisagreementError: on every rank.
     """
     settings = [
-        {"name": r.title, "op": r.op.value, "schedule": r.schedule, "bytes": r.threshold_bytes}
+        {"name": r.title, "op": str(r.op), "schedule": r.schedule, "bytes": r.threshold_bytes}
         for r in requests
     ]
     said = [agreement.encode_specs(r.specs, s) for r, s in zip(requests, settings, strict=True)]
-    agreement.check_specs(requests[0].title, said)
+    agreement.check_specs(f"{where}: {requests[0].title}", said)

@@ -18,12 +18,15 @@ def encode_specs(specs: Sequence[TensorSpec], settings: dict[str, Any]) -> bytes
     return json.dumps({"tensors": rows, "settings": settings}).encode()
 
 
-def check_specs(name: str, payloads: Sequence[bytes]) -> None:
+def check_specs(who: str, payloads: Sequence[bytes]) -> None:
     """Compare every rank's tensors and settings with rank 0's.
 
+    Args:
+        who: this rank and what the tensors belong to, for messages.
+        payloads: what each rank said.
+
     Raises:
-        DisagreementError: the same message on every rank: which ranks, which tensors, what each
-            of the two has.
+        DisagreementError: on every rank: which ranks, which tensors, what each of the two has.
     """
     said = [json.loads(p) for p in payloads]
     problems = []
@@ -34,12 +37,12 @@ def check_specs(name: str, payloads: Sequence[bytes]) -> None:
         if len(problems) > _MAX_NAMED:
             shown.append(f"and {len(problems) - _MAX_NAMED} more")
         raise DisagreementError(
-            f"{name}: ranks disagree: {'; '.join(shown)}. Every rank must pass the same tensors, "
+            f"{who}: ranks disagree: {'; '.join(shown)}. Every rank must pass the same tensors, "
             "in the same order, with the same settings"
         )
 
 
-def check_equal(name: str, what: str, values: Sequence[str]) -> None:
+def check_equal(who: str, what: str, values: Sequence[str]) -> None:
     """Raise unless every rank said the same.
 
     Raises:
@@ -48,7 +51,7 @@ def check_equal(name: str, what: str, values: Sequence[str]) -> None:
     for rank, value in enumerate(values):
         if value != values[0]:
             raise DisagreementError(
-                f"{name}: ranks disagree on {what}: rank 0 has {values[0]}, rank {rank} has {value}"
+                f"{who}: ranks disagree on {what}: rank 0 has {values[0]}, rank {rank} has {value}"
             )
 
 
@@ -76,10 +79,10 @@ def _differences(ours: dict[str, Any], theirs: dict[str, Any], rank: int) -> lis
         )
     # Settings follow from the tensors in part, the plan from all else: report causes only.
     for key, value in ours["settings"].items():
-        other = theirs["settings"][key]
+        other = theirs["settings"].get(key)
         if found or other == value:
             continue
-        if isinstance(value, list):
+        if isinstance(value, list) and isinstance(other, list):
             found.append(
                 f"{key}: {_only_in(value, other)} on rank 0 only, "
                 f"{_only_in(other, value)} on rank {rank} only"

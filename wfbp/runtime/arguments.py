@@ -42,7 +42,7 @@ def check_arguments(
     if threshold_bytes < 1:
         raise ValueError(f"threshold_bytes is {threshold_bytes}; expected at least 1")
     if op not in (Op.AVERAGE, Op.SUM):
-        raise ValueError(f"op is {op}; gradients can be averaged or summed")
+        raise ValueError(f"op is {op}; gradients can be combined by {Op.AVERAGE} or {Op.SUM}")
     if passes < 1:
         raise ValueError(f"backward_passes_per_step is {passes}; expected at least 1")
     if not specs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,13 @@ from wfbp.runtime.runtime import Runtime
 Array = npt.NDArray[Any]
 
 
-def agree(runtime: Runtime, signature: list[Any], private: int = 0) -> list[int]:
+def agree(runtime: Runtime, call: str, *details: str, private: int = 0) -> list[int]:
     """Compare what the ranks are about to do.
 
     Args:
         runtime: of this rank.
-        signature: kind of operation, name and whatever must be equal on all ranks.
+        call: the operation, as programs call it.
+        details: its name and whatever else must be equal on all ranks, as messages show it.
         private: a number that may differ.
 
     Returns:
@@ -29,17 +31,22 @@ def agree(runtime: Runtime, signature: list[Any], private: int = 0) -> list[int]
     Raises:
         DisagreementError: on every rank, with what each of two ranks is about to do.
     """
-    label = " ".join(str(part) for part in signature[:2])
-    payload = json.dumps([signature, private]).encode()
-    said = [json.loads(p) for p in runtime.exchange(payload, label)]
+    shown = f"{call}({', '.join(details)})"
+    payload = json.dumps([shown, private]).encode()
+    said = [json.loads(p) for p in runtime.exchange(payload, " ".join([call, *details[:1]]))]
     for rank, (theirs, _) in enumerate(said):
         if theirs != said[0][0]:
             raise DisagreementError(
-                f"{runtime.where}: ranks called different operations: rank 0 {said[0][0]}, rank "
-                f"{rank} {theirs}. Every rank must call the same operations in the same order "
-                "with the same names, element types and shapes"
+                f"{runtime.where}: ranks called different operations: {said[0][0]} on rank 0, "
+                f"{theirs} on rank {rank}. Every rank must call the same operations in the same "
+                "order with the same names, element types and shapes"
             )
     return [number for _, number in said]
+
+
+def shown(dtype: str, shape: Sequence[int]) -> str:
+    """An array as messages show it."""
+    return f"{dtype}{tuple(shape)}"
 
 
 def check_root(runtime: Runtime, root_rank: int) -> None:

@@ -27,6 +27,7 @@ from wfbp.runtime.matching import (
     flat,
     kind,
     native,
+    shown,
 )
 from wfbp.runtime.refusals import check_refusals, telling_others
 from wfbp.runtime.rows import gather
@@ -75,12 +76,12 @@ def reduce_in_place(
     """Combine a flat buffer over all ranks, after comparing name, type, shape and operation."""
     item_bytes(dtype)
     if not isinstance(op, Op):
-        raise ValueError(f"op is {op!r}; expected one of {', '.join(o.name for o in Op)}")
+        raise ValueError(f"op is {op!r}; expected one of {', '.join(map(str, Op))}")
     label = name or f"allreduce.{next(runtime.numbers)}"
     if runtime.size == 1:
         runtime.check()
         return
-    agree(runtime, ["allreduce", label, dtype, list(shape), op.value])
+    agree(runtime, "allreduce", label, shown(dtype, shape), f"op={op}")
     runtime.all_reduce(buffer, dtype, op, f"allreduce of {label}")
 
 
@@ -129,7 +130,7 @@ def broadcast_in_place(
     if runtime.size == 1:
         runtime.check()
         return
-    agree(runtime, ["broadcast", label, dtype, list(shape), root_rank])
+    agree(runtime, "broadcast", label, shown(dtype, shape), f"root_rank={root_rank}")
     _broadcast_one(runtime, buffer, root_rank, f"broadcast of {label}")
 
 
@@ -178,18 +179,22 @@ def broadcast_buffers(
     payloads = runtime.exchange(json.dumps([root_rank, described]).encode(), MANY)
     said = [json.loads(payload) for payload in payloads]
     check_refusals(runtime, MANY, said)
-    for rank, (root, theirs) in enumerate(said):
-        if root != said[0][0] or theirs != said[0][1]:
-            pairs = zip_longest(
-                [["root_rank", root], *theirs], [["root_rank", said[0][0]], *said[0][1]]
-            )
-            there, here = next((a, b) for a, b in pairs if a != b)
-            raise DisagreementError(
-                f"{runtime.where}: broadcast_parameters: ranks disagree: rank 0 has {here}, rank "
-                f"{rank} has {there}. Every rank must pass the same names, shapes and types"
-            )
+    for rank, theirs in enumerate(said):
+        for first, other in zip_longest(_entries(said[0]), _entries(theirs), fillvalue="no more"):
+            if other != first:
+                raise DisagreementError(
+                    f"{runtime.where}: {MANY}: ranks disagree: {first} on rank 0, {other} on rank "
+                    f"{rank}. Every rank must pass the same names, shapes and types"
+                )
     for (name, _, _), buffer in zip(rows, buffers, strict=True):
         _broadcast_one(runtime, buffer, root_rank, f"broadcast of {name}")
+
+
+def _entries(said: Sequence[Any]) -> list[str]:
+    """What a rank brought to a broadcast of many, as messages show it."""
+    root_rank, rows = said
+    entries = [f"{name} {shown(dtype, shape)}" for name, dtype, shape in rows]
+    return [f"root_rank={root_rank}", *entries]
 
 
 def _broadcast_one(runtime: Runtime, buffer: Buffer, root_rank: int, label: str) -> None:
@@ -234,7 +239,7 @@ def allgather_object(value: Any, name: str | None = None) -> list[Any]:
     """
     runtime = world.current("allgather_object()")
     label = name or f"allgather_object.{next(runtime.numbers)}"
-    agree(runtime, ["allgather_object", label])
+    agree(runtime, "allgather_object", label)
     payloads = runtime.exchange(pickle.dumps(value), f"allgather_object {label}")
     return [pickle.loads(payload) for payload in payloads]
 
@@ -256,11 +261,11 @@ def broadcast_object(value: Any = None, root_rank: int = 0, name: str | None = N
     runtime = world.current("broadcast_object()")
     check_root(runtime, root_rank)
     label = name or f"broadcast_object.{next(runtime.numbers)}"
-    agree(runtime, ["broadcast_object", label, root_rank])
+    agree(runtime, "broadcast_object", label, f"root_rank={root_rank}")
     payload = pickle.dumps(value) if runtime.rank == root_rank else b""
     return pickle.loads(runtime.exchange(payload, f"broadcast_object {label}")[root_rank])
 
 
 def barrier() -> None:
     """Wait until every rank has come here."""
-    agree(world.current("barrier()"), ["barrier"])
+    agree(world.current("barrier()"), "barrier")

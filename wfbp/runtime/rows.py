@@ -13,7 +13,7 @@ import numpy as np
 
 from wfbp.comm.backend import Buffer
 from wfbp.core.types import Op, item_bytes
-from wfbp.runtime.matching import Array, agree, check_bytes, flat, kind
+from wfbp.runtime.matching import Array, agree, check_bytes, flat, kind, shown
 from wfbp.runtime.runtime import Runtime
 
 
@@ -31,8 +31,8 @@ def count_rows(
 ) -> tuple[int, ...]:
     """How many rows each rank's array has; all else of their shapes must agree."""
     label = name or f"allgather.{next(runtime.numbers)}"
-    signature = ["rows of allgather", label, kind(dtype), list(shape[1:])]
-    return tuple(agree(runtime, signature, private=shape[0]))
+    rows = f"number of rows of {shown(kind(dtype), shape[1:])}"
+    return tuple(agree(runtime, "allgather", label, rows, private=shape[0]))
 
 
 def gather(
@@ -88,8 +88,10 @@ def gather_bytes(
         DisagreementError: ranks called different operations.
     """
     label = name or f"allgather.{next(runtime.numbers)}"
-    known = None if rows is None else list(rows)
-    said = agree(runtime, ["allgather", label, dtype, list(shape[1:]), known], private=shape[0])
+    details = [label, f"rows of {shown(dtype, shape[1:])}"]
+    if rows is not None:
+        details.append(f"{', '.join(map(str, rows))} of them")
+    said = agree(runtime, "allgather", *details, private=shape[0])
     counts = [math.prod(shape[1:]) * itemsize * count for count in said]
     gathered = np.empty(sum(counts), np.uint8)
     start = sum(counts[: runtime.rank])
@@ -117,7 +119,8 @@ def scatter(
     dtype = array.dtype.name
     row_bytes = math.prod(array.shape[1:]) * item_bytes(dtype)
     label = name or f"reducescatter.{next(runtime.numbers)}"
-    agree(runtime, ["reducescatter", label, dtype, list(array.shape), list(rows), op.value])
+    shares = f"rows={tuple(rows)}"
+    agree(runtime, "reducescatter", label, shown(dtype, array.shape), shares, f"op={op}")
     whole = np.array(array, order="C", copy=True)
     counts = [row_bytes * count for count in rows]
     runtime.call(
@@ -145,7 +148,7 @@ def exchange(runtime: Runtime, array: Array, name: str | None = None) -> Array:
     """
     check_bytes("array", array)
     label = name or f"alltoall.{next(runtime.numbers)}"
-    agree(runtime, ["alltoall", label, kind(array.dtype), list(array.shape)])
+    agree(runtime, "alltoall", label, shown(kind(array.dtype), array.shape))
     everything = np.empty((runtime.size, *array.shape), array.dtype)
     everything[runtime.rank] = array
     raw, counts = flat(everything).view(np.uint8), [array.nbytes] * runtime.size
