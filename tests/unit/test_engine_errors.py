@@ -17,11 +17,20 @@ def test_ranks_with_other_tensors_or_settings() -> None:
     def body(runtime: Runtime) -> None:
         Trainer(runtime, make_specs([3, 4 + (runtime.rank == 2)]), name="mine")
 
-    for result in run_ranks(3, body):
+    for rank, result in enumerate(run_ranks(3, body)):
         assert isinstance(result, DisagreementError)
-        assert "mine: ranks disagree: t1 float64(4,) on rank 0 is t1 float64(5,) on rank 2" in str(
-            result
-        )
+        told = "mine: ranks disagree: t1 float64(4,) on rank 0 is t1 float64(5,) on rank 2"
+        assert str(result).startswith(f"rank {rank} of 3: {told}")
+
+
+def test_ranks_of_other_classes() -> None:
+    def body(runtime: Runtime) -> None:
+        kind = "torch.optim.SGD" if runtime.rank else "torch.optim.Adam"
+        Trainer(runtime, make_specs([3]), compared={"the optimizer's class": kind})
+
+    for result in run_ranks(2, body):
+        assert isinstance(result, DisagreementError)
+        assert "the optimizer's class is 'torch.optim.Adam' on rank 0" in str(result)
 
 
 def test_a_rank_that_stays_away_stalls_the_others() -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from wfbp.core.cost import Costs
@@ -49,7 +50,7 @@ class Engine:
         active: per tensor, whether a gradient is expected; the others join when one appears.
         decouples: whether the caller can do with shards of gradients, and ``gather``.
         shares_update: whether each rank then updates its shards only.
-        memory_orders: of tensors that do not lie row by row, for comparison with other ranks.
+        compared: what else must be the same on every rank, by what messages call it.
         fetch: returns the gradient of a tensor for which no event came, or None; called when the
             step closes.
         name: of the optimizer, for messages.
@@ -72,7 +73,7 @@ class Engine:
         active: Sequence[bool] | None = None,
         decouples: bool = False,
         shares_update: bool = False,
-        memory_orders: Sequence[str] = (),
+        compared: Mapping[str, Any] = MappingProxyType({}),
         fetch: Callable[[int], Source | None] = lambda index: None,
         name: str = "optimizer",
     ) -> None:
@@ -91,20 +92,22 @@ class Engine:
             runtime.size if shares_update else 1,
         )
         settings = {
+            **compared,
             "schedule": schedule,
             "threshold_bytes": threshold_bytes,
-            "op": op.value,
+            "op": str(op),
             "decouples": decouples,
             "shares the update": shares_update,
             "tensors with gradient": [self.specs[k].name for k in chosen],
-            "memory order": list(memory_orders),
             "plan": self._tuner.plan.digest,
         }
         payload = agreement.encode_specs(self.specs, settings)
-        agreement.check_specs(name, runtime.exchange(payload, f"{name}: comparing tensors"))
+        said = runtime.exchange(payload, f"{name}: comparing tensors")
+        self._who = f"{runtime.where}: {name}"
+        agreement.check_specs(self._who, said)
         self._lane = PlannedLane(runtime.lease(), op, name)
         self._gathering = gathering = Gathering(
-            self.specs, self._lane, runtime.thread, passes, fetch, f"rank {runtime.rank}: {name}"
+            self.specs, self._lane, runtime.thread, passes, fetch, self._who
         )
         self._gathers = gathers = Gathers(runtime, self._lane, name)
         self._whole = WholeGradients(self.specs, gathers, runtime.rank, runtime.size)
@@ -297,7 +300,7 @@ class Engine:
         else:
             return whole
         digests = self._runtime.exchange(self._tuner.plan.digest.encode(), f"{self._name}: plan")
-        agreement.check_equal(self._name, "the plan", [d.decode() for d in digests])
+        agreement.check_equal(self._who, "the plan", [d.decode() for d in digests])
         return whole
 
     def _measure_costs(self) -> Costs:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from wfbp.core.types import Op
 from wfbp.runtime.runtime import Runtime
+from wfbp.torch.clipping import Limit, clip
 from wfbp.torch.gradients import Gradients
+from wfbp.torch.hyperparameters import check_equal_on_ranks
 from wfbp.torch.nature import Nature
 from wfbp.torch.reading import Barrier
 from wfbp.torch.sharding import Sharding, State
 from wfbp.torch.update import Reduced, ReplicatedUpdate, ShardedUpdate, Step, Update
-
-_TINY = 1e-6
 
 _unfinished: set[Exchange] = set()
 """Those whose parameters are not all up to date: they live until these have been read, or the
@@ -73,6 +70,7 @@ class Exchange:
         self._engine = engine = gradients.engine
         self._params = params = gradients.params
         self._held: Reduced | None = None
+        self._compared = False
         self._sharding: Sharding | None = None
         if sharded:
             self._sharding = Sharding(runtime, gradients.specs, params, optimizer.state)
@@ -105,6 +103,7 @@ class Exchange:
         Args:
             wanted: whether the program is about to look at them all.
         """
+        self._compare()
         self._update.settle()
         reduced = self._gradients.reduce(whole=False, wanted=wanted)
         shards = any(slot is not None and not slot.whole for slot in reduced)
@@ -116,6 +115,7 @@ class Exchange:
         Returns:
             Whether any rank had a gradient.
         """
+        self._compare()
         self._update.flush()
         if self._held is not None:
             self.check_settled()
@@ -157,32 +157,9 @@ class Exchange:
                 if self._update.pending:
                     _unfinished.add(self)
 
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float, error_if_nonfinite: bool
-    ) -> torch.Tensor:
+    def clip_grad_norm_(self, limit: Limit) -> torch.Tensor:
         """Scale what was reduced; see the optimizer's method of that name."""
-        max_norm, norm_type = float(max_norm), float(norm_type)
-        shards, whole = self._reduced_tensors()
-        parts = shards + (whole if self.runtime.rank == 0 else [])
-        norms = [torch.linalg.vector_norm(t.double(), norm_type) for t in parts if t.numel()]
-        if math.isinf(norm_type):
-            # Which of two the maximum is, where one is no number, is left open.
-            largest = max((float(n) for n in norms if not n.isnan()), default=0.0)
-            total = np.array([largest, any(n.isnan() for n in norms)], np.float64)
-            self.runtime.all_reduce(total, "float64", Op.MAX, "the norm of the gradients")
-            norm = math.nan if total[1] else float(total[0])
-        else:
-            total = np.array([float(sum(n**norm_type for n in norms))], np.float64)
-            self.runtime.all_reduce(total, "float64", Op.SUM, "the norm of the gradients")
-            norm = float(total[0]) ** (1.0 / norm_type)
-        if error_if_nonfinite and not math.isfinite(norm):
-            raise RuntimeError(
-                f"{self.runtime.where}: the norm of the gradients is {norm}, so they cannot be "
-                "clipped. Leave this step out, or pass error_if_nonfinite=False"
-            )
-        factor = max_norm / (norm + _TINY)
-        if not factor >= 1.0:  # also where the norm is no number
-            torch._foreach_mul_(shards + whole, factor)
+        norm = clip(self.runtime, limit, *self._reduced_tensors())
         wide = functools.reduce(torch.promote_types, {p.dtype for p in self._params})
         return torch.tensor(norm, dtype=wide)
 
@@ -216,6 +193,12 @@ class Exchange:
         if self._barrier is not None:
             self._barrier.release()
         self._gradients.release()
+
+    def _compare(self) -> None:
+        """Before anything else of the first step: see that ranks update by the same numbers."""
+        if not self._compared:
+            check_equal_on_ranks(self.runtime, self._optimizer, self._name)
+            self._compared = True
 
     def _await_param(self, index: int) -> None:
         self._update.await_param(index)

@@ -35,6 +35,7 @@ class Gradients:
         passes: backward passes per step.
         sparse_as_dense: whether sparse gradients are made dense; they are an error otherwise.
         name: of the optimizer, for messages.
+        kind: the optimizer's class, which must be the same on every rank.
         decouples: whether the optimizer can do with shards of gradients.
         shares_update: whether each rank then updates its shards only.
         barrier: to be put up in the modules that forward calls.
@@ -51,6 +52,7 @@ class Gradients:
         passes: int,
         sparse_as_dense: bool,
         name: str,
+        kind: type,
         decouples: bool = False,
         shares_update: bool = False,
         barrier: Barrier | None = None,
@@ -76,7 +78,12 @@ class Gradients:
             active=[p.requires_grad for p in self._params],
             decouples=decouples,
             shares_update=shares_update,
-            memory_orders=[f"{n} {order}" for n, p in named if (order := tensors.unusual_order(p))],
+            compared={
+                "the optimizer's class": f"{kind.__module__}.{kind.__qualname__}",
+                "memory order": [
+                    f"{n} {order}" for n, p in named if (order := tensors.unusual_order(p))
+                ],
+            },
             fetch=_fetcher(weakref.ref(self)),
             name=name,
         )

@@ -79,7 +79,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, found {type(optimizer).__qualname__}")
     if isinstance(optimizer, Distributed):
-        raise ValueError("this optimizer is distributed already")
+        raise ValueError(
+            f"this {type(optimizer).__name__} is distributed already: use it as it is; to wrap it "
+            "anew, pass the optimizer that it was made of"
+        )
     previous = optimizer.__dict__.pop(_WRAPPED, None)
     if previous is not None:
         previous._wfbp_release(runtime)
@@ -116,6 +119,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             passes=backward_passes_per_step,
             sparse_as_dense=sparse_as_dense,
             name=kind.__name__,
+            kind=kind,
         )
 
     wrapped._wfbp_original = optimizer

@@ -5,12 +5,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import astuple
 from typing import Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
 from wfbp.runtime.runtime import Runtime
+from wfbp.torch.clipping import Limit
 from wfbp.torch.exchange import Exchange
 
 _PRE_HOOKS = "_optimizer_step_pre_hooks"
@@ -78,8 +80,8 @@ class Distributed(torch.optim.Optimizer):
 
         To be called between ``backward()`` and :meth:`step`, on every rank. Takes what
         ``torch.nn.utils.clip_grad_norm_`` takes, for the averaged gradients of this optimizer's
-        parameters; ranks that hold shards of them add their parts of the norm in one small
-        all-reduce.
+        parameters; ranks that hold shards of them tell each other their parts of the norm in one
+        small message.
 
         Args:
             max_norm: the largest norm that is left as it is.
@@ -90,17 +92,18 @@ class Distributed(torch.optim.Optimizer):
             The norm before clipping, the same on every rank.
 
         Raises:
-            ValueError: a norm that is not above zero.
+            TypeError: a norm that is no number.
+            ValueError: a ``max_norm`` below zero, or a ``norm_type`` that is not above it.
+            DisagreementError: ranks passed different arguments.
             RuntimeError: see ``error_if_nonfinite``; on every rank, and nothing was scaled.
             WfbpError: as :meth:`synchronize`.
         """
-        if not float(norm_type) > 0:
-            raise ValueError(f"norm_type is {norm_type}; expected a number above 0, or infinity")
+        limit = Limit.of(max_norm, norm_type, error_if_nonfinite)
         if self._wfbp_exchange is None:
             params = [p for group in self.param_groups for p in group["params"]]
-            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+            return torch.nn.utils.clip_grad_norm_(params, *astuple(limit))
         self._wfbp_reduce()
-        return self._wfbp_exchange.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+        return self._wfbp_exchange.clip_grad_norm_(limit)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average the gradients, unless that was done, and let the optimizer step.
