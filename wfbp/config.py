@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
+from wfbp.core.checks import one_of
 from wfbp.core.planners import PLANNERS
 
 
@@ -18,7 +20,8 @@ class Config:
 
     Args:
         schedule: which planner groups gradients, where the program does not say.
-        threshold_bytes: group size of the ``threshold`` schedule and of the first steps.
+        threshold_bytes: group size of the ``threshold`` schedule and of the first steps; as a
+            variable also with a unit, as in ``25M``.
         warmup_steps: steps left out of every measurement after a start or a change of plan.
         profile_steps: steps whose compute times are measured, with communication held back.
         trial_steps: steps measured per candidate plan and round of ``auto``, at least.
@@ -57,10 +60,8 @@ class Config:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= least):
                 raise ValueError(f"{name} is {value!r}; expected a number of at least {least}")
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule is {self.schedule!r}; expected one of {SCHEDULES}")
-        if self.log_level not in LOG_LEVELS:
-            raise ValueError(f"log_level is {self.log_level!r}; expected one of {LOG_LEVELS}")
+        one_of("schedule", self.schedule, SCHEDULES)
+        one_of("log_level", self.log_level, LOG_LEVELS)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Config:
@@ -68,6 +69,10 @@ class Config:
 
         Raises:
             ValueError: a variable's value cannot be read; the message names the variable.
+
+        Example:
+            >>> Config.from_environment({"WFBP_THRESHOLD_BYTES": "4MiB"}).threshold_bytes
+            4194304
         """
         source = os.environ if environment is None else environment
         values: dict[str, Any] = {}
@@ -76,15 +81,37 @@ class Config:
             text = source.get(variable)
             if text is None:
                 continue
-            convert: Callable[[str], Any] = type(field.default)
+            convert, expected = _READERS.get(field.name) or _READERS[type(field.default).__name__]
             try:
-                values[field.name] = convert(text.strip())
-                cls(**{field.name: values[field.name]})
+                value = convert(text.strip())
+            except ValueError:
+                raise ValueError(f"{variable}={text!r}: expected {expected}") from None
+            try:
+                cls(**{field.name: value})
             except ValueError as error:
-                raise ValueError(
-                    f"{variable}={text!r}: expected {convert.__name__} ({error})"
-                ) from None
+                raise ValueError(f"{variable}={text!r}: {error}") from None
+            values[field.name] = value
         return cls(**values)
+
+
+def num_bytes(text: str) -> int:
+    """A size as people write it: ``4096``, ``25M``, ``1.5GiB``.
+
+    As usual in shells, K, M and G are powers of 1024, with or without iB, and with B of 1000.
+
+    Raises:
+        ValueError: it is none.
+
+    Example:
+        >>> num_bytes("25M"), num_bytes("25 MB")
+        (26214400, 25000000)
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"{text!r} is no size in bytes")
+    number, prefix, unit = found.groups()
+    base = 1000 if unit.lower() == "b" else 1024
+    return round(float(number) * float(base) ** " kmg".index(prefix.lower() or " "))
 
 
 def unknown_variables(environment: Mapping[str, str] | None = None) -> str:
@@ -97,6 +124,16 @@ def unknown_variables(environment: Mapping[str, str] | None = None) -> str:
         parts.append(f"{name} (did you mean {near[0]}?)" if near else name)
     return f"not a setting, and ignored: {', '.join(parts)}" if parts else ""
 
+
+_SIZE = re.compile(r"(\d+|\d+\.\d+(?=\s*[KMG]))\s*([KMG]?)((?<=[KMG])i?B|)", re.IGNORECASE)
+
+_READERS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "threshold_bytes": (num_bytes, "a size in bytes, such as 4096, 25M, 25MiB or 25MB"),
+    "int": (int, "a whole number"),
+    "float": (float, "a number"),
+    "str": (str, "text"),
+}
+"""How a variable is read, by field or by the type of its default, and what is expected there."""
 
 SCHEDULES = ("auto", *PLANNERS)
 

@@ -36,23 +36,41 @@ def test_other_variables_are_not_read() -> None:
 @pytest.mark.parametrize(
     ("variable", "text", "told"),
     [
-        ("WFBP_THRESHOLD_BYTES", "25MB", "expected int"),
+        ("WFBP_THRESHOLD_BYTES", "25MM", "expected a size in bytes, such as 4096, 25M"),
+        ("WFBP_THRESHOLD_BYTES", "2.5", "expected a size in bytes"),
+        ("WFBP_THRESHOLD_BYTES", "-1", "expected a size in bytes"),
         ("WFBP_THRESHOLD_BYTES", "0", "at least 1"),
         ("WFBP_WARMUP_STEPS", "0", "at least 1"),
-        ("WFBP_PROFILE_STEPS", "1.5", "expected int"),
-        ("WFBP_TIMEOUT_S", "soon", "expected float"),
+        ("WFBP_PROFILE_STEPS", "1.5", "expected a whole number"),
+        ("WFBP_TIMEOUT_S", "soon", "expected a number"),
         ("WFBP_TIMEOUT_S", "nan", "expected a number"),
         ("WFBP_TIMEOUT_S", "inf", "expected a number"),
         ("WFBP_TIMEOUT_S", "0", "at least"),
         ("WFBP_DRIFT", "-0.1", "at least 0"),
         ("WFBP_LOG_LEVEL", "loud", "warning"),
-        ("WFBP_SCHEDULE", "foo", "'oasr'"),
-        ("WFBP_TIMEOUT_S", "", "expected float"),
+        ("WFBP_SCHEDULE", "foo", "schedule is 'foo'; expected one of auto, .*oasr"),
+        ("WFBP_SCHEDULE", "oasrr", r"\(did you mean 'oasr'\?\); expected one of auto"),
+        ("WFBP_TIMEOUT_S", "", "expected a number"),
     ],
 )
 def test_what_cannot_be_read_names_the_variable(variable: str, text: str, told: str) -> None:
     with pytest.raises(ValueError, match=f"{variable}='{text}'.*{told}"):
         Config.from_environment({variable: text})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("4096", 4096),
+        ("25M", 25 * 2**20),
+        ("25MiB", 25 * 2**20),
+        ("25 MB", 25_000_000),
+        ("1.5k", 1536),
+        ("2g", 2**31),
+    ],
+)
+def test_sizes(text: str, value: int) -> None:
+    assert Config.from_environment({"WFBP_THRESHOLD_BYTES": text}).threshold_bytes == value
 
 
 def test_unknown_variables_are_told_with_the_nearest_name() -> None:

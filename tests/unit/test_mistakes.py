@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -73,6 +74,44 @@ def test_gradients_of_a_reducer() -> None:
     tensor: Any = torch.zeros(2)
     with pytest.raises(TypeError, match="is a Tensor; expected a NumPy array"):
         reducer.mark_ready(0, tensor)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((-1.0,), "max_norm is -1.0; expected a number of at least 0"),
+        ((float("nan"),), "max_norm is nan"),
+        ((None,), "max_norm is None"),
+        (("1.0",), "max_norm is '1.0'"),
+        ((torch.zeros(2),), "max_norm is a Tensor"),
+        ((torch.nn.Linear(2, 2).parameters(), 1.0), "max_norm is a generator"),
+        ((list(torch.nn.Linear(2, 2).parameters()), 1.0), "max_norm is a list"),
+    ],
+)
+def test_clipping_by_what_is_no_limit(arguments: tuple[Any, ...], told: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(told)) as caught:
+        wrap().clip_grad_norm_(*arguments)
+    assert "The optimizer knows its parameters" in str(caught.value)
+    assert isinstance(caught.value, ValueError) is isinstance(arguments[0], float)
+
+
+def test_clipping_by_what_is_no_norm() -> None:
+    for wrong in (0.0, -1.0, float("nan"), "fro", None):
+        with pytest.raises((TypeError, ValueError), match=r"norm_type is .* expected a number"):
+            wrap().clip_grad_norm_(1.0, wrong)
+    for limit in (0, 1, float("inf"), np.float32(2), torch.tensor(2.0)):
+        assert wrap().clip_grad_norm_(limit) == 0
+
+
+def test_wrapping_what_is_wrapped() -> None:
+    optimizer = wrap()
+    with pytest.raises(ValueError, match="this SGD is distributed already: use it as it is"):
+        wfbp.torch.DistributedOptimizer(optimizer)
+
+
+def test_schedules_that_are_spelled_wrong() -> None:
+    with pytest.raises(ValueError, match=r"schedule is 'hybird' \(did you mean 'hybrid'\?\)"):
+        wrap(schedule="hybird")
 
 
 def test_who_needs_whole_gradients() -> None:

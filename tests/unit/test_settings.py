@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,20 @@ def test_every_setting_that_differs_is_named() -> None:
 def test_what_concerns_one_rank_may_differ() -> None:
     other = replace(QUICK, stall_warning_s=9.0, log_level="error", timeout_s=30.0)
     all_well(run_ranks(2, agree_on_settings, configs={1: other}))
+
+
+def test_a_run_that_cannot_be_recorded(tmp_path: Path) -> None:
+    taken = tmp_path / "file"
+    taken.touch()
+    for folder in (taken, taken / "below"):
+        other = replace(QUICK, run_dir=str(folder))
+        here, there = run_ranks(2, agree_on_settings, configs={0: other})
+        assert isinstance(here, ValueError)
+        assert f"WFBP_RUN_DIR is {str(folder)!r}, but it cannot be made" in str(here)
+        assert isinstance(there, PeerError)
+        assert str(there) == f"rank 1 of 2: init(): rank 0: {here}"
+    fine = replace(QUICK, run_dir=str(tmp_path / "a" / "b"))
+    all_well(run_ranks(2, agree_on_settings, fine))
 
 
 # While the network is measured.

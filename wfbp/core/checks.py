@@ -1,9 +1,34 @@
-"""Checks of numbers that come from outside, with the place named in the message."""
+"""Checks of what comes from outside, with the place named in the message."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
+
+
+def one_of(place: str, value: str, known: Sequence[str], why: str = "") -> str:
+    """``value``, where it is one of the known ones.
+
+    Args:
+        place: where the value stands, for the message.
+        value: anything.
+        known: what it may be.
+        why: behind the message, why it may be nothing else.
+
+    Raises:
+        ValueError: it is none of them; which one is nearest, and all of them.
+
+    Example:
+        >>> one_of("op", "sum", ["sum", "max"])
+        'sum'
+    """
+    if value in known:
+        return value
+    near = get_close_matches(value, known, 1) if isinstance(value, str) else []
+    meant = f" (did you mean {near[0]!r}?)" if near else ""
+    raise ValueError(f"{place} is {value!r}{meant}; expected one of {', '.join(known)}{why}")
 
 
 def number(place: str, value: Any) -> float:

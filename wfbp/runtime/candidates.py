@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from wfbp.core import planners
+from wfbp.core.checks import one_of
 from wfbp.core.cost import CostModel, Costs, PiecewiseCost
 from wfbp.core.plan import Plan
 from wfbp.core.timeline import timeline
@@ -35,10 +36,8 @@ def check_schedule(schedule: str, decouples: bool, user: str = "") -> None:
         ValueError: what it is, and what it may be.
     """
     known = (*SCHEDULES, *DECOUPLED) if decouples else SCHEDULES
-    if schedule in known:
-        return
     why = f": {user or 'the caller'} needs whole gradients" if schedule in DECOUPLED else ""
-    raise ValueError(f"schedule is {schedule!r}; expected one of {', '.join(known)}{why}")
+    one_of("schedule", schedule, known, why)
 
 
 def make(name: str, trace: Trace, costs: Costs, threshold_bytes: int) -> Plan:

@@ -7,30 +7,56 @@ as its budget allows: ranks whose numbers differ would call different collective
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 from wfbp.errors import DisagreementError
+from wfbp.runtime.refusals import check_refusals, telling_others
 from wfbp.runtime.runtime import Runtime
 
 SHARED = ("warmup_steps", "profile_steps", "trial_steps", "trial_s", "drift", "probe_s")
 """Fields of ``Config``. The schedule and its threshold are compared per optimizer."""
+
+_LABEL = "init(): comparing settings"
 
 
 def agree_on_settings(runtime: Runtime) -> None:
     """Compare the shared settings of all ranks; collective.
 
     Raises:
+        ValueError: this rank cannot record its run where it should.
+        PeerError: another rank cannot.
         DisagreementError: on every rank; which settings differ, and who has what.
     """
+    with telling_others(runtime, _LABEL):
+        _make_folder(runtime.config.run_dir)
     mine = {name: getattr(runtime.config, name) for name in SHARED}
-    payloads = runtime.exchange(json.dumps(mine).encode(), "init(): comparing settings")
-    said = [json.loads(payload) for payload in payloads]
+    payloads = [json.loads(p) for p in runtime.exchange(json.dumps(["", mine]).encode(), _LABEL)]
+    check_refusals(runtime, "init()", payloads)
+    said = [settings for _, settings in payloads]
     differing = [name for name in SHARED if any(s[name] != said[0][name] for s in said)]
     if differing:
         shown = ", ".join(_shown(name, [s[name] for s in said]) for name in differing)
         raise DisagreementError(
             f"{runtime.where}: init(): ranks disagree on {shown}. Set it to the same value on "
             "every rank; mpirun passes variables on to all of them"
+        )
+
+
+def _make_folder(folder: str) -> None:
+    """Make the directory that runs are recorded in, if there is to be one."""
+    problem = ""
+    try:
+        if folder:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            problem = "" if os.access(folder, os.W_OK | os.X_OK) else "it cannot be written to"
+    except OSError as error:
+        problem = f"it cannot be made: {error.strerror}"
+    if problem:
+        raise ValueError(
+            f"WFBP_RUN_DIR is {folder!r}, but {problem}. Name a directory in which every rank can "
+            "write, or none"
         )
 
 

@@ -33,7 +33,8 @@ def init(comm: Any = None, *, backend: Backend | None = None, config: Config | N
         config: settings; from the environment's ``WFBP_*`` by default.
 
     Raises:
-        ValueError: a ``WFBP_*`` variable cannot be read.
+        ValueError: a ``WFBP_*`` variable cannot be read, or no directory made for records.
+        PeerError: another rank could not make it.
         BackendError: MPI is missing or does not start.
         DisagreementError: ranks have different settings.
     """
