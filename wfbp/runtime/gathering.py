@@ -10,13 +10,12 @@ from wfbp.core.types import Operation, TensorSpec
 from wfbp.errors import WfbpError
 from wfbp.runtime.fusion import FusionBuffer
 from wfbp.runtime.lane import PlannedLane
+from wfbp.runtime.passes import Passes
 from wfbp.runtime.profile import Stamps
 from wfbp.runtime.shards import ScatterBuffer
 from wfbp.runtime.slot import NOWHERE, Slot, Source
 from wfbp.runtime.steps import Step, StepResult
 from wfbp.runtime.thread import CommunicationThread
-
-_PATIENCE_STEPS = 8
 
 
 class Gathering:
@@ -51,8 +50,7 @@ class Gathering:
         self._wake = lane.wake
         self._fetch = fetch
         self._who = who
-        self._expected = [passes] * len(specs)
-        self._rarer_steps = 0
+        self._passes = Passes(passes, len(specs))
         self.last: set[int] = set()
         """Tensors of the last group, which leaves when the step is closed and not before. Whoever
         is done with some of them may take them out until the next step."""
@@ -83,7 +81,7 @@ class Gathering:
         self._begun_s = now_s
         self.step = Step(number, [0] * count, [None] * count)
         self._events.append(self.step)
-        self._fired = [0] * len(self._specs)
+        self._passes.begin()
         self._left = list(self._sizes)
         self._ready_s = [0.0] * count
         self._forward_s = [0.0] * count
@@ -105,9 +103,10 @@ class Gathering:
         Raises:
             RuntimeError: the gradient changed after it was sent, where it cannot be sent again.
         """
-        fired = self._fired[index] + 1
-        self._fired[index] = fired
-        expected = self._expected[index]
+        passes = self._passes
+        counts = passes.fired
+        counts[index] = fired = counts[index] + 1
+        expected = passes.expected[index]
         if fired != expected:
             if fired > expected:
                 self._grown(index, address, owner)
@@ -168,7 +167,7 @@ class Gathering:
     @property
     def open(self) -> bool:
         """Whether gradients have appeared since the step began."""
-        return any(self._fired)
+        return any(self._passes.fired)
 
     @property
     def sending(self) -> bool:
@@ -259,18 +258,8 @@ class Gathering:
 
     def learn_passes(self) -> None:
         """Expect as many backward passes per step as were seen."""
-        if self._all_ready and not (self.extra or self._regrown):
-            return
-        rarer = False
-        for index, fired in enumerate(self._fired):
-            if fired > self._expected[index]:
-                self._expected[index] = fired
-            elif 0 < fired < self._expected[index]:
-                rarer = True
-        self._rarer_steps = self._rarer_steps + 1 if rarer else 0
-        if self._rarer_steps >= _PATIENCE_STEPS:
-            self._rarer_steps = 0
-            self._expected = [max(1, fired) for fired in self._fired]
+        if not self._all_ready or self.extra or self._regrown:
+            self._passes.learn()
 
     def _grown(self, index: int, address: int, owner: object) -> None:
         """A gradient grew after its tensor was posted: it is sent as it is now."""
