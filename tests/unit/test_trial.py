@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
+
 from wfbp.core.plan import Group, Plan
+from wfbp.core.planners.threshold import DEFAULT_BYTES
+from wfbp.core.planners.threshold_search import MAX_SEARCHED_BYTES, MIN_SEARCHED_BYTES
 from wfbp.core.types import TensorSpec
-from wfbp.runtime.trial import Elimination
+from wfbp.runtime.trial import Elimination, Search
 
 SPECS = tuple(TensorSpec(f"t{k}", (4,), "float32") for k in range(4))
 
@@ -61,3 +68,80 @@ def test_within_noise_groups_that_do_not_overlap_count_as_one() -> None:
 def test_what_is_slower_than_noise_loses() -> None:
     for seed in range(10):
         assert winner({COARSE: 1.3, FINE: 1.0}, noise=0.2, seed=seed) is FINE
+
+
+Seconds = Callable[[int], float]
+
+
+def by_number(threshold_bytes: int) -> Plan:
+    """A plan that shows of which threshold it was made."""
+    return Plan(str(threshold_bytes), SPECS, COARSE.groups)
+
+
+def search(*ranks: Seconds, make: Callable[[int], Plan] = by_number) -> tuple[list[int], Plan]:
+    """The thresholds that a search tries, and the plan it chooses, by each rank's seconds."""
+    pytest.importorskip("bayes_opt")
+    asked: list[int] = []
+
+    def made(threshold_bytes: int) -> Plan:
+        asked.append(threshold_bytes)
+        return make(threshold_bytes)
+
+    trial = Search(made, num_steps=3)
+    chosen = None
+    while chosen is None:
+        assert trial.num_steps == 3
+        (plan,) = trial.plans
+        assert plan is trial.candidates[-1].plan
+        chosen = trial.conclude([[[seconds(asked[-1])] * 3] for seconds in ranks])
+    return asked, chosen
+
+
+def valley(lowest_bytes: int) -> Seconds:
+    return lambda threshold_bytes: 1 + 0.1 * math.log2(threshold_bytes / lowest_bytes) ** 2
+
+
+@functools.cache
+def in_valley(doublings: int) -> tuple[list[int], Plan]:
+    return search(valley(2**doublings))
+
+
+@pytest.mark.parametrize("doublings", [20, 23, 28])
+def test_a_search_finds_the_valley(doublings: int) -> None:
+    """Because it is told: what it asks next depends on it."""
+    asked, chosen = in_valley(doublings)
+    least_s = min(map(valley(2**doublings), asked))
+    assert least_s < 1.03, asked
+    assert valley(2**doublings)(int(chosen.schedule)) <= 1.01 * least_s
+
+
+def test_a_search_starts_with_the_default_and_tries_ten() -> None:
+    asked, _ = in_valley(23)
+    assert len(asked) == 10
+    assert abs(asked[0] - DEFAULT_BYTES) <= 1
+    assert all(MIN_SEARCHED_BYTES <= t <= MAX_SEARCHED_BYTES for t in asked)
+    assert len(set(asked)) > 5
+
+
+def test_equal_answers_lead_to_equal_questions() -> None:
+    assert search(valley(2**23))[0] == in_valley(23)[0]
+    assert in_valley(23)[0] != in_valley(28)[0]
+
+
+def test_the_slowest_rank_decides_a_search() -> None:
+    """One rank is fast with small thresholds, the other with large ones."""
+    left, right = valley(2**20), valley(2**28)
+    asked, chosen = search(left, right)
+    slowest_s = {t: max(left(t), right(t)) for t in asked}
+    assert slowest_s[int(chosen.schedule)] <= 1.01 * min(slowest_s.values())
+    assert 2**23 < int(chosen.schedule) < 2**25
+
+
+def test_within_noise_a_search_takes_the_fewest_groups() -> None:
+    def make(threshold_bytes: int) -> Plan:
+        return COARSE if threshold_bytes > 2**27 else FINE
+
+    for more, wanted in ((0.005, COARSE), (0.05, FINE)):
+        asked, chosen = search(lambda t, more=more: 1 + more * (t > 2**27), make=make)
+        assert max(asked) > 2**27 > min(asked)
+        assert chosen is wanted
