@@ -28,16 +28,23 @@ def test_a_missing_extension_is_told_once(ranks: int) -> None:
 
 
 ABSENT = """
-import os, sys
-if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
+import os, sys, time
+rank = os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
+if rank == "1":
     sys.exit("gone before init()")
+if rank == "2":
+    time.sleep(30)
 import wfbp
 wfbp.init()
 """
 
 
 def test_a_rank_that_ends_before_init_is_not_waited_for_for_ever() -> None:
-    run = launcher.mpirun(2, "-c", ABSENT, timeout=40, env={"WFBP_TIMEOUT_S": "3"})
+    run = launcher.mpirun(3, "-c", ABSENT, timeout=40, env={"WFBP_TIMEOUT_S": "3"})
     assert run.rc != 0, run
     assert "gone before init()" in run.stderr
-    assert "_start_which_waits_for_every_rank" in run.stderr, run
+    reason, _, stack = run.stderr.partition("Where this rank waits:")
+    assert "rank 0 of 3: MPI has not started within 3 s" in reason, run
+    assert "Missing: rank 1, which has ended; rank 2, which is still elsewhere." in reason
+    assert "let every rank call wfbp.init()" in reason
+    assert "_start_which_waits_for_every_rank" in stack, run

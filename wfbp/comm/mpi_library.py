@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import faulthandler
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
+from wfbp.comm import start_notice
 from wfbp.errors import BackendError
+
+_NOTICE_S = 1.0
+"""So much later than the notice of why comes the stack, and the end."""
 
 
 def load(timeout_s: float | None = None) -> ModuleType:
@@ -48,17 +53,36 @@ def _start_which_waits_for_every_rank() -> ModuleType:
 
 @contextmanager
 def _ending_after(timeout_s: float | None) -> Iterator[None]:
-    """End the process if the block takes longer, with a traceback of where it is.
+    """End the process if the block takes longer, with the reason and a traceback of where it is.
 
     By the fault handler's timer, which needs no interpreter; there is one per process, and
-    whoever had set it loses it.
+    whoever had set it loses it. The reason comes from a process of its own.
     """
     output = sys.__stderr__
     if timeout_s is None or output is None:
         yield
         return
-    faulthandler.dump_traceback_later(timeout_s, exit=True, file=output)
+    faulthandler.dump_traceback_later(timeout_s + _NOTICE_S, exit=True, file=output)
+    try:
+        with _noticing(timeout_s):
+            yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@contextmanager
+def _noticing(timeout_s: float) -> Iterator[None]:
+    """Have it told what is waited for if the block takes longer, where others can be waited for."""
+    if not (sys.executable and start_notice.under_launcher()):
+        yield
+        return
+    # Without site and the user's variables it starts in some milliseconds. In a session of its own,
+    # an interrupt from the keyboard is not for it.
+    program = [sys.executable, "-I", "-S", start_notice.__file__, str(timeout_s)]
+    notice = subprocess.Popen(
+        program, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+    )
     try:
         yield
     finally:
-        faulthandler.cancel_dump_traceback_later()
+        notice.communicate()

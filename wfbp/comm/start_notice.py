@@ -1,0 +1,101 @@
+"""Says why a rank does not get beyond the start of MPI: a program that waits beside that rank.
+
+While MPI starts, no Python code of the rank itself can run. Usage:
+``python start_notice.py SECONDS``. It ends when its standard input is closed: because MPI has
+started, or because the rank has ended. Run by path, it can import the standard library alone.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from collections.abc import Iterator, Mapping
+
+_RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+_SIZE = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")
+_LOCAL_SIZE = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
+
+
+def number(names: tuple[str, ...], environment: Mapping[str, str]) -> int | None:
+    """What a launcher says in one of these variables, where there is one."""
+    found = next((environment[name] for name in names if name in environment), "")
+    return int(found) if found.isdecimal() else None
+
+
+def under_launcher() -> bool:
+    """Whether this process is a rank among others, as far as the environment tells."""
+    size = number(_SIZE, os.environ)
+    return number(_RANK, os.environ) is not None and (size is None or size > 1)
+
+
+def main() -> None:
+    """Wait; if that takes too long, tell."""
+    limit_s = float(sys.argv[1])
+    if select.select([sys.stdin], [], [], limit_s)[0]:
+        return
+    rank, size = number(_RANK, os.environ), number(_SIZE, os.environ)
+    who = f"rank {rank}" + ("" if size is None else f" of {size}")
+    missing = _missing()
+    known = f"Missing: {missing}. " if missing else ""
+    sys.stderr.write(
+        f"wfbp: {who}: MPI has not started within {limit_s:g} s, because some rank has not come to "
+        "wfbp.init(). Look above for the error of a rank that ended before, and let every rank "
+        f"call wfbp.init(); WFBP_TIMEOUT_S sets the limit. {known}Where this rank waits:\n"
+    )
+    sys.stderr.flush()
+    sys.stdin.read()  # others may look for this process
+
+
+def _missing() -> str:
+    """The ranks that do not wait as this one does; empty where that cannot be seen from here."""
+    size = number(_SIZE, os.environ)
+    if size is None or size != number(_LOCAL_SIZE, os.environ) or not os.path.isdir("/proc/self"):
+        return ""
+    launcher = _launcher(os.getpid())
+    alive, waiting = set(), set()
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        rank = number(_RANK, _environment(int(pid)))
+        if rank is not None and _launcher(int(pid)) == launcher:
+            alive.add(rank)
+            if os.path.basename(__file__).encode() in _read(int(pid), "cmdline"):
+                waiting.add(rank)
+    found = [
+        f"rank {rank}, which {'is still elsewhere' if rank in alive else 'has ended'}"
+        for rank in range(size)
+        if rank not in waiting
+    ]
+    return "; ".join(found)
+
+
+def _launcher(pid: int) -> int:
+    """The nearest process above that is no rank of a job."""
+    for above in _ancestors(pid):
+        if number(_RANK, _environment(above)) is None:
+            return above
+    return 0
+
+
+def _ancestors(pid: int) -> Iterator[int]:
+    while pid > 1:
+        fields = _read(pid, "stat").rpartition(b")")[2].split()
+        pid = int(fields[1]) if len(fields) > 1 else 0
+        yield pid
+
+
+def _environment(pid: int) -> dict[str, str]:
+    """Of a process; empty where it has ended, or is somebody else's."""
+    pairs = _read(pid, "environ").decode(errors="replace").split("\0")
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        with open(f"/proc/{pid}/{name}", "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+if __name__ == "__main__":
+    main()
