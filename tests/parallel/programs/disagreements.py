@@ -101,13 +101,69 @@ def settings() -> None:
     schedule = "single" if odd() else "wfbp"
     raises(DisagreementError, "schedule", "single", last(), act=lambda: act(schedule=schedule))
     op = wfbp.Sum if odd() else wfbp.Average
-    raises(DisagreementError, "op", "sum", last(), act=lambda: act(op=op))
+    told = f"op is 'wfbp.Average' on rank 0 and 'wfbp.Sum' on {last()}"
+    raises(DisagreementError, told, act=lambda: act(op=op))
     limit = 100 if odd() else 200
     raises(
         DisagreementError,
         "threshold_bytes is 200 on rank 0 and 100",
         act=lambda: act(schedule="threshold", threshold_bytes=limit),
     )
+
+
+@check
+def classes() -> None:
+    kind = torch.optim.Adam if odd() else torch.optim.SGD
+    optimizer = kind([parameter(3)], lr=0.1)
+    raises(
+        DisagreementError,
+        "the optimizer's class is 'torch.optim.sgd.SGD' on rank 0 and 'torch.optim.adam.Adam'",
+        act=lambda: wfbp.torch.DistributedOptimizer(optimizer),
+    )
+
+
+@check
+def learning_rates() -> None:
+    """They may differ until the first step: one rank may have loaded a checkpoint."""
+    for first in ("step", "synchronize", "clip_grad_norm_"):
+        p = parameter(3)
+        groups = [{"params": [parameter(1)]}, {"params": [p], "lr": 0.3 if odd() else 0.2}]
+        optimizer = wfbp.torch.DistributedOptimizer(torch.optim.SGD(groups, lr=0.1))
+        p.sum().backward()
+        arguments = (1.0,) if first == "clip_grad_norm_" else ()
+        raises(
+            DisagreementError,
+            f"lr of parameter group 1 is 0.2 on rank 0 and 0.3 on {last()}",
+            "broadcast_optimizer_state(optimizer, root_rank=0)",
+            act=lambda o=optimizer, f=first, a=arguments: getattr(o, f)(*a),
+        )
+        wfbp.broadcast_optimizer_state(optimizer, 0)
+        optimizer.step()
+        optimizer.param_groups[1]["lr"] *= (
+            wfbp.rank() + 1
+        )  # from here on it is the program's affair
+        optimizer.step()
+
+
+@check
+def limits_of_clipping() -> None:
+    p = parameter(3)
+    optimizer = wrap([("p", p)])
+    for usual, other, told in (
+        ((1.0,), (2.0,), "max_norm is 1 on rank 0 and 2 on"),
+        ((1.0,), (1.0, float("inf")), "norm_type is 2 on rank 0 and inf on"),
+        ((1.0,), (1.0, 2, True), "error_if_nonfinite is 0 on rank 0 and 1 on"),
+    ):
+        p.sum().backward()
+        arguments = other if odd() else usual
+        raises(
+            DisagreementError,
+            f"rank {wfbp.rank()} of {wfbp.size()}: optimizer.clip_grad_norm_(): ranks disagree",
+            told,
+            last(),
+            act=lambda a=arguments: optimizer.clip_grad_norm_(*a),
+        )
+        optimizer.zero_grad()
 
 
 @check
@@ -147,15 +203,16 @@ def allreduce() -> None:
         wfbp.allreduce(np.zeros(shape, dtype), name=name, op=op)
 
     for options, found in (
-        ({"shape": 4}, "[4]"),
-        ({"dtype": "float64"}, "float64"),
-        ({"name": "y"}, "'y'"),
-        ({"op": wfbp.Max}, "max"),
+        ({"shape": 4}, "allreduce(x, float32(4,), op=wfbp.Sum)"),
+        ({"dtype": "float64"}, "allreduce(x, float64(3,), op=wfbp.Sum)"),
+        ({"name": "y"}, "allreduce(y, float32(3,), op=wfbp.Sum)"),
+        ({"op": wfbp.Max}, "allreduce(x, float32(3,), op=wfbp.Max)"),
     ):
         mine: dict[str, Any] = options if odd() else {}
-        raises(DisagreementError, "rank 0", "'x'", last(), found, act=lambda m=mine: act(**m))
+        told = f"allreduce(x, float32(3,), op=wfbp.Sum) on rank 0, {found} on {last()}"
+        raises(DisagreementError, told, act=lambda m=mine: act(**m))
     tensor = torch.zeros(4 if odd() else 3)
-    raises(DisagreementError, "[3]", "[4]", last(), act=lambda: wfbp.torch.allreduce(tensor))
+    raises(DisagreementError, "(3,)", "(4,)", last(), act=lambda: wfbp.torch.allreduce(tensor))
 
 
 @check
@@ -181,9 +238,8 @@ def different_operations() -> None:
     )
     raises(
         DisagreementError,
-        "'x'",
-        "[3]",
-        "[4]",
+        "allgather(x, rows of float64(3,))",
+        "allgather(x, rows of float64(4,))",
         act=lambda: wfbp.allgather(np.zeros((2, 4 if odd() else 3)), name="x"),
     )
 
@@ -197,15 +253,20 @@ def parameters() -> None:
         return other if odd() else usual
 
     three, four = np.zeros(3), np.zeros(4)
-    raises(DisagreementError, "a", "[3]", "[4]", last(), act=lambda: act({"a": mine(three, four)}))
-    raises(DisagreementError, "'b'", last(), act=lambda: act({mine("a", "b"): three}))
+    told = f"a float64(3,) on rank 0, a float64(4,) on {last()}"
+    raises(DisagreementError, told, act=lambda: act({"a": mine(three, four)}))
+    raises(DisagreementError, "b float64(3,)", last(), act=lambda: act({mine("a", "b"): three}))
     raises(
         DisagreementError,
-        "'b'",
-        last(),
+        f"no more on rank 0, b float64(4,) on {last()}",
         act=lambda: act(mine({"a": three}, {"a": three, "b": four})),
     )
-    raises(DisagreementError, "root_rank", last(), act=lambda: act({"a": three}, mine(0, 1)))
+    raises(
+        DisagreementError,
+        "root_rank=0 on rank 0",
+        last(),
+        act=lambda: act({"a": three}, mine(0, 1)),
+    )
     state = {"a": torch.zeros(3, dtype=mine(torch.float32, torch.float64))}
     raises(DisagreementError, "float64", act=lambda: wfbp.torch.broadcast_parameters(state))
 
@@ -219,10 +280,18 @@ def fresh(config: wfbp.Config) -> None:
 
 
 def stepping(
-    act_of_the_last: Any, act_of_the_others: Any, kind: type[Exception], warmup_steps: int
+    act_of_the_last: Any,
+    act_of_the_others: Any,
+    kind: type[Exception],
+    warmup_steps: int,
+    stall_warning_s: float = 60.0,
 ) -> str:
     config = wfbp.Config(
-        schedule="wfbp", warmup_steps=warmup_steps, profile_steps=100, timeout_s=5.0
+        schedule="wfbp",
+        warmup_steps=warmup_steps,
+        profile_steps=100,
+        stall_warning_s=stall_warning_s,
+        timeout_s=5.0,
     )
     fresh(config)
     model = nn.Linear(3, 2)
@@ -253,6 +322,18 @@ def one_rank_steps_less_often() -> None:
 def one_rank_steps_more_often() -> None:
     text = stepping(lambda o: (o.step(), o.step()), lambda o: o.step(), WfbpError, 100)
     assert "rank 0 has left" in text or not odd(), text
+
+
+@check
+def one_rank_is_in_another_collective() -> None:
+    for warmup_steps in (1, 100):
+        for act, place in (
+            (lambda _: wfbp.barrier(), "in barrier"),
+            (lambda o: o.clip_grad_norm_(1.0), "in optimizer.clip_grad_norm_()"),
+        ):
+            text = stepping(act, lambda o: o.zero_grad(), DisagreementError, warmup_steps, 0.5)
+            assert "ranks wait for each other in different places: " in text, text
+            assert f"{last()}: {place}" in text, text
 
 
 if __name__ == "__main__":
