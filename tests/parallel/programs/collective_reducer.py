@@ -70,7 +70,7 @@ def reducer_errors() -> None:
     found.wait()
     raises(ValueError, "nonsense", act=lambda: make(schedule="nonsense"))
     raises(ValueError, "threshold_bytes is 0", act=lambda: make(threshold_bytes=0))
-    raises(ValueError, "MIN", act=lambda: make(op=wfbp.Min))
+    raises(ValueError, "wfbp.Min", act=lambda: make(op=wfbp.Min))
     raises(ValueError, "no tensors", act=lambda: wfbp.GradientReducer([]))
     raises(ValueError, "int32", act=lambda: wfbp.GradientReducer([("i", np.zeros(2, np.int32))]))
     pairs = [("a", np.zeros(1)), ("a", np.zeros(1))]

@@ -47,7 +47,7 @@ def bad_arguments() -> None:
         return momentum(model.parameters())
 
     raises(ValueError, "nonsense", "oasr", act=lambda: wrap(make(), schedule="nonsense"))
-    raises(ValueError, "MAX", act=lambda: wrap(make(), op=wfbp.Max))
+    raises(ValueError, "wfbp.Max", act=lambda: wrap(make(), op=wfbp.Max))
     raises(
         ValueError, "backward_passes_per_step", act=lambda: wrap(make(), backward_passes_per_step=0)
     )
