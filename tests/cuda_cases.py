@@ -138,7 +138,7 @@ class Layout:
         source, target = case.tensor_dtype, case.dtype
         if not case.packs:
             source, target = target, source
-        after = self.before.copy()
+        after: Bytes = self.before.copy()
         for origin, goal in self.moves():
             after[goal] = (
                 0 if origin is None else _converted(self.before[origin], source, target, case.scale)
@@ -151,7 +151,7 @@ class Layout:
         target = case.dtype if case.packs else case.tensor_dtype
         if case.dtype == case.tensor_dtype and case.scale == 1.0:
             return arena
-        calm = arena.copy()
+        calm: Bytes = arena.copy()
         for _, goal in self.moves():
             values = calm[goal].copy().view(_numpy_dtype(target))
             values[np.isnan(values)] = np.nan
@@ -215,7 +215,8 @@ def _converted(raw: Bytes, source: str, target: str, scale: float) -> Bytes:
     wide = np.float64 if source == "float64" else np.float32
     with np.errstate(all="ignore"):
         values = raw.copy().view(_numpy_dtype(source)).astype(wide) * wide(scale)
-        return values.astype(_numpy_dtype(target)).view(np.uint8)
+        converted: Bytes = values.astype(_numpy_dtype(target)).view(np.uint8)
+    return converted
 
 
 def _numpy_dtype(name: str) -> np.dtype[Any]:

@@ -6,6 +6,7 @@ CUDA toolkit, and kept in CuPy's cache. Whoever launches says on which stream.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -135,6 +136,6 @@ class CudaKernels:
             function = self._module.get_function(f"wfbp_{name}").kernel
             self._functions[name] = function
         # The driver takes a list of addresses, one per argument; ours is one structure.
-        pointers = np.array([arguments], np.uint64)
-        address = pointers.ctypes.data
-        self._launch(function.ptr, num_blocks, 1, 1, THREADS, 1, 1, 0, stream, address, 0)
+        listed = ctypes.c_void_p(arguments)
+        grid, block = (num_blocks, 1, 1), (THREADS, 1, 1)
+        self._launch(function.ptr, *grid, *block, 0, stream, ctypes.addressof(listed), 0)
