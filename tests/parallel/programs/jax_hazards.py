@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +24,7 @@ from tests.parallel.programs.jax_training import (
     mean_over_ranks,
     mlp_loss,
 )
+from wfbp.runtime import world
 
 check = Checks()
 
@@ -31,6 +36,34 @@ def batch(number: int, rank: int | None = None, rows: int = 6) -> jax.Array:
 def mean(params: Any, number: int, rows: int = 6) -> Any:
     """The gradients of ``mlp_loss`` on everybody's batch of that number."""
     return mean_over_ranks(lambda x: alone(mlp_loss)(params, x), lambda r: batch(number, r, rows))
+
+
+@check
+def gradients_leave_while_backward_computes() -> None:
+    """By what the runtime records: some message starts before the last gradient exists."""
+    usual = world.current("the check").config
+    folder = Path(sys.argv[1], "recorded")
+    params = layers(*[256] * 9)
+    x = data(256, 256, seed=wfbp.rank())
+    wfbp.shutdown()
+    # Recorded when a plan has been in use for some steps.
+    wfbp.init(config=replace(usual, run_dir=str(folder), warmup_steps=1, profile_steps=1))
+    step = jax.jit(wfbp.grad(mlp_loss, schedule="wfbp"))
+    for _ in range(20):
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, step(params, x))
+    jax.block_until_ready(params)
+    rank = wfbp.rank()
+    wfbp.shutdown()
+    wfbp.init(config=usual)
+    (file,) = folder.glob(f"*.rank{rank}.json")
+    iterations = json.loads(file.read_text())["iterations"]
+    early = [
+        group
+        for iteration in iterations
+        for group in iteration["groups"]
+        if group["start_s"] < iteration["closed_s"]
+    ]
+    assert early, iterations
 
 
 @check

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -31,9 +32,12 @@ def batch(number: int, rank: int) -> jax.Array:
     return data(6, 8, seed=100 * number + rank)
 
 
-def everybody(params: Any, number: int) -> Any:
+Batches = Callable[[int, int], jax.Array]
+
+
+def everybody(params: Any, number: int, batches: Batches = batch) -> Any:
     """The gradients on all ranks' batches."""
-    return mean_over_ranks(lambda x: alone(mlp_loss)(params, x), lambda r: batch(number, r))
+    return mean_over_ranks(lambda x: alone(mlp_loss)(params, x), lambda r: batches(number, r))
 
 
 def train(optimizer: Any, grads: Callable[[Any, int], Any]) -> Any:
@@ -47,8 +51,8 @@ def train(optimizer: Any, grads: Callable[[Any, int], Any]) -> Any:
     return params
 
 
-def trains(optimizer: Any, single: Any) -> None:
-    """As one process does on everybody's batch."""
+def trains(optimizer: Any, single: Any, batches: Batches = batch) -> Any:
+    """As one process does on everybody's batch; the state of the optimizer."""
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Any, state: Any, x: jax.Array) -> Any:
@@ -58,8 +62,9 @@ def trains(optimizer: Any, single: Any) -> None:
     params = layers(8, 5, 3)
     state = jax.jit(optimizer.init)(params)
     for number in range(STEPS):
-        params, state = step(params, state, batch(number, wfbp.rank()))
-    close(params, train(single, everybody), 1e-5)
+        params, state = step(params, state, batches(number, wfbp.rank()))
+    close(params, train(single, partial(everybody, batches=batches)), 1e-5)
+    return state
 
 
 @check
@@ -113,6 +118,78 @@ def masks_and_labels() -> None:
     wrapped = {"w": wfbp.DistributedOptimizer(parts["w"], name="w"),
                "b": wfbp.DistributedOptimizer(parts["b"], name="b")}  # fmt: skip
     trains(optax.partition(wrapped, label), optax.partition(parts, label))
+
+
+@check
+def masks() -> None:
+    """Behind the averaging, and around it: what is masked is not exchanged then."""
+
+    def mask(params: Any) -> Any:
+        return {name: {"w": True, "b": name == "layer0"} for name in params}
+
+    single = optax.masked(optax.adam(0.05), mask)
+    trains(wfbp.DistributedOptimizer(single), single)
+
+    def rest(params: Any) -> Any:
+        return jax.tree.map(operator.not_, mask(params))
+
+    trains(
+        optax.chain(
+            optax.masked(wfbp.DistributedOptimizer(optax.adam(0.05)), mask),
+            optax.masked(optax.set_to_zero(), rest),
+        ),
+        optax.chain(single, optax.masked(optax.set_to_zero(), rest)),
+    )
+
+
+@check
+def conditions_behind_the_averaging() -> None:
+    """A gradient that is no number on one rank has the step left out on every rank."""
+
+    def spoilt(number: int, rank: int) -> jax.Array:
+        return batch(number, rank) * (jnp.nan if (number, rank) == (1, 0) else 1.0)
+
+    finite = optax.apply_if_finite(optax.adam(0.05), max_consecutive_errors=3)
+    state = trains(wfbp.DistributedOptimizer(finite), finite, spoilt)
+    assert int(state.total_notfinite) == 1
+    skipping = optax.MultiSteps(
+        optax.adam(0.05), 1, should_skip_update_fn=optax.skip_not_finite
+    ).gradient_transformation()
+    state = trains(wfbp.DistributedOptimizer(skipping), skipping, spoilt)
+    assert int(state.gradient_step) == STEPS - 1
+
+
+@check
+def a_value_that_decides_is_averaged_first() -> None:
+    """The learning rate is halved on every rank at once, though ranks' own losses differ."""
+
+    def make() -> Any:
+        plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, cooldown=1)
+        return optax.chain(optax.adam(0.05), plateau)
+
+    def losses(params: Any, number: int) -> list[float]:
+        return [float(mlp_loss(params, batch(number, r))) for r in range(wfbp.size())]
+
+    optimizer, single = wfbp.DistributedOptimizer(make()), make()
+
+    @jax.jit
+    def step(params: Any, state: Any, x: jax.Array) -> Any:
+        loss, grads = jax.value_and_grad(mlp_loss)(params, x)
+        value = wfbp.average_metrics(loss)
+        updates, state = optimizer.update(grads, state, params, value=value)
+        return optax.apply_updates(params, updates), state
+
+    params = wanted = layers(8, 5, 3)
+    state, single_state = optimizer.init(params), single.init(wanted)
+    for number in range(2 * STEPS):
+        params, state = step(params, state, batch(number, wfbp.rank()))
+        value = jnp.float32(np.mean(losses(wanted, number)))
+        updates, single_state = single.update(
+            everybody(wanted, number), single_state, wanted, value=value
+        )
+        wanted = optax.apply_updates(wanted, updates)
+    close(params, wanted, 1e-5)
+    assert float(state[-1].scale) == float(single_state[-1].scale) < 1.0
 
 
 @check
@@ -232,9 +309,7 @@ def bad_arguments() -> None:
     raises(ValueError, "holo", act=lambda: wfbp.grad(mlp_loss, schedule="holo")(params, x))
     raises(ValueError, "dear", "whole", act=lambda: wfbp.grad(mlp_loss, schedule="dear")(params, x))
     raises(ValueError, "0", act=lambda: wfbp.grad(mlp_loss, threshold_bytes=0)(params, x))
-    raises(
-        ValueError, "averaged or summed", act=lambda: wfbp.grad(mlp_loss, op=wfbp.Max)(params, x)
-    )
+    raises(ValueError, "Max", act=lambda: wfbp.grad(mlp_loss, op=wfbp.Max)(params, x))
     raises(
         ValueError,
         "z is complex64",
