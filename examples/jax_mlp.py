@@ -87,6 +87,14 @@ def main() -> None:
         value = wfbp.average_metrics(value)
         if wfbp.rank() == 0:
             print(f"epoch {epoch + 1}: loss {value:.3f}, test accuracy {share:.2%}")
+    sums = wfbp.allgather_object(checksum(params))
+    if wfbp.rank() == 0:
+        print("checksum on each rank:", *sums)
+
+
+def checksum(params: Params) -> float:
+    """The sum of all parameters' magnitudes, by which ranks and runs can be compared."""
+    return sum(float(abs(leaf).sum()) for leaf in jax.tree.leaves(params))
 
 
 def arguments() -> argparse.Namespace:

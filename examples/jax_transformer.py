@@ -104,10 +104,17 @@ def main() -> None:
                 bar.set_postfix(loss=f"{losses[-1]:.3f}")
             start = start or time.perf_counter()  # behind the first step, which compiles
     seconds = time.perf_counter() - start
+    sums = wfbp.allgather_object(checksum(params))
     if wfbp.rank() == 0:
         count = (options.steps - 1) * options.batch * options.context * wfbp.size()
         report = wfbp.reports().get("DistributedOptimizer", {})
         Console().print(summary(losses, count / seconds, report))
+        print("checksum on each rank:", *sums)
+
+
+def checksum(params: dict) -> float:
+    """The sum of all parameters' magnitudes, by which ranks can be compared."""
+    return sum(float(abs(leaf).sum()) for leaf in jax.tree.leaves(params))
 
 
 def summary(losses: list[float], tokens_per_s: float, report: dict) -> Table:

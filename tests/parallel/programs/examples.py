@@ -1,0 +1,38 @@
+"""Examples one after another on the ranks of one job, each as if it had been started alone.
+
+Usage: mpirun -n N python examples.py OUT RUN [RUN ...], where a run is an example with its
+arguments, in words. OUT/rank<r>.json has what each run printed on that rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+from mpi4py import MPI
+
+import wfbp
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def main() -> None:
+    out, *runs = sys.argv[1:]
+    told = {}
+    for run in runs:
+        example, *words = shlex.split(run)
+        sys.argv = [str(EXAMPLES / example), *words]
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        told[run] = output.getvalue()
+        wfbp.shutdown()
+    Path(out, f"rank{MPI.COMM_WORLD.rank}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
