@@ -46,6 +46,40 @@ struct Arguments {
 static_assert(sizeof(Tile) == 24 && sizeof(Arguments) == 32 + 8 * kCapacity, "layout");
 static_assert(sizeof(Arguments) <= 4096, "a launch takes 4 KB of arguments");
 
+// Arithmetic that keeps subnormal numbers, which bfloat16 has as well: CuPy asks the compiler to
+// flush them to zero, but cannot ask that of an instruction that is written out.
+
+__device__ inline float product(float a, float b) {
+#ifdef WFBP_ON_HOST
+  return a * b;
+#else
+  float result;
+  asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+#endif
+}
+
+template <class Value>
+__device__ Value rounded(double value);
+
+template <>
+__device__ inline float rounded<float>(double value) {
+#ifdef WFBP_ON_HOST
+  return static_cast<float>(value);
+#else
+  float result;
+  asm("cvt.rn.f32.f64 %0, %1;" : "=f"(result) : "d"(value));
+  return result;
+#endif
+}
+
+template <>
+__device__ inline double rounded<double>(double value) {
+  return value;
+}
+
+__device__ inline double product(double a, double b) { return a * b; }
+
 // How each element type is stored and computed with. Rounding is to nearest, ties to even.
 
 struct Float64 {
@@ -153,7 +187,9 @@ struct Scaled {
   __device__ Out operator()(const In& in) const {
     Out out;
 #pragma unroll
-    for (unsigned i = 0; i < kLanes; ++i) out.at[i] = To::stored(From::value(in.at[i]) * scale);
+    for (unsigned i = 0; i < kLanes; ++i) {
+      out.at[i] = To::stored(product(From::value(in.at[i]), scale));
+    }
     return out;
   }
 };
@@ -231,7 +267,7 @@ __device__ void convert(const Byte* from, Byte* to, unsigned count, double facto
   constexpr unsigned kTo = sizeof(typename To::Stored);
   constexpr unsigned kNarrow = kFrom < kTo ? kFrom : kTo;
   constexpr unsigned kLanes = kWord / kNarrow;
-  const typename From::Value scale = static_cast<typename From::Value>(factor);
+  const typename From::Value scale = rounded<typename From::Value>(factor);
   const Scaled<From, To, 1> one = {scale};
   const Scaled<From, To, kLanes> many = {scale};
   if (misalignment(from, kFrom) != 0 || misalignment(to, kTo) != 0) {

@@ -6,6 +6,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -36,46 +37,69 @@ def nvrtc() -> ctypes.CDLL:
     pytest.skip(f"NVRTC was not found; install one of: {', '.join(NVRTC_PACKAGES)}")
 
 
-def compile_with_nvrtc(library: ctypes.CDLL, text: str, architecture: str) -> tuple[bytes, str]:
-    """The binary, empty where it does not compile, and the log."""
+CUPY_OPTIONS = ("-std=c++17", "-ftz=true", "--device-as-default-execution-space")
+"""What CuPy passes to NVRTC besides the architecture."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What NVRTC made; empty where it failed."""
+
+    log: str
+    cubin: bytes = b""
+    ptx: str = ""
+
+
+def compile_with_nvrtc(library: ctypes.CDLL, text: str, architecture: str) -> Compiled:
+    """Compile as CuPy does."""
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     created = library.nvrtcCreateProgram(
         ctypes.byref(program), text.encode(), b"pack.cu", 0, None, None
     )
     assert created == 0
-    words = [f"--gpu-architecture={architecture}", "-std=c++17", "--ptxas-options=-v"]
+    words = [f"--gpu-architecture={architecture}", *CUPY_OPTIONS, "--ptxas-options=-v"]
     options = (ctypes.c_char_p * len(words))(*(word.encode() for word in words))
     failed = library.nvrtcCompileProgram(program, len(words), options)
-    assert library.nvrtcGetProgramLogSize(program, ctypes.byref(size)) == 0
-    log = ctypes.create_string_buffer(size.value)
-    assert library.nvrtcGetProgramLog(program, log) == 0
-    binary = b""
-    if not failed:
-        assert library.nvrtcGetCUBINSize(program, ctypes.byref(size)) == 0
-        cubin = ctypes.create_string_buffer(size.value)
-        assert library.nvrtcGetCUBIN(program, cubin) == 0
-        binary = cubin.raw
+
+    def fetch(what: str) -> bytes:
+        assert library[f"nvrtcGet{what}Size"](program, ctypes.byref(size)) == 0
+        room = ctypes.create_string_buffer(size.value)
+        assert library[f"nvrtcGet{what}"](program, room) == 0
+        return room.raw
+
+    log = fetch("ProgramLog").decode()
+    compiled = Compiled(log) if failed else Compiled(log, fetch("CUBIN"), fetch("PTX").decode())
     assert library.nvrtcDestroyProgram(ctypes.byref(program)) == 0
-    return binary, log.value.decode()
+    return compiled
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_nvrtc(architecture: str) -> None:
-    binary, log = compile_with_nvrtc(nvrtc(), source(), architecture)
-    assert binary.startswith(b"\x7fELF"), log
-    assert "warning" not in log
+    compiled = compile_with_nvrtc(nvrtc(), source(), architecture)
+    assert compiled.cubin.startswith(b"\x7fELF"), compiled.log
+    assert "warning" not in compiled.log
     assert len(KERNELS) == 9
     for kernel in KERNELS:
-        assert f".text.{kernel}\0".encode() in binary
-    assert_no_spills(log)
+        assert f".text.{kernel}\0".encode() in compiled.cubin
+    assert_no_spills(compiled.log)
+
+
+def test_subnormals_are_kept() -> None:
+    """Although CuPy asks for the contrary."""
+    library = nvrtc()
+    assert ".ftz" not in compile_with_nvrtc(library, source(), "sm_90").ptx
+    careless = source().replace("#ifdef WFBP_ON_HOST", "#if 1")
+    careless = careless.replace("float16_to_float(stored)", "stored")
+    careless = careless.replace("float_to_float16(value)", "Stored(value)")
+    assert "mul.ftz.f32" in compile_with_nvrtc(library, careless, "sm_90").ptx
 
 
 def test_nvrtc_reports_mistakes() -> None:
     """That nothing was complained of above means something."""
     text = source().replace("struct Tile {", "struct Tile { float count;")
-    binary, log = compile_with_nvrtc(nvrtc(), text, "sm_90")
-    assert binary == b""
-    assert "error" in log
+    compiled = compile_with_nvrtc(nvrtc(), text, "sm_90")
+    assert compiled.cubin == b""
+    assert "error" in compiled.log
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
