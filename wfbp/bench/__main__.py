@@ -16,6 +16,7 @@ BENCHMARKS = {
     "training": "whole iterations against other ways of data-parallel training",
     "jax": "iterations of jitted steps against other ways; overlap; cost per leaf",
     "memory": "optimizer state and peak memory with sharded updates",
+    "gpu": "packing and training on a CUDA device",
     "replay": "the real runtime on a trace and an emulated link, against the prediction",
 }
 """What each does; ``main(argv)`` of the module of that name runs it."""

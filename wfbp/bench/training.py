@@ -97,8 +97,8 @@ def _run_model(
             result=str(result),
         ).save(file)
         program = [sys.executable, "-m", f"wfbp.bench.{worker}", str(file)]
-        command = [*_launch_command(options.link, options.np), *program]
-        variables = {**_rank_environment(), **environment}
+        command = [*launch_command(options.link, options.np), *program]
+        variables = {**rank_environment(), **environment}
         status = subprocess.run(command, env=variables, check=False).returncode
         if status or not result.exists():
             print(f"{model}: failed with status {status}: {shlex.join(command)}", file=sys.stderr)
@@ -106,7 +106,7 @@ def _run_model(
         return ModelResult.from_json(json.loads(result.read_text()))
 
 
-def _launch_command(link: str, ranks: int) -> list[str]:
+def launch_command(link: str, ranks: int) -> list[str]:
     """What to put before the program: ``mpirun``, or the link's script for a link of that rate.
 
     Raises:
@@ -123,7 +123,7 @@ def _launch_command(link: str, ranks: int) -> list[str]:
     return [sys.executable, str(LINK_SCRIPT), "run", "--rate", link, "-np", str(ranks), "--"]
 
 
-def _rank_environment() -> dict[str, str]:
+def rank_environment() -> dict[str, str]:
     """One compute thread per rank; Open MPI may start as root and put ranks where it likes."""
     defaults = {
         "GLOO_SOCKET_IFNAME": "lo",
