@@ -82,6 +82,9 @@ def test_nvrtc(architecture: str) -> None:
     for kernel in KERNELS:
         assert f".text.{kernel}\0".encode() in compiled.cubin
     assert_no_spills(compiled.log)
+    accesses = set(re.findall(r"\b(?:ld|st)\.(?!param)[a-z0-9.]+", compiled.ptx))
+    assert all(".global." in access for access in accesses), "an address space was not inferred"
+    assert {"ld.global.v4.u32", "st.global.v4.u32", "ld.global.v4.f32"} <= accesses
 
 
 def test_subnormals_are_kept() -> None:
