@@ -13,6 +13,7 @@ from wfbp.comm.local import LocalWorld
 from wfbp.config import Config
 from wfbp.core.types import Op, Operation
 from wfbp.errors import (
+    DisagreementError,
     NotInitializedError,
     PeerError,
     StallError,
@@ -28,6 +29,19 @@ def test_collectives_of_several_ranks() -> None:
         return runtime.exchange(bytes([runtime.rank]), "names")
 
     assert all_well(run_ranks(3, body)) == [[b"\0", b"\1", b"\2"]] * 3
+
+
+def test_exchanges_for_different_purposes() -> None:
+    """Nobody reads what was meant for something else."""
+
+    def body(runtime: Runtime) -> list[bytes]:
+        with pytest.raises(DisagreementError) as caught:
+            runtime.exchange(b"", "saving" if runtime.rank == 2 else "loading")
+        told = f"rank {runtime.rank} of 3: ranks called different operations: loading on rank 0, "
+        assert str(caught.value).startswith(f"{told}saving on rank 2. Every rank must")
+        return runtime.exchange(b"on", "SGD" if runtime.rank else "sgd", purpose="stepping")
+
+    assert all_well(run_ranks(3, body)) == [[b"on"] * 3] * 3
 
 
 def test_costs_are_measured_once_per_size_and_are_the_same() -> None:

@@ -102,10 +102,9 @@ class Engine:
             "plan": self._tuner.plan.digest,
         }
         payload = agreement.encode_specs(self.specs, settings)
-        said = runtime.exchange(payload, f"{name}: comparing tensors")
         self._who = f"{runtime.where}: {name}"
-        agreement.check_specs(self._who, said)
-        self._lane = PlannedLane(runtime.lease(), op, name)
+        agreement.check_specs(self._who, self._exchange(payload, "comparing tensors"))
+        self._lane = PlannedLane(runtime.lease(), op, name, runtime.config.direct_bytes)
         self._gathering = gathering = Gathering(
             self.specs, self._lane, runtime.thread, passes, fetch, self._who
         )
@@ -282,7 +281,7 @@ class Engine:
         told = due or self._tuner.phase == "installed"
         tuner = self._tuner.message() if told else {}
         mine = {"extra": sorted(self._gathering.extra), "tuner": tuner, "whole": wanted}
-        payloads = self._runtime.exchange(json.dumps(mine).encode(), f"{self._name}: step border")
+        payloads = self._exchange(json.dumps(mine).encode(), "step border")
         said = [json.loads(p) for p in payloads]
         whole = any(message["whole"] for message in said)
         extra = sorted({index for message in said for index in message["extra"]})
@@ -299,9 +298,13 @@ class Engine:
             self._tuner.decide([m["tuner"] for m in said], self._measure_costs)
         else:
             return whole
-        digests = self._runtime.exchange(self._tuner.plan.digest.encode(), f"{self._name}: plan")
+        digests = self._exchange(self._tuner.plan.digest.encode(), "plan")
         agreement.check_equal(self._who, "the plan", [d.decode() for d in digests])
         return whole
+
+    def _exchange(self, payload: bytes, what: str) -> list[bytes]:
+        """Every rank's payload; what ranks call their optimizers may differ."""
+        return self._runtime.exchange(payload, f"{self._name}: {what}", what)
 
     def _measure_costs(self) -> Costs:
         nbytes = sum(spec.nbytes for spec in self.specs)

@@ -171,9 +171,11 @@ class PlannedLane:
             left < len(g.tensors) for left, g in zip(missing, plan.groups, strict=False)
         ):
             return f"{place}: nothing posted yet"
+        count = missing[next_group]
+        waits = f"waiting for {count} gradients" if count else "before its end, with all gradients"
         return (
-            f"{place}: waiting for {missing[next_group]} gradients of group {next_group + 1} "
-            f"of {len(missing)} ({_members(plan, next_group)})"
+            f"{place}: {waits} of group {next_group + 1} of {len(missing)} "
+            f"({_members(plan, next_group)})"
         )
 
     def fail(self, error: WfbpError) -> None:

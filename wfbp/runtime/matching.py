@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from wfbp.comm.backend import Buffer
-from wfbp.errors import DisagreementError
 from wfbp.runtime.runtime import Runtime
 
 Array = npt.NDArray[Any]
@@ -31,17 +29,9 @@ def agree(runtime: Runtime, call: str, *details: str, private: int = 0) -> list[
     Raises:
         DisagreementError: on every rank, with what each of two ranks is about to do.
     """
-    shown = f"{call}({', '.join(details)})"
-    payload = json.dumps([shown, private]).encode()
-    said = [json.loads(p) for p in runtime.exchange(payload, " ".join([call, *details[:1]]))]
-    for rank, (theirs, _) in enumerate(said):
-        if theirs != said[0][0]:
-            raise DisagreementError(
-                f"{runtime.where}: ranks called different operations: {said[0][0]} on rank 0, "
-                f"{theirs} on rank {rank}. Every rank must call the same operations in the same "
-                "order with the same names, element types and shapes"
-            )
-    return [number for _, number in said]
+    purpose = f"{call}({', '.join(details)})"
+    label = " ".join([call, *details[:1]])
+    return [int(text) for text in runtime.exchange(b"%d" % private, label, purpose)]
 
 
 def shown(dtype: str, shape: Sequence[int]) -> str:

@@ -18,6 +18,7 @@ from wfbp.core.cost import Costs, PiecewiseCost, monotone_points
 from wfbp.core.types import Op, Operation
 from wfbp.errors import NotInitializedError, PeerError, WfbpError
 from wfbp.runtime.calls import Reply
+from wfbp.runtime.envelope import seal, unseal
 from wfbp.runtime.inquiry import Inquiry
 from wfbp.runtime.places import Place
 from wfbp.runtime.stall import StallWatch
@@ -97,9 +98,20 @@ class Runtime:
         """Combine a buffer over all ranks, in place."""
         self.call(lambda backend: backend.all_reduce(buffer, dtype, op), label)
 
-    def exchange(self, payload: bytes, label: str) -> list[bytes]:
-        """Every rank's payload, in rank order."""
-        return self.call(lambda backend: backend.all_gather_bytes(payload), label)
+    def exchange(self, payload: bytes, label: str, purpose: str = "") -> list[bytes]:
+        """Every rank's payload, in rank order, after comparing what ranks exchange them for.
+
+        Args:
+            payload: of this rank.
+            label: what this is, for messages.
+            purpose: what is compared; the label by default.
+
+        Raises:
+            DisagreementError: on every rank; the purposes of two.
+        """
+        letter = seal(purpose or label, payload)
+        said = self.call(lambda backend: backend.all_gather_bytes(letter), label)
+        return unseal(self.where, said)
 
     def lease(self) -> Backend:
         """A backend for a lane of its own; collective.

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from wfbp.comm.backend import Work
 from wfbp.comm.waiting import Waiter, sharp_naps
@@ -71,6 +71,7 @@ class CommunicationThread:
         self._num_waiting = 0
         self._num_waits = 0
         self._users: set[int] = set()
+        self._awaited: Reply[Any] = Reply()
         self._here = threading.local()
         self.sleeping = False
         self.add_lane: Callable[[Lane], None] = turns.add_lane
@@ -107,7 +108,8 @@ class CommunicationThread:
         Args:
             number: of a lane, the same on every rank.
         """
-        waits = len(self._users) == 1 and self._num_waiting == 1
+        alone = len(self._users) == 1 and self._num_waiting == 1
+        waits = alone and not self._awaited.answered  # else it is about to go on
         return self._turns.place(waits, self._num_waits, number)
 
     def post(self, message: Message) -> None:
@@ -134,6 +136,7 @@ class CommunicationThread:
         """Wait for an answer to what was appended or posted before; drive, unless another does."""
         self._here.used = True
         self._users.add(threading.get_ident())
+        self._awaited = reply
         self._num_waits += 1
         self._num_waiting += 1
         try:

@@ -15,7 +15,6 @@ from wfbp.runtime.runtime import Runtime
 
 LABEL = "optimizer.clip_grad_norm_()"
 _TINY = 1e-6
-_FIELD_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +85,8 @@ def clip(
         DisagreementError: ranks have different limits.
     """
     parts = [*shards, *(whole if runtime.rank == 0 else ())]
-    said = np.zeros((runtime.size, 1 + len(fields(Limit))), np.float64)
-    said[runtime.rank] = _power(parts, limit.norm_type), *astuple(limit)
-    counts = [said.shape[1] * _FIELD_BYTES] * runtime.size
-    flat = said.reshape(-1).view(np.uint8)
-    runtime.call(lambda backend: backend.all_gather(flat, counts), LABEL)
+    mine = np.array([_power(parts, limit.norm_type), *astuple(limit)], np.float64)
+    said = np.array([np.frombuffer(p) for p in runtime.exchange(mine.tobytes(), LABEL)])
     _compare(runtime, said[:, 1:])
     norm = _norm(said[:, 0], limit.norm_type)
     if limit.error_if_nonfinite and not math.isfinite(norm):
