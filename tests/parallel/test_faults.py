@@ -46,7 +46,7 @@ def test_an_exception_reaches_ranks_that_wait_elsewhere(place: str, who: int) ->
 
 @pytest.mark.parametrize("place", ["compute", "sleep"])
 def test_an_exception_ends_ranks_that_never_look(place: str) -> None:
-    assert REASON in ended(3, "fail", place, 0).run.stderr
+    assert REASON in ended(3, "fail", place, 0, env=(("WFBP_ABORT_GRACE_S", "1"),)).run.stderr
 
 
 @pytest.mark.parametrize("who", [0, 1])

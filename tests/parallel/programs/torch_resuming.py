@@ -62,37 +62,45 @@ def state_loads_into_another_number_of_ranks() -> None:
     everybody = MPI.COMM_WORLD
     config = runtimes.current("check").config
     sizes = [everybody.size, max(1, everybody.size - 1), 1, everybody.size]
+    ways = ((adamw, "auto"), (momentum, "auto"), (adamw, "replicated"))
+    torch.manual_seed(5)
+    references = [mlp(5, 7, 3)]
+    references += [copy.deepcopy(references[0]) for _ in ways[1:]]
+    plains = [make(model.parameters()) for (make, _), model in zip(ways, references, strict=True)]
+    saved = [b""] * len(ways)
     wfbp.shutdown()
     try:
-        for make, update in ((adamw, "auto"), (momentum, "auto"), (adamw, "replicated")):
-            torch.manual_seed(5)
-            reference = mlp(5, 7, 3)
-            plain = make(reference.parameters())
-            saved = b""
-            for phase, size in enumerate(sizes):
-                group = everybody.Split(everybody.rank < size, everybody.rank)
-                if everybody.rank < size:
-                    wfbp.init(group, config=config)
+        for phase, size in enumerate(sizes):
+            group = everybody.Split(everybody.rank < size, everybody.rank)
+            if everybody.rank < size:
+                wfbp.init(group, config=config)
+                for k, way in enumerate(ways):
                     torch.manual_seed(5)
-                    saved = run(saved, size, phase * STEPS, make, update)
-                    wfbp.shutdown()
-                group.Free()
-                saved = everybody.bcast(saved)
+                    saved[k] = run(saved[k], size, phase * STEPS, *way)
+                wfbp.shutdown()
+            group.Free()
+            saved = everybody.bcast(saved)
+            for k, (model, plain) in enumerate(zip(references, plains, strict=True)):
                 for step in range(phase * STEPS, (phase + 1) * STEPS):
                     plain.zero_grad()
-                    part(reference, 0, step, 1)
+                    part(model, 0, step, 1)
                     plain.step()
-                found = torch.load(io.BytesIO(saved), weights_only=True)
-                for name, wanted in reference.state_dict().items():
-                    same(found["model"][name], wanted, f"phase {phase}: {name}", 1e-11)
-                state = plain.state_dict()["state"]
-                assert found["optimizer"]["state"].keys() == state.keys()
-                for k, values in state.items():
-                    for key, wanted in values.items():
-                        value = found["optimizer"]["state"][k][key]
-                        same(torch.as_tensor(value), torch.as_tensor(wanted), key, 1e-11)
+                check_saved(saved[k], model, plain, f"way {k}, phase {phase}")
     finally:
         wfbp.init(config=config)
+
+
+def check_saved(saved: bytes, model: nn.Module, plain: torch.optim.Optimizer, where: str) -> None:
+    """Raise unless what was saved is the state of this training."""
+    found = torch.load(io.BytesIO(saved), weights_only=True)
+    for name, wanted in model.state_dict().items():
+        same(found["model"][name], wanted, f"{where}: {name}", 1e-11)
+    state = plain.state_dict()["state"]
+    assert found["optimizer"]["state"].keys() == state.keys()
+    for k, values in state.items():
+        for key, wanted in values.items():
+            value = found["optimizer"]["state"][k][key]
+            same(torch.as_tensor(value), torch.as_tensor(wanted), f"{where}: {key}", 1e-11)
 
 
 @check
