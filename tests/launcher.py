@@ -58,6 +58,7 @@ def mpirun(
     *args: object,
     mpi: str = "mpich",
     timeout: float = 100.0,
+    grace_s: float = GRACE_S,
     env: dict[str, str] | None = None,
 ) -> Run:
     """Run a script on ``n`` ranks from the project's root, one compute thread each.
@@ -68,6 +69,7 @@ def mpirun(
         args: arguments of the script, turned into text.
         mpi: ``mpich`` or ``openmpi``.
         timeout: seconds after which every process of the run is ended.
+        grace_s: that processes have to end by themselves then.
         env: variables on top of the present ones.
     """
     python = interpreter(mpi)
@@ -77,6 +79,7 @@ def mpirun(
         **(OPENMPI_ENVIRONMENT if mpi == "openmpi" else {}),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
+        "WFBP_DIRECT_BYTES": "256",  # the models of tests are small, and should have both kinds
         **(env or {}),
     }
     # Files instead of pipes: a process left over could hold a pipe open and hang the reader.
@@ -96,17 +99,17 @@ def mpirun(
         except subprocess.TimeoutExpired:
             rc = None
         finally:
-            end(process)
+            end(process, grace_s)
         return Run(rc, contents(out), contents(err))
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes], grace_s: float) -> None:
     """End a process and all that it started, also what left its process group."""
     if process.poll() is not None:
         return
     family = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGTERM)  # lets mpirun end its ranks, on other hosts too
-    _, alive = psutil.wait_procs(family, timeout=GRACE_S)
+    _, alive = psutil.wait_procs(family, timeout=grace_s)
     for survivor in alive:
         survivor.kill()
     process.kill()

@@ -22,6 +22,8 @@ class Config:
         schedule: which planner groups gradients, where the program does not say.
         threshold_bytes: group size of the ``threshold`` schedule and of the first steps; as a
             variable also with a unit, as in ``25M``.
+        direct_bytes: tensors of at least this size travel from where they lie, without being
+            packed; as a variable also with a unit.
         warmup_steps: steps left out of every measurement after a start or a change of plan.
         profile_steps: steps whose compute times are measured, with communication held back.
         trial_steps: steps measured per candidate plan and round of ``auto``, at least.
@@ -43,6 +45,7 @@ class Config:
 
     schedule: str = "auto"
     threshold_bytes: int = 25 * 2**20
+    direct_bytes: int = 2**18
     warmup_steps: int = 3
     profile_steps: int = 5
     trial_steps: int = 4
@@ -127,8 +130,11 @@ def unknown_variables(environment: Mapping[str, str] | None = None) -> str:
 
 _SIZE = re.compile(r"(\d+|\d+\.\d+(?=\s*[KMG]))\s*([KMG]?)((?<=[KMG])i?B|)", re.IGNORECASE)
 
+_SIZE_READER = num_bytes, "a size in bytes, such as 4096, 25M, 25MiB or 25MB"
+
 _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "threshold_bytes": (num_bytes, "a size in bytes, such as 4096, 25M, 25MiB or 25MB"),
+    "threshold_bytes": _SIZE_READER,
+    "direct_bytes": _SIZE_READER,
     "int": (int, "a whole number"),
     "float": (float, "a number"),
     "str": (str, "text"),
@@ -141,6 +147,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 _LEAST = {
     "threshold_bytes": 1,
+    "direct_bytes": 1,
     "warmup_steps": 1,
     "profile_steps": 1,
     "trial_steps": 1,

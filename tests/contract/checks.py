@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.contract import segment_checks
 from wfbp.comm.backend import Backend, Buffer
 from wfbp.comm.waiting import wait
 from wfbp.core.types import ITEM_BYTES, Op
@@ -425,7 +426,7 @@ def checks() -> Iterator[tuple[str, Callable[[Backend], None]]]:
     for dtype in ITEM_BYTES:
         for op in Op:
             yield f"{dtype}-{op.value}", lambda b, dtype=dtype, op=op: check_reduce(b, dtype, op)
-    for name, function in sorted(globals().items()):
+    for name, function in sorted({**globals(), **vars(segment_checks)}.items()):
         if name.startswith("check_") and name != "check_reduce":
             yield name.removeprefix("check_"), function
 

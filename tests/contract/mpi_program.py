@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 from tests.contract.checks import CHECKS
@@ -23,7 +24,8 @@ def main(folder: str) -> None:
     for chunking in WAYS:
         backend = MpiBackend(chunking=chunking)
         # One host is all that there is here; what several would decide is decided for them.
-        backend._scatters_directly = chunking is None
+        situation = replace(backend._situation, scatters_directly=chunking is None)
+        backend._situation = backend._routes._situation = situation
         report = Path(folder, f"rank{backend.rank}")
         for name, check in CHECKS.items():
             try:

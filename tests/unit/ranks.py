@@ -11,6 +11,7 @@ from wfbp.config import Config
 from wfbp.runtime.runtime import Runtime
 
 QUICK = Config(
+    direct_bytes=128,
     warmup_steps=1,
     profile_steps=1,
     trial_steps=1,

@@ -14,6 +14,7 @@ from wfbp.core.plan import ALIGNMENT_BYTES, Group, Plan
 from wfbp.core.types import Op, TensorSpec
 from wfbp.runtime.flags import NUM_BORDER, STEP_CYCLE
 from wfbp.runtime.fusion import FusionBuffer, aligned_bytes, storage_dtype
+from wfbp.runtime.steps import Step
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -30,14 +31,20 @@ def real(dtype: str) -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
 
-def addresses(arrays: list[np.ndarray | None]) -> list[int]:
-    return [0 if a is None else (a.__array_interface__["data"][0] or 1) for a in arrays]
+def step_of(
+    arrays: list[np.ndarray | None],
+    requested: bool = False,
+    number: int = 0,
+    discards: bool = False,
+) -> Step:
+    addresses = [0 if a is None else (a.__array_interface__["data"][0] or 1) for a in arrays]
+    return Step(number, addresses, list(arrays), requested, discards)
 
 
-def travel(fusions: list[FusionBuffer], op: Op) -> None:
+def travel(fusions: list[FusionBuffer]) -> None:
     """Reduce the message of every rank."""
     world = LocalWorld(len(fusions))
-    works = [world.backend(r).all_reduce(f.buffer, f.dtype, op) for r, f in enumerate(fusions)]
+    works = [fusion.send(world.backend(rank)) for rank, fusion in enumerate(fusions)]
     assert all(work.test() for work in works)
 
 
@@ -66,10 +73,10 @@ def test_a_step_of_messages(sizes, dtype, op, size, cut, chance) -> None:  # typ
     requests = [chance.random() < 0.3 for _ in range(size)]
     discards = [chance.random() < 0.3 for _ in range(size)]
     for group, members in enumerate(plan.groups):
-        fusions = [FusionBuffer(plan, group, op, size) for _ in range(size)]
+        fusions = [FusionBuffer(plan, group, op, size, 32) for _ in range(size)]
         for rank, fusion in enumerate(fusions):
-            fusion.pack(addresses(values[rank]), requests[rank], step, discards[rank])
-        travel(fusions, op)
+            fusion.pack(step_of(values[rank], requests[rank], step, discards[rank]))
+        travel(fusions)
         for fusion in fusions:
             arrival = fusion.arrived(step)
             present = [any(v[k] is not None for v in values) for k in members.tensors]
@@ -93,11 +100,11 @@ def test_ranks_at_different_steps_are_found(dtype: str, op: Op, size: int, apart
     plan = plan_of([3], dtype)
     for step in range(1, 2 * STEP_CYCLE, 7):
         for late in (0, size - 1):
-            fusions = [FusionBuffer(plan, 0, op, size) for _ in range(size)]
+            fusions = [FusionBuffer(plan, 0, op, size, 32) for _ in range(size)]
             steps = [step + (apart if rank == late else 0) for rank in range(size)]
             for fusion, own in zip(fusions, steps, strict=True):
-                fusion.pack([0], requested=False, step=own)
-            travel(fusions, op)
+                fusion.pack(step_of([None], number=own))
+            travel(fusions)
             assert not all(
                 f.arrived(own).steps_agree for f, own in zip(fusions, steps, strict=True)
             )
@@ -109,10 +116,10 @@ def test_ranks_at_different_steps_are_found(dtype: str, op: Op, size: int, apart
 def test_one_flag_among_many_ranks_arrives(size: int, dtype: str, op: Op) -> None:
     """The reduced tail, computed here: one rank in many has a gradient and asks for talk."""
     plan = plan_of([1, 1], dtype)
-    fusion = FusionBuffer(plan, 0, op, size)
+    fusion = FusionBuffer(plan, 0, op, size, 32)
     step = STEP_CYCLE - 1  # the largest number that travels
     one = np.ones(1).astype(real(dtype))
-    fusion.pack(addresses([one, None]), requested=True, step=step, discards=True)
+    fusion.pack(step_of([one, None], True, step, True))
     count = 2 + NUM_BORDER
     tail = fusion.buffer[-count:].view(real(dtype)).astype(np.float64)
     others = np.concatenate([np.zeros(4), tail[4:]])
@@ -135,8 +142,8 @@ def test_one_late_rank_among_many_is_found(size: int, dtype: str, op: Op) -> Non
     for step in (1, 31, 63, 64):
         tails = []
         for own in (step, step - 1):
-            fusion = FusionBuffer(plan, 0, op, size)
-            fusion.pack([0], requested=False, step=own)
+            fusion = FusionBuffer(plan, 0, op, size, 32)
+            fusion.pack(step_of([None], number=own))
             tails.append(fusion.buffer[-NUM_BORDER:].view(real(dtype)).astype(np.float64))
         total = (size - 1) * tails[0] + tails[1]
         reduced = (total / size if op is Op.AVERAGE else total).astype(real(dtype))
@@ -147,9 +154,9 @@ def test_one_late_rank_among_many_is_found(size: int, dtype: str, op: Op) -> Non
 
 def test_nothing_but_the_flags_is_read_from_a_nan() -> None:
     plan = plan_of([2, 2], "float32")
-    fusion = FusionBuffer(plan, 0, Op.AVERAGE, 1)
+    fusion = FusionBuffer(plan, 0, Op.AVERAGE, 1, 32)
     bad = np.array([np.nan, np.inf], np.float32)
-    fusion.pack(addresses([bad, None]), requested=False, step=5)
+    fusion.pack(step_of([bad, None], number=5))
     arrival = fusion.arrived(5)
     assert arrival.present == [False, True]
     assert not arrival.requested
@@ -160,7 +167,7 @@ def test_nothing_but_the_flags_is_read_from_a_nan() -> None:
 
 def test_slots_are_aligned_and_a_slot_may_be_its_own_source() -> None:
     plan = plan_of([3, 0, 5, 1], "float32")
-    fusion = FusionBuffer(plan, 0, Op.AVERAGE, 2)
+    fusion = FusionBuffer(plan, 0, Op.AVERAGE, 2, 32)
     slots: list[Buffer] = [fusion.slot(position) for position in range(4)]
     starts = [s.__array_interface__["data"][0] for s in slots]
     assert all(s % ALIGNMENT_BYTES == 0 for s, slot in zip(starts, slots, strict=True) if slot.size)
@@ -169,10 +176,10 @@ def test_slots_are_aligned_and_a_slot_may_be_its_own_source() -> None:
     places = [0] * 4
     for position, k in enumerate(plan.groups[0].tensors):
         places[k] = starts[position]
-    fusion.pack(places, requested=False, step=0)
+    fusion.pack(Step(0, places, [None] * 4))
     for k, slot in enumerate(slots):
         assert (slot.view(np.float32) == k).all()
-    fusion.pack([0] * 4, requested=False, step=0)
+    fusion.pack(step_of([None] * 4))
     assert not any(slot.any() for slot in slots)
 
 

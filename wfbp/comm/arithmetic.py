@@ -33,8 +33,8 @@ def combine(shards: Sequence[Buffer], out: Buffer, dtype: str, op: Op) -> None:
 
     Args:
         shards: arrays of equal length as ``buffers.typed`` returns them, one per rank.
-        out: where the result goes; may be one of ``shards``, whose others are then scratch
-            memory that may be overwritten.
+        out: where the result goes; may be the memory of one of ``shards``, whose others are then
+            scratch memory that may be overwritten.
         dtype: element type of all of them.
         op: how they combine; AVERAGE divides by ``len(shards)``.
 
@@ -60,7 +60,7 @@ def combine(shards: Sequence[Buffer], out: Buffer, dtype: str, op: Op) -> None:
     if len(shards) == 1:
         np.copyto(out, shards[0])
         return
-    late = any(shard is out for shard in shards[2:])
+    late = any(np.may_share_memory(shard, out) for shard in shards[2:])
     total = shards[0] if late else out
     binary(shards[0], shards[1], out=total)
     for shard in shards[2:-1]:

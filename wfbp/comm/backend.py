@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy.typing as npt
 
@@ -22,6 +22,23 @@ T = TypeVar("T")
 
 Buffer = npt.NDArray[Any]
 """A one-dimensional C-contiguous array; bfloat16 is stored as uint16."""
+
+
+class Segment(NamedTuple):
+    """A part of a collective's buffer whose data lie in memory of their own.
+
+    Large tensors travel from where they are, without being copied into the buffer first.
+
+    Args:
+        start: its first byte, in the buffer of an all-reduce and in each block otherwise.
+        data: the memory, read or written until the work is complete.
+        counts: where the buffer consists of blocks, bytes of each rank's part of ``data``, the
+            parts one after the other; the same on every rank.
+    """
+
+    start: int
+    data: Buffer
+    counts: Sequence[int] = ()
 
 
 class Work(ABC, Generic[T]):
@@ -52,7 +69,11 @@ class Work(ABC, Generic[T]):
 
 
 class Backend(ABC):
-    """Collectives among ``size`` ranks, in place where they can be."""
+    """Collectives among ``size`` ranks, in place where they can be.
+
+    Where a collective takes ``segments``, they are in ascending order and do not overlap; their
+    starts and lengths are whole elements, and the same on every rank.
+    """
 
     rank: int
     size: int
@@ -68,7 +89,9 @@ class Backend(ABC):
         return 0
 
     @abstractmethod
-    def all_reduce(self, buffer: Buffer, dtype: str, op: Op) -> Work[None]:
+    def all_reduce(
+        self, buffer: Buffer, dtype: str, op: Op, segments: Sequence[Segment] = ()
+    ) -> Work[None]:
         """Combine ``buffer`` over all ranks, in place.
 
         Args:
@@ -76,11 +99,18 @@ class Backend(ABC):
             dtype: element type, a key of ``core.types.ITEM_BYTES``; float16 and bfloat16 are
                 accumulated in float32 and rounded once.
             op: how contributions combine.
+            segments: contributions that are read elsewhere, and not written; their results go
+                into the buffer.
         """
 
     @abstractmethod
     def reduce_scatter(
-        self, buffer: Buffer, counts: Sequence[int], dtype: str, op: Op
+        self,
+        buffer: Buffer,
+        counts: Sequence[int],
+        dtype: str,
+        op: Op,
+        segments: Sequence[Segment] = (),
     ) -> Work[None]:
         """Combine ``buffer`` over all ranks, each rank keeping its block of the result, in place.
 
@@ -90,6 +120,7 @@ class Backend(ABC):
             counts: bytes of each rank's block, whole elements; the same on every rank.
             dtype: element type, as in :meth:`all_reduce`.
             op: how contributions combine.
+            segments: as in :meth:`all_reduce`; part r of a segment is contributed to block r.
         """
 
     @abstractmethod
@@ -97,13 +128,17 @@ class Backend(ABC):
         """Copy the root's bytes of ``buffer`` to every rank, in place."""
 
     @abstractmethod
-    def all_gather(self, buffer: Buffer, counts: Sequence[int]) -> Work[None]:
+    def all_gather(
+        self, buffer: Buffer, counts: Sequence[int], segments: Sequence[Segment] = ()
+    ) -> Work[None]:
         """Fill every rank's block of ``buffer`` with what that rank brings, in place.
 
         Args:
             buffer: ``size`` blocks one after the other, of any element type. This rank's block is
                 what it brings, and is left as it is; the others' are received.
             counts: bytes of each rank's block, also none; the same on every rank.
+            segments: of which this rank's part is sent and the others' are received in place, not
+                in the buffer.
         """
 
     @abstractmethod

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from wfbp.comm.backend import Buffer
+from wfbp.comm.backend import Buffer, Segment
 from wfbp.core.types import ITEM_BYTES, item_bytes
 
 HALF = frozenset({"float16", "bfloat16"})
@@ -44,7 +44,9 @@ def typed(buffer: Buffer, dtype: str, writeable: bool = True) -> Buffer:
     return buffer if buffer.dtype == STORAGE[dtype] else buffer.view(STORAGE[dtype])
 
 
-def blocks(size: int, buffer: Buffer, counts: Sequence[int], dtype: str) -> list[Buffer]:
+def blocks(
+    size: int, buffer: Buffer, counts: Sequence[int], dtype: str, writeable: bool = True
+) -> list[Buffer]:
     """The buffer of a reduce-scatter or an all-gather as one typed block per rank.
 
     Args:
@@ -52,6 +54,7 @@ def blocks(size: int, buffer: Buffer, counts: Sequence[int], dtype: str) -> list
         buffer: of any element type, one-dimensional and contiguous.
         counts: bytes of each block.
         dtype: what the bytes are.
+        writeable: whether the buffer must be.
 
     Raises:
         ValueError: a size does not fit; the message names it.
@@ -60,7 +63,7 @@ def blocks(size: int, buffer: Buffer, counts: Sequence[int], dtype: str) -> list
         >>> blocks(2, np.zeros(3, np.float32), [8, 4], "float32")
         [array([0., 0.], dtype=float32), array([0.], dtype=float32)]
     """
-    data = typed(buffer, dtype)
+    data = typed(buffer, dtype, writeable)
     item = data.itemsize
     if len(counts) != size or any(count < 0 or count % item for count in counts):
         raise ValueError(
@@ -77,3 +80,67 @@ def blocks(size: int, buffer: Buffer, counts: Sequence[int], dtype: str) -> list
         start, end = end, end + count // item
         parts.append(data[start:end])
     return parts
+
+
+class Pieces:
+    """Several arrays seen as one, for who can send and receive piece by piece.
+
+    Args:
+        arrays: of the same element type, one after the other.
+
+    Example:
+        >>> pieces = Pieces([np.arange(3), np.arange(3, 5)])
+        >>> pieces[1:4]
+        [array([1, 2]), array([3])]
+    """
+
+    def __init__(self, arrays: Sequence[Buffer]) -> None:
+        self._arrays = arrays
+        self.size = sum(array.size for array in arrays)
+        self.nbytes = sum(array.nbytes for array in arrays)
+
+    @classmethod
+    def of(cls, buffer: Buffer, parts: Sequence[tuple[int, Buffer]]) -> Pieces:
+        """A buffer in which some parts, at these starts, lie elsewhere; all of one element type."""
+        if not parts:
+            return cls([buffer])
+        arrays = []
+        end = 0
+        for start, part in parts:
+            arrays += [buffer[end:start], part]
+            end = start + part.size
+        arrays.append(buffer[end:])
+        return cls([array for array in arrays if array.size])
+
+    def __getitem__(self, wanted: slice) -> list[Buffer]:
+        found = []
+        start, stop = wanted.start, wanted.stop
+        for array in self._arrays:
+            if stop <= 0:
+                break
+            if start < array.size and stop > 0:
+                piece = array[max(0, start) : stop]
+                if piece.size:
+                    found.append(piece)
+            start, stop = start - array.size, stop - array.size
+        return found
+
+
+def fill(buffer: Buffer, segments: Sequence[Segment]) -> None:
+    """Copy the segments of an all-reduce into its buffer, for who needs all in one piece."""
+    raw = buffer.view(np.uint8)
+    for segment in segments:
+        data = segment.data.view(np.uint8)
+        raw[segment.start : segment.start + data.size] = data
+
+
+def fill_blocks(
+    buffer: Buffer, counts: Sequence[int], segments: Sequence[Segment], dtype: str
+) -> None:
+    """The same for a reduce-scatter: part r of each segment into block r."""
+    size = len(counts)
+    whole = blocks(size, buffer.view(np.uint8), counts, "uint8")
+    for segment in segments:
+        parts = blocks(size, segment.data, segment.counts, dtype, writeable=False)
+        for block, part in zip(whole, parts, strict=True):
+            block[segment.start : segment.start + part.nbytes] = part.view(np.uint8)

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from wfbp.comm.arithmetic import combine
-from wfbp.comm.backend import Backend, Buffer, T, Work
-from wfbp.comm.buffers import blocks, typed
+from wfbp.comm.backend import Backend, Buffer, Segment, T, Work
+from wfbp.comm.buffers import blocks, fill, fill_blocks, typed
 from wfbp.core.types import Op, Operation
 from wfbp.errors import PeerError
 
@@ -121,8 +121,11 @@ class EmulatedLink(Backend):
     def activity(self) -> int:
         return self._channel.moves
 
-    def all_reduce(self, buffer: Buffer, dtype: str, op: Op) -> Work[None]:
+    def all_reduce(
+        self, buffer: Buffer, dtype: str, op: Op, segments: Sequence[Segment] = ()
+    ) -> Work[None]:
         data = typed(buffer, dtype)
+        fill(buffer, segments)
 
         def finish() -> None:
             if op in (Op.SUM, Op.PRODUCT):
@@ -131,9 +134,15 @@ class EmulatedLink(Backend):
         return self._send(data.nbytes, finish)
 
     def reduce_scatter(
-        self, buffer: Buffer, counts: Sequence[int], dtype: str, op: Op
+        self,
+        buffer: Buffer,
+        counts: Sequence[int],
+        dtype: str,
+        op: Op,
+        segments: Sequence[Segment] = (),
     ) -> Work[None]:
         mine = blocks(self.size, buffer, counts, dtype)[self.rank]
+        fill_blocks(buffer, counts, segments, dtype)
 
         def finish() -> None:
             if op in (Op.SUM, Op.PRODUCT):
@@ -144,12 +153,16 @@ class EmulatedLink(Backend):
     def broadcast(self, buffer: Buffer, root: int) -> Work[None]:
         return self._send(typed(buffer, "uint8").nbytes, lambda: None)
 
-    def all_gather(self, buffer: Buffer, counts: Sequence[int]) -> Work[None]:
-        parts = blocks(self.size, buffer, counts, "uint8")
-        mine = parts[self.rank]
-        for part in parts:  # now, so that it does not come on top of the time on the link
-            if part is not mine:
-                np.copyto(part, np.resize(mine, part.size))
+    def all_gather(
+        self, buffer: Buffer, counts: Sequence[int], segments: Sequence[Segment] = ()
+    ) -> Work[None]:
+        pairs = [(buffer, counts), *((segment.data, segment.counts) for segment in segments)]
+        for data, lengths in pairs:
+            parts = blocks(self.size, data, lengths, "uint8")
+            mine = parts[self.rank]
+            for part in parts:  # now, so that it does not come on top of the time on the link
+                if part is not mine:
+                    np.copyto(part, np.resize(mine, part.size))
         return self._send(buffer.nbytes, lambda: None, Operation.ALL_GATHER)
 
     def all_gather_bytes(self, payload: bytes) -> Work[list[bytes]]:

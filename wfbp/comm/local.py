@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from wfbp.comm.arithmetic import combine
-from wfbp.comm.backend import Backend, Buffer, T, Work
-from wfbp.comm.buffers import blocks, typed
+from wfbp.comm.backend import Backend, Buffer, Segment, T, Work
+from wfbp.comm.buffers import blocks, fill, fill_blocks, typed
 from wfbp.core.types import Op
 from wfbp.errors import BackendError, PeerError, WfbpError
 
@@ -136,7 +136,9 @@ class LocalBackend(Backend):
         self._world = world
         self._started = 0
 
-    def all_reduce(self, buffer: Buffer, dtype: str, op: Op) -> Work[None]:
+    def all_reduce(
+        self, buffer: Buffer, dtype: str, op: Op, segments: Sequence[Segment] = ()
+    ) -> Work[None]:
         def finish(buffers: list[Any]) -> list[Any]:
             total = np.empty_like(buffers[0])
             combine(buffers, total, dtype, op)
@@ -144,11 +146,17 @@ class LocalBackend(Backend):
                 np.copyto(each, total)
             return [None] * self.size
 
+        fill(buffer, segments)
         signature = (f"all_reduce {op.value}", dtype, buffer.nbytes)
         return self._join(signature, typed(buffer, dtype), buffer.nbytes, finish)
 
     def reduce_scatter(
-        self, buffer: Buffer, counts: Sequence[int], dtype: str, op: Op
+        self,
+        buffer: Buffer,
+        counts: Sequence[int],
+        dtype: str,
+        op: Op,
+        segments: Sequence[Segment] = (),
     ) -> Work[None]:
         def finish(buffers: list[Any]) -> list[Any]:
             for rank in range(self.size):
@@ -159,6 +167,7 @@ class LocalBackend(Backend):
 
         signature = (f"reduce_scatter {op.value}", dtype, *counts)
         parts = blocks(self.size, buffer, counts, dtype)
+        fill_blocks(buffer, counts, segments, dtype)
         return self._join(signature, parts, buffer.nbytes, finish)
 
     def broadcast(self, buffer: Buffer, root: int) -> Work[None]:
@@ -171,15 +180,19 @@ class LocalBackend(Backend):
         signature = (f"broadcast from {root}", buffer.nbytes)
         return self._join(signature, typed(buffer, "uint8"), buffer.nbytes, finish)
 
-    def all_gather(self, buffer: Buffer, counts: Sequence[int]) -> Work[None]:
-        def finish(buffers: list[Any]) -> list[Any]:
-            for rank, each in enumerate(buffers):
-                for owner in range(self.size):
-                    if owner != rank:
-                        np.copyto(each[owner], buffers[owner][owner])
+    def all_gather(
+        self, buffer: Buffer, counts: Sequence[int], segments: Sequence[Segment] = ()
+    ) -> Work[None]:
+        def finish(ranks: list[Any]) -> list[Any]:
+            for rank, here in enumerate(ranks):
+                for owner, there in enumerate(ranks):
+                    for mine, theirs in zip(here, there, strict=True):
+                        if owner != rank:
+                            np.copyto(mine[owner], theirs[owner])
             return [None] * self.size
 
-        parts = blocks(self.size, buffer, counts, "uint8")
+        pairs = [(buffer, counts), *((segment.data, segment.counts) for segment in segments)]
+        parts = [blocks(self.size, data, lengths, "uint8") for data, lengths in pairs]
         return self._join(("all_gather", *counts), parts, buffer.nbytes, finish)
 
     def all_gather_bytes(self, payload: bytes) -> Work[list[bytes]]:

@@ -47,22 +47,25 @@ class Scratch:
 
 
 class Exchange(Job):
-    """All-reduce or reduce-scatter of one chunk, in place.
+    """All-reduce or reduce-scatter of one chunk.
 
     Args:
         comm: the communicator.
-        family: told when a phase ends.
+        family: told when a piece has arrived and when a phase ends.
         scratch: where arriving shards are kept.
         sequence: number of the job on its channel, the same on every rank.
-        shards: the chunk as one shard per rank, as ``buffers.typed`` gives them.
+        shards: what this rank contributes to each rank's shard, in pieces as ``buffers.typed``
+            gives them; cut in the same places on every rank.
+        results: where the combined shards go, one per rank; may be what this rank contributes.
+            Without ``gather`` only its own is used.
         dtype: their element type.
         op: how contributions combine.
         gather: whether every rank gets every shard's result, or only its own.
     """
 
     __slots__ = (
-        "_block", "_comm", "_dtype", "_family", "_gathers", "_op", "_own", "_parts", "_pending",
-        "_reduced", "_scratch", "_shards", "_tag",
+        "_arrived", "_block", "_comm", "_dtype", "_family", "_gathers", "_op", "_pending",
+        "_reduced", "_results", "_scratch", "_shards", "_tag",
     )  # fmt: skip
 
     def __init__(
@@ -71,14 +74,15 @@ class Exchange(Job):
         family: Family,
         scratch: Scratch,
         sequence: int,
-        shards: Sequence[Buffer],
+        shards: Sequence[Sequence[Buffer]],
+        results: Sequence[Buffer],
         dtype: str,
         op: Op,
         gather: bool,
     ) -> None:
-        self._own = shards[comm.rank]
-        self._parts = [shard.view(np.uint8) for shard in shards]
-        self.nbytes = sum(part.size for part in self._parts)
+        self._shards = shards
+        self._results = results
+        self.nbytes = sum(piece.nbytes for shard in shards for piece in shard)
         self._comm = comm
         self._family = family
         self._scratch = scratch
@@ -89,34 +93,43 @@ class Exchange(Job):
         self._gathers = gather
 
     def start(self) -> None:
-        comm, tag, own, parts = self._comm, self._tag, self._own, self._parts
-        length = own.nbytes
-        self._block = block = self._scratch.take(length * (comm.size - 1))
-        shards = [own] * comm.size
-        pending = []
+        comm, tag = self._comm, self._tag
+        own = self._shards[comm.rank]
+        self._block = block = self._scratch.take(
+            sum(piece.nbytes for piece in own) * (comm.size - 1)
+        )
+        # Per piece of this rank's shard, what each rank contributes.
+        self._arrived = [[piece] * comm.size for piece in own]
+        pending: list[MPI.Request] = []
         end = 0
         for peer in _peers(comm):
-            start, end = end, end + length
-            arriving = block[start:end]
-            shards[peer] = arriving.view(own.dtype)
-            if length:
+            for piece, contributions in zip(own, self._arrived, strict=True):
+                start, end = end, end + piece.nbytes
+                arriving = block[start:end]
+                contributions[peer] = arriving.view(piece.dtype)
                 pending.append(comm.Irecv(arriving, peer, tag))
-            if parts[peer].size:
-                pending.append(comm.Isend(parts[peer], peer, tag))
-        self._shards, self._pending = shards, pending
+            for piece in self._shards[peer]:
+                pending.append(comm.Isend(piece.view(np.uint8), peer, tag))
+        pending.reverse()  # looked at from the end
+        self._pending = pending
 
     def step(self) -> bool:
-        if not _complete(self._pending):
+        if not _complete(self._pending, self._family):
             return False
         if self._reduced:
             return True
         self._reduced = True
         self._family.moves += 1
-        combine(self._shards, self._own, self._dtype, self._op)
-        self._shards = []
+        result = self._results[self._comm.rank]
+        end = 0
+        for contributions in self._arrived:
+            start, end = end, end + contributions[0].size
+            combine(contributions, result[start:end], self._dtype, self._op)
+        self._shards = self._arrived = []
         self._scratch.give(self._block)
         if self._gathers:
-            self._pending = _send_own(self._comm, self._tag + 1, self._parts)
+            parts = [[result.view(np.uint8)] for result in self._results]
+            self._pending = _send_own(self._comm, self._tag + 1, parts)
         return not self._pending
 
 
@@ -125,15 +138,20 @@ class Gather(Job):
 
     Args:
         comm: the communicator.
+        family: told when a piece has arrived.
         sequence: number of the job on its channel, the same on every rank.
-        parts: the chunk as one uint8 part per rank; this rank's is sent, the others arrive.
+        parts: the chunk as one part per rank, in pieces of uint8 that are cut in the same places
+            on every rank; this rank's is sent, the others arrive.
     """
 
-    __slots__ = ("_comm", "_parts", "_pending", "_tag")
+    __slots__ = ("_comm", "_family", "_parts", "_pending", "_tag")
 
-    def __init__(self, comm: MPI.Comm, sequence: int, parts: Sequence[Buffer]) -> None:
-        self.nbytes = sum(part.size for part in parts)
+    def __init__(
+        self, comm: MPI.Comm, family: Family, sequence: int, parts: Sequence[Sequence[Buffer]]
+    ) -> None:
+        self.nbytes = sum(piece.size for part in parts for piece in part)
         self._comm = comm
+        self._family = family
         self._parts = parts
         self._tag = 2 * (sequence % NUM_TAGS)
 
@@ -141,27 +159,27 @@ class Gather(Job):
         self._pending = _send_own(self._comm, self._tag, self._parts)
 
     def step(self) -> bool:
-        return _complete(self._pending)
+        return _complete(self._pending, self._family)
 
 
-def _send_own(comm: MPI.Comm, tag: int, parts: Sequence[Buffer]) -> list[MPI.Request]:
+def _send_own(comm: MPI.Comm, tag: int, parts: Sequence[Sequence[Buffer]]) -> list[MPI.Request]:
     """Begin to send this rank's part to all, and to receive each other rank's."""
     mine = parts[comm.rank]
     pending = []
     for peer in _peers(comm):
-        if parts[peer].size:
-            pending.append(comm.Irecv(parts[peer], peer, tag))
-        if mine.size:
-            pending.append(comm.Isend(mine, peer, tag))
+        pending += [comm.Irecv(piece, peer, tag) for piece in parts[peer] if piece.size]
+        pending += [comm.Isend(piece, peer, tag) for piece in mine if piece.size]
+    pending.reverse()  # looked at from the end
     return pending
 
 
-def _complete(pending: list[MPI.Request]) -> bool:
+def _complete(pending: list[MPI.Request], family: Family) -> bool:
     """Whether all requests are complete; those that are found to be are taken from the list."""
     while pending:
         if not pending[-1].Test():
             return False
         pending.pop()
+        family.moves += 1
     return True
 
 

@@ -13,6 +13,7 @@ from wfbp.core.types import Op, TensorSpec
 from wfbp.runtime.fusion import FusionBuffer
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.slot import Slot
+from wfbp.runtime.steps import Step
 
 
 def reduce_extra(
@@ -32,12 +33,12 @@ def reduce_extra(
         Per tensor, where it lies reduced, in new storage; None where no rank has a gradient.
     """
     plan = Plan("extra", tuple(specs), split_by_dtype(specs, [range(len(specs))]))
-    addresses = [address for address, _ in sources]
+    step = Step(0, [address for address, _ in sources], [owner for _, owner in sources])
     reduced: dict[int, Slot] = {}
     for group, members in enumerate(plan.groups):
-        fusion = FusionBuffer(plan, group, op, runtime.size)
-        fusion.pack(addresses, requested=False, step=0)
-        runtime.all_reduce(fusion.buffer, fusion.dtype, op, "gradients at the border")
+        fusion = FusionBuffer(plan, group, op, runtime.size, runtime.config.direct_bytes)
+        fusion.pack(step)
+        runtime.call(fusion.send, "gradients at the border")
         present = fusion.arrived(step=0).present
         for position, k in enumerate(members.tensors):
             if present[position]:

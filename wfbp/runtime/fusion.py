@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from wfbp import native
-from wfbp.comm.backend import Backend, Buffer, Work
+from wfbp.comm.backend import Backend, Buffer, Segment, Work
 from wfbp.core.plan import ALIGNMENT_BYTES, Plan
 from wfbp.core.types import Op, item_bytes
+from wfbp.runtime.direct import Arrangement, memory
 from wfbp.runtime.flags import Arrival, Flags
+from wfbp.runtime.steps import Step
 
 _STORAGE = {"bfloat16": np.dtype(np.uint16)}
 _LINE_BYTES = 64
@@ -28,19 +30,24 @@ class FusionBuffer:
         group: index of the group whose storage this is.
         op: ``Op.AVERAGE`` or ``Op.SUM``.
         size: number of ranks.
+        direct_bytes: tensors of at least this size are not packed.
     """
 
-    def __init__(self, plan: Plan, group: int, op: Op, size: int) -> None:
+    def __init__(self, plan: Plan, group: int, op: Op, size: int, direct_bytes: int) -> None:
         self.dtype = plan.dtype(group)
         self._op = op
         self._flags = Flags(plan, group)
-        self._offsets = plan.offsets(group)
         self._members = plan.groups[group].tensors
         self._nbytes = [plan.tensors[k].nbytes for k in self._members]
+        arrangement = Arrangement(self._nbytes, self._nbytes, direct_bytes)
+        self._offsets = arrangement.offsets
+        self._large = arrangement.large
+        self._segments: list[Segment] = []
         width = item_bytes(self.dtype)
-        data = -(-plan.nbytes(group) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        data = -(-arrangement.end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self._bytes = aligned_bytes(data + self._flags.count * width)
         self.buffer: Buffer = self._bytes.view(storage_dtype(self.dtype))
+        self._address: int = self._bytes.__array_interface__["data"][0]
         self._tail = self.buffer[data // width :]
         self._table = native.PackTable(
             self._bytes,
@@ -54,14 +61,22 @@ class FusionBuffer:
         start = self._offsets[position]
         return self._bytes[start : start + self._nbytes[position]]
 
-    def pack(
-        self, addresses: Sequence[int], requested: bool, step: int, discards: bool = False
-    ) -> None:
-        """Copy what lies at the addresses (indexed by tensor; 0: absent, zeros)."""
-        sources = [addresses[k] for k in self._members]
+    def pack(self, step: Step) -> None:
+        """Copy small tensors, and note where the large ones lie; zeros for what is absent."""
+        sources = [step.addresses[k] for k in self._members]
+        flags = self._flags.values(sources, step.requested, step.number, step.discards)
+        for position in self._large:
+            offset, nbytes = self._offsets[position], self._nbytes[position]
+            slot = self._address + offset
+            data = self.slot(position)
+            if sources[position] not in (0, slot):
+                owner = step.owners[self._members[position]]
+                data = memory(sources[position], nbytes, owner)
+                sources[position] = slot
+            self._segments.append(Segment(offset, data))
         self._table.pointers[:] = sources
         self._table.pack()
-        self._tail[:] = self._flags.values(sources, requested, step, discards)
+        self._tail[:] = flags
 
     def unpack(self, addresses: Sequence[int]) -> None:
         """Copy the tensors to these addresses, indexed by tensor; 0: not that one."""
@@ -69,8 +84,9 @@ class FusionBuffer:
         self._table.unpack()
 
     def send(self, backend: Backend) -> Work[None]:
-        """Reduce it."""
-        return backend.all_reduce(self.buffer, self.dtype, self._op)
+        """Reduce it; called once after each :meth:`pack`."""
+        segments, self._segments = self._segments, []
+        return backend.all_reduce(self.buffer, self.dtype, self._op, segments)
 
     def arrived(self, step: int) -> Arrival:
         """Read the flags of the reduced message.

@@ -40,7 +40,7 @@ class PlannedLane:
     go, which may last into the next step; it comes before any tensor of that is ready.
     """
 
-    def __init__(self, backend: Backend, op: Op, name: str) -> None:
+    def __init__(self, backend: Backend, op: Op, name: str, direct_bytes: int) -> None:
         self.backend = backend
         self.events: deque[int | Step | Gather] = deque()
         self.reply: Reply[StepResult] = Reply()
@@ -48,6 +48,7 @@ class PlannedLane:
         self.costs: Costs | None = None
         self._op = op
         self._name = name
+        self._direct_bytes = direct_bytes
         self._flights: deque[_Flight] = deque()
         self._step = Step(0, [], [])
         self._gather = Gather([], None)
@@ -60,19 +61,20 @@ class PlannedLane:
         Returns:
             The buffers of the groups of backward.
         """
-        rank, size = self.backend.rank, self.backend.size
+        rank, size, direct = self.backend.rank, self.backend.size, self._direct_bytes
         self._plan = plan
         self._sequencer = Sequencer(plan, WINDOW)
         # In one assignment: the communication thread may be asked where it is at any time.
         self._described = plan, self._sequencer
         self._buffers: list[FusionBuffer | ScatterBuffer] = [
-            ScatterBuffer(plan, g, self._op, rank, size)
+            ScatterBuffer(plan, g, self._op, rank, size, direct)
             if plan.groups[g].operation is Operation.REDUCE_SCATTER
-            else FusionBuffer(plan, g, self._op, size)
+            else FusionBuffer(plan, g, self._op, size, direct)
             for g in range(plan.num_backward)
         ]
         self._gather_buffers = [
-            GatherBuffer(plan, g, rank, size) for g in range(plan.num_backward, len(plan.groups))
+            GatherBuffer(plan, g, rank, size, direct)
+            for g in range(plan.num_backward, len(plan.groups))
         ]
         self._result = StepResult([False] * len(plan.tensors))
         return self._buffers
@@ -186,13 +188,13 @@ class PlannedLane:
     def _start(self, group: int) -> None:
         start_s = time.perf_counter()
         if group < len(self._buffers):
-            buffer, step = self._buffers[group], self._step
-            buffer.pack(step.addresses, step.requested, step.number, step.discards)
+            buffer = self._buffers[group]
+            buffer.pack(self._step)
             packed_s = time.perf_counter()
             work = buffer.send(self.backend)
         else:
             gathered = self._gather_buffers[group - len(self._buffers)]
-            gathered.pack(self._gather.addresses)
+            gathered.pack(self._gather)
             packed_s = time.perf_counter()
             work = gathered.send(self.backend)
         expected_s = None

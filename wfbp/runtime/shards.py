@@ -13,11 +13,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from wfbp import native
-from wfbp.comm.backend import Backend, Buffer, Work
-from wfbp.core.plan import ALIGNMENT_BYTES, Plan, layout
+from wfbp.comm.backend import Backend, Buffer, Segment, Work
+from wfbp.core.plan import ALIGNMENT_BYTES, Plan
 from wfbp.core.types import Op, TensorSpec, item_bytes
+from wfbp.runtime.direct import Arrangement, memory
 from wfbp.runtime.flags import Arrival, Flags
 from wfbp.runtime.fusion import aligned_bytes, storage_dtype
+from wfbp.runtime.steps import Gather, Step
 
 
 def shard_bytes(spec: TensorSpec, size: int) -> int:
@@ -48,16 +50,23 @@ class _Blocks:
         plan: what is sent.
         group: index of the group.
         size: number of ranks.
+        direct_bytes: tensors of at least this size are not packed.
         tail_bytes: to be left free at the end of each block.
     """
 
-    def __init__(self, plan: Plan, group: int, size: int, tail_bytes: int = 0) -> None:
+    def __init__(
+        self, plan: Plan, group: int, size: int, direct_bytes: int, tail_bytes: int = 0
+    ) -> None:
         self.members = plan.groups[group].tensors
         self.dtype = plan.dtype(group)
         self._specs = [plan.tensors[k] for k in self.members]
         self._size = size
-        self._offsets, end = layout([shard_bytes(spec, size) for spec in self._specs])
-        self.tail = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        places = [shard_bytes(spec, size) for spec in self._specs]
+        arrangement = Arrangement(places, [spec.nbytes for spec in self._specs], direct_bytes)
+        self._offsets, self._small = arrangement.offsets, arrangement.small
+        ranges = [[shard_range(spec, r, size) for r in range(size)] for spec in self._specs]
+        self._large = [(k, [stop - start for start, stop in ranges[k]]) for k in arrangement.large]
+        self.tail = -(-arrangement.end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self.block_bytes = -(-(self.tail + tail_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self.counts = [self.block_bytes] * size
         self.bytes = aligned_bytes(self.block_bytes * size)
@@ -72,16 +81,26 @@ class _Blocks:
         offset = self._offsets[position]
         return self.block(rank)[offset : offset + stop - start]
 
+    def segments(self, addresses: Sequence[int], owners: Sequence[object]) -> list[Segment]:
+        """The large tensors where they lie; zeros for those at address 0."""
+        found = []
+        for position, counts in self._large:
+            k = self.members[position]
+            data = memory(addresses[k], self._specs[position].nbytes, owners[k])
+            found.append(Segment(self._offsets[position], data, counts))
+        return found
+
     def table(self, ranks: Sequence[int]) -> Table:
-        """A table of the shards of some ranks."""
+        """A table of some ranks' shards of the small tensors."""
         offsets, nbytes, starts = [], [], []
         for rank in ranks:
-            for position, spec in enumerate(self._specs):
-                start, stop = shard_range(spec, rank, self._size)
+            for position in self._small:
+                start, stop = shard_range(self._specs[position], rank, self._size)
                 offsets.append(rank * self.block_bytes + self._offsets[position])
                 nbytes.append(stop - start)
                 starts.append(start)
-        return Table(self, offsets, nbytes, starts, len(ranks))
+        small = [self.members[position] for position in self._small]
+        return Table(self, small, offsets, nbytes, starts, len(ranks))
 
 
 class Table:
@@ -90,6 +109,7 @@ class Table:
     def __init__(
         self,
         blocks: _Blocks,
+        members: Sequence[int],
         offsets: Sequence[int],
         nbytes: Sequence[int],
         starts: Sequence[int],
@@ -101,7 +121,7 @@ class Table:
             np.asarray(nbytes, dtype=np.int64),
             blocks.dtype,
         )
-        self._members = blocks.members
+        self._members = members
         self._starts = np.asarray(starts, dtype=np.int64)
         self._times = times
 
@@ -130,15 +150,18 @@ class ScatterBuffer:
         op: ``Op.AVERAGE`` or ``Op.SUM``.
         rank: this rank.
         size: number of ranks.
+        direct_bytes: tensors of at least this size are not packed.
     """
 
-    def __init__(self, plan: Plan, group: int, op: Op, rank: int, size: int) -> None:
+    def __init__(
+        self, plan: Plan, group: int, op: Op, rank: int, size: int, direct_bytes: int
+    ) -> None:
         self._op = op
         self._rank = rank
         self._flags = Flags(plan, group)
         self.dtype = plan.dtype(group)
         tail_bytes = self._flags.count * item_bytes(self.dtype)
-        self._blocks = blocks = _Blocks(plan, group, size, tail_bytes)
+        self._blocks = blocks = _Blocks(plan, group, size, direct_bytes, tail_bytes)
         self._table = blocks.table(range(size))
         end = blocks.tail + tail_bytes
         self._tails = [
@@ -149,21 +172,21 @@ class ScatterBuffer:
         """The bytes of this rank's shard of the group's tensor at ``position``, as uint8."""
         return self._blocks.shard(position, self._rank)
 
-    def pack(
-        self, addresses: Sequence[int], requested: bool, step: int, discards: bool = False
-    ) -> None:
-        """Copy what lies at the addresses (indexed by tensor; 0: absent, zeros)."""
-        self._table.pack(addresses)
-        sources = [addresses[k] for k in self._blocks.members]
-        flags = self._flags.values(sources, requested, step, discards)
+    def pack(self, step: Step) -> None:
+        """Copy small tensors, and note where the large ones lie; zeros for what is absent."""
+        self._table.pack(step.addresses)
+        self._segments = self._blocks.segments(step.addresses, step.owners)
+        sources = [step.addresses[k] for k in self._blocks.members]
+        flags = self._flags.values(sources, step.requested, step.number, step.discards)
         for tail in self._tails:
             tail[:] = flags
 
     def send(self, backend: Backend) -> Work[None]:
-        """Reduce it, each rank its block."""
+        """Reduce it, each rank its block; called once after each :meth:`pack`."""
         blocks = self._blocks
         data = blocks.bytes.view(storage_dtype(self.dtype))
-        return backend.reduce_scatter(data, blocks.counts, self.dtype, self._op)
+        segments, self._segments = self._segments, []
+        return backend.reduce_scatter(data, blocks.counts, self.dtype, self._op, segments)
 
     def arrived(self, step: int) -> Arrival:
         """Read the flags of the reduced message, as ``FusionBuffer.arrived``."""
@@ -178,21 +201,25 @@ class GatherBuffer:
         group: index of the group whose storage this is.
         rank: this rank.
         size: number of ranks.
+        direct_bytes: tensors of at least this size are not packed.
     """
 
-    def __init__(self, plan: Plan, group: int, rank: int, size: int) -> None:
-        self._blocks = blocks = _Blocks(plan, group, size)
+    def __init__(self, plan: Plan, group: int, rank: int, size: int, direct_bytes: int) -> None:
+        self._blocks = blocks = _Blocks(plan, group, size, direct_bytes)
         self._own = blocks.table([rank])
         self._others = blocks.table([r for r in range(size) if r != rank])
 
-    def pack(self, addresses: Sequence[int]) -> None:
-        """Take this rank's shards of the tensors at these addresses, indexed by tensor."""
-        self._own.pack(addresses)
+    def pack(self, gather: Gather) -> None:
+        """Copy this rank's shards of small tensors, and note where the large ones lie."""
+        self._own.pack(gather.addresses)
+        owners = [gather.owners] * len(gather.addresses)
+        self._segments = self._blocks.segments(gather.addresses, owners)
 
     def send(self, backend: Backend) -> Work[None]:
-        """Gather it."""
-        return backend.all_gather(self._blocks.bytes, self._blocks.counts)
+        """Gather it; called once after each :meth:`pack`."""
+        segments, self._segments = self._segments, []
+        return backend.all_gather(self._blocks.bytes, self._blocks.counts, segments)
 
     def unpack(self, addresses: Sequence[int]) -> None:
-        """Bring the other ranks' shards to the tensors at these addresses."""
+        """Copy the other ranks' shards to the small tensors at these addresses."""
         self._others.unpack(addresses)
