@@ -94,6 +94,14 @@ class SoftwareDevice(Device):
         self._lock = threading.Lock()
         self.calls: Counter[str] = Counter()
         self.annotations: list[str] = []
+        self.name = "the software device"
+        self.identity = f"software {id(self)}"
+        self.library: Any = None
+
+    def nccl(self) -> Any:
+        if self.library is None:
+            raise ImportError("there is no NCCL in software")
+        return self.library
 
     # What the runtime calls.
 
@@ -130,6 +138,8 @@ class SoftwareDevice(Device):
         self.calls["done"] += 1
         if event.done and event.error is not None:
             raise BackendError(f"the software device failed: {event.error}") from event.error
+        if not event.done:
+            time.sleep(0)  # who spins must let the streams have the interpreter
         return event.done
 
     def seconds(self, start: SoftwareEvent, end: SoftwareEvent) -> float:

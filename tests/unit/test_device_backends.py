@@ -14,6 +14,7 @@ from tests.fake_nccl import FakeNccl
 from tests.software_device import SoftwareDevice
 from wfbp.comm.backend import Backend
 from wfbp.comm.device_backend import DeviceBackend
+from wfbp.comm.device_choice import obstacle
 from wfbp.comm.local import LocalWorld
 from wfbp.comm.nccl import NcclBackend
 from wfbp.comm.staged import StagedBackend
@@ -262,3 +263,20 @@ def test_staging_uses_two_pinned_buffers() -> None:
 
     ranks.run(body)
     assert made == [[1 << 16] * 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ([("a", False, ""), ("b", False, "")], ""),
+        ([("a", False, ""), ("a", False, "")], "ranks 0 and 1 share a GPU"),
+        ([("a", True, ""), ("a", True, "")], ""),
+        ([("a", True, ""), ("a", False, "")], "ranks 0 and 1 share a GPU"),
+        ([("a", False, ""), ("b", False, "no NCCL")], "rank 1: no NCCL"),
+    ],
+)
+def test_nccl_serves_where_every_rank_can(told: list[tuple[str, bool, str]], reason: str) -> None:
+    keys = ("device", "shares", "problem")
+    found = obstacle([dict(zip(keys, each, strict=True)) for each in told])
+    assert found.startswith(reason)
+    assert bool(found) == bool(reason)

@@ -43,7 +43,21 @@ class DeviceTable(Protocol):
 
 
 class Device(ABC):
-    """One accelerator. Every method may be called by any thread, and returns at once."""
+    """One accelerator. Every method may be called by any thread, and returns at once.
+
+    ``name`` is for people; ``identity`` tells devices of all hosts apart.
+    """
+
+    name: str
+    identity: str
+
+    @abstractmethod
+    def nccl(self) -> Any:
+        """The bindings of NCCL for this device, as ``cupy.cuda.nccl``.
+
+        Raises:
+            ImportError: there are none; the message says why.
+        """
 
     @abstractmethod
     def current_stream(self) -> int:

@@ -88,13 +88,21 @@ class DeviceBackend(Backend):
     def _nothing(self) -> DeviceWork:
         """The work of a collective for which nothing has to travel."""
 
+    def _bring(self, place: Buffer, part: Buffer) -> None:
+        """Copy a part into the buffer, unless it lies there."""
+        if self.device.address(place) != self.device.address(part):
+            self.device.copy(place, part, self.stream)
+
+    def zeros(self, nbytes: int) -> Buffer:
+        return self.device.zeros(nbytes, self.stream)
+
     def all_reduce(
         self, buffer: Buffer, dtype: str, op: Op, segments: Sequence[Any] = ()
     ) -> DeviceWork:
         data = raw(buffer, dtype)
         for start, source, *_ in segments:
             piece = raw(source, dtype, writeable=False)
-            self.device.copy(data[start : start + piece.size], piece, self.stream)
+            self._bring(data[start : start + piece.size], piece)
         if self.size == 1 or not data.size:
             return self._nothing()
         return self._all_reduce(data, dtype, op)
@@ -109,7 +117,7 @@ class DeviceBackend(Backend):
     ) -> DeviceWork:
         blocks = cut(raw(buffer, dtype), counts, self.size, dtype)
         for _, place, part in _parts(blocks, segments, dtype, writeable=False):
-            self.device.copy(place, part, self.stream)
+            self._bring(place, part)
         if self.size == 1 or not sum(counts):
             return self._nothing()
         return self._reduce_scatter(blocks, dtype, op)
@@ -127,12 +135,12 @@ class DeviceBackend(Backend):
         parts = list(_parts(blocks, segments, "uint8", writeable=True))
         for rank, place, part in parts:
             if rank == self.rank:
-                self.device.copy(place, part, self.stream)
+                self._bring(place, part)
         if self.size == 1 or not sum(counts):
             return self._nothing()
         work = self._all_gather(blocks)
         for rank, place, part in parts:
-            if rank != self.rank:
+            if rank != self.rank and self.device.address(place) != self.device.address(part):
                 work.then(part, place)
         return work
 

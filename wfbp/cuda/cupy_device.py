@@ -1,0 +1,210 @@
+"""One CUDA device through CuPy: streams, events, memory, copies, kernels, NVTX ranges.
+
+CuPy is imported when a device is made. Events and waits are calls of the CUDA runtime on raw
+handles, so that streams of any framework can be named.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wfbp.comm.backend import Buffer
+from wfbp.comm.device import Device
+from wfbp.cuda.kernels import CudaKernels
+from wfbp.cuda.pack import DevicePackTable
+from wfbp.errors import BackendError
+
+_NOT_READY = 600
+_DISABLE_TIMING = 2
+_NON_BLOCKING = 1
+_COPY_ANY_WAY = 4
+
+
+class _Event:
+    """A CUDA event, which goes back to its pool when nobody holds it any more."""
+
+    __slots__ = ("_pool", "handle")
+
+    def __init__(self, handle: int, pool: list[int]) -> None:
+        self.handle = handle
+        self._pool = pool
+
+    def __del__(self) -> None:
+        self._pool.append(self.handle)
+
+
+class CupyDevice(Device):
+    """One CUDA device; see :class:`~wfbp.comm.device.Device`.
+
+    Args:
+        index: among those that this process sees.
+        current_stream: the raw handle of the calling thread's stream; CuPy's by default.
+
+    Raises:
+        ImportError: CuPy is not installed, or finds no driver.
+    """
+
+    def __init__(self, index: int, current_stream: Callable[[], int] | None = None) -> None:
+        try:
+            import cupy
+            from cupy_backends.cuda.api import runtime
+        except ImportError as error:
+            raise ImportError(
+                f"tensors on CUDA devices need CuPy ({error}); install it with wfbp: "
+                "pip install 'wfbp[cuda12]' (or cuda13)"
+            ) from error
+        self._cupy = cupy
+        self._runtime: Any = runtime
+        self.index = index
+        with cupy.cuda.Device(index):
+            self._kernels = CudaKernels()
+            properties = runtime.getDeviceProperties(index)
+        uuid = properties.get("uuid", b"")
+        self.name = f"cuda:{index}"
+        self.identity = f"{socket.gethostname()} {uuid.hex() or runtime.deviceGetPCIBusId(index)}"
+        self._current_stream = current_stream or self._cupy_stream
+        self._plain: list[int] = []
+        self._timed: list[int] = []
+        self._streams: list[Any] = []
+        self._here = threading.local()
+
+    def nccl(self) -> Any:
+        try:
+            from cupy.cuda import nccl
+
+            nccl.get_version()
+        except (ImportError, AttributeError) as error:
+            raise ImportError(
+                f"NCCL is not installed ({error}); pip install nvidia-nccl-cu12 (or -cu13)"
+            ) from error
+        return nccl
+
+    def use(self) -> None:
+        self._runtime.setDevice(self.index)
+
+    def current_stream(self) -> int:
+        return self._current_stream()
+
+    def _cupy_stream(self) -> int:
+        return int(self._cupy.cuda.get_current_stream().ptr)
+
+    def new_stream(self) -> int:
+        with self._cupy.cuda.Device(self.index):
+            handle = int(self._runtime.streamCreateWithFlags(_NON_BLOCKING))
+        self._streams.append(weakref.finalize(self, _destroy, self._runtime, handle))
+        return handle
+
+    def record(self, stream: int, timed: bool = False) -> _Event:
+        pool = self._timed if timed else self._plain
+        try:
+            handle = pool.pop()
+        except IndexError:
+            with self._cupy.cuda.Device(self.index):
+                handle = self._runtime.eventCreateWithFlags(0 if timed else _DISABLE_TIMING)
+        self._runtime.eventRecord(handle, stream)
+        return _Event(handle, pool)
+
+    def wait(self, stream: int, event: _Event) -> None:
+        self._runtime.streamWaitEvent(stream, event.handle)
+
+    def done(self, event: _Event) -> bool:
+        status = self._runtime.eventQuery(event.handle)
+        if status not in (0, _NOT_READY):
+            raise BackendError(
+                f"{self.name}: something that ran on the device failed: CUDA error {status}"
+            )
+        return bool(status == 0)
+
+    def seconds(self, start: _Event, end: _Event) -> float:
+        return float(self._runtime.eventElapsedTime(start.handle, end.handle)) * 1e-3
+
+    def zeros(self, nbytes: int, stream: int) -> Buffer:
+        cupy = self._cupy
+        # CuPy's pool gives memory out again on the stream on which it was taken.
+        with cupy.cuda.Device(self.index), cupy.cuda.ExternalStream(stream, self.index):
+            data: Buffer = cupy.zeros(nbytes, cupy.uint8)
+        return data
+
+    def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        with self._cupy.cuda.Device(self.index):
+            memory = self._cupy.cuda.alloc_pinned_memory(nbytes)
+        return np.frombuffer(memory, np.uint8, nbytes)
+
+    def address(self, buffer: Buffer) -> int:
+        if isinstance(buffer, np.ndarray):
+            return int(buffer.__array_interface__["data"][0])
+        return int(buffer.data.ptr)  # type: ignore[unreachable]
+
+    def copy(self, target: Buffer, source: Buffer, stream: int) -> None:
+        if target.nbytes != source.nbytes:
+            raise ValueError(f"{source.nbytes} bytes do not fill {target.nbytes}")
+        if target.nbytes:
+            self._runtime.memcpyAsync(
+                self.address(target), self.address(source), target.nbytes, _COPY_ANY_WAY, stream
+            )
+
+    def pack_table(
+        self, buffer: Buffer, offsets: Sequence[int], nbytes: Sequence[int], dtype: str, stream: int
+    ) -> CudaTable:
+        with self._cupy.cuda.Device(self.index):
+            table = DevicePackTable(
+                self._kernels, self.address(buffer), buffer.nbytes, offsets, nbytes, dtype, stream
+            )
+        return CudaTable(self, table)
+
+    @contextmanager
+    def annotate(self, name: str) -> Iterator[None]:
+        nvtx = self._cupy.cuda.nvtx
+        nvtx.RangePush(name)
+        try:
+            yield
+        finally:
+            nvtx.RangePop()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Within it, this is the calling thread's device."""
+        before = self._runtime.getDevice()
+        if before == self.index:
+            yield
+            return
+        self._runtime.setDevice(self.index)
+        try:
+            yield
+        finally:
+            self._runtime.setDevice(before)
+
+
+class CudaTable:
+    """A pack table that may be used by threads for which another device is current."""
+
+    def __init__(self, device: CupyDevice, table: DevicePackTable) -> None:
+        self._device = device
+        self._table = table
+
+    @property
+    def pointers(self) -> npt.NDArray[np.int64]:
+        """Where each slot is filled from; 0 is absent."""
+        return self._table.pointers
+
+    def pack(self) -> None:
+        """Enqueue the filling of every slot."""
+        with self._device.active():
+            self._table.pack()
+
+    def unpack(self) -> None:
+        """Enqueue the copies of every slot back to its address."""
+        with self._device.active():
+            self._table.unpack()
+
+
+def _destroy(runtime: Any, stream: int) -> None:
+    runtime.streamDestroy(stream)
