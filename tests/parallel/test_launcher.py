@@ -48,7 +48,7 @@ def test_reports_a_failing_rank(mpirun: Callable[..., Run], mpi: str) -> None:
 
 def test_a_timeout_leaves_no_process_behind(mpirun: Callable[..., Run], mpi: str) -> None:
     mark = f"mark-{uuid.uuid4()}"
-    run = mpirun(2, "-c", SLEEP, mark, mpi=mpi, timeout=5)
+    run = mpirun(2, "-c", SLEEP, mark, mpi=mpi, timeout=5, grace_s=0.5)
     assert run.rc is None
     assert "asleep" in run.stdout
     deadline = time.monotonic() + 10
