@@ -8,18 +8,16 @@ them to use, and calls ``Engine.gather``, which brings the others' while the nex
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.types import Op, TensorSpec
 from wfbp.runtime import agreement
 from wfbp.runtime.arguments import check_arguments
-from wfbp.runtime.extra import reduce_extra
+from wfbp.runtime.border import Border, exchange
 from wfbp.runtime.gathering import Gathering
 from wfbp.runtime.gathers import Gathers
 from wfbp.runtime.lane import PlannedLane
@@ -80,7 +78,6 @@ class Engine:
         check_arguments(specs, schedule, threshold_bytes, op, passes, decouples)
         self.specs = tuple(specs)
         self._runtime = runtime
-        self._op = op
         self._name = name
         chosen = [k for k in range(len(specs)) if active is None or active[k]] or [0]
         self._tuner = Tuner(
@@ -103,11 +100,12 @@ class Engine:
         }
         payload = agreement.encode_specs(self.specs, settings)
         self._who = f"{runtime.where}: {name}"
-        agreement.check_specs(self._who, self._exchange(payload, "comparing tensors"))
+        agreement.check_specs(self._who, exchange(runtime, name, payload, "comparing tensors"))
         self._lane = PlannedLane(runtime.lease(), op, name, runtime.config.direct_bytes)
         self._gathering = gathering = Gathering(
             self.specs, self._lane, runtime.thread, passes, fetch, self._who
         )
+        self._border = Border(runtime, gathering, self._tuner, op, name, self._who)
         self._gathers = gathers = Gathers(runtime, self._lane, name)
         self._whole = WholeGradients(self.specs, gathers, runtime.rank, runtime.size)
         self.gather_gradients = self._whole.begin
@@ -208,7 +206,7 @@ class Engine:
             self._recorder.after_step(self._tuner, stamps, [*gathers, *result.times])
         self._tuner.after_step(stamps)
         if result.requested or self._tuner.round_due:
-            whole |= self._round(reduced, wanted)
+            whole |= self._border.talk(reduced, wanted)
         changed = self._tuner.plan is not planned
         if self._gathers.gatherable and (whole or changed):
             reduced = self._whole.begin(reduced)
@@ -274,39 +272,3 @@ class Engine:
     def _post(self, event: int) -> None:
         self._lane.events.append(event)
         self._runtime.post(self._lane.wake)
-
-    def _round(self, reduced: list[Slot | None], wanted: bool) -> bool:
-        """Reduce what the plan did not carry; let the tuner decide; say if any wants whole ones."""
-        due = self._tuner.round_due
-        told = due or self._tuner.phase == "installed"
-        tuner = self._tuner.message() if told else {}
-        mine = {"extra": sorted(self._gathering.extra), "tuner": tuner, "whole": wanted}
-        payloads = self._exchange(json.dumps(mine).encode(), "step border")
-        said = [json.loads(p) for p in payloads]
-        whole = any(message["whole"] for message in said)
-        extra = sorted({index for message in said for index in message["extra"]})
-        if extra:
-            specs = [self.specs[k] for k in extra]
-            sources = [self._gathering.whole(k) for k in extra]
-            slots = reduce_extra(self._runtime, specs, sources, self._op)
-            for k, slot in zip(extra, slots, strict=True):
-                reduced[k] = slot
-        joining = [self.specs[k] for k in extra if self._gathering.place[k] < 0]
-        if joining:
-            self._tuner.join(joining)
-        elif due or any(message["tuner"].get("drifted") for message in said):
-            self._tuner.decide([m["tuner"] for m in said], self._measure_costs)
-        else:
-            return whole
-        digests = self._exchange(self._tuner.plan.digest.encode(), "plan")
-        agreement.check_equal(self._who, "the plan", [d.decode() for d in digests])
-        return whole
-
-    def _exchange(self, payload: bytes, what: str) -> list[bytes]:
-        """Every rank's payload; what ranks call their optimizers may differ."""
-        return self._runtime.exchange(payload, f"{self._name}: {what}", what)
-
-    def _measure_costs(self) -> Costs:
-        nbytes = sum(spec.nbytes for spec in self.specs)
-        tuner = self._tuner
-        return self._runtime.measure_costs(nbytes, tuner.operations, anew=tuner.doubts_costs)

@@ -42,7 +42,7 @@ class Gathering:
         fetch: Callable[[int], Source | None],
         who: str,
     ) -> None:
-        self._specs = specs
+        self.specs = specs
         self._index = {spec: k for k, spec in enumerate(specs)}
         self._events = lane.events
         self._thread = thread
@@ -59,7 +59,7 @@ class Gathering:
         """Gather for another plan from the next :meth:`begin` on."""
         groups = plan.groups[: plan.num_backward]
         self._members = [self._index[spec] for spec in plan.tensors]
-        self.place = [-1] * len(self._specs)
+        self.place = [-1] * len(self.specs)
         self._group_of = [0] * len(plan.tensors)
         self._slots = [NOWHERE] * len(plan.tensors)
         for place, index in enumerate(self._members):
@@ -156,7 +156,7 @@ class Gathering:
         """
         place = self.place[index]
         if place < 0 or not self._slots[place].whole:
-            raise KeyError(f"{self._specs[index].name} is in no group, or decoupled")
+            raise KeyError(f"{self.specs[index].name} is in no group, or decoupled")
         return self._slots[place]
 
     @property
@@ -212,13 +212,13 @@ class Gathering:
                 raise RuntimeError(
                     f"{self._who}: another rank discarded gradients that it had sent, so this step "
                     "must be sent again, but the gradient of "
-                    f"{self._specs[self._members[place]].name} was reduced in its place. Call "
+                    f"{self.specs[self._members[place]].name} was reduced in its place. Call "
                     "zero_grad() with set_to_none=True"
                 )
 
     def reduced(self, present: Sequence[bool]) -> list[Slot | None]:
         """Where each reduced gradient lies; None where no rank had one, or it is at its target."""
-        found: list[Slot | None] = [None] * len(self._specs)
+        found: list[Slot | None] = [None] * len(self.specs)
         targets = self.step.targets or [0] * len(present)
         for place, here in enumerate(present):
             if here and not targets[place]:
@@ -251,7 +251,7 @@ class Gathering:
         self._check_not_sent_in_place(index, address)
         if self.step.targets and self.step.targets[place] == address:
             raise WfbpError(
-                f"{self._who}: another rank sends the gradient of {self._specs[index].name} anew, "
+                f"{self._who}: another rank sends the gradient of {self.specs[index].name} anew, "
                 "and here the average has replaced it: the ranks run different programs"
             )
         return address, self.step.owners[place]
@@ -285,7 +285,7 @@ class Gathering:
         """Raise unless a tensor that was sent too early can be sent again at the step border."""
         if self._slots[self.place[index]].address == address:
             raise RuntimeError(
-                f"{self._who}: the gradient of {self._specs[index].name} changed while it was "
+                f"{self._who}: the gradient of {self.specs[index].name} changed while it was "
                 "being sent. Pass backward_passes_per_step=N to DistributedOptimizer where N "
                 "backward passes precede each step()"
             )
