@@ -70,7 +70,6 @@ def mpirun(
         mpi: ``mpich`` or ``openmpi``.
         timeout: seconds after which every process of the run is ended.
         grace_s: that processes have to end by themselves then.
-        grace_s: that processes have to end by themselves then.
         env: variables on top of the present ones.
     """
     python = interpreter(mpi)
