@@ -14,7 +14,6 @@ import json
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from wfbp.bench import child
 from wfbp.bench.tables import print_table
 
 if TYPE_CHECKING:
@@ -146,10 +146,10 @@ def train(model: str, num_ranks: int, options: argparse.Namespace) -> Training |
         device = "cpu" if options.rehearse else "cuda"
         program = [sys.executable, "-m", "wfbp.bench.gpu_worker", str(file), device]
         command = [*launch_command("none", num_ranks), *program]
-        done = subprocess.run(command, env=rank_environment(), check=False, timeout=TIMEOUT_S)
-        if done.returncode or not result.exists():
+        status = child.run(command, rank_environment(), TIMEOUT_S)
+        if status or not result.exists():
             told = shlex.join(command)
-            print(f"{model}: failed with status {done.returncode}: {told}", file=sys.stderr)
+            print(f"{model}: failed with status {status}: {told}", file=sys.stderr)
             return None
         return Training.from_json(json.loads(result.read_text()))
 

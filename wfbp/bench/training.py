@@ -13,7 +13,6 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,6 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from wfbp.bench import child
 from wfbp.bench.models import MODELS
 from wfbp.bench.training_contestants import CONTESTANTS, DEFAULTS, PER_TENSOR
 from wfbp.bench.training_results import ModelResult, document
@@ -99,7 +99,7 @@ def _run_model(
         program = [sys.executable, "-m", f"wfbp.bench.{worker}", str(file)]
         command = [*launch_command(options.link, options.np), *program]
         variables = {**rank_environment(), **environment}
-        status = subprocess.run(command, env=variables, check=False).returncode
+        status = child.run(command, variables)
         if status or not result.exists():
             print(f"{model}: failed with status {status}: {shlex.join(command)}", file=sys.stderr)
             return None
