@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 
 from wfbp.core.types import Op
@@ -87,6 +88,10 @@ class Backend(ABC):
         Waiting stays attentive while it changes: a large message completes in many small steps.
         """
         return 0
+
+    def zeros(self, nbytes: int) -> Buffer:
+        """A buffer where this backend's collectives find it, as uint8."""
+        return np.zeros(nbytes, np.uint8)
 
     @abstractmethod
     def all_reduce(

@@ -94,7 +94,7 @@ def measure_cost(
     """
     settle = partial(wait, waiter=waiter or Waiter.watching(backend), check=check)
     sizes = probe_sizes(max_bytes)
-    data = np.zeros(max(sizes[-1], COLD_BYTES) // 4, np.float32)
+    data = backend.zeros(max(sizes[-1], COLD_BYTES) // 4 * 4).view(np.float32)
     points = []
     start = partial(_STARTS[operation], backend)
     for size in sizes:

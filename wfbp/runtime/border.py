@@ -9,6 +9,7 @@ from wfbp.core.types import Op
 from wfbp.runtime import agreement
 from wfbp.runtime.extra import reduce_extra
 from wfbp.runtime.gathering import Gathering
+from wfbp.runtime.medium import Medium
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.slot import Slot
 from wfbp.runtime.tuner import Tuner
@@ -20,6 +21,7 @@ class Border:
     Args:
         runtime: to talk by.
         gathering: knows what the plan did not carry.
+        medium: where gradients lie.
         tuner: decides about plans.
         op: how gradients combine.
         name: of the optimizer, for messages.
@@ -27,10 +29,18 @@ class Border:
     """
 
     def __init__(
-        self, runtime: Runtime, gathering: Gathering, tuner: Tuner, op: Op, name: str, who: str
+        self,
+        runtime: Runtime,
+        gathering: Gathering,
+        medium: Medium,
+        tuner: Tuner,
+        op: Op,
+        name: str,
+        who: str,
     ) -> None:
         self._runtime = runtime
         self._gathering = gathering
+        self._medium = medium
         self._tuner = tuner
         self._op = op
         self._name = name
@@ -59,7 +69,7 @@ class Border:
         if extra:
             specs = [gathering.specs[k] for k in extra]
             sources = [gathering.whole(k) for k in extra]
-            slots = reduce_extra(self._runtime, specs, sources, self._op)
+            slots = reduce_extra(self._runtime, self._medium, specs, sources, self._op)
             for k, slot in zip(extra, slots, strict=True):
                 reduced[k] = slot
         joining = [gathering.specs[k] for k in extra if gathering.place[k] < 0]
@@ -76,7 +86,9 @@ class Border:
     def _measure_costs(self) -> Costs:
         nbytes = sum(spec.nbytes for spec in self._gathering.specs)
         tuner = self._tuner
-        return self._runtime.measure_costs(nbytes, tuner.operations, anew=tuner.doubts_costs)
+        return self._runtime.measure_costs(
+            nbytes, tuner.operations, tuner.doubts_costs, self._medium.carrier
+        )
 
 
 def exchange(runtime: Runtime, name: str, payload: bytes, what: str) -> list[bytes]:

@@ -8,11 +8,12 @@ them to use, and calls ``Engine.gather``, which brings the others' while the nex
 
 from __future__ import annotations
 
-import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from wfbp.comm.device import Device
 from wfbp.core.plan import Plan
 from wfbp.core.types import Op, TensorSpec
 from wfbp.runtime import agreement
@@ -21,13 +22,14 @@ from wfbp.runtime.border import Border, exchange
 from wfbp.runtime.gathering import Gathering
 from wfbp.runtime.gathers import Gathers
 from wfbp.runtime.lane import PlannedLane
+from wfbp.runtime.marks import Span, StepMarks
 from wfbp.runtime.memory import keep_freed_memory
 from wfbp.runtime.recording import Recorder
 from wfbp.runtime.report import report
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.shards import shard_range
 from wfbp.runtime.slot import Slot, Source
-from wfbp.runtime.steps import CLOSE, DISCARD, StepResult
+from wfbp.runtime.steps import CLOSE, DISCARD, Step, StepResult
 from wfbp.runtime.tuner import Tuner
 from wfbp.runtime.whole import WholeGradients
 
@@ -49,6 +51,7 @@ class Engine:
         decouples: whether the caller can do with shards of gradients, and ``gather``.
         shares_update: whether each rank then updates its shards only.
         compared: what else must be the same on every rank, by what messages call it.
+        device: on which all tensors lie; the host by default.
         fetch: returns the gradient of a tensor for which no event came, or None; called when the
             step closes.
         name: of the optimizer, for messages.
@@ -72,6 +75,7 @@ class Engine:
         decouples: bool = False,
         shares_update: bool = False,
         compared: Mapping[str, Any] = MappingProxyType({}),
+        device: Device | None = None,
         fetch: Callable[[int], Source | None] = lambda index: None,
         name: str = "optimizer",
     ) -> None:
@@ -101,13 +105,15 @@ class Engine:
         payload = agreement.encode_specs(self.specs, settings)
         self._who = f"{runtime.where}: {name}"
         agreement.check_specs(self._who, exchange(runtime, name, payload, "comparing tensors"))
-        self._lane = PlannedLane(runtime.lease(), op, name, runtime.config.direct_bytes)
+        backend = runtime.lease()
+        self._medium = medium = runtime.medium(backend, device)
+        self._lane = PlannedLane(backend, medium, op, name)
         self._gathering = gathering = Gathering(
-            self.specs, self._lane, runtime.thread, passes, fetch, self._who
+            self.specs, self._lane, medium, runtime.thread, passes, fetch, self._who
         )
-        self._border = Border(runtime, gathering, self._tuner, op, name, self._who)
-        self._gathers = gathers = Gathers(runtime, self._lane, name)
-        self._whole = WholeGradients(self.specs, gathers, runtime.rank, runtime.size)
+        self._border = Border(runtime, gathering, medium, self._tuner, op, name, self._who)
+        self._gathers = gathers = Gathers(runtime, self._lane, medium, name)
+        self._whole = WholeGradients(self.specs, gathers, medium, runtime.rank, runtime.size)
         self.gather_gradients = self._whole.begin
         self.shard_ranges = [shard_range(s, runtime.rank, runtime.size) for s in self.specs]
         self.gather = gathers.begin
@@ -127,7 +133,10 @@ class Engine:
         self._number = 0
         self._num_unread = 0
         self.num_installed = 0
-        self.update_s = 0.0
+        self.now = medium.now
+        self.update: Span = (0.0, 0.0)
+        self._kept: deque[StepMarks] = deque()
+        self._unread: list[Step] = []
         self.profiling = False
         self._closed = False
         keep_freed_memory()
@@ -136,7 +145,7 @@ class Engine:
         self._recorder: Recorder | None = None
         if folder := runtime.config.run_dir:
             self._recorder = Recorder(folder, name, runtime.rank, runtime.size, self.report)
-        gathering.begin(self._number, time.perf_counter())
+        gathering.begin(self._number, medium.now(), self.profiling)
 
     @property
     def open(self) -> bool:
@@ -194,17 +203,19 @@ class Engine:
             self._number += 1
             gathering.step.number = self._number
             result = self._await_close()
-        done_s = time.perf_counter()
+        waits, gathers = self._gathers.take_times()
+        done = self._medium.join()
+        self._unread.clear()
         reduced = gathering.reduced(result.present)
         gathering.learn_passes()
-        waited_s, gathers = self._gathers.take_times()
-        stamps = gathering.stamps(result, done_s, self.update_s, waited_s)
+        self._kept.append(gathering.moments(result, done, self.update, waits, gathers))
         self._steps += 1
         self._number += 1
         planned = self._tuner.plan
-        if self._recorder is not None:
-            self._recorder.after_step(self._tuner, stamps, [*gathers, *result.times])
-        self._tuner.after_step(stamps)
+        for measured in self._medium.due(self._kept, self._tuner.phase):
+            if self._recorder is not None:
+                self._recorder.after_step(self._tuner, *measured)
+            self._tuner.after_step(measured.stamps)
         if result.requested or self._tuner.round_due:
             whole |= self._border.talk(reduced, wanted)
         changed = self._tuner.plan is not planned
@@ -214,7 +225,7 @@ class Engine:
         if changed:
             self._install()
         gathering.step.owners = []  # gradients that were sent are no longer needed
-        gathering.begin(self._number, done_s)
+        gathering.begin(self._number, done, self.profiling)
         return reduced
 
     def discard(self) -> None:
@@ -227,14 +238,18 @@ class Engine:
             # ranks, which may have had no gradients to discard, need not be here.
             gathering.step.discards = True
             self._number += 1
+            self._medium.close(gathering.step)
             if gathering.accumulating_in_place:
                 self._await_close()  # the gradients to come share the buffers' memory
+                self._medium.join()
             else:
                 self._post(CLOSE)
                 self._num_unread += 1
+            # Its gradients may be read until a later step has been waited for.
+            self._unread.append(gathering.step)
         else:
             self._post(DISCARD)
-        gathering.begin(self._number, time.perf_counter())
+        gathering.begin(self._number, self._medium.now(), self.profiling)
 
     def close(self) -> None:
         """Stop serving this engine; collective only in that every rank stops using it."""
@@ -256,6 +271,7 @@ class Engine:
         self._gathering.install(plan, self._lane.install(plan))
         self._gathers.install(plan, self._gathering.members, len(self.specs))
         self.num_installed += 1
+        self._kept.clear()  # these ran by another plan
         self.profiling = self._tuner.phase == "profile"
         self._lane.costs = self._tuner.costs
 

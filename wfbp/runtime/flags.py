@@ -36,12 +36,14 @@ class Arrival:
         requested: whether any rank asks for talk at the step border (last group only).
         discarded: whether any rank discards the step (last group only).
         steps_agree: whether all ranks are at the same step (last group only).
+        tensors: which tensors of the plan ``present`` tells of.
     """
 
     present: list[bool]
     requested: bool = False
     discarded: bool = False
     steps_agree: bool = True
+    tensors: Sequence[int] = ()
 
 
 class Flags:
@@ -54,7 +56,8 @@ class Flags:
 
     def __init__(self, plan: Plan, group: int) -> None:
         self._dtype = plan.dtype(group)
-        self._num_tensors = len(plan.groups[group].tensors)
+        self._tensors = plan.groups[group].tensors
+        self._num_tensors = len(self._tensors)
         self._is_last = group == plan.num_backward - 1
         self.count = self._num_tensors + (NUM_BORDER if self._is_last else 0)
         """Elements of the group's type that the flags take."""
@@ -72,7 +75,7 @@ class Flags:
         """
         flags = [1.0 if address else 0.0 for address in addresses]
         if self._is_last:
-            flags += [float(requested), float(discards), *_step_flags(step)]
+            flags += [float(requested), float(discards), *step_flags(step)]
         return _encode(flags, self._dtype)
 
     def read(self, reduced: Buffer, step: int) -> Arrival:
@@ -80,13 +83,13 @@ class Flags:
         flags = _decode(reduced, self._dtype)
         present = [value > 0 for value in flags[: self._num_tensors]]
         if not self._is_last:
-            return Arrival(present)
+            return Arrival(present, tensors=self._tensors)
         requested, discarded, *steps = flags[-NUM_BORDER:]
-        agree = all((s > 0) == (own > 0) for s, own in zip(steps, _step_flags(step), strict=True))
-        return Arrival(present, requested > 0, discarded > 0, agree)
+        agree = all((s > 0) == (own > 0) for s, own in zip(steps, step_flags(step), strict=True))
+        return Arrival(present, requested > 0, discarded > 0, agree, self._tensors)
 
 
-def _step_flags(step: int) -> list[float]:
+def step_flags(step: int) -> list[float]:
     """Per bit of the step's number, whether it is set, and whether it is not."""
     bits = [step >> k & 1 for k in range(_STEP_BITS)]
     return [float(flag) for bit in bits for flag in (bit, 1 - bit)]

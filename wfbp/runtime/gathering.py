@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from time import perf_counter
 
 from wfbp.core.plan import Plan
 from wfbp.core.types import Operation, TensorSpec
 from wfbp.errors import WfbpError
-from wfbp.runtime.fusion import FusionBuffer
 from wfbp.runtime.lane import PlannedLane
+from wfbp.runtime.marks import Span, Stamp, StepMarks
+from wfbp.runtime.medium import BackwardBuffer, Medium
 from wfbp.runtime.passes import Passes
-from wfbp.runtime.profile import Stamps
-from wfbp.runtime.shards import ScatterBuffer
 from wfbp.runtime.slot import NOWHERE, Slot, Source
-from wfbp.runtime.steps import Step, StepResult
+from wfbp.runtime.steps import GroupTime, Step, StepResult
 from wfbp.runtime.thread import CommunicationThread
 
 
@@ -27,6 +25,7 @@ class Gathering:
     Args:
         specs: all tensors of the engine.
         lane: gets the events.
+        medium: where gradients lie, and how moments are told there.
         thread: is woken where it sleeps.
         passes: how often a gradient appears per step, until something else is seen.
         fetch: the gradient of a tensor for which no event came, or None.
@@ -37,6 +36,7 @@ class Gathering:
         self,
         specs: Sequence[TensorSpec],
         lane: PlannedLane,
+        medium: Medium,
         thread: CommunicationThread,
         passes: int,
         fetch: Callable[[int], Source | None],
@@ -45,6 +45,9 @@ class Gathering:
         self.specs = specs
         self._index = {spec: k for k, spec in enumerate(specs)}
         self._events = lane.events
+        self._medium = medium
+        self._produced = medium.produced
+        self._group_complete = medium.complete
         self._thread = thread
         self._post = thread.post
         self._wake = lane.wake
@@ -55,7 +58,7 @@ class Gathering:
         """Tensors of the last group, which leaves when the step is closed and not before. Whoever
         is done with some of them may take them out until the next step."""
 
-    def install(self, plan: Plan, buffers: Sequence[FusionBuffer | ScatterBuffer]) -> None:
+    def install(self, plan: Plan, buffers: Sequence[BackwardBuffer]) -> None:
         """Gather for another plan from the next :meth:`begin` on."""
         groups = plan.groups[: plan.num_backward]
         self._members = [self._index[spec] for spec in plan.tensors]
@@ -68,25 +71,26 @@ class Gathering:
             whole = members.operation is Operation.ALL_REDUCE
             for position, place in enumerate(members.tensors):
                 self._group_of[place] = group
-                self._slots[place] = Slot.of(buffers[group].slot(position), whole)
+                self._slots[place] = self._medium.slot(buffers[group].slot(position), whole)
         self._last = [self._members[place] for place in groups[-1].tensors]
         self.last.clear()
         self._dormant = [k for k, place in enumerate(self.place) if place < 0]
         self._sizes = [len(group.tensors) for group in groups]
         self._overlap = plan.overlap
 
-    def begin(self, number: int, now_s: float) -> None:
-        """Open a step."""
+    def begin(self, number: int, now: Stamp, profiling: bool = False) -> None:
+        """Open a step; ``profiling`` says whether it matters when each gradient appears."""
         count = len(self._members)
-        self._begun_s = now_s
+        self._begun = now
         self.step = Step(number, [0] * count, [None] * count)
+        self._medium.begin(self.step, profiling)
         self._events.append(self.step)
         self._passes.begin()
         self._left = list(self._sizes)
-        self._ready_s = [0.0] * count
-        self._forward_s = [0.0] * count
-        self._forward_end_s = 0.0
-        self._closed_s = 0.0
+        self._ready: list[Stamp] = [0.0] * count
+        self._forward: list[Stamp] = [0.0] * count
+        self._forward_end: Stamp = 0.0
+        self._closed: Stamp = 0.0
         self._regrown = False
         if len(self.last) < len(self._last):
             self.last.update(self._last)
@@ -118,11 +122,13 @@ class Gathering:
         step = self.step
         step.addresses[place] = address
         step.owners[place] = owner
-        self._ready_s[place] = perf_counter()
-        self._events.append(place)
+        self._ready[place] = self._produced()
         group = self._group_of[place]
         left = self._left[group] - 1
         self._left[group] = left
+        if left == 0 and self._group_complete is not None:
+            self._group_complete(group)
+        self._events.append(place)
         if left == 0 and self._overlap and self._thread.sleeping:
             self._post(self._wake)
 
@@ -141,12 +147,12 @@ class Gathering:
     def mark_forward(self, index: int) -> None:
         """A tensor is used for the first time in this step's forward."""
         place = self.place[index]
-        if place >= 0 and not self._forward_s[place]:
-            self._forward_s[place] = perf_counter()
+        if place >= 0 and not self._forward[place]:
+            self._forward[place] = self._medium.now()
 
     def mark_forward_end(self) -> None:
         """Forward has ended, as far as is known yet."""
-        self._forward_end_s = perf_counter()
+        self._forward_end = self._medium.now()
 
     def slot(self, index: int) -> Slot:
         """Where a tensor lies in its fusion buffer; a gradient written there is not copied.
@@ -187,14 +193,14 @@ class Gathering:
 
     def close(self, targets: Sequence[int] = ()) -> None:
         """Take up gradients for which no event came; have whole ones copied to ``targets``."""
-        self._closed_s = perf_counter()
         step = self.step
+        self._closed = self._medium.close(step)
         self._all_ready = all(step.addresses)
         if not self._all_ready:
             for place, address in enumerate(step.addresses):
                 if not address and (source := self._fetch(self._members[place])) is not None:
                     step.addresses[place], step.owners[place] = source
-                    self._ready_s[place] = self._closed_s
+                    self._ready[place] = self._closed
         for index in self._dormant:
             if index not in self.extra and (source := self._fetch(index)) is not None:
                 self.extra[index] = source
@@ -225,18 +231,26 @@ class Gathering:
                 found[self._members[place]] = self._slots[place]
         return found
 
-    def stamps(self, result: StepResult, done_s: float, update_s: float, waited_s: float) -> Stamps:
+    def moments(
+        self,
+        result: StepResult,
+        done: Stamp,
+        update: Span,
+        waits: Sequence[Span],
+        gathers: Sequence[GroupTime],
+    ) -> StepMarks:
         """When things happened in the step."""
-        return Stamps(
-            self._begun_s,
-            self._ready_s,
-            self._forward_s,
-            self._forward_end_s,
-            self._closed_s,
-            done_s,
-            sum(t.packed_s - t.start_s for t in result.times),
-            update_s,
-            waited_s,
+        return StepMarks(
+            self._begun,
+            self._ready,
+            self._forward,
+            self._forward_end,
+            self._closed,
+            done,
+            update,
+            waits,
+            result.times,
+            gathers,
         )
 
     def whole(self, index: int) -> Source:
@@ -268,7 +282,7 @@ class Gathering:
         if place < 0:
             self.extra[index] = (address, owner)
             return
-        self._ready_s[place] = perf_counter()
+        self._ready[place] = self._produced()
         if self._may_have_left(place):
             self._check_not_sent_in_place(index, address)
             self.extra[index] = (address, owner)

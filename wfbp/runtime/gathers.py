@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 from wfbp.core.plan import Plan
 from wfbp.core.types import Phase
 from wfbp.runtime.lane import PlannedLane
+from wfbp.runtime.marks import Span
+from wfbp.runtime.medium import Medium
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.steps import Gather, GroupTime
 
@@ -23,17 +24,19 @@ class Gathers:
     Args:
         runtime: to wait with.
         lane: carries the gathers out.
+        medium: where tensors lie.
         name: of the optimizer, for messages.
     """
 
-    def __init__(self, runtime: Runtime, lane: PlannedLane, name: str) -> None:
+    def __init__(self, runtime: Runtime, lane: PlannedLane, medium: Medium, name: str) -> None:
         self._runtime = runtime
         self._lane = lane
+        self._medium = medium
         self._label = f"{name}: all-gather"
         self._lock = threading.Lock()
         self._num_groups = 0
         self._num_arrived = 0
-        self._waited_s = 0.0
+        self._waits: list[Span] = []
         self._times: list[GroupTime] = []
         self.pending = False
         """Whether anything has not arrived yet."""
@@ -79,12 +82,14 @@ class Gathers:
         self.wait_all()
         self._num_arrived = 0
         self.pending = True
-        self._begun = Gather([addresses[k] for k in self._members], owners, count)
+        self._begun = Gather(
+            [addresses[k] for k in self._members], owners, count, self._medium.marks()
+        )
         self._post(self._begun)
 
     def go_on(self) -> None:
         """Let the groups go that :meth:`begin` held back."""
-        self._post(replace(self._begun, count=None))
+        self._post(replace(self._begun, count=None, marks=self._medium.marks()))
 
     def _post(self, event: Gather) -> None:
         self._lane.events.append(event)
@@ -102,11 +107,11 @@ class Gathers:
         """
         self._wait(self._group_of[index])
 
-    def take_times(self) -> tuple[float, list[GroupTime]]:
-        """Seconds that threads have waited since this was last asked, and what has arrived."""
+    def take_times(self) -> tuple[list[Span], list[GroupTime]]:
+        """When threads have waited since this was last asked, and what has arrived."""
         self.wait_all()
-        taken = self._waited_s, self._times
-        self._waited_s, self._times = 0.0, []
+        taken = self._waits, self._times
+        self._waits, self._times = [], []
         return taken
 
     def wait_all(self) -> None:
@@ -119,9 +124,10 @@ class Gathers:
         with self._lock:
             if self._num_arrived > group:
                 return
-            start_s = time.perf_counter()
+            start = self._medium.now()
             while self._num_arrived <= group:
                 self._times.append(self._runtime.await_reply(self._lane.arrivals, self._label))
                 self._num_arrived += 1
+            self._medium.await_arrival(self._times[-1])
             self.pending = self._num_arrived < self._num_groups
-            self._waited_s += time.perf_counter() - start_s
+            self._waits.append((start, self._medium.now()))

@@ -14,8 +14,8 @@ from wfbp.core.sequencer import Sequencer
 from wfbp.core.types import Op, Operation
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime.calls import Reply
-from wfbp.runtime.fusion import FusionBuffer
-from wfbp.runtime.shards import GatherBuffer, ScatterBuffer
+from wfbp.runtime.marks import Stamp
+from wfbp.runtime.medium import BackwardBuffer, Medium
 from wfbp.runtime.steps import CLOSE, Gather, GroupTime, Step, StepResult
 
 
@@ -23,8 +23,8 @@ from wfbp.runtime.steps import CLOSE, Gather, GroupTime, Step, StepResult
 class _Flight:
     group: int
     work: Work[None]
-    start_s: float
-    packed_s: float
+    start: Stamp
+    packed: Stamp
     since: float
     expected_s: float | None
 
@@ -40,42 +40,33 @@ class PlannedLane:
     go, which may last into the next step; it comes before any tensor of that is ready.
     """
 
-    def __init__(self, backend: Backend, op: Op, name: str, direct_bytes: int) -> None:
+    def __init__(self, backend: Backend, medium: Medium, op: Op, name: str) -> None:
         self.backend = backend
+        self._medium = medium
         self.events: deque[int | Step | Gather] = deque()
         self.reply: Reply[StepResult] = Reply()
         self.arrivals: Reply[GroupTime] = Reply()
         self.costs: Costs | None = None
         self._op = op
         self._name = name
-        self._direct_bytes = direct_bytes
         self._flights: deque[_Flight] = deque()
         self._step = Step(0, [], [])
         self._gather = Gather([], None)
         self._closing = False
         self._num_started = 0
 
-    def install(self, plan: Plan) -> list[FusionBuffer | ScatterBuffer]:
+    def install(self, plan: Plan) -> list[BackwardBuffer]:
         """Send by another plan from the next step on; called while nothing is under way.
 
         Returns:
             The buffers of the groups of backward.
         """
-        rank, size, direct = self.backend.rank, self.backend.size, self._direct_bytes
         self._plan = plan
         self._sequencer = Sequencer(plan, WINDOW)
         # In one assignment: the communication thread may be asked where it is at any time.
         self._described = plan, self._sequencer
-        self._buffers: list[FusionBuffer | ScatterBuffer] = [
-            ScatterBuffer(plan, g, self._op, rank, size, direct)
-            if plan.groups[g].operation is Operation.REDUCE_SCATTER
-            else FusionBuffer(plan, g, self._op, size, direct)
-            for g in range(plan.num_backward)
-        ]
-        self._gather_buffers = [
-            GatherBuffer(plan, g, rank, size, direct)
-            for g in range(plan.num_backward, len(plan.groups))
-        ]
+        self._buffers = self._medium.backward(plan, self._op)
+        self._gather_buffers = self._medium.forward(plan)
         self._result = StepResult([False] * len(plan.tensors))
         return self._buffers
 
@@ -83,13 +74,15 @@ class PlannedLane:
         """Message that events are waiting; the turn that reads it advances the lane."""
 
     def advance(self) -> bool:
+        self._medium.poll()
         progressed = self._start_groups()
-        while self._flights and self._flights[0].work.test():
+        settled = self._medium.settled
+        while self._flights and settled(self._flights[0].work):
             self._complete(self._flights.popleft())
             progressed = True
             self._start_groups()
         for flight in list(self._flights)[1:]:
-            flight.work.test()
+            settled(flight.work)
         if self._closing and self._sequencer.reduced:
             self._closing = False
             result, self._result = self._result, StepResult([False] * len(self._plan.tensors))
@@ -155,7 +148,7 @@ class PlannedLane:
 
     @property
     def waiting_since(self) -> float | None:
-        return self._flights[0].since if self._flights else None
+        return self._flights[0].since if self._flights else self._medium.waiting_since
 
     def describe(self) -> str:
         place = f"{self._name}, step {self._step.number}"
@@ -182,26 +175,31 @@ class PlannedLane:
 
     def fail(self, error: WfbpError) -> None:
         self._flights.clear()
+        self._medium.give_up()
         self.reply.fail(error)
         self.arrivals.fail(error)
 
     def _start(self, group: int) -> None:
-        start_s = time.perf_counter()
+        medium = self._medium
         if group < len(self._buffers):
+            medium.order(self._step, group)
+            start = medium.lane_stamp()
             buffer = self._buffers[group]
             buffer.pack(self._step)
-            packed_s = time.perf_counter()
-            work = buffer.send(self.backend)
+            packed = medium.lane_stamp()
+            work = buffer.send(medium.carrier)
         else:
+            medium.order_gather(self._gather)
+            start = medium.lane_stamp()
             gathered = self._gather_buffers[group - len(self._buffers)]
             gathered.pack(self._gather)
-            packed_s = time.perf_counter()
-            work = gathered.send(self.backend)
+            packed = medium.lane_stamp()
+            work = gathered.send(medium.carrier)
         expected_s = None
         if self.costs is not None:
             expected_s = self.costs.of(self._plan.groups[group].operation)(work.nbytes)
         since = time.monotonic()
-        self._flights.append(_Flight(group, work, start_s, packed_s, since, expected_s))
+        self._flights.append(_Flight(group, work, start, packed, since, expected_s))
         self._num_started += 1
 
     def _complete(self, flight: _Flight) -> None:
@@ -219,12 +217,15 @@ class PlannedLane:
 
     def _deliver(self, group: int) -> None:
         """Copy what a group of backward brought to where it is wanted."""
-        buffer = self._buffers[group]
-        if self._step.targets and isinstance(buffer, FusionBuffer):
-            buffer.unpack(self._step.targets)
+        whole = self._plan.groups[group].operation is Operation.ALL_REDUCE
+        if self._step.targets and whole:
+            self._buffers[group].unpack(self._step.targets)
 
     def _time(self, flight: _Flight) -> GroupTime:
-        return GroupTime(flight.group, flight.start_s, flight.packed_s, time.perf_counter())
+        end = self._medium.lane_stamp()
+        found = GroupTime(flight.group, flight.start, flight.packed, end)
+        self._medium.watch(found)
+        return found
 
     def _take_in(self, group: int) -> None:
         """What a group of backward brought."""
@@ -235,7 +236,7 @@ class PlannedLane:
                 f"{self._step.number}); every rank must call step(), synchronize() and zero_grad() "
                 "equally often"
             )
-        for k, here in zip(self._plan.groups[group].tensors, arrival.present, strict=True):
+        for k, here in zip(arrival.tensors, arrival.present, strict=True):
             self._result.present[k] = here
         self._result.requested |= arrival.requested
         self._result.discarded |= arrival.discarded

@@ -11,6 +11,9 @@ from itertools import count
 from typing import Any, TypeVar
 
 from wfbp.comm.backend import Backend, Buffer, Finished, Work
+from wfbp.comm.device import Device
+from wfbp.comm.device_backend import DeviceBackend
+from wfbp.comm.device_choice import connect
 from wfbp.comm.probe import measure_cost
 from wfbp.comm.waiting import Waiter
 from wfbp.config import Config
@@ -18,8 +21,10 @@ from wfbp.core.cost import Costs, PiecewiseCost, monotone_points
 from wfbp.core.types import Op, Operation
 from wfbp.errors import NotInitializedError, PeerError, WfbpError
 from wfbp.runtime.calls import Reply
+from wfbp.runtime.device_medium import DeviceMedium
 from wfbp.runtime.envelope import seal, unseal
 from wfbp.runtime.inquiry import Inquiry
+from wfbp.runtime.medium import HostMedium, Medium
 from wfbp.runtime.places import Place
 from wfbp.runtime.stall import StallWatch
 from wfbp.runtime.thread import CommunicationThread
@@ -53,8 +58,9 @@ class Runtime:
         self.local_rank = backend.local_rank
         self.local_size = backend.local_size
         self._backend = backend
-        self._curves: dict[Operation, tuple[int, PiecewiseCost]] = {}
-        self._costs: Costs | None = None
+        self._curves: dict[str, dict[Operation, tuple[int, PiecewiseCost]]] = {}
+        self._costs: dict[str, Costs] = {}
+        self._carriers: dict[tuple[int, int], DeviceBackend] = {}
         self._closed = False
         self._next_check = 0.0
         self._acknowledged: set[int] = set()
@@ -130,11 +136,30 @@ class Runtime:
         self._leased.append(made)
         return made
 
+    def medium(self, backend: Backend, device: Device | None) -> Medium:
+        """What a lane's groups lie in and travel through; collective.
+
+        Args:
+            backend: of the lane, from :meth:`lease`.
+            device: where the tensors lie; None for the host.
+        """
+        if device is None:
+            return HostMedium(backend, self.config.direct_bytes)
+        key = self._leased.index(backend), id(device)
+        if key not in self._carriers:
+            label = "connecting devices"
+            check = partial(self._check_measurement, label)
+            self._carriers[key] = self.call(
+                lambda _: Finished(connect(device, backend, self.config.timeout_s, check)), label
+            )
+        return DeviceMedium(self._carriers[key], backend, self.check)
+
     def measure_costs(
         self,
         max_bytes: int,
         operations: Sequence[Operation] = (Operation.ALL_REDUCE,),
         anew: bool = False,
+        carrier: Backend | None = None,
     ) -> Costs:
         """The measured cost curves up to a message size; collective; each is measured once.
 
@@ -143,17 +168,21 @@ class Runtime:
             operations: which curves are needed; all-reduce always is. What is missing of them is
                 measured within ``config.probe_s``, about, in all.
             anew: whether to forget what was measured before: the network may have changed.
+            carrier: of a lane that sends nothing now; what is measured where it is a device's.
 
         Returns:
             All curves known so far, the same on every rank.
         """
+        through = carrier if isinstance(carrier, DeviceBackend) else None
+        way = type(through).__name__
+        curves = self._curves.setdefault(way, {})
         if anew:
-            self._curves.clear()
+            curves.clear()
         missing = [
             operation
             for operation in Operation
             if (operation is Operation.ALL_REDUCE or operation in operations)
-            and (operation not in self._curves or self._curves[operation][0] < max_bytes)
+            and (operation not in curves or curves[operation][0] < max_bytes)
         ]
         if missing:
             budget_s = self.config.probe_s / len(missing)
@@ -166,16 +195,19 @@ class Runtime:
                     budget_s=budget_s,
                     check=partial(self._check_measurement, label),
                 )
-                points = self.call(lambda backend, act=measure: Finished(act(backend)), label)  # type: ignore[misc]
-                self._curves[operation] = max_bytes, PiecewiseCost(monotone_points(points))
-            curve = {operation: curve for operation, (_, curve) in self._curves.items()}
-            self._costs = Costs(
+                points = self.call(
+                    lambda backend, act=measure: Finished(act(through or backend)),  # type: ignore[misc]
+                    label,
+                )
+                curves[operation] = max_bytes, PiecewiseCost(monotone_points(points))
+        if missing:
+            curve = {operation: curve for operation, (_, curve) in curves.items()}
+            self._costs[way] = Costs(
                 curve[Operation.ALL_REDUCE],
                 curve.get(Operation.REDUCE_SCATTER),
                 curve.get(Operation.ALL_GATHER),
             )
-        assert self._costs is not None, "all-reduce is always measured"
-        return self._costs
+        return self._costs[way]
 
     def add_lane(self, lane: Lane) -> None:
         """Serve a lane from now on."""

@@ -181,6 +181,9 @@ class ScatterBuffer:
         for tail in self._tails:
             tail[:] = flags
 
+    def unpack(self, addresses: Sequence[int]) -> None:
+        """Nothing: shards stay where they are."""
+
     def send(self, backend: Backend) -> Work[None]:
         """Reduce it, each rank its block; called once after each :meth:`pack`."""
         blocks = self._blocks

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 CLOSE = -1
 DISCARD = -2
@@ -23,6 +25,7 @@ class Step:
         discards: whether it discards the step.
         targets: where all-reduced gradients are copied to as they arrive, from the close on; 0 for
             those that stay in their fusion buffer.
+        marks: of a device, events that groups have to wait for, by group (``device_medium``).
     """
 
     number: int
@@ -31,6 +34,7 @@ class Step:
     requested: bool = False
     discards: bool = False
     targets: list[int] = field(default_factory=list)
+    marks: dict[int, list[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +46,21 @@ class Gather:
             sent from and the others' are written. 0 for tensors that are not gathered.
         owners: kept alive until the gathers are over.
         count: how many of the plan's all-gathers may go by now; None for all that are left.
+        marks: of a device, events that they have to wait for.
     """
 
     addresses: list[int]
     owners: object
     count: int | None = None
+    marks: Sequence[Any] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class GroupTime:
-    """When one group was packed and travelled, seconds of ``time.perf_counter``."""
+    """When one group was packed and travelled, seconds of ``time.perf_counter``.
+
+    (On a device they are timed events until they are read; see ``marks``.)
+    """
 
     group: int
     start_s: float

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from wfbp.comm.backend import Buffer
 from wfbp.core.types import TensorSpec
-from wfbp.runtime.fusion import aligned_bytes
 from wfbp.runtime.gathers import Gathers
+from wfbp.runtime.medium import Medium
 from wfbp.runtime.shards import shard_range
 from wfbp.runtime.slot import Slot
 
@@ -20,11 +18,15 @@ class WholeGradients:
     Args:
         specs: all tensors of the engine.
         gathers: brings the other ranks' shards.
+        medium: where gradients lie.
         rank: this rank.
         size: number of ranks.
     """
 
-    def __init__(self, specs: Sequence[TensorSpec], gathers: Gathers, rank: int, size: int) -> None:
+    def __init__(
+        self, specs: Sequence[TensorSpec], gathers: Gathers, medium: Medium, rank: int, size: int
+    ) -> None:
+        self._medium = medium
         self._specs = specs
         self._gathers = gathers
         self._ranges = [shard_range(spec, rank, size) for spec in specs]
@@ -47,12 +49,13 @@ class WholeGradients:
                 continue
             storage = self._storage[index]
             if storage is None:
-                storage = self._storage[index] = aligned_bytes(self._specs[index].nbytes)
-            taken = Slot.of(storage)
+                storage = self._storage[index] = self._medium.empty(self._specs[index].nbytes)
+            taken = self._medium.slot(storage)
             addresses[index] = taken.address
             if slot is not None:
                 start, stop = self._ranges[index]
-                np.copyto(storage[start:stop], slot.data[start:stop] if slot.whole else slot.data)
+                data = slot.data[start:stop] if slot.whole else slot.data
+                self._medium.copy(storage[start:stop], data)
                 whole[index] = taken
         self._gathers.begin(addresses, self._storage)
         return whole

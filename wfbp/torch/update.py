@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -129,10 +128,10 @@ class ShardedUpdate(Update):
         engine, sharding = self._engine, self.sharding
         self._follow()
         sharding.check()
-        start_s = time.perf_counter()
+        start = engine.now()
         if not sharding:
             result = self._step()
-            engine.update_s = time.perf_counter() - start_s
+            engine.update = start, engine.now()
             return result
         groups = _apart(self._optimizer.param_groups)
         addresses = [p.data_ptr() for p in self._params]
@@ -151,7 +150,7 @@ class ShardedUpdate(Update):
             else:
                 engine.gather(addresses, self._params)
             sharding.drop_gradients()
-        engine.update_s = time.perf_counter() - start_s
+        engine.update = start, engine.now()
         return result
 
     def await_param(self, index: int) -> None:
@@ -199,7 +198,7 @@ class ShardedUpdate(Update):
         if not shard.numel():
             return [shard]
         if slot is not None and not slot.whole:
-            shard.grad = torch.from_numpy(slot.data).view(param.dtype)
+            shard.grad = tensors.shared(slot.data).view(param.dtype)
         elif param.grad is not None and (reduced is None or slot is not None):
             shard.grad = self.sharding.part(index, flat(ordered(param, param.grad)))
         return [shard]
@@ -252,9 +251,10 @@ class ReplicatedUpdate(Update):
         self._engine.flush()
 
     def _timed(self, step: Step) -> Any:
-        start_s = time.perf_counter()
+        now = self._engine.now
+        start = now()
         result = step()
-        self._engine.update_s = time.perf_counter() - start_s
+        self._engine.update = start, now()
         return result
 
     def _update(self, indices: Iterable[int], gradients: dict[int, torch.Tensor]) -> Any:
@@ -268,7 +268,7 @@ class ReplicatedUpdate(Update):
             with (
                 torch.inference_mode(False),
                 torch.no_grad(),
-                torch.autocast("cpu", enabled=False),
+                torch.autocast(self._params[0].device.type, enabled=False),
             ):
                 return self._run(self._groups, lambda p: [p] if id(p) in chosen else [])
         finally:

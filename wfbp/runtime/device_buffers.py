@@ -1,0 +1,261 @@
+"""Fusion buffers on a device: the counterparts of ``fusion`` and ``shards``.
+
+Packing and copying back are enqueued on the lane's stream. Every tensor is packed, large ones too:
+on a device a copy costs little beside the message, and one launch serves the whole group. Flags do
+not travel behind the tensors, but beside them (``side_flags``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from wfbp.comm.backend import Backend, Buffer, Work
+from wfbp.comm.device import Device, DeviceTable
+from wfbp.comm.device_backend import DeviceBackend, DeviceWork
+from wfbp.core.plan import ALIGNMENT_BYTES, Plan, layout
+from wfbp.core.types import Op
+from wfbp.runtime.flags import Arrival
+from wfbp.runtime.shards import shard_bytes, shard_range
+from wfbp.runtime.side_flags import SideFlags
+from wfbp.runtime.steps import Gather, Step
+
+
+class DeviceFusionBuffer:
+    """Storage of one all-reduced group.
+
+    Args:
+        plan: what to send.
+        group: index of the group whose storage this is.
+        op: ``Op.AVERAGE`` or ``Op.SUM``.
+        carrier: sends it.
+        flags: travel beside this group, if beside any.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        group: int,
+        op: Op,
+        carrier: DeviceBackend,
+        flags: SideFlags | None,
+    ) -> None:
+        self._op = op
+        self._dtype = plan.dtype(group)
+        self._beside = Beside(flags)
+        self._device = carrier.device
+        self._members = plan.groups[group].tensors
+        self._nbytes = [plan.tensors[k].nbytes for k in self._members]
+        self._offsets, end = layout(self._nbytes)
+        total = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._bytes = carrier.device.zeros(total, carrier.stream)
+        self._table = carrier.device.pack_table(
+            self._bytes, self._offsets, self._nbytes, self._dtype, carrier.stream
+        )
+
+    def slot(self, position: int) -> Buffer:
+        """The bytes of the group's tensor at ``position``."""
+        start = self._offsets[position]
+        return self._bytes[start : start + self._nbytes[position]]
+
+    def pack(self, step: Step) -> None:
+        """Copy the gradients, zeros for what is absent."""
+        self._beside.step = step
+        self._table.pointers[:] = [step.addresses[k] for k in self._members]
+        with self._device.annotate("wfbp pack"):
+            self._table.pack()
+
+    def unpack(self, addresses: Sequence[int]) -> None:
+        """Copy the tensors to these addresses, indexed by tensor; 0: not that one."""
+        self._table.pointers[:] = [addresses[k] for k in self._members]
+        with self._device.annotate("wfbp unpack"):
+            self._table.unpack()
+
+    def send(self, backend: Backend) -> Work[None]:
+        """Reduce it."""
+        return self._beside.accompany(backend.all_reduce(self._bytes, self._dtype, self._op))
+
+    def arrived(self, step: int) -> Arrival:
+        """What ranks said of the step, if that travelled beside this group."""
+        return self._beside.read(step)
+
+
+class Beside:
+    """The flags that travel beside a group, if any do."""
+
+    def __init__(self, flags: SideFlags | None) -> None:
+        self._flags = flags
+        self.step: Step | None = None
+
+    def accompany(self, work: Work[None]) -> Work[None]:
+        """Send them with a group."""
+        if self._flags is None:
+            return work
+        assert self.step is not None
+        assert isinstance(work, DeviceWork)
+        return _Both(work, self._flags.send(self.step))
+
+    def read(self, number: int) -> Arrival:
+        """What arrived."""
+        return Arrival([], tensors=()) if self._flags is None else self._flags.read(number)
+
+
+class _Both(DeviceWork):
+    """A group on the device and the flags on the host."""
+
+    def __init__(self, group: DeviceWork, flags: Work[None]) -> None:
+        self._group = group
+        self._flags = flags
+        self.nbytes = group.nbytes
+
+    @property
+    def activity(self) -> int:
+        return self._group.activity + self._flags.activity
+
+    def issued(self) -> bool:
+        return bool(self._group.issued() & self._flags.test())
+
+    def test(self) -> bool:
+        return bool(self._group.test() & self._flags.test())
+
+    def then(self, target: Buffer, source: Buffer) -> None:
+        self._group.then(target, source)
+
+
+class _Blocks:
+    """A group's shards, one block per rank, and the tables that copy them."""
+
+    def __init__(self, plan: Plan, group: int, carrier: DeviceBackend) -> None:
+        self.members = plan.groups[group].tensors
+        self.dtype = plan.dtype(group)
+        self._specs = [plan.tensors[k] for k in self.members]
+        self._carrier = carrier
+        size = carrier.size
+        self._offsets, end = layout([shard_bytes(spec, size) for spec in self._specs])
+        self.block_bytes = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self.counts = [self.block_bytes] * size
+        self.bytes = carrier.device.zeros(self.block_bytes * size, carrier.stream)
+
+    def shard(self, position: int, rank: int) -> Buffer:
+        """The bytes of a rank's shard of the group's tensor at ``position``."""
+        start, stop = shard_range(self._specs[position], rank, self._carrier.size)
+        first = rank * self.block_bytes + self._offsets[position]
+        return self.bytes[first : first + stop - start]
+
+    def table(self, ranks: Sequence[int]) -> _ShardTable:
+        """Copies some ranks' shards."""
+        offsets, nbytes, starts = [], [], []
+        for rank in ranks:
+            for position, spec in enumerate(self._specs):
+                start, stop = shard_range(spec, rank, self._carrier.size)
+                offsets.append(rank * self.block_bytes + self._offsets[position])
+                nbytes.append(stop - start)
+                starts.append(start)
+        device, stream = self._carrier.device, self._carrier.stream
+        table = device.pack_table(self.bytes, offsets, nbytes, self.dtype, stream)
+        return _ShardTable(device, table, self.members, starts, len(ranks))
+
+
+class _ShardTable:
+    """Copies shards between tensors and their places in a buffer."""
+
+    def __init__(
+        self,
+        device: Device,
+        table: DeviceTable,
+        members: Sequence[int],
+        starts: Sequence[int],
+        times: int,
+    ) -> None:
+        self._device = device
+        self._table = table
+        self._members = members
+        self._starts: Any = np.asarray(starts, np.int64)
+        self._times = times
+
+    def pack(self, addresses: Sequence[int]) -> None:
+        """Fill the buffer from the tensors at these addresses, indexed by tensor; 0: zeros."""
+        self._point(addresses)
+        with self._device.annotate("wfbp pack"):
+            self._table.pack()
+
+    def unpack(self, addresses: Sequence[int]) -> None:
+        """Copy from the buffer to the tensors at these addresses, indexed by tensor."""
+        self._point(addresses)
+        with self._device.annotate("wfbp unpack"):
+            self._table.unpack()
+
+    def _point(self, addresses: Sequence[int]) -> None:
+        own = np.asarray([addresses[k] for k in self._members], np.int64)
+        bases = np.tile(own, self._times)
+        self._table.pointers[:] = np.where(bases == 0, 0, bases + self._starts)
+
+
+class DeviceScatterBuffer:
+    """Storage of one reduce-scattered group; arguments as for :class:`DeviceFusionBuffer`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        group: int,
+        op: Op,
+        carrier: DeviceBackend,
+        flags: SideFlags | None,
+    ) -> None:
+        self._op = op
+        self._rank = carrier.rank
+        self._beside = Beside(flags)
+        self._blocks = blocks = _Blocks(plan, group, carrier)
+        self._table = blocks.table(range(carrier.size))
+
+    def slot(self, position: int) -> Buffer:
+        """The bytes of this rank's shard of the group's tensor at ``position``."""
+        return self._blocks.shard(position, self._rank)
+
+    def pack(self, step: Step) -> None:
+        """Copy the gradients, zeros for what is absent."""
+        self._beside.step = step
+        self._table.pack(step.addresses)
+
+    def unpack(self, addresses: Sequence[int]) -> None:
+        """Shards stay where they are."""
+
+    def send(self, backend: Backend) -> Work[None]:
+        """Reduce it, each rank its block."""
+        blocks = self._blocks
+        work = backend.reduce_scatter(blocks.bytes, blocks.counts, blocks.dtype, self._op)
+        return self._beside.accompany(work)
+
+    def arrived(self, step: int) -> Arrival:
+        """What ranks said of the step, if that travelled beside this group."""
+        return self._beside.read(step)
+
+
+class DeviceGatherBuffer:
+    """Storage of one all-gathered group.
+
+    Args:
+        plan: what to send.
+        group: index of the group whose storage this is.
+        carrier: sends it.
+    """
+
+    def __init__(self, plan: Plan, group: int, carrier: DeviceBackend) -> None:
+        rank, size = carrier.rank, carrier.size
+        self._blocks = blocks = _Blocks(plan, group, carrier)
+        self._own = blocks.table([rank])
+        self._others = blocks.table([r for r in range(size) if r != rank])
+
+    def pack(self, gather: Gather) -> None:
+        """Copy this rank's shards."""
+        self._own.pack(gather.addresses)
+
+    def send(self, backend: Backend) -> Work[None]:
+        """Gather it."""
+        return backend.all_gather(self._blocks.bytes, self._blocks.counts)
+
+    def unpack(self, addresses: Sequence[int]) -> None:
+        """Copy the other ranks' shards to the tensors at these addresses."""
+        self._others.unpack(addresses)

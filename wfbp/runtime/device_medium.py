@@ -1,0 +1,225 @@
+"""A lane on a device: what is enqueued where, and which stream waits for what.
+
+    producer's stream    backward ... gradient | event ... gradient | event
+    lane's stream              wait, pack, reduce          wait, pack, reduce | event
+    consumer's stream                                                    wait, update ...
+
+The host waits for nothing here. One event follows the last gradient of a group (one per stream
+that made any of them); the lane's stream waits for it before it packs. The consumer's stream waits
+for the lane's before it reads what was reduced. And before the lane writes to a buffer again, its
+stream waits for an event of the consumer's, recorded when the next step's first gradient appears:
+all that was to be read before has been enqueued by then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from wfbp.comm.backend import Backend, Buffer, Work
+from wfbp.comm.device import Event
+from wfbp.comm.device_backend import DeviceBackend, DeviceWork
+from wfbp.core.plan import Plan
+from wfbp.core.types import Op, Operation
+from wfbp.runtime.device_buffers import (
+    DeviceFusionBuffer,
+    DeviceGatherBuffer,
+    DeviceScatterBuffer,
+)
+from wfbp.runtime.marks import UNREAD, Measured, Stamp, StepMarks, read
+from wfbp.runtime.medium import BackwardBuffer, ForwardBuffer, Medium
+from wfbp.runtime.side_flags import SideFlags
+from wfbp.runtime.slot import Slot
+from wfbp.runtime.steps import Gather, GroupTime, Step
+
+BEGUN = -1
+CLOSED = -2
+"""Keys of a step's marks beside its groups."""
+
+LAG_STEPS = 2
+"""While plans are measured, a step's times are taken this many steps later, on every rank alike:
+its device has then run ahead of nobody, and the next steps' work is enqueued already."""
+
+WARM_UP, INSTALLED = "warm-up", "installed"
+"""Phases of the tuner in which nothing is measured that ranks decide by together."""
+
+_CHECK_S = 0.05
+_NAP_S = 100e-6
+
+
+class DeviceMedium(Medium):
+    """Memory and streams of one device.
+
+    ``_home`` is the stream on which the training thread last took what was reduced.
+
+    Args:
+        carrier: sends the groups, on the lane's stream.
+        host: carries what ranks say of a step.
+        check: raises what has ended the runtime.
+    """
+
+    def __init__(self, carrier: DeviceBackend, host: Backend, check: Callable[[], None]) -> None:
+        super().__init__(carrier)
+        self._backend = carrier
+        self._device = device = carrier.device
+        self._stream = carrier.stream
+        self._host = host
+        self._check = check
+        self._home = device.current_stream()
+        self._step: Step | None = None
+        self._producers: set[int] = set()
+        self._begun = False
+        self._profiling = False
+        self._ordered: Step | None = None
+        self._closed_for: Step | None = None
+        self._undone: deque[tuple[Event, float]] = deque()
+        self._next_check = 0.0
+        self.now = self._now
+        self.produced = self._produced
+        self.complete = self._complete
+
+    # In a turn.
+
+    def backward(self, plan: Plan, op: Op) -> list[BackwardBuffer]:
+        self._await_home()
+        flags = SideFlags(plan, self._host)
+        last = plan.num_backward - 1
+        found: list[BackwardBuffer] = []
+        for group in range(plan.num_backward):
+            scatters = plan.groups[group].operation is Operation.REDUCE_SCATTER
+            kind = DeviceScatterBuffer if scatters else DeviceFusionBuffer
+            beside = flags if group == last else None
+            found.append(kind(plan, group, op, self._backend, beside))
+        return found
+
+    def forward(self, plan: Plan) -> list[ForwardBuffer]:
+        return [
+            DeviceGatherBuffer(plan, group, self._backend)
+            for group in range(plan.num_backward, len(plan.groups))
+        ]
+
+    def _await_home(self) -> None:
+        """Memory may be given out again that the training thread's work still reads."""
+        self._device.wait(self._stream, self._device.record(self._home))
+
+    def order(self, step: Step, group: int) -> None:
+        events: list[Event] = []
+        if step is not self._ordered:
+            self._ordered = step
+            events += step.marks.get(BEGUN, ())
+        closed = step.marks.get(CLOSED)
+        if closed is None:
+            events += step.marks.get(group, ())
+        elif self._closed_for is not step:
+            self._closed_for = step
+            events += closed
+        for event in events:
+            self._device.wait(self._stream, event)
+
+    def order_gather(self, gather: Gather) -> None:
+        for event in gather.marks:
+            self._device.wait(self._stream, event)
+
+    def settled(self, work: Work[None]) -> bool:
+        assert isinstance(work, DeviceWork)
+        return work.issued()
+
+    def lane_stamp(self) -> Stamp:
+        return self._device.record(self._stream, timed=True)
+
+    def watch(self, time_: GroupTime) -> None:
+        self._undone.append((time_.end_s, time.monotonic()))
+
+    def poll(self) -> None:
+        undone = self._undone
+        while undone and self._device.done(undone[0][0]):
+            undone.popleft()
+        if undone and time.monotonic() >= self._next_check:
+            self._next_check = time.monotonic() + _CHECK_S
+            self._backend.check()
+
+    @property
+    def waiting_since(self) -> float | None:
+        undone = list(self._undone)
+        return undone[0][1] if undone else None
+
+    def give_up(self) -> None:
+        self._undone.clear()
+        self._backend.give_up()
+
+    # On the training thread, or on backward's.
+
+    def slot(self, data: Buffer, whole: bool = True) -> Slot:
+        return Slot(data, self._device.address(data), whole)
+
+    def empty(self, nbytes: int) -> Buffer:
+        return self._device.zeros(nbytes, self._device.current_stream())
+
+    def copy(self, target: Buffer, source: Buffer) -> None:
+        self._device.copy(target, source, self._device.current_stream())
+
+    def begin(self, step: Step, profiling: bool) -> None:
+        self._step = step
+        self._begun = False
+        self._profiling = profiling
+
+    def close(self, step: Step) -> Stamp:
+        stream = self._device.current_stream()
+        event = self._device.record(stream, timed=True)
+        step.marks[CLOSED] = [event]
+        if stream != self._home:
+            step.marks[CLOSED].append(self._device.record(self._home))
+        return event
+
+    def join(self) -> Stamp:
+        device = self._device
+        self._home = device.current_stream()
+        event = device.record(self._stream)
+        # Streams that made gradients wait too: the memory of these may be given out again there.
+        for stream in {self._home, *self._producers}:
+            device.wait(stream, event)
+        self._producers.clear()
+        return self._now()
+
+    def marks(self) -> list[Any]:
+        return [self._device.record(self._device.current_stream())]
+
+    def await_arrival(self, time_: GroupTime) -> None:
+        for stream in {self._home, self._device.current_stream()}:
+            self._device.wait(stream, time_.end_s)
+
+    def due(self, kept: deque[StepMarks], phase: str) -> Iterable[Measured]:
+        if phase == WARM_UP:  # only counted
+            kept.clear()
+            yield UNREAD
+            return
+        measuring = phase != INSTALLED
+        while kept and (len(kept) > LAG_STEPS if measuring else self._device.done(kept[0].done)):
+            marks = kept.popleft()
+            while not self._device.done(marks.done):
+                self._check()
+                time.sleep(_NAP_S)
+            yield read(marks, partial(self._at, marks.begun))
+
+    def _at(self, begun: Event, stamp: Stamp) -> float:
+        """A moment in seconds; the beginning of its step is at one second."""
+        return 1.0 + self._device.seconds(begun, stamp) if stamp else 0.0
+
+    def _now(self) -> Stamp:
+        return self._device.record(self._device.current_stream(), timed=True)
+
+    def _produced(self) -> Stamp:
+        stream = self._device.current_stream()
+        if not self._begun:
+            self._begun = True
+            assert self._step is not None
+            self._step.marks[BEGUN] = [self._device.record(self._home)]
+        self._producers.add(stream)
+        return self._device.record(stream, timed=True) if self._profiling else 0.0
+
+    def _complete(self, group: int) -> None:
+        assert self._step is not None
+        self._step.marks[group] = [self._device.record(s) for s in self._producers]
