@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from wfbp.runtime.runtime import Runtime
+from wfbp.torch import tensors
 from wfbp.torch.clipping import Limit, clip
 from wfbp.torch.gradients import Gradients
 from wfbp.torch.hyperparameters import check_equal_on_ranks
@@ -161,7 +162,7 @@ class Exchange:
         """Scale what was reduced; see the optimizer's method of that name."""
         norm = clip(self.runtime, limit, *self._reduced_tensors())
         wide = functools.reduce(torch.promote_types, {p.dtype for p in self._params})
-        return torch.tensor(norm, dtype=wide)
+        return torch.tensor(norm, dtype=wide, device=self._params[0].device)
 
     def prepare_whole(self) -> None:
         """For a step with a closure: whole parameters, whole state, whole gradients."""
@@ -226,5 +227,5 @@ class Exchange:
             if slot.whole and param.grad is not None:
                 whole.append(param.grad)
             elif not slot.whole and len(slot.data):
-                shards.append(torch.from_numpy(slot.data).view(param.dtype))
+                shards.append(tensors.shared(slot.data).view(param.dtype))
         return shards, whole

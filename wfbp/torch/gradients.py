@@ -13,6 +13,7 @@ from wfbp.runtime.engine import Engine
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.slot import Slot, Source
 from wfbp.torch import tensors
+from wfbp.torch.devices import device_of
 from wfbp.torch.forward import ForwardClock
 from wfbp.torch.reading import Barrier
 from wfbp.torch.witness import Witness
@@ -84,6 +85,7 @@ class Gradients:
                     f"{n} {order}" for n, p in named if (order := tensors.unusual_order(p))
                 ],
             },
+            device=device_of(runtime, name, named),
             fetch=_fetcher(weakref.ref(self)),
             name=name,
         )
@@ -187,7 +189,7 @@ class Gradients:
             grad = grad.to_dense()
         layout.check(self._params[index], grad, f"{self._name}: {self._names[index]}")
         if grad.stride() != layout.stride or grad.dtype is not layout.dtype:
-            grad = layout.empty().copy_(grad)
+            grad = layout.empty(grad.device).copy_(grad)
         return grad.data_ptr() or _EMPTY, grad
 
     def _hook(self, index: int) -> None:

@@ -40,7 +40,7 @@ def allreduce_(tensor: torch.Tensor, name: str | None = None, op: Op = Op.AVERAG
     """Combine a tensor over all ranks, in place; see :func:`allreduce`."""
     runtime = world.current("allreduce()")
     tensors.check("tensor", tensor)
-    whole = tensor.detach().contiguous()
+    whole = tensors.on_host(tensor)
     buffer = tensors.raw(whole).view(tensors.storage(tensor.dtype))
     dtype = tensors.NAMES[tensor.dtype]
     operations.reduce_in_place(runtime, buffer, dtype, tensor.shape, op, name)
@@ -69,7 +69,7 @@ def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) ->
     """Copy the root's tensor to every rank, in place; see :func:`broadcast`."""
     runtime = world.current("broadcast()")
     tensors.check("tensor", tensor)
-    whole = tensor.detach().contiguous()
+    whole = tensors.on_host(tensor)
     dtype = tensors.NAMES[tensor.dtype]
     operations.broadcast_in_place(runtime, tensors.raw(whole), dtype, tensor.shape, root_rank, name)
     return _written(tensor, whole)
@@ -93,7 +93,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     tensors.check("tensor", tensor)
     if tensor.dim() == 0:
         raise ValueError("allgather needs at least one dimension; found a scalar")
-    whole = tensor.detach().contiguous()
+    whole = tensors.on_host(tensor)
     data, rows = gather_bytes(
         runtime,
         tensors.raw(whole),
@@ -103,7 +103,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
         name,
     )
     values = torch.from_numpy(data.view(tensors.storage(tensor.dtype)))
-    return values.view(tensor.dtype).view(rows, *tensor.shape[1:])
+    return values.view(tensor.dtype).view(rows, *tensor.shape[1:]).to(tensor.device)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

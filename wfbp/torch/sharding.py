@@ -176,8 +176,11 @@ class Sharding:
         if shard.numel():
             self.part(index, line).copy_(self._state[shard][key])
         counts = [count * dtype.itemsize for count in self._counts[index]]
-        data = tensors.raw(line)
+        host = tensors.on_host(line)
+        data = tensors.raw(host)
         self._runtime.call(lambda backend: backend.all_gather(data, counts), _LABEL)
+        if host.data_ptr() != line.data_ptr():
+            line.copy_(host)
         return whole
 
 

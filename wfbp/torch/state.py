@@ -38,7 +38,7 @@ def broadcast_parameters(
         for name, tensor in found.items():
             tensors.check_place(name, tensor)
             rows.append((name, str(tensor.dtype), tuple(tensor.shape)))
-            wholes.append(tensor.detach().contiguous())
+            wholes.append(tensors.on_host(tensor))
     buffers = [tensors.raw(whole) for whole in wholes]
     operations.broadcast_buffers(runtime, rows, buffers, root_rank)
     with torch.no_grad():

@@ -48,9 +48,9 @@ def check(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_place(name: str, tensor: torch.Tensor) -> None:
-    """Raise ``ValueError`` unless a tensor lies dense in the host's memory."""
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name} is on {tensor.device}; expected a tensor on the CPU")
+    """Raise ``ValueError`` unless a tensor lies dense in memory of the host or a CUDA device."""
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} is on {tensor.device}; expected the CPU or a CUDA device")
     if tensor.layout is not torch.strided:
         raise ValueError(f"{name} is {tensor.layout}; expected a dense tensor")
 
@@ -77,6 +77,34 @@ def raw(tensor: torch.Tensor) -> Buffer:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor of the same values on the host: itself, where it is one."""
+    return tensor.detach().cpu().contiguous()
+
+
+class _Exported:
+    """Memory of a device, as PyTorch takes it over without copying."""
+
+    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 2,
+        }
+
+
+def shared(data: Any) -> torch.Tensor:
+    """Bytes of the host (NumPy) or of a device (CuPy) as a tensor of uint8, shared."""
+    if hasattr(data, "__array_interface__"):
+        return torch.from_numpy(data)
+    if not data.nbytes:
+        return torch.empty(0, dtype=torch.uint8, device=f"cuda:{data.device.id}")
+    exported = _Exported(int(data.data.ptr), data.nbytes, data)
+    return torch.as_tensor(exported, device=f"cuda:{data.device.id}")
+
+
 class Layout(NamedTuple):
     """How a tensor's elements lie in memory when they travel."""
 
@@ -90,9 +118,9 @@ class Layout(NamedTuple):
         dense = tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")
         return cls(tensor.dtype, tensor.shape, dense.stride())
 
-    def empty(self) -> torch.Tensor:
+    def empty(self, device: torch.device) -> torch.Tensor:
         """A tensor like that."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
     def check(self, param: torch.Tensor, grad: torch.Tensor, name: str) -> None:
         """Raise ``RuntimeError`` unless a parameter and its gradient can travel like that."""
@@ -120,4 +148,4 @@ def unusual_order(tensor: torch.Tensor) -> str:
 
 def view(data: Buffer, layout: Layout) -> torch.Tensor:
     """Bytes as a tensor, shared."""
-    return torch.from_numpy(data).view(layout.dtype).as_strided(layout.shape, layout.stride)
+    return shared(data).view(layout.dtype).as_strided(layout.shape, layout.stride)

@@ -84,7 +84,8 @@ class Witness:
 
 
 def _first_bytes(grad: torch.Tensor) -> bytes:
-    if grad.is_sparse or not grad.numel():
+    # What lies on a device is not looked at: the host would have to wait for it.
+    if grad.is_sparse or not grad.numel() or grad.device.type != "cpu":
         return b""
     known = grad.nbytes if grad.is_contiguous() else grad.element_size()
     return ctypes.string_at(grad.data_ptr(), min(_SAMPLE_BYTES, known))

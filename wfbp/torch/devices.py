@@ -1,0 +1,66 @@
+"""Where an optimizer's tensors lie: on the host, or on one CUDA device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from wfbp.comm.device import Device
+from wfbp.runtime.runtime import Runtime
+
+
+def device_of(
+    runtime: Runtime, name: str, named: Sequence[tuple[str, torch.Tensor]]
+) -> Device | None:
+    """The device on which all these tensors lie; None for the host.
+
+    Raises:
+        ValueError: they lie on several devices; on neither the host nor CUDA; or this rank would
+            share a device that another rank should have.
+        ImportError: CuPy is not installed.
+    """
+    places = {tensor.device for _, tensor in named}
+    if len(places) > 1:
+        examples = {str(t.device): n for n, t in named}
+        shown = ", ".join(f"{n} on {place}" for place, n in sorted(examples.items()))
+        raise ValueError(
+            f"{name}: all parameters of an optimizer must lie on one device; found {shown}"
+        )
+    place = next(iter(places), torch.device("cpu"))
+    if place.type == "cpu":
+        return None
+    if place.type != "cuda":
+        raise ValueError(f"{name}: parameters are on {place}; expected the CPU or a CUDA device")
+    return cuda_device(place.index or 0)
+
+
+@functools.cache
+def cuda_device(index: int) -> Device:
+    """A CUDA device whose current stream is PyTorch's."""
+    from wfbp.cuda.cupy_device import CupyDevice
+
+    current: Any = torch._C._cuda_getCurrentRawStream
+    return CupyDevice(index, functools.partial(current, index))
+
+
+def choose_device(runtime: Runtime) -> torch.device:
+    """Make this rank's GPU the current one: that of its number on the host.
+
+    To be called before anything is put on a GPU, so that no rank allocates memory on another's.
+
+    Raises:
+        RuntimeError: there are fewer GPUs than ranks on this host.
+    """
+    count = torch.cuda.device_count()
+    if runtime.local_rank >= count:
+        raise RuntimeError(
+            f"{runtime.where}: {runtime.local_size} ranks on this host, but {count} GPUs. Start "
+            f"{count or 'no'} ranks per host on GPUs; or let some share one: call "
+            "torch.cuda.set_device() with a number below, and set NCCL_MULTI_RANK_GPU_ENABLE=1 "
+            "(NCCL 2.30) or accept that gradients travel through the host; or train on the CPU"
+        )
+    torch.cuda.set_device(runtime.local_rank)
+    return torch.device("cuda", runtime.local_rank)
