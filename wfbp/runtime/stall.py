@@ -27,7 +27,7 @@ class StallWatch:
     def __init__(self, config: Config, where: str, activity: Callable[[], int] = lambda: 0) -> None:
         self._config = config
         self._where = where
-        self._warned: set[str] = set()
+        self._next_s: dict[str, float] = {}
         self._activity = activity
         self._seen = activity()
         self._quiet_since = 0.0
@@ -56,7 +56,7 @@ class StallWatch:
             self._seen = activity
             self._quiet_since = now
         if not waits:
-            self._warned.clear()
+            self._next_s.clear()
             return None
         since, what = min(waits)
         waited = now - since
@@ -74,8 +74,9 @@ class StallWatch:
                 f"{asked} Look for a call that only some ranks make, and at what the ranks "
                 "reported above; WFBP_TIMEOUT_S sets the limit."
             )
-        if waited > self._config.stall_warning_s and what not in self._warned:
-            self._warned.add(what)
+        if waited > self._next_s.get(what, self._config.stall_warning_s):
+            # Again and again, ever more seldom: another rank may have come to its wait only now.
+            self._next_s[what] = 2 * waited
             log.warning("%s has waited %.0f s: %s", self._where, waited, what)
             self.on_stall()
         return None
