@@ -17,7 +17,7 @@ import queue
 import random
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -90,6 +90,7 @@ class SoftwareDevice(Device):
         self._streams: dict[int, _Stream] = {}
         self._handles = itertools.count(1)
         self._here = threading.local()
+        self._free: dict[tuple[int, int], list[Buffer]] = defaultdict(list)
         self._consumer = consumer
         self._lock = threading.Lock()
         self.calls: Counter[str] = Counter()
@@ -148,9 +149,10 @@ class SoftwareDevice(Device):
         return end.at_s - start.at_s
 
     def zeros(self, nbytes: int, stream: int) -> Buffer:
-        raw = np.zeros(nbytes + 64, np.uint8)
-        start = -raw.__array_interface__["data"][0] % 64
-        data = raw[start : start + nbytes]
+        free = self._free[stream, nbytes]
+        pooled = _Pooled(free.pop() if free else np.zeros(nbytes + 64, np.uint8), free)
+        start = -pooled.raw.__array_interface__["data"][0] % 64
+        data = np.asarray(pooled)[start : start + nbytes]
         self.write(stream, [data], lambda: data.fill(0))
         return data
 
@@ -231,6 +233,21 @@ class SoftwareDevice(Device):
             wait_s = self._chance.random() * self._most_s if self._chance.random() < 0.4 else 0.0
         if wait_s:
             time.sleep(wait_s)
+
+
+class _Pooled:
+    """Memory that is given out again for the same stream when nobody holds it, as CuPy's pool does.
+
+    What was enqueued before on that stream may still use it; it comes before the next owner.
+    """
+
+    def __init__(self, raw: Buffer, free: list[Buffer]) -> None:
+        self.raw = raw
+        self._free = free
+        self.__array_interface__ = raw.__array_interface__
+
+    def __del__(self) -> None:
+        self._free.append(self.raw)
 
 
 class SoftwareTable:

@@ -17,6 +17,9 @@ from wfbp.comm.waiting import Check, wait
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 """NCCL's own variable that allows several ranks on one GPU (2.30 and later)."""
 
+HOST_ID = "NCCL_HOSTID"
+"""NCCL's variable by which ranks can pretend to be on different hosts, for tests."""
+
 log = logging.getLogger("wfbp")
 
 
@@ -40,7 +43,11 @@ def connect(
         library = device.nccl()
     except ImportError as error:
         problem = str(error)
-    mine = {"device": device.identity, "shares": SHARING in os.environ, "problem": problem}
+    mine = {
+        "device": device.identity,
+        "shares": SHARING in os.environ or HOST_ID in os.environ,
+        "problem": problem,
+    }
     told = wait(host.all_gather_bytes(json.dumps(mine).encode()), timeout_s=timeout_s, check=check)
     reason = obstacle([json.loads(each) for each in told])
     if not reason:
