@@ -24,6 +24,7 @@ from wfbp.runtime.world import (
     shutdown,
     size,
 )
+from wfbp.torch.devices import choose_device
 from wfbp.torch.operations import allgather, allreduce, allreduce_, broadcast, broadcast_
 from wfbp.torch.optimizer import DistributedOptimizer
 from wfbp.torch.state import broadcast_optimizer_state, broadcast_parameters
@@ -51,6 +52,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "choose_device",
     "init",
     "is_initialized",
     "local_rank",

@@ -9,17 +9,14 @@ from typing import Any
 import torch
 
 from wfbp.comm.device import Device
-from wfbp.runtime.runtime import Runtime
+from wfbp.runtime import world
 
 
-def device_of(
-    runtime: Runtime, name: str, named: Sequence[tuple[str, torch.Tensor]]
-) -> Device | None:
+def device_of(name: str, named: Sequence[tuple[str, torch.Tensor]]) -> Device | None:
     """The device on which all these tensors lie; None for the host.
 
     Raises:
-        ValueError: they lie on several devices; on neither the host nor CUDA; or this rank would
-            share a device that another rank should have.
+        ValueError: they lie on several devices, or on neither the host nor CUDA.
         ImportError: CuPy is not installed.
     """
     places = {tensor.device for _, tensor in named}
@@ -46,14 +43,16 @@ def cuda_device(index: int) -> Device:
     return CupyDevice(index, functools.partial(current, index))
 
 
-def choose_device(runtime: Runtime) -> torch.device:
+def choose_device() -> torch.device:
     """Make this rank's GPU the current one: that of its number on the host.
 
     To be called before anything is put on a GPU, so that no rank allocates memory on another's.
 
     Raises:
+        NotInitializedError: before ``wfbp.init()``.
         RuntimeError: there are fewer GPUs than ranks on this host.
     """
+    runtime = world.current("choose_device()")
     count = torch.cuda.device_count()
     if runtime.local_rank >= count:
         raise RuntimeError(

@@ -85,7 +85,7 @@ class Gradients:
                     f"{n} {order}" for n, p in named if (order := tensors.unusual_order(p))
                 ],
             },
-            device=device_of(runtime, name, named),
+            device=device_of(name, named),
             fetch=_fetcher(weakref.ref(self)),
             name=name,
         )

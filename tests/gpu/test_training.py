@@ -1,0 +1,99 @@
+"""A CUDA device through CuPy, and training on one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.launcher import Run
+from wfbp.comm.local import LocalWorld
+from wfbp.comm.nccl import NcclBackend
+from wfbp.comm.waiting import wait
+from wfbp.core.types import Op
+from wfbp.cuda.cupy_device import CupyDevice
+
+pytestmark = pytest.mark.gpu
+
+PROGRAM = Path(__file__).with_name("training_program.py")
+
+
+@pytest.fixture(scope="module")
+def cupy() -> Any:
+    """CuPy, where it finds a device."""
+    module = pytest.importorskip("cupy")
+    if not module.cuda.is_available():
+        pytest.skip("no CUDA device was found")
+    return module
+
+
+def test_streams_events_and_copies(cupy: Any) -> None:
+    device = CupyDevice(0)
+    one, other = device.new_stream(), device.new_stream()
+    data, target = device.zeros(1 << 20, one), device.zeros(1 << 20, other)
+    assert device.address(data) % 256 == 0
+    pinned = device.pinned(1 << 20)
+    pinned[:] = 7
+    start = device.record(one, timed=True)
+    device.copy(data, pinned, one)
+    end = device.record(one, timed=True)
+    device.wait(other, end)
+    device.copy(target, data, other)
+    back = device.pinned(1 << 20)
+    device.copy(back, target, other)
+    last = device.record(other)
+    while not device.done(last):
+        pass
+    assert set(back) == {7}
+    assert 0 < device.seconds(start, end) < 1
+    assert device.seconds(end, start) < 0
+
+
+def test_packing_through_the_seam(cupy: Any) -> None:
+    device = CupyDevice(0)
+    stream = device.new_stream()
+    source, buffer = device.zeros(400, stream), device.zeros(512, stream)
+    table = device.pack_table(buffer, [0, 416], [400, 16], "float32", stream)
+    pinned = device.pinned(512)
+    pinned[:] = 9
+    device.copy(source, pinned[:400], stream)
+    device.copy(buffer, pinned, stream)
+    table.pointers[:] = [device.address(source), 0]
+    table.pack()
+    device.copy(pinned, buffer, stream)
+    last = device.record(stream)
+    while not device.done(last):
+        pass
+    assert set(pinned[:416]) == {9}  # the gap between the slots is left as it was
+    assert set(pinned[416:432]) == {0}
+
+
+def test_one_rank_over_nccl(cupy: Any) -> None:
+    device = CupyDevice(0)
+    backend = NcclBackend(device, LocalWorld(1).backend(0), device.nccl(), timeout_s=60.0)
+    data = device.zeros(400, backend.stream)
+    wait(backend.all_reduce(data, "float32", Op.AVERAGE), timeout_s=60.0)
+    backend.check()
+    assert not np.any(cupy.asnumpy(data))
+    backend.close()
+
+
+@pytest.mark.parallel
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("library", ["NCCL", "STAGED"])
+def test_two_ranks_train_as_one(
+    cupy: Any, mpirun: Callable[..., Run], library: str, tmp_path: Path
+) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this torch is built without CUDA")
+    run = mpirun(2, PROGRAM, tmp_path, library, timeout=280.0)
+    assert run.rc == 0, run
+    assert ("travel through the host" in run.stderr) is (library == "STAGED"), run
+    for rank in range(2):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert {name for name, worst in found.items() if worst > 1e-4} == set(), found
