@@ -37,6 +37,7 @@ class FakeNccl:
     Args:
         device: where buffers lie.
         connect: makes the host backend of a new communicator; every rank calls it as often.
+        before_14: whether ids are those of CuPy before its version 14.
     """
 
     NCCL_UINT8, NCCL_INT32, NCCL_INT64 = 1, 2, 4
@@ -53,15 +54,20 @@ class FakeNccl:
     }
     OPS: ClassVar[dict[int, Op]] = {0: Op.SUM, 1: Op.PRODUCT, 2: Op.MAX, 3: Op.MIN, 4: Op.AVERAGE}
 
-    def __init__(self, device: SoftwareDevice, connect: Callable[[], Backend]) -> None:
+    def __init__(
+        self, device: SoftwareDevice, connect: Callable[[], Backend], before_14: bool = False
+    ) -> None:
         self.device = device
+        self._before_14 = before_14
         self.connect = connect
         self.calls: list[Call] = []
         self.error: Exception | None = None
         self.grouped = 0
         self.communicators: list[FakeCommunicator] = []
 
-        def communicator(ndev: int, commId: tuple[int, ...], rank: int) -> FakeCommunicator:  # noqa: N803
+        def communicator(ndev: int, commId: Any, rank: int) -> FakeCommunicator:  # noqa: N803
+            if isinstance(commId, bytes) is before_14:
+                raise TypeError("Argument 'commId' has incorrect type")
             made = FakeCommunicator(self, ndev, commId, rank)
             self.communicators.append(made)
             return made
@@ -72,10 +78,11 @@ class FakeNccl:
     def get_version() -> int:
         return 23203
 
-    def get_unique_id(self) -> tuple[int, ...]:
-        """128 signed characters, some of them negative."""
+    def get_unique_id(self) -> bytes | tuple[int, ...]:
+        """128 characters; as signed numbers some of them are negative."""
         number = next(_ids)
-        return tuple((37 * k + number) % 256 - 128 for k in range(128))
+        signed = tuple((37 * k + number) % 256 - 128 for k in range(128))
+        return signed if self._before_14 else bytes(c % 256 for c in signed)
 
     def groupStart(self) -> None:  # noqa: N802
         self.grouped += 1
@@ -94,9 +101,9 @@ _ids = itertools.count()
 class FakeCommunicator:
     """One rank's end of a communicator."""
 
-    def __init__(self, nccl: FakeNccl, size: int, uid: tuple[int, ...], rank: int) -> None:
+    def __init__(self, nccl: FakeNccl, size: int, uid: Any, rank: int) -> None:
         assert len(uid) == 128
-        assert all(-128 <= c <= 127 for c in uid)
+        assert isinstance(uid, bytes) or all(-128 <= c <= 127 for c in uid)
         self._nccl = nccl
         self._device = nccl.device
         self._size = size

@@ -201,6 +201,15 @@ def test_operations_of_nccl(op: Op) -> None:
     assert ranks.run(body) == [code, code]
 
 
+def test_ids_of_older_bindings() -> None:
+    ranks = Ranks(2)
+    ranks.libraries = [
+        FakeNccl(device, lambda rank=rank: ranks.connect(rank), before_14=True)
+        for rank, device in enumerate(ranks.devices)
+    ]
+    ranks.run(lambda rank: CHECKS["float32-sum"](ranks.backend("nccl", rank)))
+
+
 def test_an_error_of_nccl_aborts_the_communicator() -> None:
     ranks = Ranks(1)
     backend = ranks.backend("nccl", 0)

@@ -83,13 +83,16 @@ class NcclBackend(DeviceBackend):
     def _join(self) -> Callable[[], Any]:
         """What makes the communicator, with the first rank's id."""
         mine = bytes(c % 256 for c in self._nccl.get_unique_id()) if self.rank == 0 else b""
-        told = wait(self.host.all_gather_bytes(mine), timeout_s=self._timeout_s)[0]
-        uid = tuple(c - 256 if c > 127 else c for c in told)
+        uid = wait(self.host.all_gather_bytes(mine), timeout_s=self._timeout_s)[0]
         size, rank, device = self.size, self.rank, self.device
 
         def make() -> Any:
             device.use()
-            return self._nccl.NcclCommunicator(size, uid, rank)
+            try:
+                return self._nccl.NcclCommunicator(size, uid, rank)
+            except TypeError:  # CuPy before 14 has ids as tuples of signed characters
+                signed = tuple(c - 256 if c > 127 else c for c in uid)
+                return self._nccl.NcclCommunicator(size, signed, rank)
 
         return make
 
