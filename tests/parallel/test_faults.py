@@ -125,6 +125,7 @@ def test_a_rank_that_stops_elsewhere(place: str) -> None:
     [
         ("WFBP_PROBE_S", "1.5", "WFBP_PROBE_S (rank 0: 2.0; rank 1: 1.5)"),
         ("WFBP_TRIAL_STEPS", "9", "WFBP_TRIAL_STEPS (rank 0: 4; rank 1: 9)"),
+        ("WFBP_DIRECT_BYTES", "1K", "WFBP_DIRECT_BYTES (rank 0: 256; rank 1: 1024)"),
     ],
 )
 def test_settings_that_differ_are_named_on_every_rank(variable: str, value: str, told: str) -> None:

@@ -189,3 +189,17 @@ def test_aligned_bytes(size: int) -> None:
     assert block.nbytes == size
     assert block.__array_interface__["data"][0] % 64 == 0 or size == 0
     assert not block.any()
+
+
+def test_memory_without_an_owner_is_not_read_after_packing() -> None:
+    plan = plan_of([100], "float32")
+    for owned in (True, False):
+        fusions = [FusionBuffer(plan, 0, Op.SUM, 2, 32) for _ in range(2)]
+        for fusion in fusions:
+            gradient = np.ones(100, np.float32)
+            step = step_of([gradient])
+            fusion.pack(Step(0, step.addresses, step.owners if owned else [None]))
+            gradient[:] = 7
+        travel(fusions)
+        wanted = 14 if owned else 2
+        assert (fusions[0].slot(0).view(np.float32) == wanted).all()

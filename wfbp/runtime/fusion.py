@@ -62,15 +62,19 @@ class FusionBuffer:
         return self._bytes[start : start + self._nbytes[position]]
 
     def pack(self, step: Step) -> None:
-        """Copy small tensors, and note where the large ones lie; zeros for what is absent."""
+        """Copy small tensors, and note where the large ones lie; zeros for what is absent.
+
+        Memory without an owner is copied too: where a step fails, it may be freed while the
+        backend would still read it.
+        """
         sources = [step.addresses[k] for k in self._members]
         flags = self._flags.values(sources, step.requested, step.number, step.discards)
         for position in self._large:
             offset, nbytes = self._offsets[position], self._nbytes[position]
             slot = self._address + offset
             data = self.slot(position)
-            if sources[position] not in (0, slot):
-                owner = step.owners[self._members[position]]
+            owner = step.owners[self._members[position]]
+            if owner is not None and sources[position] not in (0, slot):
                 data = memory(sources[position], nbytes, owner)
                 sources[position] = slot
             self._segments.append(Segment(offset, data))

@@ -15,7 +15,15 @@ from wfbp.errors import DisagreementError
 from wfbp.runtime.refusals import check_refusals, telling_others
 from wfbp.runtime.runtime import Runtime
 
-SHARED = ("warmup_steps", "profile_steps", "trial_steps", "trial_s", "drift", "probe_s")
+SHARED = (
+    "direct_bytes",
+    "warmup_steps",
+    "profile_steps",
+    "trial_steps",
+    "trial_s",
+    "drift",
+    "probe_s",
+)
 """Fields of ``Config``. The schedule and its threshold are compared per optimizer."""
 
 _LABEL = "init(): comparing settings"

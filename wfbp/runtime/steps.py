@@ -20,7 +20,8 @@ class Step:
     Args:
         number: the step's.
         addresses: where the gradients lie; 0 where there is none.
-        owners: kept alive until the step is over.
+        owners: kept alive until the step is over; None where the memory is somebody else's, who
+            keeps it only until the step is over or fails.
         requested: whether this rank asks for talk at the step border.
         discards: whether it discards the step.
         targets: where all-reduced gradients are copied to as they arrive, from the close on; 0 for

@@ -99,7 +99,13 @@ def run(runtime: Runtime, seed: int) -> None:
 def main() -> None:
     out, count = Path(sys.argv[1]), int(sys.argv[2])
     config = Config(
-        warmup_steps=1, profile_steps=1, trial_steps=1, trial_s=0.0, probe_s=0.01, timeout_s=20.0
+        direct_bytes=64,
+        warmup_steps=1,
+        profile_steps=1,
+        trial_steps=1,
+        trial_s=0.0,
+        probe_s=0.01,
+        timeout_s=20.0,
     )
     wfbp.init(config=config)
     runtime = world.current("main()")
