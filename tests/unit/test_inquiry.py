@@ -23,6 +23,12 @@ PROMPT = Config(
 )
 
 
+@pytest.fixture(autouse=True)
+def one_thread_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else ran in this process, such as an import of wfbp.jax."""
+    monkeypatch.setattr(inquiry, "_other_threads", False)
+
+
 def barrier(runtime: Runtime, trainer: Trainer) -> None:
     agree(runtime, "barrier")
 

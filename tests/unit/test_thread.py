@@ -294,10 +294,11 @@ def test_a_standstill_is_reported_then_ended(make: Make, caplog: pytest.LogCaptu
         thread.call(Slow, "allreduce of x")
     assert "rank 0 of 2 waited 1 s (allreduce of x)" in str(caught.value)
     assert "WFBP_TIMEOUT_S" in str(caught.value)
-    assert asked == [1]
+    # After 0.1 s, and again each time the wait has doubled.
+    assert 1 <= len(asked) <= 3
     assert [r.getMessage() for r in caplog.records] == [
         "rank 0 of 2 has waited 0 s: allreduce of x"
-    ]
+    ] * len(asked)
 
 
 def test_a_lane_stands_still(make: Make) -> None:
