@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -296,9 +297,9 @@ def test_a_standstill_is_reported_then_ended(make: Make, caplog: pytest.LogCaptu
     assert "WFBP_TIMEOUT_S" in str(caught.value)
     # After 0.1 s, and again each time the wait has doubled.
     assert 1 <= len(asked) <= 3
-    assert [r.getMessage() for r in caplog.records] == [
-        "rank 0 of 2 has waited 0 s: allreduce of x"
-    ] * len(asked)
+    assert len(caplog.records) == len(asked)
+    for record in caplog.records:
+        assert re.fullmatch(r"rank 0 of 2 has waited \d s: allreduce of x", record.getMessage())
 
 
 def test_a_lane_stands_still(make: Make) -> None:
