@@ -68,7 +68,7 @@ def test_only_missing_curves_are_measured(monkeypatch: pytest.MonkeyPatch) -> No
         asked.append((operation, max_bytes, budget_s))
         return [(4, 1.0 + len(asked)), (max_bytes, 2.0 + len(asked))]
 
-    monkeypatch.setattr("wfbp.runtime.runtime.measure_cost", measure)
+    monkeypatch.setattr("wfbp.runtime.network.measure_cost", measure)
     runtime = Runtime(LocalWorld(1).backend(0), Config(probe_s=3.0))
     reduce, scatter, gather = Operation
     first = runtime.measure_costs(100)

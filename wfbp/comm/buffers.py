@@ -64,22 +64,30 @@ def blocks(
         [array([0., 0.], dtype=float32), array([0.], dtype=float32)]
     """
     data = typed(buffer, dtype, writeable)
+    check_counts(size, data.nbytes, counts, dtype)
     item = data.itemsize
-    if len(counts) != size or any(count < 0 or count % item for count in counts):
-        raise ValueError(
-            f"{size} ranks need {size} counts of at least 0 bytes, each a whole number of "
-            f"{dtype}, found {list(counts)}"
-        )
-    if data.nbytes != sum(counts):
-        raise ValueError(
-            f"the buffer is of {data.nbytes} bytes, but counts add up to {sum(counts)}"
-        )
     parts = []
     end = 0
     for count in counts:
         start, end = end, end + count // item
         parts.append(data[start:end])
     return parts
+
+
+def check_counts(size: int, nbytes: int, counts: Sequence[int], dtype: str) -> None:
+    """Whether a buffer of so many bytes consists of one such block per rank.
+
+    Raises:
+        ValueError: a size does not fit; the message names it.
+    """
+    item = item_bytes(dtype)
+    if len(counts) != size or any(count < 0 or count % item for count in counts):
+        raise ValueError(
+            f"{size} ranks need {size} counts of at least 0 bytes, each a whole number of "
+            f"{dtype}, found {list(counts)}"
+        )
+    if nbytes != sum(counts):
+        raise ValueError(f"the buffer is of {nbytes} bytes, but counts add up to {sum(counts)}")
 
 
 class Pieces:

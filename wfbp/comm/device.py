@@ -25,8 +25,8 @@ Event = Any
 """A place in a stream."""
 
 
-class DeviceTable(Protocol):
-    """A pack table (see ``wfbp.native``) whose copies are enqueued on a stream of the device.
+class SlotTable(Protocol):
+    """A pack table (see ``wfbp.native``); on a device, copies are enqueued on a stream of it.
 
     Addresses are read when ``pack`` or ``unpack`` is called, memory when the stream gets there.
     """
@@ -106,7 +106,7 @@ class Device(ABC):
     @abstractmethod
     def pack_table(
         self, buffer: Buffer, offsets: Sequence[int], nbytes: Sequence[int], dtype: str, stream: int
-    ) -> DeviceTable:
+    ) -> SlotTable:
         """A table of a buffer's slots that packs on a stream."""
 
     @abstractmethod

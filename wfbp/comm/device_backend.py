@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from wfbp.comm.backend import Backend, Buffer, Work
+from wfbp.comm.buffers import check_counts
 from wfbp.comm.device import Device
 from wfbp.core.types import Op, item_bytes
 
@@ -182,16 +183,7 @@ def cut(data: Buffer, counts: Sequence[int], size: int, dtype: str) -> list[Buff
     Raises:
         ValueError: a size does not fit; the message names it.
     """
-    item = item_bytes(dtype)
-    if len(counts) != size or any(count < 0 or count % item for count in counts):
-        raise ValueError(
-            f"{size} ranks need {size} counts of at least 0 bytes, each a whole number of "
-            f"{dtype}, found {list(counts)}"
-        )
-    if data.nbytes != sum(counts):
-        raise ValueError(
-            f"the buffer is of {data.nbytes} bytes, but counts add up to {sum(counts)}"
-        )
+    check_counts(size, data.nbytes, counts, dtype)
     ends = list(accumulate(counts))
     return [data[end - count : end] for end, count in zip(ends, counts, strict=True)]
 

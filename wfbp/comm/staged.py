@@ -17,46 +17,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 from wfbp.comm.backend import Backend, Buffer, Work
 from wfbp.comm.chunking import split
-from wfbp.comm.device import Device, Event
+from wfbp.comm.device import Device
 from wfbp.comm.device_backend import DeviceBackend, DeviceWork
+from wfbp.comm.staged_work import Piece, StagedWork, Start
 from wfbp.core.types import Op, item_bytes
 from wfbp.errors import BackendError
 
 PIECE_BYTES = 4 << 20
 NUM_PINNED = 2
-
-Start = Callable[[Buffer], Work[None]]
-
-
-@dataclass(slots=True)
-class _Piece:
-    """A part of a message.
-
-    Args:
-        parts: its bytes on the device, one after the other in the pinned buffer.
-        out: which of the parts are sent.
-        back: which of them receive.
-        start: starts the collective on the pinned bytes.
-        work: what it belongs to.
-    """
-
-    parts: Sequence[Buffer]
-    out: Sequence[bool]
-    back: Sequence[bool]
-    start: Start
-    work: StagedWork
-    pinned: Buffer | None = None
-    copied: Event = None
-    travel: Work[None] | None = None
-    nbytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.nbytes = sum(part.nbytes for part in self.parts)
 
 
 class StagedBackend(DeviceBackend):
@@ -85,8 +56,8 @@ class StagedBackend(DeviceBackend):
         if stream is not None:
             self.stream = stream
         self._piece_bytes = piece_bytes
-        self._waiting: deque[_Piece] = deque()
-        self._moving: deque[_Piece] = deque()
+        self._waiting: deque[Piece] = deque()
+        self._moving: deque[Piece] = deque()
         self._free: list[Buffer] = []
         self._num_pinned = 0
         self._error: BackendError | None = None
@@ -101,7 +72,7 @@ class StagedBackend(DeviceBackend):
 
         work = StagedWork(self, data.nbytes)
         for a, b in self._chunks(data.nbytes, item_bytes(dtype)):
-            work.add(_Piece([data[a:b]], [True], [True], start, work))
+            work.add(Piece([data[a:b]], [True], [True], start, work))
         return self._submit(work)
 
     def _reduce_scatter(self, blocks: Sequence[Buffer], dtype: str, op: Op) -> DeviceWork:
@@ -129,7 +100,7 @@ class StagedBackend(DeviceBackend):
         work = StagedWork(self, data.nbytes)
         mine = self.rank == root
         for a, b in self._chunks(data.nbytes, 1):
-            work.add(_Piece([data[a:b]], [mine], [not mine], start, work))
+            work.add(Piece([data[a:b]], [mine], [not mine], start, work))
         return self._submit(work)
 
     def _nothing(self) -> DeviceWork:
@@ -154,7 +125,7 @@ class StagedBackend(DeviceBackend):
                 for block, bound in zip(blocks, bounds, strict=True)
             ]
             counts = [part.nbytes for part in parts]
-            work.add(_Piece(parts, out, back, start(counts), work))
+            work.add(Piece(parts, out, back, start(counts), work))
         return self._submit(work)
 
     def _chunks(self, nbytes: int, item: int) -> list[tuple[int, int]]:
@@ -195,7 +166,7 @@ class StagedBackend(DeviceBackend):
             piece.pinned = pinned
             with self.device.annotate("wfbp to host"):
                 for wanted, place, part in zip(
-                    piece.out, _places(pinned, piece), piece.parts, strict=True
+                    piece.out, piece.places(pinned), piece.parts, strict=True
                 ):
                     if wanted and part.nbytes:
                         self.device.copy(place, part, self.stream)
@@ -217,7 +188,7 @@ class StagedBackend(DeviceBackend):
             assert piece.pinned is not None
             with self.device.annotate("wfbp from host"):
                 for wanted, place, part in zip(
-                    piece.back, _places(piece.pinned, piece), piece.parts, strict=True
+                    piece.back, piece.places(piece.pinned), piece.parts, strict=True
                 ):
                     if wanted and part.nbytes:
                         self.device.copy(part, place, self.stream)
@@ -255,64 +226,3 @@ class StagedBackend(DeviceBackend):
         self._family.remove(self)
         self._carrier.close()
         self.host.close()
-
-
-class StagedWork(DeviceWork):
-    """A message of several pieces."""
-
-    def __init__(self, backend: StagedBackend, nbytes: int) -> None:
-        self._backend = backend
-        self.nbytes = nbytes
-        self.pieces: list[_Piece] = []
-        self._missing = 0
-        self._copies: list[tuple[Buffer, Buffer]] = []
-        self._event: Event | None = None
-
-    @property
-    def activity(self) -> int:
-        return self._backend.activity
-
-    def add(self, piece: _Piece) -> None:
-        """One more piece, before it is submitted."""
-        self.pieces.append(piece)
-        self._missing += 1
-
-    def arrived(self) -> None:
-        """A piece's copies back are enqueued."""
-        self._missing -= 1
-        if not self._missing:
-            self.pieces.clear()
-            self._conclude()
-
-    def _conclude(self) -> None:
-        device, stream = self._backend.device, self._backend.stream
-        for target, source in self._copies:
-            device.copy(target, source, stream)
-        self._copies.clear()
-        self._event = device.record(stream)
-
-    def issued(self) -> bool:
-        if self._event is None:
-            if not self._missing:
-                self._conclude()
-            else:
-                self._backend.progress()
-        return self._event is not None
-
-    def test(self) -> bool:
-        return self.issued() and self._backend.device.done(self._event)
-
-    def then(self, target: Buffer, source: Buffer) -> None:
-        self._copies.append((target, source))
-        if self._event is not None:
-            self._conclude()
-
-
-def _places(pinned: Buffer, piece: _Piece) -> list[Any]:
-    """Where a piece's parts lie in its pinned buffer."""
-    places = []
-    end = 0
-    for part in piece.parts:
-        start, end = end, end + part.nbytes
-        places.append(pinned[start:end])
-    return places

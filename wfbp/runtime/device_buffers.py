@@ -8,17 +8,17 @@ not travel behind the tensors, but beside them (``side_flags``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from wfbp.comm.backend import Backend, Buffer, Work
-from wfbp.comm.device import Device, DeviceTable
+from wfbp.comm.device import Device, SlotTable
 from wfbp.comm.device_backend import DeviceBackend, DeviceWork
 from wfbp.core.plan import ALIGNMENT_BYTES, Plan, layout
 from wfbp.core.types import Op
 from wfbp.runtime.flags import Arrival
-from wfbp.runtime.shards import shard_bytes, shard_range
+from wfbp.runtime.shards import Table, shard_bytes, shard_range
 from wfbp.runtime.side_flags import SideFlags
 from wfbp.runtime.steps import Gather, Step
 
@@ -45,15 +45,15 @@ class DeviceFusionBuffer:
         self._op = op
         self._dtype = plan.dtype(group)
         self._beside = Beside(flags)
-        self._device = carrier.device
         self._members = plan.groups[group].tensors
         self._nbytes = [plan.tensors[k].nbytes for k in self._members]
-        self._offsets, end = layout(self._nbytes)
-        total = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._offsets = plan.offsets(group)
+        total = -(-plan.nbytes(group) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self._bytes = carrier.device.zeros(total, carrier.stream)
-        self._table = carrier.device.pack_table(
+        table = carrier.device.pack_table(
             self._bytes, self._offsets, self._nbytes, self._dtype, carrier.stream
         )
+        self._table = _Annotated(carrier.device, table)
 
     def slot(self, position: int) -> Buffer:
         """The bytes of the group's tensor at ``position``."""
@@ -64,14 +64,12 @@ class DeviceFusionBuffer:
         """Copy the gradients, zeros for what is absent."""
         self._beside.step = step
         self._table.pointers[:] = [step.addresses[k] for k in self._members]
-        with self._device.annotate("wfbp pack"):
-            self._table.pack()
+        self._table.pack()
 
     def unpack(self, addresses: Sequence[int]) -> None:
         """Copy the tensors to these addresses, indexed by tensor; 0: not that one."""
         self._table.pointers[:] = [addresses[k] for k in self._members]
-        with self._device.annotate("wfbp unpack"):
-            self._table.unpack()
+        self._table.unpack()
 
     def send(self, backend: Backend) -> Work[None]:
         """Reduce it."""
@@ -144,7 +142,7 @@ class _Blocks:
         first = rank * self.block_bytes + self._offsets[position]
         return self.bytes[first : first + stop - start]
 
-    def table(self, ranks: Sequence[int]) -> _ShardTable:
+    def table(self, ranks: Sequence[int]) -> Table:
         """Copies some ranks' shards."""
         offsets, nbytes, starts = [], [], []
         for rank in ranks:
@@ -155,42 +153,30 @@ class _Blocks:
                 starts.append(start)
         device, stream = self._carrier.device, self._carrier.stream
         table = device.pack_table(self.bytes, offsets, nbytes, self.dtype, stream)
-        return _ShardTable(device, table, self.members, starts, len(ranks))
+        return Table(_Annotated(device, table), self.members, starts, len(ranks))
 
 
-class _ShardTable:
-    """Copies shards between tensors and their places in a buffer."""
+class _Annotated:
+    """A table whose launches a profiler shows by name."""
 
-    def __init__(
-        self,
-        device: Device,
-        table: DeviceTable,
-        members: Sequence[int],
-        starts: Sequence[int],
-        times: int,
-    ) -> None:
+    def __init__(self, device: Device, table: SlotTable) -> None:
         self._device = device
         self._table = table
-        self._members = members
-        self._starts: Any = np.asarray(starts, np.int64)
-        self._times = times
 
-    def pack(self, addresses: Sequence[int]) -> None:
-        """Fill the buffer from the tensors at these addresses, indexed by tensor; 0: zeros."""
-        self._point(addresses)
+    @property
+    def pointers(self) -> npt.NDArray[np.int64]:
+        """Addresses, written before each launch; 0: absent."""
+        return self._table.pointers
+
+    def pack(self) -> None:
+        """Fill the buffer."""
         with self._device.annotate("wfbp pack"):
             self._table.pack()
 
-    def unpack(self, addresses: Sequence[int]) -> None:
-        """Copy from the buffer to the tensors at these addresses, indexed by tensor."""
-        self._point(addresses)
+    def unpack(self) -> None:
+        """Copy from the buffer."""
         with self._device.annotate("wfbp unpack"):
             self._table.unpack()
-
-    def _point(self, addresses: Sequence[int]) -> None:
-        own = np.asarray([addresses[k] for k in self._members], np.int64)
-        bases = np.tile(own, self._times)
-        self._table.pointers[:] = np.where(bases == 0, 0, bases + self._starts)
 
 
 class DeviceScatterBuffer:

@@ -61,18 +61,18 @@ class Gathering:
     def install(self, plan: Plan, buffers: Sequence[BackwardBuffer]) -> None:
         """Gather for another plan from the next :meth:`begin` on."""
         groups = plan.groups[: plan.num_backward]
-        self._members = [self._index[spec] for spec in plan.tensors]
+        self.members: Sequence[int] = [self._index[spec] for spec in plan.tensors]  # by place
         self.place = [-1] * len(self.specs)
         self._group_of = [0] * len(plan.tensors)
         self._slots = [NOWHERE] * len(plan.tensors)
-        for place, index in enumerate(self._members):
+        for place, index in enumerate(self.members):
             self.place[index] = place
         for group, members in enumerate(groups):
             whole = members.operation is Operation.ALL_REDUCE
             for position, place in enumerate(members.tensors):
                 self._group_of[place] = group
                 self._slots[place] = self._medium.slot(buffers[group].slot(position), whole)
-        self._last = [self._members[place] for place in groups[-1].tensors]
+        self._last = [self.members[place] for place in groups[-1].tensors]
         self.last.clear()
         self._dormant = [k for k, place in enumerate(self.place) if place < 0]
         self._sizes = [len(group.tensors) for group in groups]
@@ -80,7 +80,7 @@ class Gathering:
 
     def begin(self, number: int, now: Stamp, profiling: bool = False) -> None:
         """Open a step; ``profiling`` says whether it matters when each gradient appears."""
-        count = len(self._members)
+        count = len(self.members)
         self._begun = now
         self.step = Step(number, [0] * count, [None] * count)
         self._medium.begin(self.step, profiling)
@@ -166,11 +166,6 @@ class Gathering:
         return self._slots[place]
 
     @property
-    def members(self) -> Sequence[int]:
-        """Per tensor of the plan, its index."""
-        return self._members
-
-    @property
     def open(self) -> bool:
         """Whether gradients have appeared since the step began."""
         return any(self._passes.fired)
@@ -185,7 +180,7 @@ class Gathering:
         """Whether a gradient lies in its fusion buffer."""
         for place, slot in enumerate(self._slots):
             address = self.step.addresses[place]
-            if not address and (source := self._fetch(self._members[place])) is not None:
+            if not address and (source := self._fetch(self.members[place])) is not None:
                 address = source[0]
             if slot.whole and address == slot.address:
                 return True
@@ -198,14 +193,14 @@ class Gathering:
         self._all_ready = all(step.addresses)
         if not self._all_ready:
             for place, address in enumerate(step.addresses):
-                if not address and (source := self._fetch(self._members[place])) is not None:
+                if not address and (source := self._fetch(self.members[place])) is not None:
                     step.addresses[place], step.owners[place] = source
                     self._ready[place] = self._closed
         for index in self._dormant:
             if index not in self.extra and (source := self._fetch(index)) is not None:
                 self.extra[index] = source
         if targets:
-            step.targets = [0 if k in self.extra else targets[k] for k in self._members]
+            step.targets = [0 if k in self.extra else targets[k] for k in self.members]
 
     def check_resendable(self) -> None:
         """Raise unless all of the step can be sent anew, though it has been reduced.
@@ -218,7 +213,7 @@ class Gathering:
                 raise RuntimeError(
                     f"{self._who}: another rank discarded gradients that it had sent, so this step "
                     "must be sent again, but the gradient of "
-                    f"{self.specs[self._members[place]].name} was reduced in its place. Call "
+                    f"{self.specs[self.members[place]].name} was reduced in its place. Call "
                     "zero_grad() with set_to_none=True"
                 )
 
@@ -228,7 +223,7 @@ class Gathering:
         targets = self.step.targets or [0] * len(present)
         for place, here in enumerate(present):
             if here and not targets[place]:
-                found[self._members[place]] = self._slots[place]
+                found[self.members[place]] = self._slots[place]
         return found
 
     def moments(

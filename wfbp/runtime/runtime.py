@@ -14,10 +14,9 @@ from wfbp.comm.backend import Backend, Buffer, Finished, Work
 from wfbp.comm.device import Device
 from wfbp.comm.device_backend import DeviceBackend
 from wfbp.comm.device_choice import connect
-from wfbp.comm.probe import measure_cost
 from wfbp.comm.waiting import Waiter
 from wfbp.config import Config
-from wfbp.core.cost import Costs, PiecewiseCost, monotone_points
+from wfbp.core.cost import Costs
 from wfbp.core.types import Op, Operation
 from wfbp.errors import NotInitializedError, PeerError, WfbpError
 from wfbp.runtime.calls import Reply
@@ -25,6 +24,7 @@ from wfbp.runtime.device_medium import DeviceMedium
 from wfbp.runtime.envelope import seal, unseal
 from wfbp.runtime.inquiry import Inquiry
 from wfbp.runtime.medium import HostMedium, Medium
+from wfbp.runtime.network import NetworkCosts
 from wfbp.runtime.places import Place
 from wfbp.runtime.stall import StallWatch
 from wfbp.runtime.thread import CommunicationThread
@@ -58,8 +58,7 @@ class Runtime:
         self.local_rank = backend.local_rank
         self.local_size = backend.local_size
         self._backend = backend
-        self._curves: dict[str, dict[Operation, tuple[int, PiecewiseCost]]] = {}
-        self._costs: dict[str, Costs] = {}
+        self._network = NetworkCosts(self.call, config.probe_s, self._check_measurement)
         self._carriers: dict[tuple[int, int], DeviceBackend] = {}
         self._closed = False
         self._next_check = 0.0
@@ -173,41 +172,7 @@ class Runtime:
         Returns:
             All curves known so far, the same on every rank.
         """
-        through = carrier if isinstance(carrier, DeviceBackend) else None
-        way = type(through).__name__
-        curves = self._curves.setdefault(way, {})
-        if anew:
-            curves.clear()
-        missing = [
-            operation
-            for operation in Operation
-            if (operation is Operation.ALL_REDUCE or operation in operations)
-            and (operation not in curves or curves[operation][0] < max_bytes)
-        ]
-        if missing:
-            budget_s = self.config.probe_s / len(missing)
-            for operation in missing:
-                label = f"measuring the network's {operation.value}"
-                measure = partial(
-                    measure_cost,
-                    max_bytes=max_bytes,
-                    operation=operation,
-                    budget_s=budget_s,
-                    check=partial(self._check_measurement, label),
-                )
-                points = self.call(
-                    lambda backend, act=measure: Finished(act(through or backend)),  # type: ignore[misc]
-                    label,
-                )
-                curves[operation] = max_bytes, PiecewiseCost(monotone_points(points))
-        if missing:
-            curve = {operation: curve for operation, (_, curve) in curves.items()}
-            self._costs[way] = Costs(
-                curve[Operation.ALL_REDUCE],
-                curve.get(Operation.REDUCE_SCATTER),
-                curve.get(Operation.ALL_GATHER),
-            )
-        return self._costs[way]
+        return self._network.measure(max_bytes, operations, anew, carrier)
 
     def add_lane(self, lane: Lane) -> None:
         """Serve a lane from now on."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from wfbp import native
 from wfbp.comm.backend import Backend, Buffer, Segment, Work
+from wfbp.comm.device import SlotTable
 from wfbp.core.plan import ALIGNMENT_BYTES, Plan
 from wfbp.core.types import Op, TensorSpec, item_bytes
 from wfbp.runtime.direct import Arrangement, memory
@@ -100,27 +101,29 @@ class _Blocks:
                 nbytes.append(stop - start)
                 starts.append(start)
         small = [self.members[position] for position in self._small]
-        return Table(self, small, offsets, nbytes, starts, len(ranks))
+        table = native.PackTable(
+            self.bytes,
+            np.asarray(offsets, dtype=np.int64),
+            np.asarray(nbytes, dtype=np.int64),
+            self.dtype,
+        )
+        return Table(table, small, starts, len(ranks))
 
 
 class Table:
-    """Copies shards between tensors and their places in a buffer."""
+    """Copies shards between tensors and their places in a buffer.
+
+    Args:
+        table: of the places, those of one rank after those of another.
+        members: the tensors of each rank's places.
+        starts: per place, where its shard begins in its tensor.
+        times: number of ranks.
+    """
 
     def __init__(
-        self,
-        blocks: _Blocks,
-        members: Sequence[int],
-        offsets: Sequence[int],
-        nbytes: Sequence[int],
-        starts: Sequence[int],
-        times: int,
+        self, table: SlotTable, members: Sequence[int], starts: Sequence[int], times: int
     ) -> None:
-        self._table = native.PackTable(
-            blocks.bytes,
-            np.asarray(offsets, dtype=np.int64),
-            np.asarray(nbytes, dtype=np.int64),
-            blocks.dtype,
-        )
+        self._table = table
         self._members = members
         self._starts = np.asarray(starts, dtype=np.int64)
         self._times = times
