@@ -20,8 +20,8 @@ class Config:
 
     Args:
         schedule: which planner groups gradients, where the program does not say.
-        threshold_bytes: group size of the ``threshold`` schedule and of the first steps; as a
-            variable also with a unit, as in ``25M``.
+        threshold_bytes: group size of the ``threshold`` schedule and of the first steps, and where
+            ``dear`` begins its search; as a variable also with a unit, as in ``25M``.
         direct_bytes: tensors of at least this size travel from where they lie, without being
             packed; as a variable also with a unit.
         warmup_steps: steps left out of every measurement after a start or a change of plan.

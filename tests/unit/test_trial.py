@@ -78,7 +78,9 @@ def by_number(threshold_bytes: int) -> Plan:
     return Plan(str(threshold_bytes), SPECS, COARSE.groups)
 
 
-def search(*ranks: Seconds, make: Callable[[int], Plan] = by_number) -> tuple[list[int], Plan]:
+def search(
+    *ranks: Seconds, make: Callable[[int], Plan] = by_number, first_bytes: int = DEFAULT_BYTES
+) -> tuple[list[int], Plan]:
     """The thresholds that a search tries, and the plan it chooses, by each rank's seconds."""
     pytest.importorskip("bayes_opt")
     asked: list[int] = []
@@ -87,7 +89,7 @@ def search(*ranks: Seconds, make: Callable[[int], Plan] = by_number) -> tuple[li
         asked.append(threshold_bytes)
         return make(threshold_bytes)
 
-    trial = Search(made, num_steps=3)
+    trial = Search(made, first_bytes, num_steps=3)
     chosen = None
     while chosen is None:
         assert trial.num_steps == 3
@@ -118,9 +120,16 @@ def test_a_search_finds_the_valley(doublings: int) -> None:
 def test_a_search_starts_with_the_default_and_tries_ten() -> None:
     asked, _ = in_valley(23)
     assert len(asked) == 10
-    assert abs(asked[0] - DEFAULT_BYTES) <= 1
+    assert asked[0] == DEFAULT_BYTES
     assert all(MIN_SEARCHED_BYTES <= t <= MAX_SEARCHED_BYTES for t in asked)
     assert len(set(asked)) > 5
+
+
+def test_a_search_moves_with_where_it_starts() -> None:
+    asked, _ = search(valley(2**18), first_bytes=DEFAULT_BYTES // 32)
+    assert asked[0] == DEFAULT_BYTES // 32
+    assert all(MIN_SEARCHED_BYTES <= 32 * t <= MAX_SEARCHED_BYTES for t in asked)
+    assert valley(2**18)(min(asked, key=valley(2**18))) < 1.03
 
 
 def test_equal_answers_lead_to_equal_questions() -> None:

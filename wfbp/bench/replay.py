@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> None:
         "--shrink",
         type=int,
         default=SHRINK,
-        help="hold this fraction of the bytes (dear holds all: it seeks its threshold in bytes)",
+        help="hold this fraction of the bytes",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
@@ -128,7 +128,6 @@ def replay(
     shrink: int = SHRINK,
 ) -> Replayed:
     """Run one schedule on one trace until its plan is installed, then measure."""
-    shrink = 1 if schedule == "dear" else shrink
     held = _shrunk(trace, shrink)
     config = replace(Config(), warmup_steps=1, profile_steps=3, drift=0.0)
     curves = {operation: _stretched(costs.of(operation), shrink) for operation in Operation}

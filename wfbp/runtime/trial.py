@@ -100,17 +100,18 @@ class Search:
 
     Args:
         make: a plan with this threshold.
+        first_bytes: the threshold to begin with.
         num_steps: for each plan.
 
     Raises:
         ImportError: the ``search`` extra is not installed.
     """
 
-    def __init__(self, make: Callable[[int], Plan], num_steps: int) -> None:
+    def __init__(self, make: Callable[[int], Plan], first_bytes: int, num_steps: int) -> None:
         self.candidates: list[Candidate] = []
         self.num_steps = num_steps
         self._make = make
-        self._search = ThresholdSearch()
+        self._search = ThresholdSearch(first_bytes)
         self._begin()
 
     def conclude(self, ranks: Sequence[Times]) -> Plan | None:

@@ -222,7 +222,8 @@ class Tuner:
             def dear(threshold_bytes: int) -> Plan:
                 return planners.plan("dear", trace, costs, threshold_bytes=threshold_bytes)
 
-            self._try(Search(dear, self._trial_steps(dear(self._threshold_bytes))))
+            first_bytes = self._threshold_bytes
+            self._try(Search(dear, first_bytes, self._trial_steps(dear(first_bytes))))
             return
         if self._schedule == AUTO:
             plans = auto_candidates(trace, self.costs, self._threshold_bytes, self._decouples)

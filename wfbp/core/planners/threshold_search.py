@@ -9,6 +9,7 @@ from wfbp.core.planners.threshold import DEFAULT_BYTES
 
 MIN_SEARCHED_BYTES = 2**20
 MAX_SEARCHED_BYTES = 2**28
+"""What is searched around the default threshold; around others it moves with them."""
 _SEED = 1
 
 
@@ -17,6 +18,9 @@ class ThresholdSearch:
 
     The same answers lead to the same questions, on every rank.
 
+    Args:
+        first_bytes: asked first; the search goes from 1/25 of it to about ten times as much.
+
     Raises:
         ImportError: the ``search`` extra is not installed.
 
@@ -24,7 +28,7 @@ class ThresholdSearch:
         Zhang et al., "DeAR", ICDCS 2023, section IV-C.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first_bytes: int = DEFAULT_BYTES) -> None:
         try:
             from bayes_opt import BayesianOptimization
             from bayes_opt.acquisition import ExpectedImprovement
@@ -40,16 +44,18 @@ class ThresholdSearch:
             verbose=0,
             allow_duplicate_points=True,
         )
+        self._scale = first_bytes / DEFAULT_BYTES
         self._first_s = 0.0
         self._asked: dict[str, float] = {}
 
     def ask(self) -> int:
-        """The threshold to try next, in bytes; first of all the default."""
+        """The threshold to try next, in bytes."""
         if self._first_s:
             self._asked = self._search.suggest()
         else:
             self._asked = {"doublings": math.log2(DEFAULT_BYTES / MIN_SEARCHED_BYTES)}
-        return int(MIN_SEARCHED_BYTES * 2.0 ** self._asked["doublings"])
+        searched: float = MIN_SEARCHED_BYTES * 2.0 ** self._asked["doublings"]
+        return max(1, round(searched * self._scale))
 
     def tell(self, iteration_s: float) -> None:
         """What an iteration took with the threshold last asked for."""
