@@ -32,6 +32,7 @@ class DeviceFusionBuffer:
         op: ``Op.AVERAGE`` or ``Op.SUM``.
         carrier: sends it.
         flags: travel beside this group, if beside any.
+        deliveries: gets what copies tensors to where they are wanted, once they are reduced.
     """
 
     def __init__(
@@ -41,7 +42,9 @@ class DeviceFusionBuffer:
         op: Op,
         carrier: DeviceBackend,
         flags: SideFlags | None,
+        deliveries: list[SlotTable],
     ) -> None:
+        self._deliveries = deliveries
         self._op = op
         self._dtype = plan.dtype(group)
         self._beside = Beside(flags)
@@ -67,9 +70,9 @@ class DeviceFusionBuffer:
         self._table.pack()
 
     def unpack(self, addresses: Sequence[int]) -> None:
-        """Copy the tensors to these addresses, indexed by tensor; 0: not that one."""
+        """Have the tensors copied to these addresses, indexed by tensor; 0: not that one."""
         self._table.pointers[:] = [addresses[k] for k in self._members]
-        self._table.unpack()
+        self._deliveries.append(self._table)
 
     def send(self, backend: Backend) -> Work[None]:
         """Reduce it."""
@@ -189,6 +192,7 @@ class DeviceScatterBuffer:
         op: Op,
         carrier: DeviceBackend,
         flags: SideFlags | None,
+        deliveries: list[SlotTable],
     ) -> None:
         self._op = op
         self._rank = carrier.rank

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from wfbp.comm.backend import Backend, Buffer, Work
-from wfbp.comm.device import Event
+from wfbp.comm.device import Event, SlotTable
 from wfbp.comm.device_backend import DeviceBackend, DeviceWork
 from wfbp.core.plan import Plan
 from wfbp.core.types import Op, Operation
@@ -53,7 +53,9 @@ _NAP_S = 100e-6
 class DeviceMedium(Medium):
     """Memory and streams of one device.
 
-    ``_home`` is the stream on which the training thread last took what was reduced.
+    ``_home`` is the stream on which the training thread last took what was reduced. ``_deliveries``
+    copy what was reduced to where the training thread wants it: behind all groups, because the copy
+    waits for the end of backward, and what follows it on the lane's stream would wait too.
 
     Args:
         carrier: sends the groups, on the lane's stream.
@@ -73,6 +75,7 @@ class DeviceMedium(Medium):
         self._producers: set[int] = set()
         self._begun = False
         self._profiling = False
+        self._deliveries: list[SlotTable] = []
         self._ordered: Step | None = None
         self._closed_for: Step | None = None
         self._undone: deque[tuple[Event, float]] = deque()
@@ -92,7 +95,7 @@ class DeviceMedium(Medium):
             scatters = plan.groups[group].operation is Operation.REDUCE_SCATTER
             kind = DeviceScatterBuffer if scatters else DeviceFusionBuffer
             beside = flags if group == last else None
-            found.append(kind(plan, group, op, self._backend, beside))
+            found.append(kind(plan, group, op, self._backend, beside, self._deliveries))
         return found
 
     def forward(self, plan: Plan) -> list[ForwardBuffer]:
@@ -110,12 +113,12 @@ class DeviceMedium(Medium):
         if step is not self._ordered:
             self._ordered = step
             events += step.marks.get(BEGUN, ())
-        closed = step.marks.get(CLOSED)
-        if closed is None:
-            events += step.marks.get(group, ())
+        if group in step.marks:
+            # Though the host may have closed the step by now: it runs ahead of backward.
+            events += step.marks[group]
         elif self._closed_for is not step:
             self._closed_for = step
-            events += closed
+            events += step.marks[CLOSED]
         for event in events:
             self._device.wait(self._stream, event)
 
@@ -177,6 +180,10 @@ class DeviceMedium(Medium):
     def join(self) -> Stamp:
         device = self._device
         self._home = device.current_stream()
+        # The lane is done with the step, and leaves its stream to this thread.
+        for table in self._deliveries:
+            table.unpack()
+        self._deliveries.clear()
         event = device.record(self._stream)
         # Streams that made gradients wait too: the memory of these may be given out again there.
         for stream in {self._home, *self._producers}:

@@ -126,7 +126,7 @@ class Gathering:
         group = self._group_of[place]
         left = self._left[group] - 1
         self._left[group] = left
-        if left == 0 and self._group_complete is not None:
+        if left == 0 and self._group_complete is not None and self._may_have_left(place):
             self._group_complete(group)
         self._events.append(place)
         if left == 0 and self._overlap and self._thread.sleeping:

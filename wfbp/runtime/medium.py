@@ -45,7 +45,10 @@ class BackwardBuffer(Protocol):
         """What ranks said of the step, when it is reduced."""
 
     def unpack(self, addresses: Sequence[int]) -> None:
-        """Copy tensors to these addresses, indexed by tensor; 0: not that one."""
+        """Copy tensors to these addresses, indexed by tensor; 0: not that one.
+
+        On a device that happens behind all groups, when the training thread joins.
+        """
 
 
 class ForwardBuffer(Protocol):
@@ -139,7 +142,8 @@ class Medium(ABC):
     """The same; called where a gradient has just appeared."""
 
     complete: Callable[[int], None] | None
-    """Called with a group whose last gradient has just appeared, if at all."""
+    """Called with a group whose last gradient has just appeared, where it does not wait for the end
+    of the step; if at all."""
 
     @abstractmethod
     def begin(self, step: Step, profiling: bool) -> None:
