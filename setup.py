@@ -20,7 +20,8 @@ BUILD_FAILURES = (CCompilerError, ExecError, PlatformError, OSError)
 PACK = "wfbp._pack"
 JAX = "wfbp._jax_ffi"
 JAX_SOURCE = "csrc/jax_ffi.cc"
-SOURCES = {JAX_SOURCE: "jax", "csrc/pack.cu": "cuda"}
+JAX_HEADERS = ["csrc/jax_events.h", "csrc/jax_mailbox.h", "csrc/jax_values.h"]
+SOURCES = {**dict.fromkeys([JAX_SOURCE, *JAX_HEADERS], "jax"), "csrc/pack.cu": "cuda"}
 """What is compiled where the package runs, and the part of the package that it goes to."""
 
 WITHOUT = {
@@ -104,6 +105,7 @@ def jax_extension() -> list[Extension]:
         Extension(
             JAX,
             [JAX_SOURCE],
+            depends=JAX_HEADERS,
             include_dirs=[jax.ffi.include_dir()],
             define_macros=[("WFBP_JAXLIB", f'"{jaxlib.__version__}"')],
             extra_compile_args=["-std=c++17", "-O2", "-fvisibility=hidden"],

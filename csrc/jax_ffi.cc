@@ -4,81 +4,33 @@
 // may be busy for milliseconds and XLA computes on: it leaves a note and wakes a Python thread,
 // the herald, which tells the engine. `wait` runs once all gradients exist. It takes the GIL and
 // has Python close the step and fill the outputs; XLA's other threads compute on meanwhile.
+//
+// On CUDA both run when XLA enqueues. `announce` records an event behind the gradient, on XLA's
+// stream; `wait` returns once that stream has been made to wait for all that fills the outputs.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <condition_variable>
 #include <cstdint>
 #include <cstring>
-#include <mutex>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include "jax_events.h"
+#include "jax_mailbox.h"
+#include "jax_values.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
 namespace {
 
-// A gradient exists: of which exchange, which leaf, and where it lies.
-struct Note {
-  std::int64_t exchange;
-  std::int32_t index;
-  std::uintptr_t address;
-};
-
-// Notes on their way from XLA's threads to Python; the mutex protects everything. Who holds it
-// waits for nothing, and who waits for it does not hold the GIL.
-class Mailbox {
- public:
-  void put(const Note& note) {
-    bool ring = false;
-    {
-      const std::lock_guard<std::mutex> hold(mutex_);
-      notes_.push_back(note);
-      ring = listening_;
-      listening_ = false;
-    }
-    if (ring) bell_.notify_one();
-  }
-
-  std::vector<Note> take() {
-    const std::lock_guard<std::mutex> hold(mutex_);
-    return std::exchange(notes_, {});
-  }
-
-  // Waits for a note; false once closed.
-  bool listen() {
-    std::unique_lock<std::mutex> hold(mutex_);
-    while (!closed_ && notes_.empty()) {
-      listening_ = true;  // each time: whoever rang has reset it, and the notes may be taken since
-      bell_.wait(hold);
-    }
-    listening_ = false;
-    return !closed_;
-  }
-
-  void close() {
-    {
-      const std::lock_guard<std::mutex> hold(mutex_);
-      closed_ = true;
-    }
-    bell_.notify_all();
-  }
-
-  bool closed() {
-    const std::lock_guard<std::mutex> hold(mutex_);
-    return closed_;
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable bell_;
-  std::vector<Note> notes_;
-  bool listening_ = false;
-  bool closed_ = false;
-};
+using wfbp::EventStock;
+using wfbp::Mailbox;
+using wfbp::Note;
+using wfbp::address_list;
+using wfbp::numbers;
+using wfbp::pending_error;
+using wfbp::place_of;
 
 // Never destroyed: XLA's threads may outlive static objects.
 Mailbox& mailbox() {
@@ -86,7 +38,13 @@ Mailbox& mailbox() {
   return *only;
 }
 
-PyObject* waiter = nullptr;  // called as waiter(exchange, inputs, outputs); guarded by the GIL
+EventStock& events() {
+  static EventStock* const only = new EventStock;
+  return *only;
+}
+
+// Called as waiter(exchange, inputs, outputs, place); guarded by the GIL.
+PyObject* waiter = nullptr;
 
 ffi::Error announce(std::int64_t exchange, std::int32_t index, ffi::AnyBuffer gradient,
                     ffi::Result<ffi::AnyBuffer> out) {
@@ -98,38 +56,20 @@ ffi::Error announce(std::int64_t exchange, std::int32_t index, ffi::AnyBuffer gr
   return ffi::Error::Success();
 }
 
-// A list of addresses; null with a Python error set where that fails.
-PyObject* address_list(const std::vector<void*>& addresses) {
-  PyObject* list = PyList_New(static_cast<Py_ssize_t>(addresses.size()));
-  for (std::size_t i = 0; list != nullptr && i < addresses.size(); ++i) {
-    PyObject* address = PyLong_FromVoidPtr(addresses[i]);
-    if (address == nullptr) {
-      Py_CLEAR(list);
-    } else {
-      PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), address);
-    }
+ffi::Error announce_on_stream(void* stream, std::int32_t device, std::int64_t exchange,
+                              std::int32_t index, ffi::AnyBuffer gradient,
+                              ffi::Result<ffi::AnyBuffer> out) {
+  if (out->untyped_data() != gradient.untyped_data()) {
+    return ffi::Error(ffi::ErrorCode::kInternal,
+                      "wfbp: XLA did not let the announced gradient stay where it is");
   }
-  return list;
+  mailbox().put({exchange, index, reinterpret_cast<std::uintptr_t>(gradient.untyped_data()), device,
+                 reinterpret_cast<std::uintptr_t>(stream), events().record(stream)});
+  return ffi::Error::Success();
 }
 
-// The pending Python exception as text; clears it.
-std::string pending_error() {
-  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
-  PyErr_Fetch(&type, &value, &traceback);
-  PyErr_NormalizeException(&type, &value, &traceback);
-  std::string text = type == nullptr ? "" : reinterpret_cast<PyTypeObject*>(type)->tp_name;
-  if (PyObject* shown = value == nullptr ? nullptr : PyObject_Str(value)) {
-    if (const char* utf8 = PyUnicode_AsUTF8(shown)) text += std::string(": ") + utf8;
-    Py_DECREF(shown);
-  }
-  PyErr_Clear();
-  Py_XDECREF(type);
-  Py_XDECREF(value);
-  Py_XDECREF(traceback);
-  return text;
-}
-
-ffi::Error wait(std::int64_t exchange, ffi::RemainingArgs gradients, ffi::RemainingRets reduced) {
+ffi::Error wait_at(std::int32_t device, void* stream, std::int64_t exchange,
+                   ffi::RemainingArgs& gradients, ffi::RemainingRets& reduced) {
   std::vector<void*> inputs, outputs;
   for (std::size_t i = 0; i < gradients.size(); ++i) {
     auto input = gradients.get<ffi::AnyBuffer>(i);
@@ -146,17 +86,30 @@ ffi::Error wait(std::int64_t exchange, ffi::RemainingArgs gradients, ffi::Remain
   const PyGILState_STATE state = PyGILState_Ensure();
   PyObject* const from = address_list(inputs);
   PyObject* const to = address_list(outputs);
-  PyObject* done = nullptr;
+  PyObject *place = nullptr, *done = nullptr;
   if (from != nullptr && to != nullptr) {
-    done = PyObject_CallFunction(waiter, "LOO", static_cast<long long>(exchange), from, to);
+    place = place_of(device, reinterpret_cast<std::uintptr_t>(stream), 0);
+  }
+  if (place != nullptr) {
+    done = PyObject_CallFunction(waiter, "LOOO", static_cast<long long>(exchange), from, to, place);
   }
   if (done == nullptr) problem = pending_error();
   Py_XDECREF(from);
   Py_XDECREF(to);
+  Py_XDECREF(place);
   Py_XDECREF(done);
   PyGILState_Release(state);
   if (!problem.empty()) return ffi::Error(ffi::ErrorCode::kInternal, problem);
   return ffi::Error::Success();
+}
+
+ffi::Error wait(std::int64_t exchange, ffi::RemainingArgs gradients, ffi::RemainingRets reduced) {
+  return wait_at(-1, nullptr, exchange, gradients, reduced);
+}
+
+ffi::Error wait_on_stream(void* stream, std::int32_t device, std::int64_t exchange,
+                          ffi::RemainingArgs gradients, ffi::RemainingRets reduced) {
+  return wait_at(device, stream, exchange, gradients, reduced);
 }
 
 XLA_FFI_DEFINE_HANDLER(announce_handler, announce,
@@ -170,11 +123,35 @@ XLA_FFI_DEFINE_HANDLER(
     wait_handler, wait,
     ffi::Ffi::Bind().Attr<std::int64_t>("exchange").RemainingArgs().RemainingRets());
 
+XLA_FFI_DEFINE_HANDLER(announce_on_stream_handler, announce_on_stream,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<void*>>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Attr<std::int64_t>("exchange")
+                           .Attr<std::int32_t>("index")
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER(wait_on_stream_handler, wait_on_stream,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<void*>>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Attr<std::int64_t>("exchange")
+                           .RemainingArgs()
+                           .RemainingRets());
+
+PyObject* capsule(XLA_FFI_Handler* handler) {
+  return PyCapsule_New(reinterpret_cast<void*>(handler), nullptr, nullptr);
+}
+
 PyObject* handlers(PyObject*, PyObject*) {
-  return Py_BuildValue("{s:N,s:N}", "wfbp_announce",
-                       PyCapsule_New(reinterpret_cast<void*>(announce_handler), nullptr, nullptr),
-                       "wfbp_wait",
-                       PyCapsule_New(reinterpret_cast<void*>(wait_handler), nullptr, nullptr));
+  return Py_BuildValue("{s:{s:N,s:N},s:{s:N,s:N}}",                         //
+                       "cpu",                                               //
+                       "wfbp_announce", capsule(announce_handler),          //
+                       "wfbp_wait", capsule(wait_handler),                  //
+                       "CUDA",                                              //
+                       "wfbp_announce", capsule(announce_on_stream_handler),  //
+                       "wfbp_wait", capsule(wait_on_stream_handler));
 }
 
 PyObject* serve(PyObject*, PyObject* callback) {
@@ -200,9 +177,11 @@ PyObject* take(PyObject*, PyObject*) {
   Py_END_ALLOW_THREADS
   PyObject* list = PyList_New(static_cast<Py_ssize_t>(notes.size()));
   for (std::size_t i = 0; list != nullptr && i < notes.size(); ++i) {
-    PyObject* note = Py_BuildValue("LiK", static_cast<long long>(notes[i].exchange),
-                                   static_cast<int>(notes[i].index),
-                                   static_cast<unsigned long long>(notes[i].address));
+    const Note& taken = notes[i];
+    PyObject* note = Py_BuildValue("LiKN", static_cast<long long>(taken.exchange),
+                                   static_cast<int>(taken.index),
+                                   static_cast<unsigned long long>(taken.address),
+                                   place_of(taken.device, taken.stream, taken.event));
     if (note == nullptr) {
       Py_CLEAR(list);
     } else {
@@ -219,15 +198,15 @@ PyObject* close_mailbox(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// Reads a list of integers; false with a Python error set where it is none.
-bool numbers(PyObject* list, std::vector<unsigned long long>& found) {
-  PyObject* const items = PySequence_Fast(list, "expected a list of integers");
-  if (items == nullptr) return false;
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items); ++i) {
-    found.push_back(PyLong_AsUnsignedLongLong(PySequence_Fast_GET_ITEM(items, i)));
+PyObject* stock(PyObject*, PyObject* args) {
+  unsigned long long record = 0;
+  PyObject* handle_list = nullptr;
+  std::vector<unsigned long long> handles;
+  if (!PyArg_ParseTuple(args, "KO", &record, &handle_list) || !numbers(handle_list, handles)) {
+    return nullptr;
   }
-  Py_DECREF(items);
-  return PyErr_Occurred() == nullptr;
+  events().fill(reinterpret_cast<EventStock::Record>(record), handles);
+  Py_RETURN_NONE;
 }
 
 PyObject* copy(PyObject*, PyObject* args) {
@@ -253,11 +232,12 @@ PyObject* copy(PyObject*, PyObject* args) {
 }
 
 PyMethodDef methods[] = {
-    {"handlers", handlers, METH_NOARGS, "XLA handlers by target name, as capsules."},
-    {"serve", serve, METH_O, "Have callback(exchange, inputs, outputs) called by each wait."},
+    {"handlers", handlers, METH_NOARGS, "XLA handlers by platform and target name, as capsules."},
+    {"serve", serve, METH_O, "Have callback(exchange, inputs, outputs, place) called by each wait."},
     {"listen", listen, METH_NOARGS, "Wait for notes; False once closed."},
-    {"take", take, METH_NOARGS, "All notes that wait: (exchange, index, address) each."},
+    {"take", take, METH_NOARGS, "All notes that wait: (exchange, index, address, place) each."},
     {"close", close_mailbox, METH_NOARGS, "End listen(); every later wait fails."},
+    {"stock", stock, METH_VARARGS, "stock(record, handles): events to record by that function."},
     {"copy", copy, METH_VARARGS, "copy(to, from, nbytes): copy memory, by lists of integers."},
     {nullptr, nullptr, 0, nullptr}};
 

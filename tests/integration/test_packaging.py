@@ -103,6 +103,7 @@ def test_sdist_and_wheel(source: Path, empty: Path, tmp_path: Path) -> None:
     assert any(name.startswith("wfbp/_pack.") and name.endswith(".so") for name in names)
     # What is compiled at first use: the kernels, and the handlers where JAX came later.
     compiled = {"wfbp/jax/native.py", "wfbp/jax/jax_ffi.cc", "wfbp/cuda/pack.cu"}
+    compiled |= {f"wfbp/jax/jax_{part}.h" for part in ("events", "mailbox", "values")}
     assert {"wfbp/py.typed", "wfbp/_pack.pyi", "wfbp/core/plan.py", *compiled} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     foreign = [n for n in names if not n.startswith(("wfbp/", "wfbp-"))]

@@ -39,12 +39,19 @@ def _short_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 class Devices:
     """One software device per rank, connected by a library that stands for NCCL, or by none."""
 
-    def __init__(self, size: int, nccl: bool, seed: int = 0, most_s: float = 3e-4) -> None:
+    def __init__(
+        self,
+        size: int,
+        nccl: bool,
+        seed: int = 0,
+        most_s: float = 3e-4,
+        kind: type[Any] = SoftwareDevice,
+    ) -> None:
         self._worlds: list[LocalWorld] = []
         self._made = [0] * size
         self._size = size
         self._lock = threading.Lock()
-        self.of = [SoftwareDevice(seed + rank, most_s) for rank in range(size)]
+        self.of = [kind(seed + rank, most_s) for rank in range(size)]
         for rank, device in enumerate(self.of):
             if nccl:
                 device.library = FakeNccl(device, lambda rank=rank: self._connect(rank))

@@ -12,9 +12,7 @@ import pytest
 
 pytest.importorskip("jax")
 
-import jax
-
-from wfbp.jax import native, taps
+from wfbp.jax import native
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = shutil.which("g++") or shutil.which("c++")
@@ -31,7 +29,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_compiled_once_and_found_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By two processes that start together."""
     program = (
-        "from wfbp.jax import native; m = native._compiled(); print(m.JAXLIB, sorted(m.handlers()))"
+        "from wfbp.jax import native; m = native._compiled(); print(m.JAXLIB); "
+        "print(*(f'{platform} {sorted(h)}' for platform, h in m.handlers().items()))"
     )
     started = [
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=ROOT)
@@ -39,7 +38,8 @@ def test_compiled_once_and_found_again(cache: Path, monkeypatch: pytest.MonkeyPa
     ]
     said = [process.communicate(timeout=100)[0].decode() for process in started]
     assert said[0] == said[1]
-    assert "['wfbp_announce', 'wfbp_wait']" in said[0]
+    names = ["wfbp_announce", "wfbp_wait"]
+    assert f"cpu {names} CUDA {names}" in said[0]
     assert len(list(cache.glob("*.so"))) == 1
     assert not [f for f in cache.iterdir() if f.suffix not in (".so", ".lock")]
     monkeypatch.setenv("CXX", "/bin/false")
@@ -66,12 +66,6 @@ def test_without_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_SOURCES", ())
     with pytest.raises(ImportError, match="reinstall wfbp"):
         native._compiled()
-
-
-def test_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    with pytest.raises(NotImplementedError, match=r"runs them on gpu\. Set JAX_PLATFORMS=cpu"):
-        taps.exchanges.__wrapped__()
 
 
 def test_copies() -> None:

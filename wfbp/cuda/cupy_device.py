@@ -53,16 +53,7 @@ class CupyDevice(Device):
     """
 
     def __init__(self, index: int, current_stream: Callable[[], int] | None = None) -> None:
-        try:
-            import cupy
-            from cupy_backends.cuda.api import runtime
-        except ImportError as error:
-            raise ImportError(
-                f"tensors on CUDA devices need CuPy ({error}); install it with wfbp: "
-                "pip install 'wfbp[cuda12]' (or cuda13)"
-            ) from error
-        self._cupy = cupy
-        self._runtime: Any = runtime
+        self._cupy, self._runtime = cupy, runtime = _modules()
         self.index = index
         with cupy.cuda.Device(index):
             self._kernels = CudaKernels()
@@ -103,14 +94,21 @@ class CupyDevice(Device):
         return handle
 
     def record(self, stream: int, timed: bool = False) -> _Event:
-        pool = self._timed if timed else self._plain
+        event = self.own_event(self.take_event(timed), timed)
+        self._runtime.eventRecord(event.handle, stream)
+        return event
+
+    def take_event(self, timed: bool) -> int:
+        """The handle of an event that belongs to the caller until :meth:`own_event`."""
         try:
-            handle = pool.pop()
+            return (self._timed if timed else self._plain).pop()
         except IndexError:
             with self._cupy.cuda.Device(self.index):
-                handle = self._runtime.eventCreateWithFlags(0 if timed else _DISABLE_TIMING)
-        self._runtime.eventRecord(handle, stream)
-        return _Event(handle, pool)
+                return int(self._runtime.eventCreateWithFlags(0 if timed else _DISABLE_TIMING))
+
+    def own_event(self, handle: int, timed: bool) -> _Event:
+        """The event of a handle that was taken."""
+        return _Event(handle, self._timed if timed else self._plain)
 
     def wait(self, stream: int, event: _Event) -> None:
         self._runtime.streamWaitEvent(stream, event.handle)
@@ -147,9 +145,11 @@ class CupyDevice(Device):
         if target.nbytes != source.nbytes:
             raise ValueError(f"{source.nbytes} bytes do not fill {target.nbytes}")
         if target.nbytes:
-            self._runtime.memcpyAsync(
-                self.address(target), self.address(source), target.nbytes, _COPY_ANY_WAY, stream
-            )
+            self.copy_bytes(self.address(target), self.address(source), target.nbytes, stream)
+
+    def copy_bytes(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        """Enqueue a copy between two addresses."""
+        self._runtime.memcpyAsync(to, source, nbytes, _COPY_ANY_WAY, stream)
 
     def pack_table(
         self, buffer: Buffer, offsets: Sequence[int], nbytes: Sequence[int], dtype: str, stream: int
@@ -204,6 +204,32 @@ class CudaTable:
         """Enqueue the copies of every slot back to its address."""
         with self._device.active():
             self._table.unpack()
+
+
+def count_devices() -> int:
+    """How many CUDA devices this process sees; no context is made on any.
+
+    Raises:
+        ImportError: CuPy is not installed, or finds no driver.
+    """
+    _, runtime = _modules()
+    try:
+        return int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError as error:
+        raise ImportError(f"CUDA finds no device: {error}") from error
+
+
+def _modules() -> tuple[Any, Any]:
+    """CuPy, and its bindings of the CUDA runtime."""
+    try:
+        import cupy
+        from cupy_backends.cuda.api import runtime
+    except ImportError as error:
+        raise ImportError(
+            f"tensors on CUDA devices need CuPy ({error}); install it with wfbp: "
+            "pip install 'wfbp[cuda12]' (or cuda13)"
+        ) from error
+    return cupy, runtime
 
 
 def _destroy(runtime: Any, stream: int) -> None:

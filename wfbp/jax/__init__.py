@@ -17,6 +17,7 @@ Example:
 from __future__ import annotations
 
 from wfbp.core.types import Op
+from wfbp.jax.choice import choose_device
 from wfbp.jax.gradients import grad, value_and_grad
 from wfbp.jax.metrics import average_metrics
 from wfbp.jax.operations import allgather, allreduce, alltoall, broadcast, reducescatter
@@ -59,6 +60,7 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "broadcast_parameters",
+    "choose_device",
     "grad",
     "init",
     "is_initialized",

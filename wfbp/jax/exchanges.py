@@ -6,11 +6,13 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 from wfbp.errors import WfbpError
 from wfbp.jax import native
+from wfbp.jax.device import Places, check_place
 from wfbp.jax.exchange import Exchange, Request
 from wfbp.runtime import agreement, world
 from wfbp.runtime.engine import Engine
@@ -32,10 +34,12 @@ class Exchanges:
 
     Args:
         handlers: the XLA handlers that announce.
+        device: that programs run on; None for the CPU.
     """
 
-    def __init__(self, handlers: native.Handlers) -> None:
+    def __init__(self, handlers: native.Handlers, device: Places | None = None) -> None:
         self._native = handlers
+        self.device = device
         self._lock = threading.Lock()
         self._making = threading.Lock()
         self._requests: dict[int, Request] = {}
@@ -48,7 +52,10 @@ class Exchanges:
     def add(self, request: Request) -> int:
         """Know a request; its key."""
         with self._lock:
+            known = request.key in self._requests
             self._requests[request.key] = request
+        if not known:
+            self._stock(2 * len(request.specs))
         return request.key
 
     def announce(self, key: int, index: int, address: int, owner: object) -> None:
@@ -75,12 +82,24 @@ class Exchanges:
                 reports[name if turn == 1 else f"{name} [{turn}]"] = report
         return reports
 
-    def _wait(self, key: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
-        """All gradients of a compiled program exist; called on one of XLA's threads."""
+    def _wait(
+        self,
+        key: int,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        place: tuple[int, int, int] | None,
+    ) -> None:
+        """All gradients of a compiled program exist; called on one of XLA's threads.
+
+        On a device they will, where the stream of ``place`` has come to; and what is reduced lies
+        in its place for what follows there.
+        """
         with self._lock:
             self._take_notes()
             exchange = self._get(key)
-        exchange.reduce(inputs, outputs)
+        check_place(self.device, place)
+        with self._at(place):
+            exchange.reduce(inputs, outputs)
 
     def _hear(self) -> None:
         """The herald: passes on what XLA's threads announce."""
@@ -89,11 +108,29 @@ class Exchanges:
                 self._take_notes()
 
     def _take_notes(self) -> None:
-        for key, index, address in self._native.take():
+        used = 0
+        for key, index, address, place in self._native.take():
+            used += place is not None and place[2] != 0
             try:
-                self._get(key).announce(index, address)
+                check_place(self.device, place)
+                with self._at(place):
+                    self._get(key).announce(index, address)
             except WfbpError:
-                continue  # no runtime; the wait that follows says so
+                continue  # no runtime, or another device; the wait that follows says so
+        if used:
+            self._stock(used)
+
+    def _at(self, place: tuple[int, int, int] | None) -> AbstractContextManager[None]:
+        """Within it, this thread is where a handler was called."""
+        if self.device is None or place is None:
+            return nullcontext()
+        _, stream, handle = place
+        return self.device.at(stream, self.device.recorded(handle) if handle else None)
+
+    def _stock(self, count: int) -> None:
+        """Let so many more announcements record events."""
+        if self.device is not None:
+            self._native.stock(self.device.recorder, self.device.lend(count))
 
     def _get(self, key: int) -> Exchange:
         """The exchange of a key, in the runtime that there is now."""
@@ -117,7 +154,7 @@ class Exchanges:
                 runtime.where,
                 self._lock,
                 partial(self._make, runtime, request),
-                self._native.copy,
+                self._native.copy if self.device is None else self.device.move,
             )
         return found
 
@@ -145,6 +182,7 @@ class Exchanges:
                     schedule=request.schedule,
                     threshold_bytes=request.threshold_bytes,
                     op=request.op,
+                    device=self.device,
                     fetch=exchange.source,
                     name=request.title,
                 )

@@ -43,17 +43,26 @@ _COMPILE_S = 300.0
 class Handlers(Protocol):
     """What ``csrc/jax_ffi.cc`` offers to Python."""
 
-    def handlers(self) -> dict[str, Any]:
-        """XLA handlers by target name, as capsules."""
+    def handlers(self) -> dict[str, dict[str, Any]]:
+        """XLA handlers by platform and target name, as capsules."""
 
     def serve(self, callback: Any, /) -> None:
-        """Have ``callback(exchange, inputs, outputs)`` called by each wait, on XLA's thread."""
+        """Have ``callback(exchange, inputs, outputs, place)`` called by each wait, on XLA's thread.
+
+        ``place``: as in :meth:`take`, without an event.
+        """
 
     def listen(self) -> bool:
         """Wait until something is announced; False once closed."""
 
-    def take(self) -> list[tuple[int, int, int]]:
-        """What has been announced: exchange, index of the leaf, address of the gradient."""
+    def take(self) -> list[tuple[int, int, int, tuple[int, int, int] | None]]:
+        """What has been announced: exchange, index of the leaf, address of the gradient, place.
+
+        That is None on the CPU; on CUDA the device, the stream, and an event recorded there or 0.
+        """
+
+    def stock(self, record: int, handles: Sequence[int], /) -> None:
+        """Events for announcements to record: a C function's address, and events' handles."""
 
     def close(self) -> None:
         """End :meth:`listen`; every later wait fails."""
@@ -71,8 +80,9 @@ def load() -> Handlers:
             says what is missing.
     """
     native = cast(Handlers, _built() or _compiled())
-    for target, handler in native.handlers().items():
-        jax.ffi.register_ffi_target(target, handler, platform="cpu")
+    for platform, handlers in native.handlers().items():
+        for target, handler in handlers.items():
+            jax.ffi.register_ffi_target(target, handler, platform=platform)
     world.before_shutdown(see_steps_through)
     atexit.register(_finish, native)
     return native
@@ -125,7 +135,7 @@ def _compiled() -> ModuleType:
             "wfbp.jax: neither the XLA handlers nor their source jax_ffi.cc are installed; "
             "reinstall wfbp"
         )
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    digest = _digest(source)
     tag = f"{sys.implementation.cache_tag}-jaxlib{jaxlib.__version__}-{digest}"
     folder = _cache_folder()
     target = folder / f"{MODULE}-{tag}.so"
@@ -139,6 +149,12 @@ def _compiled() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def _digest(source: Path) -> str:
+    """Of the source and its headers."""
+    texts = [path.read_bytes() for path in sorted(source.parent.glob("jax_*"))]
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
 
 
 def _cache_folder() -> Path:

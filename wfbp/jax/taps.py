@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
 from wfbp.jax import native
+from wfbp.jax.device import programs_device
 from wfbp.jax.exchange import Request
 from wfbp.jax.exchanges import Exchanges
 
@@ -24,14 +25,10 @@ def exchanges() -> Exchanges:
 
     Raises:
         ImportError: there are no XLA handlers, and they cannot be compiled.
-        NotImplementedError: programs run elsewhere than on the CPU.
+        NotImplementedError: programs run on neither a CPU nor CUDA.
     """
-    if (platform := jax.default_backend()) != "cpu":
-        raise NotImplementedError(
-            f"wfbp.jax exchanges gradients of programs on the CPU; JAX runs them on {platform}. "
-            "Set JAX_PLATFORMS=cpu"
-        )
-    return Exchanges(native.load())
+    device = programs_device()
+    return Exchanges(native.load(), device)
 
 
 class Place:
@@ -108,6 +105,8 @@ class Step:
         self._announced.add(index)
         if self._is_traced(gradient):
             return _announce(gradient, self._key, index)
+        if self._exchanges.device is not None:
+            return gradient  # it leaves with the wait, which is a small program of its own
         # Of the type that was agreed upon: outside of programs JAX has not yet narrowed a number
         # or an array of NumPy.
         array = np.asarray(gradient, jax.numpy.dtype(self._specs[index].dtype), order="C")
@@ -122,6 +121,12 @@ class Step:
         ]
         if any(self._is_traced(gradient) for gradient in given):
             return _call("wfbp_wait", given, exchange=np.int64(self._key))
+        if self._exchanges.device is not None:
+            on_it = [
+                jax.numpy.asarray(gradient, jax.numpy.dtype(spec.dtype))
+                for gradient, spec in zip(given, self._specs, strict=True)
+            ]
+            return _call("wfbp_wait", on_it, exchange=np.int64(self._key))
         arrays = [np.empty(spec.shape, jax.numpy.dtype(spec.dtype)) for spec in self._specs]
         targets = [array.__array_interface__["data"][0] for array in arrays]
         self._exchanges.reduce(self._key, targets)

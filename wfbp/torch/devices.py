@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from wfbp.comm.device import Device
+from wfbp.cuda.choice import check_local_rank
 from wfbp.runtime import world
 
 
@@ -53,13 +54,12 @@ def choose_device() -> torch.device:
         RuntimeError: there are fewer GPUs than ranks on this host.
     """
     runtime = world.current("choose_device()")
-    count = torch.cuda.device_count()
-    if runtime.local_rank >= count:
-        raise RuntimeError(
-            f"{runtime.where}: {runtime.local_size} ranks on this host, but {count} GPUs. Start "
-            f"{count or 'no'} ranks per host on GPUs; or let some share one: call "
-            "torch.cuda.set_device() with a number below, and set NCCL_MULTI_RANK_GPU_ENABLE=1 "
-            "(NCCL 2.30) or accept that gradients travel through the host; or train on the CPU"
-        )
+    check_local_rank(
+        runtime.where,
+        runtime.local_rank,
+        runtime.local_size,
+        torch.cuda.device_count(),
+        "call torch.cuda.set_device()",
+    )
     torch.cuda.set_device(runtime.local_rank)
     return torch.device("cuda", runtime.local_rank)

@@ -1,0 +1,37 @@
+"""``jax_program.py`` with gradients on a software device, through the handlers for CUDA.
+
+JAX computes on the host, which plays XLA's stream; what the lane does happens later, on streams
+that are threads. Usage: as of ``jax_program.py``, and NCCL or STAGED behind it.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.fake_nccl import FakeNccl
+from tests.parallel.programs import jax_program
+from tests.software_xla import SoftwareXla, stand_in
+from wfbp.comm import probe
+from wfbp.comm.mpi import MpiBackend
+from wfbp.jax import native, taps
+
+
+def main() -> None:
+    probe.LONGEST_STREAM = 2
+    device = SoftwareXla(seed=len(sys.argv), most_s=2e-4)
+    if sys.argv.pop() == "NCCL":
+        device.library = FakeNccl(device, MpiBackend)
+    with tempfile.TemporaryDirectory() as folder:
+        module = stand_in(Path(folder))
+    native._built = lambda: module
+    taps.programs_device = lambda: device
+    jax_program.check.main()
+    device.drain()
+    assert device.calls["pack"] > 20
+    assert device.calls["unpack"] > 20
+
+
+if __name__ == "__main__":
+    main()

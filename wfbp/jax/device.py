@@ -1,0 +1,142 @@
+"""The device that JAX's programs run on, and places in its streams.
+
+On CUDA an XLA handler is called when XLA enqueues, on one of XLA's threads, and told the stream.
+There an event is recorded without Python (``csrc/jax_events.h``), which hears of it later, on
+another thread. So that a gradient is ordered by the place in the stream where it was announced, and
+not by where the stream has come to since, a thread can be put there: see :meth:`Places.at`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import jax
+
+from wfbp.comm.device import Device, Event
+from wfbp.cuda.cupy_device import CupyDevice
+from wfbp.errors import WfbpError
+
+
+class Places(Device):
+    """A device whose streams are told by XLA, for one thread at a time each.
+
+    Args:
+        index: CUDA's number.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self._place = threading.local()
+
+    @contextmanager
+    def at(self, stream: int, event: Event | None = None) -> Iterator[None]:
+        """Within it, the calling thread's work is on a stream, and has come to an event.
+
+        Args:
+            stream: raw handle.
+            event: a timed one that was recorded there; None for wherever the stream has come to.
+        """
+        before = getattr(self._place, "now", None)
+        self._place.now = stream, event
+        try:
+            yield
+        finally:
+            self._place.now = before
+
+    def current_stream(self) -> int:
+        place = getattr(self._place, "now", None)
+        return super().current_stream() if place is None else place[0]  # type: ignore[safe-super]
+
+    def record(self, stream: int, timed: bool = False) -> Event:
+        place = getattr(self._place, "now", None)
+        if place is not None and place[0] == stream and place[1] is not None:
+            return place[1]
+        return super().record(stream, timed)  # type: ignore[safe-super]
+
+    @property
+    @abstractmethod
+    def recorder(self) -> int:
+        """Address of a C function ``int record(void* event, void* stream)``; 0 is success."""
+
+    @abstractmethod
+    def lend(self, count: int) -> list[int]:
+        """Handles of timed events, for C code to record."""
+
+    @abstractmethod
+    def recorded(self, handle: int) -> Event:
+        """The event of such a handle, which is no longer lent."""
+
+    @abstractmethod
+    def move(self, to: Sequence[int], source: Sequence[int], nbytes: Sequence[int]) -> None:
+        """Enqueue copies between addresses on the current stream."""
+
+
+class XlaDevice(Places, CupyDevice):
+    """A CUDA device that JAX runs programs on.
+
+    Args:
+        index: CUDA's number, among the devices that this process sees.
+
+    Raises:
+        ImportError: CuPy is not installed, or finds no driver.
+    """
+
+    def __init__(self, index: int) -> None:
+        CupyDevice.__init__(self, index)
+        Places.__init__(self, index)
+        self._driver = ctypes.CDLL("libcuda.so.1")
+
+    @property
+    def recorder(self) -> int:
+        address = ctypes.cast(self._driver.cuEventRecord, ctypes.c_void_p).value
+        assert address is not None
+        return address
+
+    def lend(self, count: int) -> list[int]:
+        return [self.take_event(timed=True) for _ in range(count)]
+
+    def recorded(self, handle: int) -> Event:
+        return self.own_event(handle, timed=True)
+
+    def move(self, to: Sequence[int], source: Sequence[int], nbytes: Sequence[int]) -> None:
+        for copy in zip(to, source, nbytes, strict=True):
+            self.copy_bytes(*copy, self.current_stream())
+
+
+def check_place(device: Places | None, place: tuple[int, int, int] | None) -> None:
+    """Raise where a step does not run on the device whose gradients are exchanged.
+
+    Raises:
+        WfbpError: the message says what to do.
+    """
+    expected = "the CPU" if device is None else f"GPU {device.index}"
+    found = "the CPU" if place is None else f"GPU {place[0]}"
+    if found != expected:
+        raise WfbpError(
+            f"a step runs on {found}, and wfbp.jax exchanges gradients of {expected}. Run steps on "
+            "the first of JAX's devices: wfbp.jax.choose_device() makes this rank's GPU the only "
+            "one, JAX_PLATFORMS=cpu the CPU"
+        )
+
+
+def programs_device() -> Places | None:
+    """The device that this process's programs run on; None for the CPU.
+
+    Raises:
+        NotImplementedError: they run on neither a CPU nor CUDA.
+        ImportError: on CUDA, where CuPy is not installed.
+    """
+    platform = jax.default_backend()
+    if platform == "cpu":
+        return None
+    first = jax.local_devices()[0]
+    if platform not in ("gpu", "cuda") or "rocm" in first.client.platform_version.lower():
+        raise NotImplementedError(
+            "wfbp.jax exchanges gradients of programs on CPUs and on NVIDIA's GPUs; JAX runs them "
+            f"on {first.device_kind} ({platform}). Set JAX_PLATFORMS=cpu"
+        )
+    return XlaDevice(first.local_hardware_id)
