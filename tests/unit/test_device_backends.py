@@ -228,6 +228,23 @@ def test_an_error_of_nccl_aborts_the_communicator() -> None:
     gate.set()
 
 
+def test_closing_destroys_the_communicator() -> None:
+    """On its device, and what went through the host first."""
+    ranks = Ranks(2)
+
+    def body(rank: int) -> None:
+        backend = ranks.backend("nccl", rank)
+        wait(backend.all_reduce(np.ones(3, np.int32), "int32", Op.AVERAGE), timeout_s=20.0)
+        used = ranks.devices[rank].calls["use"]
+        backend.close()
+        (communicator,) = ranks.libraries[rank].communicators
+        assert communicator.destroyed
+        assert not communicator.aborted
+        assert ranks.devices[rank].calls["use"] == used + 1
+
+    ranks.run(body)
+
+
 def test_ranks_that_do_not_join_are_not_waited_for_for_ever() -> None:
     ranks = Ranks(1)
     library = ranks.libraries[0]

@@ -320,7 +320,10 @@ def test_a_failure_on_the_device_ends_the_run(name: str) -> None:
 
     def body(runtime: Runtime) -> str:
         device = devices.of[runtime.rank]
+        DeviceTrainer(runtime, device, make_specs([5]), schedule="wfbp").engine.close()
+        other = DeviceTrainer(runtime, device, make_specs([5]), schedule="wfbp")
         trainer = DeviceTrainer(runtime, device, make_specs([10]), schedule="wfbp")
+        other.engine.close()
         device.enqueue(trainer.engine._medium.carrier.stream, breaks(device))
         for _ in range(2000):
             trainer.zero()
@@ -335,6 +338,26 @@ def test_a_failure_on_the_device_ends_the_run(name: str) -> None:
         raise AssertionError("nothing failed")
 
     messages = all_well(run_ranks(2, body, STEADY))
+    assert not any(c.destroyed for device in devices.of for c in device.library.communicators)
     wanted = "REMOTE_ERROR" if name == "check" else "illegal memory access"
     assert any(m.startswith("BackendError") and wanted in m for m in messages)
-    assert all(device.library.communicators[0].aborted for device in devices.of)
+    # Also those of lanes that had nothing to do.
+    assert all(c.aborted for device in devices.of for c in device.library.communicators)
+
+
+def test_shutdown_destroys_all_communicators() -> None:
+    devices = Devices(2, nccl=True, most_s=0.0)
+
+    def body(runtime: Runtime) -> int:
+        device = devices.of[runtime.rank]
+        for number in range(2):
+            trainer = DeviceTrainer(runtime, device, make_specs([10 + number]), schedule="wfbp")
+            trainer.zero()
+            trainer.accumulate(0, float(runtime.rank))
+            trainer.synchronize([0.5], f"engine {number}")
+            trainer.finish()
+        return len(device.library.communicators)
+
+    assert all_well(run_ranks(2, body, STEADY)) == [2, 2]
+    communicators = [c for device in devices.of for c in device.library.communicators]
+    assert all(c.destroyed and not c.aborted for c in communicators)

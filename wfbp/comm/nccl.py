@@ -30,23 +30,21 @@ from wfbp.comm.waiting import Check, wait
 from wfbp.core.types import Op, item_bytes
 from wfbp.errors import BackendError
 
-OPS = {
-    Op.SUM: "NCCL_SUM",
-    Op.AVERAGE: "NCCL_AVG",
-    Op.MIN: "NCCL_MIN",
-    Op.MAX: "NCCL_MAX",
-    Op.PRODUCT: "NCCL_PROD",
-}
+OPS = {Op.SUM: 0, Op.PRODUCT: 1, Op.MAX: 2, Op.MIN: 3, Op.AVERAGE: 4}
+"""``ncclRedOp_t``; older bindings take these numbers, but have no names for all of them."""
 
 DTYPES = {
-    "uint8": "NCCL_UINT8",
-    "int32": "NCCL_INT32",
-    "int64": "NCCL_INT64",
-    "float16": "NCCL_FLOAT16",
-    "bfloat16": "NCCL_BFLOAT16",
-    "float32": "NCCL_FLOAT32",
-    "float64": "NCCL_FLOAT64",
+    "uint8": 1,
+    "int32": 2,
+    "int64": 4,
+    "float16": 6,
+    "float32": 7,
+    "float64": 8,
+    "bfloat16": 9,
 }
+"""``ncclDataType_t``."""
+
+BYTE = DTYPES["uint8"]
 
 
 class NcclBackend(DeviceBackend):
@@ -102,9 +100,7 @@ class NcclBackend(DeviceBackend):
         address = self.device.address(data)
         count = data.nbytes // item_bytes(dtype)
         with self.device.annotate("wfbp all-reduce"):
-            self._comm.allReduce(
-                address, address, count, self._dtype(dtype), self._op(op), self.stream
-            )
+            self._comm.allReduce(address, address, count, DTYPES[dtype], OPS[op], self.stream)
         return self._started(data.nbytes, data)
 
     def _reduce_scatter(self, blocks: Sequence[Buffer], dtype: str, op: Op) -> DeviceWork:
@@ -113,7 +109,7 @@ class NcclBackend(DeviceBackend):
         address = next(self.device.address(block) for block in blocks if block.nbytes)
         total = sum(block.nbytes for block in blocks)
         equal = all(block.nbytes == blocks[0].nbytes for block in blocks)
-        types = self._dtype(dtype), self._op(op)
+        types = DTYPES[dtype], OPS[op]
         with self.device.annotate("wfbp reduce-scatter"):
             if equal:
                 own = blocks[self.rank]
@@ -129,9 +125,7 @@ class NcclBackend(DeviceBackend):
     def _broadcast(self, data: Buffer, root: int) -> DeviceWork:
         address = self.device.address(data)
         with self.device.annotate("wfbp broadcast"):
-            self._comm.broadcast(
-                address, address, data.nbytes, self._nccl.NCCL_UINT8, root, self.stream
-            )
+            self._comm.broadcast(address, address, data.nbytes, BYTE, root, self.stream)
         return self._started(data.nbytes, data)
 
     def _all_gather(self, blocks: Sequence[Buffer]) -> DeviceWork:
@@ -142,7 +136,7 @@ class NcclBackend(DeviceBackend):
                     self.device.address(own),
                     self.device.address(blocks[0]),
                     own.nbytes,
-                    self._nccl.NCCL_UINT8,
+                    BYTE,
                     self.stream,
                 )
             else:
@@ -151,18 +145,17 @@ class NcclBackend(DeviceBackend):
 
     def _exchange(self, blocks: Sequence[Buffer]) -> None:
         """An all-gather of unequal blocks."""
-        kind = self._nccl.NCCL_UINT8
         own = blocks[self.rank]
         self._nccl.groupStart()
         try:
             for step in range(1, self.size):
                 peer = (self.rank + step) % self.size
                 if own.nbytes:
-                    self._comm.send(self.device.address(own), own.nbytes, kind, peer, self.stream)
+                    self._comm.send(self.device.address(own), own.nbytes, BYTE, peer, self.stream)
                 peer = (self.rank - step) % self.size
                 if there := blocks[peer].nbytes:
                     address = self.device.address(blocks[peer])
-                    self._comm.recv(address, there, kind, peer, self.stream)
+                    self._comm.recv(address, there, BYTE, peer, self.stream)
         finally:
             self._nccl.groupEnd()
 
@@ -171,14 +164,6 @@ class NcclBackend(DeviceBackend):
 
     def _started(self, nbytes: int, memory: object) -> DeviceWork:
         return _NcclWork(self, nbytes, memory)
-
-    def _dtype(self, dtype: str) -> int:
-        code: int = getattr(self._nccl, DTYPES[dtype])
-        return code
-
-    def _op(self, op: Op) -> int:
-        code: int = getattr(self._nccl, OPS[op])
-        return code
 
     def _through_host(self) -> StagedBackend:
         """For what NCCL does not define; made when it is first needed, which is collective."""
@@ -204,11 +189,12 @@ class NcclBackend(DeviceBackend):
         return NcclBackend(self.device, self.host.duplicate(), self._nccl, self._timeout_s)
 
     def close(self) -> None:
-        """Give the communicator back. Collective; every work must be complete."""
+        """Give the communicator back. Collective; waits for works that are not complete."""
         if self._staged is not None:
             self._staged.close()
         if not self._over:
             self._over = True
+            self.device.use()
             self._comm.destroy()
         self.host.close()
 

@@ -7,7 +7,6 @@ handles, so that streams of any framework can be named.
 from __future__ import annotations
 
 import socket
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,6 +40,16 @@ class _Event:
         self._pool.append(self.handle)
 
 
+class _Stream:
+    """A raw handle, by the protocol that libraries pass streams by."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
 class CupyDevice(Device):
     """One CUDA device; see :class:`~wfbp.comm.device.Device`.
 
@@ -58,21 +67,21 @@ class CupyDevice(Device):
         with cupy.cuda.Device(index):
             self._kernels = CudaKernels()
             properties = runtime.getDeviceProperties(index)
-        uuid = properties.get("uuid", b"")
         self.name = f"cuda:{index}"
-        self.identity = f"{socket.gethostname()} {uuid.hex() or runtime.deviceGetPCIBusId(index)}"
+        # CuPy's uuid ends at its first zero; the bus alone does not tell parts of a GPU apart.
+        place = runtime.deviceGetPCIBusId(index), properties.get("uuid", b"").hex()
+        self.identity = " ".join([socket.gethostname(), *place])
         self._current_stream = current_stream or self._cupy_stream
         self._plain: list[int] = []
         self._timed: list[int] = []
         self._streams: list[Any] = []
-        self._here = threading.local()
 
     def nccl(self) -> Any:
         try:
             from cupy.cuda import nccl
 
             nccl.get_version()
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError) as error:  # without the library: an empty module
             raise ImportError(
                 f"NCCL is not installed ({error}); pip install nvidia-nccl-cu12 (or -cu13)"
             ) from error
@@ -127,9 +136,16 @@ class CupyDevice(Device):
     def zeros(self, nbytes: int, stream: int) -> Buffer:
         cupy = self._cupy
         # CuPy's pool gives memory out again on the stream on which it was taken.
-        with cupy.cuda.Device(self.index), cupy.cuda.ExternalStream(stream, self.index):
+        with cupy.cuda.Device(self.index), self._entered(stream):
             data: Buffer = cupy.zeros(nbytes, cupy.uint8)
         return data
+
+    def _entered(self, stream: int) -> Any:
+        """A stream as CuPy takes one over."""
+        cuda = self._cupy.cuda
+        if hasattr(cuda.Stream, "from_external"):  # CuPy 14 and later
+            return cuda.Stream.from_external(_Stream(stream))
+        return cuda.ExternalStream(stream, self.index)
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
         with self._cupy.cuda.Device(self.index):

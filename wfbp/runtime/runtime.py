@@ -198,8 +198,10 @@ class Runtime:
                 lambda: len(self._stall.gone) >= self.size - 1 or self.thread.error is not None,
                 self.config.timeout_s,
             )
-            if self.thread.error is None:
-                self.post(self._backend.close)
+        if self.thread.error is None:
+            self.post(self._give_back)
+        else:
+            self.post(self._give_up)
         self.thread.stop(timeout_s=self.config.abort_grace_s)
 
     def fail_job(self, reason: str) -> None:
@@ -227,6 +229,16 @@ class Runtime:
             pause.wait(TICK_S / 2)
 
     # On the communication thread.
+
+    def _give_back(self) -> None:
+        for carrier in self._carriers.values():  # in the order of making, the same on every rank
+            carrier.close()
+        self._backend.close()
+
+    def _give_up(self) -> None:
+        """Of lanes that were not failing too: nothing may wait for other ranks at exit."""
+        for carrier in self._carriers.values():
+            carrier.give_up()
 
     def _retire(self, lane: Lane) -> None:
         if lane.owes and self.thread.error is None:
