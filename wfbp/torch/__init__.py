@@ -24,6 +24,7 @@ from wfbp.runtime.world import (
     shutdown,
     size,
 )
+from wfbp.torch.batch_norm import SyncBatchNorm
 from wfbp.torch.devices import choose_device
 from wfbp.torch.operations import allgather, allreduce, allreduce_, broadcast, broadcast_
 from wfbp.torch.optimizer import DistributedOptimizer
@@ -42,6 +43,7 @@ __all__ = [
     "Min",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "allgather",
     "allgather_object",
     "allreduce",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.parallel.programs import (
     torch_arguments,
+    torch_batch_norm,
     torch_border,
     torch_checkpoints,
     torch_clipping,
@@ -41,6 +42,7 @@ check = Checks(
     torch_hooks.check,
     torch_border.check,
     torch_resuming.check,
+    torch_batch_norm.check,
 )
 
 if __name__ == "__main__":

@@ -1,0 +1,188 @@
+"""Batch normalisation by the statistics of all ranks' batches.
+
+Forward gathers every rank's count, mean and sum of squared differences from it, and combines them
+(Chan, Golub and LeVeque, "Algorithms for Computing the Sample Variance", 1983), which loses no
+digits where the mean is large. With x' the normalised input, w the weight, s the standard deviation
+and n the elements per channel of all ranks, backward is
+
+    dx = w / s * (dy - sum(dy) / n - x' * sum(dy * x') / n)
+
+with both sums over all ranks (Ioffe and Szegedy 2015, section 3). The gradients of weight and bias
+are this rank's own, as those of every other parameter before they are averaged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from wfbp.core.types import Op
+from wfbp.runtime import world
+from wfbp.torch.operations import allgather, allreduce_
+
+
+class SyncBatchNorm(_BatchNorm):
+    """``torch.nn.SyncBatchNorm``, over all ranks of wfbp and without a process group.
+
+    Every rank must run the same of these layers, in the same order, whenever it trains; a rank's
+    batch may be empty. The statistics travel through the host, also those of a GPU, once per
+    forward and once per backward: where batches are large enough, ``torch.nn.BatchNorm2d`` is
+    faster.
+
+    Args:
+        num_features: as of ``torch.nn.BatchNorm2d``, like all others; inputs have at least two
+            dimensions, of which the second one is this.
+
+    Raises:
+        ValueError: in forward: an input of another shape, or fewer than two values per channel
+            on all ranks together.
+        NotInitializedError: in forward, before ``wfbp.init()``.
+
+    Example:
+        >>> import torch, wfbp.torch as wfbp
+        >>> wfbp.init()
+        >>> layer = wfbp.SyncBatchNorm(3)
+        >>> layer(torch.randn(8, 3, 5)).shape
+        torch.Size([8, 3, 5])
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - PyTorch's name
+        """The input, normalised."""
+        self._check_input_dim(input)
+        if not self.training or world.current("SyncBatchNorm").size == 1:
+            return super().forward(input)
+        normalised: torch.Tensor
+        normalised, mean, squares, count = _Normalise.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, self.eps
+        )
+        if self.track_running_stats:
+            self._track(mean, squares / (count - 1), count)
+        return normalised
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002
+        if input.dim() < 2 or input.shape[1] != self.num_features:
+            raise ValueError(
+                f"SyncBatchNorm: expected an input of shape (N, {self.num_features}, ...), found "
+                f"{tuple(input.shape)}"
+            )
+
+    def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+        """Move the running statistics on; PyTorch keeps the unbiased variance."""
+        assert self.num_batches_tracked is not None
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        with torch.no_grad():
+            self.num_batches_tracked += 1
+            share: Any = self.momentum
+            if share is None:  # a plain average of all batches
+                share = 1.0 / float(self.num_batches_tracked)
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+            self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
+        """A model whose layers of batch normalisation are these; parameters are kept.
+
+        Args:
+            module: changed in place, unless it is such a layer itself.
+
+        Example:
+            >>> import torch, wfbp.torch as wfbp
+            >>> model = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
+            >>> wfbp.SyncBatchNorm.convert_sync_batchnorm(model)[0]
+            SyncBatchNorm(3, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
+        """
+        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
+            made = cls(
+                module.num_features,
+                module.eps,
+                module.momentum,
+                module.affine,
+                module.track_running_stats,
+            )
+            made.training = module.training
+            made._parameters.update(module._parameters)
+            made._buffers.update(module._buffers)
+            return made
+        for name, child in module.named_children():
+            setattr(module, name, cls.convert_sync_batchnorm(child))
+        return module
+
+
+class _Normalise(torch.autograd.Function):
+    """Returns what is normalised, and mean, sum of squared differences and count of all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+    ) -> tuple[torch.Tensor, ...]:
+        mean, squares, count = _statistics(x)
+        if count <= 1:
+            raise ValueError(
+                "SyncBatchNorm: expected more than one value per channel on all ranks together, "
+                f"found {int(count)}"
+            )
+        inverse = torch.rsqrt(squares / count + eps)
+        ctx.save_for_backward(x, weight, mean, inverse)
+        ctx.count = count
+        found = (_wide(x) - _along(mean, x)) * _along(inverse, x)
+        if weight is not None:
+            found = found * _along(weight, x)
+        if bias is not None:
+            found = found + _along(bias, x)
+        ctx.mark_non_differentiable(mean, squares, count)
+        return found.to(x.dtype), mean, squares, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> tuple[Any, ...]:
+        x, weight, mean, inverse = ctx.saved_tensors
+        normalised = (_wide(x) - _along(mean, x)) * _along(inverse, x)
+        wide = _wide(grad)
+        own = torch.stack([wide.sum(_others(x)), (wide * normalised).sum(_others(x))])
+        of_bias, of_weight = (None, None) if weight is None else own.to(weight.dtype)
+        if not ctx.needs_input_grad[0]:
+            return None, of_weight, of_bias, None
+        total = allreduce_(own.clone(), op=Op.SUM) / ctx.count.to(own.dtype)
+        found = wide - _along(total[0], x) - normalised * _along(total[1], x)
+        scale = inverse if weight is None else inverse * weight
+        return (found * _along(scale, x)).to(x.dtype), of_weight, of_bias, None
+
+
+def _statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Per channel the mean and the sum of squared differences, and the count, of all ranks."""
+    others = _others(x)
+    wide = _wide(x)
+    count = x.numel() // x.shape[1]
+    mean = wide.sum(others) / max(count, 1)
+    squares = (wide - _along(mean, x)).square().sum(others)
+    mine = torch.cat([mean, squares, mean.new_tensor([count])]).double()  # counts need the digits
+    table = allgather(mine[None])
+    counts = table[:, -1:]
+    means, of_ranks = table[:, :-1].chunk(2, dim=1)
+    total = counts.sum()
+    mean_of_all = (counts * means).sum(0) / total
+    apart = counts * (means - mean_of_all).square()
+    return mean_of_all.to(wide.dtype), (of_ranks + apart).sum(0).to(wide.dtype), total
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """In a type that sums can be kept in."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _others(x: torch.Tensor) -> list[int]:
+    """The dimensions over which a channel extends."""
+    return [0, *range(2, x.dim())]
+
+
+def _along(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """One value per channel, in a shape that meets the input's."""
+    return values.view(1, -1, *[1] * (x.dim() - 2))
