@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,7 @@ from wfbp.cuda.cupy_device import CupyDevice
 pytestmark = pytest.mark.gpu
 
 PROGRAM = Path(__file__).with_name("training_program.py")
+JAX_PROGRAM = Path(__file__).with_name("jax_program.py")
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +54,40 @@ def test_streams_events_and_copies(cupy: Any) -> None:
     assert set(back) == {7}
     assert 0 < device.seconds(start, end) < 1
     assert device.seconds(end, start) < 0
+
+
+def test_memory_belongs_to_its_stream(cupy: Any) -> None:
+    """What is let go is given out again on that stream at once, and on no other."""
+    device = CupyDevice(0)
+    one, other = device.new_stream(), device.new_stream()
+    data = device.zeros(1 << 22, one)
+    address = device.address(data)
+    del data
+    elsewhere = device.zeros(1 << 22, other)
+    assert device.address(elsewhere) != address
+    assert device.address(device.zeros(1 << 22, one)) == address
+
+
+def test_events_that_are_lent(cupy: Any) -> None:
+    """What XLA's threads record by the driver's own function, the runtime waits for."""
+    pytest.importorskip("jax")
+    from wfbp.jax.device import XlaDevice
+
+    device = XlaDevice(0)
+    stream = device.new_stream()
+    record = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(device.recorder)
+    handles = device.lend(2)
+    data, back = device.zeros(1 << 26, stream), device.pinned(1 << 26)
+    assert record(handles[0], stream) == 0
+    device.copy(back, data, stream)
+    assert record(handles[1], stream) == 0
+    start, end = (device.recorded(handle) for handle in handles)
+    with device.at(stream, start):
+        assert device.current_stream() == stream
+        assert device.record(stream) is start
+    while not device.done(end):
+        pass
+    assert 0 < device.seconds(start, end) < 1
 
 
 def test_packing_through_the_seam(cupy: Any) -> None:
@@ -91,9 +128,25 @@ def test_two_ranks_train_as_one(
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("this torch is built without CUDA")
-    run = mpirun(2, PROGRAM, tmp_path, library, timeout=280.0)
+    trains(mpirun(2, PROGRAM, tmp_path, library, timeout=280.0), library, tmp_path)
+
+
+@pytest.mark.parallel
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("library", ["NCCL", "STAGED"])
+def test_two_ranks_train_with_jax_as_one(
+    cupy: Any, mpirun: Callable[..., Run], library: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("optax")
+    if importlib.util.find_spec("jax_cuda12_plugin") is None:
+        pytest.importorskip("jax_cuda13_plugin")
+    trains(mpirun(2, JAX_PROGRAM, tmp_path, library, timeout=280.0), library, tmp_path)
+
+
+def trains(run: Run, library: str, out: Path) -> None:
+    """All that was trained came out as on one process."""
     assert run.rc == 0, run
     assert ("travel through the host" in run.stderr) is (library == "STAGED"), run
     for rank in range(2):
-        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        found = json.loads((out / f"rank{rank}.json").read_text())
         assert {name for name, worst in found.items() if worst > 1e-4} == set(), found

@@ -22,9 +22,11 @@ STEPS = 40
 BATCH = 16
 
 
-def network() -> torch.nn.Sequential:
-    layers = [torch.nn.Linear(17, 33), torch.nn.Tanh(), torch.nn.Linear(33, 5)]
-    return torch.nn.Sequential(*layers).cuda()
+def network(normalised: bool) -> torch.nn.Sequential:
+    first: list[torch.nn.Module] = [torch.nn.Linear(17, 33, bias=not normalised)]
+    if normalised:
+        first.append(torch.nn.BatchNorm1d(33))
+    return torch.nn.Sequential(*first, torch.nn.Tanh(), torch.nn.Linear(33, 5)).cuda()
 
 
 def batch(step: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,14 +39,14 @@ def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.T
     return torch.nn.functional.mse_loss(model(x), y)
 
 
-def difference(schedule: str, scaled: bool = False) -> float:
+def difference(schedule: str, scaled: bool = False, normalised: bool = False) -> float:
     """The largest difference of a parameter from one process's, after some steps."""
     import wfbp.torch as wfbp
 
     rank, size = wfbp.rank(), wfbp.size()
     torch.manual_seed(3)
-    reference = network()
-    model = copy.deepcopy(reference)
+    reference = network(normalised)
+    model = wfbp.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(reference))
     plain = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-4)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     optimizer = wfbp.DistributedOptimizer(
@@ -62,7 +64,7 @@ def difference(schedule: str, scaled: bool = False) -> float:
         scaler.step(optimizer)
         scaler.update()
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+    return max(float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in pairs)
 
 
 def main() -> None:
@@ -77,7 +79,9 @@ def main() -> None:
     quick = Config(warmup_steps=1, profile_steps=2, trial_steps=1, trial_s=0.0, probe_s=0.1)
     wfbp.init(config=quick)
     found = {schedule: difference(schedule) for schedule in SCHEDULES}
-    found["scaled"] = difference("wfbp", scaled=True)
+    for schedule in ("wfbp", "dear"):
+        found[f"{schedule}, scaled"] = difference(schedule, scaled=True)
+        found[f"{schedule}, normalised"] = difference(schedule, normalised=True)
     Path(out, f"rank{wfbp.rank()}.json").write_text(json.dumps(found))
 
 

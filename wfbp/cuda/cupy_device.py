@@ -2,11 +2,16 @@
 
 CuPy is imported when a device is made. Events and waits are calls of the CUDA runtime on raw
 handles, so that streams of any framework can be named.
+
+A thread that has not chosen a device has the first one, and with CUDA 12 even going back to it
+makes a context there, half a gigabyte large. So every method first gives a thread without a context
+this device; threads of frameworks have one and keep it.
 """
 
 from __future__ import annotations
 
 import socket
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -62,8 +67,11 @@ class CupyDevice(Device):
     """
 
     def __init__(self, index: int, current_stream: Callable[[], int] | None = None) -> None:
-        self._cupy, self._runtime = cupy, runtime = _modules()
+        self._cupy, self._runtime, self._driver = cupy, runtime, _ = _modules()
         self.index = index
+        self._here = threading.local()
+        count_devices()  # also lets the driver know of contexts
+        self._settle()
         with cupy.cuda.Device(index):
             self._kernels = CudaKernels()
             properties = runtime.getDeviceProperties(index)
@@ -87,16 +95,26 @@ class CupyDevice(Device):
             ) from error
         return nccl
 
+    def _settle(self) -> None:
+        """Let the calling thread have this device, if it has none."""
+        if not hasattr(self._here, "settled"):
+            if not self._driver.ctxGetCurrent():
+                self._runtime.setDevice(self.index)
+            self._here.settled = True
+
     def use(self) -> None:
         self._runtime.setDevice(self.index)
+        self._here.settled = True
 
     def current_stream(self) -> int:
         return self._current_stream()
 
     def _cupy_stream(self) -> int:
+        self._settle()
         return int(self._cupy.cuda.get_current_stream().ptr)
 
     def new_stream(self) -> int:
+        self._settle()
         with self._cupy.cuda.Device(self.index):
             handle = int(self._runtime.streamCreateWithFlags(_NON_BLOCKING))
         self._streams.append(weakref.finalize(self, _destroy, self._runtime, handle))
@@ -109,6 +127,7 @@ class CupyDevice(Device):
 
     def take_event(self, timed: bool) -> int:
         """The handle of an event that belongs to the caller until :meth:`own_event`."""
+        self._settle()
         try:
             return (self._timed if timed else self._plain).pop()
         except IndexError:
@@ -120,9 +139,11 @@ class CupyDevice(Device):
         return _Event(handle, self._timed if timed else self._plain)
 
     def wait(self, stream: int, event: _Event) -> None:
+        self._settle()
         self._runtime.streamWaitEvent(stream, event.handle)
 
     def done(self, event: _Event) -> bool:
+        self._settle()
         status = self._runtime.eventQuery(event.handle)
         if status not in (0, _NOT_READY):
             raise BackendError(
@@ -131,9 +152,11 @@ class CupyDevice(Device):
         return bool(status == 0)
 
     def seconds(self, start: _Event, end: _Event) -> float:
+        self._settle()
         return float(self._runtime.eventElapsedTime(start.handle, end.handle)) * 1e-3
 
     def zeros(self, nbytes: int, stream: int) -> Buffer:
+        self._settle()
         cupy = self._cupy
         # CuPy's pool gives memory out again on the stream on which it was taken.
         with cupy.cuda.Device(self.index), self._entered(stream):
@@ -148,6 +171,7 @@ class CupyDevice(Device):
         return cuda.ExternalStream(stream, self.index)
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        self._settle()
         with self._cupy.cuda.Device(self.index):
             memory = self._cupy.cuda.alloc_pinned_memory(nbytes)
         return np.frombuffer(memory, np.uint8, nbytes)
@@ -165,11 +189,13 @@ class CupyDevice(Device):
 
     def copy_bytes(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Enqueue a copy between two addresses."""
+        self._settle()
         self._runtime.memcpyAsync(to, source, nbytes, _COPY_ANY_WAY, stream)
 
     def pack_table(
         self, buffer: Buffer, offsets: Sequence[int], nbytes: Sequence[int], dtype: str, stream: int
     ) -> CudaTable:
+        self._settle()
         with self._cupy.cuda.Device(self.index):
             table = DevicePackTable(
                 self._kernels, self.address(buffer), buffer.nbytes, offsets, nbytes, dtype, stream
@@ -188,6 +214,7 @@ class CupyDevice(Device):
     @contextmanager
     def active(self) -> Iterator[None]:
         """Within it, this is the calling thread's device."""
+        self._settle()
         before = self._runtime.getDevice()
         if before == self.index:
             yield
@@ -228,24 +255,24 @@ def count_devices() -> int:
     Raises:
         ImportError: CuPy is not installed, or finds no driver.
     """
-    _, runtime = _modules()
+    _, runtime, _ = _modules()
     try:
         return int(runtime.getDeviceCount())
     except runtime.CUDARuntimeError as error:
         raise ImportError(f"CUDA finds no device: {error}") from error
 
 
-def _modules() -> tuple[Any, Any]:
-    """CuPy, and its bindings of the CUDA runtime."""
+def _modules() -> tuple[Any, Any, Any]:
+    """CuPy, and its bindings of the CUDA runtime and of the driver."""
     try:
         import cupy
-        from cupy_backends.cuda.api import runtime
+        from cupy_backends.cuda.api import driver, runtime
     except ImportError as error:
         raise ImportError(
             f"tensors on CUDA devices need CuPy ({error}); install it with wfbp: "
             "pip install 'wfbp[cuda12]' (or cuda13)"
         ) from error
-    return cupy, runtime
+    return cupy, runtime, driver
 
 
 def _destroy(runtime: Any, stream: int) -> None:

@@ -1,0 +1,271 @@
+"""CupyDevice above a stand-in for CuPy that keeps the CUDA runtime's rules about threads."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from wfbp.cuda.cupy_device import CupyDevice, count_devices
+from wfbp.errors import BackendError
+
+
+class Cuda:
+    """Threads, devices, contexts, streams and events; every function with CUDA's arguments."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.contexts: set[int] = set()
+        self.streams: dict[int, int] = {}
+        self.events: dict[int, int] = {}
+        self.recorded: dict[int, int] = {}
+        self.waits: list[tuple[int, int]] = []
+        self.copies: list[tuple[int, int, int, int, int]] = []
+        self.status = 0
+        self._here = threading.local()
+        self._next = 1 << 20
+        self._initialised = False
+
+    def _handle(self) -> int:
+        self._next += 16
+        return self._next
+
+    def _on(self) -> int:
+        """The calling thread's device, which has a context from now on."""
+        device: int = getattr(self._here, "device", 0)
+        self.contexts.add(device)
+        self._here.context = True
+        return device
+
+    # The runtime.
+
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    def getDeviceCount(self) -> int:  # noqa: N802
+        self._initialised = True
+        if not self.count:
+            raise Cuda.CUDARuntimeError("cudaErrorNoDevice")
+        return self.count
+
+    def getDevice(self) -> int:  # noqa: N802
+        device: int = getattr(self._here, "device", 0)
+        return device
+
+    def setDevice(self, device: int) -> None:  # noqa: N802
+        assert 0 <= device < self.count
+        self._here.device = device
+        self._on()
+
+    def getDeviceProperties(self, device: int) -> dict[str, Any]:  # noqa: N802
+        return {"uuid": bytes([17, device])}
+
+    def deviceGetPCIBusId(self, device: int) -> str:  # noqa: N802
+        return f"0000:0{device}:00.0"
+
+    def streamCreateWithFlags(self, flags: int) -> int:  # noqa: N802
+        assert flags == 1
+        handle = self._handle()
+        self.streams[handle] = self._on()
+        return handle
+
+    def streamDestroy(self, stream: int) -> None:  # noqa: N802
+        del self.streams[stream]
+
+    def eventCreateWithFlags(self, flags: int) -> int:  # noqa: N802
+        handle = self._handle()
+        self.events[handle] = flags
+        self.streams[handle] = self._on()  # its device
+        return handle
+
+    def eventRecord(self, event: int, stream: int) -> None:  # noqa: N802
+        self._on()
+        assert self.streams[event] == self.streams[stream], "event and stream of two devices"
+        self.recorded[event] = stream
+
+    def eventQuery(self, event: int) -> int:  # noqa: N802
+        self._on()
+        assert event in self.recorded
+        return self.status
+
+    def eventElapsedTime(self, start: int, end: int) -> float:  # noqa: N802
+        assert self.events[start] == self.events[end] == 0, "made without timing"
+        return 250.0
+
+    def streamWaitEvent(self, stream: int, event: int, flags: int = 0) -> None:  # noqa: N802
+        self._on()
+        self.waits.append((stream, event))
+
+    def memcpyAsync(self, dst: int, src: int, size: int, kind: int, stream: int) -> None:  # noqa: N802
+        self._on()
+        assert kind == 4
+        self.copies.append((dst, src, size, kind, stream))
+
+    # The driver.
+
+    def ctxGetCurrent(self) -> int:  # noqa: N802
+        assert self._initialised, "CUDA_ERROR_NOT_INITIALIZED"
+        return int(hasattr(self._here, "context"))
+
+
+class _Array:
+    """Device memory as CuPy has it."""
+
+    def __init__(self, nbytes: int, stream: int) -> None:
+        self.nbytes, self.stream = nbytes, stream
+        self.data = types.SimpleNamespace(ptr=id(self))
+
+
+def modules(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Put the stand-in where CuPy would be."""
+    cupy: Any = types.ModuleType("cupy")
+    current = threading.local()
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        before = cuda.getDevice()
+        if index != before:
+            cuda.setDevice(index)
+        yield
+        cuda.setDevice(before)
+
+    class Stream:
+        @classmethod
+        @contextmanager
+        def from_external(cls, external: Any) -> Iterator[None]:
+            version, handle = external.__cuda_stream__()
+            assert version == 0
+            before = getattr(current, "stream", 0)
+            current.stream = handle
+            yield
+            current.stream = before
+
+    cupy.uint8 = np.uint8
+    cupy.zeros = lambda n, dtype: _Array(n, current.stream)
+    cupy.RawModule = lambda code, options: None
+    cupy.cuda = types.SimpleNamespace(
+        Device=device,
+        Stream=Stream,
+        alloc_pinned_memory=lambda n: bytearray(n + 100),
+        get_current_stream=lambda: types.SimpleNamespace(ptr=getattr(current, "stream", 0)),
+    )
+    api: Any = types.ModuleType("cupy_backends.cuda.api")
+    api.runtime = cuda
+    api.driver = cuda
+    cuda.launchKernel = None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy_backends", types.ModuleType("cupy_backends"))
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda", types.ModuleType("cupy_backends.cuda"))
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.api", api)
+    return cupy
+
+
+def everything(device: CupyDevice) -> None:
+    """What the runtime does on any thread."""
+    stream = device.new_stream()
+    plain, timed = device.record(stream), device.record(stream, timed=True)
+    device.wait(stream, plain)
+    assert device.done(plain)
+    assert device.seconds(timed, timed) == 0.25
+    source, target = device.zeros(64, stream), device.zeros(64, stream)
+    assert source.stream == stream  # type: ignore[attr-defined]
+    assert device.pinned(32).nbytes == 32
+    device.copy(target, source, stream)
+    with device.active():
+        pass
+    device.use()
+
+
+def in_a_thread(act: Any) -> None:
+    problems: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            act()
+        except BaseException as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(20.0)
+    if problems:
+        raise problems[0]
+
+
+def test_no_thread_makes_a_context_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(4)
+    modules(cuda, monkeypatch)
+    made: list[CupyDevice] = []
+    in_a_thread(lambda: made.append(CupyDevice(2)))
+    in_a_thread(lambda: everything(made[0]))
+    for method in ("new_stream", "current_stream"):
+        in_a_thread(getattr(made[0], method))
+    in_a_thread(lambda: made[0].record(next(iter(cuda.streams))))
+    assert cuda.contexts == {2}
+
+
+def test_a_thread_with_a_device_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(4)
+    modules(cuda, monkeypatch)
+
+    def body() -> None:
+        cuda.setDevice(3)
+        device = CupyDevice(1)
+        stream = device.new_stream()
+        device.wait(stream, device.record(stream))
+        device.zeros(8, stream)
+        assert cuda.getDevice() == 3
+
+    in_a_thread(body)
+    assert cuda.contexts == {1, 3}
+
+
+def test_events_are_used_again_when_nobody_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(1)
+    modules(cuda, monkeypatch)
+    device = CupyDevice(0)
+    stream = device.new_stream()
+    for _ in range(5):
+        device.record(stream)
+    held = [device.record(stream, timed=True) for _ in range(3)]
+    assert sorted(cuda.events.values()) == [0, 0, 0, 2]
+    (lent,) = {device.take_event(timed=True)}
+    assert lent not in {event.handle for event in held}
+    del held
+    event = device.own_event(lent, timed=True)
+    assert device.take_event(timed=True) != event.handle
+    assert len(cuda.events) == 5
+
+
+def test_a_failure_on_the_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(1)
+    modules(cuda, monkeypatch)
+    device = CupyDevice(0)
+    event = device.record(device.new_stream())
+    cuda.status = 600
+    assert not device.done(event)
+    cuda.status = 700
+    with pytest.raises(BackendError, match=r"cuda:0: .* CUDA error 700"):
+        device.done(event)
+
+
+def test_devices_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules(Cuda(2), monkeypatch)
+    one, other = CupyDevice(0), CupyDevice(1)
+    assert one.identity != other.identity
+    assert one.identity == CupyDevice(0).identity
+    assert count_devices() == 2
+
+
+def test_a_machine_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules(Cuda(0), monkeypatch)
+    with pytest.raises(ImportError, match="CUDA finds no device: cudaErrorNoDevice"):
+        count_devices()
+    with pytest.raises(ImportError, match="CUDA finds no device"):
+        CupyDevice(0)
