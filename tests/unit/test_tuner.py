@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from wfbp.config import Config
 from wfbp.core.cost import Costs, PiecewiseCost
 from wfbp.core.plan import Plan
+from wfbp.core.timeline import iteration_s
 from wfbp.core.types import TensorSpec
-from wfbp.runtime.candidates import SCHEDULES
+from wfbp.runtime.candidates import SCHEDULES, auto_candidates, reordered
 from wfbp.runtime.profile import Stamps
 from wfbp.runtime.tuner import Tuner
 
@@ -32,6 +33,7 @@ class Job:
         seconds: of an iteration by a plan.
         noise: each rank's iterations vary by up to this factor.
         gradients: per rank, the tensors that it has gradients for; all by default.
+        costs: what measuring the network gives.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class Job:
         noise: float = 0.0,
         gradients: list[set[str]] | None = None,
         seed: int = 0,
+        costs: Costs = COSTS,
     ) -> None:
+        self.costs = costs
         self.tuners = [Tuner(config, schedule, 25 * 2**20, SPECS) for _ in range(size)]
         self.seconds = seconds
         self.noise = noise
@@ -72,7 +76,7 @@ class Job:
             self.num_rounds += 1
             messages = [t.message() for t in self.tuners]
             for tuner in self.tuners:
-                tuner.decide(messages, lambda: COSTS)
+                tuner.decide(messages, lambda: self.costs)
 
     def stamps(self, rank: int, plan: Plan, took: float) -> Stamps:
         """Forward takes 0.1 s, then one gradient each 0.05 s, in reverse order."""
@@ -140,6 +144,30 @@ def test_auto_tries_several_and_installs_the_fastest() -> None:
     best = min(tried.values(), key=seconds)
     assert job.tuner.plan == best
     assert job.tuner.predicted is not None
+
+
+def test_auto_plans_again_by_the_interference_that_its_trial_found() -> None:
+    """Where the channel slows computation down, planners that know it do better."""
+    costs = Costs(PiecewiseCost(((4.0, 0.02), (32000.0, 0.3))))
+    kappa = 1.0
+
+    def seconds(plan: Plan) -> float:
+        trace = job.tuner.trace
+        if trace is None:
+            return 1.0
+        return iteration_s(reordered(plan, trace), trace, replace(costs, kappa=kappa))
+
+    job = Job("auto", seconds, costs=costs)
+    job.run("installed")
+    assert job.tuner.costs is not None
+    assert job.tuner.costs.kappa == pytest.approx(kappa, rel=1e-3)
+    assert job.tuner.trace is not None
+    tried = [plan for phase, plan in job.ran if phase == "trial"]
+    blind = auto_candidates(job.tuner.trace, costs, 25 * 2**20, decouples=False)
+    assert {p.digest for p in tried} > {p.digest for p in blind}
+    assert seconds(job.tuner.plan) < min(map(seconds, blind))
+    assert job.tuner.predicted is not None
+    assert job.tuner.predicted.iteration_s == pytest.approx(seconds(job.tuner.plan), rel=1e-3)
 
 
 def test_auto_keeps_the_plan_without_overlap_where_that_is_fastest() -> None:

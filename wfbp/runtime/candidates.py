@@ -22,6 +22,7 @@ DECOUPLED = tuple(name for name in planners.PLANNERS if name not in planners.ALL
 
 _BASELINES = ("ps", "ps_layerwise")
 _HOPELESS = 1.5
+_NUM_FURTHER = 3
 
 
 def check_schedule(schedule: str, decouples: bool, user: str = "") -> None:
@@ -67,6 +68,35 @@ def auto_candidates(
     plans.sort(key=lambda p: (len(p.groups) > p.num_backward, predicted[p.digest]))
     started = make("threshold", trace, costs, threshold_bytes)
     return distinct([started] + [p for p in plans if predicted[p.digest] < _HOPELESS * best_s])
+
+
+def further_candidates(
+    tried: Sequence[Plan], chosen: Plan, trace: Trace, costs: Costs, decouples: bool
+) -> list[Plan]:
+    """Plans that were not tried, and should beat the chosen one by what its trial has taught.
+
+    Planners were first asked without knowing how much communication slows computation down. With
+    that they put less of it where training computes: another hybrid, groups cut otherwise.
+
+    Args:
+        tried: all plans of the trial.
+        chosen: the fastest of them.
+        trace: as measured.
+        costs: with the interference that the trial showed.
+        decouples: whether schedules that decouple all-reduce can be served.
+
+    Returns:
+        A few, the one predicted to be fastest first.
+    """
+    names = [
+        *(name for name in planners.ALL_REDUCE if name not in UNMEASURED),
+        *(name for name in DECOUPLED if decouples and name not in _BASELINES),
+    ]
+    plans = distinct([*tried, *(planners.plan(name, trace, costs) for name in names)])[len(tried) :]
+    limit_s = timeline(chosen, trace, costs).iteration_s
+    predicted = [(timeline(plan, trace, costs).iteration_s, k) for k, plan in enumerate(plans)]
+    better = sorted((seconds, k) for seconds, k in predicted if seconds < limit_s)
+    return [plans[k] for _, k in better[:_NUM_FURTHER]]
 
 
 def held(plan: Plan) -> Plan:

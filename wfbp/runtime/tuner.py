@@ -2,7 +2,8 @@
 
     warm-up    steps by a plan that needs no measurement; nothing is recorded
     profile    the same plan with communication held back, so that compute is seen undisturbed
-    trial      candidate plans in turn; the slower ones drop out from round to round
+    trial      candidate plans in turn; the slower ones drop out from round to round. `auto` then
+               plans once more by the interference found, and tries what that brings
     installed  one plan; a lasting change of the iteration time leads back to profile
 
 Every rank runs this machine and goes through the same states at the same steps: phases end after
@@ -32,16 +33,17 @@ from wfbp.runtime.candidates import (
     auto_candidates,
     check_schedule,
     distinct,
+    further_candidates,
     held,
     make,
     reordered,
     with_packing,
 )
+from wfbp.runtime.drift import Drift
 from wfbp.runtime.profile import Profile, Stamps, combine
-from wfbp.runtime.trial import Elimination, Search, Times, Trial
+from wfbp.runtime.trial import Candidate, Elimination, Search, Times, Trial
 
 _WINDOW_STEPS = 20
-_NUM_WINDOWS = 5
 _MOST_STEPS = 400
 _MOST_COLD = 3
 
@@ -152,7 +154,7 @@ class Tuner:
     @property
     def wants_round(self) -> bool:
         """Whether this rank asks for a round because the iteration time has changed."""
-        return self.phase == "installed" and self._drifted >= _NUM_WINDOWS
+        return self.phase == "installed" and self._drift.lasts
 
     def message(self) -> dict[str, Any]:
         """What this rank brings to a round."""
@@ -200,8 +202,7 @@ class Tuner:
         self.plan = plan
         self._seen = 0
         self._steps: list[Stamps] = []
-        self._baseline_s = 0.0
-        self._drifted = 0
+        self._drift = Drift(self._config.drift)
         if phase != "trial":
             self._times: list[list[float]] = []
 
@@ -212,6 +213,8 @@ class Tuner:
         if trace is None:
             self._enter("warm-up", replace(self.plan, overlap=True))
             return
+        self._tried: list[Candidate] = []
+        self._refined = False
         packing_s = max(p.packing_s for p in profiles)
         self._update_s = max(p.update_s for p in profiles)
         self.trace = trace
@@ -257,13 +260,20 @@ class Tuner:
         if chosen is None:
             self._try(self._trial)
             return
-        candidates = self._trial.candidates
+        self._tried += self._trial.candidates
         overlapped = [
-            (c.plan, c.measured_s + self._saved_s(c.plan)) for c in candidates if c.plan.overlap
+            (c.plan, c.measured_s + self._saved_s(c.plan)) for c in self._tried if c.plan.overlap
         ]
         if overlapped:
             self._kappa = fit_kappa(self.trace, self.costs, overlapped)
             self.costs = replace(self.costs, kappa=self._kappa)
+        if self._schedule == AUTO and not self._refined:
+            self._refined = True
+            tried = [c.plan for c in self._tried]
+            further = further_candidates(tried, chosen, self.trace, self.costs, self._decouples)
+            if further:
+                self._try(Elimination([chosen, *further], self._trial_steps(chosen)))
+                return
         self._install(chosen)
 
     def _install(self, plan: Plan) -> None:
@@ -281,12 +291,8 @@ class Tuner:
         return self._update_s * self._spared * nbytes / max(1, plan.total_bytes)
 
     def _watch(self) -> None:
-        """Compare each window of steps with the first; a lasting difference is drift."""
+        """Look at each window of steps."""
         if self._seen % _WINDOW_STEPS:
             return
         self._steps = self._steps[-_WINDOW_STEPS:]
-        window_s = statistics.median(s.done_s - s.begun_s for s in self._steps)
-        if not self._baseline_s:
-            self._baseline_s = window_s
-        change = abs(window_s - self._baseline_s) / self._baseline_s
-        self._drifted = self._drifted + 1 if 0 < self._config.drift < change else 0
+        self._drift.add(statistics.median(s.done_s - s.begun_s for s in self._steps))
