@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -88,10 +89,17 @@ def all_reduce(backend: Backend, data: Buffer, dtype: str, op: Op) -> None:
     wait(backend.all_reduce(data, dtype, op), timeout_s=TIMEOUT_S)
 
 
+def held(backend: Backend, values: Buffer) -> Buffer:
+    """A copy in memory that the backend has made."""
+    data = backend.zeros(values.nbytes).view(values.dtype)
+    data[:] = values
+    return data
+
+
 def check_reduce(backend: Backend, dtype: str, op: Op) -> None:
-    for numel in SIZES:
+    for numel, own in product(SIZES, (False, True)):
         parts = [contribution(rank, numel, dtype) for rank in range(backend.size)]
-        data = parts[backend.rank].copy()
+        data = held(backend, parts[backend.rank]) if own else parts[backend.rank].copy()
         all_reduce(backend, data, dtype, op)
         want = expected(parts, dtype, op)
         where = f"{dtype} {op.value}, {numel} elements"
@@ -113,8 +121,9 @@ def check_reinterpreted_bytes(backend: Backend) -> None:
 
 def check_only_this_memory(backend: Backend) -> None:
     """What lies around the buffer is not touched."""
-    for numel in (1, 1001, 3_000_001):
+    for numel, own in product((1, 1001, 3_000_001), (False, True)):
         whole = np.full(numel + 2, 7, np.float32)
+        whole = held(backend, whole) if own else whole
         whole[1:-1] = backend.rank
         all_reduce(backend, whole[1:-1], "float32", Op.AVERAGE)
         assert whole[0] == whole[-1] == 7
@@ -149,10 +158,12 @@ def check_several_chunks(backend: Backend) -> None:
         *((dtype, Op.AVERAGE) for dtype in INTEGERS),
     ):
         periods = [contribution(rank, 997, dtype) for rank in range(backend.size)]
-        data = np.resize(periods[backend.rank], numel)
-        all_reduce(backend, data, dtype, op)
         want = np.resize(expected(periods, dtype, op), numel)
-        assert (data == want).all(), f"{dtype} {op.value}"
+        for own in (False, True):
+            data = np.resize(periods[backend.rank], numel)
+            data = held(backend, data) if own else data
+            all_reduce(backend, data, dtype, op)
+            assert (data == want).all(), f"{dtype} {op.value}"
 
 
 def check_nan(backend: Backend) -> None:
@@ -330,6 +341,7 @@ def check_many_in_flight(backend: Backend) -> None:
         lane = lanes[turn % 3]
         numel = (1, 5_000, 300_000, 2_500_000)[turn % 4]
         data = np.full(numel, backend.rank + turn, np.float32)
+        data = held(backend, data) if turn % 2 else data
         want = total + turn * backend.size
         work = lane.all_reduce(data, "float32", Op.SUM)
         pending.append((work, lambda _, data=data, want=want: bool((data == want).all())))

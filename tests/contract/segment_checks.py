@@ -67,6 +67,47 @@ def check_reduced_segments(backend: Backend) -> None:
             np.testing.assert_array_equal(data[end:], want[end:], where)
 
 
+def check_delivered_segments(backend: Backend) -> None:
+    """Results go where segments want them, also into what they were read from; all are equal.
+
+    Where a backend does not deliver into a buffer, nobody may ask it to.
+    """
+    for lengths, rest in SHAPES:
+        starts, end = _starts(list(lengths))
+        data = backend.zeros(4 * (end + rest)).view(np.float32)
+        if not backend.delivers(data):
+            continue
+        all_ranks = [_values(r, end + rest) for r in range(backend.size)]
+        mine, want = all_ranks[backend.rank], sum(all_ranks)
+        data[:] = -99
+        data[end:] = mine[end:]
+        segments, results = [], []
+        for k, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            source = mine[start : start + length].copy()
+            slot = data[start : start + length]
+            result = (source, np.full(length, 7, np.float32), None)[k % 3]
+            if k % 2:  # written there by who made it
+                slot[:], source = source, slot
+            segments.append(Segment(4 * start, source.view(np.uint8), (), result))
+            results.append(slot if result is None else result)
+        wait(backend.all_reduce(data, "float32", Op.SUM, segments), timeout_s=TIMEOUT_S)
+        for start, result in zip(starts, results, strict=True):
+            np.testing.assert_array_equal(result, want[start : start + result.size], str(lengths))
+        np.testing.assert_array_equal(data[end:], want[end:], str(lengths))
+
+
+def check_memory_that_comes_and_goes(backend: Backend) -> None:
+    """Buffers of the backend may be dropped as soon as their work is complete."""
+    for turn in range(20):
+        data = backend.zeros(4 * (20_000 + 90_000 * (turn % 3))).view(np.float32)
+        assert not data.any()
+        data += backend.rank + turn
+        wait(backend.all_reduce(data, "float32", Op.SUM), timeout_s=TIMEOUT_S)
+        assert (data == sum(range(backend.size)) + turn * backend.size).all()
+        kept = backend.zeros(64 + turn)
+        assert not kept.any()
+
+
 def check_scattered_and_gathered_segments(backend: Backend) -> None:
     """Parts of each rank's block lie elsewhere; the last ranks' may be shorter, or empty."""
     rank, size = backend.rank, backend.size

@@ -35,11 +35,14 @@ class Segment(NamedTuple):
         data: the memory, read or written until the work is complete.
         counts: where the buffer consists of blocks, bytes of each rank's part of ``data``, the
             parts one after the other; the same on every rank.
+        result: of an all-reduce that :meth:`Backend.delivers`, where the result goes, if not into
+            the buffer; may be ``data``.
     """
 
     start: int
     data: Buffer
     counts: Sequence[int] = ()
+    result: Buffer | None = None
 
 
 class Work(ABC, Generic[T]):
@@ -90,8 +93,19 @@ class Backend(ABC):
         return 0
 
     def zeros(self, nbytes: int) -> Buffer:
-        """A buffer where this backend's collectives find it, as uint8."""
+        """A buffer where this backend's collectives find it, as uint8.
+
+        Where one rank brings such a buffer to a collective, all do.
+        """
         return np.zeros(nbytes, np.uint8)
+
+    def delivers(self, buffer: Buffer) -> bool:
+        """Whether an all-reduce of this buffer copies what lies elsewhere, in calls of its own.
+
+        Then segments may say where their results go. Their memory is touched within calls of
+        :meth:`all_reduce` and of ``test()`` alone: who calls neither may free it.
+        """
+        return False
 
     @abstractmethod
     def all_reduce(
@@ -105,7 +119,7 @@ class Backend(ABC):
                 accumulated in float32 and rounded once.
             op: how contributions combine.
             segments: contributions that are read elsewhere, and not written; their results go
-                into the buffer.
+                into the buffer, or where the segment says.
         """
 
     @abstractmethod

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from wfbp.comm.backend import Backend, Buffer, Finished, Segment, Work
 from wfbp.comm.buffers import Pieces, blocks, fill, fill_blocks, typed
 from wfbp.comm.chunking import Chunking, chunks
+from wfbp.comm.host_memory import HostMemory
+from wfbp.comm.host_reduce import HostReduces
 from wfbp.comm.mpi_channel import Channel, Family, Job, MpiWork
 from wfbp.comm.mpi_jobs import GatherBytes, Library
 from wfbp.comm.mpi_library import load
@@ -66,9 +68,10 @@ class MpiBackend(Backend):
                 self._family = Family()
                 self._notices = NoticeBoard(mpi, self._own(parent))
                 self._situation = Situation.find(mpi, self._comm, chunking)
+                self._memory = HostMemory.connect(self._comm) if self._situation.shared else None
             else:
                 self._family, self._notices = _original._family, _original._notices
-                self._situation = _original._situation
+                self._situation, self._memory = _original._situation, _original._memory
         except mpi.Exception as error:
             raise BackendError(
                 f"the communicator could not be duplicated; MPI has a limited number of them: "
@@ -81,10 +84,19 @@ class MpiBackend(Backend):
         self._who = f"rank {self.rank} of {self.size}"
         self._channel = Channel(self._situation.chunking, self._who, self._family)
         self._routes = Routes(mpi, self._comm, self._family, self._situation)
+        self._host = HostReduces.of(
+            self._memory, self._family, self.rank, self.size, self._situation.chunking
+        )
 
     @property
     def activity(self) -> int:
         return self._family.moves
+
+    def zeros(self, nbytes: int) -> Buffer:
+        return super().zeros(nbytes) if self._memory is None else self._memory.zeros(nbytes)
+
+    def delivers(self, buffer: Buffer) -> bool:
+        return self._host is not None and self._host.carries(buffer)
 
     def all_reduce(
         self, buffer: Buffer, dtype: str, op: Op, segments: Sequence[Segment] = ()
@@ -95,7 +107,9 @@ class MpiBackend(Backend):
             return Finished(None)
         if data.size == 0:
             return Finished(None)
-        if self._routes.exchanges(data.nbytes, dtype, op):
+        if self._host is not None and self._host.carries(data):
+            jobs = self._host.all_reduce(data, segments, dtype, op)
+        elif self._routes.exchanges(data.nbytes, dtype, op):
             found = [
                 (segment.start // data.itemsize, typed(segment.data, dtype, writeable=False))
                 for segment in segments

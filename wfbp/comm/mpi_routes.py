@@ -37,6 +37,7 @@ class Situation:
         chunking: sizes.
         direct: whether large messages are exchanged directly, each rank with every other.
         scatters_directly: whether a reduce-scatter is.
+        shared: whether all ranks share this host, and are few enough for direct exchange.
     """
 
     local_rank: int
@@ -44,6 +45,7 @@ class Situation:
     chunking: Chunking
     direct: bool
     scatters_directly: bool
+    shared: bool = False
 
     @classmethod
     def find(cls, mpi: ModuleType, comm: MPI.Comm, chunking: Chunking | None) -> Situation:
@@ -65,6 +67,7 @@ class Situation:
             chunking,
             direct,
             one_host or scatters_directly(comm.size, fullest),
+            one_host and direct and comm.size > 1,
         )
 
 

@@ -31,9 +31,18 @@ class FusionBuffer:
         op: ``Op.AVERAGE`` or ``Op.SUM``.
         size: number of ranks.
         direct_bytes: tensors of at least this size are not packed.
+        carrier: that will be asked to send, where it is known.
     """
 
-    def __init__(self, plan: Plan, group: int, op: Op, size: int, direct_bytes: int) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        group: int,
+        op: Op,
+        size: int,
+        direct_bytes: int,
+        carrier: Backend | None = None,
+    ) -> None:
         self.dtype = plan.dtype(group)
         self._op = op
         self._flags = Flags(plan, group)
@@ -45,8 +54,10 @@ class FusionBuffer:
         self._segments: list[Segment] = []
         width = item_bytes(self.dtype)
         data = -(-arrangement.end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self._bytes = aligned_bytes(data + self._flags.count * width)
+        self._bytes = aligned_bytes(data + self._flags.count * width, carrier)
         self.buffer: Buffer = self._bytes.view(storage_dtype(self.dtype))
+        self._delivers = carrier is not None and carrier.delivers(self.buffer)
+        self._delivered: set[int] = set()
         self._address: int = self._bytes.__array_interface__["data"][0]
         self._tail = self.buffer[data // width :]
         self._table = native.PackTable(
@@ -64,27 +75,39 @@ class FusionBuffer:
     def pack(self, step: Step) -> None:
         """Copy small tensors, and note where the large ones lie; zeros for what is absent.
 
-        Memory without an owner is copied too: where a step fails, it may be freed while the
-        backend would still read it.
+        Memory without an owner may be freed where a step fails. It is copied too, unless the
+        backend would not read it afterwards; then results go where they are wanted, if that is
+        known by now.
         """
         sources = [step.addresses[k] for k in self._members]
         flags = self._flags.values(sources, step.requested, step.number, step.discards)
+        self._delivered.clear()
         for position in self._large:
+            k = self._members[position]
             offset, nbytes = self._offsets[position], self._nbytes[position]
             slot = self._address + offset
             data = self.slot(position)
-            owner = step.owners[self._members[position]]
-            if owner is not None and sources[position] not in (0, slot):
+            owner = step.owners[k]
+            if sources[position] not in (0, slot) and (self._delivers or owner is not None):
                 data = memory(sources[position], nbytes, owner)
                 sources[position] = slot
-            self._segments.append(Segment(offset, data))
+            result = None
+            if self._delivers and step.targets and step.targets[k]:
+                result = memory(step.targets[k], nbytes, None)
+                self._delivered.add(k)
+            self._segments.append(Segment(offset, data, (), result))
         self._table.pointers[:] = sources
         self._table.pack()
         self._tail[:] = flags
 
     def unpack(self, addresses: Sequence[int]) -> None:
-        """Copy the tensors to these addresses, indexed by tensor; 0: not that one."""
-        self._table.pointers[:] = [addresses[k] for k in self._members]
+        """Copy the tensors to these addresses, indexed by tensor; 0: not that one.
+
+        Those that the backend has delivered are there already.
+        """
+        self._table.pointers[:] = [
+            0 if k in self._delivered else addresses[k] for k in self._members
+        ]
         self._table.unpack()
 
     def send(self, backend: Backend) -> Work[None]:
@@ -101,9 +124,10 @@ class FusionBuffer:
         return self._flags.read(self._tail, step)
 
 
-def aligned_bytes(size: int) -> Buffer:
-    """Zeroed bytes that start at a cache line."""
-    raw = np.zeros(size + _LINE_BYTES, dtype=np.uint8)
+def aligned_bytes(size: int, carrier: Backend | None = None) -> Buffer:
+    """Zeroed bytes that start at a cache line, where the carrier wants them."""
+    size_of_all = size + _LINE_BYTES
+    raw = np.zeros(size_of_all, np.uint8) if carrier is None else carrier.zeros(size_of_all)
     start = -raw.__array_interface__["data"][0] % _LINE_BYTES
     return raw[start : start + size]
 

@@ -192,7 +192,7 @@ class HostMedium(Medium):
         return [
             ScatterBuffer(plan, g, op, rank, size, direct)
             if plan.groups[g].operation is Operation.REDUCE_SCATTER
-            else FusionBuffer(plan, g, op, size, direct)
+            else FusionBuffer(plan, g, op, size, direct, self.carrier)
             for g in range(plan.num_backward)
         ]
 

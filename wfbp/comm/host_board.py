@@ -1,0 +1,66 @@
+"""Where ranks that share a host tell each other how far they have come (``host_memory``)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from wfbp.comm.host_memory import HEADER_BYTES, HostMemory
+
+READY, REDUCED, TAKEN = 1, 2, 3
+_PHASES = 4
+_NUM_ROWS = 64
+"""Far more than the jobs that a channel has under way, which move on in their order."""
+_ROW_WORDS = 8
+"""A cache line."""
+_BOARD_BYTES = _NUM_ROWS * _ROW_WORDS * 8
+NUM_BOARDS = HEADER_BYTES // _BOARD_BYTES - 1
+"""The first bytes of the header are the memory's own."""
+
+
+class Board:
+    """Where the ranks tell how far each has come with the jobs of one channel.
+
+    A job has a row on each rank's board, written by that rank alone: where its contribution lies,
+    then, in a number that only grows, which job it is and its phase. Jobs are numbered alike on all
+    ranks, and rows are used again in turn: a job that follows on a row shows that the one before is
+    over.
+
+    Args:
+        memory: of all ranks.
+        rank: this one.
+        size: number of ranks.
+        channel: number of the channel, below :data:`NUM_BOARDS`; the same on every rank.
+    """
+
+    def __init__(self, memory: HostMemory, rank: int, size: int, channel: int) -> None:
+        start = (channel + 1) * _BOARD_BYTES
+        self._words = [
+            memory.view(r, start, _BOARD_BYTES).view(np.int64).reshape(_NUM_ROWS, _ROW_WORDS)
+            for r in range(size)
+        ]
+        self._mine = self._words[rank]
+        self.peers = [(rank + step) % size for step in range(1, size)]
+        self._jobs = 0
+
+    def next_job(self) -> int:
+        """A number for a job."""
+        self._jobs += 1
+        return self._jobs
+
+    def begin(self, job: int, offset: int) -> None:
+        """This rank's contribution is ready, and lies there in its memory."""
+        row = self._mine[job % _NUM_ROWS]
+        row[1] = offset
+        row[0] = job * _PHASES + READY
+
+    def tell(self, job: int, phase: int) -> None:
+        """This rank has come to a phase."""
+        self._mine[job % _NUM_ROWS][0] = job * _PHASES + phase
+
+    def reached(self, rank: int, job: int, phase: int) -> bool:
+        """Whether a rank has come to a phase."""
+        return bool(self._words[rank][job % _NUM_ROWS][0] >= job * _PHASES + phase)
+
+    def offset(self, rank: int, job: int) -> int:
+        """Where a rank's contribution lies, once it is ready."""
+        return int(self._words[rank][job % _NUM_ROWS][1])
