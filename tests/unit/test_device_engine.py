@@ -286,6 +286,28 @@ def test_times_come_from_the_device() -> None:
         assert all(seconds > 4e-3 for seconds in backward[:1])
 
 
+@pytest.mark.parametrize("nccl", [True, False], ids=["nccl", "staged"])
+def test_a_profiler_sees_what_is_enqueued(nccl: bool) -> None:
+    devices = Devices(2, nccl, most_s=0.0)
+
+    def body(runtime: Runtime) -> set[str]:
+        device = devices.of[runtime.rank]
+        trainer = DeviceTrainer(
+            runtime, device, make_specs([9, 9]), schedule="independent", decouples=True
+        )
+        for number in range(12):
+            trainer.zero()
+            for k in (1, 0):
+                trainer.accumulate(k, 1.0)
+            trainer.update(trainer.synchronize([1.0, 1.0], f"step {number}", whole=False))
+        trainer.finish()
+        return set(device.annotations)
+
+    (seen, _) = all_well(run_ranks(2, body))
+    moves = {"all-reduce", "reduce-scatter", "all-gather"} if nccl else {"to host", "from host"}
+    assert seen >= {f"wfbp {what}" for what in (*moves, "pack", "unpack")}
+
+
 def test_staging_is_said_once_per_host(caplog: pytest.LogCaptureFixture) -> None:
     devices = Devices(2, nccl=False, most_s=0.0)
 
