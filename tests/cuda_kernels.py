@@ -81,7 +81,7 @@ class HostKernels:
     uploads: dict[int, npt.NDArray[Any]] = field(default_factory=dict)
     num_accesses: int = 0
 
-    def upload(self, table: npt.NDArray[Any]) -> tuple[int, Any]:
+    def upload(self, table: npt.NDArray[Any], stream: int) -> tuple[int, Any]:
         held = table.copy()
         self.uploads[held.ctypes.data] = held
         return held.ctypes.data, held

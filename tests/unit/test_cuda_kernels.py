@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ class FakeCupy:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.names: dict[int, str] = {}
+        self.streams = [0]
         self.launch: Callable[[str, int, int, int], None] = lambda *launch: None
 
     def raw_module(self, code: str, options: tuple[str, ...]) -> SimpleNamespace:
@@ -47,12 +49,15 @@ class FakeCupy:
 
     def asarray(self, array: np.ndarray[Any, Any]) -> SimpleNamespace:
         assert array.dtype == np.uint8
-        self.calls.append(("upload", array.nbytes))
+        self.calls.append(("upload", array.nbytes, self.streams[-1]))
         held = array.copy()
         return SimpleNamespace(data=SimpleNamespace(ptr=held.ctypes.data), held=held)
 
-    def synchronize(self) -> None:
-        self.calls.append(("synchronize",))
+    @contextmanager
+    def from_external(self, external: Any) -> Iterator[None]:
+        self.streams.append(external.__cuda_stream__()[1])
+        yield
+        self.streams.pop()
 
     def launch_kernel(self, function: int, *rest: int) -> None:
         """In the order of :data:`PARAMETERS`."""
@@ -70,8 +75,7 @@ class FakeCupy:
 def cupy(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
     fake = FakeCupy()
     module, api, driver = ModuleType("cupy"), ModuleType("api"), ModuleType("driver")
-    stream = SimpleNamespace(synchronize=fake.synchronize)
-    cuda = SimpleNamespace(get_current_stream=lambda: stream)
+    cuda = SimpleNamespace(Stream=SimpleNamespace(from_external=fake.from_external))
     vars(module).update(RawModule=fake.raw_module, asarray=fake.asarray, cuda=cuda)
     vars(driver).update(launchKernel=fake.launch_kernel)
     vars(api).update(driver=driver)
@@ -95,7 +99,7 @@ def test_a_step_only_launches(cupy: FakeCupy, tmp_path: Path) -> None:
         host.allow(layout.arrays(layout.before))
         run(layout, device, layout.before.ctypes.data)
         check(expected, layout.before)
-    made = [("upload", 24 * 7), ("synchronize",)]
+    made = [("upload", 24 * 7, STREAM)]
     launched = ("launch", "wfbp_float32_float16", STREAM)
     found = ("find", "wfbp_float32_float16")
     assert cupy.calls == [("compile",), *made, found, launched, *made, launched]

@@ -14,7 +14,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -24,12 +24,15 @@ from wfbp.comm.backend import Buffer
 from wfbp.comm.device import Device
 from wfbp.cuda.kernels import CudaKernels
 from wfbp.cuda.pack import DevicePackTable
+from wfbp.cuda.streams import entered
 from wfbp.errors import BackendError
 
 _NOT_READY = 600
 _DISABLE_TIMING = 2
 _NON_BLOCKING = 1
 _COPY_ANY_WAY = 4
+_LAST_OF_CURRENT = 2
+"""Handles up to this one are default streams of whatever device is current."""
 
 
 class _Event:
@@ -43,16 +46,6 @@ class _Event:
 
     def __del__(self) -> None:
         self._pool.append(self.handle)
-
-
-class _Stream:
-    """A raw handle, by the protocol that libraries pass streams by."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._handle
 
 
 class CupyDevice(Device):
@@ -122,7 +115,8 @@ class CupyDevice(Device):
 
     def record(self, stream: int, timed: bool = False) -> _Event:
         event = self.own_event(self.take_event(timed), timed)
-        self._runtime.eventRecord(event.handle, stream)
+        with self._where(stream):
+            self._runtime.eventRecord(event.handle, stream)
         return event
 
     def take_event(self, timed: bool) -> int:
@@ -140,7 +134,8 @@ class CupyDevice(Device):
 
     def wait(self, stream: int, event: _Event) -> None:
         self._settle()
-        self._runtime.streamWaitEvent(stream, event.handle)
+        with self._where(stream):
+            self._runtime.streamWaitEvent(stream, event.handle)
 
     def done(self, event: _Event) -> bool:
         self._settle()
@@ -159,16 +154,9 @@ class CupyDevice(Device):
         self._settle()
         cupy = self._cupy
         # CuPy's pool gives memory out again on the stream on which it was taken.
-        with cupy.cuda.Device(self.index), self._entered(stream):
+        with cupy.cuda.Device(self.index), entered(cupy, stream):
             data: Buffer = cupy.zeros(nbytes, cupy.uint8)
         return data
-
-    def _entered(self, stream: int) -> Any:
-        """A stream as CuPy takes one over."""
-        cuda = self._cupy.cuda
-        if hasattr(cuda.Stream, "from_external"):  # CuPy 14 and later
-            return cuda.Stream.from_external(_Stream(stream))
-        return cuda.ExternalStream(stream, self.index)
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
         self._settle()
@@ -190,7 +178,8 @@ class CupyDevice(Device):
     def copy_bytes(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Enqueue a copy between two addresses."""
         self._settle()
-        self._runtime.memcpyAsync(to, source, nbytes, _COPY_ANY_WAY, stream)
+        with self._where(stream):
+            self._runtime.memcpyAsync(to, source, nbytes, _COPY_ANY_WAY, stream)
 
     def pack_table(
         self, buffer: Buffer, offsets: Sequence[int], nbytes: Sequence[int], dtype: str, stream: int
@@ -210,6 +199,10 @@ class CupyDevice(Device):
             yield
         finally:
             nvtx.RangePop()
+
+    def _where(self, stream: int) -> AbstractContextManager[None]:
+        """Within it, a stream's handle is understood."""
+        return self.active() if stream <= _LAST_OF_CURRENT else nullcontext()
 
     @contextmanager
     def active(self) -> Iterator[None]:

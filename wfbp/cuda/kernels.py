@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from wfbp.cuda.streams import entered
+
 THREADS = 256
 CAPACITY = 504
 """Tensors per launch: as many addresses as fit the 4 KB that every device takes as arguments."""
@@ -56,8 +58,12 @@ _SOURCES = (
 class Kernels(Protocol):
     """A device as the pack tables see it."""
 
-    def upload(self, table: npt.NDArray[Any]) -> tuple[int, Any]:
-        """Copy a table to the device; returns its address and what keeps it there."""
+    def upload(self, table: npt.NDArray[Any], stream: int) -> tuple[int, Any]:
+        """Copy a table to the device; returns its address and what keeps it there.
+
+        It is there for what follows on the stream, whose memory it is: when nobody keeps it any
+        more, it is given out again there, behind all that may still read it.
+        """
 
     def launch(self, name: str, num_blocks: int, arguments: int, stream: int) -> None:
         """Enqueue a kernel.
@@ -123,10 +129,10 @@ class CudaKernels:
         self._module = cupy.RawModule(code=source(), options=("-std=c++17",))
         self._functions: dict[str, Any] = {}
 
-    def upload(self, table: npt.NDArray[Any]) -> tuple[int, Any]:
-        """Copy a table to the device, and wait for it: any stream may read it from now on."""
-        held = self._cupy.asarray(np.ascontiguousarray(table).view(np.uint8))
-        self._cupy.cuda.get_current_stream().synchronize()
+    def upload(self, table: npt.NDArray[Any], stream: int) -> tuple[int, Any]:
+        """Enqueue the copy of a table to the device; see :class:`Kernels`."""
+        with entered(self._cupy, stream):
+            held = self._cupy.asarray(np.ascontiguousarray(table).view(np.uint8))
         return int(held.data.ptr), held
 
     def launch(self, name: str, num_blocks: int, arguments: int, stream: int) -> None:

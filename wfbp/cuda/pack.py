@@ -87,7 +87,7 @@ class DevicePackTable:
         elements = _tile_elements(int(sizes.sum()) // item, max(item, tensor_item))
         tiles, blocks = _tiles(starts, sizes // item, item, tensor_item, elements)
         # The table stays on the device as long as this object.
-        address, self._held = kernels.upload(tiles)
+        address, self._held = kernels.upload(tiles, stream)
         self._launches = _launches(blocks, address, buffer, item)
 
     def pack(self, scale: float = 1.0) -> None:
