@@ -8,6 +8,8 @@ Nothing below progresses without being tested, and testing costs a core. Three f
 * How long does a step usually take (*gap*: seconds from one step of a message to the next, as
   seen so far)? Shared memory steps every few microseconds, a 1 Gbit/s link every few
   milliseconds; spinning for the latter buys nothing, and a nap of a quarter of it costs nothing.
+  While training computes, each nap costs it some 50 us of cold caches, and what is noticed late
+  travels beside other chunks anyway: naps are twice as long.
 * How long should the whole operation take (*expected*)? One that is shorter than a nap is spun
   for even while training runs.
 
@@ -15,8 +17,9 @@ Nothing below progresses without being tested, and testing costs a core. Three f
     not urgent, waited < 2 * expected_s <= 2 * short_s     spin
     otherwise                                              nap
 
-Naps grow by half each time from 50 us to a millisecond, and stay between an eighth and a quarter
-of the gap until the step is overdue, so that a slow link is never kept waiting.
+Naps grow by half each time from 50 us to a millisecond. Until the step is overdue they stay between
+an eighth and a quarter of the gap where that is urgent, else between a quarter and half of it, and
+at most two milliseconds long.
 
 :class:`Policy` is these rules; :class:`Waiter` applies them to the real clock.
 """
@@ -42,6 +45,8 @@ LATE_S = 0.1
 """A step that took longer than this waited for a peer, not for the network: where only small
 messages follow, which have no steps, the gap would be believed for ever."""
 TESTS_PER_LOOK = 4
+PATIENCE = 2
+"""How much longer naps are while training computes."""
 
 Check = Callable[[float], None]
 """Given the seconds waited so far; raises where waiting on is hopeless."""
@@ -55,7 +60,8 @@ class Policy:
         spin_s: how long an urgent wait spins after the last progress.
         short_s: operations expected to end within this are spun for even when not urgent.
         first_nap_s: length of the first nap.
-        max_nap_s: length of the longest.
+        max_nap_s: length of the longest; of ``PATIENCE`` times that where nothing is urgent and a
+            step is not expected sooner.
         growth: factor from one nap to the next.
 
     Example:
@@ -95,10 +101,14 @@ class Policy:
         elif expected_s is not None and waited_s < 2 * expected_s <= 2 * self.short_s:
             return 0.0
         nap = self.first_nap_s * self.growth ** min(naps, 32)
+        longest = self.max_nap_s
         step = gap_s if gap_s is not None else expected_s
         if step is not None and waited_s < 2 * step:
-            nap = max(min(nap, step / 4), step / 8, self.first_nap_s)
-        return min(nap, self.max_nap_s)
+            share = step / 4
+            if not urgent:
+                share, longest = PATIENCE * share, PATIENCE * longest
+            nap = max(min(nap, share), share / 2, self.first_nap_s)
+        return min(nap, longest)
 
 
 class Waiter:
