@@ -1,18 +1,21 @@
 // Gradients leave a running XLA program through these two handlers.
 //
 // `announce` runs on whichever XLA thread made a gradient. It takes no Python lock, because Python
-// may be busy for milliseconds and XLA computes on: it leaves a note and wakes a Python thread,
-// the herald, which tells the engine. `wait` runs once all gradients exist. It takes the GIL and
-// has Python close the step and fill the outputs; XLA's other threads compute on meanwhile.
+// may be busy for milliseconds and XLA computes on: it leaves a note and, where a group is complete
+// that may go, wakes a Python thread, the herald, which tells the engine. `wait` runs once all
+// gradients exist. It takes the GIL and has Python close the step and fill the outputs; XLA's other
+// threads compute on meanwhile.
 //
 // On CUDA both run when XLA enqueues. `announce` records an event behind the gradient, on XLA's
 // stream; `wait` returns once that stream has been made to wait for all that fills the outputs.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "jax_events.h"
@@ -25,6 +28,7 @@ namespace ffi = xla::ffi;
 namespace {
 
 using wfbp::EventStock;
+using wfbp::Groups;
 using wfbp::Mailbox;
 using wfbp::Note;
 using wfbp::address_list;
@@ -82,6 +86,7 @@ ffi::Error wait_at(std::int32_t device, void* stream, std::int64_t exchange,
   if (mailbox().closed()) {
     return ffi::Error(ffi::ErrorCode::kAborted, "wfbp: the program has ended");
   }
+  mailbox().close_step(exchange);
   std::string problem;
   const PyGILState_STATE state = PyGILState_Ensure();
   PyObject* const from = address_list(inputs);
@@ -175,13 +180,15 @@ PyObject* take(PyObject*, PyObject*) {
   Py_BEGIN_ALLOW_THREADS
   notes = mailbox().take();
   Py_END_ALLOW_THREADS
+  const auto now = std::chrono::steady_clock::now();
   PyObject* list = PyList_New(static_cast<Py_ssize_t>(notes.size()));
   for (std::size_t i = 0; list != nullptr && i < notes.size(); ++i) {
     const Note& taken = notes[i];
-    PyObject* note = Py_BuildValue("LiKN", static_cast<long long>(taken.exchange),
+    const std::chrono::duration<double> age = now - taken.time;
+    PyObject* note = Py_BuildValue("LiKNd", static_cast<long long>(taken.exchange),
                                    static_cast<int>(taken.index),
                                    static_cast<unsigned long long>(taken.address),
-                                   place_of(taken.device, taken.stream, taken.event));
+                                   place_of(taken.device, taken.stream, taken.event), age.count());
     if (note == nullptr) {
       Py_CLEAR(list);
     } else {
@@ -189,6 +196,22 @@ PyObject* take(PyObject*, PyObject*) {
     }
   }
   return list;
+}
+
+PyObject* expect(PyObject*, PyObject* args) {
+  long long exchange = 0;
+  PyObject* group_list = nullptr;
+  if (!PyArg_ParseTuple(args, "LO", &exchange, &group_list)) return nullptr;
+  std::vector<std::int64_t> group_of;
+  PyObject* const items = PySequence_Fast(group_list, "expected a list of integers");
+  if (items == nullptr) return nullptr;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items); ++i) {
+    group_of.push_back(PyLong_AsLongLong(PySequence_Fast_GET_ITEM(items, i)));
+  }
+  Py_DECREF(items);
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  mailbox().expect(exchange, Groups(std::move(group_of)));
+  Py_RETURN_NONE;
 }
 
 PyObject* close_mailbox(PyObject*, PyObject*) {
@@ -234,8 +257,9 @@ PyObject* copy(PyObject*, PyObject* args) {
 PyMethodDef methods[] = {
     {"handlers", handlers, METH_NOARGS, "XLA handlers by platform and target name, as capsules."},
     {"serve", serve, METH_O, "Have callback(exchange, inputs, outputs, place) called by each wait."},
-    {"listen", listen, METH_NOARGS, "Wait for notes; False once closed."},
-    {"take", take, METH_NOARGS, "All notes that wait: (exchange, index, address, place) each."},
+    {"expect", expect, METH_VARARGS, "expect(exchange, groups): what leaves before the wait."},
+    {"listen", listen, METH_NOARGS, "Wait for a complete group; False once closed."},
+    {"take", take, METH_NOARGS, "All notes that wait: (exchange, index, address, place, age) each."},
     {"close", close_mailbox, METH_NOARGS, "End listen(); every later wait fails."},
     {"stock", stock, METH_VARARGS, "stock(record, handles): events to record by that function."},
     {"copy", copy, METH_VARARGS, "copy(to, from, nbytes): copy memory, by lists of integers."},

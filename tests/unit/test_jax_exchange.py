@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("jax")
 
+from wfbp.core.plan import Group, Plan
 from wfbp.core.types import Op, TensorSpec
 from wfbp.errors import WfbpError
 from wfbp.jax.exchange import Exchange, Request
@@ -29,8 +30,14 @@ class RecordingEngine:
         self.left: list[Slot | None] = [None, None, None]
         self.copied: list[tuple[Sequence[int], ...]] = []
         self.during_step: Any = lambda: None
+        self.num_installed = 1
+        self.specs = SPECS
+        self.plan = Plan("test", SPECS, (Group((2, 0)), Group((1,))))
+        self.expected: list[Sequence[int]] = []
 
-    def mark_ready(self, index: int, address: int, owner: object) -> None:
+    def mark_ready(
+        self, index: int, address: int, owner: object, time_s: float | None = None
+    ) -> None:
         self.marked.append((index, address))
 
     def synchronize(self, targets: Sequence[int]) -> list[Slot | None]:
@@ -49,6 +56,7 @@ def made(engine: RecordingEngine) -> Exchange:
         threading.Lock(),
         lambda: engine,  # type: ignore[arg-type,return-value]
         engine.copy,
+        engine.expected.append,
     )
 
 
@@ -87,6 +95,21 @@ def test_later_announcements_go_straight_to_the_engine() -> None:
         announce(exchange, 0, 2, base=base)
         exchange.reduce([base, base + 1, base + 2], OUTPUTS)
         assert sorted(engine.marked) == [(k, base + k) for k in range(3)]
+
+
+def test_what_may_leave_early_is_told_with_every_plan() -> None:
+    engine = RecordingEngine()
+    exchange = made(engine)
+    for plan, told in ((1, 1), (1, 1), (2, 2), (2, 2)):
+        engine.num_installed = plan
+        announce(exchange, 0, 1, 2)
+        exchange.reduce([1000, 1001, 1002], OUTPUTS)
+        assert engine.expected == [[0, -1, 0]] * told
+    engine.plan = Plan("test", SPECS, engine.plan.groups, overlap=False)
+    engine.num_installed = 3
+    announce(exchange, 0, 1, 2)
+    exchange.reduce([1000, 1001, 1002], OUTPUTS)
+    assert engine.expected[-1] == [-1, -1, -1]
 
 
 def test_a_gradient_that_moved_is_announced_again_where_it_is() -> None:

@@ -46,7 +46,7 @@ class Notes:
         handle = self._stock.pop() if self._stock else 0
         if handle and self._device._note(handle, stream):
             handle = 0
-        self._notes.append((REQUEST.key, index, address, (INDEX, stream, handle)))
+        self._notes.append((REQUEST.key, index, address, (INDEX, stream, handle), 0.0))
 
     def take(self) -> list[Any]:
         notes, self._notes = self._notes, []
@@ -74,7 +74,7 @@ class Program:
         self.stream = device.new_stream()
         self.exchanges._runtime = runtime
         self.exchange = Exchange(
-            REQUEST, runtime.where, self.exchanges._lock, self._make, device.move
+            REQUEST, runtime.where, self.exchanges._lock, self._make, device.move, lambda _: None
         )
         self.exchanges._exchanges[REQUEST.key] = self.exchange
         self.exchanges.add(REQUEST)

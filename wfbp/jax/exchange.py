@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from wfbp.core.plan import Plan
 from wfbp.core.types import Op, TensorSpec
 from wfbp.errors import WfbpError
 from wfbp.runtime.engine import Engine
@@ -94,10 +95,18 @@ class Exchange:
         make: gives the engine. Collective: called in the first wait, because only execution has an
             order that all ranks share.
         copy: copies memory: to these addresses, from those, so many bytes each.
+        expect: is told, by leaf, the number of the group with which its gradient may leave before
+            the wait, -1 for none; only of those need announcements be passed on at once.
     """
 
     def __init__(
-        self, request: Request, where: str, lock: Lock, make: Callable[[], Engine], copy: Copy
+        self,
+        request: Request,
+        where: str,
+        lock: Lock,
+        make: Callable[[], Engine],
+        copy: Copy,
+        expect: Callable[[Sequence[int]], None],
     ) -> None:
         self._who = f"{where}: {request.title}"
         self._names = [spec.name for spec in request.specs]
@@ -106,19 +115,24 @@ class Exchange:
         self._make = make
         self._copy = copy
         self._engine: Engine | None = None
-        self._early: list[tuple[int, int, object]] = []
+        self._expect = expect
+        self._num_installed = 0
+        self._early: list[tuple[int, int, object, float | None]] = []
         self._addresses = [0] * len(self._names)
         self._closing = False
         self._problem = ""
         self._failed = ""
 
-    def announce(self, index: int, address: int, owner: object = None) -> None:
+    def announce(
+        self, index: int, address: int, owner: object = None, time_s: float | None = None
+    ) -> None:
         """A gradient exists; called with the lock held.
 
         Args:
             index: of the leaf.
             address: where it lies until the wait.
             owner: kept alive until the step is over.
+            time_s: since when, as of ``time.perf_counter``; None for now.
         """
         if self._failed:
             return
@@ -129,7 +143,7 @@ class Exchange:
             )
             return
         self._addresses[index] = address
-        self._mark(index, address, owner)
+        self._mark(index, address, owner, time_s)
 
     def reduce(self, inputs: Sequence[int] | None, outputs: Sequence[int]) -> None:
         """Close the step, and wait until all reduced gradients lie where they are wanted.
@@ -180,11 +194,11 @@ class Exchange:
                 self._addresses[index] = address
                 self._mark(index, address, None)
 
-    def _mark(self, index: int, address: int, owner: object) -> None:
+    def _mark(self, index: int, address: int, owner: object, time_s: float | None = None) -> None:
         if self._engine is None:
-            self._early.append((index, address, owner))
+            self._early.append((index, address, owner, time_s))
         else:
-            self._engine.mark_ready(index, address, owner)
+            self._engine.mark_ready(index, address, owner, time_s)
 
     def source(self, index: int) -> Source | None:
         """Where a gradient lies of which the engine expected to hear once more."""
@@ -204,8 +218,29 @@ class Exchange:
         engine = self._engine
         if engine is None:
             engine = self._make()
-            for index, address, owner in self._early:
-                engine.mark_ready(index, address, owner)
+            for index, address, owner, time_s in self._early:
+                engine.mark_ready(index, address, owner, time_s)
             self._early.clear()
             self._engine = engine
-        return engine.synchronize(targets=targets)
+        slots = engine.synchronize(targets=targets)
+        if engine.num_installed != self._num_installed:
+            self._num_installed = engine.num_installed
+            self._expect(early_groups(engine.plan, engine.specs))
+        return slots
+
+
+def early_groups(plan: Plan, specs: Sequence[TensorSpec]) -> list[int]:
+    """The group with which each of some tensors may leave before the step is closed, or -1.
+
+    Example:
+        >>> from wfbp.core.plan import Group
+        >>> specs = tuple(TensorSpec(name, (4,), "float32") for name in "abc")
+        >>> plan = Plan("wfbp", specs, (Group((2,)), Group((1,)), Group((0,))))
+        >>> early_groups(plan, specs)
+        [-1, 1, 0]
+    """
+    groups = dict.fromkeys(specs, -1)
+    if plan.overlap:
+        for number, group in enumerate(plan.groups[: plan.num_backward - 1]):
+            groups |= dict.fromkeys((plan.tensors[k] for k in group.tensors), number)
+    return list(groups.values())

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 from wfbp.errors import WfbpError
@@ -102,19 +103,22 @@ class Exchanges:
             exchange.reduce(inputs, outputs)
 
     def _hear(self) -> None:
-        """The herald: passes on what XLA's threads announce."""
+        """The herald: passes on what XLA's threads announce, where it may leave at once."""
         while self._native.listen():
             with self._lock:
                 self._take_notes()
 
     def _take_notes(self) -> None:
         used = 0
-        for key, index, address, place in self._native.take():
+        notes = self._native.take()
+        now = perf_counter()
+        for key, index, address, place, age_s in notes:
             used += place is not None and place[2] != 0
             try:
                 check_place(self.device, place)
                 with self._at(place):
-                    self._get(key).announce(index, address)
+                    time_s = now - age_s if place is None else None
+                    self._get(key).announce(index, address, time_s=time_s)
             except WfbpError:
                 continue  # no runtime, or another device; the wait that follows says so
         if used:
@@ -155,6 +159,7 @@ class Exchanges:
                 self._lock,
                 partial(self._make, runtime, request),
                 self._native.copy if self.device is None else self.device.move,
+                partial(self._native.expect, key),
             )
         return found
 

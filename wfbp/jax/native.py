@@ -52,11 +52,19 @@ class Handlers(Protocol):
         ``place``: as in :meth:`take`, without an event.
         """
 
-    def listen(self) -> bool:
-        """Wait until something is announced; False once closed."""
+    def expect(self, exchange: int, groups: Sequence[int], /) -> None:
+        """What leaves an exchange before its wait, from the next step on.
 
-    def take(self) -> list[tuple[int, int, int, tuple[int, int, int] | None]]:
-        """What has been announced: exchange, index of the leaf, address of the gradient, place.
+        Per leaf the number of its group, -1 where that leaves no earlier. Of what nobody expects
+        nothing is told before it is taken.
+        """
+
+    def listen(self) -> bool:
+        """Wait until a group is complete that was expected; False once closed."""
+
+    def take(self) -> list[tuple[int, int, int, tuple[int, int, int] | None, float]]:
+        """What has been announced: exchange, index of the leaf, address of the gradient, place,
+        and how many seconds ago.
 
         That is None on the CPU; on CUDA the device, the stream, and an event recorded there or 0.
         """

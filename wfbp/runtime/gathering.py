@@ -96,13 +96,16 @@ class Gathering:
             self.last.update(self._last)
         self.extra: dict[int, Source] = {}
 
-    def mark_ready(self, index: int, address: int, owner: object) -> None:
+    def mark_ready(
+        self, index: int, address: int, owner: object, time_s: float | None = None
+    ) -> None:
         """A tensor's gradient exists (again).
 
         Args:
             index: into the specs.
             address: where it lies, contiguous.
             owner: kept alive until the step is over.
+            time_s: since when, on the host (``time.perf_counter``); None for now.
 
         Raises:
             RuntimeError: the gradient changed after it was sent, where it cannot be sent again.
@@ -122,7 +125,7 @@ class Gathering:
         step = self.step
         step.addresses[place] = address
         step.owners[place] = owner
-        self._ready[place] = self._produced()
+        self._ready[place] = self._produced() if time_s is None else time_s
         group = self._group_of[place]
         left = self._left[group] - 1
         self._left[group] = left
