@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from wfbp.torch.late_sample import LateSample
+
 _SAMPLE_BYTES = 64
 
 
@@ -30,6 +32,7 @@ class Witness:
         """How often each had been changed in place by then."""
         self._sampled = -1
         self._sample = b""
+        self._late = LateSample()
         self._clean = self.grads[:]
 
     def sample(self, index: int, grad: torch.Tensor) -> None:
@@ -40,6 +43,8 @@ class Witness:
         if self._sampled in (-1, index):
             self._sampled, self._sample = index, _first_bytes(grad)
             self._last.intersection_update((index,))
+            if _is_elsewhere(grad):
+                self._late.take(grad)
 
     def check(self, params: Sequence[torch.Tensor]) -> list[int]:
         """Compare every gradient with what its hook saw.
@@ -48,8 +53,12 @@ class Witness:
             Indices of parameters whose gradients are gone.
 
         Raises:
-            RuntimeError: a gradient was changed or replaced.
+            RuntimeError: a gradient was changed or replaced, here or, on a device, in an earlier
+                step.
         """
+        late = self._late.found()
+        if late is not None:
+            raise self._touched(late, "changed in place, some steps ago,")
         gone = []
         for index, (seen, param) in enumerate(zip(self.grads, params, strict=True)):
             if seen is None:
@@ -67,12 +76,15 @@ class Witness:
             grad = self.grads[sampled]
             if grad is not None and _first_bytes(grad) != self._sample:
                 raise self._touched(sampled, "changed in place")
+            if grad is not None and _is_elsewhere(grad):
+                self._late.compare(sampled, grad)
         return gone
 
     def clear(self) -> None:
         """Forget all gradients. The lists stay the same ones."""
         self.grads[:] = self._clean
         self._sampled = -1
+        self._late.end_step()
 
     def _touched(self, index: int, how: str) -> RuntimeError:
         return RuntimeError(
@@ -83,8 +95,12 @@ class Witness:
         )
 
 
+def _is_elsewhere(grad: torch.Tensor) -> bool:
+    """Whether the host would have to wait for a gradient's values."""
+    return grad.device.type != "cpu" and not grad.is_sparse and bool(grad.numel())
+
+
 def _first_bytes(grad: torch.Tensor) -> bytes:
-    # What lies on a device is not looked at: the host would have to wait for it.
     if grad.is_sparse or not grad.numel() or grad.device.type != "cpu":
         return b""
     known = grad.nbytes if grad.is_contiguous() else grad.element_size()
