@@ -377,6 +377,29 @@ def check_many_in_flight(backend: Backend) -> None:
         lane.close()
 
 
+def check_who_tests_only_when_it_stirs_misses_nothing(backend: Backend) -> None:
+    """All kinds of works at once, on a backend and a duplicate; another rank comes late."""
+    other = backend.duplicate()
+    counts = [400_000] * backend.size
+    for late in range(backend.size):
+        if backend.rank == late:
+            time.sleep(0.02)
+        works: list[Any] = [
+            backend.all_reduce(np.ones(10, np.float32), "float32", Op.SUM),
+            other.all_gather_bytes(b"%d" % late),
+            backend.all_reduce(np.ones(700_000, np.float32), "float32", Op.AVERAGE),
+            other.reduce_scatter(np.ones(sum(counts), np.uint8), counts, "uint8", Op.SUM),
+            backend.all_gather(np.ones(sum(counts), np.uint8), counts),
+            other.broadcast(np.ones(300_000, np.uint8), late),
+        ]
+        deadline = time.monotonic() + TIMEOUT_S
+        while not all(work.test() for work in works):
+            while not backend.stirs():
+                assert time.monotonic() < deadline
+                time.sleep(50e-6)
+    other.close()
+
+
 def check_a_late_rank(backend: Backend) -> None:
     """No rank completes before the last one has joined."""
     wait(backend.all_gather_bytes(b""), timeout_s=TIMEOUT_S)

@@ -67,6 +67,11 @@ class StubLane:
             raise self.trouble
         return False
 
+    def stirs(self) -> bool:
+        if self.trouble is not None:
+            raise self.trouble
+        return True
+
     def describe(self) -> str:
         return "stub lane"
 

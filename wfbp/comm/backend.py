@@ -92,6 +92,14 @@ class Backend(ABC):
         """
         return 0
 
+    def stirs(self) -> bool:
+        """Whether a test could find that something has moved on, here or on a duplicate.
+
+        Asked between naps, so that what takes longer need not be done in vain; never blocks. True
+        where that is not known.
+        """
+        return True
+
     def zeros(self, nbytes: int) -> Buffer:
         """A buffer where this backend's collectives find it, as uint8.
 

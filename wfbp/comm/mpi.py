@@ -98,6 +98,12 @@ class MpiBackend(Backend):
     def delivers(self, buffer: Buffer) -> bool:
         return self._host is not None and self._host.carries(buffer)
 
+    def stirs(self) -> bool:
+        try:
+            return self._family.stirs()
+        except self._mpi.Exception:
+            return True  # the next test finds it too, and says so
+
     def all_reduce(
         self, buffer: Buffer, dtype: str, op: Op, segments: Sequence[Segment] = ()
     ) -> Work[None]:

@@ -44,6 +44,10 @@ class Job(ABC):
     def step(self) -> bool:
         """Move it on without blocking; True once complete. Not called again after that."""
 
+    def stirs(self) -> bool:
+        """Whether :meth:`step` would find that something has moved on."""
+        return True
+
 
 class Family:
     """The channels that move on together, and a count of what moved."""
@@ -51,6 +55,10 @@ class Family:
     def __init__(self) -> None:
         self.channels: list[Channel] = []
         self.moves = 0
+
+    def stirs(self) -> bool:
+        """Whether any job's next step would find that something has moved on."""
+        return any(job.stirs() for channel in self.channels for job in channel.active)
 
 
 class MpiWork(Work[T]):
@@ -123,6 +131,11 @@ class Channel:
         if work.remaining and self._failure is not None:
             raise self._failure
         return not work.remaining
+
+    @property
+    def active(self) -> list[Job]:
+        """The jobs under way; none where the library has failed."""
+        return self._active if self._failure is None else []
 
     def leave(self) -> None:
         """Take the channel out of its family."""

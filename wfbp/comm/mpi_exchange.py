@@ -46,7 +46,17 @@ class Scratch:
         self._free.append(block)
 
 
-class Exchange(Job):
+class Sending(Job):
+    """A job that waits for requests, the last of the list first."""
+
+    __slots__ = ("_pending",)
+    _pending: list[MPI.Request]
+
+    def stirs(self) -> bool:
+        return not self._pending or self._pending[-1].Get_status()
+
+
+class Exchange(Sending):
     """All-reduce or reduce-scatter of one chunk.
 
     Args:
@@ -64,8 +74,8 @@ class Exchange(Job):
     """
 
     __slots__ = (
-        "_arrived", "_block", "_comm", "_dtype", "_family", "_gathers", "_op", "_pending",
-        "_reduced", "_results", "_scratch", "_shards", "_tag",
+        "_arrived", "_block", "_comm", "_dtype", "_family", "_gathers", "_op", "_reduced",
+        "_results", "_scratch", "_shards", "_tag",
     )  # fmt: skip
 
     def __init__(
@@ -133,7 +143,7 @@ class Exchange(Job):
         return not self._pending
 
 
-class Gather(Job):
+class Gather(Sending):
     """All-gather of one chunk, in place.
 
     Args:
@@ -144,7 +154,7 @@ class Gather(Job):
             on every rank; this rank's is sent, the others arrive.
     """
 
-    __slots__ = ("_comm", "_family", "_parts", "_pending", "_tag")
+    __slots__ = ("_comm", "_family", "_parts", "_tag")
 
     def __init__(
         self, comm: MPI.Comm, family: Family, sequence: int, parts: Sequence[Sequence[Buffer]]

@@ -41,6 +41,9 @@ class Library(Job):
             self._after()
         return True
 
+    def stirs(self) -> bool:
+        return self._request.Get_status()
+
 
 class GatherBytes(Job):
     """Every rank's payload, of any length: each rank sends its own to every other.

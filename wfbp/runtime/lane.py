@@ -121,6 +121,9 @@ class PlannedLane:
         else:
             sequencer.discard()
 
+    def stirs(self) -> bool:
+        return self._medium.stirs()
+
     @property
     def busy(self) -> bool:
         return bool(self._flights)

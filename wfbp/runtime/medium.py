@@ -96,6 +96,10 @@ class Medium(ABC):
     def settled(self, work: Work[None]) -> bool:
         """Move a work on; True once what follows in the lane finds its result."""
 
+    def stirs(self) -> bool:
+        """Whether :meth:`settled` or :meth:`poll` could find anything new."""
+        return True
+
     @abstractmethod
     def lane_stamp(self) -> Stamp:
         """The present moment in the lane's work."""
@@ -205,6 +209,9 @@ class HostMedium(Medium):
 
     def settled(self, work: Work[None]) -> bool:
         return work.test()
+
+    def stirs(self) -> bool:
+        return self.carrier.stirs()
 
     def lane_stamp(self) -> float:
         return perf_counter()

@@ -204,8 +204,18 @@ class CommunicationThread:
                     self._rest(nap_s, wakeable)
 
     def _rest(self, nap_s: float, wakeable: bool) -> None:
-        """Sleep until the bell rings, unless an event came before ``sleeping`` said so."""
+        """Sleep until the bell rings or a turn is due.
+
+        Not at all where an event came before ``sleeping`` said so.
+        """
+        turns = self._turns
         self.sleeping = wakeable
-        if not (wakeable and self._turns.has_events):
-            self._turns.bell.wait(nap_s)
+        if not (wakeable and turns.has_events):
+            while nap_s > 0 and not turns.bell.wait(nap_s):
+                if self._num_waiting > 0 or not self._turn.acquire(blocking=False):
+                    break
+                try:
+                    nap_s = turns.doze()
+                finally:
+                    self._turn.release()
         self.sleeping = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from wfbp.comm.backend import Backend
 from wfbp.comm.waiting import Waiter
@@ -32,6 +32,9 @@ class Lane(Protocol):
 
     def advance(self) -> bool:
         """Move on; True where something was started or completed."""
+
+    def stirs(self) -> bool:
+        """Whether what is under way could move on now."""
 
     @property
     def busy(self) -> bool:
@@ -104,15 +107,17 @@ class Turns:
         Returns:
             Seconds that may pass before the next turn unless the bell rings; 0 for none.
         """
-        try:
-            return self._take(urgent)
-        except WfbpError as error:
-            self.fail(error)
-        except Exception as error:
-            failure = WfbpError(f"{self._where}: the communication thread failed: {error!r}")
-            failure.__cause__ = error
-            self.fail(failure)
-        return 0.0
+        return self._guarded(self._take, urgent)
+
+    def doze(self) -> float:
+        """Look up between two naps while training computes, which costs less than a turn.
+
+        For who may take one. A turn's long way through the interpreter takes caches from training.
+
+        Returns:
+            Seconds that may pass before the next look; 0 where a turn is due.
+        """
+        return self._guarded(self._doze)
 
     @property
     def wakeable(self) -> bool:
@@ -179,6 +184,23 @@ class Turns:
         begun = self._calls.num_begun
         return Place(self.describe(), waits, num_waits, begun, call, tuple(lanes))
 
+    def _guarded(self, act: Callable[..., float], *arguments: Any) -> float:
+        try:
+            return act(*arguments)
+        except WfbpError as error:
+            self.fail(error)
+        except Exception as error:
+            failure = WfbpError(f"{self._where}: the communication thread failed: {error!r}")
+            failure.__cause__ = error
+            self.fail(failure)
+        return 0.0
+
+    def _doze(self) -> float:
+        due = self.messages or self._calls or time.monotonic() >= self._next_tick
+        if due or self.error is not None or any(lane.busy and lane.stirs() for lane in self._lanes):
+            return 0.0
+        return self._nap_s(urgent=False)
+
     def _take(self, urgent: bool) -> float:
         progressed = self._read() | self._advance()
         now = time.monotonic()
@@ -191,11 +213,14 @@ class Turns:
             return 0.0
         if self.error is not None or not (self._calls or any(lane.busy for lane in self._lanes)):
             return TICK_S
-        expected = [e for lane in self._lanes if (e := lane.expected_s) is not None]
-        nap_s = self._waiter.nap_s(urgent, max(expected, default=None))
+        nap_s = self._nap_s(urgent)
         if nap_s <= 0:
             self._spin()
         return nap_s
+
+    def _nap_s(self, urgent: bool) -> float:
+        expected = [e for lane in self._lanes if (e := lane.expected_s) is not None]
+        return self._waiter.nap_s(urgent, max(expected, default=None))
 
     def _read(self) -> bool:
         messages = self.messages
