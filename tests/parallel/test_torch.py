@@ -15,7 +15,6 @@ MODES = [
     (2, "mixed"),
     (3, "hybrid"),
     (2, "ps_layerwise"),
-    (3, "ps_layerwise"),
 ]
 
 ALONE = ("bad_arguments", "scheduler_made_before_wrapping", "clipping", "scaler_naive", "lbfgs")
