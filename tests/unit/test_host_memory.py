@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import threading
 from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -180,6 +183,47 @@ def test_another_process_of_that_number_is_found_out(monkeypatch: pytest.MonkeyP
         lambda process, file, token, mine: opened(process, file, b"x" * len(token), mine),
     )
     assert comm.run(lambda: HostMemory.connect(comm)) == [None, None]  # type: ignore[arg-type]
+
+
+def test_another_process_s_pipe_is_not_opened() -> None:
+    """It has our file's number in another container; to read it would block, or steal from it."""
+    read, write = os.pipe()
+    os.write(write, b"for somebody else")
+    with pytest.raises(ValueError, match="is another one"):
+        host_memory._open(os.getpid(), read, b"t" * 16, mine=False)
+    assert os.read(read, 99) == b"for somebody else"
+    os.close(read)
+    os.close(write)
+
+
+def test_a_python_without_the_call_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(host_memory.os, "memfd_create", raising=False)
+    comm = ThreadComm(2)
+    assert comm.run(lambda: HostMemory.connect(comm)) == [None, None]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("answer", ["refuses", "does nothing"])
+def test_where_memory_cannot_be_given_back_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    class Keeps(mmap.mmap):
+        def madvise(self, advice: int, *where: int) -> None:
+            if advice == mmap.MADV_REMOVE and answer == "refuses":
+                raise OSError("not here")
+
+    connected(2)
+    monkeypatch.setattr(host_memory.mmap, "mmap", Keeps)
+    comm = ThreadComm(2)
+    assert comm.run(lambda: HostMemory.connect(comm)) == [None, None]  # type: ignore[arg-type]
+
+
+def test_core_dumps_leave_it_out() -> None:
+    """They would touch all of it: twice what the machine has."""
+    connected(2)
+    maps = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    flags = [after for before, after in pairwise(maps) if "/memfd:wfbp" in before.rsplit("kB", 1)[0]]
+    assert len(flags) >= 2
+    assert all("dd" in text.split("\n")[0].split() for text in flags)
 
 
 def test_on_processors_that_reorder_stores_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

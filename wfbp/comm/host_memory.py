@@ -15,6 +15,7 @@ import mmap
 import os
 import platform
 import secrets
+import stat
 import sys
 import weakref
 from collections import deque
@@ -182,9 +183,22 @@ def _free(
     freed.append((start, length))
 
 
+def _try_free(memory: mmap.mmap) -> None:
+    """Whether what is freed becomes hole.
+
+    Raises:
+        OSError: it does not.
+    """
+    memory[HEADER_BYTES] = 1
+    memory.madvise(mmap.MADV_REMOVE, HEADER_BYTES, PAGE_BYTES)
+    if memory[HEADER_BYTES]:
+        raise OSError("memory cannot be given back")
+
+
 def _make(token: bytes) -> int | None:
     """A file that is as large as the machine's memory; None where there are no such files."""
-    if sys.platform != "linux" or not ORDERED:
+    # A Python that was built for old systems lacks the call.
+    if sys.platform != "linux" or not ORDERED or not hasattr(os, "memfd_create"):
         return None
     try:
         file = os.memfd_create("wfbp")
@@ -206,11 +220,19 @@ def _open(process: int, file: int, token: bytes, mine: bool) -> mmap.mmap:
         OSError: it cannot be seen from here.
         ValueError: that is another process's, which has the same number in another container.
     """
-    descriptor = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR if mine else os.O_RDONLY)
+    path = f"/proc/{process}/fd/{file}"
+    if not stat.S_ISREG(os.stat(path).st_mode):  # to open or read another one's pipe may block
+        raise ValueError(f"process {process} is another one")
+    descriptor = os.open(path, os.O_RDWR if mine else os.O_RDONLY)
     try:
         if os.read(descriptor, len(token)) != token:
             raise ValueError(f"process {process} is another one")
         access = mmap.PROT_READ | (mmap.PROT_WRITE if mine else 0)
-        return mmap.mmap(descriptor, os.fstat(descriptor).st_size, mmap.MAP_SHARED, access)
+        found = mmap.mmap(descriptor, os.fstat(descriptor).st_size, mmap.MAP_SHARED, access)
+        # A core dump would touch, and so allocate, as much memory as the machine has.
+        found.madvise(mmap.MADV_DONTDUMP)
+        if mine:
+            _try_free(found)
+        return found
     finally:
         os.close(descriptor)
