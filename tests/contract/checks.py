@@ -388,6 +388,7 @@ def check_who_tests_only_when_it_stirs_misses_nothing(backend: Backend) -> None:
             backend.all_reduce(np.ones(10, np.float32), "float32", Op.SUM),
             other.all_gather_bytes(b"%d" % late),
             backend.all_reduce(np.ones(700_000, np.float32), "float32", Op.AVERAGE),
+            backend.all_reduce(held(backend, np.ones(700_000, np.float32)), "float32", Op.SUM),
             other.reduce_scatter(np.ones(sum(counts), np.uint8), counts, "uint8", Op.SUM),
             backend.all_gather(np.ones(sum(counts), np.uint8), counts),
             other.broadcast(np.ones(300_000, np.uint8), late),

@@ -110,6 +110,14 @@ class HostReduce(Job):
             self._parts = ()
         return all(board.reached(peer, number, TAKEN) for peer in board.peers)
 
+    def stirs(self) -> bool:
+        reached = (self._board.reached(peer, self._number, self._phase) for peer in self._awaited)
+        return any(reached) if self._phase == REDUCED else all(reached)
+
+    @property
+    def _awaited(self) -> Sequence[int]:
+        return self._missing if self._phase == REDUCED else self._board.peers
+
     def _enter(self, phase: int) -> None:
         self._phase = phase
         self._board.tell(self._number, phase)
