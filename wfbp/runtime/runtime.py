@@ -100,8 +100,15 @@ class Runtime:
         return self.thread.call(lambda: start(self._backend), label)
 
     def all_reduce(self, buffer: Buffer, dtype: str, op: Op, label: str) -> None:
-        """Combine a buffer over all ranks, in place."""
-        self.call(lambda backend: backend.all_reduce(buffer, dtype, op), label)
+        """Combine a buffer over all ranks, in place.
+
+        It may be anybody's: a gradient that lies in a fusion buffer here may lie elsewhere on other
+        ranks, whose messages would then go another way.
+        """
+        foreign = buffer.copy() if self._backend.delivers(buffer) else buffer
+        self.call(lambda backend: backend.all_reduce(foreign, dtype, op), label)
+        if foreign is not buffer:
+            buffer[:] = foreign
 
     def exchange(self, payload: bytes, label: str, purpose: str = "") -> list[bytes]:
         """Every rank's payload, in rank order, after comparing what ranks exchange them for.

@@ -55,6 +55,25 @@ def allreduce_of_odd_tensors() -> None:
 
 
 @check
+def allreduce_of_gradients_that_lie_apart() -> None:
+    """In place, of a gradient that is still where it was reduced, on rank 0 alone."""
+    rank, size = wfbp.rank(), wfbp.size()
+    model = nn.Linear(400, 200)
+    optimizer = wfbp.torch.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(3, 400)).sum().backward()
+        optimizer.step()
+        gradient = model.weight.grad
+        assert gradient is not None
+        mine = gradient.detach() if rank == 0 else gradient.detach().clone()
+        wfbp.torch.allreduce_(mine, op=wfbp.Sum)
+        same(mine, torch.full((200, 400), 3.0 * size), "in place")
+
+
+@check
 def broadcast_of_tensors() -> None:
     last = wfbp.size() - 1
     for dtype in TORCH_DTYPES:
