@@ -218,6 +218,25 @@ def test_an_interrupt_while_driving_ends_the_runtime(make: Make) -> None:
         thread.call(lambda: Finished(1), "next")
 
 
+def test_an_interrupt_while_another_drives_ends_the_runtime_too(make: Make) -> None:
+    class Interrupted(Reply[None]):
+        def get(self, timeout_s: float) -> None:
+            raise KeyboardInterrupt
+
+    thread, started = make(), []
+
+    def start() -> Slow:
+        started.append(Slow())
+        return started[0]
+
+    caller, found = in_thread(lambda: thread.call(start, "driving"))
+    until(lambda: started)
+    with pytest.raises(KeyboardInterrupt):
+        thread.await_reply(Interrupted(), "beside it")
+    caller.join(5)
+    assert "rank 0 of 2: interrupted while it communicated" in str(found[0])
+
+
 # Errors.
 
 

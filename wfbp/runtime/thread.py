@@ -167,7 +167,7 @@ class CommunicationThread:
                     # The bell may ring for the other thread: do not sleep over it for long.
                     turns.bell.wait(min(nap_s, _DRIVER_NAP_S))
         except KeyboardInterrupt:
-            turns.fail(WfbpError(f"{self._where}: interrupted while it communicated"))
+            turns.fail(self._interrupted())
             raise
         return reply.get(timeout_s=0.0)
 
@@ -177,6 +177,9 @@ class CommunicationThread:
         while True:
             try:
                 return reply.get(timeout_s=1.0)
+            except KeyboardInterrupt:
+                self.post(lambda: self._turns.fail(self._interrupted()))
+                raise
             except TimeoutError:
                 if self.error is not None:
                     raise self.error from None
@@ -184,6 +187,9 @@ class CommunicationThread:
                     raise StallError(
                         f"{self._where}: {label}: the communication thread does not answer"
                     ) from None
+
+    def _interrupted(self) -> WfbpError:
+        return WfbpError(f"{self._where}: interrupted while it communicated")
 
     def _stop(self) -> None:
         self._running = False
