@@ -12,7 +12,7 @@ import pytest
 from tests.contract.checks import CHECKS
 from tests.fake_nccl import FakeNccl
 from tests.software_device import SoftwareDevice
-from wfbp.comm.backend import Backend
+from wfbp.comm.backend import Backend, Buffer
 from wfbp.comm.device_backend import DeviceBackend
 from wfbp.comm.device_choice import obstacle
 from wfbp.comm.local import LocalWorld
@@ -57,6 +57,19 @@ class Ranks:
             return NcclBackend(device, host, self.libraries[rank], timeout_s=20.0)
         return StagedBackend(device, host, piece_bytes=1 << 16)
 
+    def settling(self, kind: str, rank: int) -> DeviceBackend:
+        """A backend for checks, which write to its zeros at once and on no stream."""
+        backend, device = self.backend(kind, rank), self.devices[rank]
+        enqueued = backend.zeros
+
+        def zeros(nbytes: int) -> Buffer:
+            data = enqueued(nbytes)
+            device.drain()
+            return data
+
+        backend.zeros = zeros  # type: ignore[method-assign]
+        return backend
+
     def run(self, body: Callable[[int], Any]) -> list[Any]:
         results: list[Any] = [None] * self.size
         errors: list[BaseException] = []
@@ -89,7 +102,7 @@ class Ranks:
 )
 def test_contract(name: str, kind: str, size: int) -> None:
     ranks = Ranks(size)
-    ranks.run(lambda rank: CHECKS[name](ranks.backend(kind, rank)))
+    ranks.run(lambda rank: CHECKS[name](ranks.settling(kind, rank)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -207,7 +220,7 @@ def test_ids_of_older_bindings() -> None:
         FakeNccl(device, lambda rank=rank: ranks.connect(rank), before_14=True)
         for rank, device in enumerate(ranks.devices)
     ]
-    ranks.run(lambda rank: CHECKS["float32-sum"](ranks.backend("nccl", rank)))
+    ranks.run(lambda rank: CHECKS["float32-sum"](ranks.settling("nccl", rank)))
 
 
 def test_an_error_of_nccl_aborts_the_communicator() -> None:

@@ -193,7 +193,7 @@ def _parts(
 ) -> list[tuple[int, Buffer, Buffer]]:
     """Of every segment and rank: the rank, its place in the rank's block, its data."""
     found = []
-    for start, source, counts in segments:
+    for start, source, counts, _ in segments:
         parts = cut(raw(source, dtype, writeable), counts, len(blocks), dtype)
         for rank, (block, part) in enumerate(zip(blocks, parts, strict=True)):
             if part.size:
