@@ -8,9 +8,11 @@ import pytest
 
 from tests.parallel.programs import equality, further_optimizers
 from tests.parallel.runs import outcome
+from wfbp.core.planners import ALL_REDUCE
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(200)]
 
+MAY_ALL_REDUCE = (*ALL_REDUCE, "auto", "hybrid")
 TOLERANCE = {"float32": 1e-5, "float64": 1e-13}
 
 
@@ -35,6 +37,8 @@ def check(ranks: int, mpi: str, schedules: str, schedule: str, optimizer: str) -
             assert not row["frozen_moved"], (rank, row)
             if ranks > 1:
                 phases = [p for p in ("profile", "trial", "installed") if p in row["phases"]]
+                if schedule not in MAY_ALL_REDUCE:
+                    assert row["decoupled"], (rank, row)
                 tried = schedule in ("auto", "dear")
                 wanted = ["profile", "trial", "installed"]
                 assert phases == (wanted if tried else ["profile", "installed"]), row
