@@ -58,9 +58,7 @@ def auto_candidates(
             for k, t in enumerate(trace.tensors)
         ),
     )
-    others = [name for name in DECOUPLED if name not in _BASELINES] if decouples else []
-    names = (*planners.ALL_REDUCE, *others)
-    plans = [make(name, trace, costs, threshold_bytes) for name in names]
+    plans = [make(name, trace, costs, threshold_bytes) for name in _names(decouples)]
     plans.append(held(make("oasr", held_trace, costs, threshold_bytes)))
     predicted = {p.digest: timeline(p, trace, costs).iteration_s for p in plans}
     best_s = min(predicted.values())
@@ -88,15 +86,18 @@ def further_candidates(
     Returns:
         A few, the one predicted to be fastest first.
     """
-    names = [
-        *(name for name in planners.ALL_REDUCE if name not in UNMEASURED),
-        *(name for name in DECOUPLED if decouples and name not in _BASELINES),
-    ]
+    names = [name for name in _names(decouples) if name not in UNMEASURED]
     plans = distinct([*tried, *(planners.plan(name, trace, costs) for name in names)])[len(tried) :]
     limit_s = timeline(chosen, trace, costs).iteration_s
     predicted = [(timeline(plan, trace, costs).iteration_s, k) for k, plan in enumerate(plans)]
     better = sorted((seconds, k) for seconds, k in predicted if seconds < limit_s)
     return [plans[k] for _, k in better[:_NUM_FURTHER]]
+
+
+def _names(decouples: bool) -> list[str]:
+    """The schedules that ``auto`` asks for plans."""
+    others = [name for name in DECOUPLED if name not in _BASELINES] if decouples else []
+    return [*planners.ALL_REDUCE, *others]
 
 
 def held(plan: Plan) -> Plan:

@@ -239,17 +239,9 @@ class Gathering:
     ) -> StepMarks:
         """When things happened in the step."""
         return StepMarks(
-            self._begun,
-            self._ready,
-            self._forward,
-            self._forward_end,
-            self._closed,
-            done,
-            update,
-            waits,
-            result.times,
-            gathers,
-        )
+            self._begun, self._ready, self._forward, self._forward_end, self._closed,
+            done, update, waits, result.times, gathers,
+        )  # fmt: skip
 
     def whole(self, index: int) -> Source:
         """All of this rank's gradient of a tensor that is reduced at the step border."""

@@ -205,10 +205,7 @@ class Runtime:
                 lambda: len(self._stall.gone) >= self.size - 1 or self.thread.error is not None,
                 self.config.timeout_s,
             )
-        if self.thread.error is None:
-            self.post(self._give_back)
-        else:
-            self.post(self._give_up)
+        self.post(self._give_back if self.thread.error is None else self._give_up)
         self.thread.stop(timeout_s=self.config.abort_grace_s)
 
     def fail_job(self, reason: str) -> None:

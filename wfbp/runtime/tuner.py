@@ -214,7 +214,6 @@ class Tuner:
             self._enter("warm-up", replace(self.plan, overlap=True))
             return
         self._tried: list[Candidate] = []
-        self._refined = False
         packing_s = max(p.packing_s for p in profiles)
         self._update_s = max(p.update_s for p in profiles)
         self.trace = trace
@@ -260,6 +259,7 @@ class Tuner:
         if chosen is None:
             self._try(self._trial)
             return
+        is_first = not self._tried
         self._tried += self._trial.candidates
         overlapped = [
             (c.plan, c.measured_s + self._saved_s(c.plan)) for c in self._tried if c.plan.overlap
@@ -267,8 +267,7 @@ class Tuner:
         if overlapped:
             self._kappa = fit_kappa(self.trace, self.costs, overlapped)
             self.costs = replace(self.costs, kappa=self._kappa)
-        if self._schedule == AUTO and not self._refined:
-            self._refined = True
+        if self._schedule == AUTO and is_first:
             tried = [c.plan for c in self._tried]
             further = further_candidates(tried, chosen, self.trace, self.costs, self._decouples)
             if further:
