@@ -88,11 +88,11 @@ class XlaDevice(Places, CupyDevice):
     def __init__(self, index: int) -> None:
         CupyDevice.__init__(self, index)
         Places.__init__(self, index)
-        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._libcuda = ctypes.CDLL("libcuda.so.1")
 
     @property
     def recorder(self) -> int:
-        address = ctypes.cast(self._driver.cuEventRecord, ctypes.c_void_p).value
+        address = ctypes.cast(self._libcuda.cuEventRecord, ctypes.c_void_p).value
         assert address is not None
         return address
 
