@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 import types
@@ -208,6 +209,22 @@ def test_no_thread_makes_a_context_on_another_device(monkeypatch: pytest.MonkeyP
     for method in ("new_stream", "current_stream"):
         in_a_thread(getattr(made[0], method))
     in_a_thread(lambda: made[0].record(next(iter(cuda.streams))))
+    assert cuda.contexts == {2}
+
+
+def test_xlas_device_is_at_home_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jax")
+    from wfbp.jax import device as xla
+
+    cuda = Cuda(4)
+    modules(cuda, monkeypatch)
+    library = types.SimpleNamespace(cuEventRecord=ctypes.CDLL(None).abs)
+    monkeypatch.setattr(xla.ctypes, "CDLL", lambda name: library)
+    made: list[xla.XlaDevice] = []
+    in_a_thread(lambda: made.append(xla.XlaDevice(2)))
+    in_a_thread(lambda: everything(made[0]))
+    in_a_thread(lambda: made[0].lend(2))
+    assert made[0].recorder
     assert cuda.contexts == {2}
 
 
