@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.parallel.programs import equality, further_optimizers
 from tests.parallel.runs import outcome
@@ -60,7 +61,7 @@ def test_equals_one_process_under_open_mpi(schedule: str) -> None:
 def test_further_optimizers_equal_one_process(optimizer: str) -> None:
     """Under a schedule that decouples every tensor; what can be shared out is."""
     names = ",".join(further_optimizers.ALL)
-    found = outcome("equality", 3, "ps_layerwise", names, timeout=180)
+    found = outcome("equality", 3, "dear", names, timeout=180)
     assert found.run.rc == 0, found.run
     for rank, rows in enumerate(found.ranks):
         (row,) = [r for r in rows if r["optimizer"] == optimizer]
@@ -68,8 +69,21 @@ def test_further_optimizers_equal_one_process(optimizer: str) -> None:
         assert row["at_the_end"] <= TOLERANCE["float64"], (rank, row)
         assert row["ranks_equal"], (rank, row)
         assert row["moved"] > 0.01, (rank, row)
-        assert row["plan"] == "ps_layerwise", (rank, row)
+        assert row["plan"] == "dear", (rank, row)
+        assert {"trial", "installed"} <= set(row["phases"]), (rank, row)
+        assert row["decoupled"], (rank, row)
         assert row["shares_state"] == (optimizer in further_optimizers.ELEMENTWISE), (rank, row)
+
+
+def test_every_optimizer_of_pytorch_is_compared() -> None:
+    found = {
+        name
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    }
+    made = further_optimizers.made(equality.param_groups)
+    compared = {type(make(equality.Model())).__name__ for make in made.values()}
+    assert found - compared - further_optimizers.COUPLED == {"Optimizer"}
 
 
 def test_the_small_threshold_makes_several_groups() -> None:

@@ -21,6 +21,7 @@ import wfbp
 import wfbp.torch
 from tests.parallel.programs import further_optimizers
 from wfbp.config import Config
+from wfbp.runtime import trial
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "auto": {"schedule": "auto"},
@@ -95,7 +96,7 @@ DTYPES = {
 def distance(one: Model, other: Model) -> float:
     """Largest difference of a parameter, relative to the largest entry of its tensor."""
     differences = [
-        (a - b).abs().max() / b.abs().max()
+        (a - b).abs().max() / b.abs().max().clamp(min=1e-30)
         for a, b in zip(one.parameters(), other.parameters(), strict=True)
     ]
     return torch.stack(differences).max().item()  # no number where any is none
@@ -180,6 +181,7 @@ def main() -> None:
     only = sys.argv[2].split(",") if len(sys.argv) > 2 else list(SCHEDULES)
     runs = [(n, make, d) for n, make in OPTIMIZERS.items() for d in DTYPES[n]]
     if len(sys.argv) > 3:
+        trial._NUM_SEARCHED = 2  # of dear: without FURTHER all are searched, which takes long
         further = further_optimizers.made(param_groups)
         runs = [(n, further[n], torch.float64) for n in sys.argv[3].split(",")]
     records = [train(schedule, *run) for schedule in only for run in runs]

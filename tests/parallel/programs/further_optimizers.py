@@ -49,6 +49,7 @@ ELEMENTWISE: dict[str, Callable[..., optim.Optimizer]] = {
     "nadam": partial(optim.NAdam, decoupled_weight_decay=True),
     "radam": optim.RAdam,
     "asgd": optim.ASGD,
+    "rprop": optim.Rprop,
 }
 """Their update can be shared out by elements."""
 
@@ -58,6 +59,14 @@ PER_TENSOR: dict[str, Callable[..., optim.Optimizer]] = {
 }
 """These look at whole tensors: every rank updates all of each."""
 
+if hasattr(optim, "Muon"):  # which came late
+    PER_TENSOR["muon"] = optim.Muon
+
+MATRICES_ONLY = ("muon",)
+
+COUPLED = {"LBFGS", "SparseAdam"}
+"""Optimizers of PyTorch that are not among these: they cannot do with decoupled gradients."""
+
 ALL = ELEMENTWISE | PER_TENSOR
 
 
@@ -65,6 +74,9 @@ def made(groups: Callable[[torch.nn.Module], list[dict[str, Any]]]) -> dict[str,
     """What makes each optimizer for a model, whose groups have rates and weight decays."""
 
     def make(name: str, model: torch.nn.Module) -> optim.Optimizer:
-        return ALL[name](groups(model))
+        found = groups(model)
+        if name in MATRICES_ONLY:
+            found = [group for group in found if all(p.dim() == 2 for p in group["params"])]
+        return ALL[name](found)
 
     return {name: partial(make, name) for name in ALL}
