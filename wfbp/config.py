@@ -24,6 +24,7 @@ class Config:
             ``dear`` begins its search; as a variable also with a unit, as in ``25M``.
         direct_bytes: tensors of at least this size travel from where they lie, without being
             packed; as a variable also with a unit.
+        shared_memory: whether ranks of one host may read each other's memory; they do if all may.
         warmup_steps: steps left out of every measurement after a start or a change of plan.
         profile_steps: steps whose compute times are measured, with communication held back.
         trial_steps: steps measured per candidate plan and round of ``auto``, at least.
@@ -46,6 +47,7 @@ class Config:
     schedule: str = "auto"
     threshold_bytes: int = 25 * 2**20
     direct_bytes: int = 2**18
+    shared_memory: bool = True
     warmup_steps: int = 3
     profile_steps: int = 5
     trial_steps: int = 4
@@ -128,6 +130,12 @@ def unknown_variables(environment: Mapping[str, str] | None = None) -> str:
     return f"not a setting, and ignored: {', '.join(parts)}" if parts else ""
 
 
+def _switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError(f"{text!r} is neither 0 nor 1")
+    return text == "1"
+
+
 _SIZE = re.compile(r"(\d+|\d+\.\d+(?=\s*[KMG]))\s*([KMG]?)((?<=[KMG])i?B|)", re.IGNORECASE)
 
 _SIZE_READER = num_bytes, "a size in bytes, such as 4096, 25M, 25MiB or 25MB"
@@ -138,6 +146,7 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "int": (int, "a whole number"),
     "float": (float, "a number"),
     "str": (str, "text"),
+    "bool": (_switch, "1 or 0"),
 }
 """How a variable is read, by field or by the type of its default, and what is expected there."""
 

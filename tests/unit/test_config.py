@@ -19,6 +19,7 @@ def test_every_field_has_a_variable_of_its_type() -> None:
         str: ("error", "error"),
         int: ("7", 7),
         float: ("7.5", 7.5),
+        bool: ("0", False),
     }
     for field in fields(Config):
         if field.name == "schedule":
@@ -51,6 +52,7 @@ def test_other_variables_are_not_read() -> None:
         ("WFBP_SCHEDULE", "foo", "schedule is 'foo'; expected one of auto, .*oasr"),
         ("WFBP_SCHEDULE", "oasrr", r"\(did you mean 'oasr'\?\); expected one of auto"),
         ("WFBP_TIMEOUT_S", "", "expected a number"),
+        ("WFBP_SHARED_MEMORY", "perhaps", "expected 1 or 0"),
     ],
 )
 def test_what_cannot_be_read_names_the_variable(variable: str, text: str, told: str) -> None:

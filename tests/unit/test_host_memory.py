@@ -1,79 +1,23 @@
-"""Memory that ranks read of each other, and the all-reduce that goes through it."""
+"""Memory that ranks of one host read of each other."""
 
 from __future__ import annotations
 
 import gc
 import mmap
 import os
-import threading
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from wfbp.comm import host_memory
-from wfbp.comm.backend import Buffer, Segment
-from wfbp.comm.chunking import Chunking
-from wfbp.comm.host_memory import HEADER_BYTES, PAGE_BYTES, HostMemory, Room
-from wfbp.comm.host_reduce import HostReduces
-from wfbp.comm.mpi_channel import Channel, Family, MpiWork
-from wfbp.core.types import Op
-
-T = TypeVar("T")
-WINDOW = Chunking(window_bytes=4096, small_bytes=64)
-
-
-class ThreadComm:
-    """As much of a communicator as connecting needs, with ranks as threads."""
-
-    def __init__(self, size: int) -> None:
-        self._said: list[Any] = [None] * size
-        self._barrier = threading.Barrier(size, timeout=10)
-        self._here = threading.local()
-        self.size = size
-
-    @property
-    def rank(self) -> int:
-        """Of the thread that asks."""
-        rank: int = self._here.rank
-        return rank
-
-    def allgather(self, value: T) -> list[T]:
-        self._said[self.rank] = value
-        self._barrier.wait()
-        found = list(self._said)
-        self._barrier.wait()
-        return found
-
-    def run(self, function: Callable[[], T]) -> list[T]:
-        """What the function returns on each rank."""
-        found: list[Any] = [None] * self.size
-
-        def call(rank: int) -> None:
-            self._here.rank = rank
-            found[rank] = function()
-
-        threads = [threading.Thread(target=call, args=(rank,)) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return found
-
-
-def connected(size: int) -> list[HostMemory]:
-    """The memory as each rank sees it."""
-    comm = ThreadComm(size)
-    found = comm.run(lambda: HostMemory.connect(comm))  # type: ignore[arg-type]
-    memories = [memory for memory in found if memory is not None]
-    if len(memories) < size:
-        pytest.skip("this machine has no memory that processes can read of each other")
-    return memories
+from tests.unit.host_ranks import ThreadComm, connected
+from wfbp.comm import host_files, host_memory
+from wfbp.comm.host_files import PAGE_BYTES
+from wfbp.comm.host_memory import HostMemory, Room
 
 
 @given(
@@ -156,7 +100,10 @@ def _refuse(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("function", ["memfd_create", "ftruncate", "open"])
-def test_where_one_rank_cannot_none_does(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+def test_where_one_rank_cannot_none_does(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, function: str
+) -> None:
+    caplog.set_level("INFO", "wfbp")
     connected(2)
     comm = ThreadComm(2)
     before = len(os.listdir("/proc/self/fd"))
@@ -167,6 +114,27 @@ def test_where_one_rank_cannot_none_does(monkeypatch: pytest.MonkeyPatch, functi
     assert comm.run(lambda: HostMemory.connect(comm)) == [None, None]  # type: ignore[arg-type]
     monkeypatch.undo()
     assert len(os.listdir("/proc/self/fd")) == before, "files are left open"
+    what = "that of rank 0 cannot be mapped" if function == "open" else "it cannot be made"
+    told = (
+        f"ranks of this host do not read each other's memory, and send messages (rank 0: {what}: "
+    )
+    rank0, rank1 = sorted(caplog.messages)
+    assert rank0.startswith(f"rank 0 of 2: {told}not here)")
+    assert rank1.startswith(f"rank 1 of 2: {told}not here)")
+    assert "set WFBP_SHARED_MEMORY=0" in rank0
+    levels = {record.getMessage(): record.levelname for record in caplog.records}
+    assert (levels[rank0], levels[rank1]) == ("WARNING", "INFO")
+
+
+def test_where_one_rank_does_not_want_it_there_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "wfbp")
+    connected(2)
+    comm = ThreadComm(2)
+    found = comm.run(lambda: HostMemory.connect(comm, comm.rank == 0))  # type: ignore[arg-type]
+    assert found == [None, None]
+    assert len(caplog.messages) == 2
+    assert all("(rank 1: WFBP_SHARED_MEMORY switches it off)" in m for m in caplog.messages)
+    assert {record.levelname for record in caplog.records} == {"INFO"}
 
 
 def test_another_process_of_that_number_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,10 +144,10 @@ def test_another_process_of_that_number_is_found_out(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         host_memory.secrets, "token_bytes", lambda n: bytes([comm.rank]) * n, raising=True
     )
-    opened = host_memory._open
+    opened = host_memory.open_map
     monkeypatch.setattr(
         host_memory,
-        "_open",
+        "open_map",
         lambda process, file, token, mine: opened(process, file, b"x" * len(token), mine),
     )
     assert comm.run(lambda: HostMemory.connect(comm)) == [None, None]  # type: ignore[arg-type]
@@ -190,7 +158,7 @@ def test_another_process_s_pipe_is_not_opened() -> None:
     read, write = os.pipe()
     os.write(write, b"for somebody else")
     with pytest.raises(ValueError, match="is another one"):
-        host_memory._open(os.getpid(), read, b"t" * 16, mine=False)
+        host_memory.open_map(os.getpid(), read, b"t" * 16, mine=False)
     assert os.read(read, 99) == b"for somebody else"
     os.close(read)
     os.close(write)
@@ -227,70 +195,6 @@ def test_core_dumps_leave_it_out() -> None:
 
 
 def test_on_processors_that_reorder_stores_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "ORDERED", False)
+    monkeypatch.setattr(host_files, "ORDERED", False)
     comm = ThreadComm(1)
     assert comm.run(lambda: HostMemory.connect(comm)) == [None]  # type: ignore[arg-type]
-
-
-def channel(memory: HostMemory, rank: int, size: int) -> tuple[HostReduces, Channel]:
-    family = Family()
-    reduces = HostReduces.of(memory, family, rank, size, WINDOW)
-    assert reduces is not None
-    return reduces, Channel(WINDOW, f"rank {rank}", family)
-
-
-@settings(deadline=None, max_examples=25)
-@given(st.data())
-def test_ranks_may_take_their_steps_in_any_order(data: st.DataObject) -> None:
-    """Several works of many chunks, whose parts lie anywhere, against the sum."""
-    size = data.draw(st.sampled_from([2, 3, 5]), "ranks")
-    memories = connected(size)
-    channels = [channel(memories[r], r, size) for r in range(size)]
-    wanted: list[Buffer] = []
-    works: list[list[MpiWork[None]]] = [[] for _ in range(size)]
-    results: list[list[Buffer]] = [[] for _ in range(size)]
-    for _ in range(data.draw(st.integers(1, 3), "works")):
-        numel = data.draw(st.integers(17, 4000), "elements")
-        cuts = sorted(data.draw(st.sets(st.integers(0, numel), max_size=6), "cuts"))
-        modes = data.draw(st.lists(st.integers(0, 3), min_size=7, max_size=7), "modes")
-        values = [np.arange(numel, dtype=np.int32) * (r + 1) % 101 for r in range(size)]
-        wanted.append(np.sum(values, axis=0, dtype=np.int32))
-        for r in range(size):
-            buffer = memories[r].zeros(4 * numel).view(np.int32)
-            buffer[:] = values[r]
-            segments, pieces = [], []
-            for start, stop, mode in zip([0, *cuts], [*cuts, numel], modes, strict=False):
-                slot = buffer[start:stop]
-                source = slot.copy() if mode else slot
-                result = (None, source, np.zeros_like(slot), None)[mode]
-                if mode:
-                    slot[:] = -1
-                    segments.append(Segment(4 * start, source, (), result))
-                pieces.append(slot if result is None else result)
-            reduces, line = channels[r]
-            jobs = reduces.all_reduce(buffer, segments, "int32", Op.SUM)
-            works[r].append(line.submit(MpiWork(line, buffer.nbytes, lambda: None), jobs))
-            results[r].append(pieces)  # type: ignore[arg-type]
-    chance = np.random.default_rng(data.draw(st.integers(0, 99), "order"))
-    # A rank's works move on together; then each in turn, as often as anything could take.
-    for r in [*chance.integers(size, size=200), *list(range(size)) * 100]:
-        works[r][-1].test()
-    for r in range(size):
-        assert all(work.test() for work in works[r])
-        for pieces, want in zip(results[r], wanted, strict=True):
-            assert (np.concatenate(pieces) == want).all()
-
-
-def test_small_and_foreign_buffers_go_other_ways() -> None:
-    memory = connected(1)[0]
-    reduces, _ = channel(memory, 0, 1)
-    assert reduces.carries(memory.zeros(65))
-    assert not reduces.carries(memory.zeros(64))
-    assert not reduces.carries(np.zeros(65, np.uint8))
-
-
-def test_there_are_so_many_channels() -> None:
-    memory = connected(1)[0]
-    found = [HostReduces.of(memory, Family(), 0, 1, WINDOW) for _ in range(300)]
-    assert found.index(None) == HEADER_BYTES // 4096 - 1
-    assert HostReduces.of(None, Family(), 0, 1, WINDOW) is None

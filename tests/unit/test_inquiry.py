@@ -16,6 +16,7 @@ from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, StallError
 from wfbp.runtime import inquiry
 from wfbp.runtime.matching import agree
+from wfbp.runtime.places import Place
 from wfbp.runtime.runtime import Runtime
 
 PROMPT = Config(
@@ -39,6 +40,7 @@ def step(runtime: Runtime, trainer: Trainer) -> None:
     trainer.synchronize()
 
 
+HERE = Place("idle", False, 0, 0, "")
 Act = Callable[[Runtime, Trainer], None]
 
 
@@ -102,7 +104,19 @@ def test_a_rank_that_waits_for_something_else_is_not_judged() -> None:
     config = Config(schedule="wfbp", stall_warning_s=0.2, timeout_s=1.0, abort_grace_s=0.5)
     result = ended({1: elsewhere}, config, size=2)[0]
     assert isinstance(result, StallError)
-    assert "others were here: rank 1: SGD, step 1: nothing posted yet" in str(result)
+    assert "others were here: rank 1: SGD, step 1: nothing posted yet." in str(result)
+    assert "No answer" not in str(result)
+
+
+def test_ranks_that_do_not_answer_are_named() -> None:
+    asker = inquiry.Inquiry(0, 4, "rank 0 of 4", lambda: HERE, lambda notice: None)
+    assert not asker.answers
+    asker.begin()
+    assert asker.answers.startswith("No answer came from ranks 1, 2, 3: stopped, killed")
+    asker.hear(2, {"kind": "here", "to": 0, "number": 1, "place": HERE.encode()})
+    assert asker.answers.startswith(
+        "When they were asked, others were here: rank 2: idle. No answer came from ranks 1, 3: "
+    )
 
 
 def test_nothing_is_judged_where_other_threads_may_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import click
 
 from wfbp.cli.inputs import FiniteRange, json_option
 from wfbp.cli.tables import Column, console, print_table, size
+from wfbp.config import Config
 from wfbp.core.cost import Costs, LinearCost, PiecewiseCost, monotone_points
 from wfbp.core.fit import Goodness, fit_linear, goodness
 from wfbp.core.types import Operation
@@ -95,7 +96,11 @@ def command(max_bytes: int, seconds: float, output: str, plot: str | None, as_js
     """
     from wfbp.comm.mpi import MpiBackend
 
-    backend = MpiBackend()
+    try:
+        config = Config.from_environment()
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    backend = MpiBackend(shared_memory=config.shared_memory)
     if backend.size == 1:
         raise click.UsageError(
             "one rank has nobody to talk to; start it as: mpirun -np N wfbp probe"

@@ -190,6 +190,12 @@ class Backend(ABC):
     def poll_notices(self) -> list[tuple[int, bytes]]:
         """Notices that have arrived, each with the rank that sent it; never blocks."""
 
+    def give_up(self) -> None:  # noqa: B027 - nothing, unless ranks read each other's memory
+        """This rank waits for nothing that is under way any more, here or on a duplicate.
+
+        From here on buffers may change or go: whoever still reads them elsewhere fails.
+        """
+
     @abstractmethod
     def abort(self, code: int) -> None:
         """End every rank at once; the last resort."""

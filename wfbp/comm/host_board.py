@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from wfbp.comm.host_memory import HEADER_BYTES, HostMemory
+from wfbp.comm.host_files import HEADER_BYTES
+from wfbp.comm.host_memory import HostMemory
 
 READY, REDUCED, TAKEN = 1, 2, 3
 _PHASES = 4
 _NUM_ROWS = 64
-"""Far more than the jobs that a channel has under way, which move on in their order."""
+"""More than the jobs that a channel usually has under way; others wait for a row."""
 _ROW_WORDS = 8
 """A cache line."""
 _BOARD_BYTES = _NUM_ROWS * _ROW_WORDS * 8
@@ -22,8 +23,8 @@ class Board:
 
     A job has a row on each rank's board, written by that rank alone: where its contribution lies,
     then, in a number that only grows, which job it is and its phase. Jobs are numbered alike on all
-    ranks, and rows are used again in turn: a job that follows on a row shows that the one before is
-    over.
+    ranks, and rows are used again in turn, once no rank needs what stands there: a job that follows
+    on a row shows that the one before is over.
 
     Args:
         memory: of all ranks.
@@ -47,11 +48,19 @@ class Board:
         self._jobs += 1
         return self._jobs
 
-    def begin(self, job: int, offset: int) -> None:
-        """This rank's contribution is ready, and lies there in its memory."""
+    def begin(self, job: int, offset: int) -> bool:
+        """This rank's contribution is ready, and lies there in its memory.
+
+        Returns:
+            False where a rank may still need the row for the job that had it before.
+        """
+        before = job - _NUM_ROWS
+        if before > 0 and not all(self.reached(r, before, TAKEN) for r in range(len(self._words))):
+            return False
         row = self._mine[job % _NUM_ROWS]
         row[1] = offset
         row[0] = job * _PHASES + READY
+        return True
 
     def tell(self, job: int, phase: int) -> None:
         """This rank has come to a phase."""

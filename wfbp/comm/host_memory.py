@@ -6,20 +6,19 @@ nothing, and what is freed becomes hole again. Nothing has to be announced when 
 and nothing is left behind by a rank that is killed.
 
 A copy out of another rank's memory is done when the copying call returns. Unlike a message, it
-never touches memory behind anybody's back.
+never touches memory behind anybody's back. The other way round, a rank that waits no longer for
+those who read its memory says so before it does anything else with it
+(:meth:`HostMemory.withdraw`): who has copied, and finds nothing said after that, has right values,
+however long it took.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import platform
 import secrets
-import stat
-import sys
 import weakref
 from collections import deque
-from contextlib import suppress
 from itertools import count
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -27,17 +26,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from wfbp.comm.backend import Buffer
+from wfbp.comm.host_files import HEADER_BYTES, PAGE_BYTES, excuse, explain, make, open_map
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-PAGE_BYTES = mmap.PAGESIZE
-HEADER_BYTES = 1 << 20
-"""At the start of each rank's memory, for what ranks tell each other (``host_board``)."""
 _TOKEN_BYTES = 16
-ORDERED = platform.machine() in ("x86_64", "AMD64")
-"""Whether processors see each other's stores in the order in which they were made; only there can
-a flag that is written behind data tell that the data are there."""
+_WITHDRAWN_WORD = 8
+"""Of the header; in a cache line of its own, behind the token's."""
 
 
 class Room:
@@ -94,6 +90,7 @@ class HostMemory:
 
     def __init__(self, rank: int, maps: list[mmap.mmap]) -> None:
         self._whole = [np.frombuffer(m, np.uint8) for m in maps]
+        self._said = [whole[:HEADER_BYTES].view(np.int64) for whole in self._whole]
         self._rank = rank
         self._map = maps[rank]
         self._address: int = self._whole[rank].__array_interface__["data"][0]
@@ -104,25 +101,49 @@ class HostMemory:
         self._boards = count()
 
     @classmethod
-    def connect(cls, comm: MPI.Comm) -> HostMemory | None:
+    def connect(cls, comm: MPI.Comm, wanted: bool = True) -> HostMemory | None:
         """Map the memory of all ranks. Collective.
 
+        Args:
+            comm: of ranks that share a host.
+            wanted: whether this rank wants it.
+
         Returns:
-            The memory; None, on every rank, where it cannot be had on all of them: on other systems
-            than Linux, across containers, or where the size of processes is limited.
+            The memory; None, on every rank, where it is not wanted or cannot be had on all of them:
+            on other systems than Linux, across containers or users, or where the size of processes
+            is limited. The log says why, on every rank the same.
         """
         token = secrets.token_bytes(_TOKEN_BYTES)
-        made = _make(token)
-        told = comm.allgather((os.getpid(), made, token))
+        made: int | None = None
         maps: list[mmap.mmap] = []
-        with suppress(OSError, ValueError, OverflowError):
+        unwanted, problem = excuse(wanted), ""
+        if not unwanted:
+            try:
+                made = make(token)
+            except Exception as error:  # whatever it is, the others are to hear of it
+                problem = f"it cannot be made: {error}"
+        told = comm.allgather((os.getpid(), made, token))
+        try:
             for rank, (process, file, sign) in enumerate(told):
-                if file is not None:
-                    maps.append(_open(process, file, sign, rank == comm.rank))
-        everywhere = all(comm.allgather(len(maps) == comm.size))
+                if file is not None:  # else that rank says why
+                    maps.append(open_map(process, file, sign, rank == comm.rank))
+        except Exception as error:
+            problem = problem or f"that of rank {rank} cannot be mapped: {error}"
+        said = comm.allgather((unwanted, problem))
         if made is not None:
             os.close(made)  # what is mapped stays
-        return cls(comm.rank, maps) if everywhere else None
+        if len(maps) == comm.size and not any(map(any, said)):
+            return cls(comm.rank, maps)
+        explain(f"rank {comm.rank} of {comm.size}", comm.rank == 0, said)
+        return None
+
+    def withdraw(self) -> None:
+        """From now on, what others read here may not be what they were told of."""
+        self._said[self._rank][_WITHDRAWN_WORD] = 1
+
+    def withdrawn(self, rank: int) -> bool:
+        """Whether a rank has said so; asked after its memory has been read."""
+        return bool(self._said[rank][_WITHDRAWN_WORD])
 
     def zeros(self, nbytes: int) -> Buffer:
         """Bytes that the other ranks can read, all zero.
@@ -181,58 +202,3 @@ def _free(
         return
     memory.madvise(mmap.MADV_REMOVE, start, length)
     freed.append((start, length))
-
-
-def _try_free(memory: mmap.mmap) -> None:
-    """Whether what is freed becomes hole.
-
-    Raises:
-        OSError: it does not.
-    """
-    memory[HEADER_BYTES] = 1
-    memory.madvise(mmap.MADV_REMOVE, HEADER_BYTES, PAGE_BYTES)
-    if memory[HEADER_BYTES]:
-        raise OSError("memory cannot be given back")
-
-
-def _make(token: bytes) -> int | None:
-    """A file that is as large as the machine's memory; None where there are no such files."""
-    # A Python that was built for old systems lacks the call.
-    if sys.platform != "linux" or not ORDERED or not hasattr(os, "memfd_create"):
-        return None
-    try:
-        file = os.memfd_create("wfbp")
-    except OSError:
-        return None
-    try:
-        os.ftruncate(file, os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES)
-        os.write(file, token)
-    except (OSError, OverflowError):
-        os.close(file)
-        return None
-    return file
-
-
-def _open(process: int, file: int, token: bytes, mine: bool) -> mmap.mmap:
-    """Map a rank's memory.
-
-    Raises:
-        OSError: it cannot be seen from here.
-        ValueError: that is another process's, which has the same number in another container.
-    """
-    path = f"/proc/{process}/fd/{file}"
-    if not stat.S_ISREG(os.stat(path).st_mode):  # to open or read another one's pipe may block
-        raise ValueError(f"process {process} is another one")
-    descriptor = os.open(path, os.O_RDWR if mine else os.O_RDONLY)
-    try:
-        if os.read(descriptor, len(token)) != token:
-            raise ValueError(f"process {process} is another one")
-        access = mmap.PROT_READ | (mmap.PROT_WRITE if mine else 0)
-        found = mmap.mmap(descriptor, os.fstat(descriptor).st_size, mmap.MAP_SHARED, access)
-        # A core dump would touch, and so allocate, as much memory as the machine has.
-        found.madvise(mmap.MADV_DONTDUMP)
-        if mine:
-            _try_free(found)
-        return found
-    finally:
-        os.close(descriptor)

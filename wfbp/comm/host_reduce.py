@@ -5,6 +5,12 @@ are, it combines the contributions to its own shard, in rank order, and says tha
 it copies the other ranks' shards as they are reduced, and says that it has *taken* all. When all
 have, the buffers may be used again. Every byte is read once by every rank that needs it, and none
 passes through the memory of a library.
+
+A rank may be stopped while it copies, for longer than another one waits for it. The other rank's
+buffers then go or change before all has been copied; and where it has taken all itself, this rank
+would find the chunk complete. So it looks whether any has *withdrawn* before it says that it has
+taken all: complete is then only what was copied in time. (What is combined too late does no harm:
+without the other rank, nothing of the chunk becomes complete.)
 """
 
 from __future__ import annotations
@@ -20,7 +26,10 @@ from wfbp.comm.host_board import NUM_BOARDS, READY, REDUCED, TAKEN, Board
 from wfbp.comm.host_memory import HostMemory
 from wfbp.comm.mpi_channel import Family, Job
 from wfbp.core.types import Op
+from wfbp.errors import BackendError
 
+_WAITING = 0
+"""For a row on the board, before any phase."""
 _PIECE_BYTES = 128 << 10
 """Combined at once: what the first pass over it writes is in cache when the last reads it."""
 
@@ -80,7 +89,7 @@ class HostReduce(Job):
         self._rank = rank
         self._number = board.next_job()
         self._shards = split(chunk.size, len(board.peers) + 1)
-        self._phase = READY
+        self._phase = _WAITING
 
     def start(self) -> None:
         memory, chunk = self._memory, self._chunk
@@ -88,10 +97,18 @@ class HostReduce(Job):
         for start, data, _ in self._parts:
             if memory.offset(data) != offset + start * chunk.itemsize:
                 chunk[start : start + data.size] = data
-        self._board.begin(self._number, offset)
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._board.begin(self._number, self._memory.offset(self._chunk)):
+            self._phase = READY
 
     def step(self) -> bool:
         board, number = self._board, self._number
+        if self._phase == _WAITING:
+            self._begin()
+            if self._phase == _WAITING:
+                return False
         if self._phase == READY:
             if not all(board.reached(peer, number, READY) for peer in board.peers):
                 return False
@@ -106,11 +123,14 @@ class HostReduce(Job):
                     self._missing.remove(peer)
             if self._missing:
                 return False
+            self._check_read()
             self._enter(TAKEN)
             self._parts = ()
         return all(board.reached(peer, number, TAKEN) for peer in board.peers)
 
     def stirs(self) -> bool:
+        if self._phase == _WAITING:
+            return True
         reached = (self._board.reached(peer, self._number, self._phase) for peer in self._awaited)
         return any(reached) if self._phase == REDUCED else all(reached)
 
@@ -122,6 +142,21 @@ class HostReduce(Job):
         self._phase = phase
         self._board.tell(self._number, phase)
         self._family.moves += 1
+
+    def _check_read(self) -> None:
+        """What was read of other ranks was theirs to the end.
+
+        Raises:
+            BackendError: not of all of them.
+        """
+        gone = [peer for peer in self._board.peers if self._memory.withdrawn(peer)]
+        if gone:
+            names = " and ".join(f"rank {peer}" for peer in sorted(gone))
+            raise BackendError(
+                f"{names} gave up before this rank had read what it needed from there, and says "
+                "why. If that was for having waited too long: this rank was held up, or "
+                "WFBP_TIMEOUT_S is too short"
+            )
 
     def _combine(self) -> None:
         """Reduce this rank's shard, in the chunk."""

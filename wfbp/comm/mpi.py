@@ -39,6 +39,8 @@ class MpiBackend(Backend):
         chunking: sizes that decide how messages travel; by default what measured best, within
             one host or between hosts.
         start_timeout_s: how long MPI may take to start, where it has not been started.
+        shared_memory: whether ranks of one host may read each other's memory, if all of them want
+            it.
 
     Raises:
         BackendError: mpi4py or MPI is missing or does not allow threads.
@@ -58,6 +60,7 @@ class MpiBackend(Backend):
         comm: MPI.Comm | None = None,
         chunking: Chunking | None = None,
         start_timeout_s: float | None = None,
+        shared_memory: bool = True,
         _original: MpiBackend | None = None,
     ) -> None:
         self._mpi = mpi = load(start_timeout_s)
@@ -68,7 +71,11 @@ class MpiBackend(Backend):
                 self._family = Family()
                 self._notices = NoticeBoard(mpi, self._own(parent))
                 self._situation = Situation.find(mpi, self._comm, chunking)
-                self._memory = HostMemory.connect(self._comm) if self._situation.shared else None
+                self._memory = (
+                    HostMemory.connect(self._comm, shared_memory)
+                    if self._situation.shared
+                    else None
+                )
             else:
                 self._family, self._notices = _original._family, _original._notices
                 self._situation, self._memory = _original._situation, _original._memory
@@ -202,12 +209,18 @@ class MpiBackend(Backend):
         except self._mpi.Exception as error:
             raise BackendError(f"{self._who}: notices could not be read: {error}") from error
 
+    def give_up(self) -> None:
+        if self._memory is not None:
+            self._memory.withdraw()
+
     def abort(self, code: int) -> None:
         self._comm.Abort(code)
 
     def close(self) -> None:
         """Give the communicators back. Collective; every work must be complete."""
         self._channel.leave()
+        if self._is_original:
+            self.give_up()
         try:
             if self._is_original:
                 self._notices.close()

@@ -79,9 +79,21 @@ class Inquiry:
 
     @property
     def answers(self) -> str:
-        """Where the others were when they were asked, for messages; empty if they were not."""
-        places = [self._heard.get(rank) or self._here() for rank in range(self._size)]
-        return told(places, sorted(self._heard))
+        """Where the others were when they were asked, in sentences; empty if they were not."""
+        if not self._number:
+            return ""
+        sentences = []
+        if self._heard:
+            places = [self._heard.get(rank) or self._here() for rank in range(self._size)]
+            known = told(places, sorted(self._heard))
+            sentences.append(f"When they were asked, others were here: {known}.")
+        silent = [str(r) for r in range(self._size) if r not in self._heard and r != self._rank]
+        if silent:
+            sentences.append(
+                f"No answer came from rank{'s' * (len(silent) > 1)} {', '.join(silent)}: stopped, "
+                "killed, or busy without letting other threads run."
+            )
+        return " ".join(sentences)
 
     def _here(self) -> Place:
         place = self._place()

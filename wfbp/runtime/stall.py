@@ -34,7 +34,7 @@ class StallWatch:
         self.gone: dict[int, str] = {}
         self.on_stall: Callable[[], None] = lambda: None
         self.answers: Callable[[], str] = lambda: ""
-        """What the other ranks said when they were asked."""
+        """What the other ranks said when they were asked, in sentences."""
 
     def note_gone(self, rank: int, how: str) -> None:
         """A rank will take part in nothing any more."""
@@ -68,7 +68,7 @@ class StallWatch:
             )
         if waited > self._config.timeout_s:
             answers = self.answers()
-            asked = f" When they were asked, others were here: {answers}." if answers else ""
+            asked = f" {answers}" if answers else ""
             return StallError(
                 f"{self._where} waited {waited:.0f} s ({what}); some rank does not take part."
                 f"{asked} Look for a call that only some ranks make, and at what the ranks "

@@ -157,6 +157,9 @@ class Turns:
         """Keep the first error and end with it everything that waits, now and later."""
         if self.error is not None:
             return
+        # Before anybody hears of it, who may then use buffers that other ranks still read.
+        for lane in self._lanes:
+            lane.backend.give_up()
         self.error = error
         self._calls.fail(error)
         for lane in self._lanes:

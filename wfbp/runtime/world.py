@@ -46,7 +46,9 @@ def init(comm: Any = None, *, backend: Backend | None = None, config: Config | N
     if backend is None:
         from wfbp.comm.mpi import MpiBackend
 
-        backend = MpiBackend(comm, start_timeout_s=config.timeout_s)
+        backend = MpiBackend(
+            comm, start_timeout_s=config.timeout_s, shared_memory=config.shared_memory
+        )
     unknown = unknown_variables()
     if unknown and backend.local_rank == 0:
         logging.getLogger("wfbp").warning("%s", unknown)

@@ -1,0 +1,80 @@
+"""A job whose last rank is killed or stopped while it copies out of another rank's memory.
+
+Usage: mpirun -n N python host_faults.py OUT CASE. CASE is ``killed`` or ``stopped``; each rank
+writes what it caught, or what it got.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import wfbp
+from wfbp.comm.host_reduce import HostReduce
+from wfbp.errors import WfbpError
+from wfbp.runtime import world
+
+NUMEL = 300_000
+PATIENCE_S = 10.0
+
+
+def held_up_within_a_copy(deed: int) -> None:
+    """From now on: this process gets a signal when it is about to copy rank 0's part."""
+    deliver = HostReduce._deliver
+
+    def then(job: HostReduce, owner: int) -> None:
+        if owner == 0:
+            HostReduce._deliver = deliver  # type: ignore[method-assign]
+            os.kill(os.getpid(), deed)
+        deliver(job, owner)
+
+    HostReduce._deliver = then  # type: ignore[method-assign]
+
+
+def step(reducer: wfbp.GradientReducer) -> Any:
+    reducer.mark_ready(0, np.full(NUMEL, wfbp.rank() + 1, np.float32))
+    return reducer.wait()[0]
+
+
+def wait_for(there: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not there.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def main() -> None:
+    out, case = Path(sys.argv[1]), sys.argv[2]
+    wfbp.init()
+    watch = world.current("this program")._stall
+    watch._config = replace(watch._config, stall_warning_s=0.3, timeout_s=1.0)
+    rank, last = wfbp.rank(), wfbp.size() - 1
+    pids = wfbp.allgather_object(os.getpid())
+    reducer = wfbp.GradientReducer([("w", np.zeros(NUMEL, np.float32))], schedule="single")
+    before = step(reducer)
+    if rank == last:
+        held_up_within_a_copy(signal.SIGKILL if case == "killed" else signal.SIGSTOP)
+    try:
+        told: Any = {"values": np.unique(step(reducer)).tolist()}
+    except WfbpError as error:
+        told = {"kind": type(error).__name__, "text": str(error)}
+        if rank == 0:
+            before[:] = -1  # what nobody waits for any more may be used
+            os.kill(pids[last], signal.SIGCONT)
+    report = out / f"rank{rank}.json"
+    report.with_suffix(".part").write_text(json.dumps(told))
+    report.with_suffix(".part").rename(report)
+    wait_for(out / f"rank{last}.json")  # else the job would end before that rank has gone on
+    if "kind" in told:
+        raise SystemExit(3)
+
+
+if __name__ == "__main__":
+    main()

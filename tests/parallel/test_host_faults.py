@@ -1,0 +1,56 @@
+"""A rank that is killed or stopped while it copies out of another rank's memory."""
+
+from __future__ import annotations
+
+import os
+
+import psutil
+import pytest
+
+from tests.parallel.runs import Outcome, outcome
+from wfbp.comm.host_files import excuse
+
+pytestmark = [
+    pytest.mark.parallel,
+    pytest.mark.timeout(60),
+    pytest.mark.skipif(bool(excuse(wanted=True)), reason="ranks cannot read each other's memory"),
+]
+
+ENVIRONMENT = (("WFBP_ABORT_GRACE_S", "1"),)
+
+
+def ended(n: int, case: str, mpi: str) -> Outcome:
+    """The job ended by itself and not well, with nothing left behind."""
+    before = set(os.listdir("/dev/shm"))
+    found = outcome("host_faults", n, case, mpi=mpi, timeout=40, env=ENVIRONMENT)
+    assert found.run.rc not in (0, None), found.run
+    left = [p.pid for p in psutil.process_iter(["cmdline"]) if _is_rank(p.info["cmdline"])]
+    assert not left, "processes, and so their memory, are left"
+    new = set(os.listdir("/dev/shm")) - before
+    assert not [name for name in new if "wfbp" in name], "MPI's own are not ours to give back"
+    return found
+
+
+def _is_rank(command: list[str] | None) -> bool:
+    return any(part.endswith("programs/host_faults.py") for part in command or ())
+
+
+@pytest.mark.parametrize(("n", "mpi"), [(2, "mpich"), (3, "mpich"), (3, "openmpi")])
+def test_a_rank_that_is_killed_within_a_copy(n: int, mpi: str) -> None:
+    found = ended(n, "killed", mpi)
+    assert found.ranks == [None] * n, "mpirun ends the others, which are still waiting"
+    # Of hydra's, only newer versions name the rank too.
+    said = {"mpich": "Killed (signal 9)", "openmpi": f"process rank {n - 1} with PID"}
+    assert said[mpi] in found.run.stdout + found.run.stderr, found.run
+
+
+@pytest.mark.parametrize(("n", "mpi"), [(3, "mpich"), (2, "openmpi")])
+def test_a_rank_that_is_stopped_within_a_copy_has_no_wrong_values(n: int, mpi: str) -> None:
+    """It goes on when rank 0 has given up, and has put its buffers to other use."""
+    found = ended(n, "stopped", mpi)
+    *others, late = found.ranks
+    assert late["kind"] == "BackendError", found.run
+    assert "rank 0" in late["text"]
+    assert "gave up before this rank had read what it needed from there" in late["text"]
+    assert others[0]["kind"] == "StallError"
+    assert f"No answer came from rank {n - 1}: stopped, killed" in others[0]["text"]
