@@ -18,3 +18,13 @@ def test_updates(name: str) -> None:
         assert results is not None, found.run
         assert not results[name], f"rank {rank}: {results[name]}"
     assert found.run.rc == 0, found.run
+
+
+@pytest.mark.parametrize("end", ["shutdown", "exit"])
+def test_ends(end: str) -> None:
+    """Parameters are the final ones wherever they are read, and nobody complains."""
+    found = outcome("decoupled_ends", 2, timeout=60)
+    assert found.run.rc == 0, found.run
+    assert not found.run.stderr
+    for rank, wrong in enumerate(found.ranks):
+        assert not wrong[end], f"rank {rank}: {wrong[end]}"

@@ -17,6 +17,8 @@ STALL = (
     ("WFBP_ABORT_GRACE_S", "1"),
 )
 
+DECOUPLED = (("WFBP_WARMUP_STEPS", "1"), ("WFBP_PROFILE_STEPS", "1"), ("WFBP_PROBE_S", "0.02"))
+
 
 def ended(n: int, *case: object, **options: Any) -> Outcome:
     """The job ended by itself, long before its time limits (600 s), and not well."""
@@ -79,6 +81,15 @@ def test_a_rank_that_leaves_while_others_step(mpi: str, who: int) -> None:
             assert caught["kind"] == "PeerError", found.run
             assert f"rank {who} has left" in caught["text"]
             assert "reducer, step 3: all-reduce of group 1 of 6 (t5)" in caught["text"]
+
+
+@pytest.mark.parametrize("deed", ["fail", "leave"])
+def test_a_rank_goes_while_parameters_travel(deed: str) -> None:
+    found = ended(2, deed, "decoupled", 1, env=DECOUPLED)
+    assert found.ranks[0]["kind"] == "PeerError", found.run
+    told = f"rank 1 failed: {REASON}" if deed == "fail" else "rank 1 has left"
+    assert told in found.ranks[0]["text"]
+    assert (REASON in found.run.stderr) is (deed == "fail")
 
 
 def test_a_rank_that_leaves_while_others_reduce() -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
+from wfbp.errors import WfbpError
+from wfbp.runtime import world
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch import tensors
 from wfbp.torch.clipping import Limit, clip
@@ -21,7 +24,20 @@ from wfbp.torch.update import Reduced, ReplicatedUpdate, ShardedUpdate, Step, Up
 
 _unfinished: set[Exchange] = set()
 """Those whose parameters are not all up to date: they live until these have been read, or the
-next step, though nobody else may hold the optimizer any more."""
+next step or the shutdown, though nobody else may hold the optimizer any more."""
+
+
+def _finish() -> None:
+    """Before a shutdown: nobody could have parameters brought up to date behind it.
+
+    (Those that are read through modules would be, but not those that the program holds itself.)
+    """
+    while _unfinished:
+        with suppress(WfbpError):  # it has ended the runtime; who reads a parameter is told
+            _unfinished.pop().flush()
+
+
+world.before_shutdown(_finish)
 
 
 class Exchange:

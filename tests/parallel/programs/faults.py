@@ -122,6 +122,29 @@ def with_torch(deed: Callable[[], None]) -> None:
         optimizer.step()
 
 
+def behind_a_decoupled_step(deed: Callable[[], None]) -> None:
+    """While parameters travel and, in one of two optimizers, updates wait for their forward."""
+    import torch
+
+    import wfbp.torch
+
+    models = [torch.nn.Sequential(torch.nn.Linear(3, 40), torch.nn.Linear(40, 2)) for _ in "ab"]
+    optimizers = [
+        wfbp.torch.DistributedOptimizer(
+            torch.optim.Adam(model.parameters()), schedule="ps_layerwise", update=update
+        )
+        for model, update in zip(models, ("sharded", "replicated"), strict=True)
+    ]
+    for step in range(6):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        if step == 4:
+            assert all(o._wfbp_exchange._update.pending for o in optimizers)
+            deed()
+
+
 DEEDS = {"fail": fail, "leave": leave, "die": die, "sleep": sleep}
 PLACES = {
     "step": while_others_step,
@@ -131,6 +154,7 @@ PLACES = {
     "sleep": while_others_sleep,
     "finish": while_others_finish,
     "torch": with_torch,
+    "decoupled": behind_a_decoupled_step,
     "thread": in_a_thread,
     "beside": beside_training,
 }
