@@ -1,4 +1,4 @@
-"""A rank that is killed or stopped while it copies out of another rank's memory."""
+"""Ranks that are killed or stopped while they copy out of others' memory, or may not do so."""
 
 from __future__ import annotations
 
@@ -54,3 +54,20 @@ def test_a_rank_that_is_stopped_within_a_copy_has_no_wrong_values(n: int, mpi: s
     assert "gave up before this rank had read what it needed from there" in late["text"]
     assert others[0]["kind"] == "StallError"
     assert f"No answer came from rank {n - 1}: stopped, killed" in others[0]["text"]
+
+
+def test_where_a_rank_may_not_read_all_send_messages() -> None:
+    found = outcome("host_faults", 2, "refused", env=(*ENVIRONMENT, ("WFBP_LOG_LEVEL", "info")))
+    assert found.run.rc == 0, found.run
+    assert [told["values"] for told in found.ranks] == [[1.5], [1.5]]
+    why = "send messages (rank 1: that of rank 0 cannot be mapped: not yours)"
+    lines = [line for line in found.run.stderr.splitlines() if why in line]
+    assert len(lines) == 2, found.run
+
+
+def test_a_forked_process_cannot_disturb_its_parent() -> None:
+    """It shares the board on which ranks tell each other how far they have come."""
+    found = outcome("host_faults", 2, "forked", env=ENVIRONMENT)
+    assert found.run.rc == 0, found.run
+    assert [told["values"] for told in found.ranks] == [[1.5], [1.5]]
+    assert "rank 1 of 2: this process was forked behind wfbp.init()" in found.ranks[1]["child"]

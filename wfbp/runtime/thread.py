@@ -89,6 +89,10 @@ class CommunicationThread:
         """What has ended the runtime, if anything has."""
         return self._turns.error
 
+    def disown(self, error: WfbpError) -> None:
+        """In a forked process, where no other thread runs: every call raises this from now on."""
+        self._turns.error = error
+
     @property
     def owes(self) -> bool:
         """Whether other ranks wait for something that this one has promised."""

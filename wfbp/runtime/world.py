@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
 from wfbp import native
 from wfbp.comm.backend import Backend
 from wfbp.config import Config, unknown_variables
-from wfbp.errors import NotInitializedError
+from wfbp.errors import NotInitializedError, WfbpError
 from wfbp.runtime import failure
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.settings import agree_on_settings
@@ -117,6 +118,27 @@ def local_rank() -> int:
 def local_size() -> int:
     """Number of ranks on this host."""
     return current("local_size()").local_size
+
+
+def _leave_to_parent() -> None:
+    """In a forked process, which is no rank: nothing that it does may reach the others.
+
+    It shares the memory that they read, and MPI forbids it all calls. Who it is it may ask.
+    """
+    if _runtime is None or _runtime.size == 1:
+        return
+    atexit.unregister(shutdown)
+    failure.uninstall()
+    _runtime.thread.disown(
+        WfbpError(
+            f"{_runtime.where}: this process was forked behind wfbp.init(), and is no rank; only "
+            "its parent can communicate"
+        )
+    )
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _set_up_logging(config: Config) -> None:

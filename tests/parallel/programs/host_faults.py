@@ -1,7 +1,8 @@
 """A job whose last rank is killed or stopped while it copies out of another rank's memory.
 
-Usage: mpirun -n N python host_faults.py OUT CASE. CASE is ``killed`` or ``stopped``; each rank
-writes what it caught, or what it got.
+Usage: mpirun -n N python host_faults.py OUT CASE. CASE is ``killed`` or ``stopped``; or
+``refused``: that rank may not open the others' memory; or ``forked``: its child communicates.
+Each rank writes what it caught, or what it got.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
 import wfbp
+from wfbp.comm import host_memory
 from wfbp.comm.host_reduce import HostReduce
 from wfbp.errors import WfbpError
 from wfbp.runtime import world
 
 NUMEL = 300_000
 PATIENCE_S = 10.0
+DEEDS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
 def held_up_within_a_copy(deed: int) -> None:
@@ -39,6 +43,25 @@ def held_up_within_a_copy(deed: int) -> None:
     HostReduce._deliver = then  # type: ignore[method-assign]
 
 
+def refuse(*arguments: Any) -> Any:
+    raise PermissionError("not yours")
+
+
+def told_to_child(reducer: wfbp.GradientReducer) -> str:
+    """What a forked process is told that takes a step."""
+    read, write = os.pipe()
+    if os.fork() == 0:
+        try:
+            step(reducer)
+        except Exception as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        return pipe.read()
+
+
 def step(reducer: wfbp.GradientReducer) -> Any:
     reducer.mark_ready(0, np.full(NUMEL, wfbp.rank() + 1, np.float32))
     return reducer.wait()[0]
@@ -52,6 +75,8 @@ def wait_for(there: Path) -> None:
 
 def main() -> None:
     out, case = Path(sys.argv[1]), sys.argv[2]
+    if case == "refused" and MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1:
+        host_memory.open_map = refuse
     wfbp.init()
     watch = world.current("this program")._stall
     watch._config = replace(watch._config, stall_warning_s=0.3, timeout_s=1.0)
@@ -59,10 +84,13 @@ def main() -> None:
     pids = wfbp.allgather_object(os.getpid())
     reducer = wfbp.GradientReducer([("w", np.zeros(NUMEL, np.float32))], schedule="single")
     before = step(reducer)
-    if rank == last:
-        held_up_within_a_copy(signal.SIGKILL if case == "killed" else signal.SIGSTOP)
+    child = ""
+    if rank == last and case in DEEDS:
+        held_up_within_a_copy(DEEDS[case])
+    if rank == last and case == "forked":
+        child = told_to_child(reducer)
     try:
-        told: Any = {"values": np.unique(step(reducer)).tolist()}
+        told: Any = {"values": np.unique(step(reducer)).tolist(), "child": child}
     except WfbpError as error:
         told = {"kind": type(error).__name__, "text": str(error)}
         if rank == 0:
