@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.contract.checks import HALVES, INTEGERS, contribution, expected
-from wfbp.comm.arithmetic import combine
+from wfbp.comm.arithmetic import combine, divide
 from wfbp.comm.buffers import blocks, typed
 from wfbp.comm.chunking import Chunking, chunks, split
 from wfbp.comm.mpi_channel import Channel, Family, Job, MpiWork
@@ -61,6 +61,17 @@ def test_combine_is_in_rank_order_wherever_the_result_goes(
         np.testing.assert_array_equal(out, want)
         if target is None:
             assert all((s == p).all() for s, p in zip(shards, parts, strict=True))
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1), st.integers(1, 9))
+def test_quotients_have_the_same_bits_however_they_are_computed(bits: list[int], n: int) -> None:
+    """Also of what is subnormal, infinite or no number."""
+    data = np.array(bits, np.uint32).view(np.float32)
+    with np.errstate(all="ignore"):
+        want = data / np.float32(n)
+        divide(data, n)
+    assert np.array_equal(data, want, equal_nan=True)
+    assert (np.signbit(data) == np.signbit(want)).all()
 
 
 def test_the_tests_cover_every_type() -> None:

@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from wfbp.comm.arithmetic import INTEGER
+from wfbp.comm.arithmetic import INTEGER, divide
 from wfbp.comm.backend import Buffer
 from wfbp.comm.buffers import HALF, Pieces
 from wfbp.comm.chunking import NETWORK, Chunking, chunks, scatters_directly, split, within_host
@@ -192,7 +190,7 @@ class Routes:
 
     def _library_reduce(self, data: Buffer, op: Op) -> Job:
         size = self._comm.size
-        after = (lambda: _divide(data, size)) if op is Op.AVERAGE else None
+        after = (lambda: divide(data, size)) if op is Op.AVERAGE else None
         operation = self._ops[op]
         in_place = self._mpi.IN_PLACE
         return Library(data.nbytes, lambda: self._comm.Iallreduce(in_place, data, operation), after)
@@ -210,7 +208,3 @@ def needs_exchange(dtype: str, op: Op) -> bool:
     if dtype in INTEGER:
         return op is Op.AVERAGE
     return op in (Op.MIN, Op.MAX)
-
-
-def _divide(data: Buffer, size: int) -> None:
-    np.divide(data, size, out=data)
