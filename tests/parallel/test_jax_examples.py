@@ -15,6 +15,7 @@ pytest.importorskip("sklearn")
 pytestmark = [pytest.mark.parallel, pytest.mark.slow, pytest.mark.timeout(260)]
 
 MLP = "jax_mlp.py"
+DOCUMENT = "jax.md"
 MODELS = {
     "equinox": "jax_equinox.py --steps 100",
     "flax.linen": "jax_flax_linen.py --steps 100",
@@ -39,7 +40,7 @@ def installed(library: str) -> bool:
 
 def told(ranks: int, run: str) -> str:
     """What the first rank of an example printed."""
-    runs = [MLP, *(example for library, example in MODELS.items() if installed(library))]
+    runs = [MLP, DOCUMENT, *(example for library, example in MODELS.items() if installed(library))]
     if installed("flax"):
         runs.append(GPT[ranks == 1])
     if run not in runs:
@@ -62,6 +63,12 @@ def test_trains_as_one_process_does(run: str) -> None:
     (alone,) = checksums(told(1, run))
     assert first == second
     assert first == pytest.approx(alone, rel=TOLERANCE)
+
+
+def test_the_program_in_the_documentation_runs() -> None:
+    loss = re.fullmatch(r"loss on rank 0: ([\d.]+)\n", told(2, DOCUMENT))
+    assert loss is not None
+    assert float(loss[1]) < 0.1, "it begins at 0.73"
 
 
 def test_mlp_learns_the_digits() -> None:
