@@ -140,6 +140,39 @@ def test_a_gradient_that_grows_in_its_place_while_sent_is_refused() -> None:
         assert "backward_passes_per_step" in text
 
 
+@pytest.mark.parametrize("announce", [True, False])
+@pytest.mark.parametrize(("one", "other"), [(0, 2), (2, 0)])
+def test_a_gradient_in_the_slot_of_another_tensor_is_refused(
+    one: int, other: int, announce: bool
+) -> None:
+    """Of which the average may have come there by the time that it is sent."""
+
+    def body(runtime: Runtime) -> str:
+        trainer = Trainer(runtime, make_specs([4, 0, 4]), schedule="wfbp")
+        for _ in range(2):
+            for k in (2, 1, 0):
+                trainer.accumulate(k, 1.0)
+            assert trainer.synchronize() == [1.0, 0.0, 1.0]
+            trainer.zero(to_none=False)
+        held = trainer.grads[one]
+        trainer.grads[one] = trainer.grads[other]
+        for k in (2, 1, 0):
+            trainer.accumulate(k, 1.0, announce=announce or k != one)
+        with pytest.raises(RuntimeError) as caught:
+            trainer.synchronize()
+        trainer.grads[one] = held
+        trainer.zero()
+        for k in (2, 1, 0):
+            trainer.accumulate(k, 3.0)
+        assert trainer.synchronize() == [3.0, 0.0, 3.0]
+        return str(caught.value)
+
+    for rank, text in enumerate(all_well(run_ranks(2, body, STEADY))):
+        assert f"rank {rank}" in text
+        assert f"the gradient of t{one} lies in memory in which that of t{other}" in text
+        assert "clone()" in text
+
+
 def test_declared_passes_may_grow_in_their_place() -> None:
     def body(runtime: Runtime) -> None:
         trainer = Trainer(runtime, make_specs([3, 4, 5]), schedule="wfbp", passes=2)

@@ -190,6 +190,7 @@ class Engine:
             tensor it may be this rank's shard.
 
         Raises:
+            RuntimeError: a gradient lies where another tensor's is averaged.
             WfbpError: ranks disagree, failed, or did not answer in time.
         """
         gathering = self._gathering

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from wfbp.core.plan import Plan
 from wfbp.core.types import Operation, TensorSpec
 from wfbp.errors import WfbpError
+from wfbp.runtime.apart import Apart
 from wfbp.runtime.lane import PlannedLane
 from wfbp.runtime.marks import Span, Stamp, StepMarks
 from wfbp.runtime.medium import BackwardBuffer, Medium
@@ -72,6 +73,7 @@ class Gathering:
             for position, place in enumerate(members.tensors):
                 self._group_of[place] = group
                 self._slots[place] = self._medium.slot(buffers[group].slot(position), whole)
+        self._apart = Apart(self.specs, self.members, self._slots)
         self._last = [self.members[place] for place in groups[-1].tensors]
         self.last.clear()
         self._dormant = [k for k, place in enumerate(self.place) if place < 0]
@@ -202,6 +204,7 @@ class Gathering:
         for index in self._dormant:
             if index not in self.extra and (source := self._fetch(index)) is not None:
                 self.extra[index] = source
+        self._apart.check(self._who, step.addresses, self.extra)
         if targets:
             step.targets = [0 if k in self.extra else targets[k] for k in self.members]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ import wfbp
 import wfbp.torch
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.training import (
+    Branches,
     averaged,
     compare,
     data,
@@ -71,6 +73,45 @@ def unscaling_gradients_in_their_buffers_is_an_error() -> None:
         scaler.unscale_(optimizer)
         raises(RuntimeError, "changed in place", act=optimizer.step)
         del model
+
+
+@check
+def one_gradient_for_two_parameters() -> None:
+    """Right, or, where averages replace gradients, an error on every rank."""
+    replaced = world.current("check").config.warmup_steps > 1  # no change of plans moves them
+    for one, other in ((0, 1), (1, 0)):
+        model, reference = Branches(), Branches()
+        reference.load_state_dict(model.state_dict())
+        optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
+        plain = momentum(reference.parameters())
+
+        def chosen(net: nn.Module, rank: int, step: int, only: int = other) -> None:
+            net(data(step, rank, 4, 5), [0, 1, 2] if step < 6 else [2, only]).backward()
+
+        def share(net: nn.Module, one: int = one, other: int = other) -> None:
+            branches: Any = net.branches
+            branches[one].weight.grad = branches[other].weight.grad
+
+        for step in range(10):
+            optimizer.zero_grad(set_to_none=False)
+            chosen(model, wfbp.rank(), step)
+            averaged(reference, chosen, step, wfbp.size())
+            if step >= 6:
+                share(model)
+                share(reference)
+                for net in (model, reference):
+                    net.branches[one].bias.grad = None  # type: ignore[index,union-attr]
+            problem = ""
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                problem = str(error)
+            if problem or (replaced and step == 6):
+                assert step == 6, problem
+                assert "give each tensor a gradient of its own" in problem, problem
+                break
+            plain.step()
+            compare(model, reference, f"step {step}", 1e-12)
 
 
 def dropping(zero_all: bool, first: bool, last: bool) -> None:
