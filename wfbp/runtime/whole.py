@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from wfbp.comm.backend import Buffer
 from wfbp.core.types import TensorSpec
@@ -32,12 +32,16 @@ class WholeGradients:
         self._ranges = [shard_range(spec, rank, size) for spec in specs]
         self._storage: list[Buffer | None] = [None] * len(specs)
 
-    def begin(self, reduced: Sequence[Slot | None]) -> list[Slot | None]:
+    def begin(
+        self, reduced: Sequence[Slot | None], kept: Collection[int] = ()
+    ) -> list[Slot | None]:
         """Gather what was scattered; the slots hold whole gradients once that has arrived.
 
         Args:
             reduced: per tensor its whole gradient or this rank's shard; None where no rank had a
                 gradient.
+            kept: addresses of what the program holds as its gradients: where storage was handed
+                out that lies there, it is left to the program.
 
         Returns:
             The same with whole gradients in place of shards.
@@ -48,7 +52,7 @@ class WholeGradients:
             if not self._gathers.gathered(index):
                 continue
             storage = self._storage[index]
-            if storage is None:
+            if storage is None or self._medium.slot(storage).address in kept:
                 storage = self._storage[index] = self._medium.empty(self._specs[index].nbytes)
             taken = self._medium.slot(storage)
             addresses[index] = taken.address

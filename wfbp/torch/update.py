@@ -218,7 +218,9 @@ class ReplicatedUpdate(Update):
         engine = self._engine
         if reduced is None or not engine.decoupled:
             return self._timed(self._step)
-        whole = engine.gather_gradients(reduced)
+        # The program may go on with its own gradients where an earlier step left averages.
+        own = {p.grad.data_ptr() for p in self._params if p.grad is not None}
+        whole = engine.gather_gradients(reduced, own)
         self._groups = _apart(self._optimizer.param_groups)
         now = []
         for index, slot in enumerate(whole):

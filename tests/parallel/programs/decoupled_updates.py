@@ -62,6 +62,8 @@ class Habits:
         scales: losses are scaled, and some are infinite.
         evaluates: the model is called without gradients after some steps.
         passes: backward passes per step.
+        keeps: gradients are zeroed where they lie.
+        looks: at averages, in every third step.
     """
 
     slows: bool = False
@@ -69,6 +71,8 @@ class Habits:
     scales: bool = False
     evaluates: bool = False
     passes: int = 1
+    keeps: bool = False
+    looks: bool = False
 
 
 HABITS = {
@@ -77,9 +81,10 @@ HABITS = {
     "scaler": Habits(scales=True),
     "evaluation": Habits(evaluates=True),
     "accumulation": Habits(passes=3),
+    "averages": Habits(keeps=True, looks=True),
     # A scaler looks at whole gradients, so nothing is deferred with it.
     "a scaler and more": Habits(slows=True, limit=0.02, scales=True, evaluates=True, passes=2),
-    "all but a scaler": Habits(slows=True, limit=0.02, evaluates=True, passes=2),
+    "all but a scaler": Habits(slows=True, limit=0.02, evaluates=True, passes=2, keeps=True),
 }
 
 
@@ -99,7 +104,7 @@ class Program:
         """One step; what the program has seen."""
         habits, optimizer, scaler = self.habits, self.optimizer, self.scaler
         seen = {"scale": torch.tensor(scaler.get_scale())}
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=not habits.keeps)
         for k in range(habits.passes):
             mine = data(100 * k + number, 0, SAMPLES, 5)[rank::size]
             loss = self.model(mine).square().mean() / habits.passes
@@ -107,14 +112,15 @@ class Program:
                 loss = loss * float("inf")
             scaler.scale(loss).backward()
         ready: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        if habits.scales and habits.limit:
+        if (habits.scales and habits.limit) or (habits.looks and number % 3 == 0):
             if size > 1:
                 optimizer.synchronize()
+                ready = optimizer.skip_synchronize()
             scaler.unscale_(optimizer)
+        if habits.looks and number % 3 == 0:
+            seen["gradient"] = self.model[0].weight.grad.clone()
         if habits.limit:
             seen["norm"] = self.clip(habits.limit)
-        if habits.scales and habits.limit and size > 1:
-            ready = optimizer.skip_synchronize()
         with ready:
             scaler.step(optimizer)
         scaler.update()
