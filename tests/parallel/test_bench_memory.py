@@ -1,0 +1,43 @@
+"""``python -m wfbp.bench memory`` on two ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from tests import launcher
+
+pytest.importorskip("torch")
+pytest.importorskip("rich")
+
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(100)]
+
+SMALL = ("--width", 64, "--layers", 2, "--steps", 1)
+QUICK = {"WFBP_WARMUP_STEPS": "1", "WFBP_PROFILE_STEPS": "1", "WFBP_PROBE_S": "0.02"}
+
+ONE_AFTER_ANOTHER = """
+import sys
+from wfbp.bench.__main__ import main
+options = sys.argv[1:]
+for update in ("sharded", "replicated", "baseline"):
+    sys.argv[1:] = ["memory", "--update", update, "--json", *options]
+    assert main() == 0
+"""
+
+
+def test_sharded_updates_hold_a_part_of_the_state(mpirun: Callable[..., launcher.Run]) -> None:
+    run = mpirun(2, "-c", ONE_AFTER_ANOTHER, *SMALL, env=QUICK, timeout=60)
+    assert run.rc == 0, run
+    rows = {row["update"]: row for row in map(json.loads, run.stdout.splitlines())}
+    elements = 2 * (64 * 64 + 64) + 64 + 1
+    for row in rows.values():
+        assert row["ranks"] == 2
+        assert row["parameter_bytes"] == 4 * elements
+        assert row["peak_bytes"] > row["state_bytes"] > 0
+    # Two numbers per element, and a count of steps per tensor; shards are rounded up to 16 bytes.
+    whole = 2 * 4 * elements
+    for update in ("replicated", "baseline"):
+        assert whole < rows[update]["state_bytes"] < whole * 1.01
+    assert whole / 2 < rows["sharded"]["state_bytes"] < whole / 2 * 1.02
