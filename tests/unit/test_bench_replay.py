@@ -23,7 +23,7 @@ FORWARD_S, BACKWARD_S = 4e-4, 8e-4
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[str]:
-    """Options: a trace of five layers, and a link on which they take as long as to compute."""
+    """Options: a trace of five layers, and a link that is soon measured."""
     trace = Trace(
         "small",
         tuple(
@@ -32,7 +32,7 @@ def files(tmp_path: Path) -> list[str]:
         ),
     )
     (tmp_path / "trace.json").write_text(json.dumps(trace.to_json()))
-    link = {"alpha_s": 2e-4, "beta_s_per_byte": 5e-9}
+    link = {"alpha_s": 2e-5, "beta_s_per_byte": 5e-10}
     cost = cost_file(tmp_path, all_reduce=link)
     return ["--trace", str(tmp_path / "trace.json"), "--cost", str(cost), "--iterations", "3"]
 
