@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import wfbp
 from tests.unit.ranks import all_well, run_ranks
 from wfbp.comm.backend import Backend
 from wfbp.comm.local import LocalWorld
@@ -18,6 +19,7 @@ from wfbp.errors import (
     PeerError,
     StallError,
 )
+from wfbp.runtime import world
 from wfbp.runtime.runtime import Runtime, describe_error
 
 
@@ -133,3 +135,21 @@ def test_leaving_after_an_error_lets_the_others_leave() -> None:
 )
 def test_describe_error(error: BaseException, told: str) -> None:
     assert describe_error(error) == told
+
+
+def test_what_fails_before_a_shutdown_does_not_keep_the_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others wait for it to leave."""
+
+    def fail() -> None:
+        raise ArithmeticError("as asked")
+
+    monkeypatch.setattr(world, "_finishers", [fail])
+    wfbp.init(backend=LocalWorld(1).backend(0), config=Config())
+    runtime = world.current("test")
+    with pytest.raises(ArithmeticError, match="as asked"):
+        wfbp.shutdown()
+    assert not wfbp.is_initialized()
+    with pytest.raises(NotInitializedError):
+        runtime.check()

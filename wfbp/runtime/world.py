@@ -71,12 +71,14 @@ def shutdown() -> None:
     global _runtime
     if _runtime is None:
         return
-    for finish in _finishers:
-        finish()
-    runtime, _runtime = _runtime, None
-    atexit.unregister(shutdown)
-    failure.uninstall()
-    runtime.shutdown()
+    try:
+        for finish in _finishers:
+            finish()
+    finally:  # others wait for this rank to leave, whatever its own program makes of its end
+        runtime, _runtime = _runtime, None
+        atexit.unregister(shutdown)
+        failure.uninstall()
+        runtime.shutdown()
 
 
 def before_shutdown(finish: Callable[[], None]) -> None:
