@@ -197,6 +197,27 @@ def test_who_waits_drives(make: Make) -> None:
     assert len(names) == 3
 
 
+def test_an_answer_that_has_come_is_taken_while_another_turn_lasts(make: Make) -> None:
+    thread = make()
+    entered, over, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def last() -> None:
+        entered.set()
+        over.wait(5.0)
+        ended.set()
+
+    thread.post(last)
+    assert entered.wait(5.0)
+    reply: Reply[str] = Reply()
+    reply.put("here")
+    try:
+        assert thread.await_reply(reply, "an answer") == "here"
+        assert not ended.is_set()
+        assert thread.is_used_here
+    finally:
+        over.set()
+
+
 def test_after_a_drive_the_thread_works_on(make: Make) -> None:
     thread, lane = make(), StubLane()
     thread.post(lambda: thread.add_lane(lane))

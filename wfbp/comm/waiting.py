@@ -9,7 +9,7 @@ Nothing below progresses without being tested, and testing costs a core. Three f
   seen so far)? Shared memory steps every few microseconds, a 1 Gbit/s link every few
   milliseconds; spinning for the latter buys nothing, and a nap of a quarter of it costs nothing.
   While training computes, each nap costs it some 50 us of cold caches, and what is noticed late
-  travels beside other chunks anyway: naps are twice as long.
+  travels beside other chunks anyway: naps are four times as long.
 * How long should the whole operation take (*expected*)? One that is shorter than a nap is spun
   for even while training runs.
 
@@ -18,8 +18,8 @@ Nothing below progresses without being tested, and testing costs a core. Three f
     otherwise                                              nap
 
 Naps grow by half each time from 50 us to a millisecond. Until the step is overdue they stay between
-an eighth and a quarter of the gap where that is urgent, else between a quarter and half of it, and
-at most two milliseconds long.
+an eighth and a quarter of the gap where that is urgent, else between half of it and all of it, and
+at most four milliseconds long.
 
 :class:`Policy` is these rules; :class:`Waiter` applies them to the real clock.
 """
@@ -45,7 +45,7 @@ LATE_S = 0.1
 """A step that took longer than this waited for a peer, not for the network: where only small
 messages follow, which have no steps, the gap would be believed for ever."""
 TESTS_PER_LOOK = 4
-PATIENCE = 2
+PATIENCE = 4
 """How much longer naps are while training computes."""
 
 Check = Callable[[float], None]

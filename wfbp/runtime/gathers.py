@@ -96,8 +96,15 @@ class Gathers:
         self._runtime.post(self._lane.wake)
 
     def arrived(self, index: int) -> bool:
-        """Whether a tensor is whole, as far as this thread has looked."""
-        return self._group_of[index] < self._num_arrived
+        """Whether a tensor is whole.
+
+        Raises:
+            WfbpError: ranks failed.
+        """
+        group = self._group_of[index]
+        while self._num_arrived <= group and self._lane.arrivals.answered:
+            self._wait(self._num_arrived)
+        return group < self._num_arrived
 
     def wait(self, index: int) -> None:
         """Wait until a tensor is whole.

@@ -142,6 +142,8 @@ class CommunicationThread:
         self._users.add(threading.get_ident())
         self._awaited = reply
         self._num_waits += 1
+        if reply.answered:
+            return reply.get(timeout_s=0.0)
         self._num_waiting += 1
         try:
             if self._gate.acquire(timeout=_BATON_S):
