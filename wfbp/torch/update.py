@@ -211,6 +211,7 @@ class ReplicatedUpdate(Update):
         super().__init__(*args)
         self._layouts = [tensors.Layout.of(p) for p in self._params]
         self._gradients: dict[int, torch.Tensor] = {}
+        self._group: dict[int, int] = {}
         self._groups: list[Group] = []
 
     def apply(self, reduced: Reduced | None) -> Any:
@@ -221,6 +222,7 @@ class ReplicatedUpdate(Update):
         # The program may go on with its own gradients where an earlier step left averages.
         own = {p.grad.data_ptr() for p in self._params if p.grad is not None}
         whole = engine.gather_gradients(reduced, own)
+        self._group = {k: n for n, group in enumerate(engine.gather_groups) for k in group}
         self._groups = _apart(self._optimizer.param_groups)
         now = []
         for index, slot in enumerate(whole):
@@ -234,7 +236,9 @@ class ReplicatedUpdate(Update):
         if index not in self._gradients:
             return
         self._engine.await_tensor(index)
-        ready = [k for k in self._gradients if self._engine.arrived(k)]
+        # Not all that has arrived: were the optimizer to raise, ranks would lose different updates.
+        last = self._group[index]
+        ready = [k for k in self._gradients if self._group[k] <= last]
         gradients = {k: self._gradients.pop(k) for k in ready}
         self._update(ready, gradients)
 
