@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from wfbp.torch.reading import Barrier
 from wfbp.torch.sharding import Sharding, State
 from wfbp.torch.update import Reduced, ReplicatedUpdate, ShardedUpdate, Step, Update
 
+log = logging.getLogger("wfbp")
+
 _unfinished: set[Exchange] = set()
 """Those whose parameters are not all up to date: they live until these have been read, or the
 next step or the shutdown, though nobody else may hold the optimizer any more."""
@@ -33,8 +35,13 @@ def _finish() -> None:
     (Those that are read through modules would be, but not those that the program holds itself.)
     """
     while _unfinished:
-        with suppress(WfbpError):  # it has ended the runtime; who reads a parameter is told
-            _unfinished.pop().flush()
+        exchange = _unfinished.pop()
+        told = exchange.runtime.thread.error is not None  # to whoever has called anything since
+        try:
+            exchange.flush()
+        except WfbpError as error:
+            if not told:
+                log.error("parameters are not up to date at the end: %s", error)
 
 
 world.before_shutdown(_finish)

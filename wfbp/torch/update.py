@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -205,10 +206,16 @@ class ShardedUpdate(Update):
 
 
 class ReplicatedUpdate(Update):
-    """Every rank updates every parameter; what the plan decouples just before it is read."""
+    """Every rank updates every parameter; what the plan decouples just before it is read.
+
+    Several threads may read: ``_lock`` has one wait until another has carried an update out. (What
+    an update reads itself goes on.)
+    """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self._lock = threading.RLock()
+        self._updating = False
         self._layouts = [tensors.Layout.of(p) for p in self._params]
         self._gradients: dict[int, torch.Tensor] = {}
         self._group: dict[int, int] = {}
@@ -220,7 +227,8 @@ class ReplicatedUpdate(Update):
         if reduced is None or not engine.decoupled:
             return self._timed(self._step)
         # The program may go on with its own gradients where an earlier step left averages.
-        own = {p.grad.data_ptr() for p in self._params if p.grad is not None}
+        grads = (p.grad for p in self._params)
+        own = {g.data_ptr() for g in grads if g is not None and g.layout is torch.strided}
         whole = engine.gather_gradients(reduced, own)
         self._group = {k: n for n, group in enumerate(engine.gather_groups) for k in group}
         self._groups = _apart(self._optimizer.param_groups)
@@ -233,18 +241,23 @@ class ReplicatedUpdate(Update):
         return self._timed(lambda: self._update(now, {}))
 
     def await_param(self, index: int) -> None:
-        if index not in self._gradients:
-            return
-        self._engine.await_tensor(index)
-        # Not all that has arrived: were the optimizer to raise, ranks would lose different updates.
-        last = self._group[index]
-        ready = [k for k in self._gradients if self._group[k] <= last]
-        gradients = {k: self._gradients.pop(k) for k in ready}
-        self._update(ready, gradients)
+        with self._lock:
+            if index not in self._gradients:
+                return
+            self._engine.await_tensor(index)
+            # Not all that has arrived: were the optimizer to raise, ranks would lose different
+            # updates.
+            last = self._group[index]
+            ready = [k for k in self._gradients if self._group[k] <= last]
+            within, self._updating = self._updating, True
+            try:
+                self._update(ready, {k: self._gradients.pop(k) for k in ready})
+            finally:
+                self._updating = within
 
     @property
     def pending(self) -> bool:
-        return bool(self._gradients) or self._engine.gathering
+        return bool(self._gradients) or self._updating or self._engine.gathering
 
     def settle(self) -> None:
         # A change of plans has gradients gathered anew, into the memory of those not yet used.
@@ -252,8 +265,9 @@ class ReplicatedUpdate(Update):
 
     def flush(self) -> None:
         """Wait for all gradients, and update all parameters."""
-        for index in list(self._gradients):
-            self.await_param(index)
+        with self._lock:
+            for index in list(self._gradients):
+                self.await_param(index)
         self._engine.flush()
 
     def _timed(self, step: Step) -> Any:

@@ -24,7 +24,7 @@ import wfbp.torch
 from tests.parallel.programs.equality import param_groups
 from tests.parallel.programs.further_optimizers import Normalized
 from tests.parallel.programs.harness import Checks
-from tests.parallel.programs.training import data, mlp, same
+from tests.parallel.programs.training import check_training, data, mlp, momentum, same
 from wfbp.runtime import trial
 from wfbp.runtime import world as runtimes
 
@@ -198,6 +198,26 @@ for _kind in KINDS:
         for _schedule in ("dear", "hybrid") if _name == "all but a scaler" else ("ipart",):
             _check = partial(beside, _schedule, _kind, _habits)
             check.all[f"{_name}, {_kind}, {_schedule}"] = _check
+
+
+@check
+def sparse_gradients() -> None:
+    """Which a rank keeps as its own where averages are deferred."""
+    kinds: list[tuple[Callable[[Any], torch.optim.Optimizer], str]] = [
+        (momentum, "sharded"),
+        (momentum, "replicated"),
+        (Normalized, "auto"),
+    ]
+
+    def backward(model: nn.Module, rank: int, step: int) -> None:
+        model(torch.tensor([rank, step % 9])).square().sum().backward()
+
+    for make, update in kinds:
+        model = nn.Sequential(nn.Embedding(9, 5, sparse=True), nn.Linear(5, 2)).double()
+        _, optimizer = check_training(
+            model, backward, make, schedule="ipart", update=update, sparse_as_dense=True
+        )
+        assert optimizer._wfbp_exchange._engine.decoupled, update
 
 
 @check
