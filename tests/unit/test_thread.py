@@ -218,6 +218,26 @@ def test_an_answer_that_has_come_is_taken_while_another_turn_lasts(make: Make) -
         over.set()
 
 
+def test_a_forked_process_is_not_held_up_by_a_turn_of_its_parent(make: Make) -> None:
+    """As if forked: there the turn under way would never end."""
+    thread = make()
+    entered, over = threading.Event(), threading.Event()
+
+    def last() -> None:
+        entered.set()
+        over.wait(10.0)
+
+    thread.post(last)
+    assert entered.wait(5.0)
+    thread.disown(WfbpError("no rank"))
+    try:
+        waiting, found = in_thread(lambda: thread.await_reply(Reply(), "an answer"))
+        waiting.join(5.0)
+        assert [str(error) for error in found] == ["no rank"]
+    finally:
+        over.set()
+
+
 def test_after_a_drive_the_thread_works_on(make: Make) -> None:
     thread, lane = make(), StubLane()
     thread.post(lambda: thread.add_lane(lane))

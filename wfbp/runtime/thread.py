@@ -90,7 +90,11 @@ class CommunicationThread:
         return self._turns.error
 
     def disown(self, error: WfbpError) -> None:
-        """In a forked process, where no other thread runs: every call raises this from now on."""
+        """In a forked process, where no other thread runs: every call raises this from now on.
+
+        Whoever held the locks there will never release them.
+        """
+        self._gate, self._turn = threading.Lock(), threading.Lock()
         self._turns.error = error
 
     @property
