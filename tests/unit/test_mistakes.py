@@ -42,6 +42,44 @@ def test_parameters_without_names() -> None:
         wrap(torch.optim.SGD, model.parameters())
 
 
+def test_a_module_for_named_parameters() -> None:
+    with pytest.raises(TypeError, match=r"pass model\.named_parameters\(\)"):
+        wrap(torch.optim.SGD, torch.nn.Linear(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"threshold_bytes": "25M"}, "threshold_bytes is '25M'; expected a whole number"),
+        ({"threshold_bytes": True}, "threshold_bytes is True; expected a whole number"),
+        ({"backward_passes_per_step": 1.5}, "backward_passes_per_step is 1.5; expected a whole"),
+    ],
+)
+def test_what_is_no_whole_number(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(told)):
+        wrap(**options)
+
+
+def test_numpy_numbers_are_whole_numbers() -> None:
+    wrap(threshold_bytes=np.int64(5), backward_passes_per_step=np.int32(1))
+
+
+@pytest.mark.parametrize(
+    "specs", [[np.ones(2)], {"a": np.ones(2)}, None, [("a",)], [(1, np.ones(2))], [None]]
+)
+def test_a_reducer_of_what_has_no_names(specs: Any) -> None:
+    with pytest.raises(TypeError, match="pairs of name and array, found"):
+        wfbp.GradientReducer(specs)
+
+
+@pytest.mark.parametrize("package", [wfbp, wfbp.torch])
+def test_a_name_that_is_no_string(package: Any) -> None:
+    value = np.ones(1) if package is wfbp else torch.ones(1)
+    for act in (package.allreduce, package.allgather):
+        with pytest.raises(TypeError, match="name is 3; expected a string"):
+            act(value, name=3)
+
+
 @pytest.mark.parametrize("package", [wfbp, wfbp.torch])
 @pytest.mark.parametrize(
     "make",
@@ -107,6 +145,26 @@ def test_wrapping_what_is_wrapped() -> None:
     optimizer = wrap()
     with pytest.raises(ValueError, match="this SGD is distributed already: use it as it is"):
         wfbp.torch.DistributedOptimizer(optimizer)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"schedule": "typo"},
+        {"update": "typo"},
+        {"threshold_bytes": 0},
+        {"backward_passes_per_step": 0},
+        {"named_parameters": [("w", torch.nn.Parameter(torch.ones(1)))]},
+    ],
+)
+def test_a_refused_wrap_leaves_the_one_before(wrong: dict[str, Any]) -> None:
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+    distributed = wfbp.torch.DistributedOptimizer(optimizer)
+    before = dict(optimizer.__dict__)
+    with pytest.raises(ValueError, match=r"typo|is 0|lacks"):
+        wfbp.torch.DistributedOptimizer(optimizer, **wrong)
+    assert optimizer.__dict__ == before
+    distributed.step()
 
 
 def test_schedules_that_are_spelled_wrong() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from numbers import Integral
 
 from wfbp.core.planners.threshold_search import ThresholdSearch
 from wfbp.core.types import Op, TensorSpec
@@ -34,11 +35,14 @@ def check_arguments(
 
     Raises:
         ImportError: ``dear`` without the ``search`` extra.
+        TypeError: not a whole number where one is expected.
         ValueError: the argument, what it is, and what it may be.
     """
     check_schedule(schedule, decouples, user)
     if schedule == "dear":
         ThresholdSearch()  # a missing library is told now and not in the middle of training
+    _check_whole("threshold_bytes", threshold_bytes)
+    _check_whole("backward_passes_per_step", passes)
     if threshold_bytes < 1:
         raise ValueError(f"threshold_bytes is {threshold_bytes}; expected at least 1")
     if op not in (Op.AVERAGE, Op.SUM):
@@ -53,3 +57,19 @@ def check_arguments(
     for spec in specs:
         if spec.dtype not in FLOATING:
             raise ValueError(f"{spec.name} is {spec.dtype}; expected one of {FLOATING}")
+
+
+def labelled(kind: str, name: str | None, numbers: Iterator[int]) -> str:
+    """What a collective is called in messages: by its caller's name, or a number.
+
+    Raises:
+        TypeError: the name is no string.
+    """
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name is {name!r}; expected a string")
+    return name or f"{kind}.{next(numbers)}"
+
+
+def _check_whole(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} is {value!r}; expected a whole number")

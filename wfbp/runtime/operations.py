@@ -18,6 +18,7 @@ from wfbp.comm.backend import Buffer
 from wfbp.core.types import Op, item_bytes
 from wfbp.errors import DisagreementError
 from wfbp.runtime import world
+from wfbp.runtime.arguments import labelled
 from wfbp.runtime.matching import (
     Array,
     agree,
@@ -77,7 +78,7 @@ def reduce_in_place(
     item_bytes(dtype)
     if not isinstance(op, Op):
         raise ValueError(f"op is {op!r}; expected one of {', '.join(map(str, Op))}")
-    label = name or f"allreduce.{next(runtime.numbers)}"
+    label = labelled("allreduce", name, runtime.numbers)
     if runtime.size == 1:
         runtime.check()
         return
@@ -126,7 +127,7 @@ def broadcast_in_place(
 ) -> None:
     """Copy the root's bytes to every rank, after comparing name, type, shape and root."""
     check_root(runtime, root_rank)
-    label = name or f"broadcast.{next(runtime.numbers)}"
+    label = labelled("broadcast", name, runtime.numbers)
     if runtime.size == 1:
         runtime.check()
         return
@@ -238,7 +239,7 @@ def allgather_object(value: Any, name: str | None = None) -> list[Any]:
         True
     """
     runtime = world.current("allgather_object()")
-    label = name or f"allgather_object.{next(runtime.numbers)}"
+    label = labelled("allgather_object", name, runtime.numbers)
     agree(runtime, "allgather_object", label)
     payloads = runtime.exchange(pickle.dumps(value), f"allgather_object {label}")
     return [pickle.loads(payload) for payload in payloads]
@@ -260,7 +261,7 @@ def broadcast_object(value: Any = None, root_rank: int = 0, name: str | None = N
     """
     runtime = world.current("broadcast_object()")
     check_root(runtime, root_rank)
-    label = name or f"broadcast_object.{next(runtime.numbers)}"
+    label = labelled("broadcast_object", name, runtime.numbers)
     agree(runtime, "broadcast_object", label, f"root_rank={root_rank}")
     payload = pickle.dumps(value) if runtime.rank == root_rank else b""
     return pickle.loads(runtime.exchange(payload, f"broadcast_object {label}")[root_rank])

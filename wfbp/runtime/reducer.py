@@ -36,6 +36,7 @@ class GradientReducer:
 
     Raises:
         NotInitializedError: before ``wfbp.init()``.
+        TypeError: no pairs of name and array, or an argument of another type.
         ValueError: a bad argument.
         DisagreementError: other ranks passed other tensors or settings.
 
@@ -59,6 +60,8 @@ class GradientReducer:
     ) -> None:
         runtime = world.current("GradientReducer()")
         self._runtime = runtime
+        if not isinstance(specs, Iterable):
+            raise TypeError(f"GradientReducer needs pairs of name and array, found {specs!r}")
         self.specs = tuple(_spec(item) for item in specs)
         self._arrays: dict[int, Array] = {}
         self._engine: Engine | None = None
@@ -136,6 +139,11 @@ class GradientReducer:
 def _spec(item: TensorSpec | tuple[str, Any]) -> TensorSpec:
     if isinstance(item, TensorSpec):
         return item
+    if not (isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str)):
+        raise TypeError(
+            f"GradientReducer needs pairs of name and array, found {type(item).__qualname__} "
+            f"{str(item)[:40]!r}; pass list(arrays.items()) of a mapping"
+        )
     name, array = item
     array = np.asarray(array)
     return TensorSpec(name, array.shape, array.dtype.name)

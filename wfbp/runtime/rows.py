@@ -13,6 +13,7 @@ import numpy as np
 
 from wfbp.comm.backend import Buffer
 from wfbp.core.types import Op, item_bytes
+from wfbp.runtime.arguments import labelled
 from wfbp.runtime.matching import Array, agree, check_bytes, flat, kind, shown
 from wfbp.runtime.runtime import Runtime
 
@@ -30,7 +31,7 @@ def count_rows(
     runtime: Runtime, shape: Sequence[int], dtype: np.dtype[Any], name: str | None = None
 ) -> tuple[int, ...]:
     """How many rows each rank's array has; all else of their shapes must agree."""
-    label = name or f"allgather.{next(runtime.numbers)}"
+    label = labelled("allgather", name, runtime.numbers)
     rows = f"number of rows of {shown(kind(dtype), shape[1:])}"
     return tuple(agree(runtime, "allgather", label, rows, private=shape[0]))
 
@@ -87,7 +88,7 @@ def gather_bytes(
     Raises:
         DisagreementError: ranks called different operations.
     """
-    label = name or f"allgather.{next(runtime.numbers)}"
+    label = labelled("allgather", name, runtime.numbers)
     details = [label, f"rows of {shown(dtype, shape[1:])}"]
     if rows is not None:
         details.append(f"{', '.join(map(str, rows))} of them")
@@ -118,7 +119,7 @@ def scatter(
     """
     dtype = array.dtype.name
     row_bytes = math.prod(array.shape[1:]) * item_bytes(dtype)
-    label = name or f"reducescatter.{next(runtime.numbers)}"
+    label = labelled("reducescatter", name, runtime.numbers)
     shares = f"rows={tuple(rows)}"
     agree(runtime, "reducescatter", label, shown(dtype, array.shape), shares, f"op={op}")
     whole = np.array(array, order="C", copy=True)
@@ -147,7 +148,7 @@ def exchange(runtime: Runtime, array: Array, name: str | None = None) -> Array:
         DisagreementError: ranks called different operations.
     """
     check_bytes("array", array)
-    label = name or f"alltoall.{next(runtime.numbers)}"
+    label = labelled("alltoall", name, runtime.numbers)
     agree(runtime, "alltoall", label, shown(kind(array.dtype), array.shape))
     everything = np.empty((runtime.size, *array.shape), array.dtype)
     everything[runtime.rank] = array

@@ -13,14 +13,18 @@ from wfbp.torch.nature import Nature, nature_of
 UPDATES = ("auto", "sharded", "replicated")
 
 
+def check_update(update: str) -> None:
+    """Raise ``ValueError`` unless there is such an update."""
+    if update not in UPDATES:
+        raise ValueError(f"update is {update!r}; expected one of {', '.join(UPDATES)}")
+
+
 def chosen_nature(optimizer: torch.optim.Optimizer, update: str) -> Nature:
     """What the optimizer does to its tensors, as far as the caller lets that count.
 
     Raises:
-        ValueError: no such update, or one that the optimizer does not allow.
+        ValueError: the optimizer does not allow this update.
     """
-    if update not in UPDATES:
-        raise ValueError(f"update is {update!r}; expected one of {', '.join(UPDATES)}")
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if not all(tensors.is_dense(p) for p in params):
         return Nature.COUPLED
@@ -41,6 +45,8 @@ def named_pairs(named_parameters: Iterable[Any]) -> list[tuple[str, torch.Tensor
     Raises:
         TypeError: something else was passed, as ``model.parameters()``.
     """
+    if isinstance(named_parameters, torch.nn.Module):
+        raise TypeError("named_parameters is a module; pass model.named_parameters()")
     pairs = list(named_parameters)
     for pair in pairs:
         if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):

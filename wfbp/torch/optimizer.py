@@ -12,7 +12,7 @@ from wfbp.runtime import world
 from wfbp.runtime.arguments import check_arguments
 from wfbp.runtime.candidates import check_schedule
 from wfbp.torch import tensors
-from wfbp.torch.arguments import chosen_nature, named_pairs, named_params
+from wfbp.torch.arguments import check_update, chosen_nature, named_pairs, named_params
 from wfbp.torch.exchange import Exchange
 from wfbp.torch.nature import Nature
 from wfbp.torch.original import OVERLAID, bare_step, overlay, uncover
@@ -83,20 +83,25 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             f"this {type(optimizer).__name__} is distributed already: use it as it is; to wrap it "
             "anew, pass the optimizer that it was made of"
         )
-    previous = optimizer.__dict__.pop(_WRAPPED, None)
-    if previous is not None:
-        previous._wfbp_release(runtime)
-        uncover(optimizer)
     kind = type(optimizer)
-    wrapped: Any = object.__new__(type(kind.__name__, (Distributed, kind), {}))
-    # A scheduler made before may have put its own step() on the instance: ours must be found.
-    wrapped.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in OVERLAID})
     config = runtime.config
     planner = config.schedule if schedule is None else schedule
     limit_bytes = config.threshold_bytes if threshold_bytes is None else threshold_bytes
     known = None if named_parameters is None else named_pairs(named_parameters)
-    for name, param in named_params(wrapped, known, complete=True):
+    named = named_params(optimizer, known, complete=True)
+    for name, param in named:
         tensors.check(name, param)
+    check_update(update)
+    specs = [tensors.spec(name, p) for name, p in named]
+    check_arguments(specs, planner, limit_bytes, op, backward_passes_per_step, decouples=True)
+    # What can be refused without looking at the bare optimizer has been: an earlier one goes on.
+    previous = optimizer.__dict__.pop(_WRAPPED, None)
+    if previous is not None:
+        previous._wfbp_release(runtime)
+        uncover(optimizer)
+    wrapped: Any = object.__new__(type(kind.__name__, (Distributed, kind), {}))
+    # A scheduler made before may have put its own step() on the instance: ours must be found.
+    wrapped.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in OVERLAID})
     nature = chosen_nature(optimizer, update)
     decouples = nature is not Nature.COUPLED
     check_schedule(planner, decouples, kind.__name__)
@@ -104,8 +109,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     def make() -> Exchange | None:
         named = named_params(wrapped, known, complete=wrapped._wfbp_exchange is None)
         if runtime.size == 1:
-            specs = [tensors.spec(name, p) for name, p in named]
-            check_arguments(specs, planner, limit_bytes, op, backward_passes_per_step, decouples)
             return None
         return Exchange(
             runtime,
