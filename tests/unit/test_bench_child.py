@@ -20,7 +20,13 @@ JOB = """
     pathlib.Path(sys.argv[1], "started").touch()
     time.sleep(60)
 """
-BENCHMARK = "import os, sys; from wfbp.bench import child; child.run(sys.argv[1:], os.environ)"
+BENCHMARK = """
+import os, signal, sys
+from wfbp.bench import child
+# As in a terminal: what a script starts in the background is born deaf to it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+child.run(sys.argv[1:], os.environ)
+"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
