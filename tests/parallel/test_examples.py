@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.parallel, pytest.mark.slow, pytest.mark.timeout(260)]
 
 SCHEDULES = {
     2: ("auto", "oasr", "mgwfbp", "wfbp", "single", "threshold"),
-    4: ("auto", "wfbp", "single", "hybrid"),
+    4: ("auto", "hybrid"),
 }
 """By number of ranks."""
 TOLERANCE = 0.006
