@@ -61,7 +61,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Raises:
         NotInitializedError: before ``wfbp.init()``.
-        TypeError: not an optimizer, or parameters without names.
+        TypeError: not an optimizer, parameters without names, or no whole number where one is
+            expected.
         ImportError: ``dear`` without the ``search`` extra.
         ValueError: a bad argument, or a parameter that cannot be sent.
         DisagreementError: ranks passed different parameters or settings.
@@ -88,12 +89,16 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     planner = config.schedule if schedule is None else schedule
     limit_bytes = config.threshold_bytes if threshold_bytes is None else threshold_bytes
     known = None if named_parameters is None else named_pairs(named_parameters)
+
+    def check(named: list[tuple[str, torch.Tensor]]) -> None:
+        specs = [tensors.spec(name, p) for name, p in named]
+        check_arguments(specs, planner, limit_bytes, op, backward_passes_per_step, decouples=True)
+
     named = named_params(optimizer, known, complete=True)
     for name, param in named:
         tensors.check(name, param)
     check_update(update)
-    specs = [tensors.spec(name, p) for name, p in named]
-    check_arguments(specs, planner, limit_bytes, op, backward_passes_per_step, decouples=True)
+    check(named)
     # What can be refused without looking at the bare optimizer has been: an earlier one goes on.
     previous = optimizer.__dict__.pop(_WRAPPED, None)
     if previous is not None:
@@ -109,6 +114,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     def make() -> Exchange | None:
         named = named_params(wrapped, known, complete=wrapped._wfbp_exchange is None)
         if runtime.size == 1:
+            check(named)
             return None
         return Exchange(
             runtime,
