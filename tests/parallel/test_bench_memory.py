@@ -41,3 +41,24 @@ def test_sharded_updates_hold_a_part_of_the_state(mpirun: Callable[..., launcher
     for update in ("replicated", "baseline"):
         assert whole < rows[update]["state_bytes"] < whole * 1.01
     assert whole / 2 < rows["sharded"]["state_bytes"] < whole / 2 * 1.02
+
+
+def test_sharded_training_never_holds_what_other_ranks_update(
+    mpirun: Callable[..., launcher.Run],
+) -> None:
+    """Neither state that is whole at first, nor buffers of plans that are over.
+
+    A sharded update saves half of Adam's state, half of what its step computes with, and the
+    gathered gradients: over two times the parameters, of which a leak would take one away.
+    """
+    rows = {}
+    for update in ("sharded", "replicated"):
+        options = ("--update", update, "--layers", 8, "--steps", 2, "--json")
+        run = mpirun(2, "-m", "wfbp.bench", "memory", *options, env=QUICK, timeout=60)
+        assert run.rc == 0, run
+        rows[update] = json.loads(run.stdout)
+    parameter_bytes = rows["sharded"]["parameter_bytes"]
+    assert parameter_bytes > 32 << 20
+    for moment, least in (("peak_bytes", 2.0), ("end_bytes", 1.6)):
+        saved = rows["replicated"][moment] - rows["sharded"][moment]
+        assert saved > least * parameter_bytes, (moment, rows)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,15 @@ from hypothesis import strategies as st
 
 from tests.unit.ranks import QUICK, all_well, run_ranks
 from tests.unit.trainer import Trainer, address, make_specs, mean
-from wfbp.core.types import Op
+from wfbp.comm.emulated import EmulatedLink
+from wfbp.config import Config
+from wfbp.core.cost import Costs, PiecewiseCost
+from wfbp.core.plan import Plan
+from wfbp.core.types import Op, Operation
 from wfbp.runtime.candidates import DECOUPLED
+from wfbp.runtime.engine import Engine
 from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.trial import Elimination, Times
 
 
 class Updater(Trainer):
@@ -128,3 +136,76 @@ def test_an_engine_that_is_closed_serves_its_gathers_first() -> None:
         return float(value[0])
 
     assert all_well(run_ranks(2, body)) == [0.0, -8.0]
+
+
+def test_gradients_forgotten_behind_a_gather_tell_nothing_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The step begins anew where they are forgotten; what was gathered before is no part of it.
+
+    It would be taken from times that do not contain it: all gradients came before the step began.
+    """
+    slow = PiecewiseCost(((1.0, 0.02), (100.0, 0.02)))
+    quick = PiecewiseCost(((1.0, 1e-4), (100.0, 1e-4)))
+    monkeypatch.setattr(Runtime, "measure_costs", lambda *_: Costs(quick, quick, slow))
+    others = {Operation.REDUCE_SCATTER: quick, Operation.ALL_GATHER: slow}
+    config = replace(Config(), warmup_steps=1, profile_steps=2, drift=0.0)
+    runtime = Runtime(EmulatedLink(quick, size=2, others=others), config)
+    specs = make_specs([5, 6, 7])
+    arrays = [np.zeros(spec.numel) for spec in specs]
+    phases = []
+    try:
+        engine = Engine(runtime, specs, schedule="independent", threshold_bytes=1, decouples=True)
+        for _ in range(8):
+            for forgotten in (True, False):
+                for index in (2, 1, 0):
+                    engine.mark_ready(index, address(arrays[index]), None)
+                if forgotten:
+                    engine.discard()
+            engine.synchronize(whole=False)
+            engine.gather([address(array) for array in arrays], arrays)
+            if engine.profiling:
+                engine.flush()
+            phases.append(engine.report()["phase"])
+        assert len(engine.plan.tensors) == len(specs)
+        engine.flush()
+    finally:
+        runtime.shutdown()
+    assert phases == ["profile"] * 3 + ["installed"] * 5
+
+
+@pytest.mark.parametrize("chosen", [0, -1])
+def test_what_plans_leave_behind_is_given_back_once_the_last_is_in_use(
+    monkeypatch: pytest.MonkeyPatch, chosen: int
+) -> None:
+    """Also where the trial ends with the plan that it tried last, so that nothing is installed."""
+    at: list[str] = []
+    conclude = Elimination.conclude
+
+    def conclude_at_once(trial: Elimination, ranks: Sequence[Times]) -> Plan:
+        plans = trial.plans
+        conclude(trial, ranks)
+        return plans[chosen]
+
+    monkeypatch.setattr(Elimination, "conclude", conclude_at_once)
+
+    def body(runtime: Runtime) -> list[str]:
+        if runtime.rank == 0:
+            monkeypatch.setattr(
+                "wfbp.runtime.engine.give_back_freed_memory", lambda: at.append(phases[-1])
+            )
+        updater = Updater(runtime, [5, 6, 7], schedule="auto")
+        phases = []
+        while phases[-3:] != ["installed"] * 3:
+            phases.append(updater.engine.report()["phase"])
+            updater.zero()
+            for k in (2, 1, 0):
+                updater.accumulate(k, 1.0)
+            updater.step()
+        updater.engine.flush()
+        assert "trial" in phases
+        return phases
+
+    all_well(run_ranks(2, body, replace(QUICK, drift=0.0)))
+    assert set(at) == {"installed"}
+    assert len(at) == 2, "by each rank"

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wfbp.core.types import TensorSpec
+from wfbp.runtime.marks import StepMarks, read
 from wfbp.runtime.profile import Profile, Stamps, combine
 
 
@@ -43,6 +44,27 @@ def test_times_count_from_the_beginning_and_are_medians() -> None:
     assert found.forward_end_s == pytest.approx(2.0)
     assert found.closed_s == pytest.approx(9.0)
     assert found.packing_s == pytest.approx(0.2)
+
+
+def test_waits_for_gathers_are_left_out() -> None:
+    """Nothing is gathered behind forward's beginning while compute is measured."""
+    undisturbed = Stamps(100.0, [105.0, 0.0], [101.0, 0.0], 102.0, 109.0, 110.0)
+    waiting = Stamps(100.0, [108.0, 0.0], [104.0, 0.0], 105.0, 112.0, 113.0, waited_s=3.0)
+    assert Profile.of([waiting]) == Profile.of([undisturbed])
+    absent = Stamps(100.0, [0.0, 0.0], [0.0, 0.0], 0.0, 112.0, 113.0, waited_s=3.0)
+    assert Profile.of([undisturbed, absent, absent]).ready_s == [9.0, -1.0]
+
+
+def test_what_was_over_before_the_step_began_is_no_part_of_it() -> None:
+    """The program has forgotten gradients since."""
+    span = (108.0, 113.0)
+    marks = StepMarks(
+        110.0, [112.0], [0.0], 0.0, 114.0, 115.0, (90.0, 95.0), [(100.0, 109.0), span], [], []
+    )
+    stamps = read(marks, float).stamps
+    assert stamps.update_s == 0.0
+    assert stamps.waited_s == 3.0
+    assert Profile.of([stamps]).ready_s == [0.0], "never negative, which is absent"
 
 
 def test_a_tensor_missing_in_some_steps_is_ready_at_their_close() -> None:

@@ -15,7 +15,7 @@ from wfbp.core.cost import Costs, PiecewiseCost
 from wfbp.core.plan import Plan
 from wfbp.core.timeline import iteration_s
 from wfbp.core.types import TensorSpec
-from wfbp.runtime.candidates import SCHEDULES, auto_candidates, reordered
+from wfbp.runtime.candidates import DECOUPLED, SCHEDULES, auto_candidates, reordered
 from wfbp.runtime.profile import Stamps
 from wfbp.runtime.tuner import Tuner
 
@@ -47,9 +47,15 @@ class Job:
         gradients: list[set[str]] | None = None,
         seed: int = 0,
         costs: Costs = COSTS,
+        decouples: bool = False,
+        num_updaters: int = 1,
+        update_s: float = 0.0,
     ) -> None:
         self.costs = costs
-        self.tuners = [Tuner(config, schedule, 25 * 2**20, SPECS) for _ in range(size)]
+        self.tuners = [
+            Tuner(config, schedule, 25 * 2**20, SPECS, decouples, num_updaters) for _ in range(size)
+        ]
+        self.update_s = update_s
         self.seconds = seconds
         self.noise = noise
         self.gradients = gradients or [{s.name for s in SPECS}] * size
@@ -88,7 +94,8 @@ class Job:
             for s in plan.tensors
         ]
         closed = 100 + 0.1 + 0.05 * len(SPECS)
-        return Stamps(100.0, ready, [0.0] * len(ready), 100.1, closed, 100 + took)
+        forward = [0.0] * len(ready)
+        return Stamps(100.0, ready, forward, 100.1, closed, 100 + took, update_s=self.update_s)
 
     def run(self, until: str, limit: int = 400) -> None:
         for _ in range(limit):
@@ -130,6 +137,34 @@ def test_a_fixed_schedule_is_measured_for_and_installed(schedule: str) -> None:
     assert job.tuner.trace is not None
     assert job.tuner.trace.backward_s == pytest.approx(0.4)
     assert job.tuner.trace.forward_s + job.tuner.trace.other_s == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("schedule", sorted(DECOUPLED))
+def test_a_schedule_that_decouples_does_so_from_the_first_step(schedule: str) -> None:
+    """Else optimizer state would be whole before it is sharded."""
+    job = Job(schedule, alike, decouples=True)
+    job.run("installed")
+    assert {plan.decoupled for _, plan in job.ran[:-1]} == {frozenset(SPECS)}
+    first = job.ran[0][1]
+    assert (first.schedule, first.overlap) == ("dear", True)
+
+
+@pytest.mark.parametrize("schedule", ["oasr", "independent"])
+def test_an_update_of_shards_is_known_from_whole_ones_and_from_shards(schedule: str) -> None:
+    """By four ranks: what a whole update takes beyond its shard's part is no part of shards' steps.
+
+    It takes 0.08 s of the 0.1 s before the first gradient where it is whole, and else 0.02 s.
+    """
+    update_s = {"oasr": 0.08, "independent": 0.02}[schedule]
+    job = Job(schedule, alike, decouples=True, size=4, num_updaters=4, update_s=update_s)
+    job.run("installed")
+    assert job.tuner.trace is not None
+    assert job.tuner.predicted is not None
+    spared_s = 0.0 if schedule == "oasr" else 0.06
+    trace = job.tuner.trace
+    assert trace.forward_s + trace.other_s == pytest.approx(0.1 + spared_s)
+    compute_s = job.tuner.predicted.iteration_s - job.tuner.predicted.exposed_s
+    assert compute_s == pytest.approx(0.5)
 
 
 def test_auto_tries_several_and_installs_the_fastest() -> None:

@@ -198,6 +198,8 @@ def _iterate(engine: Engine, trace: Trace, tensors: Sequence[Buffer]) -> float:
     engine.synchronize(whole=False)
     if engine.decoupled:
         engine.gather([Slot.of(t).address for t in tensors], tensors)
+        if engine.profiling:
+            engine.flush()
     return time.perf_counter() - start_s
 
 

@@ -14,9 +14,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import numpy as np
 import numpy.typing as npt
 
+from wfbp.comm.pages import zeroed
 from wfbp.core.types import Op
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ class Backend(ABC):
 
         Where one rank brings such a buffer to a collective, all do.
         """
-        return np.zeros(nbytes, np.uint8)
+        return zeroed(nbytes)
 
     def delivers(self, buffer: Buffer) -> bool:
         """Whether an all-reduce of this buffer copies what lies elsewhere, in calls of its own.

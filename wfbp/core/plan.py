@@ -130,6 +130,17 @@ class Plan:
         return sum(spec.nbytes for spec in self.tensors)
 
     @cached_property
+    def decoupled(self) -> frozenset[TensorSpec]:
+        """The tensors that are scattered and gathered."""
+        gathered = self.groups[self.num_backward :]
+        return frozenset(self.tensors[k] for group in gathered for k in group.tensors)
+
+    @property
+    def decoupled_part(self) -> float:
+        """How much of all bytes theirs are, from 0 to 1."""
+        return sum(spec.nbytes for spec in self.decoupled) / max(1, self.total_bytes)
+
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of the plan's canonical JSON: equal exactly where the plans are equal."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))

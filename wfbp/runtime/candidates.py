@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from wfbp.core import planners
 from wfbp.core.checks import one_of
-from wfbp.core.cost import CostModel, Costs, PiecewiseCost
+from wfbp.core.cost import CostModel, Costs, LinearCost, PiecewiseCost
 from wfbp.core.plan import Plan
 from wfbp.core.timeline import timeline
-from wfbp.core.trace import Trace
+from wfbp.core.trace import Trace, TraceTensor
+from wfbp.core.types import TensorSpec
 
 AUTO = "auto"
 UNMEASURED = ("single", "threshold", "wfbp")
@@ -39,6 +40,24 @@ def check_schedule(schedule: str, decouples: bool, user: str = "") -> None:
     known = (*SCHEDULES, *DECOUPLED) if decouples else SCHEDULES
     why = f": {user or 'the caller'} needs whole gradients" if schedule in DECOUPLED else ""
     one_of("schedule", schedule, known, why)
+
+
+def first_plan(schedule: str, specs: Sequence[TensorSpec], threshold_bytes: int) -> Plan:
+    """The plan to begin with, before anything has been measured: groups of at least so many bytes,
+    unless the schedule looks at sizes only anyway.
+
+    A schedule that decouples begins decoupled, so state that is to be sharded is never whole.
+
+    >>> specs = [TensorSpec("w", (9,), "float32")]
+    >>> [first_plan(name, specs, 1).schedule for name in ("wfbp", "oasr", "hybrid")]
+    ['wfbp', 'threshold', 'dear']
+    """
+    nominal = Trace("unmeasured", tuple(TraceTensor(spec, 0.0, 0.0) for spec in specs))
+    costs = Costs(LinearCost(0.0, 0.0))
+    if schedule in DECOUPLED:
+        return planners.plan("dear", nominal, costs, threshold_bytes=threshold_bytes)
+    name = schedule if schedule in UNMEASURED else "threshold"
+    return make(name, nominal, costs, threshold_bytes)
 
 
 def make(name: str, trace: Trace, costs: Costs, threshold_bytes: int) -> Plan:

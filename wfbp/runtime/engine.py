@@ -23,7 +23,7 @@ from wfbp.runtime.gathering import Gathering
 from wfbp.runtime.gathers import Gathers
 from wfbp.runtime.lane import PlannedLane
 from wfbp.runtime.marks import Span, StepMarks
-from wfbp.runtime.memory import keep_freed_memory
+from wfbp.runtime.memory import give_back_freed_memory, keep_freed_memory
 from wfbp.runtime.recording import Recorder
 from wfbp.runtime.report import report
 from wfbp.runtime.runtime import Runtime
@@ -43,7 +43,7 @@ class Engine:
         runtime: an initialised runtime with more than one rank.
         specs: the tensors, in forward order as far as it is known; equal on every rank.
         schedule: a planner's name, or ``auto``.
-        threshold_bytes: for the ``threshold`` planner.
+        threshold_bytes: for the ``threshold`` planner, and for what others begin with.
         op: ``Op.AVERAGE`` or ``Op.SUM``.
         passes: gradients to be accumulated per step before a tensor is ready; one whose gradient
             appears more often is waited for as often from the next step on.
@@ -139,6 +139,7 @@ class Engine:
         self._unread: list[Step] = []
         self.profiling = False
         self._closed = False
+        self._settling = False
         keep_freed_memory()
         self._install()
         runtime.add_lane(self._lane)
@@ -178,8 +179,8 @@ class Engine:
         """Close the step and wait until every gradient is reduced.
 
         Args:
-            whole: whether shards do not do; the same on every rank. Where the plan changes, all
-                gradients are whole anyway.
+            whole: whether shards do not do; the same on every rank. Where another plan decouples
+                other tensors, all gradients are whole anyway.
             wanted: the same, but of this rank alone.
             targets: addresses, by tensor, to which whole reduced gradients are copied as they
                 arrive; they may be those of the gradients themselves.
@@ -204,6 +205,9 @@ class Engine:
             self._number += 1
             gathering.step.number = self._number
             result = self._await_close()
+        if self._settling:  # the first step by the plan that stays: nothing is left of others
+            self._settling = False
+            give_back_freed_memory()
         waits, gathers = self._gathers.take_times()
         done = self._medium.join()
         self._unread.clear()
@@ -212,7 +216,7 @@ class Engine:
         self._kept.append(gathering.moments(result, done, self.update, waits, gathers))
         self._steps += 1
         self._number += 1
-        planned = self._tuner.plan
+        planned, phase = self._tuner.plan, self._tuner.phase
         for measured in self._medium.due(self._kept, self._tuner.phase):
             if self._recorder is not None:
                 self._recorder.after_step(self._tuner, *measured)
@@ -220,11 +224,15 @@ class Engine:
         if result.requested or self._tuner.round_due:
             whole |= self._border.talk(reduced, wanted)
         changed = self._tuner.plan is not planned
-        if self._gathers.gatherable and (whole or changed):
+        whole |= changed and self._tuner.plan.decoupled != planned.decoupled
+        if self._gathers.gatherable and whole:
             reduced = self._whole.begin(reduced)
             self._gathers.wait_all()
         if changed:
             self._install()
+        if self._tuner.phase != phase:  # a trial may have ended with the plan it tried last
+            self._settling = self._tuner.phase == "installed"
+            self._lane.costs = self._tuner.costs
         gathering.step.owners = []  # gradients that were sent are no longer needed
         gathering.begin(self._number, done, self.profiling)
         return reduced
@@ -271,10 +279,10 @@ class Engine:
         self._gathers.wait_all()
         self._gathering.install(plan, self._lane.install(plan))
         self._gathers.install(plan, self._gathering.members, len(self.specs))
+        self._whole.forget()
         self.num_installed += 1
         self._kept.clear()  # these ran by another plan
         self.profiling = self._tuner.phase == "profile"
-        self._lane.costs = self._tuner.costs
 
     def _await_close(self) -> StepResult:
         """Close the step; its result, behind those that nobody read."""

@@ -103,6 +103,6 @@ def _encode(values: list[float], dtype: str) -> Buffer:
 
 def _decode(values: Buffer, dtype: str) -> list[float]:
     if dtype == "bfloat16":
-        wide = (values.astype(np.uint32) << 16).view(np.float32)
-        return [float(v) for v in wide]
-    return [float(v) for v in values]
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    decoded: list[float] = values.tolist()
+    return decoded

@@ -9,6 +9,7 @@ import numpy as np
 
 from wfbp import native
 from wfbp.comm.backend import Backend, Buffer, Segment, Work
+from wfbp.comm.pages import zeroed
 from wfbp.core.plan import ALIGNMENT_BYTES, Plan
 from wfbp.core.types import Op, item_bytes
 from wfbp.runtime.direct import Arrangement, memory
@@ -127,7 +128,7 @@ class FusionBuffer:
 def aligned_bytes(size: int, carrier: Backend | None = None) -> Buffer:
     """Zeroed bytes that start at a cache line, where the carrier wants them."""
     size_of_all = size + _LINE_BYTES
-    raw = np.zeros(size_of_all, np.uint8) if carrier is None else carrier.zeros(size_of_all)
+    raw = zeroed(size_of_all) if carrier is None else carrier.zeros(size_of_all)
     start = -raw.__array_interface__["data"][0] % _LINE_BYTES
     return raw[start : start + size]
 

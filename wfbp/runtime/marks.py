@@ -56,23 +56,25 @@ UNREAD = Measured(Stamps(0.0, [], []), [])
 
 
 def read(marks: StepMarks, at: Callable[[Stamp], float]) -> Measured:
-    """Turn moments into seconds.
+    """Turn moments into seconds. What was over before the step began is no part of it: gradients
+    may have been forgotten since.
 
     Args:
         marks: of a step that is over.
         at: the seconds of a moment.
     """
     times = [_seconds(time, at) for time in marks.times]
+    begun_s = at(marks.begun)
     stamps = Stamps(
-        at(marks.begun),
+        begun_s,
         [at(stamp) for stamp in marks.ready],
         [at(stamp) for stamp in marks.forward],
         at(marks.forward_end),
         at(marks.closed),
         at(marks.done),
         sum(t.packed_s - t.start_s for t in times),
-        _length([marks.update], at),
-        _length(marks.waits, at),
+        _length([marks.update], at, begun_s),
+        _length(marks.waits, at, begun_s),
     )
     return Measured(stamps, [*(_seconds(time, at) for time in marks.gathers), *times])
 
@@ -81,5 +83,5 @@ def _seconds(time: GroupTime, at: Callable[[Stamp], float]) -> GroupTime:
     return GroupTime(time.group, at(time.start_s), at(time.packed_s), at(time.end_s))
 
 
-def _length(spans: Sequence[Span], at: Callable[[Stamp], float]) -> float:
-    return sum(at(end) - at(start) for start, end in spans)
+def _length(spans: Sequence[Span], at: Callable[[Stamp], float], begun_s: float) -> float:
+    return sum(max(0.0, at(end) - max(at(start), begun_s)) for start, end in spans)

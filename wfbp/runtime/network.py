@@ -12,6 +12,11 @@ from wfbp.comm.probe import measure_cost
 from wfbp.core.cost import Costs, PiecewiseCost, monotone_points
 from wfbp.core.types import Operation
 
+_LARGEST_BYTES = 16 << 20
+"""Of the host's messages. Larger ones cost in proportion, by the curve's upper half; to measure
+them takes up to three times their size in memory, and seconds where the link is slow. A device's
+links are not yet at their full rate there."""
+
 
 class NetworkCosts:
     """The cost curves that ranks have measured together.
@@ -46,6 +51,8 @@ class NetworkCosts:
         through = carrier if isinstance(carrier, DeviceBackend) else None
         way = type(through).__name__
         curves = self._curves.setdefault(way, {})
+        if through is None:
+            max_bytes = min(max_bytes, _LARGEST_BYTES)
         if anew:
             curves.clear()
         missing = [

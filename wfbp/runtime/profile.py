@@ -42,6 +42,8 @@ class Stamps:
 class Profile:
     """Medians over some steps of one rank; every time counts from the step's beginning.
 
+    The seconds in which the step waited for all-gathers are left out.
+
     Args:
         ready_s: per tensor; -1 where it never had a gradient.
         forward_s: per tensor; -1 where unknown.
@@ -60,16 +62,20 @@ class Profile:
 
     @classmethod
     def of(cls, steps: Sequence[Stamps]) -> Profile:
-        """The medians. A tensor without gradient in some of the steps is ready at their close."""
+        """The medians. A tensor without gradient in some of the steps is ready at their close.
+
+        Whatever the steps gather has arrived before forward begins; it tells nothing of compute. (A
+        forward before the update, which no gradients follow, has nothing to do with them either.)
+        """
 
         def relative(step: Stamps, stamp: float, absent: float = -1.0) -> float:
-            return stamp - step.begun_s if stamp else absent
+            return max(0.0, stamp - step.begun_s - step.waited_s) if stamp else absent
 
         num_tensors = len(steps[0].ready_s)
         ready = []
         for k in range(num_tensors):
             ever = any(step.ready_s[k] for step in steps)
-            times = [relative(s, s.ready_s[k], s.closed_s - s.begun_s) for s in steps]
+            times = [relative(s, s.ready_s[k] or s.closed_s) for s in steps]
             ready.append(statistics.median(times) if ever else -1.0)
         return cls(
             ready,
@@ -78,7 +84,7 @@ class Profile:
                 for k in range(num_tensors)
             ],
             statistics.median(relative(s, s.forward_end_s) for s in steps),
-            statistics.median(s.closed_s - s.begun_s for s in steps),
+            statistics.median(relative(s, s.closed_s) for s in steps),
             statistics.median(s.packing_s for s in steps),
             statistics.median(s.update_s for s in steps),
         )

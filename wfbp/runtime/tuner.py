@@ -21,18 +21,18 @@ from typing import Any
 
 from wfbp.config import Config
 from wfbp.core import planners
-from wfbp.core.cost import Costs, LinearCost
+from wfbp.core.cost import Costs
 from wfbp.core.fit import fit_kappa
 from wfbp.core.plan import Plan
 from wfbp.core.timeline import Timeline, timeline
-from wfbp.core.trace import Trace, TraceTensor
+from wfbp.core.trace import Trace
 from wfbp.core.types import Operation, TensorSpec
 from wfbp.runtime.candidates import (
     AUTO,
-    UNMEASURED,
     auto_candidates,
     check_schedule,
     distinct,
+    first_plan,
     further_candidates,
     held,
     make,
@@ -54,7 +54,8 @@ class Tuner:
     Args:
         config: how long each phase lasts.
         schedule: a planner's name, or ``auto``.
-        threshold_bytes: for the ``threshold`` planner.
+        threshold_bytes: for the ``threshold`` planner, and for the first plan of those that have to
+            measure.
         specs: the tensors to plan, in forward order as far as it is known.
         decouples: whether schedules that decouple all-reduce can be served.
         num_updaters: ranks that share the update of a decoupled tensor; 1 where each does all.
@@ -93,16 +94,12 @@ class Tuner:
         self._begin([*specs, *self.plan.tensors])
 
     def _begin(self, specs: Sequence[TensorSpec]) -> None:
-        nominal = Trace("unmeasured", tuple(TraceTensor(s, 0.0, 0.0) for s in specs))
-        first = self._schedule if self._schedule in UNMEASURED else "threshold"
         self.trace: Trace | None = None
         self.costs: Costs | None = None
         self.predicted: Timeline | None = None
         self._incumbent: Plan | None = None
         self._trial: Trial | None = None
-        self._enter(
-            "warm-up", make(first, nominal, Costs(LinearCost(0.0, 0.0)), self._threshold_bytes)
-        )
+        self._enter("warm-up", first_plan(self._schedule, specs, self._threshold_bytes))
 
     def after_step(self, stamps: Stamps) -> None:
         """Take note of a step; :attr:`plan` may change, on every rank at the same step."""
@@ -215,8 +212,9 @@ class Tuner:
             return
         self._tried: list[Candidate] = []
         packing_s = max(p.packing_s for p in profiles)
-        self._update_s = max(p.update_s for p in profiles)
-        self.trace = trace
+        update_s = max(p.update_s for p in profiles)
+        self._update_s = update_s / (1.0 - self._spared * self.plan.decoupled_part)
+        self.trace = trace = replace(trace, other_s=trace.other_s + self._update_s - update_s)
         costs = with_packing(measure(), packing_s / max(1, self.plan.total_bytes))
         self.costs = costs = replace(costs, kappa=self._kappa)
         if self._schedule == "dear":
@@ -285,9 +283,7 @@ class Tuner:
 
     def _saved_s(self, plan: Plan) -> float:
         """What ranks save that update their shards of decoupled tensors only."""
-        decoupled = {k for g in plan.groups[plan.num_backward :] for k in g.tensors}
-        nbytes = sum(plan.tensors[k].nbytes for k in decoupled)
-        return self._update_s * self._spared * nbytes / max(1, plan.total_bytes)
+        return self._update_s * self._spared * plan.decoupled_part
 
     def _watch(self) -> None:
         """Look at each window of steps."""

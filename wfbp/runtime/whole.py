@@ -32,6 +32,10 @@ class WholeGradients:
         self._ranges = [shard_range(spec, rank, size) for spec in specs]
         self._storage: list[Buffer | None] = [None] * len(specs)
 
+    def forget(self) -> None:
+        """Keep no storage but what is in use, until it is needed again."""
+        self._storage = [None] * len(self._specs)
+
     def begin(
         self, reduced: Sequence[Slot | None], kept: Collection[int] = ()
     ) -> list[Slot | None]:

@@ -31,7 +31,7 @@ class Gradients:
         runtime: with more than one rank.
         named: names and parameters, equal on every rank.
         schedule: a planner's name, or ``auto``.
-        threshold_bytes: for the ``threshold`` planner.
+        threshold_bytes: for the ``threshold`` planner, and for what others begin with.
         op: ``Op.AVERAGE`` or ``Op.SUM``.
         passes: backward passes per step.
         sparse_as_dense: whether sparse gradients are made dense; they are an error otherwise.
@@ -63,6 +63,7 @@ class Gradients:
         self._sparse_as_dense = sparse_as_dense
         self._name = name
         self._views: list[torch.Tensor | None] = [None] * len(named)
+        self._views_of = 0
         self._successor = ""
         self.before_release: Callable[[], None] = lambda: None
         """Called before another object takes over."""
@@ -129,6 +130,9 @@ class Gradients:
             )
         for index in self._witness.check(self._params):
             self._engine.drop(index)
+        if self._views_of != self._engine.num_installed:  # they hold another plan's buffers
+            self._views_of = self._engine.num_installed
+            self._views = [None] * len(self._params)
         reduced = self._engine.synchronize(whole, wanted)
         self._witness.clear()
         self.take(reduced)

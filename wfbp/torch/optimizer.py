@@ -48,7 +48,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             or ``threshold``; or, decoupled into backward and the next forward, ``dear``,
             ``ipart``, ``independent``, ``hybrid``, ``ps`` or ``ps_layerwise``; by default what
             ``WFBP_SCHEDULE`` says, or ``auto``.
-        threshold_bytes: group size of ``threshold``; by default ``WFBP_THRESHOLD_BYTES`` or 25 MiB.
+        threshold_bytes: group size of ``threshold``, and of what schedules that have to measure
+            begin with; by default ``WFBP_THRESHOLD_BYTES`` or 25 MiB.
         backward_passes_per_step: how many ``backward()`` calls precede each ``step()``.
         op: ``Average`` or ``Sum``.
         sparse_as_dense: whether sparse gradients are made dense.
