@@ -1,6 +1,6 @@
 """Builds the C++ extensions, or says which it could not build and goes on without them.
 
-``wfbp._pack`` is always wanted; ``wfbp._jax_ffi`` where JAX, whose headers it needs, is installed
+``wfbp._native`` is always wanted; ``wfbp._jax_ffi`` where JAX, whose headers it needs, is installed
 already (``pip install --no-build-isolation``). Elsewhere its source comes with the package and is
 compiled at first use. Everything else about the package is in ``pyproject.toml``.
 """
@@ -17,7 +17,19 @@ from setuptools.command.build_py import build_py
 from setuptools.errors import BaseError, CCompilerError, ExecError, PlatformError
 
 BUILD_FAILURES = (CCompilerError, ExecError, PlatformError, OSError)
-PACK = "wfbp._pack"
+NATIVE = "wfbp._native"
+NATIVE_HEADERS = [
+    f"csrc/{name}"
+    for name in (
+        "half.h",
+        "kernels.h",
+        "kernels.inl",
+        "mpi_functions.h",
+        "native.h",
+        "pack_table.h",
+        "transfers.h",
+    )
+]
 JAX = "wfbp._jax_ffi"
 JAX_SOURCE = "csrc/jax_ffi.cc"
 JAX_HEADERS = ["csrc/jax_events.h", "csrc/jax_mailbox.h", "csrc/jax_values.h"]
@@ -25,9 +37,10 @@ SOURCES = {**dict.fromkeys([JAX_SOURCE, *JAX_HEADERS], "jax"), "csrc/pack.cu": "
 """What is compiled where the package runs, and the part of the package that it goes to."""
 
 WITHOUT = {
-    PACK: """\
+    NATIVE: """\
 wfbp: the C++ extension could not be built ({reason}).
-wfbp: installing without it: packing goes through NumPy, which is slower.
+wfbp: installing without it: packing goes through NumPy and messages through Python, and both
+wfbp: are slower.
 wfbp: to have it, install a C++17 compiler and reinstall.""",
     JAX: """\
 wfbp: the handlers for JAX could not be built ({reason}).
@@ -116,9 +129,9 @@ def jax_extension() -> list[Extension]:
 setup(
     ext_modules=[
         Pybind11Extension(
-            PACK,
-            ["csrc/pack.cc"],
-            depends=["csrc/half.h", "csrc/kernels.h", "csrc/kernels.inl", "csrc/pack_table.h"],
+            NATIVE,
+            ["csrc/native.cc", "csrc/pack.cc", "csrc/transfers.cc"],
+            depends=NATIVE_HEADERS,
             include_dirs=["csrc"],
             cxx_std=17,
             extra_compile_args=["/O2"] if sys.platform == "win32" else ["-O3", "-Wall", "-Wextra"],

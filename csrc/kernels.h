@@ -3,9 +3,11 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "half.h"
@@ -29,33 +31,60 @@
 
 namespace wfbp {
 
-constexpr std::size_t kBlock = 512;  // elements of float32 on the stack: two such blocks lie well inside L1
+constexpr std::size_t kBlock = 512;  // elements on the stack: two such blocks lie well inside L1
+
+// Integers wrap around, which only unsigned ones may in C++.
+template <class T, bool integer = std::is_integral<T>::value>
+struct Wrapping {
+  using type = T;
+};
+template <class T>
+struct Wrapping<T, true> {
+  using type = std::make_unsigned_t<T>;
+};
 
 struct Sum {
-  WFBP_INLINE static float of(float a, float b) { return a + b; }
+  template <class T>
+  WFBP_INLINE static T of(T a, T b) {
+    using U = typename Wrapping<T>::type;
+    return static_cast<T>(static_cast<U>(a) + static_cast<U>(b));
+  }
 };
 struct Product {
-  WFBP_INLINE static float of(float a, float b) { return a * b; }
+  template <class T>
+  WFBP_INLINE static T of(T a, T b) {
+    using U = typename Wrapping<T>::type;
+    return static_cast<T>(static_cast<U>(a) * static_cast<U>(b));
+  }
 };
 struct Min {  // a NaN on either side wins: it must reach every rank
-  WFBP_INLINE static float of(float a, float b) { return (a < b || a != a) ? a : b; }
+  template <class T>
+  WFBP_INLINE static T of(T a, T b) {
+    return (a < b || a != a) ? a : b;
+  }
 };
 struct Max {
-  WFBP_INLINE static float of(float a, float b) { return (a > b || a != a) ? a : b; }
+  template <class T>
+  WFBP_INLINE static T of(T a, T b) {
+    return (a > b || a != a) ? a : b;
+  }
 };
 
 using Multiply = void (*)(const std::uint8_t* from, std::uint8_t* to, std::size_t count,
                           double factor);
+// Source after source, in their order; the target may be one of the sources.
 using Reduce = void (*)(const std::vector<const std::uint8_t*>& shards, std::uint8_t* out,
-                        std::size_t count, float divisor);
+                        std::size_t count, double divisor);
 
 struct Reducers {
   Reduce sum, min, max, product;
+  Reduce average;  // of integers: the sum in 64 bits, divided towards zero; null for others
 };
 
 struct Kernels {
   Multiply float16, bfloat16, float32, float64;
-  Reducers reduce_float16, reduce_bfloat16;
+  Reducers reduce_float16, reduce_bfloat16, reduce_float32, reduce_float64;
+  Reducers reduce_int32, reduce_int64, reduce_uint8;
   void (*stream)(const std::uint8_t* from, std::uint8_t* to, std::size_t nbytes);
   void (*fence)();
   const char* name;

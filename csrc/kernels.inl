@@ -3,8 +3,8 @@
 // brings. No include guard: that is the point.
 //
 // Elements are read and written by memcpy, which compilers turn into plain loads and stores: so
-// no pointer needs any alignment. Source and target may be the same memory. Half precision goes
-// through a small block of float32 on the stack.
+// no pointer needs any alignment. Source and target may be the same memory. Reductions and half
+// precision go through a small block on the stack.
 
 template <class T>
 WFBP_TARGET void multiply_plain(const std::uint8_t* from, std::uint8_t* to, std::size_t count,
@@ -20,6 +20,8 @@ WFBP_TARGET void multiply_plain(const std::uint8_t* from, std::uint8_t* to, std:
 }
 
 struct BFloat16 {
+  using Value = float;
+  static constexpr std::size_t kItem = 2;
   WFBP_TARGET static void load(const std::uint8_t* from, float* block, std::size_t count) {
     for (std::size_t i = 0; i < count; ++i) {
       std::uint16_t value;
@@ -36,6 +38,8 @@ struct BFloat16 {
 };
 
 struct Float16 {
+  using Value = float;
+  static constexpr std::size_t kItem = 2;
   WFBP_TARGET static void load(const std::uint8_t* from, float* block, std::size_t count) {
     std::size_t i = 0;
 #if WFBP_HAS_F16C
@@ -79,22 +83,69 @@ WFBP_TARGET void multiply(const std::uint8_t* from, std::uint8_t* to, std::size_
   }
 }
 
+// Elements as they are.
+template <class T>
+struct Plain {
+  using Value = T;
+  static constexpr std::size_t kItem = sizeof(T);
+  WFBP_TARGET static void load(const std::uint8_t* from, T* block, std::size_t count) {
+    std::memcpy(block, from, count * sizeof(T));
+  }
+  WFBP_TARGET static void store(const T* block, std::uint8_t* to, std::size_t count) {
+    std::memcpy(to, block, count * sizeof(T));
+  }
+};
+
+// Integers in 64 bits, in which the sum for an average does not overflow.
+template <class T>
+struct Wide {
+  using Value = std::int64_t;
+  static constexpr std::size_t kItem = sizeof(T);
+  WFBP_TARGET static void load(const std::uint8_t* from, Value* block, std::size_t count) {
+    for (std::size_t i = 0; i < count; ++i) {
+      T value;
+      std::memcpy(&value, from + i * sizeof(T), sizeof(T));
+      block[i] = value;
+    }
+  }
+  WFBP_TARGET static void store(const Value* block, std::uint8_t* to, std::size_t count) {
+    for (std::size_t i = 0; i < count; ++i) {
+      const T value = static_cast<T>(block[i]);
+      std::memcpy(to + i * sizeof(T), &value, sizeof(T));
+    }
+  }
+};
+
+// The same bits by multiplication, where that is exact.
+template <class T>
+WFBP_TARGET void divide(T* block, std::size_t count, double divisor) {
+  if (divisor == 1.0) return;
+  const T by = static_cast<T>(divisor);
+  int exponent = 0;
+  if (!std::is_integral<T>::value && std::frexp(divisor, &exponent) == 0.5) {
+    const T factor = static_cast<T>(1.0 / divisor);
+    for (std::size_t i = 0; i < count; ++i) block[i] *= factor;
+  } else {
+    for (std::size_t i = 0; i < count; ++i) block[i] /= by;
+  }
+}
+
 template <class Format, class Combine>
 WFBP_TARGET void reduce(const std::vector<const std::uint8_t*>& shards, std::uint8_t* out,
-                        std::size_t count, float divisor) {
-  float sum[kBlock];
-  float term[kBlock];
+                        std::size_t count, double divisor) {
+  using Value = typename Format::Value;
+  constexpr std::size_t kItem = Format::kItem;
+  Value sum[kBlock];
+  Value term[kBlock];
   for (std::size_t start = 0; start < count; start += kBlock) {
     const std::size_t length = std::min(kBlock, count - start);
-    Format::load(shards[0] + 2 * start, sum, length);
+    Format::load(shards[0] + kItem * start, sum, length);
     for (std::size_t k = 1; k < shards.size(); ++k) {
-      Format::load(shards[k] + 2 * start, term, length);
+      Format::load(shards[k] + kItem * start, term, length);
       for (std::size_t i = 0; i < length; ++i) sum[i] = Combine::of(sum[i], term[i]);
     }
-    if (divisor != 1.0f) {
-      for (std::size_t i = 0; i < length; ++i) sum[i] /= divisor;
-    }
-    Format::store(sum, out + 2 * start, length);
+    divide(sum, length, divisor);
+    Format::store(sum, out + kItem * start, length);
   }
 }
 
@@ -132,12 +183,29 @@ WFBP_TARGET inline void fence() {
 }
 
 template <class Format>
-Reducers reducers() {
-  return {reduce<Format, Sum>, reduce<Format, Min>, reduce<Format, Max>, reduce<Format, Product>};
+Reducers reducers(Reduce average = nullptr) {
+  return {reduce<Format, Sum>, reduce<Format, Min>, reduce<Format, Max>, reduce<Format, Product>,
+          average};
+}
+
+template <class T>
+Reducers integer_reducers() {
+  return reducers<Plain<T>>(reduce<Wide<T>, Sum>);
 }
 
 inline Kernels kernels() {
-  return {multiply<Float16>,      multiply<BFloat16>,    multiply_plain<float>,
-          multiply_plain<double>, reducers<Float16>(), reducers<BFloat16>(),
-          stream,                 fence,                 WFBP_NAME};
+  return {multiply<Float16>,
+          multiply<BFloat16>,
+          multiply_plain<float>,
+          multiply_plain<double>,
+          reducers<Float16>(),
+          reducers<BFloat16>(),
+          reducers<Plain<float>>(),
+          reducers<Plain<double>>(),
+          integer_reducers<std::int32_t>(),
+          integer_reducers<std::int64_t>(),
+          integer_reducers<std::uint8_t>(),
+          stream,
+          fence,
+          WFBP_NAME};
 }

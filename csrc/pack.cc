@@ -2,23 +2,51 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <cmath>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "kernels.h"
+#include "native.h"
 #include "pack_table.h"
 
 namespace py = pybind11;
+
+namespace wfbp {
+
+Kernels& chosen_kernels() {
+  static Kernels kernels = runnable_kernels().front();
+  return kernels;
+}
+
+Reduction reduction(const std::string& dtype, const std::string& op, double divisor) {
+  const Dtype kind = dtype_of(dtype, chosen_kernels());
+  const Reducers& all = kind.reduce;
+  Reduce reduce = nullptr;
+  if (op == "sum") reduce = all.sum;
+  if (op == "min") reduce = all.min;
+  if (op == "max") reduce = all.max;
+  if (op == "product") reduce = all.product;
+  if (reduce == nullptr) {
+    throw py::value_error("op '" + op + "' is not one of sum, min, max, product");
+  }
+  if (divisor != 1.0 && all.average != nullptr) {
+    if (op != "sum" || !(divisor >= 1.0) || std::floor(divisor) != divisor) {
+      throw py::value_error("a " + op + " of " + dtype + " cannot be divided by " +
+                            std::to_string(divisor) + ": only a sum can, by a whole number");
+    }
+    reduce = all.average;
+  }
+  return {reduce, kind.item, divisor};
+}
+
+}  // namespace wfbp
 
 namespace {
 
 using Integers = py::array_t<std::int64_t, py::array::c_style | py::array::forcecast>;
 
-wfbp::Kernels& chosen() {  // read and written only while holding the GIL
-  static wfbp::Kernels kernels = wfbp::runnable_kernels().front();
-  return kernels;
-}
+wfbp::Kernels& chosen() { return wfbp::chosen_kernels(); }
 
 void use_instructions(const std::string& name) {
   for (const wfbp::Kernels& kernels : wfbp::runnable_kernels()) {
@@ -73,36 +101,25 @@ void scale(py::array buffer, const std::string& dtype, double factor) {
   kind.multiply(bytes, bytes, nbytes / kind.item, factor);
 }
 
-wfbp::Reduce reducer(const std::string& dtype, const std::string& op) {
-  if (dtype != "float16" && dtype != "bfloat16") {
-    throw py::value_error("dtype '" + dtype + "' is not one of float16, bfloat16");
-  }
-  const wfbp::Reducers& all =
-      dtype == "float16" ? chosen().reduce_float16 : chosen().reduce_bfloat16;
-  if (op == "sum") return all.sum;
-  if (op == "min") return all.min;
-  if (op == "max") return all.max;
-  if (op == "product") return all.product;
-  throw py::value_error("op '" + op + "' is not one of sum, min, max, product");
-}
-
 void reduce_shards(const py::object& shards, py::array out, const std::string& dtype,
                    const std::string& op, double divisor) {
-  const wfbp::Reduce reduce = reducer(dtype, op);
-  if (out.ndim() != 1 || out.itemsize() != 2) {
-    throw py::value_error("out must be a one-dimensional array of 2-byte elements");
+  const wfbp::Reduction reduction = wfbp::reduction(dtype, op, divisor);
+  const auto item = static_cast<py::ssize_t>(reduction.item);
+  const std::string bytes = std::to_string(reduction.item);
+  if (out.ndim() != 1 || out.itemsize() != item) {
+    throw py::value_error("out must be a one-dimensional array of " + bytes + "-byte elements");
   }
   std::uint8_t* target = writable_bytes(out, "out");
   std::vector<py::array> rows;  // keeps the rows alive while the GIL is released
   std::vector<const std::uint8_t*> pointers;
-  for (const py::handle item : shards) {
-    if (!py::isinstance<py::array>(item)) throw py::type_error("each shard must be an array");
-    auto row = py::reinterpret_borrow<py::array>(item);
-    if (row.ndim() != 1 || row.itemsize() != 2 || row.size() != out.size() ||
+  for (const py::handle element : shards) {
+    if (!py::isinstance<py::array>(element)) throw py::type_error("each shard must be an array");
+    auto row = py::reinterpret_borrow<py::array>(element);
+    if (row.ndim() != 1 || row.itemsize() != item || row.size() != out.size() ||
         !(row.flags() & py::array::c_style)) {
       throw py::value_error("shard " + std::to_string(rows.size()) +
                             " must be a contiguous one-dimensional array of " +
-                            std::to_string(out.size()) + " elements of 2 bytes");
+                            std::to_string(out.size()) + " elements of " + bytes + " bytes");
     }
     pointers.push_back(static_cast<const std::uint8_t*>(row.data()));
     rows.push_back(std::move(row));
@@ -110,13 +127,12 @@ void reduce_shards(const py::object& shards, py::array out, const std::string& d
   if (pointers.empty()) throw py::value_error("expected at least one shard");
   const auto count = static_cast<std::size_t>(out.size());
   py::gil_scoped_release release;
-  reduce(pointers, target, count, static_cast<float>(divisor));
+  reduction.run(pointers, target, count);
 }
 
 }  // namespace
 
-PYBIND11_MODULE(_pack, module) {
-  module.doc() = "Packing of tensors into fusion buffers, and arithmetic on half precision.";
+void wfbp::bind_pack(py::module_& module) {
   module.attr("INSTRUCTIONS") = chosen().name;
 
   py::class_<Table>(module, "PackTable")

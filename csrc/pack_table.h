@@ -13,20 +13,21 @@
 
 namespace wfbp {
 
-// Element types by name. Integers have no multiply: they are only ever copied.
+// Element types by name. Integers have no multiply: fusion buffers only ever copy them.
 struct Dtype {
   std::size_t item;
   Multiply multiply;
+  Reducers reduce;
 };
 
 inline Dtype dtype_of(const std::string& name, const Kernels& kernels) {
-  if (name == "float16") return {2, kernels.float16};
-  if (name == "bfloat16") return {2, kernels.bfloat16};
-  if (name == "float32") return {4, kernels.float32};
-  if (name == "float64") return {8, kernels.float64};
-  if (name == "int32") return {4, nullptr};
-  if (name == "int64") return {8, nullptr};
-  if (name == "uint8") return {1, nullptr};
+  if (name == "float16") return {2, kernels.float16, kernels.reduce_float16};
+  if (name == "bfloat16") return {2, kernels.bfloat16, kernels.reduce_bfloat16};
+  if (name == "float32") return {4, kernels.float32, kernels.reduce_float32};
+  if (name == "float64") return {8, kernels.float64, kernels.reduce_float64};
+  if (name == "int32") return {4, nullptr, kernels.reduce_int32};
+  if (name == "int64") return {8, nullptr, kernels.reduce_int64};
+  if (name == "uint8") return {1, nullptr, kernels.reduce_uint8};
   throw std::invalid_argument("dtype '" + name + "' is not one of float16, bfloat16, float32, " +
                               "float64, int32, int64, uint8");
 }

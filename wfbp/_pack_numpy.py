@@ -114,29 +114,52 @@ def reduce_shards(
     op: str,
     divisor: float = 1.0,
 ) -> None:
-    if dtype not in ("float16", "bfloat16"):
-        raise ValueError(f"dtype {dtype!r} is not one of float16, bfloat16")
+    item = item_bytes(dtype)
     if op not in COMBINE:
         raise ValueError(f"op {op!r} is not one of {', '.join(COMBINE)}")
-    if out.ndim != 1 or out.itemsize != 2:
-        raise ValueError("out must be a one-dimensional array of 2-byte elements")
+    if dtype not in FLOATS and divisor != 1.0 and not (op == "sum" and divisor % 1 == 0 < divisor):
+        raise ValueError(
+            f"a {op} of {dtype} cannot be divided by {divisor}: only a sum can, by a whole number"
+        )
+    if out.ndim != 1 or out.itemsize != item:
+        raise ValueError(f"out must be a one-dimensional array of {item}-byte elements")
     _require_writable(out, "out")
     rows = list(shards)
     if not rows:
         raise ValueError("expected at least one shard")
     for i, row in enumerate(rows):
-        if row.ndim != 1 or row.itemsize != 2 or row.size != out.size or not _contiguous(row):
+        if row.ndim != 1 or row.itemsize != item or row.size != out.size or not _contiguous(row):
             raise ValueError(
                 f"shard {i} must be a contiguous one-dimensional array of {out.size} elements "
-                "of 2 bytes"
+                f"of {item} bytes"
             )
     with np.errstate(all="ignore"):
-        total = _to_float(rows[0].view(np.uint16), dtype)
-        for row in rows[1:]:
-            COMBINE[op](total, _to_float(row.view(np.uint16), dtype), out=total)
-        if divisor != 1.0:
-            total /= np.float32(divisor)
-        out.view(np.uint16)[:] = _from_float(total, dtype)
+        if dtype in ("float16", "bfloat16"):
+            wide = (_to_float(row.view(np.uint16), dtype) for row in rows)
+            total = _combined(wide, COMBINE[op], divisor)
+            out.view(np.uint16)[:] = _from_float(total, dtype)
+        elif divisor != 1.0 and dtype not in FLOATS:
+            sums = _combined((row.view(dtype).astype(np.int64) for row in rows), np.add, 1.0)
+            # numpy's // rounds down; the remainder of fmod has the sign of the dividend.
+            sums -= np.fmod(sums, int(divisor))
+            np.copyto(out.view(dtype), sums // int(divisor), casting="unsafe")
+        else:
+            rows = [row.view(dtype) for row in rows]
+            rows[0] = rows[0].copy()  # what comes later may lie in ``out``
+            out.view(dtype)[:] = _combined(rows, COMBINE[op], divisor)
+
+
+def _combined(
+    rows: Iterable[npt.NDArray[Any]], binary: Callable[..., Any], divisor: float
+) -> npt.NDArray[Any]:
+    """All rows in their order, in the memory of the first, then divided."""
+    rest = iter(rows)
+    total = next(rest)
+    for row in rest:
+        binary(total, row, out=total)
+    if divisor != 1.0:
+        np.divide(total, total.dtype.type(divisor), out=total)
+    return total
 
 
 def _multiply(buffer: Bytes, dtype: str, factor: float) -> None:

@@ -1,4 +1,4 @@
-"""Packing and half-precision arithmetic: by the C++ extension, or by NumPy where it is missing.
+"""Packing and reductions: by the C++ extension, or by NumPy where it is missing.
 
 ``PackTable(destination, offsets, nbytes, dtype)`` keeps the slots of a fusion buffer
 (``destination``, uint8) and, in ``pointers``, the address that each slot is filled from; 0 means
@@ -9,8 +9,12 @@ absent. The caller writes the addresses and keeps what they point at alive. Then
 * ``unpack()`` copies every slot back to its address.
 
 ``scale(buffer, dtype, factor)`` multiplies in place. ``reduce_shards(shards, out, dtype, op,
-divisor=1.0)`` combines contributions of float16 or bfloat16, given as 2-byte arrays, in float32,
-divides, and rounds once to nearest even.
+divisor=1.0)`` combines contributions in their order and divides the result: a sum, min, max or
+product. float16 and bfloat16, given as 2-byte arrays, are combined and divided in float32, then
+rounded once to nearest even; integers wrap around, but a sum that is divided is taken in 64 bits
+and rounded towards zero. ``out`` may be the memory of a shard.
+
+``Transfers`` is for ``wfbp.comm.mpi_transfers`` alone; None where the extension is missing.
 
 A source may not partly overlap a slot. One thread at a time may use a table; all long calls let
 other Python threads run.
@@ -32,10 +36,18 @@ Example:
 
 from __future__ import annotations
 
-__all__ = ["AVAILABLE", "INSTRUCTIONS", "MISSING", "PackTable", "reduce_shards", "scale"]
+__all__ = [
+    "AVAILABLE",
+    "INSTRUCTIONS",
+    "MISSING",
+    "PackTable",
+    "Transfers",
+    "reduce_shards",
+    "scale",
+]
 
 try:
-    from wfbp._pack import INSTRUCTIONS, PackTable, reduce_shards, scale
+    from wfbp._native import INSTRUCTIONS, PackTable, Transfers, reduce_shards, scale
 except ImportError as error:
     from wfbp._pack_numpy import (  # type: ignore[assignment]
         INSTRUCTIONS,
@@ -44,11 +56,12 @@ except ImportError as error:
         scale,
     )
 
+    Transfers = None  # type: ignore[assignment,misc]
     AVAILABLE = False
     MISSING = (
-        f"the C++ packing extension is not installed ({error}): packing goes through NumPy, which "
-        "is slower; to build it, install a C++ compiler and reinstall wfbp (with pip's -v, it "
-        "says what fails)"
+        f"the C++ extension is not installed ({error}): packing goes through NumPy and messages "
+        "through Python, which is slower; to build it, install a C++ compiler and reinstall wfbp "
+        "(with pip's -v, it says what fails)"
     )
 else:
     AVAILABLE = True

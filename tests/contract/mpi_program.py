@@ -1,7 +1,8 @@
 """Run under mpirun: every check of the contract on this rank; failures go to one file per rank.
 
 The checks run twice: as the backend is on one host, and as it is where it leaves large messages
-to the library (more ranks than exchange directly, many of them on each host).
+to the library (more ranks than exchange directly, many of them on each host). With two ranks they
+run a third time, in which one rank moves messages by the extension and the other in Python.
 
 Usage: mpirun -n N python tests/contract/mpi_program.py FOLDER
 """
@@ -16,13 +17,22 @@ from pathlib import Path
 from tests.contract.checks import CHECKS
 from wfbp.comm.chunking import Chunking
 from wfbp.comm.mpi import MpiBackend
+from wfbp.comm.mpi_transfers import PythonTransfers
 
 WAYS = (None, Chunking(direct_ranks=0))
 
 
 def main(folder: str) -> None:
-    for chunking in WAYS:
-        backend = MpiBackend(chunking=chunking)
+    found: list[str] = []
+    for way in (*WAYS, "mixed"):
+        chunking = None if way == "mixed" else way
+        backend = MpiBackend(chunking=chunking, shared_memory=way != "mixed")
+        if way == "mixed" and backend.size != 2:
+            backend.close()
+            break
+        if way == "mixed" and backend.rank == 1:
+            backend._family.transfers = PythonTransfers()
+        found.append(type(backend._family.transfers).__name__)
         # One host is all that there is here; what several would decide is decided for them.
         situation = replace(backend._situation, scatters_directly=chunking is None)
         backend._situation = backend._routes._situation = situation
@@ -31,10 +41,10 @@ def main(folder: str) -> None:
             try:
                 check(backend)
             except BaseException:
-                report.write_text(f"{name}, {chunking}\n{traceback.format_exc()}")
+                report.write_text(f"{name}, {way}\n{traceback.format_exc()}")
                 backend.abort(1)
         backend.close()
-    report.write_text(f"passed {len(CHECKS)}")
+    report.write_text(f"passed {len(CHECKS)} by {', '.join(found)}")
 
 
 if __name__ == "__main__":

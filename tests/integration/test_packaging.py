@@ -97,14 +97,14 @@ def test_sdist_and_wheel(source: Path, empty: Path, tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
         shipped = {name.partition("/")[2] for name in archive.getnames()}
     tests = {"Makefile", "constraints.txt", "tests/conftest.py", "tests/data/clusters.json"}
-    assert {"LICENSE", "csrc/kernels.inl", "wfbp/_pack.pyi", *tests} <= shipped
+    assert {"LICENSE", "csrc/kernels.inl", "wfbp/_native.pyi", *tests} <= shipped
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-    assert any(name.startswith("wfbp/_pack.") and name.endswith(".so") for name in names)
+    assert any(name.startswith("wfbp/_native.") and name.endswith(".so") for name in names)
     # What is compiled at first use: the kernels, and the handlers where JAX came later.
     compiled = {"wfbp/jax/native.py", "wfbp/jax/jax_ffi.cc", "wfbp/cuda/pack.cu"}
     compiled |= {f"wfbp/jax/jax_{part}.h" for part in ("events", "mailbox", "values")}
-    assert {"wfbp/py.typed", "wfbp/_pack.pyi", "wfbp/core/plan.py", *compiled} <= set(names)
+    assert {"wfbp/py.typed", "wfbp/_native.pyi", "wfbp/core/plan.py", *compiled} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     foreign = [n for n in names if not n.startswith(("wfbp/", "wfbp-"))]
     assert not foreign, "the wheel brings more than the package"

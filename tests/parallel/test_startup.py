@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.parallel, pytest.mark.timeout(60)]
 
 INIT = """
 import sys
-sys.modules["wfbp._pack"] = None
+sys.modules["wfbp._native"] = None
 import wfbp
 from wfbp import native
 assert not native.AVAILABLE

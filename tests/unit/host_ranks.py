@@ -12,6 +12,7 @@ from wfbp.comm.chunking import Chunking
 from wfbp.comm.host_memory import HostMemory
 from wfbp.comm.host_reduce import HostReduces
 from wfbp.comm.mpi_channel import Channel, Family
+from wfbp.comm.mpi_transfers import PythonTransfers
 
 T = TypeVar("T")
 WINDOW = Chunking(window_bytes=4096, small_bytes=64)
@@ -69,7 +70,7 @@ def channel(
     memory: HostMemory, rank: int, size: int, window: Chunking = WINDOW
 ) -> tuple[HostReduces, Channel]:
     """A rank's end of a new channel."""
-    family = Family()
+    family = Family(PythonTransfers(), f"rank {rank} of {size}")
     reduces = HostReduces.of(memory, family, rank, size, window)
     assert reduces is not None
-    return reduces, Channel(window, f"rank {rank} of {size}", family)
+    return reduces, Channel(window, family)

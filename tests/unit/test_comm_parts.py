@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from wfbp.comm.arithmetic import combine, divide
 from wfbp.comm.buffers import blocks, typed
 from wfbp.comm.chunking import Chunking, chunks, split
 from wfbp.comm.mpi_channel import Channel, Family, Job, MpiWork
+from wfbp.comm.mpi_transfers import PythonTransfers
 from wfbp.core.types import ITEM_BYTES, Op
 from wfbp.errors import BackendError
 
@@ -112,6 +116,9 @@ class Recorded(Job):
             raise OSError("the cable is cut")
         return self.complete
 
+    def stirs(self) -> bool:
+        return self.step()
+
 
 def work_of(channel: Channel, jobs: list[Recorded]) -> MpiWork[None]:
     return channel.submit(MpiWork(channel, sum(j.nbytes for j in jobs), lambda: None), jobs)
@@ -123,8 +130,8 @@ def work_of(channel: Channel, jobs: list[Recorded]) -> MpiWork[None]:
 )
 def test_jobs_start_in_order_within_the_window(sizes: list[list[int]], random) -> None:  # type: ignore[no-untyped-def]
     window = Chunking(chunk_bytes=64, window_bytes=20, window_jobs=3)
-    family = Family()
-    channel = Channel(window, "rank 0 of 2", family)
+    family = Family(PythonTransfers(), "rank 0 of 2")
+    channel = Channel(window, family)
     log: list[int] = []
     jobs: list[Recorded] = []
     works: list[tuple[MpiWork[None], list[Recorded]]] = []
@@ -146,18 +153,70 @@ def test_jobs_start_in_order_within_the_window(sizes: list[list[int]], random) -
         assert work.test() == all(job.complete for job in mine)
 
 
-def test_a_failed_channel_fails_its_works_and_no_others() -> None:
-    family = Family()
-    broken, sound = Channel(Chunking(), "rank 1 of 2", family), Channel(Chunking(), "", family)
+def test_channels_fail_together_and_start_nothing_after_that() -> None:
+    family = Family(PythonTransfers(), "rank 1 of 2")
+    broken, sound = Channel(Chunking(), family), Channel(Chunking(window_jobs=1), family)
     log: list[int] = []
     fine = Recorded(0, 1, log)
-    good, bad = work_of(sound, [fine]), work_of(broken, [Recorded(1, 13, log)])
+    good = work_of(sound, [fine])
     fine.complete = True
     assert good.test()
-    with pytest.raises(BackendError, match=r"rank 1 of 2.*the cable is cut") as caught:
-        bad.test()
-    assert isinstance(caught.value.__cause__, OSError)
-    later = work_of(broken, [Recorded(2, 1, log)])
-    with pytest.raises(BackendError, match="the cable is cut"):
-        later.test()
-    assert 2 not in log
+    bad, held = work_of(broken, [Recorded(1, 13, log)]), work_of(sound, [Recorded(2, 1, log)])
+    assert family.stirs(), "which finds it, and does not say so"
+    for work in (bad, held, work_of(sound, [Recorded(3, 1, log)])):
+        with pytest.raises(BackendError, match=r"rank 1 of 2.*the cable is cut") as caught:
+            work.test()
+        assert isinstance(caught.value.__cause__, OSError)
+    assert good.test()
+    assert log == [0, 1, 2]
+
+
+def test_a_job_that_does_not_start_fails_the_family() -> None:
+    family = Family(PythonTransfers(), "rank 1 of 2")
+    channel = Channel(Chunking(), family)
+    job = Recorded(0, 1, [])
+    job.start = Mock(side_effect=ValueError("no such peer"))  # type: ignore[method-assign]
+    work = work_of(channel, [job])
+    with pytest.raises(BackendError, match="no such peer"):
+        work.test()
+
+
+class Chained(PythonTransfers):
+    """Transfers that fail when told to."""
+
+    broken = False
+
+    def progress(self) -> int:
+        if self.broken:
+            raise ZeroDivisionError("chained to nothing")
+        return super().progress()
+
+
+@pytest.mark.parametrize("finds", ["test", "stirs"])
+def test_an_error_of_transfers_reaches_who_waits(finds: str) -> None:
+    transfers = Chained()
+    family = Family(transfers, "rank 1 of 2")
+    job = Recorded(0, 1, [])
+    work = work_of(Channel(Chunking(), family), [job])
+    assert not work.test()
+    transfers.broken = True
+    if finds == "stirs":
+        assert family.stirs()
+        transfers.broken = False  # the library need not say it twice
+    for _ in range(2):
+        with pytest.raises(BackendError, match="chained to nothing"):
+            work.test()
+
+
+def test_what_is_under_way_at_a_failure_is_kept() -> None:
+    """MPI may still write to its memory, whoever forgets the backend."""
+    family = Family(PythonTransfers(), "rank 1 of 2")
+    jobs = [Recorded(0, 1, []), Recorded(1, 1, [])]
+    work = work_of(Channel(Chunking(), family), jobs)
+    jobs[0].complete = True
+    work.test()
+    kept = [weakref.ref(job) for job in jobs]
+    family.fail(OSError("gone"))
+    del family, work, jobs
+    gc.collect()
+    assert [ref() is None for ref in kept] == [True, False]

@@ -14,6 +14,7 @@ from wfbp.comm.backend import Buffer, Segment
 from wfbp.comm.host_memory import HEADER_BYTES, HostMemory
 from wfbp.comm.host_reduce import HostReduce, HostReduces
 from wfbp.comm.mpi_channel import Family, MpiWork
+from wfbp.comm.mpi_transfers import PythonTransfers
 from wfbp.core.types import Op
 from wfbp.errors import BackendError
 
@@ -70,9 +71,12 @@ def test_small_and_foreign_buffers_go_other_ways() -> None:
 
 def test_there_are_so_many_channels() -> None:
     memory = connected(1)[0]
-    found = [HostReduces.of(memory, Family(), 0, 1, WINDOW) for _ in range(300)]
+    found = [
+        HostReduces.of(memory, Family(PythonTransfers(), "rank 0 of 1"), 0, 1, WINDOW)
+        for _ in range(300)
+    ]
     assert found.index(None) == HEADER_BYTES // 4096 - 1
-    assert HostReduces.of(None, Family(), 0, 1, WINDOW) is None
+    assert HostReduces.of(None, Family(PythonTransfers(), "rank 0 of 1"), 0, 1, WINDOW) is None
 
 
 def ready(size: int, numel: int) -> tuple[list[HostMemory], list[Buffer], list[MpiWork[None]]]:

@@ -20,7 +20,7 @@ from wfbp import _pack_numpy, native
 from wfbp.core.types import ITEM_BYTES, item_bytes
 
 if native.AVAILABLE:
-    from wfbp import _pack
+    from wfbp import _native
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 HALVES = ("float16", "bfloat16")
@@ -40,9 +40,9 @@ def pack(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     if request.param == "numpy":
         yield _pack_numpy
         return
-    _pack.use_instructions(request.param)
-    yield _pack
-    _pack.use_instructions(_pack.INSTRUCTIONS)
+    _native.use_instructions(request.param)
+    yield _native
+    _native.use_instructions(_native.INSTRUCTIONS)
 
 
 def widen(halves: npt.NDArray[np.uint16], dtype: str) -> npt.NDArray[np.float64]:
@@ -362,12 +362,56 @@ def test_reduce_refuses_wrong_arguments(pack: ModuleType) -> None:
         pack.reduce_shards([], good, "float16", "sum")
     with pytest.raises(ValueError, match=r"shard 1 must be .* 4 elements"):
         pack.reduce_shards([good, good[:3]], good, "float16", "sum")
-    with pytest.raises(ValueError, match="'float32' is not one of"):
-        pack.reduce_shards([good], good, "float32", "sum")
+    with pytest.raises(ValueError, match=r"complex64"):
+        pack.reduce_shards([good], good, "complex64", "sum")
+    whole = np.zeros(4, np.int32)
+    for op, divisor in (("max", 2.0), ("sum", 2.5), ("sum", -1.0), ("sum", 0.0)):
+        with pytest.raises(ValueError, match="only a sum can, by a whole number"):
+            pack.reduce_shards([whole], whole, "int32", op, divisor)
     with pytest.raises(ValueError, match="'mean' is not one of"):
         pack.reduce_shards([good], good, "float16", "mean")
     with pytest.raises(ValueError, match="2-byte"):
         pack.reduce_shards([good], np.zeros(4, np.float32), "float16", "sum")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    dtype=st.sampled_from(sorted(set(ITEM_BYTES) - set(HALVES))),
+    op=st.sampled_from(OPS),
+    k=st.integers(1, 5),
+    n=st.integers(0, 1500),
+    divisor=st.sampled_from([1.0, 2.0, 3.0, 4.0]),
+    place=st.integers(0, 5),
+    seed=st.integers(0, 2**32),
+)
+def test_reduce_is_what_numpy_gives_in_order(
+    pack: ModuleType, dtype: str, op: str, k: int, n: int, divisor: float, place: int, seed: int
+) -> None:
+    """Any bits, also NaN and infinities; the result anywhere, also in a shard's place."""
+    rng = np.random.default_rng(seed)
+    shards = [random_values(rng, n, dtype) for _ in range(k)]
+    if dtype not in FLOATS and op != "sum":
+        divisor = 1.0
+    fold = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}[op]
+    with np.errstate(all="ignore"):
+        if dtype not in FLOATS and divisor != 1.0:
+            exact = sum(shard.astype(object) for shard in shards)
+            wrapped = [(int(v) + 2**63) % 2**64 - 2**63 for v in exact]  # in 64 bits
+            quotients = [abs(v) // int(divisor) * (1 if v >= 0 else -1) for v in wrapped]
+            expected = np.array(quotients, np.int64).astype(dtype)
+        else:
+            expected = shards[0].copy()
+            for shard in shards[1:]:
+                expected = fold(expected, shard)
+            if divisor != 1.0:
+                expected = expected / expected.dtype.type(divisor)
+    rows = [at_offset(shard, 2 * i + 1).view(dtype) for i, shard in enumerate(shards)]
+    others = [row.copy() for row in rows]
+    out = rows[place] if place < k else at_offset(np.zeros(n, dtype), 3).view(dtype)
+    pack.reduce_shards(rows, out, dtype, op, divisor)
+    np.testing.assert_array_equal(out, expected)
+    for i, (row, other) in enumerate(zip(rows, others, strict=True)):
+        assert i == place or row.tobytes() == other.tobytes()
 
 
 @needs_extension
@@ -385,7 +429,7 @@ def test_extension_and_numpy_agree_bit_for_bit(
 ) -> None:
     shards = np.random.default_rng(seed).integers(0, 65536, (k, n), dtype=np.uint16)
     outs = [np.zeros(n, np.uint16) for _ in range(2)]
-    for pack, out in zip((_pack, _pack_numpy), outs, strict=True):
+    for pack, out in zip((_native, _pack_numpy), outs, strict=True):
         pack.reduce_shards(shards, out, dtype, op, divisor)
     assert same_halves(outs[0], outs[1], dtype)
 
@@ -394,7 +438,7 @@ def test_extension_and_numpy_agree_bit_for_bit(
 def test_pack_lets_other_threads_run() -> None:
     """The main thread wakes inside a pack, although no thread is ever asked to make room."""
     source = np.ones(64 << 20, np.uint8)
-    table = _pack.PackTable(np.zeros_like(source), [0], [source.size], "uint8")
+    table = _native.PackTable(np.zeros_like(source), [0], [source.size], "uint8")
     table.pointers[0] = source.ctypes.data
     started = threading.Event()
     ends: list[float] = []
@@ -424,4 +468,4 @@ def test_pack_lets_other_threads_run() -> None:
 @needs_extension
 def test_unknown_instructions_are_refused() -> None:
     with pytest.raises(ValueError, match="'abacus'"):
-        _pack.use_instructions("abacus")
+        _native.use_instructions("abacus")

@@ -8,24 +8,15 @@ where its result fits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
+from wfbp import native
 from wfbp.comm.backend import Buffer
-from wfbp.comm.buffers import HALF
 from wfbp.core.types import Op
 
 INTEGER = frozenset({"int32", "int64", "uint8"})
-
-_BINARY: dict[Op, Callable[..., Any]] = {
-    Op.SUM: np.add,
-    Op.AVERAGE: np.add,
-    Op.MIN: np.minimum,
-    Op.MAX: np.maximum,
-    Op.PRODUCT: np.multiply,
-}
 
 
 def combine(shards: Sequence[Buffer], out: Buffer, dtype: str, op: Op) -> None:
@@ -33,8 +24,7 @@ def combine(shards: Sequence[Buffer], out: Buffer, dtype: str, op: Op) -> None:
 
     Args:
         shards: arrays of equal length as ``buffers.typed`` returns them, one per rank.
-        out: where the result goes; may be the memory of one of ``shards``, whose others are then
-            scratch memory that may be overwritten.
+        out: where the result goes; may be the memory of one of ``shards``.
         dtype: element type of all of them.
         op: how they combine; AVERAGE divides by ``len(shards)``.
 
@@ -44,31 +34,17 @@ def combine(shards: Sequence[Buffer], out: Buffer, dtype: str, op: Op) -> None:
         >>> total
         array([2., 4.], dtype=float32)
     """
-    if out.size == 0:
-        return
-    if dtype in HALF:
-        from wfbp import native
+    native.reduce_shards(shards, out, dtype, *reduction(op, len(shards)))
 
-        divisor = float(len(shards)) if op is Op.AVERAGE else 1.0
-        name = Op.SUM.value if op is Op.AVERAGE else op.value
-        native.reduce_shards(list(shards), out, dtype, name, divisor)
-        return
-    if dtype in INTEGER and op is Op.AVERAGE:
-        _average_integers(shards, out)
-        return
-    binary = _BINARY[op]
-    if len(shards) == 1:
-        np.copyto(out, shards[0])
-        return
-    late = any(np.may_share_memory(shard, out) for shard in shards[2:])
-    total = shards[0] if late else out
-    binary(shards[0], shards[1], out=total)
-    for shard in shards[2:-1]:
-        binary(total, shard, out=total)
-    if len(shards) > 2:
-        binary(total, shards[-1], out=out)
-    if op is Op.AVERAGE:
-        divide(out, len(shards))
+
+def reduction(op: Op, num_ranks: int) -> tuple[str, float]:
+    """How so many contributions are combined: by what, and what the result is divided by.
+
+    Example:
+        >>> reduction(Op.AVERAGE, 3)
+        ('sum', 3.0)
+    """
+    return ("sum", float(num_ranks)) if op is Op.AVERAGE else (op.value, 1.0)
 
 
 def divide(data: Buffer, number: int) -> None:
@@ -84,12 +60,3 @@ def divide(data: Buffer, number: int) -> None:
         np.divide(data, number, out=data)
     else:
         np.multiply(data, 1 / number, out=data)
-
-
-def _average_integers(shards: Sequence[Buffer], out: Buffer) -> None:
-    total = shards[0].astype(np.int64)
-    for shard in shards[1:]:
-        total += shard
-    # numpy's // rounds down; the remainder of fmod has the sign of the dividend.
-    total -= np.fmod(total, len(shards))
-    np.copyto(out, total // len(shards), casting="unsafe")

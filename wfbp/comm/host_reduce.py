@@ -165,8 +165,6 @@ class HostReduce(Job):
         length = _PIECE_BYTES // result.itemsize
         for start in range(0, result.size, length):
             pieces = [shard[start : start + length] for shard in shards]
-            if self._rank >= 2:  # else what the others contribute would be scratch memory
-                pieces[self._rank] = pieces[self._rank].copy()
             combine(pieces, result[start : start + length], self._dtype, self._op)
 
     def _shard(self, rank: int, owner: int) -> Buffer:

@@ -24,6 +24,7 @@ from wfbp.comm.mpi_jobs import GatherBytes, Library
 from wfbp.comm.mpi_library import load
 from wfbp.comm.mpi_notices import NoticeBoard
 from wfbp.comm.mpi_routes import Routes, Situation
+from wfbp.comm.mpi_transfers import find_transfers
 from wfbp.core.types import Op
 from wfbp.errors import BackendError
 
@@ -67,8 +68,10 @@ class MpiBackend(Backend):
         parent = mpi.COMM_WORLD if comm is None else comm
         try:
             self._comm = self._own(parent)
+            self.rank, self.size = self._comm.rank, self._comm.size
+            self._who = f"rank {self.rank} of {self.size}"
             if _original is None:
-                self._family = Family()
+                self._family = Family(find_transfers(mpi), self._who)
                 self._notices = NoticeBoard(mpi, self._own(parent))
                 self._situation = Situation.find(mpi, self._comm, chunking)
                 self._memory = (
@@ -84,12 +87,10 @@ class MpiBackend(Backend):
                 f"the communicator could not be duplicated; MPI has a limited number of them: "
                 f"{error}"
             ) from error
-        self.rank, self.size = self._comm.rank, self._comm.size
         self.local_rank = self._situation.local_rank
         self.local_size = self._situation.local_size
         self._is_original = _original is None
-        self._who = f"rank {self.rank} of {self.size}"
-        self._channel = Channel(self._situation.chunking, self._who, self._family)
+        self._channel = Channel(self._situation.chunking, self._family)
         self._routes = Routes(mpi, self._comm, self._family, self._situation)
         self._host = HostReduces.of(
             self._memory, self._family, self.rank, self.size, self._situation.chunking
@@ -106,10 +107,7 @@ class MpiBackend(Backend):
         return self._host is not None and self._host.carries(buffer)
 
     def stirs(self) -> bool:
-        try:
-            return self._family.stirs()
-        except self._mpi.Exception:
-            return True  # the next test finds it too, and says so
+        return self._family.stirs()
 
     def all_reduce(
         self, buffer: Buffer, dtype: str, op: Op, segments: Sequence[Segment] = ()

@@ -7,7 +7,8 @@ window has room: the link does not idle between works.
 
 A backend and its duplicates form a family whose channels are all moved on whenever one of them
 is tested: a rank that waits on one channel would otherwise hold up the others' next chunks, and
-two ranks waiting on different channels would wait for each other.
+two ranks waiting on different channels would wait for each other. They also fail together: after an
+error, MPI promises nothing more.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from collections.abc import Callable, Sequence
 
 from wfbp.comm.backend import T, Work
 from wfbp.comm.chunking import Chunking
+from wfbp.comm.mpi_transfers import Transfers
 from wfbp.errors import BackendError
 
 NUM_TAGS = 1 << 14
 """Jobs that can be told apart by tag; far more than a window holds. MPI grants 32768 tags."""
+
+_abandoned: list[Job] = []
+"""What was under way when communication failed: MPI may write to its memory for ever."""
 
 
 class Job(ABC):
@@ -50,15 +55,54 @@ class Job(ABC):
 
 
 class Family:
-    """The channels that move on together, and a count of what moved."""
+    """The channels that move on together, and a count of what moved.
 
-    def __init__(self) -> None:
+    Args:
+        transfers: of all their jobs.
+        who: this rank in words, for errors.
+    """
+
+    def __init__(self, transfers: Transfers, who: str) -> None:
         self.channels: list[Channel] = []
+        self.transfers = transfers
         self.moves = 0
+        self.failure: BackendError | None = None
+        self._who = who
+
+    def advance(self) -> None:
+        """Move all jobs on, without blocking.
+
+        Raises:
+            BackendError: communication failed, now or earlier.
+        """
+        if self.failure is not None:
+            raise self.failure
+        try:
+            self.moves += self.transfers.progress()
+            for channel in self.channels:
+                channel.step()
+        except Exception as error:
+            raise self.fail(error) from error
 
     def stirs(self) -> bool:
-        """Whether any job's next step would find that something has moved on."""
-        return any(job.stirs() for channel in self.channels for job in channel.active)
+        """Move transfers on; whether :meth:`advance` would find more to do."""
+        if self.failure is not None:
+            return True
+        try:
+            self.moves += self.transfers.progress()
+            return any(job.stirs() for channel in self.channels for job in channel.active)
+        except Exception as error:
+            self.fail(error)
+            return True
+
+    def fail(self, error: Exception) -> BackendError:
+        """Keep what went wrong, for those who wait on any channel."""
+        if self.failure is None:
+            self.failure = BackendError(f"{self._who}: communication failed: {error}")
+            self.failure.__cause__ = error
+            for channel in self.channels:
+                _abandoned.extend(channel.active)
+        return self.failure
 
 
 class MpiWork(Work[T]):
@@ -73,7 +117,9 @@ class MpiWork(Work[T]):
         self.remaining = 0
 
     def test(self) -> bool:
-        return not self.remaining or self._channel.progress(self)
+        if self.remaining:
+            self._channel.family.advance()
+        return not self.remaining
 
     @property
     def activity(self) -> int:
@@ -89,89 +135,59 @@ class Channel:
 
     Args:
         window: how many bytes and jobs may be under way.
-        who: this rank in words, for errors.
         family: the channels that move on together; this one joins them.
     """
 
-    def __init__(self, window: Chunking, who: str, family: Family) -> None:
+    def __init__(self, window: Chunking, family: Family) -> None:
         self._window = window
-        self._who = who
         self.family = family
         family.channels.append(self)
+        self.active: list[Job] = []
         self._queue: deque[Job] = deque()
-        self._active: list[Job] = []
         self._active_bytes = 0
-        self._failure: BackendError | None = None
 
     def submit(self, work: MpiWork[T], jobs: Sequence[Job]) -> MpiWork[T]:
         """Queue the jobs of a work and start what the window has room for."""
         for job in jobs:
             job.work = work  # type: ignore[assignment]
         work.remaining = len(jobs)
-        if self._failure is None:
-            self._queue.extend(jobs)
+        self._queue.extend(jobs)
+        if self.family.failure is None:
             try:
                 self._fill()
             except Exception as error:
-                self._fail(error)
+                self.family.fail(error)
         return work
 
-    def progress(self, work: MpiWork[T]) -> bool:
-        """Move the whole family on; True once this channel's ``work`` is complete.
-
-        Raises:
-            BackendError: the library failed here, now or earlier; the channel's works are over.
-        """
-        for channel in self.family.channels:
-            if channel._active and channel._failure is None:
-                try:
-                    channel._step()
-                except Exception as error:
-                    channel._fail(error)
-        if work.remaining and self._failure is not None:
-            raise self._failure
-        return not work.remaining
-
-    @property
-    def active(self) -> list[Job]:
-        """The jobs under way; none where the library has failed."""
-        return self._active if self._failure is None else []
-
-    def leave(self) -> None:
-        """Take the channel out of its family."""
-        self.family.channels.remove(self)
-
-    def _step(self) -> None:
+    def step(self) -> None:
+        """Move the jobs on, and start others where some are complete."""
         done = None
-        for job in self._active:
+        for job in self.active:
             if job.step():
                 done = [job] if done is None else [*done, job]
         if done is None:
             return
         self.family.moves += 1
         for job in done:
-            self._active.remove(job)
+            self.active.remove(job)
             self._active_bytes -= job.nbytes
             job.work.remaining -= 1
         self._fill()
 
+    def leave(self) -> None:
+        """Take the channel out of its family."""
+        self.family.channels.remove(self)
+
     def _fill(self) -> None:
         window = self._window
         while self._queue and (
-            not self._active
+            not self.active
             or (
                 self._active_bytes + self._queue[0].nbytes <= window.window_bytes
-                and len(self._active) < window.window_jobs
+                and len(self.active) < window.window_jobs
             )
         ):
             job = self._queue.popleft()
-            self._active.append(job)
+            self.active.append(job)
             self._active_bytes += job.nbytes
             job.start()
-
-    def _fail(self, error: Exception) -> None:
-        """Keep what went wrong for those who wait on this channel."""
-        self._failure = BackendError(f"{self._who}: communication failed: {error}")
-        self._failure.__cause__ = error
-        # What is under way stays listed: MPI may still write to its memory.
-        self._queue.clear()

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from wfbp.comm.arithmetic import combine
 from wfbp.comm.backend import Buffer
 from wfbp.comm.mpi_channel import NUM_TAGS, Family, Job
+from wfbp.comm.mpi_transfers import Message, Reduction, Transfer
 from wfbp.core.types import Op
 
 if TYPE_CHECKING:
@@ -47,13 +47,16 @@ class Scratch:
 
 
 class Sending(Job):
-    """A job that waits for requests, the last of the list first."""
+    """A job that is one transfer."""
 
-    __slots__ = ("_pending",)
-    _pending: list[MPI.Request]
+    __slots__ = ("_transfer",)
+    _transfer: Transfer
+
+    def step(self) -> bool:
+        return self._transfer.done
 
     def stirs(self) -> bool:
-        return not self._pending or self._pending[-1].Get_status()
+        return self._transfer.done
 
 
 class Exchange(Sending):
@@ -61,7 +64,7 @@ class Exchange(Sending):
 
     Args:
         comm: the communicator.
-        family: told when a piece has arrived and when a phase ends.
+        family: whose transfers carry it.
         scratch: where arriving shards are kept.
         sequence: number of the job on its channel, the same on every rank.
         shards: what this rank contributes to each rank's shard, in pieces as ``buffers.typed``
@@ -74,8 +77,8 @@ class Exchange(Sending):
     """
 
     __slots__ = (
-        "_arrived", "_block", "_comm", "_dtype", "_family", "_gathers", "_op", "_reduced",
-        "_results", "_scratch", "_shards", "_tag",
+        "_block", "_comm", "_dtype", "_family", "_gathers", "_op", "_results", "_scratch",
+        "_shards", "_tag",
     )  # fmt: skip
 
     def __init__(
@@ -99,48 +102,37 @@ class Exchange(Sending):
         self._tag = 2 * (sequence % NUM_TAGS)
         self._dtype = dtype
         self._op = op
-        self._reduced = False
         self._gathers = gather
 
     def start(self) -> None:
-        comm, tag = self._comm, self._tag
+        comm, result = self._comm, self._results[self._comm.rank]
         own = self._shards[comm.rank]
         self._block = block = self._scratch.take(
             sum(piece.nbytes for piece in own) * (comm.size - 1)
         )
-        # Per piece of this rank's shard, what each rank contributes.
-        self._arrived = [[piece] * comm.size for piece in own]
-        pending: list[MPI.Request] = []
+        # Per piece of this rank's shard, what each rank contributes, and where the result goes.
+        pieces = []
+        end = 0
+        for piece in own:
+            start, end = end, end + piece.size
+            pieces.append(([piece] * comm.size, result[start:end]))
+        messages: list[Message] = []
         end = 0
         for peer in _peers(comm):
-            for piece, contributions in zip(own, self._arrived, strict=True):
+            for piece, (contributions, _) in zip(own, pieces, strict=True):
                 start, end = end, end + piece.nbytes
-                arriving = block[start:end]
-                contributions[peer] = arriving.view(piece.dtype)
-                pending.append(comm.Irecv(arriving, peer, tag))
-            for piece in self._shards[peer]:
-                pending.append(comm.Isend(piece.view(np.uint8), peer, tag))
-        pending.reverse()  # looked at from the end
-        self._pending = pending
+                contributions[peer] = arriving = block[start:end].view(piece.dtype)
+                messages.append((arriving, peer, True))
+            messages += [(piece, peer, False) for piece in self._shards[peer]]
+        then = _own_part(comm, [[part] for part in self._results]) if self._gathers else ()
+        reduced = Reduction(self._dtype, self._op, pieces)
+        self._transfer = self._family.transfers.begin(comm, self._tag, messages, reduced, then)
 
     def step(self) -> bool:
-        if not _complete(self._pending, self._family):
+        if not self._transfer.done:
             return False
-        if self._reduced:
-            return True
-        self._reduced = True
-        self._family.moves += 1
-        result = self._results[self._comm.rank]
-        end = 0
-        for contributions in self._arrived:
-            start, end = end, end + contributions[0].size
-            combine(contributions, result[start:end], self._dtype, self._op)
-        self._shards = self._arrived = []
         self._scratch.give(self._block)
-        if self._gathers:
-            parts = [[result.view(np.uint8)] for result in self._results]
-            self._pending = _send_own(self._comm, self._tag + 1, parts)
-        return not self._pending
+        return True
 
 
 class Gather(Sending):
@@ -148,7 +140,7 @@ class Gather(Sending):
 
     Args:
         comm: the communicator.
-        family: told when a piece has arrived.
+        family: whose transfers carry it.
         sequence: number of the job on its channel, the same on every rank.
         parts: the chunk as one part per rank, in pieces of uint8 that are cut in the same places
             on every rank; this rank's is sent, the others arrive.
@@ -166,31 +158,17 @@ class Gather(Sending):
         self._tag = 2 * (sequence % NUM_TAGS)
 
     def start(self) -> None:
-        self._pending = _send_own(self._comm, self._tag, self._parts)
-
-    def step(self) -> bool:
-        return _complete(self._pending, self._family)
+        messages = _own_part(self._comm, self._parts)
+        self._transfer = self._family.transfers.begin(self._comm, self._tag, messages)
 
 
-def _send_own(comm: MPI.Comm, tag: int, parts: Sequence[Sequence[Buffer]]) -> list[MPI.Request]:
-    """Begin to send this rank's part to all, and to receive each other rank's."""
-    mine = parts[comm.rank]
-    pending = []
+def _own_part(comm: MPI.Comm, parts: Sequence[Sequence[Buffer]]) -> list[Message]:
+    """This rank's part for all others, and each of theirs."""
+    messages: list[Message] = []
     for peer in _peers(comm):
-        pending += [comm.Irecv(piece, peer, tag) for piece in parts[peer] if piece.size]
-        pending += [comm.Isend(piece, peer, tag) for piece in mine if piece.size]
-    pending.reverse()  # looked at from the end
-    return pending
-
-
-def _complete(pending: list[MPI.Request], family: Family) -> bool:
-    """Whether all requests are complete; those that are found to be are taken from the list."""
-    while pending:
-        if not pending[-1].Test():
-            return False
-        pending.pop()
-        family.moves += 1
-    return True
+        messages += [(piece, peer, True) for piece in parts[peer] if piece.size]
+        messages += [(piece, peer, False) for piece in parts[comm.rank] if piece.size]
+    return messages
 
 
 def _peers(comm: MPI.Comm) -> list[int]:

@@ -31,3 +31,35 @@ def reduce_shards(
     op: str,
     divisor: float = 1.0,
 ) -> None: ...
+
+class Transfer:
+    @property
+    def done(self) -> bool: ...
+
+class Transfers:
+    def __init__(
+        self,
+        *,
+        handle_bytes: int,
+        isend: int,
+        irecv: int,
+        testsome: int,
+        error_string: int,
+        byte: int,
+        status_bytes: int,
+        error_at: int,
+        success: int,
+        max_error_string: int,
+    ) -> None: ...
+    def begin(
+        self,
+        comm: int,
+        tag: int,
+        messages: Sequence[tuple[npt.NDArray[Any], int, bool]],
+        dtype: str = "uint8",
+        op: str = "sum",
+        divisor: float = 1.0,
+        pieces: Sequence[tuple[Sequence[npt.NDArray[Any]], npt.NDArray[Any]]] = (),
+        then: Sequence[tuple[npt.NDArray[Any], int, bool]] = (),
+    ) -> Transfer: ...
+    def progress(self) -> int: ...

@@ -1,0 +1,119 @@
+// The functions of an MPI library that is loaded already, called by their addresses.
+//
+// MPI's ABI differs from library to library: handles are ints (MPICH) or pointers (Open MPI), and
+// the error of a status lies in another place. Both are told; no header of MPI is needed.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace wfbp {
+
+struct MpiError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct MpiAddresses {
+  std::uintptr_t isend, irecv, testsome, error_string;
+  std::uintptr_t byte;       // the handle of MPI_BYTE
+  std::size_t status_bytes;  // of an MPI_Status
+  std::size_t error_at;      // where in it its error lies
+  int success;               // MPI_SUCCESS
+  int max_error_string;      // MPI_MAX_ERROR_STRING
+};
+
+template <class Handle>
+Handle handle_of(std::uintptr_t value) {
+  Handle handle;
+  static_assert(sizeof(Handle) <= sizeof value, "a handle is an int or a pointer");
+  if constexpr (sizeof(Handle) == sizeof value) {
+    std::memcpy(&handle, &value, sizeof handle);
+  } else {
+    const auto narrow = static_cast<std::uint32_t>(value);
+    std::memcpy(&handle, &narrow, sizeof handle);
+  }
+  return handle;
+}
+
+template <class Handle>
+class MpiFunctions {
+ public:
+  explicit MpiFunctions(const MpiAddresses& addresses)
+      : told_(addresses),
+        byte_(handle_of<Handle>(addresses.byte)),
+        isend_(reinterpret_cast<Isend>(addresses.isend)),
+        irecv_(reinterpret_cast<Irecv>(addresses.irecv)),
+        testsome_(reinterpret_cast<Testsome>(addresses.testsome)),
+        error_string_(reinterpret_cast<ErrorString>(addresses.error_string)) {}
+
+  Handle send(const std::uint8_t* data, int nbytes, int peer, int tag, Handle comm) const {
+    Handle request;
+    check(isend_(data, nbytes, byte_, peer, tag, comm, &request));
+    return request;
+  }
+
+  Handle receive(std::uint8_t* data, int nbytes, int peer, int tag, Handle comm) const {
+    Handle request;
+    check(irecv_(data, nbytes, byte_, peer, tag, comm, &request));
+    return request;
+  }
+
+  // How many requests are complete; `indices` says which. Throws what the library found wrong.
+  int test(std::vector<Handle>& requests, std::vector<int>& indices) {
+    const std::size_t size = requests.size();
+    indices.resize(size);
+    statuses_.assign(size * told_.status_bytes, 0);
+    int found = 0;
+    const int code = testsome_(static_cast<int>(size), requests.data(), &found, indices.data(),
+                               statuses_.data());
+    if (code != told_.success) check(first_error(code, found));
+    if (found < 0 || found > static_cast<int>(size)) {
+      // MPI_UNDEFINED: none is active, though all were started and none was seen to end.
+      throw MpiError("MPI no longer knows " + std::to_string(size) + " messages under way");
+    }
+    return found;
+  }
+
+ private:
+  using Isend = int (*)(const void*, int, Handle, int, int, Handle, Handle*);
+  using Irecv = int (*)(void*, int, Handle, int, int, Handle, Handle*);
+  using Testsome = int (*)(int, Handle*, int*, int*, void*);
+  using ErrorString = int (*)(int, char*, int*);
+
+  // What the first status that tells of an error says, or else what the call said.
+  int first_error(int code, int found) const {
+    const auto told = std::min(statuses_.size(), found * told_.status_bytes);
+    for (std::size_t at = 0; found > 0 && at < told; at += told_.status_bytes) {
+      int error = told_.success;
+      std::memcpy(&error, statuses_.data() + at + told_.error_at, sizeof error);
+      if (error != told_.success) return error;
+    }
+    return code;
+  }
+
+  void check(int code) const {
+    if (code == told_.success) return;
+    std::string text(static_cast<std::size_t>(told_.max_error_string) + 1, '\0');
+    int length = 0;
+    if (error_string_(code, &text[0], &length) != told_.success || length <= 0) {
+      throw MpiError("MPI error " + std::to_string(code));
+    }
+    text.resize(static_cast<std::size_t>(length));
+    throw MpiError(text);
+  }
+
+  MpiAddresses told_;
+  Handle byte_;
+  Isend isend_;
+  Irecv irecv_;
+  Testsome testsome_;
+  ErrorString error_string_;
+  std::vector<std::uint8_t> statuses_;
+};
+
+}  // namespace wfbp

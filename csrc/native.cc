@@ -1,0 +1,8 @@
+// The extension module: each part adds its own.
+#include "native.h"
+
+PYBIND11_MODULE(_native, module) {
+  module.doc() = "Packing of tensors into fusion buffers, reductions, and messages under way.";
+  wfbp::bind_pack(module);
+  wfbp::bind_transfers(module);
+}

@@ -1,0 +1,121 @@
+// The Python face of transfers: checks arguments, lets go of the GIL.
+#include "transfers.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <limits>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace {
+
+// The bytes of a contiguous array.
+wfbp::Message message_of(const py::handle array, int peer, bool incoming) {
+  if (!py::isinstance<py::array>(array)) throw py::type_error("a message must be an array");
+  auto data = py::reinterpret_borrow<py::array>(array);
+  if (!(data.flags() & py::array::c_style) || (incoming && !data.writeable())) {
+    throw py::value_error("a message must be contiguous, and writeable where it arrives");
+  }
+  if (data.nbytes() > std::numeric_limits<int>::max()) {
+    throw py::value_error("a message of " + std::to_string(data.nbytes()) +
+                          " bytes is longer than MPI can count");
+  }
+  return {static_cast<std::uint8_t*>(const_cast<void*>(data.data())),
+          static_cast<int>(data.nbytes()), peer, incoming};
+}
+
+std::vector<wfbp::Message> messages_of(const py::sequence& items) {
+  std::vector<wfbp::Message> messages;
+  messages.reserve(items.size());
+  for (const py::handle item : items) {
+    const auto message = py::cast<py::tuple>(item);
+    if (message.size() != 3) throw py::value_error("a message is (array, peer, incoming)");
+    messages.push_back(
+        message_of(message[0], py::cast<int>(message[1]), py::cast<bool>(message[2])));
+  }
+  return messages;
+}
+
+wfbp::Piece piece_of(const py::handle item, std::size_t item_bytes) {
+  const auto parts = py::cast<py::tuple>(item);
+  if (parts.size() != 2) throw py::value_error("a piece is (contributions, result)");
+  const wfbp::Message result = message_of(parts[1], 0, true);
+  wfbp::Piece piece{{}, result.data, static_cast<std::size_t>(result.nbytes) / item_bytes};
+  for (const py::handle part : py::cast<py::sequence>(parts[0])) {
+    const wfbp::Message contribution = message_of(part, 0, false);
+    if (contribution.nbytes != result.nbytes) {
+      throw py::value_error("a contribution has " + std::to_string(contribution.nbytes) +
+                            " bytes, its result " + std::to_string(result.nbytes));
+    }
+    piece.contributions.push_back(contribution.data);
+  }
+  if (piece.contributions.empty() || result.nbytes % static_cast<int>(item_bytes) != 0) {
+    throw py::value_error("a piece needs contributions of whole elements");
+  }
+  return piece;
+}
+
+std::unique_ptr<wfbp::Transfers> make_transfers(std::size_t handle_bytes,
+                                                const wfbp::MpiAddresses& mpi) {
+  if (mpi.error_at + sizeof(int) > mpi.status_bytes) {
+    throw py::value_error("the error must lie within a status");
+  }
+  if (handle_bytes == sizeof(std::uint32_t)) {
+    return std::make_unique<wfbp::TransfersOf<std::uint32_t>>(mpi);
+  }
+  if (handle_bytes == sizeof(void*)) return std::make_unique<wfbp::TransfersOf<void*>>(mpi);
+  throw py::value_error("handles of " + std::to_string(handle_bytes) + " bytes are unknown");
+}
+
+std::shared_ptr<wfbp::Transfer> begin(wfbp::Transfers& self, std::uintptr_t comm, int tag,
+                                      const py::sequence& messages, const std::string& dtype,
+                                      const std::string& op, double divisor,
+                                      const py::sequence& pieces, const py::sequence& then) {
+  auto transfer = std::make_shared<wfbp::Transfer>();
+  transfer->comm = comm;
+  transfer->tag = tag;
+  transfer->messages = messages_of(messages);
+  transfer->reduction = wfbp::reduction(dtype, op, divisor);
+  for (const py::handle piece : pieces) {
+    transfer->pieces.push_back(piece_of(piece, transfer->reduction.item));
+  }
+  transfer->then = messages_of(then);
+  py::gil_scoped_release release;
+  self.begin(transfer);
+  return transfer;
+}
+
+std::size_t progress(wfbp::Transfers& self) {
+  if (self.idle()) return 0;  // without letting go of the GIL, which may be long in coming back
+  py::gil_scoped_release release;
+  return self.progress();
+}
+
+}  // namespace
+
+void wfbp::bind_transfers(py::module_& module) {
+  py::class_<Transfer, std::shared_ptr<Transfer>>(module, "Transfer")
+      .def_readonly("done", &Transfer::done);
+
+  py::class_<Transfers>(module, "Transfers")
+      .def(py::init([](std::size_t handle_bytes, std::uintptr_t isend, std::uintptr_t irecv,
+                       std::uintptr_t testsome, std::uintptr_t error_string, std::uintptr_t byte,
+                       std::size_t status_bytes, std::size_t error_at, int success,
+                       int max_error_string) {
+             return make_transfers(handle_bytes,
+                                   {isend, irecv, testsome, error_string, byte, status_bytes,
+                                    error_at, success, max_error_string});
+           }),
+           py::kw_only(), py::arg("handle_bytes"), py::arg("isend"), py::arg("irecv"),
+           py::arg("testsome"), py::arg("error_string"), py::arg("byte"), py::arg("status_bytes"),
+           py::arg("error_at"), py::arg("success"), py::arg("max_error_string"))
+      .def("begin", &begin, py::arg("comm"), py::arg("tag"), py::arg("messages"),
+           py::arg("dtype") = "uint8", py::arg("op") = "sum", py::arg("divisor") = 1.0,
+           py::arg("pieces") = py::tuple(), py::arg("then") = py::tuple())
+      .def("progress", &progress);
+}

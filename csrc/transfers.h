@@ -1,0 +1,140 @@
+// Messages under way: they are tested together, and what follows them is done where they are seen
+// to be complete, by whoever tests. For one thread at a time.
+//
+// Nothing here keeps the memory that messages are of: that is for whoever begins a transfer, until
+// the transfer is done or, after an error, as long as the process lives.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "mpi_functions.h"
+#include "native.h"
+
+namespace wfbp {
+
+struct Message {
+  std::uint8_t* data;
+  int nbytes;
+  int peer;
+  bool incoming;
+};
+
+// Contributions to one piece of memory, and where they are combined.
+struct Piece {
+  std::vector<const std::uint8_t*> contributions;
+  std::uint8_t* result;
+  std::size_t count;
+};
+
+// Messages of one tag, then perhaps a reduction of what has arrived, then perhaps more messages.
+struct Transfer {
+  std::uintptr_t comm;
+  int tag;
+  std::vector<Message> messages;
+  Reduction reduction;
+  std::vector<Piece> pieces;
+  std::vector<Message> then;  // under the tag behind `tag`
+
+  std::size_t missing = 0;  // messages of this stage under way
+  bool last_stage = false;
+  bool done = false;
+};
+
+class Transfers {
+ public:
+  virtual ~Transfers() = default;
+
+  // Start its messages. After an error some of them may be under way for ever.
+  virtual void begin(std::shared_ptr<Transfer> transfer) = 0;
+
+  // Test all messages, and go on with transfers whose stage is over; how many have ended.
+  virtual std::size_t progress() = 0;
+
+  virtual bool idle() const = 0;
+};
+
+template <class Handle>
+class TransfersOf final : public Transfers {
+ public:
+  explicit TransfersOf(const MpiAddresses& addresses) : mpi_(addresses) {}
+
+  void begin(std::shared_ptr<Transfer> transfer) override {
+    start(transfer, transfer->messages, transfer->tag);
+    if (transfer->missing == 0) go_on(transfer);
+  }
+
+  std::size_t progress() override {
+    if (requests_.empty()) return 0;
+    const auto ended = static_cast<std::size_t>(mpi_.test(requests_, indices_));
+    if (ended == 0) return 0;
+    ready_.clear();
+    for (std::size_t k = 0; k < ended; ++k) {
+      std::shared_ptr<Transfer>& owner = owners_.at(static_cast<std::size_t>(indices_[k]));
+      if (!owner) throw MpiError("MPI reports the end of one message twice");
+      if (--owner->missing == 0) ready_.push_back(owner);
+      owner.reset();
+    }
+    forget_ended();
+    for (const std::shared_ptr<Transfer>& transfer : ready_) go_on(transfer);
+    ready_.clear();
+    return ended;
+  }
+
+  bool idle() const override { return requests_.empty(); }
+
+ private:
+  void start(const std::shared_ptr<Transfer>& transfer, const std::vector<Message>& messages,
+             int tag) {
+    // Behind a message that is under way nothing may fail for want of memory.
+    requests_.reserve(requests_.size() + messages.size());
+    owners_.reserve(owners_.size() + messages.size());
+    const Handle comm = handle_of<Handle>(transfer->comm);
+    for (const Message& message : messages) {
+      requests_.push_back(
+          message.incoming
+              ? mpi_.receive(message.data, message.nbytes, message.peer, tag, comm)
+              : mpi_.send(message.data, message.nbytes, message.peer, tag, comm));
+      owners_.push_back(transfer);
+      ++transfer->missing;
+    }
+  }
+
+  // Its stage is over: combine what has arrived, and start the next one.
+  void go_on(const std::shared_ptr<Transfer>& transfer) {
+    if (!transfer->last_stage) {
+      transfer->last_stage = true;
+      for (const Piece& piece : transfer->pieces) {
+        transfer->reduction.run(piece.contributions, piece.result, piece.count);
+      }
+      start(transfer, transfer->then, transfer->tag + 1);
+    }
+    transfer->done = transfer->missing == 0;
+  }
+
+  // Close the gaps, in order: those that came first are tested first.
+  void forget_ended() {
+    std::size_t kept = 0;
+    for (std::size_t k = 0; k < owners_.size(); ++k) {
+      if (!owners_[k]) continue;
+      if (kept != k) {
+        requests_[kept] = requests_[k];
+        owners_[kept] = std::move(owners_[k]);
+      }
+      ++kept;
+    }
+    requests_.resize(kept);
+    owners_.resize(kept);
+  }
+
+  MpiFunctions<Handle> mpi_;
+  std::vector<Handle> requests_;
+  std::vector<std::shared_ptr<Transfer>> owners_;  // of each request
+  std::vector<std::shared_ptr<Transfer>> ready_;   // a stage of theirs is over
+  std::vector<int> indices_;
+};
+
+}  // namespace wfbp

@@ -1,0 +1,241 @@
+"""Messages under way, tested together, and what follows once they are complete.
+
+A transfer is some messages, perhaps a reduction of what has arrived, and perhaps more messages
+behind it. Where the C++ extension is there and finds the functions of the MPI library
+(:class:`NativeTransfers`), all of that happens in one call without the interpreter: a training
+thread that holds it is neither waited for nor held up. Elsewhere :class:`Transfers` does the same
+in Python. What crosses the network is the same; ranks may mix.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from wfbp import native
+from wfbp.comm.arithmetic import combine, reduction
+from wfbp.comm.backend import Buffer
+from wfbp.core.types import Op
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from mpi4py import MPI
+
+Message = tuple[Buffer, int, bool]
+"""Contiguous memory, the rank that it is for or from, and whether it arrives."""
+
+
+class Reduction(NamedTuple):
+    """Contributions that are combined, piece by piece.
+
+    Args:
+        dtype: element type.
+        op: how they combine.
+        pieces: of each, one contribution per rank, and where the result goes.
+    """
+
+    dtype: str
+    op: Op
+    pieces: Sequence[tuple[Sequence[Buffer], Buffer]]
+
+
+class Transfer(Protocol):
+    """What was begun."""
+
+    @property
+    def done(self) -> bool:
+        """Whether all of it is complete."""
+
+
+class Transfers(Protocol):
+    """The transfers of a backend and its duplicates. For one thread.
+
+    Whoever begins one keeps its memory: until it is done or, after an error, for ever. After an
+    error of the library nothing more is asked of it.
+    """
+
+    def begin(
+        self,
+        comm: MPI.Comm,
+        tag: int,
+        messages: Sequence[Message],
+        reduced: Reduction | None = None,
+        then: Sequence[Message] = (),
+    ) -> Transfer:
+        """Start messages; combine what has arrived once all are complete, then start others.
+
+        Args:
+            comm: the communicator.
+            tag: of the first messages; those behind the reduction have the next one.
+            messages: to start at once.
+            reduced: how what arrives is combined.
+            then: messages to start after that.
+        """
+
+    def progress(self) -> int:
+        """Move all transfers on, without blocking; how many messages have ended."""
+
+
+def find_transfers(mpi: ModuleType) -> Transfers:
+    """By the extension where that is possible; says so where only the library is in the way."""
+    if native.Transfers is None:
+        return PythonTransfers()  # what is missing has been told
+    try:
+        return NativeTransfers(mpi, native.Transfers(**_functions(mpi)))
+    except (OSError, AttributeError, ValueError) as error:
+        if mpi.COMM_WORLD.rank == 0:
+            logging.getLogger("wfbp").warning(
+                "the functions of this MPI library were not found (%s): messages go through "
+                "Python, which is slower",
+                error,
+            )
+        return PythonTransfers()
+
+
+class NativeTransfers:
+    """Transfers by the C++ extension, which calls the library that mpi4py has loaded.
+
+    Args:
+        mpi: the module ``mpi4py.MPI``.
+        extension: ``native.Transfers`` of that library.
+    """
+
+    def __init__(self, mpi: ModuleType, extension: native.Transfers) -> None:
+        self._handle_of = mpi._handleof
+        self._extension = extension
+        self.progress = extension.progress
+
+    def begin(
+        self,
+        comm: MPI.Comm,
+        tag: int,
+        messages: Sequence[Message],
+        reduced: Reduction | None = None,
+        then: Sequence[Message] = (),
+    ) -> Transfer:
+        handle = self._handle_of(comm)
+        if reduced is None:
+            return self._extension.begin(handle, tag, messages, then=then)
+        op, divisor = reduction(reduced.op, comm.size)
+        return self._extension.begin(
+            handle, tag, messages, reduced.dtype, op, divisor, reduced.pieces, then
+        )
+
+
+class PythonTransfers:
+    """Transfers by mpi4py."""
+
+    def __init__(self) -> None:
+        self._under_way: list[_Transfer] = []
+
+    def begin(
+        self,
+        comm: MPI.Comm,
+        tag: int,
+        messages: Sequence[Message],
+        reduced: Reduction | None = None,
+        then: Sequence[Message] = (),
+    ) -> Transfer:
+        transfer = _Transfer(comm, tag, reduced, then)
+        self._under_way.append(transfer)
+        transfer.start(messages, tag)
+        self._move(transfer)
+        return transfer
+
+    def progress(self) -> int:
+        return sum(self._move(transfer) for transfer in [*self._under_way])
+
+    def _move(self, transfer: _Transfer) -> int:
+        ended = transfer.move()
+        if transfer.done:
+            self._under_way.remove(transfer)
+        return ended
+
+
+class _Transfer:
+    def __init__(
+        self, comm: MPI.Comm, tag: int, reduced: Reduction | None, then: Sequence[Message]
+    ) -> None:
+        self._comm = comm
+        self._tag = tag
+        self._reduced = reduced
+        self._then: Sequence[Message] | None = then
+        self._pending: list[MPI.Request] = []
+        self.done = False
+
+    def start(self, messages: Sequence[Message], tag: int) -> None:
+        for data, peer, incoming in messages:
+            begin = self._comm.Irecv if incoming else self._comm.Isend
+            self._pending.append(begin(data.view(np.uint8), peer, tag))
+        self._pending.reverse()  # looked at from the end
+
+    def move(self) -> int:
+        """How many messages have ended."""
+        ended = 0
+        while self._pending:
+            if not self._pending[-1].Test():
+                return ended
+            self._pending.pop()
+            ended += 1
+        then, self._then = self._then, None
+        if then is not None:
+            if self._reduced is not None:
+                for contributions, result in self._reduced.pieces:
+                    combine(contributions, result, self._reduced.dtype, self._reduced.op)
+            self.start(then, self._tag + 1)
+        self.done = not self._pending
+        return ended
+
+
+def _functions(mpi: ModuleType) -> dict[str, int]:
+    """What the extension has to know of the library.
+
+    Raises:
+        OSError: the library cannot be opened.
+        AttributeError: it has not what is needed.
+        ValueError: its handles are not all of one size.
+    """
+    library = ctypes.CDLL(mpi.__file__)  # which finds what it is linked to
+    sizes = {mpi._sizeof(kind) for kind in (mpi.Comm, mpi.Datatype, mpi.Request)}
+    if len(sizes) > 1:
+        raise ValueError(f"handles of {sorted(sizes)} bytes")
+    return {
+        "isend": _address(library.MPI_Isend),
+        "irecv": _address(library.MPI_Irecv),
+        "testsome": _address(library.MPI_Testsome),
+        "error_string": _address(library.MPI_Error_string),
+        "handle_bytes": sizes.pop(),
+        "byte": mpi._handleof(mpi.BYTE),
+        "status_bytes": mpi._sizeof(mpi.Status),
+        "error_at": _error_at(mpi),
+        "success": mpi.SUCCESS,
+        "max_error_string": mpi.MAX_ERROR_STRING,
+    }
+
+
+def _address(function: Any) -> int:
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+def _error_at(mpi: ModuleType) -> int:
+    """Where in a status its error lies, found by a mark.
+
+    Raises:
+        AttributeError: nowhere.
+    """
+    status = mpi.Status()
+    mark = 0x5A17C0DE
+    status.Set_error(mark)
+    raw = ctypes.string_at(mpi._addressof(status), mpi._sizeof(mpi.Status))
+    at = raw.find(mark.to_bytes(4, sys.byteorder))
+    if at < 0:
+        raise AttributeError("a status keeps no error")
+    return at
