@@ -116,13 +116,14 @@ struct Wide {
   }
 };
 
-// The same bits by multiplication, where that is exact.
+// By multiplication where that gives the same bits: by powers of two that every type has.
 template <class T>
 WFBP_TARGET void divide(T* block, std::size_t count, double divisor) {
   if (divisor == 1.0) return;
   const T by = static_cast<T>(divisor);
   int exponent = 0;
-  if (!std::is_integral<T>::value && std::frexp(divisor, &exponent) == 0.5) {
+  if (!std::is_integral<T>::value && std::frexp(divisor, &exponent) == 0.5 &&
+      std::abs(exponent) < 64) {
     const T factor = static_cast<T>(1.0 / divisor);
     for (std::size_t i = 0; i < count; ++i) block[i] *= factor;
   } else {

@@ -14,17 +14,19 @@
 
 namespace wfbp {
 
+// An error code of the library.
 struct MpiError : std::runtime_error {
-  using std::runtime_error::runtime_error;
+  explicit MpiError(int code)
+      : std::runtime_error("MPI error " + std::to_string(code)), code(code) {}
+  int code;
 };
 
 struct MpiAddresses {
-  std::uintptr_t isend, irecv, testsome, error_string;
+  std::uintptr_t isend, irecv, testsome;
   std::uintptr_t byte;       // the handle of MPI_BYTE
   std::size_t status_bytes;  // of an MPI_Status
   std::size_t error_at;      // where in it its error lies
   int success;               // MPI_SUCCESS
-  int max_error_string;      // MPI_MAX_ERROR_STRING
 };
 
 template <class Handle>
@@ -48,8 +50,7 @@ class MpiFunctions {
         byte_(handle_of<Handle>(addresses.byte)),
         isend_(reinterpret_cast<Isend>(addresses.isend)),
         irecv_(reinterpret_cast<Irecv>(addresses.irecv)),
-        testsome_(reinterpret_cast<Testsome>(addresses.testsome)),
-        error_string_(reinterpret_cast<ErrorString>(addresses.error_string)) {}
+        testsome_(reinterpret_cast<Testsome>(addresses.testsome)) {}
 
   Handle send(const std::uint8_t* data, int nbytes, int peer, int tag, Handle comm) const {
     Handle request;
@@ -74,7 +75,8 @@ class MpiFunctions {
     if (code != told_.success) check(first_error(code, found));
     if (found < 0 || found > static_cast<int>(size)) {
       // MPI_UNDEFINED: none is active, though all were started and none was seen to end.
-      throw MpiError("MPI no longer knows " + std::to_string(size) + " messages under way");
+      throw std::runtime_error("MPI no longer knows " + std::to_string(size) +
+                               " messages under way");
     }
     return found;
   }
@@ -83,7 +85,6 @@ class MpiFunctions {
   using Isend = int (*)(const void*, int, Handle, int, int, Handle, Handle*);
   using Irecv = int (*)(void*, int, Handle, int, int, Handle, Handle*);
   using Testsome = int (*)(int, Handle*, int*, int*, void*);
-  using ErrorString = int (*)(int, char*, int*);
 
   // What the first status that tells of an error says, or else what the call said.
   int first_error(int code, int found) const {
@@ -97,14 +98,7 @@ class MpiFunctions {
   }
 
   void check(int code) const {
-    if (code == told_.success) return;
-    std::string text(static_cast<std::size_t>(told_.max_error_string) + 1, '\0');
-    int length = 0;
-    if (error_string_(code, &text[0], &length) != told_.success || length <= 0) {
-      throw MpiError("MPI error " + std::to_string(code));
-    }
-    text.resize(static_cast<std::size_t>(length));
-    throw MpiError(text);
+    if (code != told_.success) throw MpiError(code);
   }
 
   MpiAddresses told_;
@@ -112,7 +106,6 @@ class MpiFunctions {
   Isend isend_;
   Irecv irecv_;
   Testsome testsome_;
-  ErrorString error_string_;
   std::vector<std::uint8_t> statuses_;
 };
 

@@ -31,7 +31,7 @@ Reduction reduction(const std::string& dtype, const std::string& op, double divi
     throw py::value_error("op '" + op + "' is not one of sum, min, max, product");
   }
   if (divisor != 1.0 && all.average != nullptr) {
-    if (op != "sum" || !(divisor >= 1.0) || std::floor(divisor) != divisor) {
+    if (op != "sum" || !(divisor >= 1.0 && divisor <= 1e9) || std::floor(divisor) != divisor) {
       throw py::value_error("a " + op + " of " + dtype + " cannot be divided by " +
                             std::to_string(divisor) + ": only a sum can, by a whole number");
     }

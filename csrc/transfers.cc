@@ -14,6 +14,24 @@ namespace py = pybind11;
 
 namespace {
 
+// Transfers, and the exception that an error code of their library becomes.
+struct Face {
+  std::unique_ptr<wfbp::Transfers> transfers;
+  py::object error;
+};
+
+// Act without the GIL.
+template <class Act>
+auto freely(const Face& self, Act act) {
+  try {
+    py::gil_scoped_release release;
+    return act();
+  } catch (const wfbp::MpiError& found) {
+    PyErr_SetObject(self.error.ptr(), py::int_(found.code).ptr());
+    throw py::error_already_set();
+  }
+}
+
 // The bytes of a contiguous array.
 wfbp::Message message_of(const py::handle array, int peer, bool incoming) {
   if (!py::isinstance<py::array>(array)) throw py::type_error("a message must be an array");
@@ -72,7 +90,7 @@ std::unique_ptr<wfbp::Transfers> make_transfers(std::size_t handle_bytes,
   throw py::value_error("handles of " + std::to_string(handle_bytes) + " bytes are unknown");
 }
 
-std::shared_ptr<wfbp::Transfer> begin(wfbp::Transfers& self, std::uintptr_t comm, int tag,
+std::shared_ptr<wfbp::Transfer> begin(Face& self, std::uintptr_t comm, int tag,
                                       const py::sequence& messages, const std::string& dtype,
                                       const std::string& op, double divisor,
                                       const py::sequence& pieces, const py::sequence& then) {
@@ -85,15 +103,16 @@ std::shared_ptr<wfbp::Transfer> begin(wfbp::Transfers& self, std::uintptr_t comm
     transfer->pieces.push_back(piece_of(piece, transfer->reduction.item));
   }
   transfer->then = messages_of(then);
-  py::gil_scoped_release release;
-  self.begin(transfer);
-  return transfer;
+  return freely(self, [&] {
+    self.transfers->begin(transfer);
+    return transfer;
+  });
 }
 
-std::size_t progress(wfbp::Transfers& self) {
-  if (self.idle()) return 0;  // without letting go of the GIL, which may be long in coming back
-  py::gil_scoped_release release;
-  return self.progress();
+std::size_t progress(Face& self) {
+  // Nothing to do: then do not let go of the GIL, which may be long in coming back.
+  if (self.transfers->idle()) return 0;
+  return freely(self, [&] { return self.transfers->progress(); });
 }
 
 }  // namespace
@@ -102,18 +121,17 @@ void wfbp::bind_transfers(py::module_& module) {
   py::class_<Transfer, std::shared_ptr<Transfer>>(module, "Transfer")
       .def_readonly("done", &Transfer::done);
 
-  py::class_<Transfers>(module, "Transfers")
+  py::class_<Face>(module, "Transfers")
       .def(py::init([](std::size_t handle_bytes, std::uintptr_t isend, std::uintptr_t irecv,
-                       std::uintptr_t testsome, std::uintptr_t error_string, std::uintptr_t byte,
-                       std::size_t status_bytes, std::size_t error_at, int success,
-                       int max_error_string) {
-             return make_transfers(handle_bytes,
-                                   {isend, irecv, testsome, error_string, byte, status_bytes,
-                                    error_at, success, max_error_string});
+                       std::uintptr_t testsome, std::uintptr_t byte, std::size_t status_bytes,
+                       std::size_t error_at, int success, py::object error) {
+             const MpiAddresses mpi{isend, irecv, testsome, byte, status_bytes, error_at, success};
+             return std::unique_ptr<Face>(
+                 new Face{make_transfers(handle_bytes, mpi), std::move(error)});
            }),
            py::kw_only(), py::arg("handle_bytes"), py::arg("isend"), py::arg("irecv"),
-           py::arg("testsome"), py::arg("error_string"), py::arg("byte"), py::arg("status_bytes"),
-           py::arg("error_at"), py::arg("success"), py::arg("max_error_string"))
+           py::arg("testsome"), py::arg("byte"), py::arg("status_bytes"), py::arg("error_at"),
+           py::arg("success"), py::arg("error"))
       .def("begin", &begin, py::arg("comm"), py::arg("tag"), py::arg("messages"),
            py::arg("dtype") = "uint8", py::arg("op") = "sum", py::arg("divisor") = 1.0,
            py::arg("pieces") = py::tuple(), py::arg("then") = py::tuple())

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -74,7 +75,7 @@ class TransfersOf final : public Transfers {
     ready_.clear();
     for (std::size_t k = 0; k < ended; ++k) {
       std::shared_ptr<Transfer>& owner = owners_.at(static_cast<std::size_t>(indices_[k]));
-      if (!owner) throw MpiError("MPI reports the end of one message twice");
+      if (!owner) throw std::runtime_error("MPI reports the end of one message twice");
       if (--owner->missing == 0) ready_.push_back(owner);
       owner.reset();
     }

@@ -18,6 +18,10 @@ IN_STATUS = 18
 STATUS_BYTES = 20
 
 
+class FakeError(Exception):
+    """A code that the library returned."""
+
+
 class FakeMpi:
     """A library whose handles have so many bytes, and its functions' addresses.
 
@@ -56,11 +60,10 @@ class FakeMpi:
             "testsome": ctypes.CFUNCTYPE(integer, integer, pointer, pointer, pointer, pointer)(
                 self._test
             ),
-            "error_string": ctypes.CFUNCTYPE(integer, integer, pointer, pointer)(self._say),
         }
 
     @property
-    def told(self) -> dict[str, int]:
+    def told(self) -> dict[str, Any]:
         """What the extension is told."""
         addresses: dict[str, Any] = {
             name: ctypes.cast(function, ctypes.c_void_p).value
@@ -73,7 +76,7 @@ class FakeMpi:
             "status_bytes": STATUS_BYTES,
             "error_at": self.error_at,
             "success": SUCCESS,
-            "max_error_string": 64,
+            "error": FakeError,
         }
 
     @property
@@ -126,11 +129,3 @@ class FakeMpi:
         if self.code is not None:
             return self.code
         return IN_STATUS if failed else SUCCESS
-
-    def _say(self, code: int, text: int, length: int) -> int:
-        said = {TRUNCATED: b"message truncated", IN_STATUS: b"see the statuses"}.get(code)
-        if said is None:
-            return 1
-        ctypes.memmove(text, said + b"\0", len(said) + 1)
-        ctypes.c_int.from_address(length).value = len(said)
-        return SUCCESS

@@ -44,12 +44,11 @@ class Transfers:
         isend: int,
         irecv: int,
         testsome: int,
-        error_string: int,
         byte: int,
         status_bytes: int,
         error_at: int,
         success: int,
-        max_error_string: int,
+        error: type[Exception],
     ) -> None: ...
     def begin(
         self,

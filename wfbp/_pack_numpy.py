@@ -117,7 +117,8 @@ def reduce_shards(
     item = item_bytes(dtype)
     if op not in COMBINE:
         raise ValueError(f"op {op!r} is not one of {', '.join(COMBINE)}")
-    if dtype not in FLOATS and divisor != 1.0 and not (op == "sum" and divisor % 1 == 0 < divisor):
+    whole = op == "sum" and 1 <= divisor <= 1e9 and divisor % 1 == 0
+    if dtype not in FLOATS and divisor != 1.0 and not whole:
         raise ValueError(
             f"a {op} of {dtype} cannot be divided by {divisor}: only a sum can, by a whole number"
         )

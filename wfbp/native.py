@@ -12,7 +12,7 @@ absent. The caller writes the addresses and keeps what they point at alive. Then
 divisor=1.0)`` combines contributions in their order and divides the result: a sum, min, max or
 product. float16 and bfloat16, given as 2-byte arrays, are combined and divided in float32, then
 rounded once to nearest even; integers wrap around, but a sum that is divided is taken in 64 bits
-and rounded towards zero. ``out`` may be the memory of a shard.
+and rounded towards zero. ``out`` is the very memory of a shard, or overlaps none.
 
 ``Transfers`` is for ``wfbp.comm.mpi_transfers`` alone; None where the extension is missing.
 
@@ -21,7 +21,8 @@ other Python threads run.
 
 Raises:
     ValueError: a slot outside the destination, a size that is no whole number of elements, an
-        unknown ``dtype`` or ``op``, a scale other than 1 for integers.
+        unknown ``dtype`` or ``op``, a scale other than 1 for integers, a divisor for integers
+        that is no whole number or not of a sum.
 
 Example:
     >>> import numpy as np

@@ -23,9 +23,9 @@ def test_contract(mpirun: Callable[..., Run], mpi: str, num_ranks: int, tmp_path
     told = "\n".join(report.read_text() for report in reports if report.exists())
     usual = "NativeTransfers" if native.AVAILABLE else "PythonTransfers"
     ways = [[usual] * 2 for _ in range(num_ranks)]
-    if num_ranks == 2:
-        ways[0].append(usual)
-        ways[1].append("PythonTransfers")
+    if num_ranks == 3:
+        for way, third in zip(ways, (usual, "PythonTransfers", "PythonTransfers"), strict=True):
+            way.append(third)
     expected = [f"passed {len(CHECKS)} by {', '.join(way)}" for way in ways]
     assert told == "\n".join(expected), told + run.stdout + run.stderr
     assert run.rc == 0, run.stderr

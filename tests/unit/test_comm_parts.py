@@ -208,15 +208,46 @@ def test_an_error_of_transfers_reaches_who_waits(finds: str) -> None:
             work.test()
 
 
-def test_what_is_under_way_at_a_failure_is_kept() -> None:
+def test_what_is_under_way_at_a_failure_is_kept_and_nothing_else() -> None:
     """MPI may still write to its memory, whoever forgets the backend."""
     family = Family(PythonTransfers(), "rank 1 of 2")
-    jobs = [Recorded(0, 1, []), Recorded(1, 1, [])]
-    work = work_of(Channel(Chunking(), family), jobs)
+    jobs = [Recorded(k, 1, []) for k in range(5)]
+    channel = Channel(Chunking(window_jobs=2), family)
+    work = work_of(channel, jobs[:4])
     jobs[0].complete = True
     work.test()
     kept = [weakref.ref(job) for job in jobs]
     family.fail(OSError("gone"))
-    del family, work, jobs
+    later = work_of(channel, jobs[4:])
+    with pytest.raises(BackendError, match="gone"):
+        later.test()
+    del family, channel, work, later, jobs
     gc.collect()
-    assert [ref() is None for ref in kept] == [True, False]
+    assert [ref() is None for ref in kept] == [True, False, False, True, True]
+
+
+def test_who_leaves_with_messages_under_way_ends_the_family() -> None:
+    """What is begun for them would otherwise go on, in memory that is gone."""
+    family = Family(PythonTransfers(), "rank 1 of 2")
+    leaving, staying = Channel(Chunking(), family), Channel(Chunking(), family)
+    job = Recorded(0, 1, [])
+    work_of(leaving, [job])
+    work = work_of(staying, [Recorded(1, 1, [])])
+    kept = weakref.ref(job)
+    leaving.leave()
+    with pytest.raises(BackendError, match="closed with messages under way"):
+        work.test()
+    del job, leaving
+    gc.collect()
+    assert kept() is not None
+
+
+def test_a_work_that_is_complete_is_so_whatever_fails_beside_it() -> None:
+    family = Family(PythonTransfers(), "rank 1 of 2")
+    sound, broken = Channel(Chunking(), family), Channel(Chunking(), family)
+    job = Recorded(0, 1, [])
+    work = work_of(sound, [job])
+    work_of(broken, [Recorded(1, 13, [])])
+    job.complete = True
+    assert work.test()
+    assert family.failure is not None

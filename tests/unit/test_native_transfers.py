@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import re
+import struct
 import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +21,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fake_mpi import IN_STATUS, TRUNCATED, UNDEFINED, FakeMpi
+from tests.fake_mpi import IN_STATUS, STATUS_BYTES, TRUNCATED, UNDEFINED, FakeError, FakeMpi
 from wfbp import native
+from wfbp.comm import mpi_transfers
+from wfbp.comm.mpi_transfers import NativeTransfers, PythonTransfers, find_transfers
 
 pytestmark = pytest.mark.skipif(not native.AVAILABLE, reason="the C++ extension is not built")
 
@@ -164,18 +171,17 @@ def test_nothing_is_kept_of_what_is_over(mpi: FakeMpi) -> None:
 @pytest.mark.parametrize(
     ("broken", "told"),
     [
-        ({"errors": {1: TRUNCATED}}, "message truncated"),
-        ({"code": TRUNCATED}, "message truncated"),
-        ({"code": IN_STATUS}, "see the statuses"),
-        ({"code": TRUNCATED, "found": UNDEFINED}, "message truncated"),
-        ({"code": 99}, "MPI error 99"),
+        ({"errors": {1: TRUNCATED}}, TRUNCATED),
+        ({"code": TRUNCATED}, TRUNCATED),
+        ({"code": IN_STATUS}, IN_STATUS),
+        ({"code": TRUNCATED, "found": UNDEFINED}, TRUNCATED),
         ({"found": UNDEFINED}, "no longer knows 2 messages"),
         ({"found": 3}, "no longer knows 2 messages"),
         ({"found": 2, "reports": [0, 0]}, "twice"),
-        ({"found": 1, "reports": [2]}, "2"),
+        ({"found": 1, "reports": [2]}, "vector"),
     ],
 )
-def test_what_is_wrong_is_told(mpi: FakeMpi, broken: dict[str, Any], told: str) -> None:
+def test_what_is_wrong_is_told(mpi: FakeMpi, broken: dict[str, Any], told: str | int) -> None:
     transfers = native.Transfers(**mpi.told)
     data = np.zeros(4, np.uint8)
     transfer = transfers.begin(mpi.comm, 0, [(data, 1, True), (data, 1, False)])
@@ -183,8 +189,12 @@ def test_what_is_wrong_is_told(mpi: FakeMpi, broken: dict[str, Any], told: str) 
         setattr(mpi, name, value)
     if "reports" not in broken:
         mpi.end(0, 1)
-    with pytest.raises((RuntimeError, IndexError), match=told):
+    with pytest.raises((FakeError, RuntimeError, IndexError)) as caught:
         transfers.progress()
+    if isinstance(told, int):
+        assert caught.value.args == (told,)
+    else:
+        assert told in str(caught.value)
     assert not transfer.done
 
 
@@ -195,13 +205,13 @@ def test_a_message_that_does_not_begin(mpi: FakeMpi, refused: int) -> None:
     mpi.refuses = {refused}
     messages = [(data, 1, True), (data, 1, False)]
     if refused < 2:
-        with pytest.raises(RuntimeError, match="message truncated"):
+        with pytest.raises(FakeError, match=str(TRUNCATED)):
             transfers.begin(mpi.comm, 0, messages)
         assert len(mpi.begun) == refused
         return
     transfer = transfers.begin(mpi.comm, 0, messages, then=[(data, 1, False)])
     mpi.end(0, 1)
-    with pytest.raises(RuntimeError, match="message truncated"):
+    with pytest.raises(FakeError, match=str(TRUNCATED)):
         transfers.progress()
     assert not transfer.done
 
@@ -257,3 +267,86 @@ def test_other_threads_run_while_the_library_does(mpi: FakeMpi) -> None:
     meanwhile = ran.is_set()
     thread.join()
     assert meanwhile
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """As much of ``mpi4py.MPI`` as finding its functions needs, on rank 0."""
+    library = Mock()
+    library.__file__ = "libmpi"
+    library.COMM_SELF.Get_errhandler.return_value = library.ERRORS_RETURN
+    library.COMM_WORLD.rank = 0
+    library.SUCCESS = 0
+    library._sizeof = lambda kind: STATUS_BYTES if kind is library.Status else 8
+    library._handleof = lambda _: 7
+    library.Exception = FakeError
+    status = ctypes.create_string_buffer(STATUS_BYTES)
+    library.Status.return_value.Set_error = lambda code: struct.pack_into("=i", status, 12, code)
+    library._addressof = lambda _: ctypes.addressof(status)
+    functions = {f"MPI_{name}": ctypes.CDLL(None).abs for name in ("Isend", "Irecv", "Testsome")}
+    monkeypatch.setattr(mpi_transfers.ctypes, "CDLL", lambda _: SimpleNamespace(**functions))
+    library.functions = functions
+    return library
+
+
+def test_a_library_is_used_where_it_has_all_that_is_needed(
+    library: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert isinstance(find_transfers(library), NativeTransfers)
+    assert not caplog.records
+
+
+def _no_functions(library: Any) -> None:
+    del library.functions["MPI_Testsome"]
+
+
+def _no_file(library: Any) -> None:
+    library.__file__ = None
+    mpi_transfers.ctypes.CDLL = Mock(side_effect=OSError("no such file"))
+
+
+def _other_handles(library: Any) -> None:
+    library._sizeof = lambda kind: 4 if kind is library.Comm else 8
+
+
+def _strange_handles(library: Any) -> None:
+    library._sizeof = lambda kind: STATUS_BYTES if kind is library.Status else 2
+
+
+def _no_error(library: Any) -> None:
+    library.Status.return_value.Set_error = lambda code: None
+
+
+def _fatal(library: Any) -> None:
+    library.COMM_SELF.Get_errhandler.return_value = library.ERRORS_ARE_FATAL
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (_no_functions, "MPI_Testsome"),
+        (_no_file, "no such file"),
+        (_other_handles, r"handles of \[4, 8\] bytes"),
+        (_strange_handles, "handles of 2 bytes"),
+        (_no_error, "keeps no error"),
+        (_fatal, "COMM_SELF"),
+    ],
+)
+def test_elsewhere_messages_go_through_python_which_is_told(
+    library: Any, caplog: pytest.LogCaptureFixture, spoil: Callable[[Any], None], told: str
+) -> None:
+    spoil(library)
+    for rank in (0, 1):
+        library.COMM_WORLD.rank = rank
+        assert isinstance(find_transfers(library), PythonTransfers)
+    (record,) = caplog.records
+    assert re.search(told, record.getMessage())
+    assert "through Python, which is slower" in record.getMessage()
+
+
+def test_without_the_extension_nothing_more_is_told(
+    library: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "Transfers", None)
+    assert isinstance(find_transfers(library), PythonTransfers)
+    assert not caplog.records

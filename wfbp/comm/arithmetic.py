@@ -24,7 +24,7 @@ def combine(shards: Sequence[Buffer], out: Buffer, dtype: str, op: Op) -> None:
 
     Args:
         shards: arrays of equal length as ``buffers.typed`` returns them, one per rank.
-        out: where the result goes; may be the memory of one of ``shards``.
+        out: where the result goes; the very memory of one of ``shards``, or none of it.
         dtype: element type of all of them.
         op: how they combine; AVERAGE divides by ``len(shards)``.
 

@@ -95,8 +95,8 @@ class Backend(ABC):
     def stirs(self) -> bool:
         """Whether a test could find that something has moved on, here or on a duplicate.
 
-        Asked between naps, so that what takes longer need not be done in vain; never blocks. True
-        where that is not known.
+        Asked between naps, so that what takes longer need not be done in vain; never blocks. It may
+        itself move on what takes no turn, as tests do. True where that is not known.
         """
         return True
 

@@ -29,8 +29,10 @@ class Chunking:
     direct_ranks: int = 16
 
     def __post_init__(self) -> None:
-        if self.chunk_bytes < 64 or self.window_jobs < 1:
-            raise ValueError(f"chunks of at least 64 bytes and a window of at least 1: {self}")
+        if not 64 <= self.chunk_bytes <= 1 << 30 or self.window_jobs < 1:
+            raise ValueError(
+                f"chunks of 64 bytes to 1 GiB (MPI counts to 2), a window of at least 1: {self}"
+            )
 
 
 NETWORK = Chunking()

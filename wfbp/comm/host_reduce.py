@@ -30,8 +30,6 @@ from wfbp.errors import BackendError
 
 _WAITING = 0
 """For a row on the board, before any phase."""
-_PIECE_BYTES = 128 << 10
-"""Combined at once: what the first pass over it writes is in cache when the last reads it."""
 
 
 class Part(NamedTuple):
@@ -161,11 +159,7 @@ class HostReduce(Job):
     def _combine(self) -> None:
         """Reduce this rank's shard, in the chunk."""
         shards = [self._shard(rank, self._rank) for rank in range(len(self._shards))]
-        result = shards[self._rank]
-        length = _PIECE_BYTES // result.itemsize
-        for start in range(0, result.size, length):
-            pieces = [shard[start : start + length] for shard in shards]
-            combine(pieces, result[start : start + length], self._dtype, self._op)
+        combine(shards, shards[self._rank], self._dtype, self._op)
 
     def _shard(self, rank: int, owner: int) -> Buffer:
         """What a rank has of the owner's shard."""

@@ -13,6 +13,7 @@ error, MPI promises nothing more.
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,9 +25,6 @@ from wfbp.errors import BackendError
 
 NUM_TAGS = 1 << 14
 """Jobs that can be told apart by tag; far more than a window holds. MPI grants 32768 tags."""
-
-_abandoned: list[Job] = []
-"""What was under way when communication failed: MPI may write to its memory for ever."""
 
 
 class Job(ABC):
@@ -70,19 +68,15 @@ class Family:
         self._who = who
 
     def advance(self) -> None:
-        """Move all jobs on, without blocking.
-
-        Raises:
-            BackendError: communication failed, now or earlier.
-        """
+        """Move all jobs on, without blocking; what goes wrong is kept in :attr:`failure`."""
         if self.failure is not None:
-            raise self.failure
+            return
         try:
             self.moves += self.transfers.progress()
             for channel in self.channels:
                 channel.step()
         except Exception as error:
-            raise self.fail(error) from error
+            self.fail(error)
 
     def stirs(self) -> bool:
         """Move transfers on; whether :meth:`advance` would find more to do."""
@@ -95,14 +89,17 @@ class Family:
             self.fail(error)
             return True
 
-    def fail(self, error: Exception) -> BackendError:
-        """Keep what went wrong, for those who wait on any channel."""
-        if self.failure is None:
-            self.failure = BackendError(f"{self._who}: communication failed: {error}")
-            self.failure.__cause__ = error
-            for channel in self.channels:
-                _abandoned.extend(channel.active)
-        return self.failure
+    def fail(self, error: Exception) -> None:
+        """Keep what went wrong, for those who wait on any channel; start nothing more."""
+        self.failure = BackendError(f"{self._who}: communication failed: {error}")
+        self.failure.__cause__ = error
+        for channel in self.channels:
+            channel.abandon()
+
+
+def _keep_for_good(job: Job) -> None:
+    """Keep the memory of a job to the very end: MPI may still write to it in ``MPI_Finalize``."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(job))
 
 
 class MpiWork(Work[T]):
@@ -117,8 +114,11 @@ class MpiWork(Work[T]):
         self.remaining = 0
 
     def test(self) -> bool:
+        family = self._channel.family
         if self.remaining:
-            self._channel.family.advance()
+            family.advance()
+        if self.remaining and family.failure is not None:
+            raise family.failure
         return not self.remaining
 
     @property
@@ -151,8 +151,8 @@ class Channel:
         for job in jobs:
             job.work = work  # type: ignore[assignment]
         work.remaining = len(jobs)
-        self._queue.extend(jobs)
         if self.family.failure is None:
+            self._queue.extend(jobs)
             try:
                 self._fill()
             except Exception as error:
@@ -175,8 +175,16 @@ class Channel:
         self._fill()
 
     def leave(self) -> None:
-        """Take the channel out of its family."""
+        """Take the channel out of its family, which ends where something is still under way."""
+        if self.active and self.family.failure is None:
+            self.family.fail(RuntimeError("a backend was closed with messages under way"))
         self.family.channels.remove(self)
+
+    def abandon(self) -> None:
+        """Forget what was not started, and keep for good what was."""
+        self._queue.clear()
+        for job in self.active:
+            _keep_for_good(job)
 
     def _fill(self) -> None:
         window = self._window

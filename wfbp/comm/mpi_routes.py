@@ -75,7 +75,7 @@ class Routes:
     Args:
         mpi: the module ``mpi4py.MPI``.
         comm: the communicator.
-        family: told when a phase of a job ends.
+        family: of the channel that jobs are for.
         situation: of the communicator.
     """
 

@@ -3,8 +3,8 @@
 A transfer is some messages, perhaps a reduction of what has arrived, and perhaps more messages
 behind it. Where the C++ extension is there and finds the functions of the MPI library
 (:class:`NativeTransfers`), all of that happens in one call without the interpreter: a training
-thread that holds it is neither waited for nor held up. Elsewhere :class:`Transfers` does the same
-in Python. What crosses the network is the same; ranks may mix.
+thread that holds it is neither waited for nor held up. Elsewhere :class:`PythonTransfers` does the
+same. What crosses the network is the same; ranks may mix.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def find_transfers(mpi: ModuleType) -> Transfers:
     except (OSError, AttributeError, ValueError) as error:
         if mpi.COMM_WORLD.rank == 0:
             logging.getLogger("wfbp").warning(
-                "the functions of this MPI library were not found (%s): messages go through "
-                "Python, which is slower",
+                "the functions of the MPI library cannot be called directly (%s): messages go "
+                "through Python, which is slower",
                 error,
             )
         return PythonTransfers()
@@ -193,14 +193,17 @@ class _Transfer:
         return ended
 
 
-def _functions(mpi: ModuleType) -> dict[str, int]:
+def _functions(mpi: ModuleType) -> dict[str, Any]:
     """What the extension has to know of the library.
 
     Raises:
         OSError: the library cannot be opened.
         AttributeError: it has not what is needed.
-        ValueError: its handles are not all of one size.
+        ValueError: its handles are not all of one size, or its errors end the job: of a test of
+            several messages MPICH asks the error handler of ``COMM_SELF``.
     """
+    if mpi.COMM_SELF.Get_errhandler() != mpi.ERRORS_RETURN:
+        raise ValueError("the error handler of COMM_SELF is not ERRORS_RETURN, mpi4py's default")
     library = ctypes.CDLL(mpi.__file__)  # which finds what it is linked to
     sizes = {mpi._sizeof(kind) for kind in (mpi.Comm, mpi.Datatype, mpi.Request)}
     if len(sizes) > 1:
@@ -209,13 +212,12 @@ def _functions(mpi: ModuleType) -> dict[str, int]:
         "isend": _address(library.MPI_Isend),
         "irecv": _address(library.MPI_Irecv),
         "testsome": _address(library.MPI_Testsome),
-        "error_string": _address(library.MPI_Error_string),
         "handle_bytes": sizes.pop(),
         "byte": mpi._handleof(mpi.BYTE),
         "status_bytes": mpi._sizeof(mpi.Status),
         "error_at": _error_at(mpi),
         "success": mpi.SUCCESS,
-        "max_error_string": mpi.MAX_ERROR_STRING,
+        "error": mpi.Exception,
     }
 
 
