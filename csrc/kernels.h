@@ -77,6 +77,18 @@ using Multiply = void (*)(const std::uint8_t* from, std::uint8_t* to, std::size_
 using Reduce = void (*)(const std::vector<const std::uint8_t*>& shards, std::uint8_t* out,
                         std::size_t count, double divisor);
 
+// A way to combine, of elements of a type, and what the result is divided by.
+struct Reduction {
+  Reduce reduce;
+  std::size_t item;  // bytes of an element
+  double divisor;
+
+  void run(const std::vector<const std::uint8_t*>& shards, std::uint8_t* out,
+           std::size_t count) const {
+    reduce(shards, out, count, divisor);
+  }
+};
+
 struct Reducers {
   Reduce sum, min, max, product;
   Reduce average;  // of integers: the sum in 64 bits, divided towards zero; null for others

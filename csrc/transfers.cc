@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "native.h"
+
 namespace py = pybind11;
 
 namespace {
@@ -83,8 +85,8 @@ std::unique_ptr<wfbp::Transfers> make_transfers(std::size_t handle_bytes,
   if (mpi.error_at + sizeof(int) > mpi.status_bytes) {
     throw py::value_error("the error must lie within a status");
   }
-  if (handle_bytes == sizeof(std::uint32_t)) {
-    return std::make_unique<wfbp::TransfersOf<std::uint32_t>>(mpi);
+  if (handle_bytes == sizeof(int)) {
+    return std::make_unique<wfbp::TransfersOf<int>>(mpi);
   }
   if (handle_bytes == sizeof(void*)) return std::make_unique<wfbp::TransfersOf<void*>>(mpi);
   throw py::value_error("handles of " + std::to_string(handle_bytes) + " bytes are unknown");

@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "kernels.h"
 #include "mpi_functions.h"
-#include "native.h"
 
 namespace wfbp {
 

@@ -28,6 +28,15 @@ def test_the_users_own_messages_are_not_touched(
 
 
 @pytest.mark.parallel
+def test_memory_of_messages_under_way_outlives_their_backend(
+    mpirun: Callable[..., Run], mpi: str, tmp_path: Path
+) -> None:
+    run = mpirun(2, PROGRAMS / "comm_left.py", tmp_path, mpi=mpi, timeout=40)
+    assert run.rc == 0, run.stdout + run.stderr
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["fine"] * 2
+
+
+@pytest.mark.parallel
 def test_a_library_error_is_translated_and_abort_ends_every_rank(
     mpirun: Callable[..., Run], mpi: str, tmp_path: Path
 ) -> None:

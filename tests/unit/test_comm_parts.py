@@ -235,11 +235,26 @@ def test_who_leaves_with_messages_under_way_ends_the_family() -> None:
     work = work_of(staying, [Recorded(1, 1, [])])
     kept = weakref.ref(job)
     leaving.leave()
-    with pytest.raises(BackendError, match="closed with messages under way"):
+    with pytest.raises(BackendError, match="given up with messages under way"):
         work.test()
     del job, leaving
     gc.collect()
     assert kept() is not None
+
+
+def test_who_gives_up_with_nothing_under_way_ends_nothing() -> None:
+    family = Family(PythonTransfers(), "rank 1 of 2")
+    channel = Channel(Chunking(), family)
+    job = Recorded(0, 1, [])
+    work = work_of(channel, [job])
+    job.complete = True
+    assert work.test()
+    family.end()
+    assert family.failure is None
+    work_of(channel, [Recorded(1, 1, [])])
+    family.end()
+    family.fail(OSError("later"))
+    assert "given up with messages under way" in str(family.failure)
 
 
 def test_a_work_that_is_complete_is_so_whatever_fails_beside_it() -> None:

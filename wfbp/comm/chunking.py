@@ -31,7 +31,7 @@ class Chunking:
     def __post_init__(self) -> None:
         if not 64 <= self.chunk_bytes <= 1 << 30 or self.window_jobs < 1:
             raise ValueError(
-                f"chunks of 64 bytes to 1 GiB (MPI counts to 2), a window of at least 1: {self}"
+                f"chunks of 64 bytes to 1 GiB (MPI counts to 2 GiB), a window of at least 1: {self}"
             )
 
 

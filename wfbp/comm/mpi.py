@@ -68,10 +68,7 @@ class MpiBackend(Backend):
         parent = mpi.COMM_WORLD if comm is None else comm
         try:
             self._comm = self._own(parent)
-            self.rank, self.size = self._comm.rank, self._comm.size
-            self._who = f"rank {self.rank} of {self.size}"
             if _original is None:
-                self._family = Family(find_transfers(mpi), self._who)
                 self._notices = NoticeBoard(mpi, self._own(parent))
                 self._situation = Situation.find(mpi, self._comm, chunking)
                 self._memory = (
@@ -80,16 +77,23 @@ class MpiBackend(Backend):
                     else None
                 )
             else:
-                self._family, self._notices = _original._family, _original._notices
+                self._notices = _original._notices
                 self._situation, self._memory = _original._situation, _original._memory
         except mpi.Exception as error:
             raise BackendError(
                 f"the communicator could not be duplicated; MPI has a limited number of them: "
                 f"{error}"
             ) from error
+        self.rank, self.size = self._comm.rank, self._comm.size
+        self._who = f"rank {self.rank} of {self.size}"
         self.local_rank = self._situation.local_rank
         self.local_size = self._situation.local_size
         self._is_original = _original is None
+        self._family: Family = (
+            Family(find_transfers(mpi, tells=self.local_rank == 0), self._who)
+            if _original is None
+            else _original._family
+        )
         self._channel = Channel(self._situation.chunking, self._family)
         self._routes = Routes(mpi, self._comm, self._family, self._situation)
         self._host = HostReduces.of(
@@ -208,6 +212,7 @@ class MpiBackend(Backend):
             raise BackendError(f"{self._who}: notices could not be read: {error}") from error
 
     def give_up(self) -> None:
+        self._family.end()
         if self._memory is not None:
             self._memory.withdraw()
 
@@ -216,9 +221,9 @@ class MpiBackend(Backend):
 
     def close(self) -> None:
         """Give the communicators back. Collective; every work must be complete."""
-        self._channel.leave()
         if self._is_original:
             self.give_up()
+        self._channel.leave()
         try:
             if self._is_original:
                 self._notices.close()

@@ -89,8 +89,18 @@ class Family:
             self.fail(error)
             return True
 
+    def end(self) -> None:
+        """Nobody waits any more for what is under way, if anything is."""
+        if any(channel.active for channel in self.channels):
+            self.fail(RuntimeError("given up with messages under way"))
+
     def fail(self, error: Exception) -> None:
-        """Keep what went wrong, for those who wait on any channel; start nothing more."""
+        """Keep what went wrong first, for those who wait on any channel.
+
+        Nothing more is started or moved on, and the memory of what is under way is kept for good.
+        """
+        if self.failure is not None:
+            return
         self.failure = BackendError(f"{self._who}: communication failed: {error}")
         self.failure.__cause__ = error
         for channel in self.channels:
@@ -176,8 +186,8 @@ class Channel:
 
     def leave(self) -> None:
         """Take the channel out of its family, which ends where something is still under way."""
-        if self.active and self.family.failure is None:
-            self.family.fail(RuntimeError("a backend was closed with messages under way"))
+        if self.active:
+            self.family.end()
         self.family.channels.remove(self)
 
     def abandon(self) -> None:

@@ -46,7 +46,7 @@ class Scratch:
         self._free.append(block)
 
 
-class Sending(Job):
+class TransferJob(Job):
     """A job that is one transfer."""
 
     __slots__ = ("_transfer",)
@@ -59,7 +59,7 @@ class Sending(Job):
         return self._transfer.done
 
 
-class Exchange(Sending):
+class Exchange(TransferJob):
     """All-reduce or reduce-scatter of one chunk.
 
     Args:
@@ -135,7 +135,7 @@ class Exchange(Sending):
         return True
 
 
-class Gather(Sending):
+class Gather(TransferJob):
     """All-gather of one chunk, in place.
 
     Args:

@@ -1,7 +1,7 @@
 """Messages under way, tested together, and what follows once they are complete.
 
 A transfer is some messages, perhaps a reduction of what has arrived, and perhaps more messages
-behind it. Where the C++ extension is there and finds the functions of the MPI library
+behind it. Where the C++ extension is installed and the library's functions can be found
 (:class:`NativeTransfers`), all of that happens in one call without the interpreter: a training
 thread that holds it is neither waited for nor held up. Elsewhere :class:`PythonTransfers` does the
 same. What crosses the network is the same; ranks may mix.
@@ -82,14 +82,19 @@ class Transfers(Protocol):
         """Move all transfers on, without blocking; how many messages have ended."""
 
 
-def find_transfers(mpi: ModuleType) -> Transfers:
-    """By the extension where that is possible; says so where only the library is in the way."""
+def find_transfers(mpi: ModuleType, tells: bool = True) -> Transfers:
+    """By the extension where that is possible.
+
+    Args:
+        mpi: the module ``mpi4py.MPI``.
+        tells: whether to say where only the library is in the way.
+    """
     if native.Transfers is None:
         return PythonTransfers()  # what is missing has been told
     try:
         return NativeTransfers(mpi, native.Transfers(**_functions(mpi)))
     except (OSError, AttributeError, ValueError) as error:
-        if mpi.COMM_WORLD.rank == 0:
+        if tells:
             logging.getLogger("wfbp").warning(
                 "the functions of the MPI library cannot be called directly (%s): messages go "
                 "through Python, which is slower",

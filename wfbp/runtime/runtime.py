@@ -243,6 +243,7 @@ class Runtime:
         """Of lanes that were not failing too: nothing may wait for other ranks at exit."""
         for carrier in self._carriers.values():
             carrier.give_up()
+        self._backend.give_up()
 
     def _retire(self, lane: Lane) -> None:
         if lane.owes and self.thread.error is None:
