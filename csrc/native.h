@@ -3,11 +3,33 @@
 
 #include <pybind11/pybind11.h>
 
+#include <exception>
 #include <string>
+#include <type_traits>
 
 #include "kernels.h"
 
 namespace wfbp {
+
+// Act without the GIL. It is not taken back in a destructor, as pybind11 would: where the interpreter
+// has ended meanwhile, that ends the thread by unwinding its stack, which no destructor may.
+template <class Act>
+auto without_gil(Act act) {
+  PyThreadState* thread = PyEval_SaveThread();
+  try {
+    if constexpr (std::is_void_v<decltype(act())>) {
+      act();
+      PyEval_RestoreThread(thread);
+    } else {
+      auto result = act();
+      PyEval_RestoreThread(thread);
+      return result;
+    }
+  } catch (const std::exception&) {
+    PyEval_RestoreThread(thread);
+    throw;
+  }
+}
 
 // The kernels in use.
 Kernels& chosen_kernels();

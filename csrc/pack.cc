@@ -98,8 +98,7 @@ void scale(py::array buffer, const std::string& dtype, double factor) {
   }
   wfbp::require_scalable(kind, dtype, factor);
   if (factor == 1.0) return;
-  py::gil_scoped_release release;
-  kind.multiply(bytes, bytes, nbytes / kind.item, factor);
+  wfbp::without_gil([&] { kind.multiply(bytes, bytes, nbytes / kind.item, factor); });
 }
 
 void reduce_shards(const py::object& shards, py::array out, const std::string& dtype,
@@ -127,8 +126,7 @@ void reduce_shards(const py::object& shards, py::array out, const std::string& d
   }
   if (pointers.empty()) throw py::value_error("expected at least one shard");
   const auto count = static_cast<std::size_t>(out.size());
-  py::gil_scoped_release release;
-  reduction.run(pointers, target, count);
+  wfbp::without_gil([&] { reduction.run(pointers, target, count); });
 }
 
 }  // namespace
@@ -148,11 +146,12 @@ void wfbp::bind_pack(py::module_& module) {
                                              pointers.data(), self);
           })
       .def(
-          "pack", [](const Table& self, double scale) { self.table.pack(scale); },
-          py::arg("scale") = 1.0, py::call_guard<py::gil_scoped_release>())
-      .def(
-          "unpack", [](const Table& self) { self.table.unpack(); },
-          py::call_guard<py::gil_scoped_release>());
+          "pack",
+          [](const Table& self, double scale) {
+            wfbp::without_gil([&] { self.table.pack(scale); });
+          },
+          py::arg("scale") = 1.0)
+      .def("unpack", [](const Table& self) { wfbp::without_gil([&] { self.table.unpack(); }); });
 
   module.def("scale", &scale, py::arg("buffer").noconvert(), py::arg("dtype"), py::arg("factor"));
   module.def("use_instructions", &use_instructions, py::arg("name"));

@@ -22,12 +22,11 @@ struct Face {
   py::object error;
 };
 
-// Act without the GIL.
+// Act without the GIL; an error of the library becomes the exception.
 template <class Act>
 auto freely(const Face& self, Act act) {
   try {
-    py::gil_scoped_release release;
-    return act();
+    return wfbp::without_gil(act);
   } catch (const wfbp::MpiError& found) {
     PyErr_SetObject(self.error.ptr(), py::int_(found.code).ptr());
     throw py::error_already_set();

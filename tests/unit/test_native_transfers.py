@@ -6,11 +6,13 @@ import ctypes
 import gc
 import re
 import struct
+import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -267,6 +269,44 @@ def test_other_threads_run_while_the_library_does(mpi: FakeMpi) -> None:
     meanwhile = ran.is_set()
     thread.join()
     assert meanwhile
+
+
+ENDING = """
+import builtins, ctypes, threading, time
+import numpy as np
+from tests.fake_mpi import FakeMpi
+from wfbp import native
+
+class Last:
+    def __del__(self, sleep=time.sleep, say=print):
+        sleep(1.5)
+        say("ended")
+
+builtins.last = Last()  # goes when the interpreter has ended for other threads
+mpi = FakeMpi(4, 16)
+slow = ctypes.cast(ctypes.CDLL(None).sleep, ctypes.c_void_p).value
+transfers = native.Transfers(**{**mpi.told, "testsome": slow})
+data = np.zeros(1, np.uint8)
+transfers.begin(mpi.comm, 0, [(data, 1, True)])
+asked = threading.Event()
+threading.Thread(target=lambda: (asked.set(), transfers.progress()), daemon=True).start()
+asked.wait()
+time.sleep(0.1)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="asks the C library to sleep")
+def test_the_interpreter_may_end_while_the_library_is_asked() -> None:
+    """A thread that comes back then is ended, and the process is not."""
+    run = subprocess.run(
+        [sys.executable, "-c", ENDING],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (0, "ended\n", "")
 
 
 @pytest.fixture
