@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 from wfbp.core.planners.threshold import DEFAULT_BYTES
@@ -11,6 +12,9 @@ MIN_SEARCHED_BYTES = 2**20
 MAX_SEARCHED_BYTES = 2**28
 """What is searched around the default threshold; around others it moves with them."""
 _SEED = 1
+_ONE_AT_A_TIME = threading.Lock()
+"""The library silences warnings for the whole process while it suggests: where the threads of
+several ranks overlap, each would put back what another had set."""
 
 
 class ThresholdSearch:
@@ -51,7 +55,8 @@ class ThresholdSearch:
     def ask(self) -> int:
         """The threshold to try next, in bytes."""
         if self._first_s:
-            self._asked = self._search.suggest()
+            with _ONE_AT_A_TIME:
+                self._asked = self._search.suggest()
         else:
             self._asked = {"doublings": math.log2(DEFAULT_BYTES / MIN_SEARCHED_BYTES)}
         searched: float = MIN_SEARCHED_BYTES * 2.0 ** self._asked["doublings"]
