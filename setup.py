@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pybind11.setup_helpers import Pybind11Extension, build_ext
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 from setuptools.errors import BaseError, CCompilerError, ExecError, PlatformError
@@ -119,12 +119,16 @@ def jax_extension() -> list[Extension]:
             JAX,
             [JAX_SOURCE],
             depends=JAX_HEADERS,
-            include_dirs=[jax.ffi.include_dir()],
             define_macros=[("WFBP_JAXLIB", f'"{jaxlib.__version__}"')],
-            extra_compile_args=["-std=c++17", "-O2", "-fvisibility=hidden"],
+            extra_compile_args=[
+                *("-std=c++17", "-O2", "-fvisibility=hidden"),
+                *("-isystem", jax.ffi.include_dir()),  # whose warnings are not ours
+            ],
         )
     ]
 
+
+ParallelCompile("WFBP_BUILD_JOBS").install()  # by default as many at once as there are cores
 
 setup(
     ext_modules=[

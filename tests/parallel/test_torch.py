@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.parallel.programs import torch_rebuilding
 from tests.parallel.programs.torch_program import check
 from tests.parallel.runs import outcome
 
@@ -21,8 +22,8 @@ ALONE = ("bad_arguments", "scheduler_made_before_wrapping", "clipping", "scaler_
 """Checks that also run on one rank."""
 
 
-def passes(ranks: int, mode: str, name: str, *only: str) -> None:
-    found = outcome("torch_program", ranks, mode, *only, timeout=180)
+def passes(ranks: int, mode: str, name: str, *only: str, program: str = "torch_program") -> None:
+    found = outcome(program, ranks, mode, *only, timeout=180)
     for rank, results in enumerate(found.ranks):
         assert results is not None, found.run
         assert name in results, found.run
@@ -34,6 +35,11 @@ def passes(ranks: int, mode: str, name: str, *only: str) -> None:
 @pytest.mark.parametrize(("ranks", "mode"), MODES)
 def test_program(ranks: int, mode: str, name: str) -> None:
     passes(ranks, mode, name)
+
+
+@pytest.mark.parametrize("name", torch_rebuilding.check.all)
+def test_rebuilding(name: str) -> None:
+    passes(3, "ps_layerwise", name, program="torch_rebuilding")
 
 
 @pytest.mark.parametrize("name", ALONE)

@@ -7,6 +7,7 @@ import gc
 import io
 import pickle
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +17,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, stateless
 
-from wfbp.torch.reading import Barrier, Guarded
+from wfbp.torch.guarded import Guarded
+from wfbp.torch.reading import Barrier
 
 MADE: list[Barrier] = []
 
@@ -27,7 +29,9 @@ def no_traces() -> Iterator[None]:
     yield
     while MADE:
         MADE.pop().release()
+    gc.collect()
     assert not torch.nn.modules.module._global_forward_pre_hooks
+    assert not torch.nn.modules.module._global_parameter_registration_hooks
 
 
 def guarded(root: nn.Module, active: bool = True) -> tuple[Barrier, list[int]]:
@@ -508,3 +512,43 @@ def test_scripted_modules_are_exposed() -> None:
     assert barrier.exposed == {2, 3}
     model(torch.ones(3))
     assert set(reads) == {0, 1}
+
+
+def test_a_traced_copy_is_remembered() -> None:
+    """It reads unheard, though the module that it was made of is guarded."""
+    module, other = nn.Linear(3, 2), nn.Linear(2, 2)
+    barrier = Barrier([*module.parameters(), *other.parameters()], lambda index: None)
+    MADE.append(barrier)
+    barrier.guard(module)
+    barrier.guard(other)
+    assert not barrier.exposed
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(module, torch.ones(1, 3))  # type: ignore[no-untyped-call]
+    assert barrier.exposed == {0, 1}
+    barrier.guard(other)
+    assert barrier.exposed == {0, 1}
+    assert torch.equal(traced(torch.ones(1, 3)), module(torch.ones(1, 3)))
+
+
+def test_a_scripted_copy_that_is_guarded_is_remembered() -> None:
+    module = nn.Linear(3, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(module)
+    barrier, _ = guarded(module)
+    barrier.guard(scripted)
+    barrier.guard(module)
+    assert barrier.exposed == {0, 1}
+
+
+def test_a_module_that_is_given_a_parameter_later() -> None:
+    module, later = nn.Linear(3, 3), nn.Linear(3, 3)
+    barrier, reads = guarded(module)
+    later.weight = module.weight
+    assert not reads[1:]
+    del reads[:]
+    assert later.weight is module.weight
+    assert reads == [0, 0]
+    barrier.release()
+    assert dictionaries(later) == {dict}

@@ -15,7 +15,7 @@ import torch
 from wfbp.errors import StallError
 from wfbp.runtime.slot import Slot
 from wfbp.torch import exchange, tensors
-from wfbp.torch.update import ReplicatedUpdate
+from wfbp.torch.replicated_update import ReplicatedUpdate
 
 PATIENCE_S = 10.0
 

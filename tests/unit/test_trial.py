@@ -65,6 +65,19 @@ def test_within_noise_groups_that_do_not_overlap_count_as_one() -> None:
     assert found.count(COARSE) > 15
 
 
+def test_what_is_within_noise_does_not_drop_out() -> None:
+    """Not even where it is slower than others by more than what drops out otherwise."""
+    trial = Elimination([FINE, MIDDLE, COARSE], num_steps=8)
+    noisy = [20.0, 20.0, 100.0, 100.0, 100.0, 180.0, 180.0, 180.0]
+    chosen = trial.conclude([[[112.0] * 8, noisy, [106.0] * 8]])
+    while chosen is None:
+        assert FINE in trial.plans
+        chosen = trial.conclude(
+            [[{FINE: [112.0] * 8, MIDDLE: noisy, COARSE: [106.0] * 8}[p] for p in trial.plans]]
+        )
+    assert chosen is FINE
+
+
 def test_what_is_slower_than_noise_loses() -> None:
     for seed in range(10):
         assert winner({COARSE: 1.3, FINE: 1.0}, noise=0.2, seed=seed) is FINE

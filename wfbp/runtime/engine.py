@@ -22,7 +22,7 @@ from wfbp.runtime.border import Border, exchange
 from wfbp.runtime.gathering import Gathering
 from wfbp.runtime.gathers import Gathers
 from wfbp.runtime.lane import PlannedLane
-from wfbp.runtime.marks import Span, StepMarks
+from wfbp.runtime.marks import Span, Stamp, StepMarks
 from wfbp.runtime.memory import give_back_freed_memory, keep_freed_memory
 from wfbp.runtime.recording import Recorder
 from wfbp.runtime.report import report
@@ -129,17 +129,12 @@ class Engine:
         self.slot = gathering.slot
         self.last = gathering.last
         self.drop = gathering.drop
-        self._steps = 0
-        self._number = 0
-        self._num_unread = 0
-        self.num_installed = 0
+        self._steps = self._number = self._num_unread = self.num_installed = 0
         self.now = medium.now
         self.update: Span = (0.0, 0.0)
         self._kept: deque[StepMarks] = deque()
         self._unread: list[Step] = []
-        self.profiling = False
-        self._closed = False
-        self._settling = False
+        self.profiling = self._closed = self._settling = False
         keep_freed_memory()
         self._install()
         runtime.add_lane(self._lane)
@@ -208,19 +203,17 @@ class Engine:
         if self._settling:  # the first step by the plan that stays: nothing is left of others
             self._settling = False
             give_back_freed_memory()
-        waits, gathers = self._gathers.take_times()
+        self._gathers.wait_all()
         done = self._medium.join()
         self._unread.clear()
         reduced = gathering.reduced(result.present)
         gathering.learn_passes()
-        self._kept.append(gathering.moments(result, done, self.update, waits, gathers))
-        self._steps += 1
         self._number += 1
         planned, phase = self._tuner.plan, self._tuner.phase
-        for measured in self._medium.due(self._kept, self._tuner.phase):
-            if self._recorder is not None:
-                self._recorder.after_step(self._tuner, *measured)
-            self._tuner.after_step(measured.stamps)
+        if any(result.present) or result.requested:
+            self._measure(result, done)
+        else:  # nobody had a gradient: this is no step of training, but a part of the next one
+            done = gathering.begun
         if result.requested or self._tuner.round_due:
             whole |= self._border.talk(reduced, wanted)
         changed = self._tuner.plan is not planned
@@ -237,6 +230,16 @@ class Engine:
         gathering.begin(self._number, done, self.profiling)
         return reduced
 
+    def _measure(self, result: StepResult, done: Stamp) -> None:
+        """Count a step, and let the tuner know what it took."""
+        self._steps += 1
+        times = self._gathers.take_times()
+        self._kept.append(self._gathering.moments(result, done, self.update, *times))
+        for measured in self._medium.due(self._kept, self._tuner.phase):
+            if self._recorder is not None:
+                self._recorder.after_step(self._tuner, *measured)
+            self._tuner.after_step(measured.stamps)
+
     def discard(self) -> None:
         """Forget the gradients of the open step (they were zeroed before they were used)."""
         gathering = self._gathering
@@ -252,12 +255,13 @@ class Engine:
                 self._await_close()  # the gradients to come share the buffers' memory
                 self._medium.join()
             else:
-                self._post(CLOSE)
+                self._lane.events.append(CLOSE)
                 self._num_unread += 1
             # Its gradients may be read until a later step has been waited for.
             self._unread.append(gathering.step)
         else:
-            self._post(DISCARD)
+            self._lane.events.append(DISCARD)
+        self._runtime.post(self._lane.wake)
         gathering.begin(self._number, self._medium.now(), self.profiling)
 
     def close(self) -> None:
@@ -293,7 +297,3 @@ class Engine:
             self._num_unread -= 1
         result: StepResult = self._runtime.await_reply(self._lane.reply, self._name)
         return result
-
-    def _post(self, event: int) -> None:
-        self._lane.events.append(event)
-        self._runtime.post(self._lane.wake)

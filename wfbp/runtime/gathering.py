@@ -83,7 +83,7 @@ class Gathering:
     def begin(self, number: int, now: Stamp, profiling: bool = False) -> None:
         """Open a step; ``profiling`` says whether it matters when each gradient appears."""
         count = len(self.members)
-        self._begun = now
+        self.begun = now
         self.step = Step(number, [0] * count, [None] * count)
         self._medium.begin(self.step, profiling)
         self._events.append(self.step)
@@ -242,7 +242,7 @@ class Gathering:
     ) -> StepMarks:
         """When things happened in the step."""
         return StepMarks(
-            self._begun, self._ready, self._forward, self._forward_end, self._closed,
+            self.begun, self._ready, self._forward, self._forward_end, self._closed,
             done, update, waits, result.times, gathers,
         )  # fmt: skip
 

@@ -82,7 +82,8 @@ class Elimination:
     def conclude(self, ranks: Sequence[Times]) -> Plan | None:
         _add(self._alive, ranks)
         chosen = _fastest(self._alive, incumbent=self.candidates[0])
-        limit_s = min(c.measured_s for c in self._alive) * _SURVIVE[self._round]
+        best = min(self._alive, key=lambda c: c.measured_s)
+        limit_s = max(best.measured_s * _SURVIVE[self._round], _as_fast(best))
         self._alive = [c for c in self._alive if c.measured_s <= limit_s]
         self._round += 1
         if len(self._alive) > 1 and self._round < len(_SURVIVE):
@@ -142,9 +143,13 @@ def _fastest(candidates: Sequence[Candidate], incumbent: Candidate | None = None
     costs the least of what the trial could not see, and of these the first, which was predicted to
     be the fastest.
     """
-    best = min(candidates, key=lambda c: c.measured_s)
-    limit_s = best.measured_s * (1 + _NOISE) + best.noise_s
+    limit_s = _as_fast(min(candidates, key=lambda c: c.measured_s))
     equal = [c for c in candidates if c.measured_s <= limit_s]
     if incumbent in equal:
         return incumbent.plan
     return min(equal, key=lambda c: len(c.plan.groups) if c.plan.overlap else 1).plan
+
+
+def _as_fast(best: Candidate) -> float:
+    """Up to here a time differs from the best one within noise."""
+    return best.measured_s * (1 + _NOISE) + best.noise_s

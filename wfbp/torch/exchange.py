@@ -19,8 +19,10 @@ from wfbp.torch.gradients import Gradients
 from wfbp.torch.hyperparameters import check_equal_on_ranks
 from wfbp.torch.nature import Nature
 from wfbp.torch.reading import Barrier
+from wfbp.torch.replicated_update import ReplicatedUpdate
+from wfbp.torch.sharded_update import ShardedUpdate
 from wfbp.torch.sharding import Sharding, State
-from wfbp.torch.update import Reduced, ReplicatedUpdate, ShardedUpdate, Step, Update
+from wfbp.torch.update import Reduced, Step, Update
 
 log = logging.getLogger("wfbp")
 
@@ -97,7 +99,7 @@ class Exchange:
         self._compared = False
         self._sharding: Sharding | None = None
         if sharded:
-            self._sharding = Sharding(runtime, gradients.specs, params, optimizer.state)
+            self._sharding = Sharding(runtime, gradients.specs, params, optimizer)
             self._update: Update = ShardedUpdate(
                 engine, optimizer, params, step, sharding=self._sharding
             )
@@ -154,6 +156,7 @@ class Exchange:
     def flush(self) -> None:
         """Have all parameters up to date."""
         self._update.flush()
+        self._rest()
 
     def check_settled(self) -> None:
         """Raise unless no gradients have appeared since they were reduced.
@@ -229,6 +232,10 @@ class Exchange:
 
     def _await_param(self, index: int) -> None:
         self._update.await_param(index)
+        self._rest()
+
+    def _rest(self) -> None:
+        """Let reads go unheard where nobody needs to wait."""
         if self._barrier is not None and not self._update.pending:
             self._barrier.active = self._engine.profiling
             _unfinished.discard(self)

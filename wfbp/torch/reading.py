@@ -8,103 +8,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_pre_hook,
+    register_module_parameter_registration_hook,
+)
 
-
-class Guarded(dict[str, Any]):
-    """The parameters of one module, of which barriers hear before they are read.
-
-    It takes the place of ``module._parameters``, through which modules read their parameters.
-    Copies and pickles of it are plain dictionaries. Several views of all parameters
-    (``items()``, ``values()``) count as reads of all, when they are made.
-    """
-
-    __slots__ = ("barriers", "plain")
-
-    def __init__(self, plain: dict[str, Any]) -> None:
-        super().__init__(plain)
-        self.plain = type(plain)
-        self.barriers: tuple[Barrier, ...] = ()
-
-    def __getitem__(self, name: str) -> Any:
-        value = dict.__getitem__(self, name)
-        for barrier in self.barriers:
-            if barrier.active:
-                barrier.read(value)
-        return value
-
-    def __iter__(self) -> Iterator[str]:
-        # With it, dict(self) and {**self} read through __getitem__.
-        return super().__iter__()
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._leaves(name, value)
-        super().__setitem__(name, value)
-
-    def __delitem__(self, name: str) -> None:
-        self._leaves(name, None)
-        super().__delitem__(name)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain, (), None, None, iter(self.items())
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default  # noqa: SIM401 - it is what get() does
-
-    def pop(self, name: str, *default: Any) -> Any:
-        if name in self:
-            value = self[name]
-            del self[name]
-            return value
-        return super().pop(name, *default)
-
-    def popitem(self) -> tuple[str, Any]:
-        name = next(reversed(self))
-        return name, self.pop(name)
-
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        if name not in self:
-            self[name] = default
-        return self[name]
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for name, value in dict(*args, **kwargs).items():
-            self[name] = value
-
-    def clear(self) -> None:
-        for name in list(self):
-            del self[name]
-
-    def copy(self) -> dict[str, Any]:
-        return self.plain(self.items())
-
-    def items(self) -> Any:
-        self._read_all()
-        return super().items()
-
-    def values(self) -> Any:
-        self._read_all()
-        return super().values()
-
-    def _read_all(self) -> None:
-        for barrier in self.barriers:
-            if barrier.active:
-                for value in dict.values(self):
-                    barrier.read(value)
-
-    def _leaves(self, name: str, successor: Any) -> None:
-        held = dict.get(self, name)
-        if held is not None and held is not successor:
-            for barrier in self.barriers:
-                barrier.leaves(held)
+from wfbp.torch.guarded import Guarded
 
 
 class Barrier:
     """Calls back before modules hand out parameters, while it is active.
 
     Modules whose forward does not read their parameters there (``nn.LSTM`` keeps a list) can be
-    hooked: a call of such a module counts as a read of all it holds. Compiled modules, and
-    scripted ones, read without anybody hearing of it; they are left as they are, and what they
+    hooked: a call of such a module counts as a read of all it holds. So does a call of one that is
+    given a parameter later, which is guarded at that moment. Compiled modules, and scripted ones,
+    read without anybody hearing of it; they are left as they are, and what they
     hold is ``exposed``. A function under ``torch.compile`` that calls a guarded module while the
     barrier is active runs uncompiled there.
 
@@ -122,7 +40,7 @@ class Barrier:
             parameter is read when it is needed.
         seen: indices that were read since :meth:`watch`, or since the barrier was made.
         exposed: indices that can be read without the barrier, as far as the last
-            :meth:`guard` could know.
+            :meth:`guard` could know, or that ``torch.jit.trace`` has taken into a graph since.
         moved: whether a parameter has left its module since, as parametrizations make it do;
             call :meth:`guard` again.
 
@@ -142,7 +60,11 @@ class Barrier:
         self._on_read = on_read
         self._guarded: dict[int, tuple[nn.Module, Guarded]] = {}
         self._hooked: dict[int, tuple[nn.Module, set[int]]] = {}
+        self._unheard: set[int] = set()
         self._handle: Any = None
+        this = weakref.ref(self)
+        self._adopts = register_module_parameter_registration_hook(_adopter(this))
+        weakref.finalize(self, self._adopts.remove)
         self.active = False
         self.moved = False
         self.counts = True
@@ -165,13 +87,9 @@ class Barrier:
             if id(module) in compiled:
                 self._leave(module)
                 continue
-            table = module.__dict__["_parameters"]
-            if self._own(table):
-                if not isinstance(table, Guarded):
-                    table = module.__dict__["_parameters"] = Guarded(table)
-                if self not in table.barriers:
-                    table.barriers = (*table.barriers, self)
-                self._guarded[id(module)] = module, table
+            if self._own(module.__dict__["_parameters"]):
+                self._put_up(module)
+            self._hooked.pop(id(module), None)
             others = [value for key, value in vars(module).items() if key != "_parameters"]
             kept = {index for value in others for index in self._kept(value)}
             if kept:
@@ -179,7 +97,28 @@ class Barrier:
         held = [self._own(table) for _, table in self._guarded.values()]
         self.exposed = set(range(len(self._params))) - set().union(*held)
         for module in compiled.values():
-            self.exposed |= self._own(dict(module.named_parameters(recurse=False)))
+            own = self._own(dict(module.named_parameters(recurse=False)))
+            self.exposed |= own
+            if isinstance(module, torch.jit.ScriptModule):  # may be a copy of one that is guarded
+                self._unheard |= own
+        self.exposed |= self._unheard
+
+    def adopt(self, module: nn.Module, value: Any) -> None:
+        """Called before a module is given a parameter."""
+        index = self._index.get(id(value))
+        if index is None:
+            return
+        if isinstance(module, torch.jit.ScriptModule):
+            self.expose(value)
+            return
+        # How it reads its parameters nobody has seen.
+        self._hook(module, {index, *self._own(self._put_up(module))})
+
+    def expose(self, value: Any) -> None:
+        """Called where a parameter goes into a graph that will read it unheard."""
+        if id(value) in self._index:
+            self._unheard.add(self._index[id(value)])
+            self.exposed |= self._unheard
 
     def watch(self) -> None:
         """Forget what has been seen, and hear of reads from now on."""
@@ -201,6 +140,7 @@ class Barrier:
         self.active = False
         for module, _ in list(self._guarded.values()):
             self._leave(module)
+        self._adopts.remove()
         if self._handle is not None:
             self._handle.remove()
         self._handle = None
@@ -224,6 +164,15 @@ class Barrier:
             if self.counts:
                 self.seen.add(index)
             self._on_read(index)
+
+    def _put_up(self, module: nn.Module) -> Guarded:
+        table = module.__dict__["_parameters"]
+        if not isinstance(table, Guarded):
+            table = module.__dict__["_parameters"] = Guarded(table)
+        if self not in table.barriers:
+            table.barriers = (*table.barriers, self)
+        self._guarded[id(module)] = module, table
+        return table
 
     def _hook(self, module: nn.Module, indices: set[int]) -> None:
         self._hooked[id(module)] = module, indices
@@ -251,6 +200,15 @@ class Barrier:
         for inner in value if isinstance(value, list | tuple) else (value,):
             if id(inner) in self._index:
                 yield self._index[id(inner)]
+
+
+def _adopter(this: weakref.ref[Barrier]) -> Callable[[nn.Module, str, Any], None]:
+    def adopt(module: nn.Module, name: str, value: Any) -> None:
+        barrier = this()
+        if barrier is not None:
+            barrier.adopt(module, value)
+
+    return adopt
 
 
 def _caller(this: weakref.ref[Barrier]) -> Callable[[nn.Module, Any], None]:

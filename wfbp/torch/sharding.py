@@ -30,7 +30,7 @@ class Sharding:
         runtime: with more than one rank.
         specs: of the parameters, in the same order.
         params: dense in memory.
-        state: of the optimizer, by parameter or shard; changed in place.
+        optimizer: whose state, by parameter or shard, is changed in place.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class Sharding:
         runtime: Runtime,
         specs: Sequence[TensorSpec],
         params: Sequence[torch.Tensor],
-        state: State,
+        optimizer: torch.optim.Optimizer,
     ) -> None:
         self._runtime = runtime
         self._params = params
-        self._state = state
-        self._names = [spec.name for spec in specs]
+        self._optimizer = optimizer
+        self.names = [spec.name for spec in specs]
         self._layouts = [tensors.Layout.of(p) for p in params]
         self._counts = [_counts(spec, runtime.size) for spec in specs]
         rank = runtime.rank
@@ -52,6 +52,11 @@ class Sharding:
 
     def __contains__(self, index: int) -> bool:
         return index in self._shards
+
+    @property
+    def _state(self) -> State:
+        """Looked up each time: a program may give its optimizer another one."""
+        return self._optimizer.state
 
     def __len__(self) -> int:
         return len(self._shards)
@@ -83,10 +88,10 @@ class Sharding:
         for index in self._shards:
             param, layout = self._params[index], self._layouts[index]
             if param.shape != layout.shape or param.dtype is not layout.dtype:
-                layout.check(param, param, self._names[index])
+                layout.check(param, param, self.names[index])
             if param.stride() != layout.stride:
                 raise RuntimeError(
-                    f"{self._names[index]} had strides {layout.stride} when the optimizer was "
+                    f"{self.names[index]} had strides {layout.stride} when the optimizer was "
                     f"wrapped and has {param.stride()} now; convert a model to another memory "
                     "format before DistributedOptimizer, or choose a schedule of all-reduces"
                 )

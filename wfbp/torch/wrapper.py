@@ -48,7 +48,7 @@ class Distributed(torch.optim.Optimizer):
 
         Use it before reading or changing gradients, and step inside :meth:`skip_synchronize`;
         to clip them, :meth:`clip_grad_norm_` costs less. Parameters that still travel are waited
-        for, too: afterwards ``p.data`` is up to date. Every rank must call it.
+        for, too; for them alone call :meth:`synchronize_parameters`. Every rank must call it.
 
         Raises:
             RuntimeError: gradients were changed in place since backward.
@@ -56,6 +56,19 @@ class Distributed(torch.optim.Optimizer):
         """
         found = self._wfbp_exchange is None or self._wfbp_exchange.synchronize()
         self._wfbp_asked = Asked.PROGRAM if found else Asked.IN_VAIN
+
+    def synchronize_parameters(self) -> None:
+        """Wait until all parameters are up to date, also those that you hold outside of modules.
+
+        By a schedule that decouples they may still travel after :meth:`step`. Modules wait for
+        what is read through them; for moving averages, clamps or norms of tensors in your own
+        lists call this first. Any rank may, alone.
+
+        Raises:
+            WfbpError: ranks failed, or did not answer in time.
+        """
+        if self._wfbp_exchange is not None:
+            self._wfbp_exchange.flush()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -189,12 +202,22 @@ class Distributed(torch.optim.Optimizer):
 
         Those that ``named_parameters`` did not name go by their place in the optimizer.
         """
-        if self._wfbp_exchange is not None:
-            self._wfbp_exchange.release()
-        self._wfbp_asked = Asked.NOBODY
-        super().add_param_group(param_group)
-        if self._wfbp_exchange is not None:
+        groups, exchange = self.param_groups, self._wfbp_exchange
+        count = len(groups)
+        super().add_param_group(param_group)  # where it refuses the group, all goes on as before
+        if exchange is not None:
+            added = groups[count:]
+            del groups[count:]  # what is under way is of those before
+            exchange.release()
+            groups += added
+            self._wfbp_asked = Asked.NOBODY
             self._wfbp_exchange = self._wfbp_make()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        exchange = self.__dict__.get("_wfbp_exchange")
+        if name == "state" and exchange is not None:
+            exchange.flush()  # updates that are due belong to the state before
+        super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

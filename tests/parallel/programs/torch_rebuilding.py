@@ -1,0 +1,283 @@
+"""Programs that rebuild a model, or hold its parameters themselves, while it is trained.
+
+``torch_rebuilding.py OUT MODE [NAME ...]`` under mpirun; the mode has to install plans.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import wfbp
+import wfbp.torch
+from tests.parallel.programs.harness import Checks, raises
+from tests.parallel.programs.training import (
+    adamw,
+    averaged,
+    data,
+    mlp,
+    momentum,
+    same,
+    square,
+)
+
+check = Checks()
+
+LATE = 9
+"""The step before which something happens: the plan has long been installed."""
+
+
+def decoupled(
+    model: nn.Module, update: str, make: Callable[[Any], torch.optim.Optimizer] = momentum
+) -> Any:
+    """Every tensor travels by itself, and is waited for where it is read."""
+    return wfbp.torch.DistributedOptimizer(
+        make(model.parameters()),
+        model.named_parameters(),
+        schedule="ps_layerwise",
+        update=update,
+    )
+
+
+def alike(model: nn.Module, reference: nn.Module, where: str) -> None:
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        same(p.detach(), q.detach(), where, 1e-11)
+
+
+def beside(happens: Callable[[nn.Sequential], Callable[[torch.Tensor], torch.Tensor]]) -> None:
+    """Train beside one process; from some step on by what is made of the model then.
+
+    Updates are carried out when parameters are read: what is read unheard is always out of date.
+    """
+    model = mlp(5, 7, 7, 3)
+    wfbp.broadcast_parameters(model.state_dict())
+    reference = copy.deepcopy(model)
+    optimizer, plain = decoupled(model, "replicated", adamw), adamw(reference.parameters())
+    held, wanted = list(model.parameters()), list(reference.parameters())
+    calls: list[Callable[[torch.Tensor], torch.Tensor]] = [model, reference]
+    for step in range(2 * LATE):
+        if step == LATE:
+            calls = [happens(model), happens(reference)]
+
+        def backward(net: nn.Module, rank: int, step: int, calls: Any = calls) -> None:
+            calls[net is reference](data(step, rank, 4, 5)).square().mean().backward()
+
+        optimizer.zero_grad()
+        backward(model, wfbp.rank(), step)
+        optimizer.step()
+        averaged(reference, backward, step, wfbp.size())
+        plain.step()
+    optimizer.synchronize_parameters()
+    for p, q in zip(held, wanted, strict=True):
+        same(p.detach(), q.detach(), "at the end", 1e-10)
+
+
+@check
+def layers_made_anew() -> None:
+    def happens(model: nn.Sequential) -> Callable[[torch.Tensor], torch.Tensor]:
+        for k in (0, 2, 4):
+            old = model[k]
+            new = nn.Linear(old.in_features, old.out_features).double()
+            new.weight, new.bias = old.weight, old.bias
+            model[k] = new
+        return model
+
+    beside(happens)
+
+
+class Holding(nn.Module):
+    """Reads what it was given, under other names."""
+
+    def __init__(self, old: nn.Linear) -> None:
+        super().__init__()
+        self.matrix, self.offset = old.weight, old.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.matrix, self.offset)
+
+
+@check
+def layers_that_take_parameters_over() -> None:
+    def happens(model: nn.Sequential) -> Callable[[torch.Tensor], torch.Tensor]:
+        model[2] = Holding(model[2])
+        return model
+
+    beside(happens)
+
+
+@check
+def a_module_that_keeps_a_list_is_made_late() -> None:
+    def happens(model: nn.Sequential) -> Callable[[torch.Tensor], torch.Tensor]:
+        class Listed(Holding):
+            def __init__(self, old: nn.Linear) -> None:
+                super().__init__(old)
+                self.both = [old.weight, old.bias]
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return functional.linear(x, *self.both)
+
+        model[2] = Listed(model[2])
+        return model
+
+    beside(happens)
+
+
+@check
+def a_model_that_is_traced_late() -> None:
+    def happens(model: nn.Sequential) -> Callable[[torch.Tensor], torch.Tensor]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            traced: Callable[[torch.Tensor], torch.Tensor] = torch.jit.trace(  # type: ignore[no-untyped-call]
+                model, data(0, 0, 4, 5)
+            )
+        return traced
+
+    beside(happens)
+
+
+@check
+def a_function_that_is_compiled_late() -> None:
+    def happens(model: nn.Sequential) -> Callable[[torch.Tensor], torch.Tensor]:
+        warnings.filterwarnings("ignore", "Using `torch.compile")
+        warnings.filterwarnings("ignore", module="torch._dynamo")
+        return torch.compile(lambda x: model(x), backend="eager")
+
+    beside(happens)
+
+
+@check
+def parameters_held_by_the_program() -> None:
+    """Up to date after one call, on a rank of its own choice; which is no step of training."""
+    model = mlp(5, 7, 7, 3)
+    wfbp.broadcast_parameters(model.state_dict())
+    reference = copy.deepcopy(model)
+    for update in ("auto", "replicated"):
+        optimizer, plain = decoupled(model, update), momentum(reference.parameters())
+        held, wanted = list(model.parameters()), list(reference.parameters())
+        for step in range(2 * LATE):
+            optimizer.zero_grad()
+            square(model, wfbp.rank(), step)
+            optimizer.step()
+            averaged(reference, square, step, wfbp.size())
+            plain.step()
+            if step % wfbp.size() == wfbp.rank():
+                optimizer.synchronize_parameters()
+                for p, q in zip(held, wanted, strict=True):
+                    same(p.detach(), q.detach(), f"{update}: step {step}", 1e-12)
+            if step % 5 == 4:
+                optimizer.synchronize_parameters()
+                with torch.no_grad():
+                    for p in (*held, *wanted):
+                        p.clamp_(-0.5, 0.5)
+            if step % 4 == 3:
+                optimizer.zero_grad()
+                optimizer.synchronize()
+        if wfbp.size() > 1:
+            assert optimizer.report()["steps"] == 2 * LATE
+        optimizer.synchronize_parameters()
+
+
+def _installed(update: str) -> tuple[nn.Module, Any]:
+    model = mlp(5, 7, 7, 3)
+    wfbp.broadcast_parameters(model.state_dict())
+    optimizer = decoupled(model, update)
+    for step in range(LATE):
+        optimizer.zero_grad()
+        square(model, wfbp.rank(), step)
+        optimizer.step()
+    return model, optimizer
+
+
+@check
+def changing_what_still_travels_is_told() -> None:
+    if wfbp.size() == 1:
+        return
+    model, optimizer = _installed("auto")
+    held = dict(model.named_parameters())
+    optimizer.zero_grad()
+    square(model, wfbp.rank(), LATE)
+    optimizer.step()
+    with torch.no_grad():
+        held["2.weight"].clamp_(-0.5, 0.5)
+    raises(
+        RuntimeError,
+        "2.weight was changed in place while its update still travelled",
+        "synchronize_parameters()",
+        act=lambda: model(data(0, 0, 4, 5)),
+    )
+
+
+@check
+def keeping_what_still_travels_for_backward_is_told() -> None:
+    if wfbp.size() == 1:
+        return
+    for update in ("auto", "replicated"):
+        model, optimizer = _installed(update)
+        held = list(model.parameters())
+        optimizer.zero_grad()
+        square(model, wfbp.rank(), LATE)
+        optimizer.step()
+        penalty = sum((p.square().sum() for p in held), torch.zeros((), dtype=torch.float64))
+        loss = model(data(0, 0, 4, 5)).square().mean() + penalty
+        raises(RuntimeError, "modified by an inplace operation", act=loss.backward)
+        optimizer.zero_grad()
+        optimizer.synchronize_parameters()
+
+
+@check
+def a_group_that_is_refused() -> None:
+    """All goes on as before."""
+    model = mlp(5, 7, 7, 3)
+    wfbp.broadcast_parameters(model.state_dict())
+    reference = copy.deepcopy(model)
+    optimizer, plain = decoupled(model, "auto", adamw), adamw(reference.parameters())
+    for step in range(2 * LATE):
+        if step == LATE:
+            phase = optimizer.report().get("phase")
+            for params, kind in (([model[2].weight], ValueError), ([1], TypeError)):
+                with pytest.raises(kind):
+                    optimizer.add_param_group({"params": params})
+            assert optimizer.report().get("phase") == phase
+        optimizer.zero_grad()
+        square(model, wfbp.rank(), step)
+        optimizer.step()
+        averaged(reference, square, step, wfbp.size())
+        plain.step()
+    alike(model, reference, "after a group was refused")
+
+
+@check
+def another_state() -> None:
+    """Momentum is reset by giving the optimizer a new dictionary."""
+    model = mlp(5, 7, 7, 3)
+    wfbp.broadcast_parameters(model.state_dict())
+    reference = copy.deepcopy(model)
+    for update in ("auto", "replicated"):
+        optimizer, plain = decoupled(model, update, adamw), adamw(reference.parameters())
+        for step in range(2 * LATE):
+            if step == LATE:
+                optimizer.state = defaultdict(dict)
+                plain.state = defaultdict(dict)
+            optimizer.zero_grad()
+            square(model, wfbp.rank(), step)
+            optimizer.step()
+            averaged(reference, square, step, wfbp.size())
+            plain.step()
+        found, wanted = optimizer.state_dict()["state"], plain.state_dict()["state"]
+        assert found.keys() == wanted.keys()
+        for k in wanted:
+            for name in ("exp_avg", "exp_avg_sq"):
+                same(found[k][name], wanted[k][name], f"{update}: {name} of {k}", 1e-11)
+        alike(model, reference, update)
+
+
+if __name__ == "__main__":
+    check.main()

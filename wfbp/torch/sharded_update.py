@@ -1,0 +1,124 @@
+"""Each rank updates its shards of what was reduced, and the parameters are gathered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from wfbp.torch import tensors
+from wfbp.torch.sharding import Sharding, flat, ordered
+from wfbp.torch.update import Reduced, Targets, Update, apart
+
+_EARLY = 8
+"""The first groups that hold this part of what is gathered are updated before the rest."""
+
+
+class ShardedUpdate(Update):
+    """Each rank updates its shards of what the plan decouples; the parameters are gathered.
+
+    Args:
+        sharding: of the optimizer's state.
+    """
+
+    def __init__(self, *args: Any, sharding: Sharding) -> None:
+        super().__init__(*args)
+        self.sharding = sharding
+        self._versions: dict[int, int] = {}
+        self._installed = 0
+        self._early: tuple[set[int], int] = set(), 0
+
+    def apply(self, reduced: Reduced | None) -> Any:
+        engine, sharding = self._engine, self.sharding
+        self._follow()
+        sharding.check()
+        start = engine.now()
+        if not sharding:
+            result = self._step()
+            engine.update = start, engine.now()
+            return result
+        groups = apart(self._optimizer.param_groups)
+        addresses = [p.data_ptr() for p in self._params]
+        early, count = self._early
+        begun = False
+        try:
+            if early:
+                self._run(groups, lambda p: self._target(p, reduced) if id(p) in early else [])
+            engine.gather(addresses, self._params, count)
+            begun = True
+            result = self._run(groups, lambda p: [] if id(p) in early else self._target(p, reduced))
+        finally:
+            # Whatever the optimizer raised: what it did to its shards, every rank must see.
+            if begun:
+                engine.gather_rest()
+            else:
+                engine.gather(addresses, self._params)
+            sharding.drop_gradients()
+            self._versions = {k: self._params[k]._version for k in sharding.indices}
+        engine.update = start, engine.now()
+        return result
+
+    def settle(self) -> None:
+        self.flush()
+
+    def await_param(self, index: int) -> None:
+        self._engine.await_tensor(index)
+        version = self._versions.pop(index, None)
+        if version is None:
+            return
+        param = self._params[index]
+        if param._version != version:
+            raise RuntimeError(
+                f"{self.sharding.names[index]} was changed in place while its update still "
+                "travelled, so ranks may hold different values: call "
+                "optimizer.synchronize_parameters() before changing parameters outside of modules"
+            )
+        # Whoever keeps for backward what was there before is to hear that it has changed.
+        torch.autograd.graph.increment_version(param)
+
+    def join(self) -> None:
+        """Have whole state on every rank, and whole updates until the next :meth:`apply`."""
+        self.sharding.follow([])
+        self._installed = 0
+
+    def forget(self) -> None:
+        """The optimizer's state is whole, because another one is being loaded."""
+        self.sharding.forget()
+        self._installed = 0
+
+    def _follow(self) -> None:
+        if self._installed != self._engine.num_installed:
+            self._installed = self._engine.num_installed
+            count = range(len(self._params))
+            self.sharding.follow([k for k in count if self._engine.decouples_tensor(k)])
+            self._early = self._first_groups()
+
+    def _first_groups(self) -> tuple[set[int], int]:
+        """The parameters that forward needs first, by their ids, and how many groups they fill.
+
+        These are updated first, so that the others' update hides behind their all-gathers.
+        """
+        groups = self._engine.gather_groups
+        sizes = [sum(self._params[k].nbytes for k in group) for group in groups]
+        count = 0
+        while sum(sizes[:count]) * _EARLY < sum(sizes) and count < len(sizes) - 1:
+            count += 1
+        return {id(self._params[k]) for group in groups[:count] for k in group}, count
+
+    def _target(self, param: torch.Tensor, reduced: Reduced | None) -> Targets:
+        """What the optimizer steps for a parameter: itself or its shard.
+
+        It sees empty shards, too, as tensors without gradient: it may count the steps of a group.
+        """
+        index = self._index.get(id(param), -1)
+        if index not in self.sharding:
+            return [param]
+        shard = self.sharding.shard(index)
+        slot = None if reduced is None else reduced[index]
+        if not shard.numel():
+            return [shard]
+        if slot is not None and not slot.whole:
+            shard.grad = tensors.shared(slot.data).view(param.dtype)
+        elif param.grad is not None and (reduced is None or slot is not None):
+            shard.grad = self.sharding.part(index, flat(ordered(param, param.grad)))
+        return [shard]
