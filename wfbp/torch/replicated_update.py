@@ -46,6 +46,7 @@ class ReplicatedUpdate(Update):
                 now.append(index)
             elif slot is not None:
                 self._gradients[index] = tensors.view(slot.data, self._layouts[index])
+        self._note_versions(self._gradients)
         return self._timed(lambda: self._update(now, {}))
 
     def await_param(self, index: int) -> None:
@@ -57,6 +58,8 @@ class ReplicatedUpdate(Update):
             # updates.
             last = self._group[index]
             ready = [k for k in self._gradients if self._group[k] <= last]
+            for k in ready:
+                self._check_unchanged(k)
             within, self._updating = self._updating, True
             try:
                 self._update(ready, {k: self._gradients.pop(k) for k in ready})

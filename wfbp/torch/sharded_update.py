@@ -24,7 +24,6 @@ class ShardedUpdate(Update):
     def __init__(self, *args: Any, sharding: Sharding) -> None:
         super().__init__(*args)
         self.sharding = sharding
-        self._versions: dict[int, int] = {}
         self._installed = 0
         self._early: tuple[set[int], int] = set(), 0
 
@@ -54,7 +53,7 @@ class ShardedUpdate(Update):
             else:
                 engine.gather(addresses, self._params)
             sharding.drop_gradients()
-            self._versions = {k: self._params[k]._version for k in sharding.indices}
+            self._note_versions(sharding.indices)
         engine.update = start, engine.now()
         return result
 
@@ -63,18 +62,9 @@ class ShardedUpdate(Update):
 
     def await_param(self, index: int) -> None:
         self._engine.await_tensor(index)
-        version = self._versions.pop(index, None)
-        if version is None:
-            return
-        param = self._params[index]
-        if param._version != version:
-            raise RuntimeError(
-                f"{self.sharding.names[index]} was changed in place while its update still "
-                "travelled, so ranks may hold different values: call "
-                "optimizer.synchronize_parameters() before changing parameters outside of modules"
-            )
-        # Whoever keeps for backward what was there before is to hear that it has changed.
-        torch.autograd.graph.increment_version(param)
+        if self._check_unchanged(index):
+            # Whoever keeps for backward what was there before is to hear that it has changed.
+            torch.autograd.graph.increment_version(self._params[index])
 
     def join(self) -> None:
         """Have whole state on every rank, and whole updates until the next :meth:`apply`."""

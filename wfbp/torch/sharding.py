@@ -43,7 +43,7 @@ class Sharding:
         self._runtime = runtime
         self._params = params
         self._optimizer = optimizer
-        self.names = [spec.name for spec in specs]
+        self._names = [spec.name for spec in specs]
         self._layouts = [tensors.Layout.of(p) for p in params]
         self._counts = [_counts(spec, runtime.size) for spec in specs]
         rank = runtime.rank
@@ -88,10 +88,10 @@ class Sharding:
         for index in self._shards:
             param, layout = self._params[index], self._layouts[index]
             if param.shape != layout.shape or param.dtype is not layout.dtype:
-                layout.check(param, param, self.names[index])
+                layout.check(param, param, self._names[index])
             if param.stride() != layout.stride:
                 raise RuntimeError(
-                    f"{self.names[index]} had strides {layout.stride} when the optimizer was "
+                    f"{self._names[index]} had strides {layout.stride} when the optimizer was "
                     f"wrapped and has {param.stride()} now; convert a model to another memory "
                     "format before DistributedOptimizer, or choose a schedule of all-reduces"
                 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class Update(ABC):
         self._params = params
         self._index = {id(p): k for k, p in enumerate(params)}
         self._step = step
+        self._versions: dict[int, int] = {}
 
     @abstractmethod
     def apply(self, reduced: Reduced | None) -> Any:
@@ -68,6 +69,29 @@ class Update(ABC):
     def pending(self) -> bool:
         """Whether any parameter may not be up to date."""
         return self._engine.gathering
+
+    def _note_versions(self, indices: Iterable[int]) -> None:
+        """These parameters are on their way, and not to be changed."""
+        self._versions = {k: self._params[k]._version for k in indices}
+
+    def _check_unchanged(self, index: int) -> bool:
+        """Raise where a parameter was changed since it was on its way.
+
+        Returns:
+            Whether it was on its way until now.
+
+        Raises:
+            RuntimeError: it was changed.
+        """
+        version = self._versions.pop(index, None)
+        if version is not None and self._params[index]._version != version:
+            raise RuntimeError(
+                f"{self._engine.specs[index].name} was changed in place while its update still "
+                "travelled, and may now differ from other ranks' or from what one process would "
+                "have: call optimizer.synchronize_parameters() before changing parameters outside "
+                "of modules"
+            )
+        return version is not None
 
     def _run(self, groups: Sequence[Group], targets: Callable[[torch.Tensor], Targets]) -> Any:
         """Step some tensors by the hyperparameters of these groups.

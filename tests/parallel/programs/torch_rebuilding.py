@@ -9,6 +9,7 @@ import copy
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -200,19 +201,21 @@ def _installed(update: str) -> tuple[nn.Module, Any]:
 def changing_what_still_travels_is_told() -> None:
     if wfbp.size() == 1:
         return
-    model, optimizer = _installed("auto")
-    held = dict(model.named_parameters())
-    optimizer.zero_grad()
-    square(model, wfbp.rank(), LATE)
-    optimizer.step()
-    with torch.no_grad():
-        held["2.weight"].clamp_(-0.5, 0.5)
-    raises(
-        RuntimeError,
-        "2.weight was changed in place while its update still travelled",
-        "synchronize_parameters()",
-        act=lambda: model(data(0, 0, 4, 5)),
-    )
+    for update in ("auto", "replicated"):
+        model, optimizer = _installed(update)
+        held = dict(model.named_parameters())
+        optimizer.zero_grad()
+        square(model, wfbp.rank(), LATE)
+        optimizer.step()
+        with torch.no_grad():
+            held["2.weight"].clamp_(-0.5, 0.5)
+        raises(
+            RuntimeError,
+            "2.weight was changed in place while its update still travelled",
+            "synchronize_parameters()",
+            act=partial(model, data(0, 0, 4, 5)),
+        )
+        optimizer.synchronize_parameters()
 
 
 @check
