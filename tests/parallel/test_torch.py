@@ -13,8 +13,7 @@ pytestmark = [pytest.mark.parallel, pytest.mark.timeout(200)]
 MODES = [
     (2, "overlap"),
     (3, "changing"),
-    (2, "mixed"),
-    (3, "hybrid"),
+    (3, "mixed"),
     (2, "ps_layerwise"),
 ]
 

@@ -91,8 +91,8 @@ class Distributed(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """Scale all gradients so that their norm over all parameters is at most ``max_norm``.
 
-        To be called between ``backward()`` and :meth:`step`, on every rank. Takes what
-        ``torch.nn.utils.clip_grad_norm_`` takes, for the averaged gradients of this optimizer's
+        To be called between ``backward()`` and :meth:`step`, on every rank. Does what
+        ``torch.nn.utils.clip_grad_norm_`` does, for the averaged gradients of this optimizer's
         parameters; ranks that hold shards of them tell each other their parts of the norm in one
         small message.
 

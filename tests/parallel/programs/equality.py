@@ -180,8 +180,9 @@ def main() -> None:
     )
     only = sys.argv[2].split(",") if len(sys.argv) > 2 else list(SCHEDULES)
     runs = [(n, make, d) for n, make in OPTIMIZERS.items() for d in DTYPES[n]]
+    if len(sys.argv) > 3 or wfbp.size() > 2:
+        trial._NUM_SEARCHED = 2  # of dear: elsewhere all are searched, which takes long
     if len(sys.argv) > 3:
-        trial._NUM_SEARCHED = 2  # of dear: without FURTHER all are searched, which takes long
         further = further_optimizers.made(param_groups)
         runs = [(n, further[n], torch.float64) for n in sys.argv[3].split(",")]
     records = [train(schedule, *run) for schedule in only for run in runs]

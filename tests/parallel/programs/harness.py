@@ -48,7 +48,6 @@ MODES = {
     "overlap": Config(schedule="wfbp", warmup_steps=10**6, timeout_s=20.0, probe_s=0.02),
     "changing": _short("auto"),
     # Decoupled, and installed after a few steps.
-    "hybrid": _short("hybrid"),
     "ps_layerwise": _short("ps_layerwise"),
     "mixed": _short("hybrid"),
 }
