@@ -552,3 +552,17 @@ def test_a_module_that_is_given_a_parameter_later() -> None:
     assert reads == [0, 0]
     barrier.release()
     assert dictionaries(later) == {dict}
+
+
+def test_modules_are_not_kept_alive() -> None:
+    module = nn.Linear(3, 3)
+    barrier, _ = guarded(module)
+    later = nn.Linear(3, 3)
+    later.weight = module.weight
+    barrier.hook(later)
+    seen = weakref.ref(later)
+    del later
+    gc.collect()
+    assert seen() is None
+    barrier.hook_unseen()
+    barrier.release()

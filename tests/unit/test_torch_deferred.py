@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 
 import torch
 
+from wfbp.core.types import TensorSpec
 from wfbp.errors import StallError
 from wfbp.runtime.slot import Slot
 from wfbp.torch import exchange, tensors
@@ -29,6 +30,7 @@ class Arrived:
 
     def __init__(self, count: int) -> None:
         self.gather_groups = [[k] for k in range(count)]
+        self.specs = [TensorSpec(f"p{k}", (1,), "float32") for k in range(count)]
 
     def now(self) -> float:
         return 0.0

@@ -80,6 +80,7 @@ class Gathers:
         if not self._num_groups:
             return
         self.wait_all()
+        self._waits, self._times = [], []  # of an earlier step, that nobody has asked for
         self._num_arrived = 0
         self.pending = True
         self._begun = Gather(

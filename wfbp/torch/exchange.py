@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,8 +41,8 @@ def _finish() -> None:
         told = exchange.runtime.thread.error is not None  # to whoever has called anything since
         try:
             exchange.flush()
-        except WfbpError as error:
-            if not told:
+        except Exception as error:
+            if not told or not isinstance(error, WfbpError):
                 log.error("parameters are not up to date at the end: %s", error)
 
 
@@ -105,7 +105,9 @@ class Exchange:
             )
         else:
             self._update = ReplicatedUpdate(engine, optimizer, params, step)
-        gradients.before_release = self._update.flush
+        gradients.before_release = _letting_go(self._update, self._barrier)
+        if self._barrier is not None:
+            weakref.finalize(self, self._barrier.release).atexit = False
         self.report = engine.report
 
     @property
@@ -207,6 +209,11 @@ class Exchange:
             return self._optimizer.state
         return self._sharding.whole_state()
 
+    def before_another_state(self) -> None:
+        """The optimizer is given other state: updates that are due belong to that before."""
+        if not self._update.stepping:  # what an optimizer does itself is its own affair
+            self.flush()
+
     def forget_state(self) -> None:
         """Another state has been loaded, on every rank; nothing was under way."""
         if isinstance(self._update, ShardedUpdate):
@@ -248,6 +255,8 @@ class Exchange:
         for index in range(len(self._params)):
             if index in barrier.exposed or index not in barrier.seen:
                 self._update.await_param(index)
+        for index in self._update.at_once:
+            self._update.await_param(index)
 
     def _reduced_tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The shards of reduced gradients, and the whole ones."""
@@ -262,3 +271,12 @@ class Exchange:
             elif not slot.whole and len(slot.data):
                 shards.append(tensors.shared(slot.data).view(param.dtype))
         return shards, whole
+
+
+def _letting_go(update: Update, barrier: Barrier | None) -> Callable[[], None]:
+    def let_go() -> None:
+        update.flush()
+        if barrier is not None:
+            barrier.release()
+
+    return let_go

@@ -92,14 +92,13 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     known = None if named_parameters is None else named_pairs(named_parameters)
 
     def check(named: list[tuple[str, torch.Tensor]]) -> None:
+        for name, param in named:
+            tensors.check(name, param)
         specs = [tensors.spec(name, p) for name, p in named]
         check_arguments(specs, planner, limit_bytes, op, backward_passes_per_step, decouples=True)
 
-    named = named_params(optimizer, known, complete=True)
-    for name, param in named:
-        tensors.check(name, param)
     check_update(update)
-    check(named)
+    check(named_params(optimizer, known, complete=True))
     # What can be refused without looking at the bare optimizer has been: an earlier one goes on.
     previous = optimizer.__dict__.pop(_WRAPPED, None)
     if previous is not None:
@@ -137,6 +136,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     wrapped._wfbp_skip = False
     wrapped._wfbp_exchange = None
     wrapped._wfbp_exchange = make()
+    wrapped._wfbp_check = lambda: check(named_params(wrapped, known, complete=False))
     wrapped._wfbp_make = make
     optimizer.__dict__[_WRAPPED] = wrapped
     if runtime.size > 1:

@@ -58,8 +58,9 @@ class Barrier:
         self._params = list(params)
         self._index = {id(p): k for k, p in enumerate(self._params)}
         self._on_read = on_read
-        self._guarded: dict[int, tuple[nn.Module, Guarded]] = {}
-        self._hooked: dict[int, tuple[nn.Module, set[int]]] = {}
+        # By ids of modules, as long as these live.
+        self._guarded: dict[int, tuple[weakref.ref[nn.Module], Guarded]] = {}
+        self._hooked: dict[int, tuple[weakref.ref[nn.Module], set[int]]] = {}
         self._unheard: set[int] = set()
         self._handle: Any = None
         this = weakref.ref(self)
@@ -94,7 +95,7 @@ class Barrier:
             kept = {index for value in others for index in self._kept(value)}
             if kept:
                 self._hook(module, kept)
-        held = [self._own(table) for _, table in self._guarded.values()]
+        held = [self._own(table) for _, table in list(self._guarded.values())]
         self.exposed = set(range(len(self._params))) - set().union(*held)
         for module in compiled.values():
             own = self._own(dict(module.named_parameters(recurse=False)))
@@ -131,15 +132,18 @@ class Barrier:
 
     def hook_unseen(self) -> None:
         """Hook the guarded modules that hold parameters which have not been seen."""
-        for module, table in self._guarded.values():
-            if not self._own(table) <= self.seen:
+        for alive, table in list(self._guarded.values()):
+            module = alive()
+            if module is not None and not self._own(table) <= self.seen:
                 self.hook(module)
 
     def release(self) -> None:
         """Let all modules be as they were."""
         self.active = False
-        for module, _ in list(self._guarded.values()):
-            self._leave(module)
+        for alive, _ in list(self._guarded.values()):
+            module = alive()
+            if module is not None:
+                self._leave(module)
         self._adopts.remove()
         if self._handle is not None:
             self._handle.remove()
@@ -171,11 +175,11 @@ class Barrier:
             table = module.__dict__["_parameters"] = Guarded(table)
         if self not in table.barriers:
             table.barriers = (*table.barriers, self)
-        self._guarded[id(module)] = module, table
+        self._guarded[id(module)] = _forgotten(module, self._guarded), table
         return table
 
     def _hook(self, module: nn.Module, indices: set[int]) -> None:
-        self._hooked[id(module)] = module, indices
+        self._hooked[id(module)] = _forgotten(module, self._hooked), indices
         if self._handle is None:
             # One for all modules: a hook on the module would be copied and pickled with it.
             self._handle = register_module_forward_pre_hook(_caller(weakref.ref(self)))
@@ -200,6 +204,12 @@ class Barrier:
         for inner in value if isinstance(value, list | tuple) else (value,):
             if id(inner) in self._index:
                 yield self._index[id(inner)]
+
+
+def _forgotten(module: nn.Module, held: dict[int, Any]) -> weakref.ref[nn.Module]:
+    """A reference; what is held under the module's id goes with the module."""
+    key = id(module)
+    return weakref.ref(module, lambda _: held.pop(key, None))
 
 
 def _adopter(this: weakref.ref[Barrier]) -> Callable[[nn.Module, str, Any], None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,7 +46,7 @@ class ReplicatedUpdate(Update):
                 now.append(index)
             elif slot is not None:
                 self._gradients[index] = tensors.view(slot.data, self._layouts[index])
-        self._note_versions(self._gradients)
+        self._travelling.note(self._gradients)
         return self._timed(lambda: self._update(now, {}))
 
     def await_param(self, index: int) -> None:
@@ -59,12 +59,17 @@ class ReplicatedUpdate(Update):
             last = self._group[index]
             ready = [k for k in self._gradients if self._group[k] <= last]
             for k in ready:
-                self._check_unchanged(k)
+                self._travelling.arrived(k)
             within, self._updating = self._updating, True
             try:
                 self._update(ready, {k: self._gradients.pop(k) for k in ready})
             finally:
                 self._updating = within
+
+    @property
+    def at_once(self) -> Collection[int]:
+        # Of such ones PyTorch takes the late update of one for a change of the others.
+        return self._travelling.together
 
     @property
     def pending(self) -> bool:

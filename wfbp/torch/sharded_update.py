@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,18 +54,20 @@ class ShardedUpdate(Update):
             else:
                 engine.gather(addresses, self._params)
             sharding.drop_gradients()
-            self._note_versions(sharding.indices)
+            self._travelling.note(sharding.indices, self._stepped(reduced))
         engine.update = start, engine.now()
         return result
 
     def settle(self) -> None:
-        self.flush()
+        for index in self._travelling.indices:
+            self.await_param(index)
 
     def await_param(self, index: int) -> None:
         self._engine.await_tensor(index)
-        if self._check_unchanged(index):
-            # Whoever keeps for backward what was there before is to hear that it has changed.
-            torch.autograd.graph.increment_version(self._params[index])
+        self._travelling.arrived(index)
+        if not self._engine.gathering:  # reads are no longer heard of: what was not read is whole
+            for other in self._travelling.indices:
+                self._travelling.arrived(other)
 
     def join(self) -> None:
         """Have whole state on every rank, and whole updates until the next :meth:`apply`."""
@@ -94,6 +97,11 @@ class ShardedUpdate(Update):
         while sum(sizes[:count]) * _EARLY < sum(sizes) and count < len(sizes) - 1:
             count += 1
         return {id(self._params[k]) for group in groups[:count] for k in group}, count
+
+    def _stepped(self, reduced: Reduced | None) -> set[int]:
+        """The sharded parameters that have changed on any rank."""
+        found: Sequence[object] = [p.grad for p in self._params] if reduced is None else reduced
+        return {k for k in self.sharding.indices if found[k] is not None}
 
     def _target(self, param: torch.Tensor, reduced: Reduced | None) -> Targets:
         """What the optimizer steps for a parameter: itself or its shard.

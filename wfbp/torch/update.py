@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
 from wfbp.runtime.engine import Engine
 from wfbp.runtime.slot import Slot
+from wfbp.torch.travelling import Travelling
 
 Reduced = Sequence[Slot | None]
 Step = Callable[[], Any]
@@ -38,8 +39,10 @@ class Update(ABC):
         self._optimizer = optimizer
         self._params = params
         self._index = {id(p): k for k, p in enumerate(params)}
-        self._step = step
-        self._versions: dict[int, int] = {}
+        self._own_step = step
+        self.stepping = False
+        """Whether the optimizer is at work."""
+        self._travelling = Travelling(params, [spec.name for spec in engine.specs])
 
     @abstractmethod
     def apply(self, reduced: Reduced | None) -> Any:
@@ -56,6 +59,11 @@ class Update(ABC):
     def settle(self) -> None:  # noqa: B027 - most have nothing to do
         """Do what must be done before anything else is reduced."""
 
+    @property
+    def at_once(self) -> Collection[int]:
+        """Parameters whose update may not wait until they are read."""
+        return ()
+
     @abstractmethod
     def await_param(self, index: int) -> None:
         """Wait until a parameter is up to date."""
@@ -70,28 +78,12 @@ class Update(ABC):
         """Whether any parameter may not be up to date."""
         return self._engine.gathering
 
-    def _note_versions(self, indices: Iterable[int]) -> None:
-        """These parameters are on their way, and not to be changed."""
-        self._versions = {k: self._params[k]._version for k in indices}
-
-    def _check_unchanged(self, index: int) -> bool:
-        """Raise where a parameter was changed since it was on its way.
-
-        Returns:
-            Whether it was on its way until now.
-
-        Raises:
-            RuntimeError: it was changed.
-        """
-        version = self._versions.pop(index, None)
-        if version is not None and self._params[index]._version != version:
-            raise RuntimeError(
-                f"{self._engine.specs[index].name} was changed in place while its update still "
-                "travelled, and may now differ from other ranks' or from what one process would "
-                "have: call optimizer.synchronize_parameters() before changing parameters outside "
-                "of modules"
-            )
-        return version is not None
+    def _step(self) -> Any:
+        within, self.stepping = self.stepping, True
+        try:
+            return self._own_step()
+        finally:
+            self.stepping = within
 
     def _run(self, groups: Sequence[Group], targets: Callable[[torch.Tensor], Targets]) -> Any:
         """Step some tensors by the hyperparameters of these groups.

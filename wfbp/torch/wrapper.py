@@ -39,6 +39,7 @@ class Distributed(torch.optim.Optimizer):
 
     _wfbp_original: torch.optim.Optimizer
     _wfbp_exchange: Exchange | None
+    _wfbp_check: Callable[[], object]
     _wfbp_make: Callable[[], Exchange | None]
     _wfbp_asked: Asked
     _wfbp_skip: bool
@@ -166,11 +167,11 @@ class Distributed(torch.optim.Optimizer):
         if self._wfbp_exchange is None:
             return super().state_dict()
         own = self.state
-        self.state = self._wfbp_exchange.whole_state()  # type: ignore[assignment]
+        self.__dict__["state"] = self._wfbp_exchange.whole_state()
         try:
             return super().state_dict()
         finally:
-            self.state = own
+            self.__dict__["state"] = own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state into the groups and the state that the wrapped optimizer shares.
@@ -205,18 +206,24 @@ class Distributed(torch.optim.Optimizer):
         groups, exchange = self.param_groups, self._wfbp_exchange
         count = len(groups)
         super().add_param_group(param_group)  # where it refuses the group, all goes on as before
-        if exchange is not None:
+        if exchange is None:
+            return
+        try:
+            self._wfbp_check()
+        finally:
             added = groups[count:]
             del groups[count:]  # what is under way is of those before
-            exchange.release()
-            groups += added
-            self._wfbp_asked = Asked.NOBODY
-            self._wfbp_exchange = self._wfbp_make()
+        exchange.release()
+        groups += added
+        self._wfbp_asked = Asked.NOBODY
+        self._wfbp_exchange = self._wfbp_make()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        exchange = self.__dict__.get("_wfbp_exchange")
-        if name == "state" and exchange is not None:
-            exchange.flush()  # updates that are due belong to the state before
+        original = self.__dict__.get("_wfbp_original")
+        if name == "state" and original is not None:
+            if self._wfbp_exchange is not None:
+                self._wfbp_exchange.before_another_state()
+            original.__dict__["state"] = value
         super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -245,9 +245,15 @@ def a_group_that_is_refused() -> None:
     for step in range(2 * LATE):
         if step == LATE:
             phase = optimizer.report().get("phase")
-            for params, kind in (([model[2].weight], ValueError), ([1], TypeError)):
+            refused: list[tuple[Any, type[Exception]]] = [
+                ([model[2].weight], ValueError),
+                ([1], TypeError),
+                ([nn.Parameter(torch.ones(2, device="meta"))], ValueError),
+            ]
+            for params, kind in refused[: 3 if wfbp.size() > 1 else 2]:
                 with pytest.raises(kind):
                     optimizer.add_param_group({"params": params})
+            assert len(optimizer.param_groups) == 1
             assert optimizer.report().get("phase") == phase
         optimizer.zero_grad()
         square(model, wfbp.rank(), step)
@@ -280,6 +286,100 @@ def another_state() -> None:
             for name in ("exp_avg", "exp_avg_sq"):
                 same(found[k][name], wanted[k][name], f"{update}: {name} of {k}", 1e-11)
         alike(model, reference, update)
+
+
+@check
+def another_state_and_another_wrapper() -> None:
+    """The original has the state, too."""
+    model = mlp(5, 7, 7, 3)
+    wfbp.broadcast_parameters(model.state_dict())
+    reference = copy.deepcopy(model)
+    for update in ("auto", "replicated"):
+        original, plain = adamw(model.parameters()), adamw(reference.parameters())
+        for number in range(2):
+            optimizer = wfbp.torch.DistributedOptimizer(
+                original, model.named_parameters(), schedule="ps_layerwise", update=update
+            )
+            for step in range(LATE):
+                if step == LATE - 2 and number == 0:
+                    optimizer.state = defaultdict(dict)
+                    plain.state = defaultdict(dict)
+                optimizer.zero_grad()
+                square(model, wfbp.rank(), step)
+                optimizer.step()
+                averaged(reference, square, step, wfbp.size())
+                plain.step()
+        alike(model, reference, update)
+        found, wanted = optimizer.state_dict()["state"], plain.state_dict()["state"]
+        assert found.keys() == wanted.keys()
+        assert found[0]["step"] == wanted[0]["step"] == LATE + 2
+
+
+class Renewing(torch.optim.SGD):
+    """Has another dictionary after each step."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        self.state = defaultdict(dict, self.state)
+        return result
+
+
+@check
+def an_optimizer_that_renews_its_state() -> None:
+    model = mlp(5, 7, 7, 3)
+    wfbp.broadcast_parameters(model.state_dict())
+    reference = copy.deepcopy(model)
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        return Renewing(params, lr=0.05, momentum=0.9)
+
+    for update in ("auto", "replicated"):
+        optimizer, plain = decoupled(model, update, make), make(reference.parameters())
+        for step in range(2 * LATE):
+            optimizer.zero_grad()
+            square(model, wfbp.rank(), step)
+            optimizer.step()
+            averaged(reference, square, step, wfbp.size())
+            plain.step()
+        alike(model, reference, update)
+
+
+@check
+def parameters_that_are_parts_of_one_tensor() -> None:
+    """PyTorch counts their changes together."""
+    for update in ("auto", "replicated"):
+        model = nn.Sequential(*(nn.Linear(5, 5, bias=k == 1) for k in range(3))).double()
+        whole = torch.stack([layer.weight.detach() for layer in model])  # type: ignore[union-attr]
+        wfbp.broadcast_parameters({"whole": whole})
+        for layer, part in zip(model, whole.unbind(), strict=True):
+            layer.weight = nn.Parameter(part)
+        wfbp.broadcast_parameters(model.state_dict())
+        reference = copy.deepcopy(model)
+        optimizer, plain = decoupled(model, update), momentum(reference.parameters())
+        for step in range(2 * LATE):
+            optimizer.zero_grad()
+            square(model, wfbp.rank(), step)
+            optimizer.step()
+            averaged(reference, square, step, wfbp.size())
+            plain.step()
+        alike(model, reference, update)
+
+
+@check
+def two_losses_and_a_step_for_each() -> None:
+    """The second backward comes behind the first step, which has not changed what it needs."""
+    for update in ("auto", "replicated"):
+        model = nn.ModuleList([mlp(5, 3), mlp(5, 7, 3)])
+        wfbp.broadcast_parameters(model.state_dict())
+        optimizer = decoupled(model, update)
+        for step in range(2 * LATE):
+            optimizer.zero_grad()
+            losses = [part(data(step, wfbp.rank(), 4, 5)).square().mean() for part in model]
+            for loss in losses:
+                loss.backward()
+                optimizer.step()
+                model.zero_grad()
+        optimizer.synchronize_parameters()
 
 
 if __name__ == "__main__":
