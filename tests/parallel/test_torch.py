@@ -13,8 +13,8 @@ pytestmark = [pytest.mark.parallel, pytest.mark.timeout(200)]
 MODES = [
     (2, "overlap"),
     (3, "changing"),
-    (3, "mixed"),
-    (2, "ps_layerwise"),
+    (2, "mixed"),
+    (3, "ps_layerwise"),
 ]
 
 ALONE = ("bad_arguments", "scheduler_made_before_wrapping", "clipping", "scaler_naive", "lbfgs")
