@@ -152,6 +152,17 @@ def test_calls_run_one_after_another_in_their_order(make: Make) -> None:
         assert found == ["done"]
 
 
+def test_calls_of_different_lines_do_not_wait_for_each_other(make: Make) -> None:
+    thread, slow = make(), Slow()
+    caller, found = in_thread(lambda: thread.call(lambda: slow, "slow", line="one"))
+    until(lambda: thread.describe() == "in slow")
+    assert thread.call(lambda: Finished(7), "seven", line="other") == 7
+    assert found == []
+    slow.go.set()
+    caller.join(5)
+    assert found == ["done"]
+
+
 def test_a_call_that_fails_concerns_its_caller_only(make: Make) -> None:
     thread = make()
 

@@ -171,27 +171,31 @@ class Exchanges:
             with self._lock:
                 known = sorted(self._requests)
             message = json.dumps({"wanted": wanted.text, "known": known}).encode()
-            said = [json.loads(p) for p in runtime.exchange(message, _MAKING)]
+            said = [json.loads(p) for p in runtime.planning.exchange(message, _MAKING)]
             requests = [Request.parse(s["wanted"]) for s in said]
             everywhere = set.intersection(*(set(s["known"]) for s in said))
             if not everywhere.issuperset(r.key for r in requests):
                 _disagree(runtime.where, requests)
-            for _, request in sorted({r.key: r for r in requests}.items()):
-                if request.key in self._engines:
-                    continue
-                with self._lock:
-                    exchange = self._get(request.key)
-                self._engines[request.key] = Engine(
-                    runtime,
-                    request.specs,
-                    schedule=request.schedule,
-                    threshold_bytes=request.threshold_bytes,
-                    op=request.op,
-                    device=self.device,
-                    fetch=exchange.source,
-                    name=request.title,
-                )
+            with runtime.agenda.item(runtime.planning, _MAKING):
+                for _, request in sorted({r.key: r for r in requests}.items()):
+                    if request.key not in self._engines:
+                        self._engines[request.key] = self._engine(runtime, request)
             return self._engines[wanted.key]
+
+    def _engine(self, runtime: Runtime, request: Request) -> Engine:
+        with self._lock:
+            exchange = self._get(request.key)
+        return Engine(
+            runtime,
+            request.specs,
+            schedule=request.schedule,
+            threshold_bytes=request.threshold_bytes,
+            op=request.op,
+            device=self.device,
+            fetch=exchange.source,
+            name=request.title,
+            talk=runtime.planning,
+        )
 
 
 def _disagree(where: str, requests: Sequence[Request]) -> None:

@@ -12,14 +12,19 @@ from wfbp.runtime.gathering import Gathering
 from wfbp.runtime.medium import Medium
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.slot import Slot
+from wfbp.runtime.talk import Talk
 from wfbp.runtime.tuner import Tuner
 
 
 class Border:
     """Settles at the end of a step what its plan did not.
 
+    Of engines that are used side by side, one rank may come to this one's border first and another
+    rank to that of another engine: each talks apart.
+
     Args:
-        runtime: to talk by.
+        runtime: of this rank.
+        talk: of this engine alone.
         gathering: knows what the plan did not carry.
         medium: where gradients lie.
         tuner: decides about plans.
@@ -31,6 +36,7 @@ class Border:
     def __init__(
         self,
         runtime: Runtime,
+        talk: Talk,
         gathering: Gathering,
         medium: Medium,
         tuner: Tuner,
@@ -39,6 +45,7 @@ class Border:
         who: str,
     ) -> None:
         self._runtime = runtime
+        self._talk = talk
         self._gathering = gathering
         self._medium = medium
         self._tuner = tuner
@@ -63,13 +70,13 @@ class Border:
         due = tuner.round_due
         told = tuner.message() if due or tuner.phase == "installed" else {}
         mine = {"extra": sorted(gathering.extra), "tuner": told, "whole": wanted}
-        payloads = exchange(self._runtime, self._name, json.dumps(mine).encode(), "step border")
+        payloads = exchange(self._talk, self._name, json.dumps(mine).encode(), "step border")
         said = [json.loads(p) for p in payloads]
         extra = sorted({index for message in said for index in message["extra"]})
         if extra:
             specs = [gathering.specs[k] for k in extra]
             sources = [gathering.whole(k) for k in extra]
-            slots = reduce_extra(self._runtime, self._medium, specs, sources, self._op)
+            slots = reduce_extra(self._talk, self._medium, specs, sources, self._op)
             for k, slot in zip(extra, slots, strict=True):
                 reduced[k] = slot
         joining = [gathering.specs[k] for k in extra if gathering.place[k] < 0]
@@ -79,18 +86,19 @@ class Border:
         elif due or drifted:
             tuner.decide([m["tuner"] for m in said], self._measure_costs)
         if joining or due or drifted:
-            digests = exchange(self._runtime, self._name, tuner.plan.digest.encode(), "plan")
+            digests = exchange(self._talk, self._name, tuner.plan.digest.encode(), "plan")
             agreement.check_equal(self._who, "the plan", [d.decode() for d in digests])
         return any(message["whole"] for message in said)
 
     def _measure_costs(self) -> Costs:
         nbytes = sum(spec.nbytes for spec in self._gathering.specs)
         tuner = self._tuner
-        return self._runtime.measure_costs(
-            nbytes, tuner.operations, tuner.doubts_costs, self._medium.carrier
-        )
+        with self._runtime.agenda.item(self._talk, f"{self._name}: measuring the network"):
+            return self._runtime.measure_costs(
+                nbytes, tuner.operations, tuner.doubts_costs, self._medium.carrier, self._talk
+            )
 
 
-def exchange(runtime: Runtime, name: str, payload: bytes, what: str) -> list[bytes]:
+def exchange(talk: Talk, name: str, payload: bytes, what: str) -> list[bytes]:
     """Every rank's payload; what ranks call their optimizers may differ."""
-    return runtime.exchange(payload, f"{name}: {what}", what)
+    return talk.exchange(payload, f"{name}: {what}", what)

@@ -1,4 +1,4 @@
-"""Calls: single collectives for which a training thread waits, one after another."""
+"""Calls: single collectives for which a training thread waits."""
 
 from __future__ import annotations
 
@@ -63,58 +63,71 @@ class Call:
         label: what it is, for messages.
         start: starts it.
         reply: where its result goes.
+        line: calls of one line follow one another: those on one backend.
         since: when it was asked for (``time.monotonic``).
+        work: once it is started.
     """
 
     label: str
     start: Callable[[], Work[Any]]
     reply: Reply[Any]
+    line: object = None
     since: float = field(default_factory=time.monotonic)
+    work: Work[Any] | None = None
 
 
 class Calls:
-    """Runs calls in the order in which they were asked for. For the communication thread."""
+    """Runs the calls of a line in the order in which they were asked for, and lines side by side.
+
+    For the communication thread.
+    """
 
     def __init__(self) -> None:
-        self._waiting: deque[Call] = deque()
-        self._work: Work[Any] | None = None
+        self._lines: dict[object, deque[Call]] = {}  # those in which a call waits
         self.num_begun = 0
 
     def __bool__(self) -> bool:
-        return bool(self._waiting)
+        return bool(self._lines)
 
     @property
-    def first(self) -> Call:
-        """The call under way."""
-        return self._waiting[0]
+    def under_way(self) -> list[Call]:
+        """The first call of each line, the line that has been busy longest first."""
+        return [waiting[0] for waiting in self._lines.values()]
 
     def add(self, call: Call) -> None:
-        """Run a call after those before it."""
-        self._waiting.append(call)
+        """Run a call after those before it in its line."""
+        self._lines.setdefault(call.line, deque()).append(call)
 
     def advance(self) -> bool:
-        """Move the first call on; True where it ended."""
-        if not self._waiting:
-            return False
-        call = self._waiting[0]
+        """Move the first call of each line on; True where any ended."""
+        ended = False
+        for call in self.under_way if self._lines else ():
+            ended |= self._move(call)
+        return ended
+
+    def _move(self, call: Call) -> bool:
         try:
-            if self._work is None:
+            if call.work is None:
                 self.num_begun += 1
-                self._work = call.start()
-            if not self._work.test():
+                call.work = call.start()
+            if not call.work.test():
                 return False
-            result = self._work.result
+            result = call.work.result
         except Exception as error:
             answer = partial(call.reply.fail, error)
         else:
             answer = partial(call.reply.put, result)
-        self._work = None
-        if self._waiting:  # else the runtime ended meanwhile, and all calls were answered
-            self._waiting.popleft()
+        waiting = self._lines.get(call.line)
+        if waiting:  # else the runtime ended meanwhile, and all calls were answered
+            waiting.popleft()
+            if not waiting:
+                del self._lines[call.line]
             answer()
         return True
 
     def fail(self, error: WfbpError) -> None:
         """Answer all calls with an error."""
-        while self._waiting:
-            self._waiting.popleft().reply.fail(error)
+        lines, self._lines = self._lines, {}
+        for waiting in lines.values():
+            for call in waiting:
+                call.reply.fail(error)

@@ -30,6 +30,7 @@ from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.shards import shard_range
 from wfbp.runtime.slot import Slot, Source
 from wfbp.runtime.steps import CLOSE, DISCARD, Step, StepResult
+from wfbp.runtime.talk import Talk
 from wfbp.runtime.tuner import Tuner
 from wfbp.runtime.whole import WholeGradients
 
@@ -55,6 +56,7 @@ class Engine:
         fetch: returns the gradient of a tensor for which no event came, or None; called when the
             step closes.
         name: of the optimizer, for messages.
+        talk: in which ranks have come to this; the runtime's own by default.
 
     Raises:
         ValueError: bad arguments.
@@ -78,20 +80,16 @@ class Engine:
         device: Device | None = None,
         fetch: Callable[[int], Source | None] = lambda index: None,
         name: str = "optimizer",
+        talk: Talk | None = None,
     ) -> None:
         check_arguments(specs, schedule, threshold_bytes, op, passes, decouples)
         self.specs = tuple(specs)
         self._runtime = runtime
         self._name = name
         chosen = [k for k in range(len(specs)) if active is None or active[k]] or [0]
-        self._tuner = Tuner(
-            runtime.config,
-            schedule,
-            threshold_bytes,
-            [specs[k] for k in chosen],
-            decouples,
-            runtime.size if shares_update else 1,
-        )
+        planned = [specs[k] for k in chosen]
+        updaters = runtime.size if shares_update else 1
+        self._tuner = Tuner(runtime.config, schedule, threshold_bytes, planned, decouples, updaters)
         settings = {
             **compared,
             "schedule": schedule,
@@ -99,19 +97,21 @@ class Engine:
             "op": str(op),
             "decouples": decouples,
             "shares the update": shares_update,
-            "tensors with gradient": [self.specs[k].name for k in chosen],
+            "tensors with gradient": [spec.name for spec in planned],
             "plan": self._tuner.plan.digest,
         }
         payload = agreement.encode_specs(self.specs, settings)
         self._who = f"{runtime.where}: {name}"
-        agreement.check_specs(self._who, exchange(runtime, name, payload, "comparing tensors"))
-        backend = runtime.lease()
-        self._medium = medium = runtime.medium(backend, device)
+        talk = talk or runtime.talk
+        agreement.check_specs(self._who, exchange(talk, name, payload, "comparing tensors"))
+        backend = runtime.lease(talk)
+        self._medium = medium = runtime.medium(backend, device, talk)
         self._lane = PlannedLane(backend, medium, op, name)
         self._gathering = gathering = Gathering(
             self.specs, self._lane, medium, runtime.thread, passes, fetch, self._who
         )
-        self._border = Border(runtime, gathering, medium, self._tuner, op, name, self._who)
+        own = runtime.talk_on(backend)
+        self._border = Border(runtime, own, gathering, medium, self._tuner, op, name, self._who)
         self._gathers = gathers = Gathers(runtime, self._lane, medium, name)
         self._whole = WholeGradients(self.specs, gathers, medium, runtime.rank, runtime.size)
         self.gather_gradients = self._whole.begin

@@ -13,13 +13,13 @@ from wfbp.comm.backend import Backend, Work
 from wfbp.core.plan import Plan, split_by_dtype
 from wfbp.core.types import Op, TensorSpec
 from wfbp.runtime.medium import BackwardBuffer, Medium
-from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.slot import Slot
 from wfbp.runtime.steps import Step
+from wfbp.runtime.talk import Talk
 
 
 def reduce_extra(
-    runtime: Runtime,
+    talk: Talk,
     medium: Medium,
     specs: Sequence[TensorSpec],
     sources: Sequence[tuple[int, object]],
@@ -28,6 +28,7 @@ def reduce_extra(
     """Reduce tensors now; collective.
 
     Args:
+        talk: in which ranks have come to this.
         medium: where they lie; of a lane that sends nothing now.
         specs: equal on every rank.
         sources: per tensor, address and owner; address 0 where this rank has no gradient.
@@ -44,7 +45,7 @@ def reduce_extra(
     arrivals = []
     for group, buffer in enumerate(buffers):
         send = partial(_send, medium, buffer, step, group)
-        runtime.call(send, "gradients at the border")
+        talk.call(send, "gradients at the border")
         arrivals.append(buffer.arrived(step=0))
     medium.join()
     present = {k: here for a in arrivals for k, here in zip(a.tensors, a.present, strict=True)}

@@ -22,7 +22,6 @@ class NetworkCosts:
     """The cost curves that ranks have measured together.
 
     Args:
-        call: runs one collective on the runtime's own backend.
         budget_s: seconds that measuring may take, about, in all.
         check: called again and again with a label and the seconds waited; raises where waiting on
             is hopeless.
@@ -30,11 +29,9 @@ class NetworkCosts:
 
     def __init__(
         self,
-        call: Callable[[Callable[[Backend], Any], str], Any],
         budget_s: float,
         check: Callable[[str, float], None],
     ) -> None:
-        self._call = call
         self._budget_s = budget_s
         self._check = check
         self._curves: dict[str, dict[Operation, tuple[int, PiecewiseCost]]] = {}
@@ -46,8 +43,9 @@ class NetworkCosts:
         operations: Sequence[Operation],
         anew: bool,
         carrier: Backend | None,
+        call: Callable[[Callable[[Backend], Any], str], Any],
     ) -> Costs:
-        """As :meth:`Runtime.measure_costs`."""
+        """As :meth:`Runtime.measure_costs`; ``call`` runs one collective."""
         through = carrier if isinstance(carrier, DeviceBackend) else None
         way = type(through).__name__
         curves = self._curves.setdefault(way, {})
@@ -72,7 +70,7 @@ class NetworkCosts:
                     budget_s=budget_s,
                     check=partial(self._check, label),
                 )
-                points = self._call(
+                points = call(
                     lambda backend, act=measure: Finished(act(through or backend)),  # type: ignore[misc]
                     label,
                 )

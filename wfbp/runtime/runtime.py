@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
-from wfbp.comm.backend import Backend, Buffer, Finished, Work
+from wfbp.comm.backend import Backend, Buffer, Finished
 from wfbp.comm.device import Device
 from wfbp.comm.device_backend import DeviceBackend
 from wfbp.comm.device_choice import connect
@@ -21,16 +21,14 @@ from wfbp.core.types import Op, Operation
 from wfbp.errors import NotInitializedError, PeerError, WfbpError
 from wfbp.runtime.calls import Reply
 from wfbp.runtime.device_medium import DeviceMedium
-from wfbp.runtime.envelope import seal, unseal
 from wfbp.runtime.inquiry import Inquiry
 from wfbp.runtime.medium import HostMedium, Medium
 from wfbp.runtime.network import NetworkCosts
 from wfbp.runtime.places import Place
 from wfbp.runtime.stall import StallWatch
+from wfbp.runtime.talk import Agenda, Talk
 from wfbp.runtime.thread import CommunicationThread
 from wfbp.runtime.turns import TICK_S, Lane
-
-T = TypeVar("T")
 
 
 class Runtime:
@@ -58,7 +56,7 @@ class Runtime:
         self.local_rank = backend.local_rank
         self.local_size = backend.local_size
         self._backend = backend
-        self._network = NetworkCosts(self.call, config.probe_s, self._check_measurement)
+        self._network = NetworkCosts(config.probe_s, self._check_measurement)
         self._carriers: dict[tuple[int, int], DeviceBackend] = {}
         self._closed = False
         self._next_check = 0.0
@@ -81,6 +79,11 @@ class Runtime:
         self._stall.answers = lambda: inquiry.answers
         self.post = self.thread.post
         self.await_reply: Callable[[Reply[Any], str], Any] = self.thread.await_reply
+        self.agenda = Agenda(self.rank)
+        self.talk = self.talk_on(backend)
+        self.call = self.talk.call
+        self.exchange = self.talk.exchange
+        self.planning = self.talk  # of lanes whose users come to that in the midst of a program
         self.thread.start()
 
     def check(self) -> None:
@@ -94,10 +97,13 @@ class Runtime:
         if self._closed:
             raise NotInitializedError("an operation after shutdown()")
 
-    def call(self, start: Callable[[Backend], Work[T]], label: str) -> T:
-        """Run one collective on the runtime's own backend and return its result."""
-        self.check()
-        return self.thread.call(lambda: start(self._backend), label)
+    def talk_on(self, backend: Backend) -> Talk:
+        """Talk apart from that on other backends."""
+        return Talk(self.thread, backend, self.check)
+
+    def plan_apart(self) -> None:
+        """From now on :attr:`planning` is in nobody's way; collective."""
+        self.planning = self.talk_on(self._duplicate(self.talk))
 
     def all_reduce(self, buffer: Buffer, dtype: str, op: Op, label: str) -> None:
         """Combine a buffer over all ranks, in place.
@@ -110,44 +116,37 @@ class Runtime:
         if foreign is not buffer:
             buffer[:] = foreign
 
-    def exchange(self, payload: bytes, label: str, purpose: str = "") -> list[bytes]:
-        """Every rank's payload, in rank order, after comparing what ranks exchange them for.
-
-        Args:
-            payload: of this rank.
-            label: what this is, for messages.
-            purpose: what is compared; the label by default.
-
-        Raises:
-            DisagreementError: on every rank; the purposes of two.
-        """
-        letter = seal(purpose or label, payload)
-        said = self.call(lambda backend: backend.all_gather_bytes(letter), label)
-        return unseal(self.where, said)
-
-    def lease(self) -> Backend:
+    def lease(self, talk: Talk) -> Backend:
         """A backend for a lane of its own; collective.
 
         One that a removed lane left idle on every rank, or a new one: MPI has a limited number of
         communicators.
+
+        Args:
+            talk: in which ranks have come to this.
         """
         idle = json.dumps(sorted(self._idle)).encode()
-        said = self.exchange(idle, "choosing a lane")
+        said = talk.exchange(idle, "choosing a lane")
         common = set.intersection(*(set(json.loads(payload)) for payload in said))
         if common:
             chosen: int = min(common)
             self._idle.remove(chosen)
             return self._leased[chosen]
-        made: Backend = self.call(lambda backend: Finished(backend.duplicate()), "making a lane")
+        made = self._duplicate(talk)
         self._leased.append(made)
         return made
 
-    def medium(self, backend: Backend, device: Device | None) -> Medium:
+    def _duplicate(self, talk: Talk) -> Backend:
+        made: Backend = talk.call(lambda backend: Finished(backend.duplicate()), "making a lane")
+        return made
+
+    def medium(self, backend: Backend, device: Device | None, talk: Talk) -> Medium:
         """What a lane's groups lie in and travel through; collective.
 
         Args:
             backend: of the lane, from :meth:`lease`.
             device: where the tensors lie; None for the host.
+            talk: in which ranks have come to this.
         """
         if device is None:
             return HostMedium(backend, self.config.direct_bytes)
@@ -155,7 +154,7 @@ class Runtime:
         if key not in self._carriers:
             label = "connecting devices"
             check = partial(self._check_measurement, label)
-            self._carriers[key] = self.call(
+            self._carriers[key] = talk.call(
                 lambda _: Finished(connect(device, backend, self.config.timeout_s, check)), label
             )
         return DeviceMedium(self._carriers[key], backend, self.check)
@@ -166,6 +165,7 @@ class Runtime:
         operations: Sequence[Operation] = (Operation.ALL_REDUCE,),
         anew: bool = False,
         carrier: Backend | None = None,
+        talk: Talk | None = None,
     ) -> Costs:
         """The measured cost curves up to a message size; collective; each is measured once.
 
@@ -175,11 +175,12 @@ class Runtime:
                 measured within ``config.probe_s``, about, in all.
             anew: whether to forget what was measured before: the network may have changed.
             carrier: of a lane that sends nothing now; what is measured where it is a device's.
+            talk: in which ranks have come to this; the runtime's own by default.
 
         Returns:
             All curves known so far, the same on every rank.
         """
-        return self._network.measure(max_bytes, operations, anew, carrier)
+        return self._network.measure(max_bytes, operations, anew, carrier, (talk or self.talk).call)
 
     def add_lane(self, lane: Lane) -> None:
         """Serve a lane from now on."""

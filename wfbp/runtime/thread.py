@@ -125,18 +125,19 @@ class CommunicationThread:
         self._turns.messages.append(message)
         self._turns.bell.ring()
 
-    def call(self, start: Callable[[], Work[T]], label: str) -> T:
+    def call(self, start: Callable[[], Work[T]], label: str, line: object = None) -> T:
         """Run one collective and wait for its result.
 
         Args:
             start: starts the collective; called in a turn.
             label: what it is, for messages.
+            line: calls of different lines do not wait for each other.
 
         Raises:
             WfbpError: this collective failed, or an earlier error has ended the runtime.
         """
         reply: Reply[T] = Reply()
-        call = Call(label, start, reply)
+        call = Call(label, start, reply, line)
         self._turns.messages.append(lambda: self._turns.enqueue(call))
         return self.await_reply(reply, label)
 

@@ -1,7 +1,7 @@
 """Turns: the state of communication, moved on by one thread at a time.
 
-Two kinds of work live here: *calls*, one collective each, one after another, for which a training
-thread waits; and *lanes*, which send the groups of a plan while training goes on.
+Two kinds of work live here: *calls*, one collective each, for which a training thread waits; and
+*lanes*, which send the groups of a plan while training goes on.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Turns:
         return any(lane.owes for lane in self._lanes)
 
     def enqueue(self, call: Call) -> None:
-        """Run a call after those before it."""
+        """Run a call after those before it in its line."""
         if self.error is not None:
             call.reply.fail(self.error)
         else:
@@ -167,7 +167,7 @@ class Turns:
 
     def describe(self) -> str:
         """What is under way, for people."""
-        calls = [f"in {self._calls.first.label}"] if self._calls else []
+        calls = [f"in {call.label}" for call in self._calls.under_way]
         return "; ".join(calls + [lane.describe() for lane in self._lanes]) or "idle"
 
     def place(self, waits: bool, num_waits: int, number: Callable[[Lane], int]) -> Place:
@@ -183,7 +183,7 @@ class Turns:
             started, completed = lane.counts
             dry = not (lane.busy or lane.has_events or lane.owes)
             lanes.append(LanePlace(number(lane), started, completed, dry))
-        call = self._calls.first.label if self._calls else ""
+        call = next((call.label for call in self._calls.under_way), "")
         begun = self._calls.num_begun
         return Place(self.describe(), waits, num_waits, begun, call, tuple(lanes))
 
@@ -250,7 +250,7 @@ class Turns:
         self._waiter.offer_core()
 
     def _check_stall(self, now: float) -> None:
-        waits = [(self._calls.first.since, self._calls.first.label)] if self._calls else []
+        waits = [(call.since, call.label) for call in self._calls.under_way]
         for lane in self._lanes:
             if (since := lane.waiting_since) is not None:
                 waits.append((since, lane.describe()))

@@ -58,6 +58,7 @@ def init(comm: Any = None, *, backend: Backend | None = None, config: Config | N
     runtime = Runtime(backend, config)
     try:
         agree_on_settings(runtime)
+        runtime.plan_apart()
     except BaseException:
         runtime.shutdown()
         raise

@@ -138,6 +138,34 @@ def two_exchanges_in_one_program() -> None:
 
 
 @check
+def exchanges_in_any_order() -> None:
+    """Each rank comes first to another of them; the matrices are such that XLA computes beside."""
+    params = [{"w": data(256, 256, seed=k) / 256} for k in range(2)]
+    x = data(256, 256, seed=9) * (1 + wfbp.rank())
+
+    def late(p: Any, x: jax.Array, turns: Any) -> jax.Array:
+        stopped = jax.lax.stop_gradient((x, p["w"]))
+        h = jax.lax.fori_loop(0, turns, lambda _, h: jnp.tanh(h @ stopped[1]), stopped[0])
+        return jnp.sum(jnp.tanh(jax.lax.stop_gradient(h) @ p["w"]) ** 2)
+
+    averaged = [wfbp.grad(late, name=f"apart{k}") for k in range(2)]
+
+    @jax.jit
+    def step(params: Any, x: jax.Array, turns: Any) -> Any:
+        return [averaged[k](params[k], x, turns[k]) for k in range(2)]
+
+    for number in range(30):
+        jax.block_until_ready(
+            step(params, x, [30 if (number + wfbp.rank() + k) % 2 else 1 for k in range(2)])
+        )
+    for k, found in enumerate(step(params, x, [2, 2])):
+        wanted = mean_over_ranks(
+            lambda x, p=params[k]: alone(late)(p, x, 2), lambda r: data(256, 256, seed=9) * (1 + r)
+        )
+        close(found, wanted)
+
+
+@check
 def one_exchange_twice_in_one_program() -> None:
     """Independent of each other: nothing says which comes first."""
     params = layers(8, 5, 3)
