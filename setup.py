@@ -32,7 +32,7 @@ NATIVE_HEADERS = [
 ]
 JAX = "wfbp._jax_ffi"
 JAX_SOURCE = "csrc/jax_ffi.cc"
-JAX_HEADERS = ["csrc/jax_events.h", "csrc/jax_mailbox.h", "csrc/jax_values.h"]
+JAX_HEADERS = [f"csrc/jax_{part}.h" for part in ("events", "mailbox", "steps", "values", "waiters")]
 SOURCES = {**dict.fromkeys([JAX_SOURCE, *JAX_HEADERS], "jax"), "csrc/pack.cu": "cuda"}
 """What is compiled where the package runs, and the part of the package that it goes to."""
 

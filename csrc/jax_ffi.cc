@@ -3,14 +3,17 @@
 // `announce` runs on whichever XLA thread made a gradient. It takes no Python lock, because Python
 // may be busy for milliseconds and XLA computes on: it leaves a note and, where a group is complete
 // that may go, wakes a Python thread, the herald, which tells the engine. `wait` runs once all
-// gradients exist. It takes the GIL and has Python close the step and fill the outputs; XLA's other
-// threads compute on meanwhile.
+// gradients exist. It takes the GIL and has Python close the step and fill the outputs. XLA keeps work
+// in a queue behind whatever a thread of its pool runs, and the pool is small: where programs have
+// several exchanges, whose order may differ between ranks, each rank could hold up what another waits
+// for. There waits take threads of their own.
 //
 // On CUDA both run when XLA enqueues. `announce` records an event behind the gradient, on XLA's
 // stream; `wait` returns once that stream has been made to wait for all that fills the outputs.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
@@ -20,7 +23,9 @@
 
 #include "jax_events.h"
 #include "jax_mailbox.h"
+#include "jax_steps.h"
 #include "jax_values.h"
+#include "jax_waiters.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -31,9 +36,9 @@ using wfbp::EventStock;
 using wfbp::Groups;
 using wfbp::Mailbox;
 using wfbp::Note;
-using wfbp::address_list;
+using wfbp::Step;
+using wfbp::Waiters;
 using wfbp::numbers;
-using wfbp::pending_error;
 using wfbp::place_of;
 
 // Never destroyed: XLA's threads may outlive static objects.
@@ -46,6 +51,13 @@ EventStock& events() {
   static EventStock* const only = new EventStock;
   return *only;
 }
+
+Waiters& waiters() {
+  static Waiters* const only = new Waiters;
+  return *only;
+}
+
+std::atomic<bool> apart{false};  // whether waits take threads of their own
 
 // Called as waiter(exchange, inputs, outputs, place); guarded by the GIL.
 PyObject* waiter = nullptr;
@@ -72,49 +84,42 @@ ffi::Error announce_on_stream(void* stream, std::int32_t device, std::int64_t ex
   return ffi::Error::Success();
 }
 
-ffi::Error wait_at(std::int32_t device, void* stream, std::int64_t exchange,
-                   ffi::RemainingArgs& gradients, ffi::RemainingRets& reduced) {
-  std::vector<void*> inputs, outputs;
-  for (std::size_t i = 0; i < gradients.size(); ++i) {
-    auto input = gradients.get<ffi::AnyBuffer>(i);
-    auto output = reduced.get<ffi::AnyBuffer>(i);
-    if (!input.has_value()) return input.error();
-    if (!output.has_value()) return output.error();
-    inputs.push_back(input->untyped_data());
-    outputs.push_back((*output)->untyped_data());
-  }
+ffi::Error see_through(const Step& step) {
   if (mailbox().closed()) {
     return ffi::Error(ffi::ErrorCode::kAborted, "wfbp: the program has ended");
   }
-  mailbox().close_step(exchange);
-  std::string problem;
-  const PyGILState_STATE state = PyGILState_Ensure();
-  PyObject* const from = address_list(inputs);
-  PyObject* const to = address_list(outputs);
-  PyObject *place = nullptr, *done = nullptr;
-  if (from != nullptr && to != nullptr) {
-    place = place_of(device, reinterpret_cast<std::uintptr_t>(stream), 0);
-  }
-  if (place != nullptr) {
-    done = PyObject_CallFunction(waiter, "LOOO", static_cast<long long>(exchange), from, to, place);
-  }
-  if (done == nullptr) problem = pending_error();
-  Py_XDECREF(from);
-  Py_XDECREF(to);
-  Py_XDECREF(place);
-  Py_XDECREF(done);
-  PyGILState_Release(state);
-  if (!problem.empty()) return ffi::Error(ffi::ErrorCode::kInternal, problem);
-  return ffi::Error::Success();
+  mailbox().close_step(step.exchange);
+  return step.see_through(waiter);
 }
 
-ffi::Error wait(std::int64_t exchange, ffi::RemainingArgs gradients, ffi::RemainingRets reduced) {
-  return wait_at(-1, nullptr, exchange, gradients, reduced);
+void finish(ffi::Promise& promise, ffi::Error end) {
+  if (end.failure()) {
+    promise.SetError(std::move(end));
+  } else {
+    promise.SetAvailable();
+  }
+}
+
+ffi::Future wait(std::int64_t exchange, ffi::RemainingArgs gradients, ffi::RemainingRets reduced) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  Step step{exchange};
+  ffi::Error found = step.find(gradients, reduced);
+  if (found.failure()) {
+    finish(promise, std::move(found));
+  } else if (apart) {
+    waiters().run([promise, step]() mutable { finish(promise, see_through(step)); });
+  } else {
+    finish(promise, see_through(step));
+  }
+  return future;
 }
 
 ffi::Error wait_on_stream(void* stream, std::int32_t device, std::int64_t exchange,
                           ffi::RemainingArgs gradients, ffi::RemainingRets reduced) {
-  return wait_at(device, stream, exchange, gradients, reduced);
+  Step step{exchange, {}, {}, device, stream};
+  ffi::Error found = step.find(gradients, reduced);
+  return found.failure() ? found : see_through(step);
 }
 
 XLA_FFI_DEFINE_HANDLER(announce_handler, announce,
@@ -221,6 +226,11 @@ PyObject* close_mailbox(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
+PyObject* wait_apart(PyObject*, PyObject*) {
+  apart = true;
+  Py_RETURN_NONE;
+}
+
 PyObject* stock(PyObject*, PyObject* args) {
   unsigned long long record = 0;
   PyObject* handle_list = nullptr;
@@ -261,6 +271,7 @@ PyMethodDef methods[] = {
     {"listen", listen, METH_NOARGS, "Wait for a complete group; False once closed."},
     {"take", take, METH_NOARGS, "All notes that wait: (exchange, index, address, place, age) each."},
     {"close", close_mailbox, METH_NOARGS, "End listen(); every later wait fails."},
+    {"wait_apart", wait_apart, METH_NOARGS, "From now on waits take threads of their own."},
     {"stock", stock, METH_VARARGS, "stock(record, handles): events to record by that function."},
     {"copy", copy, METH_VARARGS, "copy(to, from, nbytes): copy memory, by lists of integers."},
     {nullptr, nullptr, 0, nullptr}};

@@ -22,6 +22,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from wfbp.core.types import Op
+from wfbp.jax import native
 from wfbp.jax.order import settle
 from wfbp.runtime import operations, rows, world
 from wfbp.runtime.matching import Array
@@ -174,6 +175,7 @@ def _within(collective: Collective, array: Any) -> Array:
 
 
 def _as_callback(array: Any, *, collective: Collective) -> Any:
+    native.wait_apart()
     result = jax.ShapeDtypeStruct(collective.result_shape(array.shape), array.dtype)
     return io_callback(partial(_within, collective), result, array, ordered=True)
 

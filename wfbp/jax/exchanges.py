@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from time import perf_counter
 from typing import Any
 
 from wfbp.errors import WfbpError
 from wfbp.jax import native
-from wfbp.jax.device import Places, check_place
+from wfbp.jax.device import Places, check_place, programs_device
 from wfbp.jax.exchange import Exchange, Request
 from wfbp.runtime import agreement, world
 from wfbp.runtime.engine import Engine
@@ -25,8 +25,8 @@ _MAKING = "jax: making an exchange"
 class Exchanges:
     """Exchanges by key.
 
-    Programs are traced in any order, and perhaps on one rank only; a request is known from
-    tracing on. Its engine is made when the first step of it ends. Ranks then tell each other which
+    Programs are compiled in any order, and perhaps on one rank only; a request is known from
+    then on. Its engine is made when the first step of it ends. Ranks then tell each other which
     exchange they have come to: where independent steps of one program run at once, that may not
     be the same one everywhere. All that are wanted anywhere are made, in the order of their keys.
 
@@ -55,6 +55,9 @@ class Exchanges:
         with self._lock:
             known = request.key in self._requests
             self._requests[request.key] = request
+            num_known = len(self._requests)
+        if not known and num_known > 1:
+            native.wait_apart()
         if not known:
             self._stock(2 * len(request.specs))
         return request.key
@@ -157,9 +160,9 @@ class Exchanges:
                 request,
                 runtime.where,
                 self._lock,
-                partial(self._make, runtime, request),
+                functools.partial(self._make, runtime, request),
                 self._native.copy if self.device is None else self.device.move,
-                partial(self._native.expect, key),
+                functools.partial(self._native.expect, key),
             )
         return found
 
@@ -196,6 +199,18 @@ class Exchanges:
             name=request.title,
             talk=runtime.planning,
         )
+
+
+@functools.cache
+def exchanges() -> Exchanges:
+    """Those of this process.
+
+    Raises:
+        ImportError: there are no XLA handlers, and they cannot be compiled.
+        NotImplementedError: programs run on neither a CPU nor CUDA.
+    """
+    device = programs_device()
+    return Exchanges(native.load(), device)
 
 
 def _disagree(where: str, requests: Sequence[Request]) -> None:

@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event
 from types import ModuleType
 from typing import Any, Protocol, cast
 
@@ -69,6 +70,9 @@ class Handlers(Protocol):
         That is None on the CPU; on CUDA the device, the stream, and an event recorded there or 0.
         """
 
+    def wait_apart(self) -> None:
+        """See :func:`wait_apart`."""
+
     def stock(self, record: int, handles: Sequence[int], /) -> None:
         """Events for announcements to record: a C function's address, and events' handles."""
 
@@ -91,9 +95,25 @@ def load() -> Handlers:
     for platform, handlers in native.handlers().items():
         for target, handler in handlers.items():
             jax.ffi.register_ffi_target(target, handler, platform=platform)
+    if _apart.is_set():
+        native.wait_apart()
     world.before_shutdown(see_steps_through)
     atexit.register(_finish, native)
     return native
+
+
+_apart = Event()
+
+
+def wait_apart() -> None:
+    """Let waits on the CPU hold up none of XLA's threads, from now on.
+
+    To be called where a program has more of what waits for other ranks than one exchange: they may
+    come to that in different orders. It costs a change of threads at each wait.
+    """
+    _apart.set()
+    if load.cache_info().currsize:
+        load().wait_apart()
 
 
 def _finish(native: Handlers) -> None:
