@@ -23,7 +23,7 @@ from mpi4py import MPI
 
 import wfbp.jax as wfbp
 from wfbp.config import Config
-from wfbp.jax import taps
+from wfbp.jax.exchanges import exchanges
 
 SCHEDULES = ("auto", "wfbp", "oasr", "mgwfbp", "single", "threshold")
 STEPS = 40
@@ -93,7 +93,7 @@ def main() -> None:
     found["optimizer"] = difference(train(jax.value_and_grad, wrapped, mine), wanted)
     wanted = train(jax.value_and_grad, adam, slice(None), jit=False)
     found["without jit"] = difference(train(wfbp.value_and_grad, adam, mine, jit=False), wanted)
-    device = taps.exchanges().device
+    device = exchanges().device
     assert device is not None, f"JAX runs on {jax.default_backend()}"
     Path(out, f"rank{rank}.json").write_text(json.dumps(found))
 

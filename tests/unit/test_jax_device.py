@@ -22,6 +22,7 @@ from wfbp.errors import NotInitializedError, WfbpError
 from wfbp.jax import choice, taps
 from wfbp.jax.device import check_place, programs_device
 from wfbp.jax.exchange import Request
+from wfbp.jax.exchanges import exchanges
 from wfbp.runtime import world
 
 SPECS = (TensorSpec("a", (1,), "float32"), TensorSpec("b", (11,), "float32"))
@@ -59,7 +60,7 @@ def test_a_step_on_another_device_is_refused() -> None:
 def test_other_platforms_are_refused(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     with pytest.raises(NotImplementedError, match=rf"\({platform}\)\. Set JAX_PLATFORMS=cpu"):
-        taps.exchanges.__wrapped__()
+        exchanges.__wrapped__()
 
 
 class _Gpu:
@@ -147,7 +148,7 @@ def test_programs_for_cuda_call_the_handlers(monkeypatch: pytest.MonkeyPatch) ->
     request = Request("test", SPECS, Op.AVERAGE, "auto", 100)
 
     def step(leaves: list[Any]) -> Any:
-        return taps.Step(request, taps.Place()).wait([2 * leaf for leaf in leaves])
+        return taps.Step(request, traced=True).wait([2 * leaf for leaf in leaves])
 
     leaves = [jnp.ones(spec.shape) for spec in SPECS]
     text = jax.jit(step).trace(leaves).lower(lowering_platforms=("cuda",)).as_text()

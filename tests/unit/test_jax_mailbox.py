@@ -14,7 +14,7 @@ pytest.importorskip("jax")
 import jax
 import jax.numpy as jnp
 
-from wfbp.jax import native, taps
+from wfbp.jax import native
 
 KEY = 77
 LEAVES = 4
@@ -31,10 +31,10 @@ def announced(*indices: int) -> None:
 
     @jax.jit
     def program(x: Any) -> list[Any]:
-        return [
-            taps._call("wfbp_announce", [x + k], exchange=np.int64(KEY), index=np.int32(k))[0]
-            for k in indices
-        ]
+        announce = jax.ffi.ffi_call(
+            "wfbp_announce", jax.ShapeDtypeStruct(x.shape, x.dtype), input_output_aliases={0: 0}
+        )
+        return [announce(x + k, exchange=np.int64(KEY), index=np.int32(k)) for k in indices]
 
     jax.block_until_ready(program(jnp.ones(3)))
 

@@ -11,8 +11,9 @@ import jax
 from wfbp.config import Config
 from wfbp.core.types import Op
 from wfbp.jax.arguments import Asked
+from wfbp.jax.operations import is_compiling
 from wfbp.jax.signature import argument_names, argument_numbers
-from wfbp.jax.taps import Place, Step
+from wfbp.jax.taps import Step
 from wfbp.jax.trees import Layout
 from wfbp.runtime import world
 from wfbp.runtime.runtime import Runtime
@@ -143,7 +144,7 @@ class _Taps:
         self._numbers = numbers
         self._asked = asked
         self._runtime = runtime
-        self._place = Place()
+        self._traced = is_compiling()
         self._step: Step | None = None
 
     def look_at(self, args: Sequence[Any]) -> None:
@@ -165,7 +166,7 @@ class _Taps:
         if self._layout.specs:
             request = self._asked.request(self._runtime, self._layout)
             if self._runtime.size > 1:
-                self._step = Step(request, self._place)
+                self._step = Step(request, self._traced)
                 parameters = list(self._layout.replace(parameters, self._step.tap))
         given = list(args)
         for number, parameter in zip(self._numbers, parameters, strict=True):

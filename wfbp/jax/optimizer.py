@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from wfbp.core.types import Op
 from wfbp.jax.arguments import Asked
-from wfbp.jax.taps import Place, Step
+from wfbp.jax.operations import is_compiling
+from wfbp.jax.taps import Step
 from wfbp.jax.trees import Layout
 from wfbp.runtime import world
 
@@ -95,4 +96,4 @@ def _averaged(gradients: Any, asked: Asked) -> Any:
     request = asked.request(runtime, layout)
     if runtime.size == 1:
         return gradients
-    return layout.replace([gradients], Step(request, Place()).wait)[0]
+    return layout.replace([gradients], Step(request, is_compiling()).wait)[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from wfbp.jax import taps
+from wfbp.jax.exchanges import exchanges
 from wfbp.runtime import world
 
 
@@ -26,4 +26,4 @@ def reports() -> dict[str, dict[str, Any]]:
     """
     if world.current("reports()").size == 1:
         return {}
-    return taps.exchanges().reports()
+    return exchanges().reports()

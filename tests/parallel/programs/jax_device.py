@@ -15,7 +15,7 @@ from tests.parallel.programs import jax_program
 from tests.software_xla import SoftwareXla, stand_in
 from wfbp.comm import probe
 from wfbp.comm.mpi import MpiBackend
-from wfbp.jax import native, taps
+from wfbp.jax import exchanges, native
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         module = stand_in(Path(folder))
     native._built = lambda: module
-    taps.programs_device = lambda: device
+    exchanges.programs_device = lambda: device
     jax_program.check.main()
     device.drain()
     assert device.calls["pack"] > 20

@@ -181,6 +181,45 @@ def one_exchange_twice_in_one_program() -> None:
 
 
 @check
+def equal_exchanges_wherever_they_are() -> None:
+    """In a loop, beside it, and in two compiled functions that ranks trace in different orders.
+
+    A collective comes between them.
+    """
+    params = layers(8, 5, 3)
+
+    def scaled(factor: float) -> Any:
+        return jax.jit(wfbp.grad(lambda p, x, turns: factor * late(p, x, turns)))
+
+    def late(p: Any, x: jax.Array, turns: Any) -> jax.Array:
+        h = jax.lax.fori_loop(0, turns, lambda _, h: jnp.tanh(h @ h), x[0, 0] * jnp.ones((64, 64)))
+        return mlp_loss(p, x) * (1 + 0 * jnp.sum(h))
+
+    parts = [scaled(1.0), scaled(10.0)]
+    for part in parts if wfbp.rank() % 2 else parts[::-1]:
+        part.lower(params, batch(0), 1)
+
+    @jax.jit
+    def step(params: Any, x: jax.Array, turns: Any) -> Any:
+        def body(total: Any, _: None) -> tuple[Any, None]:
+            grads = wfbp.grad(late)(params, x, turns[2])
+            return jax.tree.map(jnp.add, total, grads), None
+
+        looped, _ = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), None, length=2)
+        alone = wfbp.grad(late)(params, x, turns[3])
+        pair = [part(params, x, n) for part, n in zip(parts, turns, strict=False)]
+        return pair, looped, alone, wfbp.allreduce(alone["layer0"]["b"])
+
+    for number in range(6):
+        turns = [400 if (number + wfbp.rank() + k) % 2 else 1 for k in range(4)]
+        (first, second), looped, single, again = step(params, batch(number), turns)
+        close(again, single["layer0"]["b"])
+        wanted = mean(params, number)
+        for factor, found in ((1, first), (10, second), (2, looped), (1, single)):
+            close(jax.tree.map(lambda g, factor=factor: g / factor, found), wanted)
+
+
+@check
 def one_exchange_twice_in_a_row() -> None:
     """The second depends on the first, as where a gradient is taken at a shifted place."""
     params = layers(8, 5, 3)
