@@ -27,9 +27,12 @@ def average_metrics(metrics: Tree, name: str | None = None) -> Tree:
 
     Returns:
         The same tree of means: Python numbers become ``float``, arrays of integers arrays of
-        floating-point numbers; other element types stay.
+        floating-point numbers; other element types stay. Inside ``jit`` numbers are JAX's, and
+        means are computed in single precision unless ``jax_enable_x64``: integers are exact
+        up to 2**24 then.
 
     Raises:
+        TypeError: a complex number.
         DisagreementError: ranks passed different metrics.
 
     Example:
@@ -42,6 +45,12 @@ def average_metrics(metrics: Tree, name: str | None = None) -> Tree:
     paths, structure = jax.tree_util.tree_flatten_with_path(metrics)
     leaves = [leaf for _, leaf in paths]
     found = [index for index, leaf in enumerate(leaves) if is_value(leaf)]
+    for index in found:
+        if jnp.iscomplexobj(leaves[index]):
+            what = jax.tree_util.keystr(paths[index][0]) or "the metric"
+            raise TypeError(
+                f"average_metrics: {what} is complex; pass its real and its imaginary part"
+            )
     label = name or f"metrics {', '.join(jax.tree_util.keystr(paths[k][0]) for k in found)}"
     if is_compiling() or any(isinstance(leaves[k], jax.core.Tracer) for k in found):
         means = _traced([jnp.asarray(leaves[k]) for k in found], label)
@@ -62,6 +71,8 @@ def _now(values: list[Any], label: str) -> list[Any]:
 
 
 def _traced(values: list[jax.Array], label: str) -> list[Any]:
+    if not values:
+        return []  # as on every rank: trees are of the same structure
     flat = jnp.concatenate([value.reshape(-1).astype(_wide(value)) for value in values])
     means = _split(allreduce(flat, label, Op.AVERAGE), values)
     return [mean.astype(_floating(value)) for value, mean in zip(values, means, strict=True)]

@@ -357,6 +357,12 @@ def means_of_metrics() -> None:
         close(run["rows"], np.arange(3) + mean)
         close(run["half"], np.asarray(1 + mean).astype(jnp.bfloat16))
         close(run["counts"], np.arange(2) + mean)
+    for average in (metrics.average_metrics, jax.jit(metrics.average_metrics)):
+        assert average({}) == {}
+        assert float(average(jnp.int32(2**24 + 1))) == 2**24, "JAX's widest type is float32"
+        for value in (1j, np.complex64(1j), jnp.complex64(1j)):
+            raises(TypeError, "['z'] is complex", act=lambda z=value, f=average: f({"z": z}))
+    assert metrics.average_metrics(2**24 + 1) == 2**24 + 1
     exact = metrics.average_metrics(1.0 + 1e-12 * rank)
     assert abs(exact - (1 + 1e-12 * mean)) < 1e-15
     if wfbp.size() > 1:
