@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import psutil
 import pytest
 
 pytest.importorskip("jax")
@@ -61,9 +64,9 @@ def test_program_while_plans_change(name: str) -> None:
     passes(3, "changing", name, *REPLANNED)
 
 
-def ended(case: str) -> Outcome:
+def ended(case: str, **options: Any) -> Outcome:
     """The job ended by itself, long before its time limits (600 s), and not well."""
-    found = outcome("jax_faults", 2, case, timeout=60)
+    found = outcome("jax_faults", 2, case, timeout=60, **options)
     assert found.run.rc not in (0, None), found.run
     return found
 
@@ -82,8 +85,26 @@ def test_a_rank_that_leaves_while_another_waits_in_xla() -> None:
     assert "value_and_grad, step 3" in text
 
 
-def test_a_killed_rank_ends_the_job() -> None:
-    ended("die")
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_a_killed_rank_ends_the_job(mpi: str) -> None:
+    """The launcher ends the others, which are still waiting in XLA, and says why."""
+    found = ended("die", mpi=mpi)
+    # Of hydra's, only newer versions name the rank too.
+    said = {"mpich": "Killed (signal 9)", "openmpi": "process rank 1 with PID"}
+    assert said[mpi] in found.run.stdout + found.run.stderr, found.run
+    assert [list(told) for told in found.ranks] == [["pid"]] * 2, "nobody caught anything"
+    left = [psutil.Process(t["pid"]) for t in found.ranks if psutil.pid_exists(t["pid"])]
+    assert psutil.wait_procs(left, timeout=5)[1] == []
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_a_rank_that_answers_no_more_ends_the_job(mpi: str) -> None:
+    env = (("WFBP_TIMEOUT_S", "3"), ("WFBP_STALL_WARNING_S", "0.7"), ("WFBP_ABORT_GRACE_S", "1"))
+    found = ended("stop", mpi=mpi, env=env)
+    text = found.ranks[0]["text"]
+    assert "StallError: rank 0 of 2 waited 3 s (value_and_grad, step 3: all-reduce of" in text
+    assert "No answer came from rank 1: stopped, killed" in text
+    assert found.ranks[0]["after_s"] < 30
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,11 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-DEEDS = {"fail": fail, "leave": leave, "die": die}
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+DEEDS = {"fail": fail, "leave": leave, "die": die, "stop": stop}
 
 
 def loss(p: Any, x: jax.Array) -> jax.Array:
@@ -55,8 +59,11 @@ def train(case: str, mine: bool) -> None:
         step = jax.jit(wfbp.grad(loss))
     x = jnp.ones((4, 8))
     for number in range(STEPS):
-        if number == STEPS - 1 and case in DEEDS and mine:
-            DEEDS[case]()
+        if number == STEPS - 1 and case in DEEDS:
+            tell(wfbp.rank(), {"pid": os.getpid()})
+            if mine:
+                time.sleep(0.5)  # by now the others wait within their step
+                DEEDS[case]()
         grads = step(params, x)
         if case == "unawaited":
             continue  # the program ends with steps under way
@@ -69,6 +76,11 @@ def train(case: str, mine: bool) -> None:
         jax.block_until_ready(step(params, jax.device_put(x, spread)))
     if case == "again":
         again(step, params)
+
+
+def tell(rank: int, what: dict[str, Any]) -> None:
+    """For the test, until something else is told."""
+    Path(sys.argv[1], f"rank{rank}.json").write_text(json.dumps(what))
 
 
 def again(step: Any, params: Any) -> None:
@@ -112,19 +124,15 @@ def two_at_once(params: Any, x: jax.Array) -> None:
 
 
 def main() -> None:
-    out, case = sys.argv[1:]
+    case = sys.argv[2]
     wfbp.init()
     rank = wfbp.rank()
     begun = time.monotonic()
     try:
         train(case, mine=rank == wfbp.size() - 1)
     except Exception as error:
-        caught = {
-            "kind": type(error).__name__,
-            "text": str(error),
-            "after_s": time.monotonic() - begun,
-        }
-        Path(out, f"rank{rank}.json").write_text(json.dumps(caught))
+        after_s = time.monotonic() - begun
+        tell(rank, {"kind": type(error).__name__, "text": str(error), "after_s": after_s})
         raise
 
 
