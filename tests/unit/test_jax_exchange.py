@@ -139,6 +139,8 @@ def test_two_announcements_in_one_step_fail_it_and_all_later_ones() -> None:
     for _ in range(2):
         with pytest.raises(WfbpError, match=r"rank 0 of 2: test: the gradient of b .* two steps"):
             exchange.reduce([1000, 1001, 1002], OUTPUTS)
+        with pytest.raises(WfbpError, match=r"earlier step failed .*shutdown\(\) and .*init\(\)"):
+            exchange.reduce([1000, 1001, 1002], OUTPUTS)
     assert engine.marked == []
 
 

@@ -139,7 +139,10 @@ class Exchange:
         if self._addresses[index] or self._closing:
             self._problem = self._problem or (
                 f"{self._who}: the gradient of {self._names[index]} was announced again before "
-                f"the step was over: two steps run at once{_remedy()}"
+                f"the step was over: two steps run at once{_remedy()}. Or an earlier step failed "
+                "before its end, as by a callback that raised: the ranks' halves of it cannot be "
+                "told apart from the next step; call wfbp.jax.shutdown() and wfbp.jax.init() on "
+                "every rank, and go on"
             )
             return
         self._addresses[index] = address

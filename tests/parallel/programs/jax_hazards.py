@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -455,6 +456,47 @@ def gradients_that_nobody_wants() -> None:
         assert np.isfinite(float(value(params, batch(number))))
         wanted = mean(params, number)
         close(one(params, batch(number)), wanted["layer0"]["w"])
+
+
+@check
+def a_step_that_fails_halfway() -> None:
+    """By a callback in backward, on every rank: the error tells how to go on, and so it goes on."""
+    params, broken = {name: data(64, 64, seed=1) / 8 for name in "abc"}, [True]
+    x = data(64, 64, seed=wfbp.rank())
+
+    def look(g: Any) -> Any:
+        if broken[0]:
+            time.sleep(0.1)  # the gradient of c is announced before, or beside it
+            raise ValueError("this step is broken")
+        return g
+
+    @jax.custom_vjp
+    def looked_at(x: jax.Array) -> jax.Array:
+        return x
+
+    looked_at.defvjp(
+        lambda x: (x, None),
+        lambda _, g: (jax.pure_callback(look, jax.ShapeDtypeStruct(g.shape, g.dtype), g),),
+    )
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        h = jnp.tanh(looked_at(jnp.tanh(x @ p["a"])) @ p["b"])
+        return jnp.mean(jnp.tanh(h @ p["c"]) ** 2)
+
+    step = jax.jit(wfbp.grad(loss, name="broken"))
+
+    def act() -> Any:
+        return jax.block_until_ready(step(params, x))
+
+    raises(Exception, "this step is broken", act=act)
+    broken[0] = False
+    raises(Exception, "an earlier step failed before its end", "shutdown()", act=act)
+    usual = world.current("the check").config
+    wfbp.shutdown()
+    wfbp.init(config=usual)
+    wanted = mean_over_ranks(lambda x: alone(loss)(params, x), lambda r: data(64, 64, seed=r))
+    for _ in range(3):
+        close(act(), wanted)
 
 
 @check
