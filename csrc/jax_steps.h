@@ -35,7 +35,7 @@ struct Step {
   }
 
   // Has waiter(exchange, inputs, outputs, place) called, with the GIL.
-  xla::ffi::Error see_through(PyObject* waiter) const {
+  xla::ffi::Error see_through(PyObject* const& waiter) const {
     std::string problem;
     const PyGILState_STATE state = PyGILState_Ensure();
     PyObject* const from = address_list(inputs);

@@ -6,6 +6,7 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -17,13 +18,21 @@ namespace wfbp {
 class Waiters {
  public:
   void run(std::function<void()> task) {
-    const std::lock_guard<std::mutex> hold(mutex_);
-    tasks_.push_back(std::move(task));
-    if (num_free_ >= tasks_.size()) {
-      bell_.notify_one();
-    } else {
-      std::thread([this] { work(); }).detach();
+    {
+      const std::lock_guard<std::mutex> hold(mutex_);
+      tasks_.push_back(task);
+      if (num_free_ >= tasks_.size()) {
+        bell_.notify_one();
+        return;
+      }
+      try {
+        std::thread([this] { work(); }).detach();
+        return;
+      } catch (const std::system_error&) {
+        tasks_.pop_back();  // no more threads are to be had
+      }
     }
+    task();
   }
 
  private:

@@ -104,3 +104,15 @@ def test_engines_side_by_side(schedule: str) -> None:
         side_by_side(*(lambda k=k: train(k) for k in range(3)))
 
     all_well(run_ranks(3, body, QUICK))
+
+
+def test_what_was_made_for_planning_is_given_back() -> None:
+    def body(runtime: Runtime) -> None:
+        runtime.plan_apart()
+        backend, closed = runtime.planning._backend, threading.Event()
+        backend.close = closed.set  # type: ignore[method-assign]
+        runtime.exchange(b"", "all are here")
+        runtime.shutdown()
+        assert closed.wait(5.0)
+
+    all_well(run_ranks(2, body))

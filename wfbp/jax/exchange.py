@@ -24,8 +24,8 @@ Copy = Callable[[Sequence[int], Sequence[int], Sequence[int]], None]
 def _remedy() -> str:
     """Behind a message that a gradient came twice."""
     remedy = (
-        ". Let one depend on the other, call jax.block_until_ready on the first, or give them "
-        "different name="
+        ". Let one depend on the other, call jax.block_until_ready on the first, or average each "
+        "by a function of its own, with another name="
     )
     if (devices := jax.local_device_count()) > 1:
         remedy += (

@@ -179,10 +179,9 @@ class Exchanges:
             everywhere = set.intersection(*(set(s["known"]) for s in said))
             if not everywhere.issuperset(r.key for r in requests):
                 _disagree(runtime.where, requests)
-            with runtime.agenda.item(runtime.planning, _MAKING):
-                for _, request in sorted({r.key: r for r in requests}.items()):
-                    if request.key not in self._engines:
-                        self._engines[request.key] = self._engine(runtime, request)
+            for _, request in sorted({r.key: r for r in requests}.items()):
+                if request.key not in self._engines:
+                    self._engines[request.key] = self._engine(runtime, request)
             return self._engines[wanted.key]
 
     def _engine(self, runtime: Runtime, request: Request) -> Engine:

@@ -104,8 +104,9 @@ class Engine:
         self._who = f"{runtime.where}: {name}"
         talk = talk or runtime.talk
         agreement.check_specs(self._who, exchange(talk, name, payload, "comparing tensors"))
-        backend = runtime.lease(talk)
-        self._medium = medium = runtime.medium(backend, device, talk)
+        with runtime.agenda.item(talk, f"{name}: making a lane"):
+            backend = runtime.lease(talk)
+            self._medium = medium = runtime.medium(backend, device, talk)
         self._lane = PlannedLane(backend, medium, op, name)
         self._gathering = gathering = Gathering(
             self.specs, self._lane, medium, runtime.thread, passes, fetch, self._who

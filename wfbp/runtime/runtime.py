@@ -66,8 +66,7 @@ class Runtime:
         self._leased: list[Backend] = []
         self._idle: set[int] = set()
         self._retiring: list[Lane] = []
-        # Of operations without a name. Not of the process: after init() ranks count alike,
-        # whatever each of them did before.
+        # Of operations without a name. Not of the process: after init() ranks count alike.
         self.numbers = count()
         self.where = f"rank {self.rank} of {self.size}"
         self._stall = StallWatch(config, self.where, lambda: backend.activity)
@@ -132,9 +131,8 @@ class Runtime:
             chosen: int = min(common)
             self._idle.remove(chosen)
             return self._leased[chosen]
-        made = self._duplicate(talk)
-        self._leased.append(made)
-        return made
+        self._leased.append(self._duplicate(talk))
+        return self._leased[-1]
 
     def _duplicate(self, talk: Talk) -> Backend:
         made: Backend = talk.call(lambda backend: Finished(backend.duplicate()), "making a lane")
@@ -238,6 +236,8 @@ class Runtime:
     def _give_back(self) -> None:
         for carrier in self._carriers.values():  # in the order of making, the same on every rank
             carrier.close()
+        if self.planning is not self.talk:
+            self.planning.close()
         self._backend.close()
 
     def _give_up(self) -> None:

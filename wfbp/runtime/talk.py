@@ -45,6 +45,10 @@ class Talk:
         backend = self._backend
         return self._thread.call(lambda: start(backend), label, backend)
 
+    def close(self) -> None:
+        """Give the backend back; in a turn, and nothing may be under way."""
+        self._backend.close()
+
     def exchange(self, payload: bytes, label: str, purpose: str = "") -> list[bytes]:
         """Every rank's payload, in rank order, after comparing what ranks exchange them for.
 

@@ -58,7 +58,8 @@ def init(comm: Any = None, *, backend: Backend | None = None, config: Config | N
     runtime = Runtime(backend, config)
     try:
         agree_on_settings(runtime)
-        runtime.plan_apart()
+        if runtime.size > 1:
+            runtime.plan_apart()
     except BaseException:
         runtime.shutdown()
         raise
