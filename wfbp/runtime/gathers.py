@@ -129,7 +129,9 @@ class Gathers:
         if not self.pending:
             return
         with self._lock:
-            if self._num_arrived > group:
+            # Another thread may have waited meanwhile, and then the plan may have changed.
+            group = min(group, self._num_groups - 1)
+            if not self.pending or self._num_arrived > group:
                 return
             start = self._medium.now()
             while self._num_arrived <= group:

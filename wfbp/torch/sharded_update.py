@@ -58,6 +58,11 @@ class ShardedUpdate(Update):
         engine.update = start, engine.now()
         return result
 
+    @property
+    def pending(self) -> bool:
+        # What has arrived is to be told before reads go unheard, perhaps by another thread.
+        return self._engine.gathering or bool(self._travelling)
+
     def settle(self) -> None:
         for index in self._travelling.indices:
             self.await_param(index)

@@ -44,6 +44,9 @@ class Travelling:
         self._changed: Collection[int] = ()
         self._lock = threading.Lock()
 
+    def __bool__(self) -> bool:
+        return bool(self._versions)
+
     @property
     def together(self) -> list[int]:
         """Of parameters of which nothing is told."""

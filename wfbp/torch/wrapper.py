@@ -63,7 +63,7 @@ class Distributed(torch.optim.Optimizer):
 
         By a schedule that decouples they may still travel after :meth:`step`. Modules wait for
         what is read through them; for moving averages, clamps or norms of tensors in your own
-        lists call this first. Any rank may, alone.
+        lists call this first, in the thread that trains. Any rank may, alone.
 
         Raises:
             WfbpError: ranks failed, or did not answer in time.
