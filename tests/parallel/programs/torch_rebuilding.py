@@ -22,12 +22,12 @@ import wfbp.torch
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.training import (
     adamw,
-    averaged,
     data,
     mlp,
     momentum,
     same,
     square,
+    step_both,
 )
 
 check = Checks()
@@ -48,6 +48,13 @@ def decoupled(
     )
 
 
+def twins() -> tuple[nn.Sequential, nn.Sequential]:
+    """Two models with the same parameters, on all ranks."""
+    model = mlp(5, 7, 7, 3)
+    wfbp.broadcast_parameters(model.state_dict())
+    return model, copy.deepcopy(model)
+
+
 def alike(model: nn.Module, reference: nn.Module, where: str) -> None:
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         same(p.detach(), q.detach(), where, 1e-11)
@@ -58,9 +65,7 @@ def beside(happens: Callable[[nn.Sequential], Callable[[torch.Tensor], torch.Ten
 
     Updates are carried out when parameters are read: what is read unheard is always out of date.
     """
-    model = mlp(5, 7, 7, 3)
-    wfbp.broadcast_parameters(model.state_dict())
-    reference = copy.deepcopy(model)
+    model, reference = twins()
     optimizer, plain = decoupled(model, "replicated", adamw), adamw(reference.parameters())
     held, wanted = list(model.parameters()), list(reference.parameters())
     calls: list[Callable[[torch.Tensor], torch.Tensor]] = [model, reference]
@@ -71,11 +76,7 @@ def beside(happens: Callable[[nn.Sequential], Callable[[torch.Tensor], torch.Ten
         def backward(net: nn.Module, rank: int, step: int, calls: Any = calls) -> None:
             calls[net is reference](data(step, rank, 4, 5)).square().mean().backward()
 
-        optimizer.zero_grad()
-        backward(model, wfbp.rank(), step)
-        optimizer.step()
-        averaged(reference, backward, step, wfbp.size())
-        plain.step()
+        step_both(model, optimizer, reference, plain, step, backward)
     optimizer.synchronize_parameters()
     for p, q in zip(held, wanted, strict=True):
         same(p.detach(), q.detach(), "at the end", 1e-10)
@@ -157,18 +158,12 @@ def a_function_that_is_compiled_late() -> None:
 @check
 def parameters_held_by_the_program() -> None:
     """Up to date after one call, on a rank of its own choice; which is no step of training."""
-    model = mlp(5, 7, 7, 3)
-    wfbp.broadcast_parameters(model.state_dict())
-    reference = copy.deepcopy(model)
+    model, reference = twins()
     for update in ("auto", "replicated"):
         optimizer, plain = decoupled(model, update), momentum(reference.parameters())
         held, wanted = list(model.parameters()), list(reference.parameters())
         for step in range(2 * LATE):
-            optimizer.zero_grad()
-            square(model, wfbp.rank(), step)
-            optimizer.step()
-            averaged(reference, square, step, wfbp.size())
-            plain.step()
+            step_both(model, optimizer, reference, plain, step)
             if step % wfbp.size() == wfbp.rank():
                 optimizer.synchronize_parameters()
                 for p, q in zip(held, wanted, strict=True):
@@ -187,8 +182,7 @@ def parameters_held_by_the_program() -> None:
 
 
 def _installed(update: str) -> tuple[nn.Module, Any]:
-    model = mlp(5, 7, 7, 3)
-    wfbp.broadcast_parameters(model.state_dict())
+    model, _ = twins()
     optimizer = decoupled(model, update)
     for step in range(LATE):
         optimizer.zero_grad()
@@ -238,9 +232,7 @@ def keeping_what_still_travels_for_backward_is_told() -> None:
 @check
 def a_group_that_is_refused() -> None:
     """All goes on as before."""
-    model = mlp(5, 7, 7, 3)
-    wfbp.broadcast_parameters(model.state_dict())
-    reference = copy.deepcopy(model)
+    model, reference = twins()
     optimizer, plain = decoupled(model, "auto", adamw), adamw(reference.parameters())
     for step in range(2 * LATE):
         if step == LATE:
@@ -255,31 +247,21 @@ def a_group_that_is_refused() -> None:
                     optimizer.add_param_group({"params": params})
             assert len(optimizer.param_groups) == 1
             assert optimizer.report().get("phase") == phase
-        optimizer.zero_grad()
-        square(model, wfbp.rank(), step)
-        optimizer.step()
-        averaged(reference, square, step, wfbp.size())
-        plain.step()
+        step_both(model, optimizer, reference, plain, step)
     alike(model, reference, "after a group was refused")
 
 
 @check
 def another_state() -> None:
     """Momentum is reset by giving the optimizer a new dictionary."""
-    model = mlp(5, 7, 7, 3)
-    wfbp.broadcast_parameters(model.state_dict())
-    reference = copy.deepcopy(model)
+    model, reference = twins()
     for update in ("auto", "replicated"):
         optimizer, plain = decoupled(model, update, adamw), adamw(reference.parameters())
         for step in range(2 * LATE):
             if step == LATE:
                 optimizer.state = defaultdict(dict)
                 plain.state = defaultdict(dict)
-            optimizer.zero_grad()
-            square(model, wfbp.rank(), step)
-            optimizer.step()
-            averaged(reference, square, step, wfbp.size())
-            plain.step()
+            step_both(model, optimizer, reference, plain, step)
         found, wanted = optimizer.state_dict()["state"], plain.state_dict()["state"]
         assert found.keys() == wanted.keys()
         for k in wanted:
@@ -291,9 +273,7 @@ def another_state() -> None:
 @check
 def another_state_and_another_wrapper() -> None:
     """The original has the state, too."""
-    model = mlp(5, 7, 7, 3)
-    wfbp.broadcast_parameters(model.state_dict())
-    reference = copy.deepcopy(model)
+    model, reference = twins()
     for update in ("auto", "replicated"):
         original, plain = adamw(model.parameters()), adamw(reference.parameters())
         for number in range(2):
@@ -304,11 +284,7 @@ def another_state_and_another_wrapper() -> None:
                 if step == LATE - 2 and number == 0:
                     optimizer.state = defaultdict(dict)
                     plain.state = defaultdict(dict)
-                optimizer.zero_grad()
-                square(model, wfbp.rank(), step)
-                optimizer.step()
-                averaged(reference, square, step, wfbp.size())
-                plain.step()
+                step_both(model, optimizer, reference, plain, step)
         alike(model, reference, update)
         found, wanted = optimizer.state_dict()["state"], plain.state_dict()["state"]
         assert found.keys() == wanted.keys()
@@ -326,9 +302,7 @@ class Renewing(torch.optim.SGD):
 
 @check
 def an_optimizer_that_renews_its_state() -> None:
-    model = mlp(5, 7, 7, 3)
-    wfbp.broadcast_parameters(model.state_dict())
-    reference = copy.deepcopy(model)
+    model, reference = twins()
 
     def make(params: Any) -> torch.optim.Optimizer:
         return Renewing(params, lr=0.05, momentum=0.9)
@@ -336,11 +310,7 @@ def an_optimizer_that_renews_its_state() -> None:
     for update in ("auto", "replicated"):
         optimizer, plain = decoupled(model, update, make), make(reference.parameters())
         for step in range(2 * LATE):
-            optimizer.zero_grad()
-            square(model, wfbp.rank(), step)
-            optimizer.step()
-            averaged(reference, square, step, wfbp.size())
-            plain.step()
+            step_both(model, optimizer, reference, plain, step)
         alike(model, reference, update)
 
 
@@ -357,11 +327,7 @@ def parameters_that_are_parts_of_one_tensor() -> None:
         reference = copy.deepcopy(model)
         optimizer, plain = decoupled(model, update), momentum(reference.parameters())
         for step in range(2 * LATE):
-            optimizer.zero_grad()
-            square(model, wfbp.rank(), step)
-            optimizer.step()
-            averaged(reference, square, step, wfbp.size())
-            plain.step()
+            step_both(model, optimizer, reference, plain, step)
         alike(model, reference, update)
 
 

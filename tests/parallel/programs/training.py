@@ -86,6 +86,23 @@ def pair() -> tuple[torch.nn.Sequential, torch.nn.Sequential]:
     return model, copy.deepcopy(model)
 
 
+def step_both(
+    model: torch.nn.Module,
+    optimizer: Any,
+    reference: torch.nn.Module,
+    plain: Any,
+    step: int,
+    backward: Backward | None = None,
+) -> None:
+    """One step of both, without looking at parameters; ``square`` is the usual backward pass."""
+    backward = backward or square
+    optimizer.zero_grad()
+    backward(model, wfbp.rank(), step)
+    optimizer.step()
+    averaged(reference, backward, step, wfbp.size())
+    plain.step()
+
+
 def train(
     model: torch.nn.Module,
     optimizer: Any,
@@ -102,11 +119,7 @@ def train(
         total: steps of all calls, where nothing is to be compared just because this one ends.
     """
     for step in range(first, last):
-        optimizer.zero_grad()
-        square(model, wfbp.rank(), step)
-        optimizer.step()
-        averaged(reference, square, step, wfbp.size())
-        plain.step()
+        step_both(model, optimizer, reference, plain, step)
         if due(step, total or last):
             compare(model, reference, f"step {step}", 1e-12)
 
