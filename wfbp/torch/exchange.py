@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import logging
+import struct
 import weakref
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 
+from wfbp.core.types import Op
 from wfbp.errors import WfbpError
 from wfbp.runtime import world
 from wfbp.runtime.runtime import Runtime
@@ -74,6 +77,7 @@ class Exchange:
     ) -> None:
         self.runtime = runtime
         self._name = settings["name"]
+        self._op: Op = settings["op"]
         self._optimizer = optimizer
         decouples = nature is not Nature.COUPLED
         sharded = nature is Nature.ELEMENTWISE
@@ -194,6 +198,36 @@ class Exchange:
         norm = clip(self.runtime, limit, *self._reduced_tensors())
         wide = functools.reduce(torch.promote_types, {p.dtype for p in self._params})
         return torch.tensor(norm, dtype=wide, device=self._params[0].device)
+
+    def combined_loss(self, loss: Any) -> Any:
+        """The loss of all ranks, combined as their gradients are; a collective.
+
+        An optimizer that looks at the loss, as in a line search, must find on every rank what
+        belongs to the gradients that it finds there.
+
+        Args:
+            loss: what a closure returned here; only real numbers and tensors of one are combined,
+                over the ranks that have one.
+
+        Returns:
+            The same kind of value, the same bits on every rank; anything else as it is.
+        """
+        held = loss.detach() if isinstance(loss, torch.Tensor) else None
+        if held is None:
+            number = isinstance(loss, Real) and not isinstance(loss, bool)
+        else:
+            number = held.numel() == 1 and not held.is_complex()
+        mine = struct.pack("d", float(loss if held is None else held)) if number else b""
+        said = self.runtime.exchange(mine, f"{self._name}: the loss of step(closure)")
+        if not number:
+            return loss
+        values = [struct.unpack("d", text)[0] for text in said if text]
+        result = sum(values) / (len(values) if self._op is Op.AVERAGE else 1)
+        if held is None:
+            return result
+        return torch.full_like(
+            held, result, dtype=None if held.is_floating_point() else torch.float
+        )
 
     def prepare_whole(self) -> None:
         """For a step with a closure: whole parameters, whole state, whole gradients."""

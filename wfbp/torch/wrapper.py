@@ -123,8 +123,12 @@ class Distributed(torch.optim.Optimizer):
         """Average the gradients, unless that was done, and let the optimizer step.
 
         Args:
-            closure: computes the loss and its gradients; called by the optimizer, as often as it
-                likes.
+            closure: computes the loss of this rank's data and its gradients; called by the
+                optimizer, as often as it likes, on every rank alike. The optimizer is given the
+                loss of all ranks, averaged (or added up, with ``op=Sum``) as the gradients are.
+
+        Returns:
+            What the optimizer's step returned: of most, the averaged loss of the first call.
         """
         exchange = self._wfbp_exchange
         # A scheduler made before wrapping watches the original for calls of step().
@@ -292,4 +296,4 @@ class Distributed(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = closure()
         self.synchronize()
-        return loss
+        return loss if self._wfbp_exchange is None else self._wfbp_exchange.combined_loss(loss)
