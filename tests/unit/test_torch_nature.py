@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -264,6 +265,132 @@ def test_coupled(kind: Callable[..., Optimizer]) -> None:
     params = parameters()
     assert nature_of(kind(params)) is Nature.COUPLED
     assert all(torch.equal(p, torch.ones_like(p)) for p in params)
+
+
+class Looking(Plain):
+    """A rate of its own for the last tensor, which it finds by some look-up."""
+
+    def __init__(self, params: Any, make: Any, look: Any) -> None:
+        super().__init__(params)
+        self.table = make([p for group in self.param_groups for p in group["params"]])
+        self.look = look
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for place, (group, p) in enumerate(self.own()):
+            p -= group["lr"] * self.look(self.table, p, place) * p.grad
+
+
+class Box:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+def mark(params: list[nn.Parameter]) -> None:
+    params[-1].lr_scale = 0.5  # type: ignore[attr-defined]
+
+
+LOOKS: dict[str, tuple[Callable[..., Any], Callable[..., float]]] = {
+    "parameter": (lambda ps: {ps[-1]: 0.5}, lambda table, p, place: table.get(p, 1.0)),
+    "id": (lambda ps: {id(ps[-1]): 0.5}, lambda table, p, place: table.get(id(p), 1.0)),
+    "id in a set": (lambda ps: {id(ps[-1])}, lambda table, p, place: 1.0 - (id(p) in table) / 2),
+    "address": (
+        lambda ps: {ps[-1].data_ptr(): 0.5},
+        lambda table, p, place: table.get(p.data_ptr(), 1.0),
+    ),
+    "hash": (lambda ps: {}, lambda table, p, place: table.get(hash(p), 1.0)),
+    "weak reference": (
+        lambda ps: weakref.WeakKeyDictionary({ps[-1]: 0.5}),
+        lambda table, p, place: table.get(p, 1.0),
+    ),
+    "set": (lambda ps: {ps[-1]}, lambda table, p, place: 0.5 if p in table else 1.0),
+    "list": (lambda ps: [ps[-1]], lambda table, p, place: 0.5 if p in table else 1.0),
+    "identity": (
+        lambda ps: [ps[-1]],
+        lambda table, p, place: 0.5 if any(p is q for q in table) else 1.0,
+    ),
+    "identity, filled later": (
+        lambda ps: [],
+        lambda table, p, place: 0.5 if any(p is q for q in table) else 1.0,
+    ),
+    "object": (lambda ps: Box({ps[-1]: 0.5}), lambda table, p, place: table.held.get(p, 1.0)),
+    "attribute": (mark, lambda table, p, place: getattr(p, "lr_scale", 1.0)),
+    "attribute, set later": (lambda ps: None, lambda table, p, place: 1.0 - hasattr(p, "x") / 2),
+    "own dictionary": (mark, lambda table, p, place: vars(p).get("lr_scale", 1.0)),
+    "hooks": (
+        lambda ps: None,
+        lambda table, p, place: 0.5 if p._post_accumulate_grad_hooks else 1.0,
+    ),
+    "place": (lambda ps: [1.0] * 19 + [0.5], lambda table, p, place: table[place]),
+    "place in a tuple": (lambda ps: (1.0,) * 20, lambda table, p, place: table[place]),
+}
+
+
+class LookingInGlobals(Plain):
+    """Its tables lie outside of it, and are filled later."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, p in self.own():
+            p -= group["lr"] * TABLE.get(p, 1.0) * p.grad
+
+
+class LookingInGlobalsById(Plain):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, p in self.own():
+            p -= group["lr"] * scale_by_id(p) * p.grad
+
+
+class LookingInGlobalsByIdentity(Plain):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, p in self.own():
+            p -= group["lr"] * (0.5 if any(p is q for q in SPECIAL) else 1.0) * p.grad
+
+
+class LookingByName(Plain):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for name, p in zip(group["param_names"], group["params"], strict=True):
+                if p.grad is not None:
+                    p -= group["lr"] * (0.5 if name == "bias" else 1.0) * p.grad
+
+
+TABLE: dict[Any, float] = {}
+SPECIAL: list[Any] = []
+
+
+def scale_by_id(p: Any) -> float:
+    return TABLE.get(id(p), 1.0)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("by", LOOKS)
+def test_looking_up_by_tensor_is_coupled(by: str) -> None:
+    assert nature_of(Looking(parameters(), *LOOKS[by])) is Nature.COUPLED
+
+
+@pytest.mark.parametrize(
+    "kind", [LookingInGlobals, LookingInGlobalsById, LookingInGlobalsByIdentity, LookingByName]
+)
+def test_looking_up_elsewhere_is_coupled(kind: Callable[..., Optimizer]) -> None:
+    model = nn.Linear(3, 2)
+    named = kind is LookingByName
+    assert nature_of(kind(model.named_parameters() if named else model.parameters())) is (
+        Nature.COUPLED
+    )
+
+
+def test_what_is_no_look_up() -> None:
+    """Attributes of parameters and of the optimizer that no step asks for, and other lists."""
+    params = parameters()
+    for p in params:
+        p.lr_scale = 0.5  # type: ignore[attr-defined]
+    optimizer: Any = Configured(params)
+    optimizer.betas = [0.9, 0.99]
+    optimizer.register_step_post_hook(lambda optimizer, args, kwargs: params)
+    assert nature_of(optimizer) is Nature.ELEMENTWISE
 
 
 @pytest.mark.parametrize("source", range(3))

@@ -84,6 +84,9 @@ def private(value: Any, optimizer: Any = None, stand_in: Any = None) -> Any:
         return value
     if kind is torch.Tensor and value.numel() <= MOST_ELEMENTS:
         return value.detach().clone()
+    if kind in (list, tuple) and len(value) > 1 and all(type(v) is float for v in value):
+        # Were these settings of tensors by their places, all alike would hide it.
+        return kind(v * (1.0 - k % 8 / 32) for k, v in enumerate(value))
     if kind in (list, tuple, set, frozenset, deque):
         return kind(map(again, value))
     if kind in (dict, OrderedDict):

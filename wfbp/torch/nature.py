@@ -4,7 +4,7 @@ Stand-ins of the optimizer step small tensors three times over: all of them in o
 them in a call of its own; and flat thirds of each, one third per stand-in, as ranks would, the last
 of which has nothing. Where the second way ends like the first, the optimizer treats every tensor by
 itself; where the third does as well, and writes where it read, every element. An optimizer that
-cannot be copied or fails is taken to be coupled.
+cannot be copied, fails, or looks anything up by its tensors (``lookups``) is taken to be coupled.
 
 Ends are compared with a tolerance, since the vectorized body of a kernel and its scalar tail round
 differently. Gradients differ so much in scale that a norm over too few elements is off by more.
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from wfbp.torch.isolation import MOST_ELEMENTS, UnknownError, private, same, stand_in, undisturbed
+from wfbp.torch.lookups import Asked, refers_to_tensors
 
 log = logging.getLogger("wfbp")
 
@@ -62,6 +63,8 @@ def nature_of(optimizer: torch.optim.Optimizer) -> Nature:
         <Nature.ELEMENTWISE: 'elementwise'>
     """
     try:
+        if reference := refers_to_tensors(optimizer):
+            raise UnknownError(f"{reference} tells its parameters from other tensors")
         subjects = _subjects(optimizer)
         with undisturbed(s.like.device for s in subjects):
             try:
@@ -87,12 +90,14 @@ class _Subject:
 class _Member:
     """A subject, or a flat part of it, that one stand-in steps."""
 
-    def __init__(self, subject: _Subject, rank: int | None) -> None:
+    def __init__(self, subject: _Subject, rank: int | None, asked: Asked | None) -> None:
         self.group = subject.group
         self._rank = rank
         start = self._part(subject.start).clone()
         # Ranks step views of parameters, which are no parameters.
         self.param = torch.nn.Parameter(start) if rank is None else start
+        if asked is not None:
+            self.param = asked.tensor(start)
         self._address = start.data_ptr()
         self.gradients = [self._part(g) for g in subject.gradients]
 
@@ -176,6 +181,10 @@ def _judge(optimizer: torch.optim.Optimizer, subjects: list[_Subject], started: 
         and _parts_agree(whole, apart)
     ):
         return Nature.COUPLED
+    asked = Asked()
+    _run(optimizer, [subjects], None, started, asked)
+    if asked.things:
+        raise UnknownError(f"it asks its parameters for {', '.join(sorted(asked.things))}")
     try:
         ranks = [run(subjects, rank=rank) for rank in range(_RANKS + 1)]
         elementwise = _joins(subjects, whole, ranks)
@@ -200,6 +209,7 @@ def _run(
     calls: Sequence[Sequence[_Subject]],
     rank: int | None,
     started: bool,
+    asked: Asked | None = None,
 ) -> _End:
     """Let one stand-in take its steps, in one or more calls each.
 
@@ -208,20 +218,21 @@ def _run(
         calls: the subjects of each call.
         rank: whose flat parts to step, or None for whole tensors.
         started: whether it begins with the optimizer's state, or with none.
+        asked: is to be told what it asks of its tensors, if anybody is.
     """
     made = stand_in(optimizer)
     made.defaults = made.defaults | _SWITCHED_OFF
-    made.state = defaultdict(dict)
+    made.state = defaultdict(dict) if asked is None else asked.state()
     members: list[_Member] = []
     rounds: list[tuple[list[_Member], dict[int, dict[str, Any]]]] = []
     for subjects in calls:
-        part = [_Member(subject, rank) for subject in subjects]
+        part = [_Member(subject, rank, asked) for subject in subjects]
         if started:
             for member, subject in zip(part, subjects, strict=True):
                 held = optimizer.state.get(subject.like, {})
                 made.state[member.param] = member.state(held, subject)
         members += part
-        rounds.append((part, _groups(optimizer, part)))
+        rounds.append((part, _groups(optimizer, part, asked)))
     for step in range(_STEPS):
         for part, groups in rounds:
             made.param_groups = list(groups.values())
@@ -247,7 +258,7 @@ _SWITCHED_OFF = {"capturable": False, "differentiable": False}
 
 
 def _groups(
-    optimizer: torch.optim.Optimizer, members: Sequence[_Member]
+    optimizer: torch.optim.Optimizer, members: Sequence[_Member], asked: Asked | None
 ) -> dict[int, dict[str, Any]]:
     """Copies of the groups of some members, with a learning rate under which they move."""
     groups: dict[int, dict[str, Any]] = {}
@@ -264,7 +275,8 @@ def _groups(
         groups[member.group]["params"].append(member.param)
     for group in groups.values():
         if "param_names" in group:
-            group["param_names"] = [f"tensor {k}" for k in range(len(group["params"]))]
+            names = [f"tensor {k}" for k in range(len(group["params"]))]
+            group["param_names"] = names if asked is None else asked.names(names)
     return groups
 
 
