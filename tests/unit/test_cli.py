@@ -48,7 +48,7 @@ def test_bad_usage_is_one_line(arguments: tuple[str, ...], message: str) -> None
 
 def test_the_module_is_the_command() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "wfbp.cli", "--version"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "wfbp", "--version"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0
     assert done.stdout.startswith("wfbp ")
@@ -75,7 +75,7 @@ def test_planning_in_json_loads_nothing_heavy(tmp_path: Path) -> None:
 
 def test_a_reader_that_stops_early_is_no_error(tmp_path: Path) -> None:
     """As in ``wfbp plan ... | head``."""
-    command = [sys.executable, "-m", "wfbp.cli", "plan", TRACES / "densenet-201.json"]
+    command = [sys.executable, "-m", "wfbp", "plan", TRACES / "densenet-201.json"]
     command += ["--cost", cost_file(tmp_path), "--schedule", "wfbp", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

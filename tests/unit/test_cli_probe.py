@@ -88,7 +88,7 @@ def test_a_cost_file_from_real_ranks(
     """The file is one that wfbp plan reads."""
     output, plot = tmp_path / "cost.json", tmp_path / "plot.html"
     options = ["--max-bytes", "256K", "--seconds", "0.3", "--output", output, "--plot", plot]
-    run = mpirun(num_ranks, "-m", "wfbp.cli", "probe", *options, mpi=mpi)
+    run = mpirun(num_ranks, "-m", "wfbp", "probe", *options, mpi=mpi)
     assert run.rc == 0, run.stderr
     for name in ("all-reduce", "reduce-scatter", "all-gather", "R2", "●", str(output)):
         assert name in run.stdout
@@ -107,7 +107,7 @@ def test_a_cost_file_from_real_ranks(
 def test_json_from_real_ranks(mpirun: Callable[..., Run], tmp_path: Path) -> None:
     output = tmp_path / "cost.json"
     options = ["--max-bytes", "4K", "--seconds", "0.1", "--output", output, "--json"]
-    run = mpirun(2, "-m", "wfbp.cli", "probe", *options)
+    run = mpirun(2, "-m", "wfbp", "probe", *options)
     assert run.rc == 0, run.stderr
     data = json.loads(run.stdout)
     assert data["ranks"] == 2
@@ -120,7 +120,7 @@ def test_json_from_real_ranks(mpirun: Callable[..., Run], tmp_path: Path) -> Non
 @pytest.mark.parallel
 def test_what_is_wrong_is_said_once(mpirun: Callable[..., Run], tmp_path: Path) -> None:
     """Before anything is measured, by rank 0 alone."""
-    run = mpirun(2, "-m", "wfbp.cli", "probe", "--output", tmp_path / "no" / "cost.json")
+    run = mpirun(2, "-m", "wfbp", "probe", "--output", tmp_path / "no" / "cost.json")
     assert run.rc == 2, run.stderr
     assert run.stdout == ""
     lines = [line for line in run.stderr.splitlines() if "error:" in line]

@@ -18,6 +18,7 @@ BELOW: dict[str, set[str]] = {
     "_pack_numpy": {"core"},
     "native": {"_native", "_pack_numpy", "core", "errors"},
     "sim": {"core", "errors"},
+    "launcher": {"errors"},
     "comm": {"config", "core", "errors", "native"},
     "cuda": {"comm", "config", "core", "errors"},
     "runtime": {"comm", "config", "core", "errors", "native", "sim"},
@@ -28,6 +29,7 @@ TOP: dict[str, set[str]] = {
     "torch": set(),
     "jax": set(),
     "cli": set(),
+    "__main__": {"cli"},
     "dispatch": {"torch", "jax"},
     "bench": {"torch", "jax", "cli"},
 }

@@ -59,7 +59,7 @@ def measure(
         for _ in range(rounds):
             for schedule in schedules:
                 for kind, cost in files.items():
-                    command = [sys.executable, "-m", "wfbp.cli", "plan", str(trace)]
+                    command = [sys.executable, "-m", "wfbp", "plan", str(trace)]
                     command += ["--cost", str(cost), "--schedule", schedule, "--json"]
                     start = time.perf_counter()
                     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

@@ -75,7 +75,7 @@ def main(folder: Path | None, rounds: int) -> int:
     )
     print(timeline(recorded))
     if folder is not None:
-        subprocess.run([sys.executable, "-m", "wfbp.cli", "report", str(folder)], check=True)
+        subprocess.run([sys.executable, "-m", "wfbp", "report", str(folder)], check=True)
     return 0
 
 

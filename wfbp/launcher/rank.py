@@ -1,0 +1,121 @@
+"""Runs on each rank in front of the program: chooses cores, GPU and output, then becomes it.
+
+``python -m wfbp.launcher.rank [--cores] [--gpu] [--output DIR] -- PROGRAM ...``. It imports the
+standard library alone and replaces itself (``exec``): the program has its process, and signals
+reach it directly.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+_LOCAL_RANK = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+_LOCAL_SIZE = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+def share(cores: Sequence[int], local_rank: int, local_size: int) -> list[int]:
+    """The cores of one rank: contiguous parts that differ by one core at most.
+
+    Where ranks outnumber cores nobody is bound, and each rank may use all.
+
+    Example:
+        >>> share([0, 1, 2, 3, 4], 0, 2), share([0, 1, 2, 3, 4], 1, 2), share([0, 1], 2, 3)
+        ([0, 1], [2, 3, 4], [0, 1])
+    """
+    if local_size > len(cores):
+        return list(cores)
+    begin = len(cores) * local_rank // local_size
+    return list(cores)[begin : len(cores) * (local_rank + 1) // local_size]
+
+
+def number(names: Sequence[str], environment: Mapping[str, str]) -> int | None:
+    """What the launcher says in the first of these variables that is there."""
+    text = next((environment[name] for name in names if name in environment), "")
+    return int(text) if text.isdecimal() else None
+
+
+def local_size(environment: Mapping[str, str]) -> int | None:
+    """How many ranks this host has."""
+    size = number(_LOCAL_SIZE, environment)
+    if size is None and "SLURM_STEP_TASKS_PER_NODE" in environment:
+        # As "4(x2),3": the place of this node in the list is its number.
+        counts: list[int] = []
+        for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(","):
+            count, _, times = part.partition("(x")
+            counts += [int(count)] * int(times.rstrip(")") or 1)
+        node = number(("SLURM_NODEID",), environment)
+        return counts[node] if node is not None and node < len(counts) else None
+    return size
+
+
+def prepare(options: Sequence[str], environment: dict[str, str]) -> None:
+    """Choose cores, GPU and output as the options ask.
+
+    Raises:
+        ValueError: an unknown option, or a launcher that does not tell ranks where they are.
+        OSError: the directory for output cannot be written to.
+    """
+    left = list(options)
+    while left:
+        option = left.pop(0)
+        if option == "--cores":
+            rank, size = _place(environment)
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, share(cores, rank, size))
+            for name in _THREADS:
+                environment.setdefault(name, str(max(1, len(cores) // size)))
+        elif option == "--gpu":
+            rank, _ = _place(environment)
+            visible = environment.get("CUDA_VISIBLE_DEVICES", "")
+            devices = visible.split(",") if visible else []
+            environment["CUDA_VISIBLE_DEVICES"] = (
+                devices[rank % len(devices)] if devices else str(rank)
+            )
+        elif option == "--output" and left:
+            _redirect(Path(left.pop(0)), number(_RANK, environment))
+        else:
+            raise ValueError(f"wfbp.launcher.rank does not know the option {option!r}")
+
+
+def _place(environment: Mapping[str, str]) -> tuple[int, int]:
+    rank, size = number(_LOCAL_RANK, environment), local_size(environment)
+    if rank is None or size is None:
+        raise ValueError(
+            "the launcher does not tell this rank its number on the host (neither "
+            f"{_LOCAL_RANK[0]} nor {_LOCAL_RANK[1]} is set): start without binding to cores or GPUs"
+        )
+    return rank, size
+
+
+def _redirect(directory: Path, rank: int | None) -> None:
+    """Let standard output and error go to files named for the rank."""
+    if rank is None:
+        raise ValueError(f"the launcher does not tell this rank its number ({_RANK[0]} is not set)")
+    directory.mkdir(parents=True, exist_ok=True)
+    for descriptor, ending in ((1, "out"), (2, "err")):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+        file = os.open(directory / f"rank-{rank}.{ending}", flags, 0o666)
+        os.dup2(file, descriptor)
+        os.close(file)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Prepare, and become the program."""
+    split = list(arguments).index("--")
+    options, program = arguments[:split], list(arguments[split + 1 :])
+    environment = dict(os.environ)
+    try:
+        prepare(options, environment)
+        os.execvpe(program[0], program, environment)
+    except (OSError, ValueError) as error:
+        where = f"rank {number(_RANK, environment)}"
+        sys.exit(f"wfbprun: {where}: cannot start {program[0]}: {error}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
