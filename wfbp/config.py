@@ -25,6 +25,7 @@ class Config:
         direct_bytes: tensors of at least this size travel from where they lie, without being
             packed; as a variable also with a unit.
         shared_memory: whether ranks of one host may read each other's memory; they do if all may.
+        check_launcher: whether to fail where a launcher promised more ranks than MPI found.
         warmup_steps: steps left out of every measurement after a start or a change of plan.
         profile_steps: steps whose compute times are measured, with communication held back.
         trial_steps: steps measured per candidate plan and round of ``auto``, at least.
@@ -48,6 +49,7 @@ class Config:
     threshold_bytes: int = 25 * 2**20
     direct_bytes: int = 2**18
     shared_memory: bool = True
+    check_launcher: bool = True
     warmup_steps: int = 3
     profile_steps: int = 5
     trial_steps: int = 4

@@ -48,3 +48,39 @@ def test_a_rank_that_ends_before_init_is_not_waited_for_for_ever() -> None:
     assert "Missing: rank 1, which has ended; rank 2, which is still elsewhere." in reason
     assert "let every rank call wfbp.init()" in reason
     assert "_start_which_waits_for_every_rank" in stack, run
+
+
+ALONE = """
+import wfbp
+wfbp.init()
+assert wfbp.size() == 1
+print("alone")
+"""
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_processes_of_another_launcher_do_not_train_apart(mpi: str) -> None:
+    variables = {"TORCHELASTIC_RUN_ID": "7", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
+    try:
+        run = launcher.mpirun(1, "-c", ALONE, mpi=mpi, timeout=40, env=variables)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    assert run.rc not in (0, None), run
+    assert "BackendError: this process is rank 1 of 2, says torchrun (WORLD_SIZE=2)" in run.stderr
+    assert f"{launcher.interpreter(mpi).with_name('mpirun')} -n 2 " in run.stderr
+
+
+def test_processes_of_another_librarys_mpirun_do_not_train_apart() -> None:
+    try:
+        python = launcher.interpreter("openmpi")
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    switch = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"
+    command = (2, "-c", switch, python, "-c", ALONE)
+    run = launcher.mpirun(*command, timeout=40)
+    assert run.rc not in (0, None), run
+    assert "says an mpirun with the PMI of MPICH (PMI_SIZE=2), but MPI (Open MPI" in run.stderr
+    assert "alone" not in run.stdout
+    # Where that is meant.
+    run = launcher.mpirun(*command, timeout=40, env={"WFBP_CHECK_LAUNCHER": "0"})
+    assert run.stdout.split() == ["alone", "alone"], run

@@ -100,7 +100,7 @@ def command(max_bytes: int, seconds: float, output: str, plot: str | None, as_js
         config = Config.from_environment()
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    backend = MpiBackend(shared_memory=config.shared_memory)
+    backend = MpiBackend(shared_memory=config.shared_memory, check_launcher=config.check_launcher)
     if backend.size == 1:
         raise click.UsageError(
             "one rank has nobody to talk to; start it as: mpirun -np N wfbp probe"

@@ -19,6 +19,7 @@ from wfbp.comm.buffers import Pieces, blocks, fill, fill_blocks, typed
 from wfbp.comm.chunking import Chunking, chunks
 from wfbp.comm.host_memory import HostMemory
 from wfbp.comm.host_reduce import HostReduces
+from wfbp.comm.launch import check_launch
 from wfbp.comm.mpi_channel import Channel, Family, Job, MpiWork
 from wfbp.comm.mpi_jobs import GatherBytes, Library
 from wfbp.comm.mpi_library import load
@@ -42,9 +43,11 @@ class MpiBackend(Backend):
         start_timeout_s: how long MPI may take to start, where it has not been started.
         shared_memory: whether ranks of one host may read each other's memory, if all of them want
             it.
+        check_launcher: whether to fail where a launcher promised more ranks than MPI found.
 
     Raises:
-        BackendError: mpi4py or MPI is missing or does not allow threads.
+        BackendError: mpi4py or MPI is missing or does not allow threads; a launcher promised more
+            ranks than MPI found.
 
     Example:
         >>> import numpy as np
@@ -62,9 +65,12 @@ class MpiBackend(Backend):
         chunking: Chunking | None = None,
         start_timeout_s: float | None = None,
         shared_memory: bool = True,
+        check_launcher: bool = True,
         _original: MpiBackend | None = None,
     ) -> None:
         self._mpi = mpi = load(start_timeout_s)
+        if check_launcher and _original is None:
+            check_launch(mpi, comm)
         parent = mpi.COMM_WORLD if comm is None else comm
         try:
             self._comm = self._own(parent)

@@ -36,7 +36,8 @@ def init(comm: Any = None, *, backend: Backend | None = None, config: Config | N
     Raises:
         ValueError: a ``WFBP_*`` variable cannot be read, or no directory made for records.
         PeerError: another rank could not make it.
-        BackendError: MPI is missing or does not start.
+        BackendError: MPI is missing or does not start, or a launcher (``torchrun``, ``srun``,
+            another library's ``mpirun``) promised more ranks than MPI found.
         DisagreementError: ranks have different settings.
     """
     global _runtime
@@ -48,7 +49,10 @@ def init(comm: Any = None, *, backend: Backend | None = None, config: Config | N
         from wfbp.comm.mpi import MpiBackend
 
         backend = MpiBackend(
-            comm, start_timeout_s=config.timeout_s, shared_memory=config.shared_memory
+            comm,
+            start_timeout_s=config.timeout_s,
+            shared_memory=config.shared_memory,
+            check_launcher=config.check_launcher,
         )
     unknown = unknown_variables()
     if unknown and backend.local_rank == 0:
