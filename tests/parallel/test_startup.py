@@ -83,4 +83,4 @@ def test_processes_of_another_librarys_mpirun_do_not_train_apart() -> None:
     assert "alone" not in run.stdout
     # Where that is meant.
     run = launcher.mpirun(*command, timeout=40, env={"WFBP_CHECK_LAUNCHER": "0"})
-    assert run.stdout.split() == ["alone", "alone"], run
+    assert run.stdout.count("alone") == 2, run

@@ -24,12 +24,6 @@ PROMPT = Config(
 )
 
 
-@pytest.fixture(autouse=True)
-def one_thread_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever else ran in this process, such as an import of wfbp.jax."""
-    monkeypatch.setattr(inquiry, "_other_threads", False)
-
-
 def barrier(runtime: Runtime, trainer: Trainer) -> None:
     agree(runtime, "barrier")
 
@@ -119,8 +113,11 @@ def test_ranks_that_do_not_answer_are_named() -> None:
     )
 
 
-def test_nothing_is_judged_where_other_threads_may_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inquiry, "_other_threads", True)
+def test_nothing_is_judged_where_other_threads_may_go_on() -> None:
+    def threaded(runtime: Runtime, trainer: Trainer) -> None:
+        runtime.expect_other_threads()
+        barrier(runtime, trainer)
+
     config = Config(schedule="wfbp", stall_warning_s=0.2, timeout_s=1.0, abort_grace_s=0.5)
-    for result in ended({1: barrier}, config, size=2):
+    for result in ended({1: threaded}, config, size=2):
         assert isinstance(result, StallError)

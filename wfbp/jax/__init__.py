@@ -25,7 +25,6 @@ from wfbp.jax.optimizer import DistributedOptimizer
 from wfbp.jax.order import allgather_object, barrier, broadcast_object
 from wfbp.jax.reports import reports
 from wfbp.jax.state import broadcast_parameters
-from wfbp.runtime.inquiry import expect_other_threads
 from wfbp.runtime.world import (
     init,
     is_initialized,
@@ -35,8 +34,6 @@ from wfbp.runtime.world import (
     shutdown,
     size,
 )
-
-expect_other_threads()  # XLA runs what was compiled on threads of its own
 
 Average = Op.AVERAGE
 Sum = Op.SUM

@@ -171,11 +171,16 @@ def _now(array: Any, *, collective: Collective) -> jax.Array:
 
 
 def _within(collective: Collective, array: Any) -> Array:
-    return collective.run(world.current("a collective"), np.asarray(array))
+    runtime = world.current("a collective")
+    runtime.expect_other_threads()
+    return collective.run(runtime, np.asarray(array))
 
 
 def _as_callback(array: Any, *, collective: Collective) -> Any:
     native.wait_apart()
+    if world.is_initialized():
+        # XLA may run the program on a thread that has not communicated before.
+        world.current("a collective").expect_other_threads()
     result = jax.ShapeDtypeStruct(collective.result_shape(array.shape), array.dtype)
     return io_callback(partial(_within, collective), result, array, ordered=True)
 

@@ -52,6 +52,9 @@ class Exchanges:
 
     def add(self, request: Request) -> int:
         """Know a request; its key."""
+        if world.is_initialized():
+            # XLA may run the program on a thread that has not communicated before.
+            world.current("an exchange").expect_other_threads()
         with self._lock:
             known = request.key in self._requests
             self._requests[request.key] = request
@@ -148,6 +151,7 @@ class Exchanges:
             self._exchanges.clear()
             self._engines.clear()
             self._runtime = runtime
+            runtime.expect_other_threads()  # the program may have been traced before init()
         found = self._exchanges.get(key)
         if found is None:
             request = self._requests.get(key)

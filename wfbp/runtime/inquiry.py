@@ -10,23 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from wfbp.errors import DisagreementError
 from wfbp.runtime.places import Place, entangled, told
 
 log = logging.getLogger("wfbp")
-
-_other_threads = False
-
-
-def expect_other_threads() -> None:
-    """From now on anything may be begun on threads that have not communicated before.
-
-    Whether a rank can go on by itself is then never known, and nothing is judged.
-    """
-    global _other_threads
-    _other_threads = True
 
 
 class Inquiry:
@@ -38,6 +28,10 @@ class Inquiry:
         where: who this is, for messages ("rank 1 of 4").
         place: where this rank is.
         send: sends a notice to all other ranks.
+
+    Attributes:
+        other_threads: whether anything may be begun on threads that have not communicated before.
+            Whether this rank can go on by itself is then not known, and it is never judged.
     """
 
     def __init__(
@@ -53,6 +47,7 @@ class Inquiry:
         self._where = where
         self._place = place
         self._send = send
+        self.other_threads = False
         self._number = 0
         self._again = False
         self._heard: dict[int, Place] = {}
@@ -97,7 +92,7 @@ class Inquiry:
 
     def _here(self) -> Place:
         place = self._place()
-        return place if not _other_threads else Place.decode({**place.encode(), "waits": False})
+        return replace(place, waits=False) if self.other_threads else place
 
     def _ask(self, again: bool) -> None:
         self._number += 1

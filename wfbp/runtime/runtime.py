@@ -180,6 +180,13 @@ class Runtime:
         """
         return self._network.measure(max_bytes, operations, anew, carrier, (talk or self.talk).call)
 
+    def expect_other_threads(self) -> None:
+        """From now on any thread may begin a collective, also one that has not done so yet.
+
+        A rank of which this is so is never found to wait for others in a circle.
+        """
+        self._inquiry.other_threads = True
+
     def add_lane(self, lane: Lane) -> None:
         """Serve a lane from now on."""
         self.post(lambda: self.thread.add_lane(lane))

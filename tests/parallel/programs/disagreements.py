@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from typing import Any
 
 import numpy as np
@@ -344,6 +346,15 @@ def one_rank_is_in_another_collective() -> None:
         text = stepping(act, lambda o: o.zero_grad(), DisagreementError, warmup_steps, 0.3)
         assert "ranks wait for each other in different places: " in text, text
         assert f"{last()}: {place}" in text, text
+
+
+@check
+def a_deadlock_beside_jax_is_told() -> None:
+    importlib.import_module("jax")
+    wfbp.broadcast_parameters({"weight": np.ones(3)})
+    assert "wfbp.jax" in sys.modules, "which has looked for JAX's arrays"
+    text = stepping(lambda _: wfbp.barrier(), lambda o: o.zero_grad(), DisagreementError, 100, 0.3)
+    assert "ranks wait for each other in different places: " in text, text
 
 
 if __name__ == "__main__":

@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import wfbp
+import wfbp.jax
 from tests.parallel.programs.collective_values import combined, values
-from tests.parallel.programs.harness import Checks, raises
+from tests.parallel.programs.harness import MODES, Checks, raises
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError
 from wfbp.jax import metrics, operations, state
+from wfbp.runtime import world
 
 check = Checks()
 
@@ -368,6 +369,30 @@ def means_of_metrics() -> None:
     if wfbp.size() > 1:
         other = {"loss" if rank else "error": 1.0}
         raises(DisagreementError, "loss", "error", act=lambda: metrics.average_metrics(other))
+
+
+@check
+def only_programs_that_communicate_may_go_on_by_themselves() -> None:
+    """Whether a rank can be judged to wait for ever: not where XLA's threads might yet come."""
+
+    def judged() -> bool:
+        return not world.current("judged()")._inquiry.other_threads
+
+    x = mine()
+    sum_of = wfbp.jax.value_and_grad(jnp.sum)
+    for act in (jax.jit(operations.allreduce), jax.jit(sum_of)):
+        wfbp.shutdown()
+        wfbp.init(config=MODES["overlap"])
+        assert judged()
+        operations.allreduce(x)
+        assert judged()
+        jax.block_until_ready(act(x))
+        assert judged() is (wfbp.size() == 1)
+    wfbp.shutdown()
+    wfbp.init(config=MODES["overlap"])
+    assert judged()
+    jax.block_until_ready(act(x))  # compiled before
+    assert judged() is (wfbp.size() == 1)
 
 
 if __name__ == "__main__":
