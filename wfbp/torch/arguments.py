@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -95,6 +95,33 @@ def named_params(
             "the named_parameters() of every module that it optimizes, or none"
         )
     return [*first.values(), *missing]
+
+
+def param_ids(optimizer: torch.optim.Optimizer) -> frozenset[int]:
+    """The ids of the parameters in an optimizer's groups."""
+    return frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
+
+
+def check_known(optimizer: torch.optim.Optimizer, known: Collection[int]) -> None:
+    """Raise unless the parameters in an optimizer's groups were there when it was wrapped.
+
+    Args:
+        optimizer: the distributed one.
+        known: ids of parameters.
+
+    Raises:
+        RuntimeError: one was put into ``param_groups`` since; it would be stepped with the
+            gradients of this rank alone.
+    """
+    for g, group in enumerate(optimizer.param_groups):
+        for k, param in enumerate(group["params"]):
+            if id(param) not in known:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}: param_groups[{g}]['params'][{k}], of shape "
+                    f"{tuple(param.shape)}, was put there after the optimizer was wrapped: its "
+                    "gradients are not averaged over the ranks. Add parameters by "
+                    "optimizer.add_param_group({'params': [...]}), on every rank"
+                )
 
 
 def _differentiable(param: torch.Tensor) -> bool:

@@ -95,8 +95,9 @@ def clip(
             "Leave this step out, or pass error_if_nonfinite=False"
         )
     factor = limit.max_norm / (norm + _TINY)
-    if not factor >= 1.0:  # also where the norm is no number
-        torch._foreach_mul_([*shards, *whole], factor)
+    scaled = [*shards, *whole]  # nothing where this rank's shards are empty
+    if scaled and not factor >= 1.0:  # also where the norm is no number
+        torch._foreach_mul_(scaled, factor)
     return norm
 
 

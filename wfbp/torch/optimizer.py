@@ -12,7 +12,7 @@ from wfbp.runtime import world
 from wfbp.runtime.arguments import check_arguments
 from wfbp.runtime.candidates import check_schedule
 from wfbp.torch import tensors
-from wfbp.torch.arguments import check_update, chosen_nature, named_pairs, named_params
+from wfbp.torch.arguments import check_update, chosen_nature, named_pairs, named_params, param_ids
 from wfbp.torch.exchange import Exchange
 from wfbp.torch.nature import Nature
 from wfbp.torch.original import OVERLAID, bare_step, overlay, uncover
@@ -136,6 +136,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     wrapped._wfbp_skip = False
     wrapped._wfbp_exchange = None
     wrapped._wfbp_exchange = make()
+    wrapped._wfbp_known = param_ids(wrapped)
     wrapped._wfbp_check = lambda: check(named_params(wrapped, known, complete=False))
     wrapped._wfbp_make = make
     optimizer.__dict__[_WRAPPED] = wrapped

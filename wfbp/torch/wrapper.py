@@ -12,6 +12,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from wfbp.runtime.runtime import Runtime
+from wfbp.torch.arguments import check_known, param_ids
 from wfbp.torch.clipping import Limit
 from wfbp.torch.exchange import Exchange
 
@@ -43,6 +44,7 @@ class Distributed(torch.optim.Optimizer):
     _wfbp_make: Callable[[], Exchange | None]
     _wfbp_asked: Asked
     _wfbp_skip: bool
+    _wfbp_known: frozenset[int]
 
     def synchronize(self) -> None:
         """Wait until all gradients of this step are averaged; ``p.grad`` then holds the averages.
@@ -129,8 +131,15 @@ class Distributed(torch.optim.Optimizer):
 
         Returns:
             What the optimizer's step returned: of most, the averaged loss of the first call.
+
+        Raises:
+            RuntimeError: gradients were changed since backward, or a parameter was put into
+                ``param_groups`` without :meth:`add_param_group`.
+            WfbpError: ranks disagree, failed, or did not answer in time.
         """
         exchange = self._wfbp_exchange
+        if exchange is not None:
+            check_known(self, self._wfbp_known)
         # A scheduler made before wrapping watches the original for calls of step().
         self._wfbp_original._opt_called = True  # type: ignore[attr-defined]
         if closure is not None:
@@ -221,6 +230,7 @@ class Distributed(torch.optim.Optimizer):
         groups += added
         self._wfbp_asked = Asked.NOBODY
         self._wfbp_exchange = self._wfbp_make()
+        self._wfbp_known = param_ids(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         original = self.__dict__.get("_wfbp_original")

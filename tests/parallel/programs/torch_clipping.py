@@ -201,3 +201,29 @@ def changing_averages_before_a_step() -> None:
         change(reference)
         plain.step()
         compare(model, reference, f"step {step}", 1e-12)
+
+
+@check
+def clipping_where_a_rank_has_no_elements() -> None:
+    """Shards of so small a model are empty on all ranks but the first."""
+    torch.manual_seed(4)
+    model, reference = nn.Linear(3, 1), nn.Linear(3, 1)
+    reference.load_state_dict(model.state_dict())
+    optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
+    plain = momentum(reference.parameters())
+
+    def backward(net: nn.Module, rank: int, step: int) -> None:
+        net(data(step, rank, 4, 3).float()).square().mean().backward()
+
+    for step in range(8):
+        optimizer.zero_grad()
+        backward(model, wfbp.rank(), step)
+        norm = optimizer.clip_grad_norm_(0.1, float("inf") if step % 2 else 2.0)
+        optimizer.step()
+        averaged(reference, backward, step, wfbp.size())
+        wanted = nn.utils.clip_grad_norm_(
+            reference.parameters(), 0.1, float("inf") if step % 2 else 2.0
+        )
+        plain.step()
+        same(norm, wanted, "norm", 1e-5)
+        compare(model, reference, f"step {step}", 1e-5)

@@ -149,3 +149,33 @@ def parameter_group_added() -> None:
             plain.step()
             for p, q in zip(model.parameters(), reference.parameters(), strict=True):
                 same(p.detach(), q.detach(), f"step {step}", 1e-12)
+
+
+@check
+def parameters_put_into_groups_by_hand() -> None:
+    """They would be stepped with this rank's gradients alone; the remedy that is named works."""
+    model, reference = pair()
+    first, second = (list(model[k].parameters()) for k in (0, 2))
+    optimizer = wfbp.torch.DistributedOptimizer(momentum(first), model[0].named_parameters())
+    plain = momentum(reference[0].parameters())
+    params, groups = optimizer.param_groups[0]["params"], optimizer.param_groups
+    for step in range(12):
+        optimizer.zero_grad()
+        square(model, wfbp.rank(), step)
+        if step in (3, 6):
+            params.append(second[0])
+            raises(RuntimeError, "['params'][2]", "(3, 7)", "add_param_group", act=optimizer.step)
+            params.pop()
+            groups.append({**groups[0], "params": second})
+            raises(RuntimeError, "param_groups[1]['params'][0]", act=optimizer.step)
+            groups.pop()
+            params[1] = second[1]
+            raises(RuntimeError, "['params'][1], of shape (3,)", act=optimizer.step)
+            params[1] = first[1]
+        optimizer.step()
+        averaged(reference, square, step, wfbp.size())
+        plain.step()
+        if step == 6:
+            optimizer.add_param_group({"params": second})
+            plain.add_param_group({"params": list(reference[2].parameters())})
+    compare(model, reference, "at the end", 1e-12)
