@@ -121,12 +121,18 @@ def num_bytes(text: str) -> int:
     return round(float(number) * float(base) ** " kmg".index(prefix.lower() or " "))
 
 
+def variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The ``WFBP_*`` variables that are set, by name."""
+    source = os.environ if environment is None else environment
+    return {name: source[name] for name in sorted(source) if name.startswith("WFBP_")}
+
+
 def unknown_variables(environment: Mapping[str, str] | None = None) -> str:
     """A warning about ``WFBP_*`` variables that nobody reads; empty where there are none."""
     source = os.environ if environment is None else environment
     known = [f"WFBP_{field.name.upper()}" for field in fields(Config)]
     parts = []
-    for name in sorted(n for n in source if n.startswith("WFBP_") and n not in known):
+    for name in (n for n in variables(source) if n not in known):
         near = get_close_matches(name, known, 1)
         parts.append(f"{name} (did you mean {near[0]}?)" if near else name)
     return f"not a setting, and ignored: {', '.join(parts)}" if parts else ""
