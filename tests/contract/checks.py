@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tests.contract import segment_checks
-from wfbp.comm.backend import Backend, Buffer
+from wfbp.comm.backend import Backend, Buffer, HostBackend
 from wfbp.comm.waiting import wait
 from wfbp.core.types import ITEM_BYTES, Op
 
@@ -332,6 +332,82 @@ def check_all_gather_bytes(backend: Backend) -> None:
         want = [bytes([rank]) * (rank * unit) for rank in range(backend.size)]
         got = wait(backend.all_gather_bytes(want[backend.rank]), timeout_s=TIMEOUT_S)
         assert got == want
+
+
+def check_all_to_all(backend: Backend) -> None:
+    """Block r of every rank reaches rank r, whatever the sizes; nothing around it is touched."""
+    assert isinstance(backend, HostBackend)
+    rank, size = backend.rank, backend.size
+    for unit in (0, 1, 3, 10_007, 700_001):
+
+        def block(sender: int, receiver: int, unit: int = unit) -> Buffer:
+            numel = unit * ((sender + 2 * receiver) % 4)
+            return np.full(numel, 16 * sender + receiver, np.uint8)
+
+        out = [block(rank, peer) for peer in range(size)]
+        want = [block(peer, rank) for peer in range(size)]
+        whole = np.full(sum(part.size for part in want) + 2, 255, np.uint8)
+        outgoing = np.concatenate(out)
+        outgoing.flags.writeable = False
+        work = backend.all_to_all(
+            outgoing, [p.size for p in out], whole[1:-1], [p.size for p in want]
+        )
+        wait(work, timeout_s=TIMEOUT_S)
+        assert (whole[1:-1] == np.concatenate(want)).all(), unit
+        assert whole[0] == whole[-1] == 255
+    try:
+        backend.all_to_all(np.zeros(1, np.uint8), [1] * size, np.zeros(size, np.uint8), [2] * size)
+    except ValueError:
+        return
+    raise AssertionError("sizes that do not fit were accepted")
+
+
+def check_subset(backend: Backend) -> None:
+    """Some of the ranks among themselves, while the others do something else."""
+    assert isinstance(backend, HostBackend)
+    rank, size = backend.rank, backend.size
+    for ranks in ([0], list(range(0, size, 2)), list(range(1, size)) or [0], list(range(size))):
+        part = backend.subset(ranks)
+        assert (part is not None) == (rank in ranks)
+        if part is None:
+            continue
+        assert (part.rank, part.size) == (ranks.index(rank), len(ranks))
+        said = wait(part.all_gather_bytes(b"%d" % rank), timeout_s=TIMEOUT_S)
+        assert said == [b"%d" % r for r in ranks]
+        for numel in (3, 300_000):
+            data = np.full(numel, rank, np.float32)
+            all_reduce(part, data, "float32", Op.SUM)
+            assert (data == sum(ranks)).all()
+        data = np.full(9, rank, np.uint8)
+        wait(part.broadcast(data, len(ranks) - 1), timeout_s=TIMEOUT_S)
+        assert (data == ranks[-1]).all()
+        part.close()
+
+
+def check_mailbox(backend: Backend) -> None:
+    """Messages reach the one rank that they are for, those of each rank in their order."""
+    assert isinstance(backend, HostBackend)
+    rank, size = backend.rank, backend.size
+    box = backend.mailbox()
+    assert box.receive() == []
+    wait(backend.all_gather_bytes(b""), timeout_s=TIMEOUT_S)
+    for peer in range(size):
+        for number in range(peer + 2):
+            box.send(peer, b"%d to %d: %d" % (rank, peer, number) + b"." * number * 50_000)
+    got: dict[int, list[bytes]] = {sender: [] for sender in range(size)}
+    deadline = time.monotonic() + TIMEOUT_S
+    while sum(map(len, got.values())) < size * (rank + 2) and time.monotonic() < deadline:
+        for sender, payload in box.receive():
+            got[sender].append(payload)
+    for sender, payloads in got.items():
+        told = [payload.rstrip(b".") for payload in payloads]
+        assert told == [b"%d to %d: %d" % (sender, rank, n) for n in range(rank + 2)]
+        assert [p.count(b".") for p in payloads] == [50_000 * n for n in range(rank + 2)]
+    # What is still being sent needs this rank's hand.
+    work = backend.all_gather_bytes(b"")
+    while not work.test():
+        assert box.receive() == []
+    box.close()
 
 
 def check_many_in_flight(backend: Backend) -> None:

@@ -205,6 +205,58 @@ class Backend(ABC):
         """Give the backend's resources back; collective where the library below demands it."""
 
 
+class Mailbox(ABC):
+    """Messages from rank to rank, outside any collective; used where the backend is."""
+
+    @abstractmethod
+    def send(self, rank: int, payload: bytes) -> None:
+        """Send to one rank, also this one, without waiting for it to be read."""
+
+    @abstractmethod
+    def receive(self) -> list[tuple[int, bytes]]:
+        """What has arrived, each with the rank that sent it; never blocks.
+
+        Messages of one rank come in the order in which it sent them.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the mailbox's resources back; collective where the library below demands it."""
+
+
+class HostBackend(Backend):
+    """A backend for memory of the host, with what named operations need besides collectives."""
+
+    @abstractmethod
+    def all_to_all(
+        self, outgoing: Buffer, sent: Sequence[int], incoming: Buffer, received: Sequence[int]
+    ) -> Work[None]:
+        """Send every rank a block of its own.
+
+        Args:
+            outgoing: one block per rank, one after the other; block r goes to rank r.
+            sent: bytes of each block, also none.
+            incoming: one block per rank, one after the other; block r is what rank r sends. It
+                does not overlap ``outgoing``.
+            received: bytes of each of these; what rank r sends to this rank.
+        """
+
+    @abstractmethod
+    def subset(self, ranks: Sequence[int]) -> HostBackend | None:
+        """A backend over some of the ranks. Collective over all of them, and blocking.
+
+        Args:
+            ranks: ascending, the same on every rank; rank ``ranks[i]`` is rank i of the subset.
+
+        Returns:
+            None on a rank that is not among them.
+        """
+
+    @abstractmethod
+    def mailbox(self) -> Mailbox:
+        """Messages between the ranks of this backend. Collective and blocking."""
+
+
 class Finished(Work[T]):
     """Work that was complete when it was made (one rank, nothing to send)."""
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from wfbp.comm.arithmetic import combine
-from wfbp.comm.backend import Backend, Buffer, Segment, T, Work
+from wfbp.comm.backend import Buffer, HostBackend, Mailbox, Segment, T, Work
 from wfbp.comm.buffers import blocks, fill, fill_blocks, typed
 from wfbp.core.types import Op, Operation
 from wfbp.errors import PeerError
@@ -82,7 +82,7 @@ class _EmulatedWork(Work[T]):
         return self._result[0]
 
 
-class EmulatedLink(Backend):
+class EmulatedLink(HostBackend):
     """Rank 0 of ``size`` equal ranks over a link that costs what the curve says.
 
     Data end up as if every rank had contributed what this one did: AVERAGE, MIN and MAX leave a
@@ -168,8 +168,25 @@ class EmulatedLink(Backend):
     def all_gather_bytes(self, payload: bytes) -> Work[list[bytes]]:
         return self._send(len(payload), lambda: [bytes(payload)] * self.size)
 
-    def duplicate(self) -> Backend:
+    def all_to_all(
+        self, outgoing: Buffer, sent: Sequence[int], incoming: Buffer, received: Sequence[int]
+    ) -> Work[None]:
+        mine = blocks(self.size, outgoing, sent, "uint8", writeable=False)[self.rank]
+        for part in blocks(self.size, incoming, received, "uint8"):
+            np.copyto(part, np.resize(mine, part.size))
+        return self._send(outgoing.nbytes, lambda: None, Operation.ALL_GATHER)
+
+    def duplicate(self) -> EmulatedLink:
         return EmulatedLink(self._channel.costs[ALL_REDUCE], self.size, _channel=self._channel)
+
+    def subset(self, ranks: Sequence[int]) -> EmulatedLink | None:
+        if self.rank not in ranks:
+            return None
+        return EmulatedLink(self._channel.costs[ALL_REDUCE], len(ranks), _channel=self._channel)
+
+    def mailbox(self) -> Mailbox:
+        """One in which every rank sends this one what it sends to itself, at no cost."""
+        return _EmulatedMailbox(self.size)
 
     def send_notice(self, payload: bytes) -> None:
         self._notices += [(rank, bytes(payload)) for rank in range(1, self.size)]
@@ -189,3 +206,20 @@ class EmulatedLink(Backend):
         self, nbytes: int, finish: Callable[[], Any], operation: Operation = ALL_REDUCE
     ) -> Work[Any]:
         return _EmulatedWork(self._channel, operation, nbytes, finish)
+
+
+class _EmulatedMailbox(Mailbox):
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._arrived: list[tuple[int, bytes]] = []
+
+    def send(self, rank: int, payload: bytes) -> None:
+        if rank == 0:
+            self._arrived += [(sender, bytes(payload)) for sender in range(self._size)]
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def close(self) -> None:
+        """Nothing to give back."""

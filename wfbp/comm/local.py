@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from wfbp.comm.arithmetic import combine
-from wfbp.comm.backend import Backend, Buffer, Segment, T, Work
+from wfbp.comm.backend import Buffer, HostBackend, Mailbox, Segment, T, Work
 from wfbp.comm.buffers import blocks, fill, fill_blocks, typed
 from wfbp.core.types import Op
 from wfbp.errors import BackendError, PeerError, WfbpError
@@ -127,7 +127,7 @@ class _LocalWork(Work[T]):
         return value
 
 
-class LocalBackend(Backend):
+class LocalBackend(HostBackend):
     """One rank of a :class:`LocalWorld`."""
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
@@ -201,15 +201,47 @@ class LocalBackend(Backend):
 
         return self._join(("all_gather_bytes",), bytes(payload), len(payload), finish)
 
-    def duplicate(self) -> Backend:
+    def all_to_all(
+        self, outgoing: Buffer, sent: Sequence[int], incoming: Buffer, received: Sequence[int]
+    ) -> Work[None]:
+        def finish(ranks: list[Any]) -> list[Any]:
+            for rank, (_, mine) in enumerate(ranks):
+                for sender, (theirs, _) in enumerate(ranks):
+                    np.copyto(mine[sender], theirs[rank])
+            return [None] * self.size
+
+        pair = (
+            blocks(self.size, outgoing, sent, "uint8", writeable=False),
+            blocks(self.size, incoming, received, "uint8"),
+        )
+        return self._join(("all_to_all",), pair, outgoing.nbytes, finish)
+
+    def duplicate(self) -> LocalBackend:
         def finish(_: list[Any]) -> list[Any]:
             world = LocalWorld(self.size, self._world.fate)
             return [world.backend(rank) for rank in range(self.size)]
 
-        work: Work[Backend] = self._join(("duplicate",), None, 0, finish)
-        with self._world.fate.condition:
-            self._world.fate.condition.wait_for(lambda: self._over(work))
-        return work.result
+        made: LocalBackend = self._meet(("duplicate",), finish)
+        return made
+
+    def subset(self, ranks: Sequence[int]) -> LocalBackend | None:
+        def finish(_: list[Any]) -> list[Any]:
+            world = LocalWorld(len(ranks), self._world.fate)
+            found: list[LocalBackend | None] = [None] * self.size
+            for index, rank in enumerate(ranks):
+                found[rank] = world.backend(index)
+            return found
+
+        made: LocalBackend | None = self._meet(("subset", *ranks), finish)
+        return made
+
+    def mailbox(self) -> Mailbox:
+        def finish(_: list[Any]) -> list[Any]:
+            boxes: list[deque[tuple[int, bytes]]] = [deque() for _ in range(self.size)]
+            return [_LocalMailbox(rank, boxes) for rank in range(self.size)]
+
+        made: Mailbox = self._meet(("mailbox",), finish)
+        return made
 
     def send_notice(self, payload: bytes) -> None:
         with self._world.fate.condition:
@@ -239,6 +271,31 @@ class LocalBackend(Backend):
         self._started += 1
         return _LocalWork(self._world, meeting, self.rank, nbytes)
 
+    def _meet(self, signature: tuple[object, ...], finish: Finish) -> Any:
+        """Wait for all ranks; what ``finish`` makes for this one."""
+        work = self._join(signature, None, 0, finish)
+        with self._world.fate.condition:
+            self._world.fate.condition.wait_for(lambda: self._over(work))
+        return work.result
+
     @staticmethod
     def _over(work: Work[Any]) -> bool:
         return work.test()
+
+
+class _LocalMailbox(Mailbox):
+    """Appending to a deque and taking from it need no lock."""
+
+    def __init__(self, rank: int, boxes: Sequence[deque[tuple[int, bytes]]]) -> None:
+        self._rank = rank
+        self._boxes = boxes
+
+    def send(self, rank: int, payload: bytes) -> None:
+        self._boxes[rank].append((self._rank, bytes(payload)))
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        box = self._boxes[self._rank]
+        return [box.popleft() for _ in range(len(box))]
+
+    def close(self) -> None:
+        """Nothing to give back."""

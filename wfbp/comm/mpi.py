@@ -10,11 +10,12 @@ several, because the user's thread may be inside MPI too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from wfbp.comm.backend import Backend, Buffer, Finished, Segment, Work
+from wfbp.comm.backend import Buffer, Finished, HostBackend, Mailbox, Segment, Work
 from wfbp.comm.buffers import Pieces, blocks, fill, fill_blocks, typed
 from wfbp.comm.chunking import Chunking, chunks
 from wfbp.comm.host_memory import HostMemory
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-class MpiBackend(Backend):
+class MpiBackend(HostBackend):
     """Collectives on a duplicate of an MPI communicator. Making one is collective.
 
     Args:
@@ -67,6 +68,7 @@ class MpiBackend(Backend):
         shared_memory: bool = True,
         check_launcher: bool = True,
         _original: MpiBackend | None = None,
+        _same_ranks: bool = True,
     ) -> None:
         self._mpi = mpi = load(start_timeout_s)
         if check_launcher and _original is None:
@@ -84,7 +86,10 @@ class MpiBackend(Backend):
                 )
             else:
                 self._notices = _original._notices
-                self._situation, self._memory = _original._situation, _original._memory
+                if _same_ranks:
+                    self._situation, self._memory = _original._situation, _original._memory
+                else:  # ranks of a subset do not find their way in the memory of all
+                    self._situation, self._memory = Situation.find(mpi, self._comm, None), None
         except mpi.Exception as error:
             raise BackendError(
                 f"the communicator could not be duplicated; MPI has a limited number of them: "
@@ -202,20 +207,63 @@ class MpiBackend(Backend):
         job = GatherBytes(self._mpi, self._comm, self._routes.next_number(), bytes(payload))
         return self._submit(job.nbytes, [job], job.value)
 
-    def duplicate(self) -> Backend:
+    def all_to_all(
+        self, outgoing: Buffer, sent: Sequence[int], incoming: Buffer, received: Sequence[int]
+    ) -> Work[None]:
+        out = blocks(self.size, outgoing, sent, "uint8", writeable=False)
+        back = blocks(self.size, incoming, received, "uint8")
+        if self.size == 1:
+            back[0][:] = out[0]
+            return Finished(None)
+        byte = self._mpi.BYTE
+        # Sizes are not known to other ranks: every rank takes part, also with nothing to send.
+        job = Library(
+            outgoing.nbytes,
+            lambda: self._comm.Ialltoallv(
+                [outgoing, list(sent), _starts(sent), byte],
+                [incoming, list(received), _starts(received), byte],
+            ),
+        )
+        return self._submit(outgoing.nbytes, [job], _none)
+
+    def duplicate(self) -> MpiBackend:
         return MpiBackend(self._comm, _original=self)
 
-    def send_notice(self, payload: bytes) -> None:
+    def subset(self, ranks: Sequence[int]) -> MpiBackend | None:
+        mpi = self._mpi
         try:
-            self._notices.send(bytes(payload))
+            comm = self._comm.Split(0 if self.rank in ranks else mpi.UNDEFINED, self.rank)
+        except mpi.Exception as error:
+            raise BackendError(
+                f"{self._who}: no communicator could be made of ranks {list(ranks)}: {error}"
+            ) from error
+        if comm == mpi.COMM_NULL:
+            return None
+        made = MpiBackend(comm, _original=self, _same_ranks=False)
+        comm.Free()
+        return made
+
+    def mailbox(self) -> Mailbox:
+        try:
+            return _MpiMailbox(NoticeBoard(self._mpi, self._own(self._comm)), self)
         except self._mpi.Exception as error:
-            raise BackendError(f"{self._who}: a notice could not be sent: {error}") from error
+            raise BackendError(f"{self._who}: no mailbox could be made: {error}") from error
+
+    def send_notice(self, payload: bytes) -> None:
+        with self.translated("a notice could not be sent"):
+            self._notices.send(bytes(payload))
 
     def poll_notices(self) -> list[tuple[int, bytes]]:
-        try:
+        with self.translated("notices could not be read"):
             return self._notices.poll()
+
+    @contextmanager
+    def translated(self, what: str) -> Iterator[None]:
+        """Within it MPI's errors become this project's."""
+        try:
+            yield
         except self._mpi.Exception as error:
-            raise BackendError(f"{self._who}: notices could not be read: {error}") from error
+            raise BackendError(f"{self._who}: {what}: {error}") from error
 
     def give_up(self) -> None:
         self._family.end()
@@ -244,6 +292,31 @@ class MpiBackend(Backend):
 
     def _submit(self, nbytes: int, jobs: Sequence[Job], value: Callable[[], Any]) -> MpiWork[Any]:
         return self._channel.submit(MpiWork(self._channel, nbytes, value), jobs)
+
+
+class _MpiMailbox(Mailbox):
+    """Point to point on a communicator of its own; what a rank sends to itself does not travel."""
+
+    def __init__(self, board: NoticeBoard, backend: MpiBackend) -> None:
+        self._board = board
+        self._backend = backend
+        self._own: list[tuple[int, bytes]] = []
+
+    def send(self, rank: int, payload: bytes) -> None:
+        if rank == self._backend.rank:
+            self._own.append((rank, bytes(payload)))
+            return
+        with self._backend.translated("a message could not be sent"):
+            self._board.send_to(rank, bytes(payload))
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        own, self._own = self._own, []
+        with self._backend.translated("messages could not be read"):
+            return own + self._board.poll()
+
+    def close(self) -> None:
+        with self._backend.translated("a mailbox could not be closed"):
+            self._board.close()
 
 
 def _per_block(

@@ -31,13 +31,17 @@ class NoticeBoard:
     def send(self, payload: bytes) -> None:
         """Send to every other rank."""
         for step in range(1, self._comm.size):
-            peer = (self._comm.rank + step) % self._comm.size
-            request = self._comm.Isend([payload, self._mpi.BYTE], peer, TAG)
-            self._sending.append((request, payload))
+            self.send_to((self._comm.rank + step) % self._comm.size, payload)
+
+    def send_to(self, peer: int, payload: bytes) -> None:
+        """Send to one rank."""
+        request = self._comm.Isend([payload, self._mpi.BYTE], peer, TAG)
+        self._sending.append((request, payload))
 
     def poll(self) -> list[tuple[int, bytes]]:
         """What has arrived since the last call, with the sender's rank."""
-        self._sending = [item for item in self._sending if not item[0].Test()]
+        if self._sending:
+            self._sending = [item for item in self._sending if not item[0].Test()]
         arrived = []
         status = self._mpi.Status()
         while (message := self._comm.Improbe(self._mpi.ANY_SOURCE, TAG, status)) is not None:

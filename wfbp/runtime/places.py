@@ -2,9 +2,10 @@
 
 A collective ends when every rank has begun it. Calls follow one another on one backend, so their
 count tells which ranks have come to one; a lane's collectives follow its plan, and are counted,
-too. A rank *needs* another where it waits for a collective that the other has not begun and, being
-in a wait itself, will not begin before that is over. Ranks that need one another in a circle never
-go on; whoever is only slow is in no circle, because it does not wait.
+too; named operations are known by their names. A rank *needs* another where it waits for a
+collective that the other has not begun and, being in a wait itself, will not begin before that is
+over. Ranks that need one another in a circle never go on; whoever is only slow is in no circle,
+because it does not wait.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ class Place:
         calls: begun so far.
         call: label of the one under way, if any; labels are the same on every rank.
         lanes: of all engines.
+        awaits: the named operation that its training thread waits for, if any.
+        submitted: named operations that are pending here.
+        outside: process sets that this rank is not in.
     """
 
     text: str
@@ -52,12 +56,19 @@ class Place:
     calls: int
     call: str
     lanes: tuple[LanePlace, ...] = ()
+    awaits: str = ""
+    submitted: tuple[str, ...] = ()
+    outside: tuple[int, ...] = ()
 
     def needs(self, other: Place) -> bool:
         """Whether this rank waits for what the other has not begun, and cannot by itself."""
         if self.call:
             behind = other.calls < self.calls
             return behind or (other.calls == self.calls and other.call not in ("", self.call))
+        if self.awaits:
+            members = self.awaits.partition(":")[0]
+            joined = f"{members}:join" in other.submitted
+            return not (self.awaits in other.submitted or joined or int(members) in other.outside)
         # Which of its lanes it waits for is not known here: each of them must need the other.
         theirs = {lane.number: lane for lane in other.lanes}
         under_way = [lane for lane in self.lanes if lane.started > lane.completed]
@@ -76,7 +87,8 @@ class Place:
     def decode(cls, said: dict[str, Any]) -> Place:
         """What :meth:`encode` gave, after a journey as JSON."""
         lanes = tuple(LanePlace(**lane) for lane in said["lanes"])
-        return cls(**{**said, "lanes": lanes})
+        submitted, outside = tuple(said["submitted"]), tuple(said["outside"])
+        return cls(**{**said, "lanes": lanes, "submitted": submitted, "outside": outside})
 
 
 def entangled(places: Sequence[Place]) -> list[int]:

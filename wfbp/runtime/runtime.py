@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wfbp.comm.backend import Backend, Buffer, Finished
 from wfbp.comm.device import Device
@@ -29,6 +29,9 @@ from wfbp.runtime.stall import StallWatch
 from wfbp.runtime.talk import Agenda, Talk
 from wfbp.runtime.thread import CommunicationThread
 from wfbp.runtime.turns import TICK_S, Lane
+
+if TYPE_CHECKING:
+    from wfbp.runtime.collectives.operations import Collectives
 
 
 class Runtime:
@@ -68,6 +71,8 @@ class Runtime:
         self._retiring: list[Lane] = []
         # Of operations without a name. Not of the process: after init() ranks count alike.
         self.numbers = count()
+        # Named operations; init() makes them, on every rank.
+        self.collectives: Collectives | None = None
         self.where = f"rank {self.rank} of {self.size}"
         self._stall = StallWatch(config, self.where, lambda: backend.activity)
         self.thread = CommunicationThread(
@@ -245,6 +250,8 @@ class Runtime:
             carrier.close()
         if self.planning is not self.talk:
             self.planning.close()
+        if self.collectives is not None:
+            self.collectives.close()
         self._backend.close()
 
     def _give_up(self) -> None:
@@ -293,7 +300,13 @@ class Runtime:
             raise error
 
     def _place(self) -> Place:
-        return self.thread.place(lambda lane: self._leased.index(lane.backend))
+        leased = self._leased
+
+        def number(lane: Lane) -> int | None:
+            return leased.index(lane.backend) if lane.backend in leased else None
+
+        place = self.thread.place(number)
+        return self.collectives.tell(place, self.thread.awaited) if self.collectives else place
 
     def _send(self, notice: dict[str, Any]) -> None:
         self._backend.send_notice(json.dumps(notice).encode())

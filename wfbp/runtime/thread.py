@@ -107,14 +107,33 @@ class CommunicationThread:
         """Whether the thread that asks has ever waited for communication."""
         return getattr(self._here, "used", False)
 
-    def place(self, number: Callable[[Lane], int]) -> Place:
+    @property
+    def awaited(self) -> Reply[Any]:
+        """What was waited for last; in a turn only."""
+        return self._awaited
+
+    def progress(self) -> None:
+        """Move communication on without waiting, unless another thread is doing that."""
+        if self._gate.acquire(blocking=False):
+            try:
+                if self._turn.acquire(blocking=False):
+                    try:
+                        self._turns.take(urgent=False)
+                    finally:
+                        self._turn.release()
+            finally:
+                self._gate.release()
+        else:
+            self._turns.bell.ring()
+
+    def place(self, number: Callable[[Lane], int | None]) -> Place:
         """Where this rank is; in a turn only.
 
         It is said to wait where the only thread that has ever communicated does: of several, one
         might yet begin what another rank waits for.
 
         Args:
-            number: of a lane, the same on every rank.
+            number: of a lane, the same on every rank; None of one that follows no plan.
         """
         alone = len(self._users) == 1 and self._num_waiting == 1
         waits = alone and not self._awaited.answered  # else it is about to go on

@@ -170,19 +170,21 @@ class Turns:
         calls = [f"in {call.label}" for call in self._calls.under_way]
         return "; ".join(calls + [lane.describe() for lane in self._lanes]) or "idle"
 
-    def place(self, waits: bool, num_waits: int, number: Callable[[Lane], int]) -> Place:
+    def place(self, waits: bool, num_waits: int, number: Callable[[Lane], int | None]) -> Place:
         """Where this rank is.
 
         Args:
             waits: whether all that could begin a collective is in a wait.
             num_waits: waits begun so far.
-            number: of a lane, the same on every rank.
+            number: of a lane, the same on every rank; None of one that follows no plan.
         """
         lanes = []
         for lane in self._lanes:
+            if (index := number(lane)) is None:
+                continue
             started, completed = lane.counts
             dry = not (lane.busy or lane.has_events or lane.owes)
-            lanes.append(LanePlace(number(lane), started, completed, dry))
+            lanes.append(LanePlace(index, started, completed, dry))
         call = next((call.label for call in self._calls.under_way), "")
         begun = self._calls.num_begun
         return Place(self.describe(), waits, num_waits, begun, call, tuple(lanes))

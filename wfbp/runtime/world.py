@@ -13,6 +13,7 @@ from wfbp.comm.backend import Backend
 from wfbp.config import Config, unknown_variables
 from wfbp.errors import NotInitializedError, WfbpError
 from wfbp.runtime import failure
+from wfbp.runtime.collectives.operations import Collectives
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.settings import agree_on_settings
 
@@ -62,6 +63,7 @@ def init(comm: Any = None, *, backend: Backend | None = None, config: Config | N
     runtime = Runtime(backend, config)
     try:
         agree_on_settings(runtime)
+        runtime.collectives = Collectives(runtime)
         if runtime.size > 1:
             runtime.plan_apart()
     except BaseException:

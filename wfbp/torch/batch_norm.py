@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from wfbp.core.types import Op
 from wfbp.runtime import world
-from wfbp.torch.operations import allgather, allreduce_
+from wfbp.torch.collectives import allgather, allreduce_
 
 
 class SyncBatchNorm(_BatchNorm):

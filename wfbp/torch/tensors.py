@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,8 +33,8 @@ def spec(name: str, tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, tuple(tensor.shape), NAMES[tensor.dtype])
 
 
-def check(name: str, tensor: torch.Tensor) -> None:
-    """Raise unless a tensor's bytes can be sent.
+def check(name: str, tensor: torch.Tensor, names: Mapping[torch.dtype, str] = NAMES) -> None:
+    """Raise unless a tensor's bytes can be sent, as one of the element types in ``names``.
 
     Raises:
         TypeError: it is no tensor.
@@ -41,8 +42,8 @@ def check(name: str, tensor: torch.Tensor) -> None:
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__qualname__}; expected a torch.Tensor")
-    if tensor.dtype not in NAMES:
-        known = ", ".join(NAMES.values())
+    if tensor.dtype not in names:
+        known = ", ".join(names.values())
         raise ValueError(f"{name} is {tensor.dtype}; expected one of {known}")
     check_place(name, tensor)
 

@@ -1,0 +1,142 @@
+"""Decides which operations all ranks have come to, and in which order they are carried out.
+
+Rank 0 of a process set is its coordinator. Every rank sends it what its program submits, in the
+order of submission; as soon as all ranks have submitted an operation of one name, the coordinator
+answers all of them, in one order, which is that of the answers. Pure: no messages, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from wfbp.runtime.collectives.request import Kind, Request, Response
+
+_MAX_SHOWN = 4
+
+_EQUAL: dict[Kind, tuple[tuple[str, Callable[[Request], Any]], ...]] = {
+    Kind.ALLREDUCE: (
+        ("shape", lambda r: r.shape),
+        ("op", lambda r: r.op),
+        ("prescale_factor", lambda r: r.prescale),
+        ("postscale_factor", lambda r: r.postscale),
+    ),
+    Kind.REDUCESCATTER: (
+        ("shape", lambda r: r.shape),
+        ("op", lambda r: r.op),
+        ("prescale_factor", lambda r: r.prescale),
+        ("postscale_factor", lambda r: r.postscale),
+    ),
+    Kind.BROADCAST: (("shape", lambda r: r.shape), ("root_rank", lambda r: r.root)),
+    Kind.ALLGATHER: (("all dimensions but the first", lambda r: r.shape[1:]),),
+    Kind.ALLTOALL: (("all dimensions but the first", lambda r: r.shape[1:]),),
+}
+"""What must be equal on all ranks, besides the operation, the element type and the device."""
+
+_WITH_JOINED = frozenset({Kind.ALLREDUCE, Kind.BARRIER})
+"""Operations in which the ranks that have joined can be stood in for."""
+
+
+class Coordinator:
+    """Collects the requests of all ranks of a process set.
+
+    Args:
+        size: number of ranks.
+
+    Example:
+        >>> coordinator = Coordinator(2)
+        >>> coordinator.add(0, Request(Kind.BARRIER, "here"))
+        >>> coordinator.take()
+        []
+        >>> coordinator.add(1, Request(Kind.BARRIER, "here"))
+        >>> [response.request.name for response in coordinator.take()]
+        ['here']
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._pending: dict[str, dict[int, Request]] = {}
+        self._joined: dict[int, Request] = {}
+        self._ready: list[Response] = []
+
+    def add(self, rank: int, request: Request) -> None:
+        """A rank's program has submitted this."""
+        if request.kind is Kind.JOIN:
+            self._join(rank, request)
+            return
+        self._pending.setdefault(request.name, {})[rank] = request
+        self._check(request.name)
+
+    def take(self) -> list[Response]:
+        """What all ranks have come to since the last call, in the order to do it in."""
+        ready, self._ready = self._ready, []
+        return ready
+
+    def missing(self, name: str) -> list[int]:
+        """The ranks that have not submitted a pending operation."""
+        come = self._pending.get(name, {}).keys() | self._joined.keys()
+        return [rank for rank in range(self._size) if rank not in come]
+
+    def _join(self, rank: int, request: Request) -> None:
+        self._joined[rank] = request
+        for name in list(self._pending):
+            self._check(name)
+        if len(self._joined) == self._size:
+            self._joined.clear()
+            self._ready.append(Response(request, extents=((rank,),)))
+
+    def _check(self, name: str) -> None:
+        requests = self._pending[name]
+        absent = [rank for rank in self._joined if rank not in requests]
+        if len(requests) + len(absent) == self._size:
+            del self._pending[name]
+            self._ready.append(_answer(dict(sorted(requests.items())), sorted(absent)))
+
+
+def _answer(requests: Mapping[int, Request], joined: list[int]) -> Response:
+    """What ranks are told, who has submitted what."""
+    first = next(iter(requests.values()))
+    error = _difference(requests)
+    if not error and joined and first.kind not in _WITH_JOINED:
+        error = (
+            f"{first.kind.value} {first.name!r}: {_ranks(joined)} called join() and can only be "
+            "stood in for in an allreduce or barrier. Call join() on every rank before this"
+        )
+    if error:
+        return Response(first, error)
+    extents: tuple[tuple[int, ...], ...] = ()
+    if first.kind is Kind.ALLGATHER:
+        extents = tuple(request.shape[:1] for request in requests.values())
+    elif first.kind is Kind.ALLTOALL:
+        extents = tuple(request.splits for request in requests.values())
+    wanted = any(request.differentiable for request in requests.values())
+    return Response(first, "", extents, wanted)
+
+
+def _difference(requests: Mapping[int, Request]) -> str:
+    """In what requests of one name differ that must not; empty where they agree."""
+    first = next(iter(requests.values()))
+    general: tuple[tuple[str, Callable[[Request], Any]], ...] = (
+        ("the operation", lambda r: r.kind.value),
+        ("the element type", lambda r: r.dtype),
+        ("the device", lambda r: r.device),
+    )
+    for what, of in (*general, *_EQUAL.get(first.kind, ())):
+        holders: dict[Any, list[int]] = {}
+        for rank, request in requests.items():
+            holders.setdefault(of(request), []).append(rank)
+        if len(holders) > 1:
+            told = [f"{_ranks(ranks)}: {value}" for value, ranks in holders.items()]
+            more = f"; and {len(told) - _MAX_SHOWN} more" if len(told) > _MAX_SHOWN else ""
+            return (
+                f"{first.kind.value} {first.name!r}: ranks disagree on {what}: "
+                f"{'; '.join(told[:_MAX_SHOWN])}{more}. Operations of one name must be equal on "
+                "every rank"
+            )
+    return ""
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_MAX_SHOWN]))
+    more = f" and {len(ranks) - _MAX_SHOWN} more" if len(ranks) > _MAX_SHOWN else ""
+    return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"

@@ -1,0 +1,365 @@
+"""Operations as programs submit them: by name, in any order, and waited for by a handle."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from wfbp.comm.backend import Backend, Buffer, Finished, HostBackend, Mailbox
+from wfbp.core.types import Op
+from wfbp.errors import WfbpError
+from wfbp.runtime.calls import Reply
+from wfbp.runtime.collectives.executor import JOIN, NamedLane, Outcome, Submission
+from wfbp.runtime.collectives.request import Adaptive, Kind, Reduction, Request
+from wfbp.runtime.matching import agree
+from wfbp.runtime.places import Place
+from wfbp.runtime.runtime import Runtime
+
+Adasum = Adaptive.ADASUM
+
+_FLOATING = frozenset({"float16", "bfloat16", "float32", "float64"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Handle:
+    """An operation that was submitted and not waited for yet."""
+
+    key: tuple[int, str]
+    label: str
+    reply: Reply[Outcome]
+    finish: Callable[[Outcome], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Set:
+    """A process set as the runtime knows it; no lane on a rank outside it."""
+
+    ranks: tuple[int, ...]
+    lane: NamedLane | None
+
+
+class Collectives:
+    """The named operations of one runtime.
+
+    Any training thread may submit, poll and synchronize; what threads share are dictionaries, each
+    changed by single operations. Adding and removing process sets is collective. The communication
+    thread calls :meth:`tell` and :meth:`close`.
+
+    Args:
+        runtime: of this rank. Making one is collective.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._handles: dict[int, _Handle] = {}
+        self._groups: dict[int, tuple[int, ...]] = {}
+        self._numbers = count(1)
+        self._reserved: dict[tuple[int, str], int] = {}
+        self._unnamed: defaultdict[tuple[int, Kind], count[int]] = defaultdict(count)
+        self._num_joins = 0
+        self._set_numbers = count()
+        self._sets: dict[int, _Set] = {}
+        self._make_set(tuple(range(runtime.size)))
+
+    # Process sets.
+
+    def add_set(self, ranks: Iterable[int]) -> int:
+        """Make a process set; collective over all ranks.
+
+        Returns:
+            Its number, the same on every rank.
+
+        Raises:
+            ValueError: no ranks, not all of them ranks of this job, or a set that exists.
+            DisagreementError: ranks are about to do something else.
+        """
+        chosen = _check_ranks(ranks, self._runtime.size)
+        for number, known in self._sets.items():
+            if known.ranks == chosen:
+                raise ValueError(
+                    f"a process set of ranks {list(chosen)} exists already, with number {number}"
+                )
+        agree(self._runtime, "add_process_set", str(list(chosen)))
+        return self._make_set(chosen)
+
+    def remove_set(self, number: int) -> None:
+        """Give a process set back; collective over all ranks.
+
+        Raises:
+            ValueError: it is that of all ranks, or operations of it are pending.
+            DisagreementError: ranks are about to do something else.
+        """
+        if number == 0:
+            raise ValueError("the process set of all ranks cannot be removed")
+        pending = [name for owner, name in list(self._reserved) if owner == number]
+        if pending:
+            raise ValueError(
+                f"operations of process set {number} are pending: {', '.join(pending[:5])}. "
+                "synchronize() them before remove_process_set()"
+            )
+        found = self._sets[number]
+        agree(self._runtime, "remove_process_set", str(list(found.ranks)))
+        del self._sets[number]
+        lane = found.lane
+        if lane is not None:  # a lane that is idle is not served, and nothing of it is under way
+            self._runtime.talk.call(partial(_close, lane), "removing a process set")
+
+    def ranks_of(self, number: int) -> tuple[int, ...]:
+        """The ranks of a process set, ascending."""
+        return self._sets[number].ranks
+
+    def _make_set(self, ranks: tuple[int, ...]) -> int:
+        number = next(self._set_numbers)
+        runtime = self._runtime
+        label = "making a process set"
+        with runtime.agenda.item(runtime.talk, label):
+            made = runtime.talk.call(lambda backend: Finished(_connect(backend, ranks)), label)
+        lane = None
+        if made is not None:
+            name = "" if len(ranks) == runtime.size else f"process set {list(ranks)}"
+            lane = NamedLane(runtime.thread, *made, name, runtime.where)
+        self._sets[number] = _Set(ranks, lane)
+        return number
+
+    # Operations.
+
+    def submit(
+        self,
+        kind: Kind,
+        name: str | None,
+        process_set: int,
+        data: Buffer,
+        finish: Callable[[Outcome], Any],
+        **details: Any,
+    ) -> int:
+        """Begin an operation.
+
+        Args:
+            kind: what is to be done.
+            name: by which ranks find each other; numbered in the order of submission if None.
+            process_set: number of the one whose ranks take part.
+            data: flat; private to the operation until its outcome is there.
+            finish: makes of the outcome what :meth:`synchronize` returns.
+            details: further fields of :class:`Request`; ``op`` is a :data:`Reduction`, ``root`` a
+                rank of all.
+
+        Returns:
+            A handle.
+
+        Raises:
+            TypeError: the name is no string.
+            ValueError: the name is pending, or an argument that cannot be served.
+            WfbpError: the runtime has ended.
+        """
+        self._runtime.check()
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"name is {name!r}; expected a string")
+        members = self._sets[process_set]
+        if members.lane is None:
+            raise ValueError(
+                f"{self._runtime.where} is not in the process set of ranks {list(members.ranks)}"
+            )
+        request = Request(kind, name or "", **_checked(kind, details, members.ranks))
+        if name is None:
+            unnamed = next(self._unnamed[process_set, kind])
+            epoch = f"{self._num_joins}." if self._num_joins else ""
+            request = replace(request, name=f"{kind.value}.unnamed.{epoch}{unnamed}")
+        key = process_set, request.name
+        handle = next(self._numbers)
+        if self._reserved.setdefault(key, handle) != handle:
+            raise ValueError(
+                f"{kind.value}: an operation of the name {request.name!r} is pending on this rank; "
+                "synchronize() its handle first, or choose another name"
+            )
+        submission = Submission(request, data)
+        label = f"{kind.value} {request.name!r}"
+        self._handles[handle] = _Handle(key, label, submission.reply, finish)
+        lane = members.lane
+        self._runtime.post(lambda: lane.submit(submission))
+        return handle
+
+    def group(self, handles: Sequence[int]) -> int:
+        """One handle for several operations, whose results come in a list."""
+        handle = next(self._numbers)
+        self._groups[handle] = tuple(handles)
+        return handle
+
+    def poll(self, handle: int) -> bool:
+        """Whether an operation is complete; communication is moved on if it is not.
+
+        Raises:
+            ValueError: no such operation, or it was synchronized already.
+        """
+        if handle in self._groups:
+            return all(self.poll(member) for member in self._groups[handle])
+        reply = self._find(handle).reply
+        if not reply.answered:
+            self._runtime.thread.progress()
+        return reply.answered
+
+    def synchronize(self, handle: int) -> Any:
+        """Wait until an operation is complete, and return its result; the handle is used up.
+
+        Raises:
+            ValueError: no such operation, or it was synchronized already.
+            DisagreementError: ranks submitted operations of this name that do not match.
+            WfbpError: communication failed.
+        """
+        if handle in self._groups:
+            return self._synchronize_all(self._groups.pop(handle))
+        entry = self._find(handle)
+        try:
+            outcome = self._runtime.await_reply(entry.reply, entry.label)
+        finally:
+            self._handles.pop(handle, None)
+            self._reserved.pop(entry.key, None)
+        return entry.finish(outcome)
+
+    def _synchronize_all(self, handles: Sequence[int]) -> list[Any]:
+        """Wait for all, so that every name is free again, and raise the first error."""
+        results, errors = [], []
+        for handle in handles:
+            try:
+                results.append(self.synchronize(handle))
+            except WfbpError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return results
+
+    def join(self) -> int:
+        """Contribute zeros until all ranks have called this; returns the last one to do so."""
+        nothing = np.empty(0, np.uint8)
+        last: int = self.synchronize(
+            self.submit(Kind.JOIN, JOIN, 0, nothing, lambda outcome: outcome.rows[0])
+        )
+        # Ranks that were stood in for have numbered fewer operations than the others.
+        self._num_joins += 1
+        for key in [key for key in self._unnamed if key[0] == 0]:
+            del self._unnamed[key]
+        return last
+
+    def name_of(self, handle: int) -> str:
+        """By which name ranks find an operation."""
+        return self._find(handle).key[1]
+
+    def _find(self, handle: int) -> _Handle:
+        entry = self._handles.get(handle)
+        if entry is None:
+            raise ValueError(
+                f"handle {handle!r} is of no pending operation; each may be synchronized once"
+            )
+        return entry
+
+    # On the communication thread.
+
+    def tell(self, place: Place, awaited: Reply[Any]) -> Place:
+        """Where this rank is, with its named operations."""
+        awaits = ""
+        submitted: list[str] = []
+        outside: list[int] = []
+        for number, found in list(self._sets.items()):
+            if found.lane is None:
+                outside.append(number)
+                continue
+            submitted += [f"{number}:{name}" for name in found.lane.pending]
+            if name := found.lane.awaited(awaited):
+                awaits = f"{number}:{name}"
+        return replace(
+            place, awaits=awaits, submitted=tuple(sorted(submitted)), outside=tuple(outside)
+        )
+
+    def close(self) -> None:
+        """Give all communicators back; collective, and nothing may be under way."""
+        for found in self._sets.values():
+            if found.lane is not None:
+                found.lane.close()
+
+
+def chosen_reduction(average: bool | None, op: object) -> Reduction:
+    """Horovod's two ways to say how contributions combine, as one.
+
+    Raises:
+        ValueError: both, or an ``op`` that is none.
+    """
+    if average is not None:
+        if op is not None:
+            raise ValueError("average and op both say how ranks are combined; pass one of them")
+        return Op.AVERAGE if average else Op.SUM
+    if op is None:
+        return Op.AVERAGE
+    if not isinstance(op, Op | Adaptive):
+        known = ", ".join(map(str, (*Op, *Adaptive)))
+        raise ValueError(f"op is {op!r}; expected one of {known}")
+    return op
+
+
+def _checked(kind: Kind, details: dict[str, Any], ranks: Sequence[int]) -> dict[str, Any]:
+    """The details of a request, as it carries them.
+
+    Raises:
+        ValueError: what this process set or element type cannot do.
+    """
+    details = dict(details)
+    size, dtype = len(ranks), details.get("dtype", "")
+    if "root" in details:
+        root = details["root"]
+        if root not in ranks:
+            raise ValueError(f"root_rank is {root}; expected one of the ranks {_shown(ranks)}")
+        details["root"] = ranks.index(root)
+    op = details.get("op")
+    if op is None:
+        return details
+    details["op"] = op.value
+    if op is Adasum:
+        if kind is not Kind.ALLREDUCE:
+            raise ValueError(f"{kind.value} cannot combine by {op}; only allreduce can")
+        if size & (size - 1):
+            raise ValueError(f"{op} combines a power of two of ranks; there are {size}")
+        if dtype not in _FLOATING:
+            raise ValueError(f"{op} combines floating point; found {dtype}")
+    factors = details.get("prescale", 1.0), details.get("postscale", 1.0)
+    if dtype == "bool" and (op is Op.AVERAGE or factors != (1.0, 1.0)):
+        raise ValueError("bool has no average and no multiples; pass op=Sum, Min, Max or Product")
+    return details
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    whole = list(ranks) == list(range(len(ranks)))
+    return f"0 to {len(ranks) - 1}" if whole and len(ranks) > 1 else ", ".join(map(str, ranks))
+
+
+def _close(lane: NamedLane, _: Backend) -> Finished[None]:
+    lane.close()
+    return Finished(None)
+
+
+def _connect(backend: Backend, ranks: tuple[int, ...]) -> tuple[HostBackend, Mailbox] | None:
+    """Communicators for a process set; None on a rank outside it."""
+    assert isinstance(backend, HostBackend), "the runtime's own backend is one of the host"
+    whole = len(ranks) == backend.size
+    made = backend.duplicate() if whole else backend.subset(ranks)
+    if made is None:
+        return None
+    assert isinstance(made, HostBackend)
+    return made, made.mailbox()
+
+
+def _check_ranks(ranks: Iterable[int], size: int) -> tuple[int, ...]:
+    """The ranks of a process set, ascending.
+
+    Raises:
+        ValueError: none, one of them twice, or one that is none of this job.
+    """
+    chosen = sorted(ranks)
+    if not chosen or len(set(chosen)) < len(chosen) or chosen[0] < 0 or chosen[-1] >= size:
+        raise ValueError(
+            f"the ranks of a process set are {chosen}; expected different ones of 0 to {size - 1}"
+        )
+    return tuple(chosen)

@@ -1,0 +1,120 @@
+"""Groups of ranks that communicate among themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from wfbp.runtime import world
+
+if TYPE_CHECKING:
+    from wfbp.runtime.collectives.operations import Collectives
+
+
+class ProcessSet:
+    """Some of the ranks of this job; made known by :func:`add_process_set` on every rank.
+
+    Args:
+        ranks_or_comm: numbers of the ranks, in any order, or an mpi4py communicator of them.
+
+    Attributes:
+        process_set_id: number of the set, once it was added; the same on every rank.
+        mpi_comm: the communicator that the set was made of, if it was.
+
+    Raises:
+        TypeError: neither of these.
+
+    Example:
+        >>> import wfbp.torch as wfbp
+        >>> wfbp.init()
+        >>> wfbp.global_process_set.size() == wfbp.size()
+        True
+    """
+
+    def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
+        self.process_set_id: int | None = None
+        self.mpi_comm: Any = None
+        self._owner: Collectives | None = None
+        self._ranks: list[int] | None = None
+        if hasattr(ranks_or_comm, "Get_rank"):
+            self.mpi_comm = ranks_or_comm
+        elif ranks_or_comm is not None:
+            try:
+                self._ranks = sorted(int(rank) for rank in ranks_or_comm)
+            except (TypeError, ValueError):
+                raise TypeError(
+                    f"a process set is made of ranks or a communicator; found {ranks_or_comm!r}"
+                ) from None
+
+    @property
+    def ranks(self) -> list[int] | None:
+        """Numbers of the ranks, ascending; None of all ranks before ``wfbp.init()``."""
+        if self._ranks is not None:
+            return list(self._ranks)
+        if self.mpi_comm is not None:
+            self._ranks = sorted(self.mpi_comm.allgather(world.rank()))
+            return list(self._ranks)
+        return list(range(world.size())) if world.is_initialized() else None
+
+    def included(self) -> bool:
+        """Whether this rank is one of them.
+
+        Raises:
+            ValueError: the set was not added.
+        """
+        self.known_id()
+        return world.rank() in self._members()
+
+    def rank(self) -> int:
+        """This rank's place among them, from 0; -1 where it is none of them.
+
+        Raises:
+            ValueError: the set was not added.
+        """
+        return self._members().index(world.rank()) if self.included() else -1
+
+    def size(self) -> int:
+        """Number of ranks in the set.
+
+        Raises:
+            ValueError: the set was not added.
+        """
+        self.known_id()
+        return len(self._members())
+
+    def known_id(self, call: str = "an operation of a process set") -> int:
+        """The set's number.
+
+        Args:
+            call: who asks, for messages.
+
+        Raises:
+            ValueError: the set was not added, or was removed.
+            NotInitializedError: before ``wfbp.init()``.
+        """
+        runtime = world.current(call)
+        if self is global_process_set:
+            return 0
+        if self.process_set_id is None or self._owner is not runtime.collectives:
+            raise ValueError(
+                f"the process set of ranks {self._ranks} is not known: pass it to "
+                "add_process_set() on every rank, or to init(process_sets=...)"
+            )
+        return self.process_set_id
+
+    def bind(self, owner: Collectives | None, number: int | None) -> None:
+        """The set was added, or removed."""
+        self._owner, self.process_set_id = owner, number
+
+    def _members(self) -> list[int]:
+        members = self.ranks
+        assert members is not None
+        return members
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+
+global_process_set = ProcessSet(None)
+"""All ranks."""
+global_process_set.process_set_id = 0

@@ -1,0 +1,147 @@
+"""What a rank asks for, and what the coordinator answers."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from wfbp.core.types import Op
+
+
+class Kind(str, enum.Enum):
+    """The operations that are matched by name."""
+
+    ALLREDUCE = "allreduce"
+    ALLGATHER = "allgather"
+    BROADCAST = "broadcast"
+    ALLTOALL = "alltoall"
+    REDUCESCATTER = "reducescatter"
+    BARRIER = "barrier"
+    JOIN = "join"
+
+
+class Adaptive(enum.Enum):
+    """Ways to combine that are no reduction element by element."""
+
+    ADASUM = "adasum"
+
+    def __str__(self) -> str:
+        """As programs write it."""
+        return "wfbp.Adasum"
+
+
+Reduction = Op | Adaptive
+"""How the contributions to an allreduce combine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One operation as one rank submits it.
+
+    Args:
+        kind: what is to be done.
+        name: by which ranks find each other's requests, unique among those that are pending.
+        dtype: element type.
+        shape: of this rank's tensor.
+        device: where it lies, ``cpu`` or ``gpu``.
+        op: value of the :data:`Reduction`, where something is reduced.
+        root: whose values everybody gets, in a broadcast.
+        prescale: factor before the reduction.
+        postscale: factor behind it.
+        splits: rows for each rank, in an all-to-all.
+        differentiable: whether this rank wants to differentiate the result.
+    """
+
+    kind: Kind
+    name: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    device: str = "cpu"
+    op: str = ""
+    root: int = -1
+    prescale: float = 1.0
+    postscale: float = 1.0
+    splits: tuple[int, ...] = ()
+    differentiable: bool = False
+
+    def row(self) -> tuple[Any, ...]:
+        """All fields, in the order of :meth:`decode`."""
+        return (
+            self.kind.value,
+            self.name,
+            self.dtype,
+            self.shape,
+            self.device,
+            self.op,
+            self.root,
+            self.prescale,
+            self.postscale,
+            self.splits,
+            self.differentiable,
+        )
+
+    @classmethod
+    def decode(cls, said: Sequence[Any]) -> Request:
+        """What :func:`encode` was given, after a journey as JSON."""
+        kind, name, dtype, shape, device, op, root, before, after, splits, wanted = said
+        return cls(
+            Kind(kind),
+            name,
+            dtype,
+            tuple(shape),
+            device,
+            op,
+            root,
+            before,
+            after,
+            tuple(splits),
+            wanted,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """An operation that all ranks have come to.
+
+    Args:
+        request: of the lowest rank that submitted it; all agree with it where there is no error.
+        error: what is wrong, on every rank; empty if nothing is.
+        extents: of an all-gather the rows of each rank, of an all-to-all the splits of each rank,
+            of a join the last rank.
+        differentiable: whether any rank wants to differentiate the result.
+    """
+
+    request: Request
+    error: str = ""
+    extents: tuple[tuple[int, ...], ...] = ()
+    differentiable: bool = False
+
+    def row(self) -> tuple[Any, ...]:
+        """All fields, in the order of :meth:`decode`."""
+        return self.request.row(), self.error, self.extents, self.differentiable
+
+    @classmethod
+    def decode(cls, said: Sequence[Any]) -> Response:
+        """What :func:`encode` was given, after a journey as JSON."""
+        request, error, extents, differentiable = said
+        return cls(
+            Request.decode(request), error, tuple(tuple(each) for each in extents), differentiable
+        )
+
+
+def encode(messages: Sequence[Request] | Sequence[Response]) -> bytes:
+    """As they travel, many in one message."""
+    return json.dumps([message.row() for message in messages], separators=(",", ":")).encode()
+
+
+def decode_requests(payload: bytes) -> list[Request]:
+    """The inverse of :func:`encode`."""
+    return [Request.decode(said) for said in json.loads(payload)]
+
+
+def decode_responses(payload: bytes) -> list[Response]:
+    """The inverse of :func:`encode`."""
+    return [Response.decode(said) for said in json.loads(payload)]

@@ -1,0 +1,75 @@
+"""Smaller elements on the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Compressor:
+    """Turns a tensor into what travels, and back."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """What travels, and what :meth:`decompress` needs to know."""
+        raise TypeError("Compressor is an interface; pass Compression.none, .fp16 or .bf16")
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """The tensor as it was, but for rounding."""
+        raise TypeError("Compressor is an interface; pass Compression.none, .fp16 or .bf16")
+
+
+class NoneCompressor(Compressor):
+    """Tensors travel as they are."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor
+
+
+class _Cast(Compressor):
+    """Floating point travels in another type; the context is the type that it had."""
+
+    dtype: torch.dtype
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        narrow = tensor.to(cls.dtype) if tensor.dtype.is_floating_point else tensor
+        return narrow, tensor.dtype
+
+    @classmethod
+    def decompress(cls, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor.to(ctx)
+
+
+class FP16Compressor(_Cast):
+    """Floating point travels as float16: 11 digits of 2, up to 65504."""
+
+    dtype = torch.float16
+
+
+class BF16Compressor(_Cast):
+    """Floating point travels as bfloat16: 8 digits of 2, in float32's range."""
+
+    dtype = torch.bfloat16
+
+
+class Compression:
+    """The compressors there are.
+
+    Example:
+        >>> import torch, wfbp.torch as wfbp
+        >>> small, ctx = wfbp.Compression.fp16.compress(torch.ones(2))
+        >>> small.dtype, wfbp.Compression.fp16.decompress(small, ctx).dtype
+        (torch.float16, torch.float32)
+    """
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+    bf16 = BF16Compressor
