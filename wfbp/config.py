@@ -28,11 +28,11 @@ class Config:
         check_launcher: whether to fail where a launcher promised more ranks than MPI found.
         warmup_steps: steps left out of every measurement after a start or a change of plan.
         profile_steps: steps whose compute times are measured, with communication held back.
-        trial_steps: steps measured per candidate plan and round of ``auto``, at least.
-        trial_s: seconds measured per candidate plan and round, at least: a few short steps tell
+        trial_steps: steps measured per candidate plan in two rounds of ``auto``, at least.
+        trial_s: seconds measured per candidate plan in two rounds, at least: a few short steps tell
             nothing on a machine that is not quiet.
         drift: relative change of the iteration time, lasting, that makes ranks measure and plan
-            anew; 0 turns it off.
+            anew; 0 turns that off, and the return to plans that were faster in their trial.
         probe_s: seconds that measuring the network's cost curve may take.
         stall_warning_s: a wait this long is reported, with the ranks that lag.
         timeout_s: a wait this long ends in a ``StallError`` on every rank.

@@ -66,21 +66,66 @@ def test_within_noise_groups_that_do_not_overlap_count_as_one() -> None:
 
 
 def test_what_is_within_noise_does_not_drop_out() -> None:
-    """Not even where it is slower than others by more than what drops out otherwise."""
+    """The plan in use seems slower than another by a tenth, which itself varies by more."""
     trial = Elimination([FINE, MIDDLE, COARSE], num_steps=8)
-    noisy = [20.0, 20.0, 100.0, 100.0, 100.0, 180.0, 180.0, 180.0]
-    chosen = trial.conclude([[[112.0] * 8, noisy, [106.0] * 8]])
-    while chosen is None:
+    chosen = None
+    for around in (80.0, 100.0, 120.0, 110.0):
+        assert chosen is None
         assert FINE in trial.plans
-        chosen = trial.conclude(
-            [[{FINE: [112.0] * 8, MIDDLE: noisy, COARSE: [106.0] * 8}[p] for p in trial.plans]]
-        )
-    assert chosen is FINE
+        seconds = {FINE: 112.0, MIDDLE: around, COARSE: 111.0}
+        chosen = trial.conclude([[[seconds[p]] * trial.num_steps for p in trial.plans]])
 
 
 def test_what_is_slower_than_noise_loses() -> None:
     for seed in range(10):
         assert winner({COARSE: 1.3, FINE: 1.0}, noise=0.2, seed=seed) is FINE
+
+
+class Machine:
+    """Iterations with heavy tails, disturbed stretches and a speed that drifts."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.noise = self.chance.choice([0.02, 0.05, 0.1])
+        self.disturbances = self.chance.choice([0, 0.005, 0.02])
+        self.drift = self.chance.choice([0, 0.002, 0.005])
+        self.disturbed_steps, self.factor, self.speed = 0, 1.0, 1.0
+
+    def step(self, seconds: float) -> float:
+        chance = self.chance
+        self.disturbed_steps -= 1
+        if self.disturbed_steps < 0 and chance.random() < self.disturbances:
+            self.disturbed_steps, self.factor = chance.randint(3, 25), 1 + 0.5 * chance.random()
+        self.speed *= math.exp(self.drift * chance.gauss(0, 1))
+        tail = min(chance.paretovariate(2.5) - 1, 3.0) if chance.random() < 0.1 else 0.0
+        noise = math.exp(abs(chance.gauss(0, self.noise))) * (1 + tail)
+        return seconds * noise * self.speed * (self.factor if self.disturbed_steps >= 0 else 1.0)
+
+
+def regret(seed: int) -> float:
+    """The time of the plan that a trial of 4 to 9 plans chooses, over the least time."""
+    machine = Machine(seed)
+    chance = machine.chance
+    plans = [cut(1, 3), cut(2, 2), cut(3, 1), cut(1, 1, 2), cut(1, 2, 1), cut(2, 1, 1)]
+    plans += [COARSE, FINE, replace(FINE, overlap=False)]
+    plans = plans[: chance.randint(4, 9)]
+    seconds = {plan.digest: math.exp(abs(chance.gauss(0, 0.12))) for plan in plans}
+    trial = Elimination(plans, num_steps=4)
+    chosen = None
+    while chosen is None:
+        times = []
+        for plan in trial.plans:
+            machine.step(1.0)  # does not count
+            times.append([machine.step(seconds[plan.digest]) for _ in range(trial.num_steps)])
+        chosen = trial.conclude([times])
+    return seconds[chosen.digest] / min(seconds.values())
+
+
+def test_noise_that_machines_have_seldom_decides() -> None:
+    """Of 200 trials; a rule that dropped plans by single rounds chose wrongly in 23 of them."""
+    regrets = [regret(seed) for seed in range(200)]
+    assert sum(r <= 1.03 for r in regrets) >= 0.92 * len(regrets)
+    assert max(regrets) < 1.15
 
 
 Seconds = Callable[[int], float]

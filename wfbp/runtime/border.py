@@ -80,12 +80,12 @@ class Border:
             for k, slot in zip(extra, slots, strict=True):
                 reduced[k] = slot
         joining = [gathering.specs[k] for k in extra if gathering.place[k] < 0]
-        drifted = any(message["tuner"].get("drifted") for message in said)
+        wished = any(message["tuner"].get("wants_round") for message in said)
         if joining:
             tuner.join(joining)
-        elif due or drifted:
+        elif due or wished:
             tuner.decide([m["tuner"] for m in said], self._measure_costs)
-        if joining or due or drifted:
+        if joining or due or wished:
             digests = exchange(self._talk, self._name, tuner.plan.digest.encode(), "plan")
             agreement.check_equal(self._who, "the plan", [d.decode() for d in digests])
         return any(message["whole"] for message in said)

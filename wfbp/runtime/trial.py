@@ -6,16 +6,14 @@ the ranks put their times together, and the trial is over or goes on with other 
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
+from wfbp.core.elimination import SuccessiveElimination
 from wfbp.core.plan import Plan
 from wfbp.core.planners.threshold_search import ThresholdSearch
 
-_SURVIVE = (1.10, 1.05, 1.0)
 _NOISE = 0.01
 _NUM_SEARCHED = 10
 
@@ -23,25 +21,25 @@ Times = Sequence[Sequence[float]]
 """Seconds per iteration: by plan of the round, then by step."""
 
 
-@dataclass
 class Candidate:
-    """A plan, and the seconds that its iterations took."""
+    """A plan, and the seconds that its iterations took.
 
-    plan: Plan
-    times_s: list[float] = field(default_factory=list)
+    Args:
+        plan: what ran.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._rounds: list[list[float]] = []
+
+    def add(self, times_s: Sequence[float]) -> None:
+        """Take in a round, of at least one iteration."""
+        self._rounds.append(list(times_s))
 
     @property
     def measured_s(self) -> float:
-        """The median."""
-        return statistics.median(self.times_s)
-
-    @property
-    def noise_s(self) -> float:
-        """About the standard error of the median: the quartiles' distance over the root of n."""
-        if len(self.times_s) < 2:
-            return 0.0
-        lower, _, upper = statistics.quantiles(self.times_s, n=4, method="inclusive")
-        return (upper - lower) / math.sqrt(len(self.times_s))
+        """The median over rounds of their medians: one that was disturbed changes little."""
+        return statistics.median(map(statistics.median, self._rounds))
 
 
 class Trial(Protocol):
@@ -63,37 +61,41 @@ class Trial(Protocol):
 
 
 class Elimination:
-    """The slower ones drop out, and the others run longer from round to round.
+    """The slower ones drop out from round to round: see :mod:`wfbp.core.elimination`.
 
-    Differences within noise decide nothing: see :func:`_fastest`.
+    Rounds are short, and every other one runs in the reverse order, so that a machine that slowly
+    changes favours nobody. Differences within noise decide nothing: see :func:`_preferred`.
 
     Args:
-        plans: at least one.
-        num_steps: for each plan in a usual round.
+        plans: at least one; the first is in use.
+        num_steps: for each plan in two rounds.
     """
 
     def __init__(self, plans: Sequence[Plan], num_steps: int) -> None:
         self.candidates = [Candidate(plan) for plan in plans]
-        self._alive = list(self.candidates)
-        self._round = 0
-        self._usual_steps = num_steps
+        self.num_steps = max(2, (num_steps + 1) // 2)
+        self._comparison = SuccessiveElimination(len(plans))
+        self._forward = False
         self._begin()
 
     def conclude(self, ranks: Sequence[Times]) -> Plan | None:
-        _add(self._alive, ranks)
-        chosen = _fastest(self._alive, incumbent=self.candidates[0])
-        best = min(self._alive, key=lambda c: c.measured_s)
-        limit_s = max(best.measured_s * _SURVIVE[self._round], _as_fast(best))
-        self._alive = [c for c in self._alive if c.measured_s <= limit_s]
-        self._round += 1
-        if len(self._alive) > 1 and self._round < len(_SURVIVE):
+        times = _slowest(ranks)
+        if not self._forward:
+            times.reverse()
+        running = [self.candidates[k] for k in self._comparison.alive]
+        for candidate, seconds in zip(running, times, strict=True):
+            candidate.add(seconds)
+        if not self._comparison.add(times):
             self._begin()
             return None
-        return chosen
+        equal = [self.candidates[k] for k in self._comparison.equal]
+        return _preferred(equal, self.candidates[0])
 
     def _begin(self) -> None:
-        self.plans = [c.plan for c in self._alive]
-        self.num_steps = max(1, self._usual_steps * 2**self._round // 2)
+        self._forward = not self._forward
+        self.plans = [self.candidates[k].plan for k in self._comparison.alive]
+        if not self._forward:
+            self.plans.reverse()
 
 
 class Search:
@@ -117,39 +119,35 @@ class Search:
 
     def conclude(self, ranks: Sequence[Times]) -> Plan | None:
         latest = self.candidates[-1]
-        _add([latest], ranks)
+        (times,) = _slowest(ranks)
+        latest.add(times)
         self._search.tell(latest.measured_s)
         if len(self.candidates) < _NUM_SEARCHED:
             self._begin()
             return None
-        return _fastest(self.candidates)
+        limit_s = (1 + _NOISE) * min(c.measured_s for c in self.candidates)
+        return _preferred([c for c in self.candidates if c.measured_s <= limit_s])
 
     def _begin(self) -> None:
         self.candidates.append(Candidate(self._make(self._search.ask())))
         self.plans = [self.candidates[-1].plan]
 
 
-def _add(candidates: Sequence[Candidate], ranks: Sequence[Times]) -> None:
+def _slowest(ranks: Sequence[Times]) -> list[list[float]]:
     """A step takes as long as on the slowest rank."""
-    for position, candidate in enumerate(candidates):
-        per_rank = [times[position] for times in ranks]
-        candidate.times_s.extend(max(times) for times in zip(*per_rank, strict=True))
+    return [
+        [max(times) for times in zip(*per_rank, strict=True)]
+        for per_rank in zip(*ranks, strict=True)
+    ]
 
 
-def _fastest(candidates: Sequence[Candidate], incumbent: Candidate | None = None) -> Plan:
-    """The plan of the least time, unless others took as long within noise.
+def _preferred(equal: Sequence[Candidate], incumbent: Candidate | None = None) -> Plan:
+    """Of plans that take as long within noise, the one to run.
 
-    Of those the plan in use stays; else the one is taken with the fewest groups that overlap, which
+    The plan in use stays; else the one is taken with the fewest groups that overlap, which
     costs the least of what the trial could not see, and of these the first, which was predicted to
     be the fastest.
     """
-    limit_s = _as_fast(min(candidates, key=lambda c: c.measured_s))
-    equal = [c for c in candidates if c.measured_s <= limit_s]
-    if incumbent in equal:
+    if incumbent is not None and incumbent in equal:
         return incumbent.plan
     return min(equal, key=lambda c: len(c.plan.groups) if c.plan.overlap else 1).plan
-
-
-def _as_fast(best: Candidate) -> float:
-    """Up to here a time differs from the best one within noise."""
-    return best.measured_s * (1 + _NOISE) + best.noise_s

@@ -4,7 +4,8 @@
     profile    the same plan with communication held back, so that compute is seen undisturbed
     trial      candidate plans in turn; the slower ones drop out from round to round. `auto` then
                plans once more by the interference found, and tries what that brings
-    installed  one plan; a lasting change of the iteration time leads back to profile
+    installed  one plan; a lasting change of the iteration time leads back to profile. Where the
+               plan takes longer than another one did in its trial, the two are tried again
 
 Every rank runs this machine and goes through the same states at the same steps: phases end after
 a fixed number of steps, and decisions are taken only in *rounds*, from the messages of all ranks.
@@ -46,6 +47,9 @@ from wfbp.runtime.trial import Candidate, Elimination, Search, Times, Trial
 _WINDOW_STEPS = 20
 _MOST_STEPS = 400
 _MOST_COLD = 3
+_REGRET = 0.02
+_REGRET_WINDOWS = 3
+_MOST_RIVALS = 3
 
 
 class Tuner:
@@ -99,6 +103,8 @@ class Tuner:
         self.predicted: Timeline | None = None
         self._incumbent: Plan | None = None
         self._trial: Trial | None = None
+        self._tried: list[Candidate] = []
+        self._regret_windows = _REGRET_WINDOWS
         self._enter("warm-up", first_plan(self._schedule, specs, self._threshold_bytes))
 
     def after_step(self, stamps: Stamps) -> None:
@@ -150,8 +156,9 @@ class Tuner:
 
     @property
     def wants_round(self) -> bool:
-        """Whether this rank asks for a round because the iteration time has changed."""
-        return self.phase == "installed" and self._drift.lasts
+        """Whether this rank asks for a round: the iteration time has changed, or another plan was
+        faster in its trial than the installed one is now."""
+        return self.phase == "installed" and (self._drift.lasts or bool(self._rivals(self._now_s)))
 
     def message(self) -> dict[str, Any]:
         """What this rank brings to a round."""
@@ -159,7 +166,11 @@ class Tuner:
             return {"profile": Profile.of(self._steps).to_json()}
         if self.phase == "trial":
             return {"times_s": self._times}
-        return {"drifted": self.wants_round}
+        return {
+            "wants_round": self.wants_round,
+            "drifted": self._drift.lasts,
+            "now_s": self._now_s,
+        }
 
     def decide(self, messages: Sequence[dict[str, Any]], measure: Callable[[], Costs]) -> Plan:
         """Conclude a round; the same on every rank.
@@ -178,6 +189,8 @@ class Tuner:
         elif any(m["drifted"] for m in messages):
             self._incumbent = self.plan
             self._enter("profile", held(self.plan))
+        elif rivals := self._rivals(max(m["now_s"] for m in messages)):
+            self._return_to(rivals)
         return self.plan
 
     @property
@@ -200,6 +213,7 @@ class Tuner:
         self._seen = 0
         self._steps: list[Stamps] = []
         self._drift = Drift(self._config.drift)
+        self._windows_s: list[float] = []
         if phase != "trial":
             self._times: list[list[float]] = []
 
@@ -210,7 +224,8 @@ class Tuner:
         if trace is None:
             self._enter("warm-up", replace(self.plan, overlap=True))
             return
-        self._tried: list[Candidate] = []
+        self._tried = []
+        self._regret_windows = _REGRET_WINDOWS
         packing_s = max(p.packing_s for p in profiles)
         update_s = max(p.update_s for p in profiles)
         self._update_s = update_s / (1.0 - self._spared * self.plan.decoupled_part)
@@ -258,6 +273,8 @@ class Tuner:
             self._try(self._trial)
             return
         is_first = not self._tried
+        again = {c.plan.digest for c in self._trial.candidates}
+        self._tried = [c for c in self._tried if c.plan.digest not in again]
         self._tried += self._trial.candidates
         overlapped = [
             (c.plan, c.measured_s + self._saved_s(c.plan)) for c in self._tried if c.plan.overlap
@@ -290,4 +307,32 @@ class Tuner:
         if self._seen % _WINDOW_STEPS:
             return
         self._steps = self._steps[-_WINDOW_STEPS:]
-        self._drift.add(statistics.median(s.done_s - s.begun_s for s in self._steps))
+        window_s = statistics.median(s.done_s - s.begun_s for s in self._steps)
+        self._drift.add(window_s)
+        self._windows_s = [*self._windows_s, window_s][-self._regret_windows :]
+
+    @property
+    def _now_s(self) -> float:
+        """What an iteration by the installed plan takes now; 0 while that is not known."""
+        if len(self._windows_s) < self._regret_windows or not self._config.drift:
+            return 0.0
+        return statistics.median(self._windows_s)
+
+    def _rivals(self, now_s: float) -> list[Candidate]:
+        """Plans that took less in their trial than the installed one does now, the best first."""
+        rivals = [
+            c
+            for c in self._tried
+            if c.plan.digest != self.plan.digest and c.measured_s * (1 + _REGRET) < now_s
+        ]
+        return sorted(rivals, key=lambda c: c.measured_s)[:_MOST_RIVALS]
+
+    def _return_to(self, rivals: Sequence[Candidate]) -> None:
+        """Try plans again beside the installed one.
+
+        A disturbed trial may have dropped the best. Perhaps everything takes longer now; each time
+        it is therefore watched for twice as long before the next return.
+        """
+        self._regret_windows *= 2
+        plans = [self.plan, *(c.plan for c in rivals)]
+        self._try(Elimination(plans, self._trial_steps(self.plan)))

@@ -1,0 +1,139 @@
+"""Successive elimination: which alternative takes the least time, by noisy measurements.
+
+All alternatives that are alive are measured in every *round*, one after the other, some iterations
+each. What slows the machine down for a while slows a whole round, or one alternative in one round;
+so alternatives are compared round by round, and what counts is the median over rounds:
+
+    x[i, r] = log(median time of alternative i in round r)
+    d[i]    = median over r of x[i, r] - x[best, r]
+    se[i]   = 1.25 * spread of these differences / sqrt(number of rounds)
+
+(1.25 is the ratio of the standard errors of a median and of a mean. The spread is 1.48 times the
+median absolute deviation. Of few rounds it is often too small by chance: so it counts as no less
+than is usual among the alternatives.) An alternative is dropped where ``d`` is larger than
+``2 se`` and than ``margin``.
+The comparison is over when one is left, when no other can be better by more than ``margin``, or
+after ``most_rounds``. After Even-Dar, Mannor and Mansour, "Action elimination and stopping
+conditions for the multi-armed bandit", JMLR 7 (2006), with medians in place of means, because
+iteration times have heavy tails and are disturbed for seconds at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_NORMAL_MAD = 1.4826
+_MEDIAN_ERROR = 1.2533
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """When alternatives are dropped, and when a comparison is over.
+
+    Args:
+        margin: a relative difference that does not matter.
+        num_errors: standard errors by which an alternative must be slower to be dropped.
+        least_rounds: before anything is dropped that is not hopeless.
+        most_rounds: the comparison is over after so many.
+        hopeless: an alternative slower by this factor is dropped after its first round.
+    """
+
+    margin: float = 0.015
+    num_errors: float = 2.0
+    least_rounds: int = 3
+    most_rounds: int = 14
+    hopeless: float = 1.5
+
+
+class SuccessiveElimination:
+    """A comparison under way. Deterministic: equal measurements lead to equal decisions.
+
+    Args:
+        num_alternatives: at least one.
+        rule: when to drop and when to stop.
+
+    Example:
+        >>> comparison = SuccessiveElimination(2)
+        >>> for _ in range(3):
+        ...     over = comparison.add([[1.0, 1.1], [1.2, 1.3]])
+        >>> over, comparison.alive
+        (True, [0])
+    """
+
+    def __init__(self, num_alternatives: int, rule: Rule | None = None) -> None:
+        self._rule = rule or Rule()
+        self._logs: list[list[float]] = [[] for _ in range(num_alternatives)]
+        self._num_rounds = 0
+        self.alive = list(range(num_alternatives))
+        """The alternatives still compared, in their order."""
+
+    def add(self, times_s: Sequence[Sequence[float]]) -> bool:
+        """Take in a round.
+
+        Args:
+            times_s: seconds of some iterations, for each alternative alive, in their order.
+
+        Returns:
+            Whether the comparison is over.
+        """
+        for alternative, times in zip(self.alive, times_s, strict=True):
+            self._logs[alternative].append(math.log(statistics.median(times)))
+        self._num_rounds += 1
+        differences = self._differences()
+        limit = math.log(self._rule.hopeless)
+        if self._num_rounds >= self._rule.least_rounds:
+            margin = self._rule.margin
+            kept = [i for i in self.alive if differences[i][0] <= max(margin, differences[i][1])]
+        else:
+            kept = [i for i in self.alive if differences[i][0] <= limit]
+        self.alive = kept
+        if len(kept) == 1 or self._num_rounds >= self._rule.most_rounds:
+            return True
+        if self._num_rounds < self._rule.least_rounds:
+            return False
+        best = self.best
+        # How much faster another may be than the best one: by no more than this.
+        return all(
+            error - difference <= self._rule.margin
+            for i, (difference, error) in differences.items()
+            if i in kept and i != best
+        )
+
+    @property
+    def best(self) -> int:
+        """The alternative with the least time so far."""
+        return min(self.alive, key=lambda i: (self._relative(i), i))
+
+    @property
+    def equal(self) -> list[int]:
+        """The alternatives alive that are slower than the best one by no more than ``margin``."""
+        differences = {i: self._difference(i, self.best)[0] for i in self.alive}
+        return [i for i, difference in differences.items() if difference <= self._rule.margin]
+
+    def _relative(self, alternative: int) -> float:
+        """The median over rounds of its time, each divided by the round's median."""
+        logs = self._logs
+        return statistics.median(
+            logs[alternative][r] - statistics.median(logs[i][r] for i in self.alive)
+            for r in range(self._num_rounds)
+        )
+
+    def _differences(self) -> dict[int, tuple[float, float]]:
+        """Per alternative alive, its difference from the best one and the error of that."""
+        best = self.best
+        found = {i: self._difference(i, best) for i in self.alive}
+        others = [spread for i, (_, spread) in found.items() if i != best]
+        usual = statistics.median(others) if others else 0.0
+        scale = self._rule.num_errors * _MEDIAN_ERROR / math.sqrt(self._num_rounds)
+        return {i: (d, scale * max(spread, usual)) for i, (d, spread) in found.items()}
+
+    def _difference(self, alternative: int, best: int) -> tuple[float, float]:
+        """Median and spread over rounds of the logarithm of its time over the best one's."""
+        pairs = zip(self._logs[alternative], self._logs[best], strict=True)
+        differences = [here - there for here, there in pairs]
+        middle = statistics.median(differences)
+        deviation = statistics.median(abs(d - middle) for d in differences)
+        return middle, _NORMAL_MAD * deviation
