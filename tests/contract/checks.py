@@ -514,6 +514,34 @@ def check_notices(backend: Backend) -> None:
     assert backend.poll_notices() == []
 
 
+def check_messages_between_two(backend: Backend) -> None:
+    """Each tag by itself, in order, large ones and empty ones; whoever receives may come first."""
+    assert isinstance(backend, HostBackend)
+    if backend.size == 1:
+        return
+    ahead = (backend.rank + 1) % backend.size
+    behind = (backend.rank - 1) % backend.size
+    sizes = [(5, 8), (5, 3_000_000), (0, 1), (5, 0), (0, 70_000)]
+
+    def contents(rank: int) -> list[Any]:
+        return [np.full(size, rank + k, np.uint8) for k, (_, size) in enumerate(sizes)]
+
+    found = [np.zeros(size, np.uint8) for _, size in sizes]
+    receives, sends = [], []
+    for late in (backend.rank % 2 == 1, backend.rank % 2 == 0):
+        if late:
+            for (tag, _), mine in zip(sizes, contents(backend.rank), strict=True):
+                sends.append(backend.send(mine, ahead, tag))
+        else:
+            for (tag, _), buffer in zip(sizes, found, strict=True):
+                receives.append(backend.receive(buffer, behind, tag))
+    for work in (*receives, *sends):
+        wait(work, timeout_s=TIMEOUT_S)
+        assert work.test()
+    for buffer, wanted in zip(found, contents(behind), strict=True):
+        np.testing.assert_array_equal(buffer, wanted)
+
+
 def check_identity(backend: Backend) -> None:
     ranks = wait(backend.all_gather_bytes(b"%d of %d" % (backend.rank, backend.size)))
     assert ranks == [b"%d of %d" % (rank, backend.size) for rank in range(backend.size)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.parallel.programs import torch_state
 from tests.parallel.programs.decoupled_updates import check
 from tests.parallel.runs import outcome
 
@@ -28,3 +29,17 @@ def test_ends(end: str) -> None:
     assert not found.run.stderr
     for rank, wrong in enumerate(found.ranks):
         assert not wrong[end], f"rank {rank}: {wrong[end]}"
+        assert "state" not in wrong, f"rank {rank}: {wrong['state']}"
+
+
+@pytest.mark.parametrize("name", torch_state.check.all)
+@pytest.mark.parametrize(
+    ("ranks", "mode", "mpi"), [(3, "mixed", "mpich"), (2, "changing", "openmpi")]
+)
+def test_state(ranks: int, mode: str, mpi: str, name: str) -> None:
+    """What one rank asks for alone, and what is broadcast in mid-training."""
+    found = outcome("torch_state", ranks, mode, mpi=mpi, timeout=180)
+    for rank, results in enumerate(found.ranks):
+        assert results is not None, found.run
+        assert not results[name], f"rank {rank}: {results[name]}"
+    assert found.run.rc == 0, found.run

@@ -253,6 +253,22 @@ class HostBackend(Backend):
         """
 
     @abstractmethod
+    def send(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
+        """Send bytes to one other rank, which has to :meth:`receive` as many.
+
+        Not a collective. Messages of one tag between two ranks arrive in the order of sending.
+
+        Args:
+            buffer: left as it is; must stay so until the work is complete.
+            peer: another rank.
+            tag: from 0 to 16383, chosen by the ranks.
+        """
+
+    @abstractmethod
+    def receive(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
+        """Receive the bytes that a rank sends with this tag; the counterpart of :meth:`send`."""
+
+    @abstractmethod
     def mailbox(self) -> Mailbox:
         """Messages between the ranks of this backend. Collective and blocking."""
 

@@ -15,13 +15,14 @@ Threads: a link and its duplicates are used by one thread at a time.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from wfbp.comm.arithmetic import combine
-from wfbp.comm.backend import Buffer, HostBackend, Mailbox, Segment, T, Work
+from wfbp.comm.backend import Buffer, Finished, HostBackend, Mailbox, Segment, T, Work
 from wfbp.comm.buffers import blocks, fill, fill_blocks, typed
 from wfbp.core.types import Op, Operation
 from wfbp.errors import PeerError
@@ -82,6 +83,22 @@ class _EmulatedWork(Work[T]):
         return self._result[0]
 
 
+class _EmulatedReceive(Work[None]):
+    def __init__(self, letters: deque[bytes], buffer: Buffer) -> None:
+        self._letters = letters
+        self._buffer: Buffer | None = buffer
+
+    def test(self) -> bool:
+        if self._buffer is not None and self._letters:
+            self._buffer[:] = np.frombuffer(self._letters.popleft(), np.uint8)
+            self._buffer = None
+        return self._buffer is None
+
+    @property
+    def result(self) -> None:
+        return None
+
+
 class EmulatedLink(HostBackend):
     """Rank 0 of ``size`` equal ranks over a link that costs what the curve says.
 
@@ -116,6 +133,7 @@ class EmulatedLink(HostBackend):
         self.local_size = 1
         self._channel = _channel or _Channel(dict.fromkeys(Operation, cost) | dict(others or {}))
         self._notices: list[tuple[int, bytes]] = []
+        self._letters: dict[tuple[int, int], deque[bytes]] = {}
 
     @property
     def activity(self) -> int:
@@ -195,6 +213,14 @@ class EmulatedLink(HostBackend):
         """What the ranks played have to say: the same as this one."""
         arrived, self._notices = self._notices, []
         return arrived
+
+    def send(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
+        self._letters.setdefault((peer, tag), deque()).append(bytes(buffer))
+        return Finished(None)
+
+    def receive(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
+        """The ranks played send what this one sends to them."""
+        return _EmulatedReceive(self._letters.setdefault((peer, tag), deque()), buffer)
 
     def abort(self, code: int) -> None:
         self._channel.error = PeerError(f"the run was aborted with code {code}")

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from wfbp.comm.arithmetic import combine
-from wfbp.comm.backend import Buffer, HostBackend, Mailbox, Segment, T, Work
+from wfbp.comm.backend import Buffer, Finished, HostBackend, Mailbox, Segment, T, Work
 from wfbp.comm.buffers import blocks, fill, fill_blocks, typed
 from wfbp.core.types import Op
 from wfbp.errors import BackendError, PeerError, WfbpError
@@ -65,6 +65,8 @@ class LocalWorld:
         self.fate = _fate or _Fate()
         self.open: dict[int, _Rendezvous] = {}
         self.notices: list[deque[tuple[int, bytes]]] = [deque() for _ in range(size)]
+        # By sender, receiver and tag.
+        self.letters: dict[tuple[int, int, int], deque[bytes]] = {}
         self._backends = [LocalBackend(self, rank) for rank in range(size)]
 
     def backend(self, rank: int) -> LocalBackend:
@@ -125,6 +127,32 @@ class _LocalWork(Work[T]):
         assert self._meeting.results is not None, "result before test() was True"
         value: T = self._meeting.results[self._rank]
         return value
+
+
+class _LocalReceive(Work[None]):
+    def __init__(self, world: LocalWorld, key: tuple[int, int, int], buffer: Buffer) -> None:
+        self._world = world
+        self._key = key
+        self._buffer = buffer
+        self._done = False
+
+    def test(self) -> bool:
+        if self._done:
+            return True
+        with self._world.fate.condition:
+            if self._world.fate.error is not None:
+                raise self._world.fate.error
+            letters = self._world.letters.get(self._key)
+            if letters:
+                np.copyto(self._buffer, np.frombuffer(letters.popleft(), np.uint8))
+                self._done = True
+        if not self._done:
+            time.sleep(0)
+        return self._done
+
+    @property
+    def result(self) -> None:
+        return None
 
 
 class LocalBackend(HostBackend):
@@ -257,6 +285,15 @@ class LocalBackend(HostBackend):
             arrived = list(box)
             box.clear()
         return arrived
+
+    def send(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
+        with self._world.fate.condition:
+            letters = self._world.letters.setdefault((self.rank, peer, tag), deque())
+            letters.append(bytes(buffer))
+        return Finished(None)
+
+    def receive(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
+        return _LocalReceive(self._world, (peer, self.rank, tag), buffer)
 
     def abort(self, code: int) -> None:
         self._world.end(PeerError(f"rank {self.rank} aborted the run with code {code}"))

@@ -34,6 +34,22 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
+class _Message(Work[None]):
+    """One between two ranks; its memory is kept by the board."""
+
+    def __init__(self, backend: MpiBackend, request: MPI.Request) -> None:
+        self._backend = backend
+        self._request = request
+
+    def test(self) -> bool:
+        with self._backend.translated("a message between two ranks failed"):
+            return bool(self._request.Test())
+
+    @property
+    def result(self) -> None:
+        return None
+
+
 class MpiBackend(HostBackend):
     """Collectives on a duplicate of an MPI communicator. Making one is collective.
 
@@ -264,6 +280,14 @@ class MpiBackend(HostBackend):
             yield
         except self._mpi.Exception as error:
             raise BackendError(f"{self._who}: {what}: {error}") from error
+
+    def send(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
+        with self.translated("a message could not be sent"):
+            return _Message(self, self._notices.start_send(buffer, peer, tag))
+
+    def receive(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
+        with self.translated("a message could not be received"):
+            return _Message(self, self._notices.start_receive(buffer, peer, tag))
 
     def give_up(self) -> None:
         self._family.end()

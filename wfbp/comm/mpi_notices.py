@@ -1,4 +1,4 @@
-"""Short messages from one rank to all others, outside any collective."""
+"""Messages outside any collective: notices from one rank to all others, and between two ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI
 
-TAG = 1
+    from wfbp.comm.backend import Buffer
 
-_unsent: list[tuple[MPI.Request, bytes]] = []
-"""Messages still being sent when their board was closed: their memory must outlive them."""
+TAG = 1
+_FIRST_TAG = 2
+
+_unsent: list[tuple[MPI.Request, bytes | Buffer]] = []
+"""Messages under way when their board was closed: their memory must outlive them."""
 
 
 class NoticeBoard:
@@ -26,7 +29,7 @@ class NoticeBoard:
     def __init__(self, mpi: ModuleType, comm: MPI.Comm) -> None:
         self._mpi = mpi
         self._comm = comm
-        self._sending: list[tuple[MPI.Request, bytes]] = []
+        self._sending: list[tuple[MPI.Request, bytes | Buffer]] = []
 
     def send(self, payload: bytes) -> None:
         """Send to every other rank."""
@@ -37,6 +40,18 @@ class NoticeBoard:
         """Send to one rank."""
         request = self._comm.Isend([payload, self._mpi.BYTE], peer, TAG)
         self._sending.append((request, payload))
+
+    def start_send(self, buffer: Buffer, peer: int, tag: int) -> MPI.Request:
+        """Send to one rank; tags are apart from those of notices."""
+        request = self._comm.Isend([buffer, self._mpi.BYTE], peer, _FIRST_TAG + tag)
+        self._sending.append((request, buffer))
+        return request
+
+    def start_receive(self, buffer: Buffer, peer: int, tag: int) -> MPI.Request:
+        """Receive what :meth:`start_send` sends."""
+        request = self._comm.Irecv([buffer, self._mpi.BYTE], peer, _FIRST_TAG + tag)
+        self._sending.append((request, buffer))
+        return request
 
     def poll(self) -> list[tuple[int, bytes]]:
         """What has arrived since the last call, with the sender's rank."""
@@ -51,6 +66,6 @@ class NoticeBoard:
         return arrived
 
     def close(self) -> None:
-        """Give the communicator back; what is still being sent goes on."""
+        """Give the communicator back; what is still under way goes on."""
         _unsent.extend(item for item in self._sending if not item[0].Test())
         self._comm.Free()

@@ -6,11 +6,12 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from wfbp.comm.backend import Backend, Buffer, Finished
+from wfbp.comm.backend import Backend, Buffer, Finished, HostBackend
 from wfbp.comm.device import Device
 from wfbp.comm.device_backend import DeviceBackend
 from wfbp.comm.device_choice import connect
@@ -21,6 +22,7 @@ from wfbp.core.types import Op, Operation
 from wfbp.errors import NotInitializedError, PeerError, WfbpError
 from wfbp.runtime.calls import Reply
 from wfbp.runtime.device_medium import DeviceMedium
+from wfbp.runtime.fetching import Fetched, Fetches, Store
 from wfbp.runtime.inquiry import Inquiry
 from wfbp.runtime.medium import HostMedium, Medium
 from wfbp.runtime.network import NetworkCosts
@@ -73,12 +75,16 @@ class Runtime:
         self.numbers = count()
         # Named operations; init() makes them, on every rank.
         self.collectives: Collectives | None = None
+        self._num_stores = count()
         self.where = f"rank {self.rank} of {self.size}"
         self._stall = StallWatch(config, self.where, lambda: backend.activity)
         self.thread = CommunicationThread(
             config, Waiter.watching(backend), self._read_notices, self._stall, self.where
         )
         self._inquiry = inquiry = Inquiry(self.rank, self.size, self.where, self._place, self._send)
+        assert isinstance(backend, HostBackend), "the runtime's own backend is one of the host"
+        self._fetches = Fetches(backend, self.where)
+        self.thread.add_lane(self._fetches)  # which has not been started yet
         self._stall.on_stall = inquiry.begin
         self._stall.answers = lambda: inquiry.answers
         self.post = self.thread.post
@@ -119,6 +125,37 @@ class Runtime:
         self.call(lambda backend: backend.all_reduce(foreign, dtype, op), label)
         if foreign is not buffer:
             buffer[:] = foreign
+
+    def open_store(self) -> Store:
+        """A store that others may fetch from; made on every rank, in the same order."""
+        store = Store(next(self._num_stores))
+        if self.size > 1:
+            self.post(lambda: self._fetches.add(store))
+        return store
+
+    def drop_store(self, store: Store) -> None:
+        """This rank fetches nothing of a store any more, nor adds to it; in any thread."""
+        if self.size > 1:
+            self.post(lambda: self._fetches.drop(store.key))
+
+    def fetch(self, store: Store, version: int, items: object, label: str) -> Fetched:
+        """What all other ranks published in their stores; not a collective.
+
+        Args:
+            store: this rank's own.
+            version: that is wanted; owners that have not come to it are waited for.
+            items: what is wanted of it, in JSON's types.
+            label: what this is, for messages.
+
+        Raises:
+            DisagreementError: an owner has gone on, or has other things.
+            WfbpError: ranks failed, or did not answer in time.
+        """
+        self.check()
+        reply: Reply[Fetched] = Reply()
+        self.post(lambda: self._fetches.ask(store.key, version, items, label, reply))
+        fetched: Fetched = self.await_reply(reply, label)
+        return fetched
 
     def lease(self, talk: Talk) -> Backend:
         """A backend for a lane of its own; collective.
@@ -284,6 +321,8 @@ class Runtime:
             elif kind == "bye":
                 self._acknowledged.add(sender)
                 self._stall.note_gone(sender, "has left (its program ended or called shutdown)")
+            elif kind.startswith("fetch"):
+                self._fetches.hear(sender, notice)
             elif (error := self._inquiry.hear(sender, notice)) is not None:
                 self.thread.fail(error)
 
@@ -303,9 +342,13 @@ class Runtime:
         leased = self._leased
 
         def number(lane: Lane) -> int | None:
-            return leased.index(lane.backend) if lane.backend in leased else None
+            own = lane is not self._fetches and lane.backend in leased
+            return leased.index(lane.backend) if own else None
 
         place = self.thread.place(number)
+        if self._fetches.fetching:
+            # The others' communication threads answer by themselves: such a wait is in no circle.
+            return replace(place, waits=False)
         return self.collectives.tell(place, self.thread.awaited) if self.collectives else place
 
     def _send(self, notice: dict[str, Any]) -> None:

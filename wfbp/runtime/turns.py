@@ -168,7 +168,9 @@ class Turns:
     def describe(self) -> str:
         """What is under way, for people."""
         calls = [f"in {call.label}" for call in self._calls.under_way]
-        return "; ".join(calls + [lane.describe() for lane in self._lanes]) or "idle"
+        return (
+            "; ".join(calls + [said for lane in self._lanes if (said := lane.describe())]) or "idle"
+        )
 
     def place(self, waits: bool, num_waits: int, number: Callable[[Lane], int | None]) -> Place:
         """Where this rank is.

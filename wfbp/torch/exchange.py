@@ -237,16 +237,26 @@ class Exchange:
             self._update.join()
 
     def whole_state(self) -> State:
-        """The optimizer's state as it would be without other ranks; a collective."""
+        """The optimizer's state as it would be without other ranks; any rank may ask, alone."""
         self._update.flush()
         if self._sharding is None:
             return self._optimizer.state
         return self._sharding.whole_state()
 
-    def before_another_state(self) -> None:
+    def take_whole_state(self) -> None:
+        """Let the state be whole here; on the other ranks it is about to be replaced by this."""
+        self._update.flush()
+        if isinstance(self._update, ShardedUpdate):
+            self._update.sharding.take_whole_state()
+            self._update.forget()
+
+    def before_another_state(self, state: State) -> None:
         """The optimizer is given other state: updates that are due belong to that before."""
-        if not self._update.stepping:  # what an optimizer does itself is its own affair
-            self.flush()
+        if self._update.stepping:  # what an optimizer does itself is its own affair
+            return
+        self.flush()
+        if self._sharding is not None and not self._sharding.lies_in(state):
+            self.forget_state()
 
     def forget_state(self) -> None:
         """Another state has been loaded, on every rank; nothing was under way."""

@@ -29,6 +29,12 @@ class ShardedUpdate(Update):
         self._early: tuple[set[int], int] = set(), 0
 
     def apply(self, reduced: Reduced | None) -> Any:
+        try:
+            return self._apply(reduced)
+        finally:
+            self.sharding.publish()
+
+    def _apply(self, reduced: Reduced | None) -> Any:
         engine, sharding = self._engine, self.sharding
         self._follow()
         sharding.check()

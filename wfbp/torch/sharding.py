@@ -1,22 +1,32 @@
-"""Shards of parameters and of optimizer state, and the way between them and whole tensors."""
+"""Shards of parameters and of optimizer state, and the way between them and whole tensors.
+
+Ranks join shards in two ways. Where all of them must have whole state at the same place of the
+program, as when a plan changes, by all-gathers. Where one of them wants to know the whole state,
+as for a checkpoint, by fetching the others' shards from their communication threads, alone.
+"""
 
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from wfbp.core.types import TensorSpec
+from wfbp.errors import DisagreementError
+from wfbp.runtime.fetching import Content, Fetched, RefusalError
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.shards import shard_range
 from wfbp.torch import tensors
 
 State = dict[Any, dict[Any, Any]]
 
-_LABEL = "gathering optimizer state, as for optimizer.state_dict(), which every rank must call"
-"""Most often one rank waits here alone because it alone saves."""
+_LABEL = "gathering optimizer state"
+_FETCH_LABEL = "optimizer.state_dict(): fetching the other ranks' shards of the state"
+_FETCH_BYTES = 256 << 20
+"""Parameters of about so many bytes are fetched at a time: what arrives is memory beside them."""
 
 
 class Sharding:
@@ -49,6 +59,10 @@ class Sharding:
         rank = runtime.rank
         self._parts = [slice(sum(c[:rank]), sum(c[: rank + 1])) for c in self._counts]
         self._shards: dict[int, torch.Tensor] = {}
+        self._version = 0
+        self._entries: State = {}
+        self._store = runtime.open_store()
+        weakref.finalize(self, runtime.drop_store, self._store).atexit = False
 
     def __contains__(self, index: int) -> bool:
         return index in self._shards
@@ -111,15 +125,88 @@ class Sharding:
         """The state is whole again, because another one was loaded."""
         self._shards.clear()
 
+    def publish(self) -> None:
+        """An update is complete: until the next one other ranks may fetch what it made."""
+        self._version += 1
+        # Shallow copies: the program may empty the state before another rank has asked.
+        self._entries = entries = dict(self._state) if self._shards else {}
+        shards = dict(self._shards)
+        self._store.publish(self._version, lambda items: _collect(items, shards, entries))
+
     def whole_state(self) -> State:
-        """The state as it would be without shards, by parameter; a collective."""
+        """The state as it would be without shards, by parameter; any rank may ask, alone."""
         found = {key: value for key, value in self._state.items() if key not in self._keys()}
-        gathered = self._gather(sorted(self._shards))
+        fetched = {} if self._was_emptied() else self._fetch(sorted(self._shards))
         # In the parameters' order, as every optimizer fills its state.
         for index, param in enumerate(self._params):
-            if entry := gathered.get(index):
+            if entry := fetched.get(index):
                 found[param] = entry
         return found
+
+    def take_whole_state(self) -> None:
+        """Let the state be whole here, until the next update; the others must do so, too."""
+        if self._shards:
+            whole, state = self.whole_state(), self._state
+            state.clear()
+            state.update(whole)
+            self.forget()
+
+    def lies_in(self, state: State) -> bool:
+        """Whether there is state of any shard among this."""
+        return any(shard in state for shard in self._shards.values())
+
+    def _was_emptied(self) -> bool:
+        """Whether the program has emptied the state since the last update, as on all ranks."""
+        keys = self._keys()
+        return bool(keys & self._entries.keys()) and not keys & self._state.keys()
+
+    def _fetch(self, indices: Sequence[int]) -> dict[int, dict[Any, Any]]:
+        """The whole state of sharded parameters, in new tensors; not a collective."""
+        found: dict[int, dict[Any, Any]] = {}
+        batch: list[int] = []
+        for index in indices:
+            batch.append(index)
+            if sum(self._params[k].nbytes for k in batch) >= _FETCH_BYTES or index == indices[-1]:
+                fetched = self._runtime.fetch(self._store, self._version, batch, _FETCH_LABEL)
+                own = _collect(batch, self._shards, self._state)
+                fetched[self._runtime.rank] = own
+                found |= self._put_together(batch, fetched)
+                batch = []
+        return found
+
+    def _put_together(self, indices: Sequence[int], fetched: Fetched) -> dict[int, dict[Any, Any]]:
+        """Whole tensors out of what every rank has of them."""
+        outlines: dict[int, dict[Any, Any]] = {}
+        whole: dict[int, dict[Any, Any]] = {}
+        # The first rank has a part of every parameter that has elements at all.
+        for rank in sorted(fetched):
+            head: Any = fetched[rank][0]
+            parts = iter(fetched[rank][1])
+            for index in indices:
+                if not self._counts[index][rank]:
+                    continue
+                outline, param = head[index], self._params[index]
+                kinds = {k: v for k, v in outline.items() if isinstance(v, torch.dtype)}
+                if index not in whole:
+                    outlines[index] = kinds
+                    whole[index] = {
+                        key: torch.empty_like(param, dtype=value, requires_grad=False)
+                        if key in kinds
+                        else value
+                        for key, value in outline.items()
+                    }
+                if kinds != outlines[index]:
+                    raise DisagreementError(
+                        f"{self._runtime.where}: optimizer.state_dict(): the state of "
+                        f"{self._names[index]} has {_shown(kinds)} on rank {rank} and "
+                        f"{_shown(outlines[index])} on a rank before; every rank must change the "
+                        "optimizer's state alike"
+                    )
+                start = sum(self._counts[index][:rank])
+                for key, dtype in kinds.items():
+                    part = tensors.shared(next(parts)).view(dtype)
+                    flat(whole[index][key])[start : start + len(part)].copy_(part)
+        return whole
 
     def _keys(self) -> set[torch.Tensor]:
         return set(self._shards.values())
@@ -187,6 +274,39 @@ class Sharding:
         if host.data_ptr() != line.data_ptr():
             line.copy_(host)
         return whole
+
+
+def _collect(
+    indices: Sequence[int],
+    shards: dict[int, torch.Tensor],
+    state: State,
+) -> Content:
+    """The state of some shards: outlines, and the bytes of what goes with the shards' elements.
+
+    Raises:
+        RefusalError: one of these parameters is not sharded here.
+    """
+    outlines: dict[int, dict[Any, Any]] = {}
+    parts: list[Any] = []
+    for index in indices:
+        shard = shards.get(index)
+        if shard is None:
+            raise RefusalError("has another part of the optimizer's state in shards")
+        if not shard.numel():
+            continue
+        outlines[index] = outline = {}
+        for key, value in state.get(shard, {}).items():
+            outline[key] = value
+            if _goes_with(shard, value):
+                if value.is_cuda:
+                    torch.cuda.synchronize(value.device)  # its update runs on another stream
+                outline[key] = value.dtype
+                parts.append(tensors.raw(tensors.on_host(value)))
+    return outlines, parts
+
+
+def _shown(kinds: dict[Any, torch.dtype]) -> str:
+    return ", ".join(f"{key} ({dtype})" for key, dtype in kinds.items()) or "no tensors"
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -65,7 +65,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     """Copy the root's optimizer state and hyperparameters to every rank.
 
     Args:
-        optimizer: of the same parameters on every rank; ranks without state get the root's.
+        optimizer: of the same parameters on every rank; ranks without state get the root's, with
+            its element types. A distributed one may be in mid-training.
         root_rank: whose state everybody gets.
 
     Raises:
@@ -76,9 +77,11 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     check_root(runtime, root_rank)
     if runtime.size == 1:
         return
-    # Of a distributed optimizer a collective: every rank has a part of the state.
-    own = optimizer.state_dict()
-    here = own if runtime.rank == root_rank else None
+    here = None
+    if runtime.rank == root_rank:
+        # From the next step on every rank shards the state anew, also this one.
+        getattr(_distributed(optimizer), "_wfbp_take_whole_state", lambda: None)()
+        here = optimizer.state_dict()
     outline, contents = _take_apart(here)
     outline = operations.broadcast_object(outline, root_rank, "optimizer state")
     if runtime.rank != root_rank:
@@ -87,7 +90,36 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         {f"optimizer state {k}": tensor for k, tensor in enumerate(contents)}, root_rank
     )
     if runtime.rank != root_rank:
-        optimizer.load_state_dict(_put_together(outline["tree"], contents))
+        state = _put_together(outline["tree"], contents)
+        optimizer.load_state_dict(state)
+        _restore_types(optimizer, state)
+
+
+def _distributed(optimizer: torch.optim.Optimizer) -> Any:
+    """What was last made of an optimizer, or itself."""
+    return optimizer.__dict__.get("_wfbp_wrapped", optimizer)
+
+
+def _restore_types(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Undo what PyTorch does when it loads: it casts state to the element types of parameters."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    for param, name in zip(params, names, strict=True):
+        held = optimizer.state.get(param, {})
+        for key, sent in state["state"].get(name, {}).items():
+            if key in held:
+                held[key] = _as_sent(held[key], sent)
+
+
+def _as_sent(held: Any, sent: Any) -> Any:
+    """A loaded value in the element types that it was sent with, where it was loaded to."""
+    if isinstance(sent, torch.Tensor) and isinstance(held, torch.Tensor):
+        return held if held.dtype is sent.dtype else sent.to(held.device)
+    if isinstance(sent, dict) and isinstance(held, dict):
+        return {key: _as_sent(value, sent.get(key)) for key, value in held.items()}
+    if isinstance(sent, list | tuple) and type(held) is type(sent) and len(held) == len(sent):
+        return type(held)(map(_as_sent, held, sent))
+    return held
 
 
 class _Place:

@@ -176,7 +176,15 @@ class Distributed(torch.optim.Optimizer):
         return bool(own or torch_optimizer._global_optimizer_pre_hooks)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in the ordinary form, whatever the schedule. Every rank must call it."""
+        """The state in the ordinary form, whatever the schedule.
+
+        Any rank may call it, alone. Where ranks hold shards of the state, it is fetched from their
+        communication threads; their training threads need not come here.
+
+        Raises:
+            DisagreementError: another rank has stepped, loaded or wrapped otherwise.
+            WfbpError: ranks failed, or did not answer in time.
+        """
         if self._wfbp_exchange is None:
             return super().state_dict()
         own = self.state
@@ -185,6 +193,11 @@ class Distributed(torch.optim.Optimizer):
             return super().state_dict()
         finally:
             self.__dict__["state"] = own
+
+    def _wfbp_take_whole_state(self) -> None:
+        """Hold all of the state until the next step; the others are about to load it."""
+        if self._wfbp_exchange is not None:
+            self._wfbp_exchange.take_whole_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state into the groups and the state that the wrapped optimizer shares.
@@ -236,7 +249,7 @@ class Distributed(torch.optim.Optimizer):
         original = self.__dict__.get("_wfbp_original")
         if name == "state" and original is not None:
             if self._wfbp_exchange is not None:
-                self._wfbp_exchange.before_another_state()
+                self._wfbp_exchange.before_another_state(value)
             original.__dict__["state"] = value
         super().__setattr__(name, value)
 

@@ -61,7 +61,7 @@ class Training:
         self.optimizer: Any = wfbp.torch.DistributedOptimizer(
             make(self.held), update=update, schedule=schedule
         )
-        plain = make(self.reference.parameters())
+        self.plain = plain = make(self.reference.parameters())
         for step in range(STEPS):
             averaged(self.reference, square, step, wfbp.size())
             plain.step()
@@ -77,6 +77,24 @@ class Training:
         wanted = self.reference.parameters()
         for k, (p, q) in enumerate(zip(read(self.model), wanted, strict=True)):
             same(p.detach(), q.detach(), f"{self.where}: parameter {k}", 1e-12)
+
+    def check_state(self) -> None:
+        """Raise unless the state, asked for here alone, is that of one process."""
+        wanted = self.plain.state_dict()["state"]
+        found = self.optimizer.state_dict()["state"]
+        assert found.keys() == wanted.keys(), self.where
+        for k, values in wanted.items():
+            for key, value in values.items():
+                same(found[k][key], value, f"{self.where}: {key} of {k}", 1e-12)
+
+
+def save_and_shut_down(trainings: list[Training]) -> None:
+    """Rank 0 saves when the others have long begun to leave."""
+    if wfbp.rank() == 0:
+        time.sleep(PAUSE_S)
+        for training in trainings:
+            training.check_state()
+    wfbp.shutdown()
 
 
 def after(end: Callable[[list[Training]], object]) -> str:
@@ -104,7 +122,7 @@ def main() -> None:
     torch.set_num_threads(1)
     wfbp.init(config=SETTINGS)
     rank = wfbp.rank()
-    found = {"shutdown": after(lambda trainings: wfbp.shutdown())}
+    found = {"shutdown": after(save_and_shut_down)}
     left: list[Training] = []
 
     def last() -> None:
@@ -117,6 +135,11 @@ def main() -> None:
     if rank == 0:
         sys.exit()
     time.sleep(PAUSE_S)
+    try:
+        for training in left:
+            training.check_state()  # of which rank 0 has parts, which ends
+    except Exception:
+        found["state"] = traceback.format_exc()
 
 
 if __name__ == "__main__":
