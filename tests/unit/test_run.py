@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, strategies
 
 from tests.cli_runs import assert_refused, wfbp
+from wfbp.cli import run
 from wfbp.errors import BackendError
 from wfbp.launcher import rank
 from wfbp.launcher.commands import Job, mpirun_command, rank_program, slurm_command
@@ -121,6 +122,20 @@ class TestAllocations:
         assert allocation({"LSB_MCPU_HOSTS": "a 2 b 1"}) == Allocation("LSF", hosts)
         nodes.write_text("a 2 all.q@a UNDEFINED\nb 1 all.q@b UNDEFINED\n")
         assert allocation({"PE_HOSTFILE": str(nodes)}) == Allocation("Grid Engine", hosts)
+
+    def test_a_host_file_of_the_mpi_library(self, tmp_path: Path) -> None:
+        """As the MPI operator of Kubernetes writes it, in either form."""
+        file = tmp_path / "hostfile"
+        names = ("job-worker-0.job.svc", "job-worker-1.job.svc")
+        for variable, slots in (
+            ("HYDRA_HOST_FILE", ":2"),
+            ("OMPI_MCA_orte_default_hostfile", " slots=2"),
+        ):
+            file.write_text("".join(f"{name}{slots}\n" for name in names))
+            granted = allocation({variable: str(file)})
+            assert granted is not None
+            assert granted.hosts == tuple(Host(name, 2) for name in names)
+        assert allocation({"HYDRA_HOST_FILE": str(tmp_path / "nowhere")}) is None
 
     def test_none(self) -> None:
         assert allocation({"PATH": "/bin"}) is None
@@ -293,6 +308,15 @@ class TestMistakes:
         assert (code, out) == (1, "")
         assert "2 of 3 hosts cannot be reached" in err
         assert "bad1: no route to bad1; bad2: no route to bad2" in err
+
+    def test_hosts_that_answer_later(self, tmp_path: Path) -> None:
+        shell = tmp_path / "shell"
+        shell.write_text(f"#!/bin/sh\n[ -e {tmp_path}/up ] || {{ touch {tmp_path}/up; exit 1; }}\n")
+        shell.chmod(0o755)
+        run._check_hosts([Host("far")], None, str(shell), 20.0)
+        (tmp_path / "up").unlink()
+        with pytest.raises(BackendError, match="1 of 1 hosts"):
+            run._check_hosts([Host("far")], None, str(shell), 0.0)
 
     def test_no_ssh(self) -> None:
         code, _, err = wfbp("run", "-H", "far", "--ssh", "no-such-shell", "train.py")

@@ -7,14 +7,23 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import click
 
+from wfbp.cli.inputs import FiniteRange
 from wfbp.errors import BackendError
 from wfbp.launcher.commands import Command, Job, mpirun_command, rank_program, slurm_command
-from wfbp.launcher.hosts import Allocation, Host, allocation, parse_hosts, read_hostfile
+from wfbp.launcher.hosts import (
+    MPI_HOSTFILE,
+    Allocation,
+    Host,
+    allocation,
+    parse_hosts,
+    read_hostfile,
+)
 from wfbp.launcher.mpi import find_library, find_mpi
 
 CHECK_S = 10
@@ -62,6 +71,14 @@ CHECK_S = 10
 @click.option("--mpirun", metavar="PATH", help="This mpirun, instead of the one that is found.")
 @click.option("--ssh", "remote_shell", metavar="PROGRAM", help="Reaches other hosts, if not ssh.")
 @click.option("--check/--no-check", default=True, help="See first that every host answers.")
+@click.option(
+    "--wait",
+    "wait_s",
+    type=FiniteRange(min=0.0),
+    default=0.0,
+    metavar="SECONDS",
+    help="Give hosts so long to answer, where they are just starting.",
+)
 @click.option("--mpi-option", "options", multiple=True, metavar="TEXT", help="Passed on to mpirun.")
 @click.option("--dry-run", is_flag=True, help="Print the command, and do not start it.")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
@@ -79,6 +96,7 @@ def command(
     mpirun: str | None,
     remote_shell: str | None,
     check: bool,
+    wait_s: float,
     options: Sequence[str],
     dry_run: bool,
     program: Sequence[str],
@@ -121,7 +139,7 @@ def command(
         click.echo(_shown(started))
         return
     if check and launcher == "mpirun":
-        _check_hosts(job.placed(), granted, remote_shell or "ssh")
+        _check_hosts(job.placed(), granted, remote_shell or "ssh", wait_s)
     _become(started, environment)
 
 
@@ -144,16 +162,24 @@ def _variables(texts: Sequence[str], environment: dict[str, str]) -> dict[str, s
     return variables
 
 
-def _check_hosts(hosts: Sequence[Host], granted: Allocation | None, shell: str) -> None:
+def _check_hosts(
+    hosts: Sequence[Host], granted: Allocation | None, shell: str, wait_s: float
+) -> None:
     """See that every other host can be reached, before a launcher waits for one that cannot.
 
     A batch system has its own way to its hosts, and vouches for them.
+
+    Args:
+        hosts: that get ranks.
+        granted: what a batch system granted, if these are of it.
+        shell: the command that reaches a host.
+        wait_s: how long hosts are tried again.
 
     Raises:
         BackendError: some cannot; the message names all of them, and why.
     """
     others = [host.name for host in hosts if not host.is_local]
-    if not others or granted is not None:
+    if not others or (granted is not None and granted.system != MPI_HOSTFILE):
         return
     words = shlex.split(shell)
     if shutil.which(words[0]) is None:
@@ -161,9 +187,14 @@ def _check_hosts(hosts: Sequence[Host], granted: Allocation | None, shell: str) 
             f"{words[0]} is not installed here, and reaches the other hosts "
             f"({', '.join(others)}); install it (Debian: openssh-client) or name another by --ssh"
         )
+    deadline = time.monotonic() + wait_s
     with ThreadPoolExecutor(max_workers=min(32, len(others))) as pool:
-        reasons = pool.map(lambda name: _unreachable(words, name), others)
-        failures = [f"{n}: {r}" for n, r in zip(others, reasons, strict=True) if r]
+        while True:
+            reasons = pool.map(lambda name: _unreachable(words, name), others)
+            failures = [f"{n}: {r}" for n, r in zip(others, reasons, strict=True) if r]
+            if not failures or time.monotonic() >= deadline:
+                break
+            time.sleep(1.0)
     if failures:
         raise BackendError(
             f"{len(failures)} of {len(others)} hosts cannot be reached by {words[0]} without a "

@@ -43,13 +43,16 @@ class Allocation:
     """What a batch system granted.
 
     Args:
-        system: its name: ``Slurm``, ``PBS``, ``LSF`` or ``Grid Engine``.
+        system: its name: ``Slurm``, ``PBS``, ``LSF``, ``Grid Engine``, or :data:`MPI_HOSTFILE`.
         hosts: in its order.
     """
 
     system: str
     hosts: tuple[Host, ...]
 
+
+MPI_HOSTFILE = "mpirun's default host file"
+"""Where no batch system granted the hosts, but a variable of the MPI library names a file."""
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.:-]*[A-Za-z0-9])?")
 _SLOTS_KEY = re.compile(r"(slots|max[-_]slots)\s*=\s*(\S+)")
@@ -216,4 +219,23 @@ def _grid_engine(environment: Mapping[str, str]) -> list[Host]:
     return [Host(words[0], int(words[1])) for words in lines]
 
 
-_SYSTEMS = (("Slurm", _slurm), ("PBS", _pbs), ("LSF", _lsf), ("Grid Engine", _grid_engine))
+def _default_hostfile(environment: Mapping[str, str]) -> list[Host]:
+    """The file that an administrator, or the MPI operator of Kubernetes, named to ``mpirun``."""
+    paths = (environment[name] for name in _HOSTFILES if environment.get(name))
+    return next((list(read_hostfile(path)) for path in paths if Path(path).exists()), [])
+
+
+_HOSTFILES = (
+    "HYDRA_HOST_FILE",
+    "I_MPI_HYDRA_HOST_FILE",
+    "OMPI_MCA_orte_default_hostfile",
+    "PRTE_MCA_prte_default_hostfile",
+)
+
+_SYSTEMS = (
+    ("Slurm", _slurm),
+    ("PBS", _pbs),
+    ("LSF", _lsf),
+    ("Grid Engine", _grid_engine),
+    (MPI_HOSTFILE, _default_hostfile),
+)
