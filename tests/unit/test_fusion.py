@@ -165,22 +165,39 @@ def test_nothing_but_the_flags_is_read_from_a_nan() -> None:
     assert np.array_equal(fusion.slot(1).view(np.float32), bad, equal_nan=True)
 
 
-def test_slots_are_aligned_and_a_slot_may_be_its_own_source() -> None:
+def test_results_never_come_to_where_a_gradient_lies() -> None:
     plan = plan_of([3, 0, 5, 1], "float32")
     fusion = FusionBuffer(plan, 0, Op.AVERAGE, 2, 32)
-    slots: list[Buffer] = [fusion.slot(position) for position in range(4)]
-    starts = [s.__array_interface__["data"][0] for s in slots]
-    assert all(s % ALIGNMENT_BYTES == 0 for s, slot in zip(starts, slots, strict=True) if slot.size)
-    for k, slot in enumerate(slots):
-        slot.view(np.float32)[:] = k
+    members = plan.groups[0].tensors
+    lain: set[tuple[int, ...]] = set()
+    for turn in range(6):
+        slots: list[Buffer] = [fusion.slot(position) for position in range(4)]
+        starts = [s.__array_interface__["data"][0] for s in slots]
+        lain.add(tuple(starts))
+        filled = [(s, slot) for s, slot in zip(starts, slots, strict=True) if slot.size]
+        assert all(s % ALIGNMENT_BYTES == 0 for s, _ in filled)
+        for k, slot in enumerate(slots):
+            slot.view(np.float32)[:] = turn + k
+        places = [0] * 4
+        for position, k in enumerate(members):
+            places[k] = starts[position]
+        fusion.pack(Step(0, places, [slots] * 4))
+        assert fusion.num_moves == turn + 1
+        moved = [fusion.slot(position) for position in range(4)]
+        for k, (slot, new) in enumerate(zip(slots, moved, strict=True)):
+            assert not np.shares_memory(slot, new)
+            assert (new.view(np.float32) == turn + k).all()
+            new.view(np.float32)[:] = -1.0  # the average
+            assert (slot.view(np.float32) == turn + k).all()
+    assert len(lain) == 2  # back and forth
+    held = [fusion.slot(0), slots[0]]  # one of either
     places = [0] * 4
-    for position, k in enumerate(plan.groups[0].tensors):
-        places[k] = starts[position]
-    fusion.pack(Step(0, places, [None] * 4))
-    for k, slot in enumerate(slots):
-        assert (slot.view(np.float32) == k).all()
+    for k, slot in zip((members[0], members[2]), held, strict=True):
+        places[k] = slot.__array_interface__["data"][0]
+    fusion.pack(Step(0, places, [held] * 4))
+    assert not any(np.shares_memory(fusion.slot(0), slot) for slot in held)
     fusion.pack(step_of([None] * 4))
-    assert not any(slot.any() for slot in slots)
+    assert not any(fusion.slot(position).any() for position in range(4))
 
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 1000])

@@ -32,6 +32,11 @@ class Apart:
             if slot.whole and specs[index].numel
         }
 
+    def add(self, index: int, slot: Slot) -> None:
+        """A tensor's gradient is averaged here, too."""
+        if slot.whole and self._specs[index].numel:
+            self._owners[slot.address] = index
+
     def check(self, who: str, addresses: Sequence[int], extra: Mapping[int, Source]) -> None:
         """Raise where a gradient lies in another tensor's slot.
 

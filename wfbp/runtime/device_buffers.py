@@ -23,6 +23,27 @@ from wfbp.runtime.side_flags import SideFlags
 from wfbp.runtime.steps import Gather, Step
 
 
+class _Storage:
+    """Memory in which a group's tensors lie, and the table that copies them."""
+
+    def __init__(
+        self,
+        carrier: DeviceBackend,
+        total: int,
+        offsets: Sequence[int],
+        nbytes: Sequence[int],
+        dtype: str,
+    ) -> None:
+        device = carrier.device
+        self.bytes = device.zeros(total, carrier.stream)
+        address = device.address(self.bytes)
+        self.slots = frozenset(
+            address + start for start, size in zip(offsets, nbytes, strict=True) if size
+        )
+        table = device.pack_table(self.bytes, offsets, nbytes, dtype, carrier.stream)
+        self.table = _Annotated(device, table)
+
+
 class DeviceFusionBuffer:
     """Storage of one all-reduced group.
 
@@ -52,31 +73,44 @@ class DeviceFusionBuffer:
         self._nbytes = [plan.tensors[k].nbytes for k in self._members]
         self._offsets = plan.offsets(group)
         total = -(-plan.nbytes(group) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self._bytes = carrier.device.zeros(total, carrier.stream)
-        table = carrier.device.pack_table(
-            self._bytes, self._offsets, self._nbytes, self._dtype, carrier.stream
-        )
-        self._table = _Annotated(carrier.device, table)
+        self._total = total
+        self._carrier = carrier
+        self.num_moves = 0
+        self._storage = self._made()
+        self._other: _Storage | None = None
+
+    def _made(self) -> _Storage:
+        return _Storage(self._carrier, self._total, self._offsets, self._nbytes, self._dtype)
 
     def slot(self, position: int) -> Buffer:
         """The bytes of the group's tensor at ``position``."""
         start = self._offsets[position]
-        return self._bytes[start : start + self._nbytes[position]]
+        return self._storage.bytes[start : start + self._nbytes[position]]
 
     def pack(self, step: Step) -> None:
         """Copy the gradients, zeros for what is absent."""
         self._beside.step = step
-        self._table.pointers[:] = [step.addresses[k] for k in self._members]
-        self._table.pack()
+        sources = [step.addresses[k] for k in self._members]
+        if not self._storage.slots.isdisjoint(sources):  # as in a ``FusionBuffer``
+            other = self._other
+            if other is None or not other.slots.isdisjoint(sources):
+                other = self._made()
+            self._other, self._storage = self._storage, other
+            self.num_moves += 1
+        self._storage.table.pointers[:] = sources
+        self._storage.table.pack()
 
     def unpack(self, addresses: Sequence[int]) -> None:
         """Have the tensors copied to these addresses, indexed by tensor; 0: not that one."""
-        self._table.pointers[:] = [addresses[k] for k in self._members]
-        self._deliveries.append(self._table)
+        table = self._storage.table
+        table.pointers[:] = [addresses[k] for k in self._members]
+        self._deliveries.append(table)
 
     def send(self, backend: Backend) -> Work[None]:
         """Reduce it."""
-        return self._beside.accompany(backend.all_reduce(self._bytes, self._dtype, self._op))
+        return self._beside.accompany(
+            backend.all_reduce(self._storage.bytes, self._dtype, self._op)
+        )
 
     def arrived(self, step: int) -> Arrival:
         """What ranks said of the step, if that travelled beside this group."""
@@ -194,6 +228,7 @@ class DeviceScatterBuffer:
         flags: SideFlags | None,
         deliveries: list[SlotTable],
     ) -> None:
+        self.num_moves = 0
         self._op = op
         self._rank = carrier.rank
         self._beside = Beside(flags)

@@ -197,7 +197,6 @@ class Engine:
         result = self._await_close()
         while result.discarded:
             # That rank had gradients before zero_grad() that this rank had not, or not all.
-            gathering.check_resendable()
             self._number += 1
             gathering.step.number = self._number
             result = self._await_close()
@@ -242,9 +241,17 @@ class Engine:
             self._tuner.after_step(measured.stamps)
 
     def discard(self) -> None:
-        """Forget the gradients of the open step (they were zeroed before they were used)."""
-        gathering = self._gathering
-        if not gathering.open:
+        """Forget the gradients of the open step (they were zeroed before they were used).
+
+        Raises:
+            WfbpError: a step that was discarded before has failed.
+        """
+        gathering, lane = self._gathering, self._lane
+        while self._num_unread and lane.reply.answered:
+            lane.reply.get(timeout_s=0.0)
+            self._num_unread -= 1
+            self._unread.pop(0)
+        if not gathering.open or gathering.withdraw(self._medium.now(), self.profiling):
             return
         if gathering.sending:
             # The step is seen through, what it brings is dropped. Not waited for, because other
@@ -252,17 +259,14 @@ class Engine:
             gathering.step.discards = True
             self._number += 1
             self._medium.close(gathering.step)
-            if gathering.accumulating_in_place:
-                self._await_close()  # the gradients to come share the buffers' memory
-                self._medium.join()
-            else:
-                self._lane.events.append(CLOSE)
-                self._num_unread += 1
-            # Its gradients may be read until a later step has been waited for.
+            lane.events.append(CLOSE)
+            self._num_unread += 1
+            # Its gradients may be read until its messages have come in. By then the lane knows of
+            # no later step, so that those are withdrawn: never more than two are kept.
             self._unread.append(gathering.step)
         else:
-            self._lane.events.append(DISCARD)
-        self._runtime.post(self._lane.wake)
+            lane.events.append(DISCARD)
+        self._runtime.post(lane.wake)
         gathering.begin(self._number, self._medium.now(), self.profiling)
 
     def close(self) -> None:

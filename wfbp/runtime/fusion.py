@@ -20,11 +20,39 @@ _STORAGE = {"bfloat16": np.dtype(np.uint16)}
 _LINE_BYTES = 64
 
 
+class _Storage:
+    """Memory in which a group's tensors lie, with its flags behind them."""
+
+    def __init__(
+        self, offsets: Sequence[int], nbytes: Sequence[int], flags: int, dtype: str, end: int,
+        carrier: Backend | None,
+    ) -> None:  # fmt: skip
+        width = item_bytes(dtype)
+        self.bytes = aligned_bytes(end + flags * width, carrier)
+        self.buffer: Buffer = self.bytes.view(storage_dtype(dtype))
+        self.tail = self.buffer[end // width :]
+        self.address: int = self.bytes.__array_interface__["data"][0]
+        self.delivers = carrier is not None and carrier.delivers(self.buffer)
+        self.slots = frozenset(
+            self.address + start for start, size in zip(offsets, nbytes, strict=True) if size
+        )
+        self.table = native.PackTable(
+            self.bytes,
+            np.asarray(offsets, dtype=np.int64),
+            np.asarray(nbytes, dtype=np.int64),
+            dtype,
+        )
+
+
 class FusionBuffer:
     """Storage of one all-reduced group, and the packing into it.
 
     Used by one thread at a time; the views of its tensors belong to the training thread between
     the completion of the group and the next step's first gradient.
+
+    Results never come to where a gradient of this rank lies: it may still grow, and be sent again.
+    A program that accumulates into what the step before has brought makes the buffer go to other
+    storage, and back again in the step behind.
 
     Args:
         plan: what to send.
@@ -33,6 +61,9 @@ class FusionBuffer:
         size: number of ranks.
         direct_bytes: tensors of at least this size are not packed.
         carrier: that will be asked to send, where it is known.
+
+    Attributes:
+        num_moves: how often the buffer has gone to other storage, so that slots lie elsewhere.
     """
 
     def __init__(
@@ -53,25 +84,35 @@ class FusionBuffer:
         self._offsets = arrangement.offsets
         self._large = arrangement.large
         self._segments: list[Segment] = []
-        width = item_bytes(self.dtype)
-        data = -(-arrangement.end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self._bytes = aligned_bytes(data + self._flags.count * width, carrier)
-        self.buffer: Buffer = self._bytes.view(storage_dtype(self.dtype))
-        self._delivers = carrier is not None and carrier.delivers(self.buffer)
+        self._end = -(-arrangement.end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._carrier = carrier
         self._delivered: set[int] = set()
-        self._address: int = self._bytes.__array_interface__["data"][0]
-        self._tail = self.buffer[data // width :]
-        self._table = native.PackTable(
-            self._bytes,
-            np.asarray(self._offsets, dtype=np.int64),
-            np.asarray(self._nbytes, dtype=np.int64),
-            self.dtype,
+        self.num_moves = 0
+        self._storage = self._made()
+        self._other: _Storage | None = None
+
+    def _made(self) -> _Storage:
+        return _Storage(
+            self._offsets, self._nbytes, self._flags.count, self.dtype, self._end, self._carrier
         )
+
+    @property
+    def buffer(self) -> Buffer:
+        """What is sent: the tensors and the flags, as elements."""
+        return self._storage.buffer
 
     def slot(self, position: int) -> Buffer:
         """The bytes of the group's tensor at ``position``, as uint8."""
         start = self._offsets[position]
-        return self._bytes[start : start + self._nbytes[position]]
+        return self._storage.bytes[start : start + self._nbytes[position]]
+
+    def _make_way(self, sources: Sequence[int]) -> None:
+        """Go to storage in which none of these gradients lies."""
+        other = self._other
+        if other is None or not other.slots.isdisjoint(sources):
+            other = self._made()  # gradients in the one before keep that alive
+        self._other, self._storage = self._storage, other
+        self.num_moves += 1
 
     def pack(self, step: Step) -> None:
         """Copy small tensors, and note where the large ones lie; zeros for what is absent.
@@ -81,35 +122,37 @@ class FusionBuffer:
         known by now.
         """
         sources = [step.addresses[k] for k in self._members]
+        if not self._storage.slots.isdisjoint(sources):
+            self._make_way(sources)
+        storage = self._storage
         flags = self._flags.values(sources, step.requested, step.number, step.discards)
         self._delivered.clear()
         for position in self._large:
             k = self._members[position]
             offset, nbytes = self._offsets[position], self._nbytes[position]
-            slot = self._address + offset
+            slot = storage.address + offset
             data = self.slot(position)
             owner = step.owners[k]
-            if sources[position] not in (0, slot) and (self._delivers or owner is not None):
+            if sources[position] and (storage.delivers or owner is not None):
                 data = memory(sources[position], nbytes, owner)
                 sources[position] = slot
             result = None
-            if self._delivers and step.targets and step.targets[k]:
+            if storage.delivers and step.targets and step.targets[k]:
                 result = memory(step.targets[k], nbytes, None)
                 self._delivered.add(k)
             self._segments.append(Segment(offset, data, (), result))
-        self._table.pointers[:] = sources
-        self._table.pack()
-        self._tail[:] = flags
+        storage.table.pointers[:] = sources
+        storage.table.pack()
+        storage.tail[:] = flags
 
     def unpack(self, addresses: Sequence[int]) -> None:
         """Copy the tensors to these addresses, indexed by tensor; 0: not that one.
 
         Those that the backend has delivered are there already.
         """
-        self._table.pointers[:] = [
-            0 if k in self._delivered else addresses[k] for k in self._members
-        ]
-        self._table.unpack()
+        table = self._storage.table
+        table.pointers[:] = [0 if k in self._delivered else addresses[k] for k in self._members]
+        table.unpack()
 
     def send(self, backend: Backend) -> Work[None]:
         """Reduce it; called once after each :meth:`pack`."""
@@ -122,7 +165,7 @@ class FusionBuffer:
         Args:
             step: this rank's step number.
         """
-        return self._flags.read(self._tail, step)
+        return self._flags.read(self._storage.tail, step)
 
 
 def aligned_bytes(size: int, carrier: Backend | None = None) -> Buffer:

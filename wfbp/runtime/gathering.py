@@ -73,6 +73,9 @@ class Gathering:
             for position, place in enumerate(members.tensors):
                 self._group_of[place] = group
                 self._slots[place] = self._medium.slot(buffers[group].slot(position), whole)
+        self._buffers = buffers
+        self._num_moves = [buffer.num_moves for buffer in buffers]
+        self._groups = [members.tensors for members in groups]
         self._apart = Apart(self.specs, self.members, self._slots)
         self._last = [self.members[place] for place in groups[-1].tensors]
         self.last.clear()
@@ -83,10 +86,34 @@ class Gathering:
     def begin(self, number: int, now: Stamp, profiling: bool = False) -> None:
         """Open a step; ``profiling`` says whether it matters when each gradient appears."""
         count = len(self.members)
-        self.begun = now
         self.step = Step(number, [0] * count, [None] * count)
-        self._medium.begin(self.step, profiling)
         self._events.append(self.step)
+        self._restart(now, profiling)
+
+    def withdraw(self, now: Stamp, profiling: bool = False) -> bool:
+        """Let it be as if no gradient had appeared in the open step, if the lane knows of none.
+
+        Returns:
+            Whether that is so. Else events may have been taken back; the step has to be closed.
+        """
+        posted = sum(self._sizes) - sum(self._left)
+        while posted:
+            try:
+                event = self._events.pop()
+            except IndexError:
+                return False
+            assert event in range(len(self.members))  # others come before the first gradient
+            posted -= 1
+        step, count = self.step, len(self.members)
+        step.addresses[:], step.owners[:] = [0] * count, [None] * count
+        step.marks.clear()
+        self._restart(now, profiling)
+        return True
+
+    def _restart(self, now: Stamp, profiling: bool) -> None:
+        count = len(self.members)
+        self.begun = now
+        self._medium.begin(self.step, profiling)
         self._passes.begin()
         self._left = list(self._sizes)
         self._ready: list[Stamp] = [0.0] * count
@@ -108,9 +135,6 @@ class Gathering:
             address: where it lies, contiguous.
             owner: kept alive until the step is over.
             time_s: since when, on the host (``time.perf_counter``); None for now.
-
-        Raises:
-            RuntimeError: the gradient changed after it was sent, where it cannot be sent again.
         """
         passes = self._passes
         counts = passes.fired
@@ -180,17 +204,6 @@ class Gathering:
         """Whether messages of the open step are on their way, as far as this thread can tell."""
         return self._overlap and self._left[0] == 0 and len(self._left) > 1
 
-    @property
-    def accumulating_in_place(self) -> bool:
-        """Whether a gradient lies in its fusion buffer."""
-        for place, slot in enumerate(self._slots):
-            address = self.step.addresses[place]
-            if not address and (source := self._fetch(self.members[place])) is not None:
-                address = source[0]
-            if slot.whole and address == slot.address:
-                return True
-        return False
-
     def close(self, targets: Sequence[int] = ()) -> None:
         """Take up gradients for which no event came; have whole ones copied to ``targets``."""
         step = self.step
@@ -208,29 +221,26 @@ class Gathering:
         if targets:
             step.targets = [0 if k in self.extra else targets[k] for k in self.members]
 
-    def check_resendable(self) -> None:
-        """Raise unless all of the step can be sent anew, though it has been reduced.
-
-        Raises:
-            RuntimeError: a gradient was reduced in its place.
-        """
-        for place, address in enumerate(self.step.addresses):
-            if address and address == self._slots[place].address:
-                raise RuntimeError(
-                    f"{self._who}: another rank discarded gradients that it had sent, so this step "
-                    "must be sent again, but the gradient of "
-                    f"{self.specs[self.members[place]].name} was reduced in its place. Call "
-                    "zero_grad() with set_to_none=True"
-                )
-
     def reduced(self, present: Sequence[bool]) -> list[Slot | None]:
         """Where each reduced gradient lies; None where no rank had one, or it is at its target."""
+        for group, buffer in enumerate(self._buffers):
+            if buffer.num_moves != self._num_moves[group]:
+                self._move(group)
         found: list[Slot | None] = [None] * len(self.specs)
         targets = self.step.targets or [0] * len(present)
         for place, here in enumerate(present):
             if here and not targets[place]:
                 found[self.members[place]] = self._slots[place]
         return found
+
+    def _move(self, group: int) -> None:
+        """The tensors of a group have been reduced in other memory than before."""
+        buffer = self._buffers[group]
+        self._num_moves[group] = buffer.num_moves
+        for position, place in enumerate(self._groups[group]):
+            slot = self._medium.slot(buffer.slot(position), self._slots[place].whole)
+            self._slots[place] = slot
+            self._apart.add(self.members[place], slot)
 
     def moments(
         self,
@@ -255,7 +265,6 @@ class Gathering:
             return 0, None
         # It grew on another rank only; what the message brought lacks that rank's last part.
         address = self.step.addresses[place]
-        self._check_not_sent_in_place(index, address)
         if self.step.targets and self.step.targets[place] == address:
             raise WfbpError(
                 f"{self._who}: another rank sends the gradient of {self.specs[index].name} anew, "
@@ -277,7 +286,6 @@ class Gathering:
             return
         self._ready[place] = self._produced()
         if self._may_have_left(place):
-            self._check_not_sent_in_place(index, address)
             self.extra[index] = (address, owner)
         else:
             self.step.addresses[place] = address
@@ -287,12 +295,3 @@ class Gathering:
         """Whether a tensor's group may be on its way."""
         group = self._group_of[place]
         return self._overlap and self._left[group] == 0 and group < len(self._left) - 1
-
-    def _check_not_sent_in_place(self, index: int, address: int) -> None:
-        """Raise unless a tensor that was sent too early can be sent again at the step border."""
-        if self._slots[self.place[index]].address == address:
-            raise RuntimeError(
-                f"{self._who}: the gradient of {self.specs[index].name} changed while it was "
-                "being sent. Pass backward_passes_per_step=N to DistributedOptimizer where N "
-                "backward passes precede each step()"
-            )

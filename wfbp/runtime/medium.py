@@ -30,7 +30,13 @@ from wfbp.runtime.steps import Gather, GroupTime, Step
 
 
 class BackwardBuffer(Protocol):
-    """Storage of one group of backward."""
+    """Storage of one group of backward.
+
+    Attributes:
+        num_moves: how often slots have come to lie elsewhere, which only :meth:`pack` makes them.
+    """
+
+    num_moves: int
 
     def slot(self, position: int) -> Buffer:
         """Where the group's tensor at ``position`` lies when it is reduced."""

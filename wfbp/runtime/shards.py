@@ -159,6 +159,7 @@ class ScatterBuffer:
     def __init__(
         self, plan: Plan, group: int, op: Op, rank: int, size: int, direct_bytes: int
     ) -> None:
+        self.num_moves = 0
         self._op = op
         self._rank = rank
         self._flags = Flags(plan, group)

@@ -63,6 +63,7 @@ class Gradients:
         self._sparse_as_dense = sparse_as_dense
         self._name = name
         self._views: list[torch.Tensor | None] = [None] * len(named)
+        self._moved: list[dict[int, torch.Tensor]] = [{} for _ in named]
         self._views_of = 0
         self._successor = ""
         self.before_release: Callable[[], None] = lambda: None
@@ -133,6 +134,7 @@ class Gradients:
         if self._views_of != self._engine.num_installed:  # they hold another plan's buffers
             self._views_of = self._engine.num_installed
             self._views = [None] * len(self._params)
+            self._moved = [{} for _ in self._params]
         reduced = self._engine.synchronize(whole, wanted)
         self._witness.clear()
         self.take(reduced)
@@ -152,6 +154,13 @@ class Gradients:
                 or held.data_ptr() != slot.address
                 or held.stride() != layouts[index].stride
             ):
+                if held is not None and params[index].grad is held:
+                    # Programs that accumulate into it may hold it, too: it stays the same object.
+                    moved = self._moved[index]
+                    if slot.address not in moved:
+                        moved[slot.address] = tensors.view(slot.data, layouts[index])
+                    held.data = moved[slot.address]
+                    continue
                 held = views[index] = tensors.view(slot.data, layouts[index])
             if params[index].grad is not held:
                 params[index].grad = held

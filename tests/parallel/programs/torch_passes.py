@@ -77,3 +77,15 @@ def accumulation_shorter_at_the_end_of_an_epoch() -> None:
         steps=30,
         backward_passes_per_step=3,
     )
+
+
+@check
+def accumulation_met_late_into_views() -> None:
+    """One step of more passes than ever before, whose gradients lie where averages did."""
+    for only in (None, 1):
+        check_training(
+            mlp(5, 7, 3),
+            lambda m, r, s, only=only: passes(m, r, s, 1 + (s == 9 and only in (None, r))),
+            adamw,
+            zero=lambda m, opt: opt.zero_grad(set_to_none=False),
+        )

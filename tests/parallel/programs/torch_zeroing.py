@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import nn
 
@@ -10,13 +12,16 @@ import wfbp.torch
 from tests.parallel.programs.harness import Checks
 from tests.parallel.programs.training import (
     adamw,
+    averaged,
     check_training,
     compare,
     data,
     due,
     mlp,
     momentum,
+    pair,
     square,
+    step_both,
 )
 
 check = Checks()
@@ -89,3 +94,49 @@ def gradients_kept_from_step_to_step() -> None:
         plain.step()
         if due(step, 6):
             compare(model, reference, f"step {step}", 1e-12)
+
+
+@check
+def gradients_that_were_discarded_are_let_go() -> None:
+    """Passes between steps that nobody steps on, as for saliency maps, on one rank only."""
+    for to_none in (True, False):
+        model, reference = pair()
+        optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
+        plain = momentum(reference.parameters())
+        params = list(model.parameters())
+        for step in range(6):
+            alive: list[weakref.ref[torch.Tensor]] = []
+            optimizer.zero_grad(set_to_none=to_none)
+            for _ in range(20 if wfbp.rank() == step % 2 else 0):
+                (1e3 * model(data(step, 0, 4, 5))).sum().backward()
+                found = [p.grad for p in params if p.grad is not None]
+                assert len(found) == len(params)
+                alive += map(weakref.ref, found)
+                del found
+                optimizer.zero_grad(set_to_none=to_none)
+            assert len({id(grad()) for grad in alive} - {id(None)}) <= 2 * len(params)
+            step_both(model, optimizer, reference, plain, step)
+        compare(model, reference, f"to_none={to_none}", 1e-12)
+
+
+@check
+def gradients_stay_the_same_tensors() -> None:
+    """Where they are zeroed in place, a program may keep a list of them."""
+    model, reference = pair()
+    optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()), schedule="wfbp")
+    plain = momentum(reference.parameters())
+    held: list[torch.Tensor] = []
+    for step in range(12):
+        if held:
+            torch._foreach_zero_(held)
+        square(model, wfbp.rank(), step)
+        optimizer.synchronize()
+        if step == 8:
+            held = [p.grad for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        averaged(reference, square, step, wfbp.size())
+        plain.step()
+        if not held:
+            optimizer.zero_grad()
+        assert all(p.grad is g for p, g in zip(model.parameters(), held, strict=False))
+    compare(model, reference, "at the end", 1e-12)
