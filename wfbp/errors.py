@@ -19,17 +19,21 @@ class NotInitializedError(WfbpError):
         super().__init__(f"{call} needs the runtime: call wfbp.init() first")
 
 
-class DisagreementError(WfbpError):
+class InternalError(WfbpError):
+    """Something went wrong between ranks or in the machine; Horovod's ``HorovodInternalError``."""
+
+
+class DisagreementError(InternalError):
     """Ranks submitted tensors or operations that do not match."""
 
 
-class PeerError(WfbpError):
+class PeerError(InternalError):
     """Another rank failed or left while this rank still needed it."""
 
 
-class StallError(WfbpError):
+class StallError(InternalError):
     """An operation did not complete within ``WFBP_TIMEOUT_S`` seconds."""
 
 
-class BackendError(WfbpError):
+class BackendError(InternalError):
     """MPI or NCCL reported an error; the original is the ``__cause__``."""

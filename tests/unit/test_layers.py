@@ -31,6 +31,7 @@ TOP: dict[str, set[str]] = {
     "cli": set(),
     "__main__": {"cli"},
     "dispatch": {"torch", "jax"},
+    "horovod": {"torch"},
     "bench": {"torch", "jax", "cli"},
 }
 """At the top: each may import all of the above, and of each other only what is stated."""

@@ -31,6 +31,8 @@ from wfbp.core.types import Op
 from wfbp.errors import BackendError
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from mpi4py import MPI
 
 
@@ -54,7 +56,8 @@ class MpiBackend(HostBackend):
     """Collectives on a duplicate of an MPI communicator. Making one is collective.
 
     Args:
-        comm: an mpi4py communicator; ``MPI.COMM_WORLD`` by default.
+        comm: an mpi4py communicator, or the numbers of the ranks in ``MPI.COMM_WORLD`` that take
+            part, this one among them; all of these by default.
         chunking: sizes that decide how messages travel; by default what measured best, within
             one host or between hosts.
         start_timeout_s: how long MPI may take to start, where it has not been started.
@@ -78,7 +81,7 @@ class MpiBackend(HostBackend):
 
     def __init__(
         self,
-        comm: MPI.Comm | None = None,
+        comm: MPI.Comm | Sequence[int] | None = None,
         chunking: Chunking | None = None,
         start_timeout_s: float | None = None,
         shared_memory: bool = True,
@@ -87,9 +90,10 @@ class MpiBackend(HostBackend):
         _same_ranks: bool = True,
     ) -> None:
         self._mpi = mpi = load(start_timeout_s)
+        chosen = _communicator(mpi, comm) if isinstance(comm, Sequence) else comm
         if check_launcher and _original is None:
-            check_launch(mpi, comm)
-        parent = mpi.COMM_WORLD if comm is None else comm
+            check_launch(mpi, chosen)
+        parent = mpi.COMM_WORLD if chosen is None else chosen
         try:
             self._comm = self._own(parent)
             if _original is None:
@@ -316,6 +320,15 @@ class MpiBackend(HostBackend):
 
     def _submit(self, nbytes: int, jobs: Sequence[Job], value: Callable[[], Any]) -> MpiWork[Any]:
         return self._channel.submit(MpiWork(self._channel, nbytes, value), jobs)
+
+
+def _communicator(mpi: ModuleType, ranks: Sequence[int]) -> MPI.Comm:
+    """One of these ranks of all; the others need not call this."""
+    everybody = mpi.COMM_WORLD
+    if everybody.rank not in ranks:
+        raise ValueError(f"rank {everybody.rank} is none of the ranks {list(ranks)} that take part")
+    made: MPI.Comm = everybody.Create_group(everybody.group.Incl(list(ranks)))
+    return made
 
 
 class _MpiMailbox(Mailbox):

@@ -13,20 +13,40 @@ Example:
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from wfbp.core.types import Op
+from wfbp.errors import InternalError as HorovodInternalError
 from wfbp.runtime.collectives.api import (
     add_process_set,
     barrier,
+    init,
     join,
     poll,
     remove_process_set,
+    start_timeline,
+    stop_timeline,
     synchronize,
 )
+from wfbp.runtime.collectives.objects import allgather_object, broadcast_object
 from wfbp.runtime.collectives.operations import Adasum
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
-from wfbp.runtime.operations import allgather_object, broadcast_object
+from wfbp.runtime.collectives.queries import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    is_homogeneous,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from wfbp.runtime.world import (
-    init,
     is_initialized,
     local_rank,
     local_size,
@@ -34,6 +54,7 @@ from wfbp.runtime.world import (
     shutdown,
     size,
 )
+from wfbp.torch import elastic
 from wfbp.torch.batch_norm import SyncBatchNorm
 from wfbp.torch.collectives import (
     allgather,
@@ -77,6 +98,7 @@ __all__ = [
     "Compression",
     "Compressor",
     "DistributedOptimizer",
+    "HorovodInternalError",
     "Max",
     "Min",
     "ProcessSet",
@@ -101,8 +123,16 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
     "choose_device",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "elastic",
     "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -112,17 +142,42 @@ __all__ = [
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "init",
+    "is_homogeneous",
     "is_initialized",
     "join",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "poll",
     "rank",
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",
+    "rocm_built",
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]
+
+_INSTEAD = {
+    "run": "start ranks with mpirun",
+    "mpi_lib": "there is no library of that kind; use the functions of wfbp.torch",
+    "check_extension": "nothing needs to be built",
+    "check_num_rank_power_of_2": "op=Adasum checks the number of ranks itself",
+    "PartialDistributedOptimizer": "pass DistributedOptimizer the parameters to be averaged",
+    "DistributedGradientTape": "wfbp has no adapter for TensorFlow",
+    "is_adasum": "compare op with wfbp.torch.Adasum",
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Say what to use instead of a name of Horovod's that is left out."""
+    if name in _INSTEAD:
+        raise AttributeError(f"wfbp.torch has no {name}: {_INSTEAD[name]}")
+    raise AttributeError(f"module 'wfbp.torch' has no attribute {name!r}")

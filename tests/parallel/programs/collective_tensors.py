@@ -45,7 +45,8 @@ def allreduce_of_odd_tensors() -> None:
     assert torch.equal(strided[:, ::2], torch.full((4, 3), 2 * mean * wfbp.size() / 2))
     assert torch.equal(strided[:, 1::2], torch.full((4, 3), float(rank)))
     leaf = torch.full((3,), float(rank), requires_grad=True)
-    assert not wfbp.torch.allreduce(leaf).requires_grad
+    assert wfbp.torch.allreduce(leaf).requires_grad
+    assert not wfbp.torch.allreduce(leaf.detach()).requires_grad
     nan = wfbp.torch.allreduce(torch.tensor([float("nan") if rank == 0 else 1.0, 2.0]))
     assert nan[0].isnan()
     assert nan[1] == 2.0

@@ -3,14 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from wfbp.comm.backend import Backend
+from wfbp.config import Config
 from wfbp.runtime import world
 from wfbp.runtime.collectives.operations import Collectives
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.collectives.request import Kind
+
+
+def init(
+    comm: Any = None,
+    process_sets: Iterable[ProcessSet] | str | None = None,
+    *,
+    backend: Backend | None = None,
+    config: Config | None = None,
+) -> None:
+    """Join the other ranks of this job; call it before any other function.
+
+    Started by ``mpirun -np N``, all N processes must call it; started alone, the job has one
+    rank. Calling it again does nothing; behind ``shutdown()`` it begins anew. From here on an
+    uncaught exception on one rank ends all ranks, with that rank's message.
+
+    Args:
+        comm: an mpi4py communicator to work on (it is duplicated), or the numbers of the ranks in
+            ``COMM_WORLD`` that take part; all of these by default.
+        process_sets: sets to make known, the same on every rank. They can be added at any time;
+            Horovod's ``"dynamic"`` is accepted.
+        backend: how ranks talk, instead of MPI.
+        config: settings; from the environment's ``WFBP_*`` by default.
+
+    Raises:
+        ValueError: a ``WFBP_*`` variable cannot be read, no directory made for records, or a
+            process set that cannot be made.
+        PeerError: another rank could not make it.
+        BackendError: MPI is missing or does not start.
+        DisagreementError: ranks have different settings.
+    """
+    if world.is_initialized():
+        return
+    world.init(comm, backend=backend, config=config)
+    if process_sets is not None and process_sets != "dynamic":
+        for process_set in process_sets:
+            assert not isinstance(process_set, str)
+            add_process_set(process_set)
+
+
+def start_timeline(file_path: str | Path, mark_cycles: bool = False) -> None:
+    """Record named operations from now on, for ``chrome://tracing`` or Perfetto.
+
+    Args:
+        file_path: what rank 0 writes at :func:`stop_timeline`.
+        mark_cycles: whether the coordinator's answers are marked, as Horovod's cycles are.
+    """
+    current("start_timeline()").start_timeline(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Record no more, and write the file.
+
+    Raises:
+        OSError: on rank 0; it cannot be written.
+    """
+    current("stop_timeline()").stop_timeline()
 
 
 def current(call: str) -> Collectives:

@@ -28,7 +28,10 @@ _EQUAL: dict[Kind, tuple[tuple[str, Callable[[Request], Any]], ...]] = {
         ("postscale_factor", lambda r: r.postscale),
     ),
     Kind.BROADCAST: (("shape", lambda r: r.shape), ("root_rank", lambda r: r.root)),
-    Kind.ALLGATHER: (("all dimensions but the first", lambda r: r.shape[1:]),),
+    Kind.ALLGATHER: (
+        ("all dimensions but the first", lambda r: r.shape[1:]),
+        ("root_rank", lambda r: r.root),  # of an object that one rank sends to all
+    ),
     Kind.ALLTOALL: (("all dimensions but the first", lambda r: r.shape[1:]),),
 }
 """What must be equal on all ranks, besides the operation, the element type and the device."""

@@ -33,6 +33,7 @@ from wfbp.runtime.collectives.request import (
     decode_responses,
     encode,
 )
+from wfbp.runtime.collectives.timeline import Timeline
 from wfbp.runtime.rows import equal_rows
 from wfbp.runtime.thread import CommunicationThread
 
@@ -115,6 +116,7 @@ class NamedLane:
         self._running: deque[tuple[Work[None], _Finish]] = deque()
         self._served = False
         self._moved_s = 0.0
+        self.timeline: Timeline | None = None
 
     def submit(self, submission: Submission) -> None:
         """Begin an operation; its name is not pending."""
@@ -228,6 +230,8 @@ class NamedLane:
     def _start_all(self, responses: Sequence[Response]) -> None:
         """Start what one message of the coordinator tells: what is fused must not depend on when
         messages are read."""
+        if self.timeline is not None:
+            self.timeline.cycle()
         for together in _fusible(responses):
             self._start(together)
 
@@ -263,12 +267,15 @@ class NamedLane:
         storage = STORAGE.get(request.dtype) or np.dtype(request.dtype or "uint8")
         return Submission(request, np.zeros(numel, storage))
 
-    def _run(self, work: Work[None], finish: _Finish) -> None:
+    def _run(self, work: Work[None], finish: _Finish, found: Sequence[Submission]) -> None:
+        timeline = self.timeline
+        if timeline is not None:
+            finish = _recorded(finish, timeline, found, time.monotonic())
         self._running.append((work, finish))
 
     def _meet(self, found: Submission, response: Response) -> None:
         rows = response.extents[0] if response.extents else ()
-        self._run(Finished(None), partial(found.reply.put, Outcome(found.data, rows)))
+        self._run(Finished(None), partial(found.reply.put, Outcome(found.data, rows)), [found])
 
     def _reduce(self, found: Sequence[Submission], responses: Sequence[Response]) -> None:
         request = responses[0].request
@@ -277,9 +284,13 @@ class NamedLane:
         parts = [each.data for each in found]
         whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
         buffer, dtype, op = carried(whole, request.dtype, Op(request.op))
+        if self._data.delivers(buffer):
+            # A gradient in a fusion buffer, which may lie elsewhere on other ranks: their messages
+            # would go another way.
+            buffer = buffer.copy()
 
         def finish() -> None:
-            if buffer.dtype != whole.dtype:
+            if buffer is not whole:
                 np.copyto(whole, buffer, casting="unsafe")
             scale(whole, request.dtype, request.postscale)
             end = 0
@@ -289,7 +300,7 @@ class NamedLane:
                     each.data[:] = whole[start:end]
                 each.reply.put(Outcome(each.data, differentiable=response.differentiable))
 
-        self._run(self._data.all_reduce(buffer, dtype, op), finish)
+        self._run(self._data.all_reduce(buffer, dtype, op), finish, found)
 
     def _adasum(self, found: Submission, response: Response) -> None:
         request, data, size = response.request, found.data, self._data.size
@@ -303,7 +314,7 @@ class NamedLane:
             scale(data, request.dtype, request.postscale)
             found.reply.put(Outcome(data, differentiable=response.differentiable))
 
-        self._run(self._data.all_gather(raw, [data.nbytes] * size), finish)
+        self._run(self._data.all_gather(raw, [data.nbytes] * size), finish, [found])
 
     def _scatter(self, found: Submission, response: Response) -> None:
         request = response.request
@@ -320,7 +331,7 @@ class NamedLane:
             found.reply.put(Outcome(result, rows, response.differentiable))
 
         counts = [numel * buffer.itemsize for numel in numels]
-        self._run(self._data.reduce_scatter(buffer, counts, dtype, op), finish)
+        self._run(self._data.reduce_scatter(buffer, counts, dtype, op), finish, [found])
 
     def _gather(self, found: Submission, response: Response) -> None:
         rows = tuple(extent[0] for extent in response.extents)
@@ -330,12 +341,14 @@ class NamedLane:
         start = sum(counts[: self._data.rank])
         gathered[start : start + found.data.nbytes] = found.data.view(np.uint8)
         outcome = Outcome(gathered, rows, response.differentiable)
-        self._run(self._data.all_gather(gathered, counts), partial(found.reply.put, outcome))
+        self._run(
+            self._data.all_gather(gathered, counts), partial(found.reply.put, outcome), [found]
+        )
 
     def _broadcast(self, found: Submission, response: Response) -> None:
         outcome = Outcome(found.data, differentiable=response.differentiable)
         work = self._data.broadcast(found.data.view(np.uint8), response.request.root)
-        self._run(work, partial(found.reply.put, outcome))
+        self._run(work, partial(found.reply.put, outcome), [found])
 
     def _exchange(self, found: Submission, response: Response) -> None:
         row_bytes = _row_numel(found.request) * ITEM[found.request.dtype]
@@ -345,7 +358,19 @@ class NamedLane:
         sent = [count * row_bytes for count in found.request.splits]
         outcome = Outcome(incoming, rows, response.differentiable)
         work = self._data.all_to_all(found.data.view(np.uint8), sent, incoming, received)
-        self._run(work, partial(found.reply.put, outcome))
+        self._run(work, partial(found.reply.put, outcome), [found])
+
+
+def _recorded(
+    finish: _Finish, timeline: Timeline, found: Sequence[Submission], ready_s: float
+) -> _Finish:
+    def record() -> None:
+        for each in found:
+            request = each.request
+            timeline.operation(request.kind.value, request.name, each.since, ready_s)
+        finish()
+
+    return record
 
 
 def _row_numel(request: Request) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from wfbp.errors import WfbpError
 from wfbp.runtime.calls import Reply
 from wfbp.runtime.collectives.executor import JOIN, NamedLane, Outcome, Submission
 from wfbp.runtime.collectives.request import Adaptive, Kind, Reduction, Request
+from wfbp.runtime.collectives.timeline import Timeline
 from wfbp.runtime.matching import agree
 from wfbp.runtime.places import Place
 from wfbp.runtime.runtime import Runtime
@@ -65,6 +68,13 @@ class Collectives:
         self._num_joins = 0
         self._set_numbers = count()
         self._sets: dict[int, _Set] = {}
+        self.rank = runtime.rank
+        mine = json.dumps([runtime.local_rank, runtime.local_size]).encode()
+        self.hosts: list[tuple[int, int]] = [
+            tuple(json.loads(said)) for said in runtime.exchange(mine, "init(): comparing hosts")
+        ]
+        """Of every rank, its number on its host and how many there are."""
+        self._timeline: Timeline | None = None
         self._make_set(tuple(range(runtime.size)))
 
     # Process sets.
@@ -124,6 +134,7 @@ class Collectives:
         if made is not None:
             name = "" if len(ranks) == runtime.size else f"process set {list(ranks)}"
             lane = NamedLane(runtime.thread, *made, name, runtime.where)
+            lane.timeline = self._timeline
         self._sets[number] = _Set(ranks, lane)
         return number
 
@@ -244,6 +255,24 @@ class Collectives:
         for key in [key for key in self._unnamed if key[0] == 0]:
             del self._unnamed[key]
         return last
+
+    def start_timeline(self, path: str | Path, mark_cycles: bool) -> None:
+        """Record operations from now on; what was recorded before is written first."""
+        self.stop_timeline()
+        self._record(Timeline(path, mark_cycles))
+
+    def stop_timeline(self) -> None:
+        """Write what was recorded on rank 0, and record no more."""
+        timeline = self._timeline
+        self._record(None)
+        if timeline is not None and self.rank == 0:
+            timeline.write()
+
+    def _record(self, timeline: Timeline | None) -> None:
+        self._timeline = timeline
+        for found in self._sets.values():
+            if found.lane is not None:
+                found.lane.timeline = timeline
 
     def name_of(self, handle: int) -> str:
         """By which name ranks find an operation."""

@@ -1,0 +1,102 @@
+"""A program that knows nothing of wfbp: ``-m wfbp.horovod horovod_script.py FOLDER``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import horovod
+import horovod.torch as hvd
+import torch
+from horovod.torch.elastic import ElasticSampler, TorchState
+from horovod.torch.mpi_ops import allreduce_async, synchronize
+
+folder = Path(sys.argv[1])
+assert __name__ == "__main__"
+assert horovod.__version__.startswith("0.28")
+hvd.init(process_sets="dynamic")
+rank, size = hvd.rank(), hvd.size()
+assert hvd.mpi_threads_supported()
+assert hvd.is_homogeneous()
+assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
+assert synchronize(allreduce_async(torch.ones(2), op=hvd.Sum)).tolist() == [size] * 2
+
+# Objects that pickle alone could not send.
+assert hvd.broadcast_object(lambda: rank, 0, name="function")() in (0, rank)
+found = hvd.allgather_object([torch.ones(rank)], name="tensors")
+assert [tensors[0].numel() for tensors in found] == list(range(size))
+
+hvd.start_timeline(str(folder / "timeline.json"), mark_cycles=True)
+hvd.allreduce(torch.ones(3), name="loss")
+hvd.stop_timeline()
+if rank == 0:
+    events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "CYCLE_START"} <= {e["name"] for e in events}
+    assert "allreduce.loss" in {e["args"]["name"] for e in events if e["ph"] == "M"}
+
+for module, name, instead in (
+    (hvd, "mpi_lib", "use the functions of wfbp.torch"),
+    (horovod, "run", "python -m wfbp.horovod"),
+):
+    try:
+        getattr(module, name)
+    except AttributeError as error:
+        assert instead in str(error)  # noqa: PT017 - this program runs without pytest
+    else:
+        raise AssertionError(f"{name} exists")
+
+# Training that an operation breaks once goes on from its last commit.
+torch.manual_seed(rank)
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+sampler = ElasticSampler(range(8 * size), shuffle=True, seed=5)
+state = TorchState(model, optimizer, epoch=0, sampler=sampler)
+begun_at: list[int] = []
+resets: list[int] = []
+state.register_reset_callbacks([lambda: resets.append(state.epoch)])
+
+
+@hvd.elastic.run
+def train(state: TorchState) -> str:
+    begun_at.append(state.epoch)
+    for state.epoch in range(state.epoch, 3):  # noqa: B020 - as in Horovod's examples
+        state.commit()
+        with torch.no_grad():
+            model.weight += 1
+        if state.epoch == 1 and len(begun_at) == 1:
+            hvd.allreduce(torch.ones(1 + rank), name="of different shapes")
+    return "done"
+
+
+assert train(state) == "done"
+assert begun_at == ([0, 1] if size > 1 else [0])
+assert resets == begun_at[1:]
+weights = hvd.allgather(model.weight.detach())
+assert torch.equal(weights, weights[:2].repeat(size, 1))
+
+for _ in range(2):
+    sampler.record_batch(0, 2)
+assert sampler.processed_num == 4
+kept = sampler.state_dict()
+state.sync()
+assert sampler.processed_num == 4 * size
+assert len(sampler) == len(list(sampler)) == 4
+left = hvd.allgather(torch.tensor(list(sampler)))
+assert len(set(left.tolist())) == 4 * size
+sampler.set_epoch(1)
+assert len(sampler) == 8
+sampler.load_state_dict(kept)
+assert (sampler.epoch, sampler.processed_num) == (0, 4)
+
+try:
+    hvd.broadcast(torch.ones(1), root_rank=rank % 2, name="from two roots")
+except hvd.HorovodInternalError as error:
+    assert "root_rank" in str(error)  # noqa: PT017
+else:
+    assert size == 1
+hvd.shutdown()
+assert not hvd.is_initialized()
+hvd.init([*range(size)])
+assert hvd.size() == size
+(folder / f"rank{rank}.json").write_text('"done"')

@@ -1,0 +1,239 @@
+"""Training that goes on from its last commit when an operation fails, under Horovod's names.
+
+The set of ranks is fixed: a rank that dies ends the job. What :func:`run` survives are errors that
+leave the runtime usable, such as operations that did not match on all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import random
+from collections.abc import Callable, Iterator, Sized
+from typing import Any, TypeVar
+
+import torch
+
+from wfbp.errors import InternalError
+from wfbp.runtime import world
+from wfbp.runtime.collectives.objects import allgather_object, broadcast_object
+from wfbp.torch.state import broadcast_optimizer_state, broadcast_parameters
+
+T = TypeVar("T")
+
+
+class ElasticSampler(torch.utils.data.Sampler[int]):
+    """Shares a dataset out among ranks, and knows which samples of an epoch have been processed.
+
+    Args:
+        dataset: anything that has a length.
+        shuffle: whether the order changes from epoch to epoch.
+        seed: of the order, the same on every rank.
+
+    Attributes:
+        epoch: number of the epoch.
+        processed_num: samples processed: by all ranks up to the last synchronization of a
+            :class:`TorchState`, and by this rank since.
+
+    Example:
+        >>> import wfbp.torch as wfbp
+        >>> wfbp.init()
+        >>> sampler = wfbp.elastic.ElasticSampler(range(4 * wfbp.size()), shuffle=False)
+        >>> len(sampler)
+        4
+        >>> sampler.record_batch(batch_idx=0, batch_size=2)
+        >>> sampler.processed_num
+        2
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self._common = 0
+        self._own = 0
+        self.reset()
+
+    @property
+    def processed_num(self) -> int:
+        return self._common + self._own
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, of which nothing has been processed."""
+        self.epoch = epoch
+        self._common = self._own = 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Tell that a batch has been processed.
+
+        Args:
+            batch_idx: its number; ignored.
+            batch_size: samples of this rank.
+        """
+        self._own += batch_size
+
+    def state_dict(self) -> dict[str, Any]:
+        """What :meth:`load_state_dict` takes."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num, "own_num": self._own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was called."""
+        self.epoch = state_dict["epoch"]
+        self._own = state_dict.get("own_num", 0)
+        self._common = state_dict["processed_num"] - self._own
+        self.reset()
+
+    def merge(self) -> None:
+        """Count what all ranks have processed; collective. What is left is shared out anew."""
+        said = allgather_object((self.epoch, self._common, self._own), "elastic sampler")
+        self.epoch, self._common, _ = said[0]
+        self._common += sum(own for _, _, own in said)
+        self._own = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Share out what is left of the epoch among the ranks that there are."""
+        indices = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(indices)
+        left = indices[self._common :]
+        self.num_replicas, self.rank = world.size(), world.rank()
+        self.num_samples = math.ceil(len(left) / self.num_replicas)
+        missing = self.num_samples * self.num_replicas - len(left)
+        while missing > 0:  # every rank gets equally many: the first ones are repeated
+            left += left[:missing]
+            missing = self.num_samples * self.num_replicas - len(left)
+        self._mine = left[self.rank :: self.num_replicas]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._mine)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+
+class TorchState:
+    """What training consists of: it can be committed, restored, and made equal on all ranks.
+
+    Args:
+        model: of which the parameters and buffers are kept.
+        optimizer: of which the state is kept.
+        kwargs: further models, optimizers and samplers, and any objects that can be pickled; each
+            becomes an attribute.
+
+    Example:
+        >>> import torch, wfbp.torch as wfbp
+        >>> wfbp.init()
+        >>> state = wfbp.elastic.TorchState(torch.nn.Linear(1, 1), epoch=1)
+        >>> state.epoch = 2
+        >>> state.restore()
+        >>> state.epoch
+        1
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
+        parts = {"model": model, "optimizer": optimizer, **kwargs}
+        self._names = [name for name, value in parts.items() if value is not None]
+        self._on_reset: list[Callable[[], None]] = []
+        self._saved: dict[str, Any] = {}
+        for name in self._names:
+            setattr(self, name, parts[name])
+        self.save()
+
+    def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
+        """Have functions called when training begins again behind an error."""
+        self._on_reset += callbacks
+
+    def on_reset(self) -> None:
+        """Training begins again."""
+        for callback in self._on_reset:
+            callback()
+
+    def commit(self) -> None:
+        """Save, and see whether ranks have changed (they never do)."""
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """See whether ranks have come or gone: the set of ranks is fixed, so nothing happens."""
+
+    def save(self) -> None:
+        """Keep all values on this rank."""
+        self._saved = {
+            name: copy.deepcopy(value.state_dict() if _has_state(value) else value)
+            for name, value in self._values()
+        }
+
+    def restore(self) -> None:
+        """Go back to what was last saved."""
+        for name, value in self._values():
+            saved = copy.deepcopy(self._saved[name])
+            if _has_state(value):
+                value.load_state_dict(saved)
+            else:
+                setattr(self, name, saved)
+
+    def sync(self) -> None:
+        """Have rank 0's values on every rank, and save them; collective.
+
+        Samplers count what all ranks have processed.
+        """
+        plain = {}
+        for name, value in self._values():
+            if isinstance(value, torch.nn.Module):
+                broadcast_parameters(value.state_dict(), root_rank=0)
+            elif isinstance(value, torch.optim.Optimizer):
+                broadcast_optimizer_state(value, root_rank=0)
+            elif isinstance(value, ElasticSampler):
+                value.merge()
+            else:
+                plain[name] = value
+        for name, value in broadcast_object(plain, 0, "elastic state").items():
+            setattr(self, name, value)
+        self.save()
+
+    def _values(self) -> list[tuple[str, Any]]:
+        return [(name, getattr(self, name)) for name in self._names]
+
+
+def run(func: Callable[..., T]) -> Callable[..., T]:
+    """Let a function go on from the last commit when an operation fails on all ranks.
+
+    Args:
+        func: takes a :class:`TorchState` first; it begins again behind every error, so it must go
+            on from what the state says.
+
+    Returns:
+        A function that synchronizes the state, then calls ``func``. It raises an error that has
+        ended the runtime, and one that comes again before anything was committed.
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: TorchState, *args: Any, **kwargs: Any) -> T:
+        failed_at: dict[str, Any] | None = None
+        while True:
+            state.sync()
+            before = state._saved
+            try:
+                return func(state, *args, **kwargs)
+            except InternalError:
+                ended = world.current("elastic.run").thread.error is not None
+                if ended or (failed_at is not None and state._saved is before):
+                    raise
+                failed_at = state._saved
+                state.restore()
+                state.on_reset()
+
+    return wrapper
+
+
+def _has_state(value: Any) -> bool:
+    return isinstance(value, torch.nn.Module | torch.optim.Optimizer | ElasticSampler)
