@@ -116,6 +116,10 @@ std::size_t progress(Face& self) {
   return freely(self, [&] { return self.transfers->progress(); });
 }
 
+std::size_t rest(Face& self, double nap_s, double most_s) {
+  return freely(self, [&] { return self.transfers->rest(nap_s, most_s); });
+}
+
 }  // namespace
 
 void wfbp::bind_transfers(py::module_& module) {
@@ -136,5 +140,6 @@ void wfbp::bind_transfers(py::module_& module) {
       .def("begin", &begin, py::arg("comm"), py::arg("tag"), py::arg("messages"),
            py::arg("dtype") = "uint8", py::arg("op") = "sum", py::arg("divisor") = 1.0,
            py::arg("pieces") = py::tuple(), py::arg("then") = py::tuple())
-      .def("progress", &progress);
+      .def("progress", &progress)
+      .def("rest", &rest, py::arg("nap_s"), py::arg("most_s"));
 }

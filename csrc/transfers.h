@@ -5,10 +5,12 @@
 // the transfer is done or, after an error, as long as the process lives.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -55,6 +57,10 @@ class Transfers {
   // Test all messages, and go on with transfers whose stage is over; how many have ended.
   virtual std::size_t progress() = 0;
 
+  // Sleep and test in turn, until a transfer is over or the time is up; how many messages have
+  // ended. Looks every `nap_s` seconds, for at most `most_s`.
+  virtual std::size_t rest(double nap_s, double most_s) = 0;
+
   virtual bool idle() const = 0;
 };
 
@@ -82,6 +88,21 @@ class TransfersOf final : public Transfers {
     forget_ended();
     for (const std::shared_ptr<Transfer>& transfer : ready_) go_on(transfer);
     ready_.clear();
+    return ended;
+  }
+
+  std::size_t rest(double nap_s, double most_s) override {
+    using clock = std::chrono::steady_clock;
+    const std::chrono::duration<double> nap(nap_s);
+    const clock::time_point end =
+        clock::now() +
+        std::chrono::duration_cast<clock::duration>(std::chrono::duration<double>(most_s));
+    const std::size_t over = num_over_;
+    std::size_t ended = 0;
+    do {
+      std::this_thread::sleep_for(nap);
+      ended += progress();
+    } while (num_over_ == over && !requests_.empty() && clock::now() < end);
     return ended;
   }
 
@@ -114,6 +135,7 @@ class TransfersOf final : public Transfers {
       start(transfer, transfer->then, transfer->tag + 1);
     }
     transfer->done = transfer->missing == 0;
+    num_over_ += transfer->done;
   }
 
   // Close the gaps, in order: those that came first are tested first.
@@ -136,6 +158,7 @@ class TransfersOf final : public Transfers {
   std::vector<std::shared_ptr<Transfer>> owners_;  // of each request
   std::vector<std::shared_ptr<Transfer>> ready_;   // a stage of theirs is over
   std::vector<int> indices_;
+  std::size_t num_over_ = 0;  // transfers, so far
 };
 
 }  // namespace wfbp

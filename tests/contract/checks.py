@@ -479,6 +479,26 @@ def check_who_tests_only_when_it_stirs_misses_nothing(backend: Backend) -> None:
     other.close()
 
 
+def check_who_rests_between_tests_misses_nothing(backend: Backend) -> None:
+    """Whether the backend can sleep or not; a rest ends in time where nothing moves."""
+    rank, size = backend.rank, backend.size
+    assert not backend.rest(1e-4, 1e-3), "nothing is under way"
+    values = [np.full(900_000, 1.0 + k + rank, np.float32) for k in range(2)]
+    data = [held(backend, each) for each in values]
+    counts = [values[0].nbytes // 4 // size * 4] * size
+    whole = held(backend, np.full(sum(counts) // 4, float(rank), np.float32))
+    works = [backend.all_reduce(each, "float32", Op.SUM) for each in data]
+    works.append(backend.all_gather(whole, counts))
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not all(work.test() for work in works):
+        assert time.monotonic() < deadline_s
+        backend.rest(1e-4, 5e-3)
+    for k, each in enumerate(data):
+        np.testing.assert_array_equal(each, np.float32(sum(1 + k + r for r in range(size))))
+    np.testing.assert_array_equal(whole[:: counts[0] // 4], np.arange(size))
+    assert_same_bits(backend, whole)
+
+
 def check_a_late_rank(backend: Backend) -> None:
     """No rank completes before the last one has joined."""
     wait(backend.all_gather_bytes(b""), timeout_s=TIMEOUT_S)

@@ -2,8 +2,9 @@
 
 The checks run twice: as the backend is on one host, and as it is where it leaves large messages
 to the library (more ranks than exchange directly, many of them on each host). With three ranks they
-run a third time, in which one rank moves messages by the extension and two in Python. The largest
-messages travel the first time only.
+run a third time, in which one rank moves messages by the extension and two in Python, and ranks
+sleep between tests as they do where none shares a host with another. The largest messages travel
+the first time only.
 
 Usage: mpirun -n N python tests/contract/mpi_program.py FOLDER
 """
@@ -35,7 +36,9 @@ def main(folder: str) -> None:
             backend._family.transfers = PythonTransfers()
         found.append(type(backend._family.transfers).__name__)
         # One host is all that there is here; what several would decide is decided for them.
-        situation = replace(backend._situation, scatters_directly=chunking is None)
+        situation = replace(
+            backend._situation, scatters_directly=chunking is None, apart=way == "mixed"
+        )
         backend._situation = backend._routes._situation = situation
         report = Path(folder, f"rank{backend.rank}")
         for name, check in CHECKS.items():

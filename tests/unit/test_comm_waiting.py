@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wfbp.comm.backend import Finished, Work
+from wfbp.comm.local import LocalBackend, LocalWorld
 from wfbp.comm.waiting import PATIENCE, Policy, Waiter, sharp_naps, wait
 from wfbp.errors import StallError
 
@@ -112,6 +113,34 @@ def test_a_link_is_kept_busy_without_a_busy_core(urgent: bool, gap_s: float) -> 
     if not urgent or gap_s > 2 * Policy().spin_s:
         assert len(clock.naps) <= 100 * max(12, gap_s / Policy().max_nap_s + 8)
         assert sum(clock.naps) > 0.9 * 100 * gap_s
+
+
+class Network(LocalBackend):
+    """Moves on every ``gap_s`` seconds of a clock, whether it is tested or not."""
+
+    carries_itself = True
+
+    def __init__(self, steps: Steps) -> None:
+        super().__init__(LocalWorld(1), 0)
+        self.steps = steps
+
+    @property
+    def activity(self) -> int:
+        return self.steps()
+
+
+@pytest.mark.parametrize("gap_s", [0.5e-3, 1.2e-3])
+def test_nobody_spins_for_steps_of_a_network(gap_s: float) -> None:
+    """At 1 Gbit/s there are 128 KB from one to the next; a rank spun all the time."""
+    clock = Clock()
+    watching = Waiter.watching(Network(Steps(clock, gap_s)))
+    waiter = Waiter(watching.policy, clock=clock, sleep=clock.sleep, activity=Steps(clock, gap_s))
+    idle_until(clock, 20 * gap_s, waiter, urgent=True)
+    clock.naps.clear()
+    start_s = clock.now_s
+    idle_until(clock, start_s + 100 * gap_s, waiter, urgent=True)
+    assert sum(clock.naps) > 0.9 * 100 * gap_s
+    assert max(clock.naps) <= gap_s / 3
 
 
 def test_the_wait_for_the_first_step_is_not_a_gap() -> None:

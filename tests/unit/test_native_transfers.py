@@ -99,6 +99,35 @@ def test_what_has_arrived_is_combined_and_sent_on(mpi: FakeMpi) -> None:
     assert transfer.done
 
 
+def test_a_rest_ends_with_a_transfer_and_not_with_its_first_stage(mpi: FakeMpi) -> None:
+    transfers = native.Transfers(**mpi.told)
+    data = np.zeros(4, np.uint8)
+    transfer = transfers.begin(mpi.comm, 0, [(data, 1, True)], then=[(data, 1, False)])
+    other = transfers.begin(mpi.comm, 4, [(data, 1, False)])
+    mpi.end(0)
+    assert transfers.rest(nap_s=1e-4, most_s=0.2) == 1
+    assert len(mpi.begun) == 3, "the second stage begins while it rests"
+    assert mpi.num_tests > 1, "and it goes on resting"
+    assert not transfer.done
+    mpi.num_tests = 0
+    mpi.end(2)
+    assert transfers.rest(nap_s=1e-4, most_s=10.0) == 1
+    assert (mpi.num_tests, transfer.done, other.done) == (1, True, False)
+    mpi.end(1)
+    assert transfers.rest(nap_s=1e-4, most_s=10.0) == 1
+    assert other.done
+    assert transfers.rest(nap_s=1e-4, most_s=10.0) == 0, "nothing is under way"
+
+
+def test_other_threads_run_during_a_rest(mpi: FakeMpi) -> None:
+    transfers = native.Transfers(**mpi.told)
+    transfers.begin(mpi.comm, 0, [(np.zeros(4, np.uint8), 1, True)])
+    thread = threading.Timer(0.01, lambda: mpi.end(0))
+    thread.start()
+    assert transfers.rest(nap_s=1e-3, most_s=60.0) == 1
+    thread.join()
+
+
 def test_a_reduction_without_messages_is_done_at_once(mpi: FakeMpi) -> None:
     transfers = native.Transfers(**mpi.told)
     own, out = np.float64([1.0, 2.0]), np.zeros(2)

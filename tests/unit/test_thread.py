@@ -60,6 +60,7 @@ class StubLane:
         self.waiting_since: float | None = None
         self.error: WfbpError | None = None
         self.trouble: Exception | None = None
+        self.on_rest: Callable[[], bool] = lambda: False
 
     def advance(self) -> bool:
         self.turns += 1
@@ -71,6 +72,10 @@ class StubLane:
         if self.trouble is not None:
             raise self.trouble
         return True
+
+    def rest(self, nap_s: float, most_s: float) -> bool:
+        assert 0 < nap_s <= most_s < 0.1
+        return self.on_rest()
 
     def describe(self) -> str:
         return "stub lane"
@@ -184,6 +189,22 @@ def test_a_posted_message_runs_on_the_thread(make: Make) -> None:
     make().post(lambda: names.append(threading.current_thread().name))
     until(lambda: names)
     assert names == ["wfbp-comm"]
+
+
+def test_who_waits_for_a_lane_sleeps_in_its_backend(make: Make) -> None:
+    """It looks for what has arrived without the interpreter; the thread beside it does not."""
+    thread, lane, reply = make(), StubLane(), Reply[int]()
+    names: list[str] = []
+
+    def rest() -> bool:
+        names.append(threading.current_thread().name)
+        reply.put(7)
+        return True
+
+    lane.on_rest, lane.busy = rest, True
+    thread.post(lambda: thread.add_lane(lane))
+    assert thread.await_reply(reply, "the lane") == 7
+    assert names == ["MainThread"]
 
 
 def test_who_waits_drives(make: Make) -> None:

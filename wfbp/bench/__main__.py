@@ -14,6 +14,7 @@ BENCHMARKS = {
     "validation": "the model against published measurements and claims",
     "comm": "collectives of the MPI backend: latency, bandwidth, CPU use",
     "training": "whole iterations against other ways of data-parallel training",
+    "regret": "how much slower auto ends than the best fixed schedule, in fresh starts",
     "jax": "iterations of jitted steps against other ways; overlap; cost per leaf",
     "memory": "optimizer state and peak memory with sharded updates",
     "gpu": "packing and training on a CUDA device",

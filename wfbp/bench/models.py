@@ -1,8 +1,9 @@
-"""The four models of the training benchmark, in plain torch, with one batch of synthetic data.
+"""The models of the training benchmark, in plain torch, with one batch of synthetic data.
 
 They differ in what matters to communication: many tiny tensors (``mlp``), many of mixed size
-(``resnet50``, ``gpt``), few huge ones at the start of backward (``vgg16``). No dropout, so that
-every contestant computes the same numbers from the same state.
+(``resnet50``, ``gpt``), few huge ones at the start of backward (``vgg16``); and, in the benchmark
+of regret alone, few large ones that are ready late (``lstm``), and hundreds of small ones
+(``densenet``). No dropout, so that every contestant computes the same numbers from the same state.
 """
 
 from __future__ import annotations
@@ -152,6 +153,61 @@ class GPT(nn.Module):
         return logits
 
 
+class LSTM(nn.Module):
+    """Language model of two recurrent layers; their gradients are ready only behind all steps."""
+
+    def __init__(self, vocab: int = 4096, embedding: int = 256, width: int = 512) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocab, embedding)
+        self.layers = nn.LSTM(embedding, width, num_layers=2, batch_first=True)
+        self.head = nn.Linear(width, vocab)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        states, _ = self.layers(self.token(tokens))
+        logits: Tensor = self.head(states)
+        return logits
+
+
+class DenseLayer(nn.Module):
+    """What a dense block adds to its input (Huang et al. 2017, section 3)."""
+
+    def __init__(self, channels: int, growth: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            nn.Conv2d(channels, 4 * growth, 1, bias=False),
+            nn.BatchNorm2d(4 * growth),
+            nn.ReLU(),
+            nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, self.body(x)], 1)
+
+
+def densenet121(classes: int = 1000, growth: int = 32) -> nn.Module:
+    """DenseNet-121 (Huang et al. 2017, table 1): 364 tensors, 8.0 M parameters."""
+    channels = 2 * growth
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, channels, 7, 2, padding=3, bias=False),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, padding=1),
+    ]
+    blocks = (6, 12, 24, 16)
+    for block, length in enumerate(blocks):
+        for _ in range(length):
+            layers.append(DenseLayer(channels, growth))
+            channels += growth
+        layers += [nn.BatchNorm2d(channels), nn.ReLU()]
+        if block < len(blocks) - 1:
+            layers += [nn.Conv2d(channels, channels // 2, 1, bias=False), nn.AvgPool2d(2)]
+            channels //= 2
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]
+    return nn.Sequential(*layers)
+
+
 def loss(model: nn.Module, batch: Batch) -> Tensor:
     """Mean cross-entropy of a model on a batch, over every position of its output."""
     data, classes = batch
@@ -177,9 +233,12 @@ def _images(count: int) -> Callable[[torch.Generator], Batch]:
     return batch
 
 
-def _tokens(generator: torch.Generator) -> Batch:
-    text = torch.randint(8192, (4, 129), generator=generator)
-    return text[:, :-1], text[:, 1:]
+def _tokens(vocab: int, count: int, time: int) -> Callable[[torch.Generator], Batch]:
+    def batch(generator: torch.Generator) -> Batch:
+        text = torch.randint(vocab, (count, time + 1), generator=generator)
+        return text[:, :-1], text[:, 1:]
+
+    return batch
 
 
 MODELS: dict[str, BenchModel] = {
@@ -187,8 +246,15 @@ MODELS: dict[str, BenchModel] = {
     for model in (
         BenchModel("mlp", "MLP 60 x 256, batch 32", mlp, _vectors),
         BenchModel("resnet50", "ResNet-50 64x64, batch 8", resnet50, _images(8)),
-        BenchModel("gpt", "GPT 12 x 384, T 128, vocab 8192 untied, batch 4", GPT, _tokens),
+        BenchModel(
+            "gpt", "GPT 12 x 384, T 128, vocab 8192 untied, batch 4", GPT, _tokens(8192, 4, 128)
+        ),
         BenchModel("vgg16", "VGG-16 64x64, FC 2048-4096-4096-1000, batch 4", vgg16, _images(4)),
+        BenchModel("lstm", "LSTM 2 x 512, T 32, vocab 4096, batch 8", LSTM, _tokens(4096, 8, 32)),
+        BenchModel("densenet", "DenseNet-121 64x64, batch 4", densenet121, _images(4)),
     )
 }
 """The benchmark's models by name."""
+
+FURTHER_MODELS = ("lstm", "densenet")
+"""Trained where they are asked for, and by the benchmark of regret."""

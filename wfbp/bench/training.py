@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from wfbp.bench import child
-from wfbp.bench.models import MODELS
+from wfbp.bench.models import FURTHER_MODELS, MODELS
 from wfbp.bench.training_contestants import CONTESTANTS, DEFAULTS, PER_TENSOR
 from wfbp.bench.training_results import ModelResult, document
 from wfbp.bench.training_settings import Settings
@@ -67,7 +67,7 @@ def run_models(
     results: list[ModelResult] = []
     console = Console() if sys.stdout.isatty() else Console(width=TABLE_WIDTH)
     for model in options.models:
-        result = _run_model(model, options, worker, environment)
+        result = run_model(model, options, worker, environment)
         if result is None:
             return 1
         results.append(result)
@@ -78,10 +78,20 @@ def run_models(
     return 0
 
 
-def _run_model(
-    model: str, options: argparse.Namespace, worker: str, environment: Mapping[str, str]
+def run_model(
+    model: str,
+    options: argparse.Namespace,
+    worker: str,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> ModelResult | None:
-    """Start the ranks for one model; None where they failed (they have said why)."""
+    """Start the ranks for one model; None where they failed (they have said why).
+
+    Args:
+        model: key of the registry of models.
+        options: the command line.
+        worker: module of ``wfbp.bench`` that each rank runs.
+        environment: variables of the ranks, on top of the usual ones.
+    """
     with tempfile.TemporaryDirectory(prefix="wfbp-bench-") as directory:
         result = Path(directory) / "result.json"
         file = Path(directory) / "settings.json"
@@ -150,7 +160,8 @@ def add_arguments(
     warm_up_steps: int,
 ) -> None:
     """What every benchmark of this kind takes; ``usual`` compete where nobody is named."""
-    parser.add_argument("--models", type=names(models), default=list(models))
+    usual_models = [name for name in models if name not in FURTHER_MODELS]
+    parser.add_argument("--models", type=names(models), default=usual_models)
     parser.add_argument("--contestants", type=names(contestants), default=list(usual))
     parser.add_argument("--iterations", type=int, default=40, help="to keep, per contestant")
     parser.add_argument("--link", choices=LINKS, default="none", help="none: shared memory")

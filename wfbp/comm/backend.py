@@ -100,6 +100,26 @@ class Backend(ABC):
         """
         return True
 
+    @property
+    def carries_itself(self) -> bool:
+        """Whether data travel between tests too, as the kernel moves them over a network.
+
+        In memory that ranks share tests do the copying, so whoever does not test waits longer.
+        """
+        return False
+
+    def rest(self, nap_s: float, most_s: float) -> bool:
+        """Sleep until something that is under way has ended, testing all ``nap_s`` seconds.
+
+        Args:
+            nap_s: seconds from one test to the next.
+            most_s: seconds after which it returns anyway.
+
+        Returns:
+            Whether it slept; False where that is not possible here, or nothing is under way.
+        """
+        return False
+
     def zeros(self, nbytes: int) -> Buffer:
         """A buffer where this backend's collectives find it, as uint8.
 

@@ -141,8 +141,15 @@ class MpiBackend(HostBackend):
     def delivers(self, buffer: Buffer) -> bool:
         return self._host is not None and self._host.carries(buffer)
 
+    @property
+    def carries_itself(self) -> bool:
+        return self._situation.apart
+
     def stirs(self) -> bool:
         return self._family.stirs()
+
+    def rest(self, nap_s: float, most_s: float) -> bool:
+        return self._situation.apart and self._family.rest(nap_s, most_s)
 
     def all_reduce(
         self, buffer: Buffer, dtype: str, op: Op, segments: Sequence[Segment] = ()

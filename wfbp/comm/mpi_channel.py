@@ -38,6 +38,8 @@ class Job(ABC):
     __slots__ = ("nbytes", "work")
     nbytes: int
     work: MpiWork[object]
+    is_transfer = False
+    """Whether nothing but a transfer of the family moves it on."""
 
     @abstractmethod
     def start(self) -> None:
@@ -88,6 +90,21 @@ class Family:
         except Exception as error:
             self.fail(error)
             return True
+
+    def rest(self, nap_s: float, most_s: float) -> bool:
+        """Sleep until a transfer is over; arguments as for :meth:`Transfers.rest`.
+
+        Returns:
+            Whether it slept: False where nothing is under way, or what transfers do not move on.
+        """
+        jobs = [job for channel in self.channels for job in channel.active]
+        if self.failure is not None or not jobs or not all(job.is_transfer for job in jobs):
+            return False
+        try:
+            self.moves += self.transfers.rest(nap_s, most_s)
+        except Exception as error:
+            self.fail(error)
+        return True
 
     def end(self) -> None:
         """Nobody waits any more for what is under way, if anything is."""

@@ -50,6 +50,7 @@ class TransferJob(Job):
     """A job that is one transfer."""
 
     __slots__ = ("_transfer",)
+    is_transfer = True
     _transfer: Transfer
 
     def step(self) -> bool:

@@ -36,6 +36,7 @@ class Situation:
         direct: whether large messages are exchanged directly, each rank with every other.
         scatters_directly: whether a reduce-scatter is.
         shared: whether all ranks share this host, and are few enough for direct exchange.
+        apart: whether no two ranks share a host.
     """
 
     local_rank: int
@@ -44,6 +45,7 @@ class Situation:
     direct: bool
     scatters_directly: bool
     shared: bool = False
+    apart: bool = False
 
     @classmethod
     def find(cls, mpi: ModuleType, comm: MPI.Comm, chunking: Chunking | None) -> Situation:
@@ -66,6 +68,7 @@ class Situation:
             direct,
             one_host or scatters_directly(comm.size, fullest),
             one_host and direct and comm.size > 1,
+            fullest == 1 and comm.size > 1,
         )
 
 

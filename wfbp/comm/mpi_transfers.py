@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -81,6 +82,17 @@ class Transfers(Protocol):
     def progress(self) -> int:
         """Move all transfers on, without blocking; how many messages have ended."""
 
+    def rest(self, nap_s: float, most_s: float) -> int:
+        """Sleep, and move all transfers on each ``nap_s`` seconds, until one of them is done.
+
+        Args:
+            nap_s: seconds from one test to the next.
+            most_s: seconds after which it returns anyway.
+
+        Returns:
+            How many messages have ended.
+        """
+
 
 def find_transfers(mpi: ModuleType, tells: bool = True) -> Transfers:
     """By the extension where that is possible.
@@ -115,6 +127,7 @@ class NativeTransfers:
         self._handle_of = mpi._handleof
         self._extension = extension
         self.progress = extension.progress
+        self.rest = extension.rest
 
     def begin(
         self,
@@ -155,6 +168,16 @@ class PythonTransfers:
 
     def progress(self) -> int:
         return sum(self._move(transfer) for transfer in [*self._under_way])
+
+    def rest(self, nap_s: float, most_s: float) -> int:
+        end_s = time.perf_counter() + most_s
+        before = len(self._under_way)
+        ended = 0
+        while True:
+            time.sleep(nap_s)
+            ended += self.progress()
+            if len(self._under_way) < max(1, before) or time.perf_counter() >= end_s:
+                return ended
 
     def _move(self, transfer: _Transfer) -> int:
         ended = transfer.move()

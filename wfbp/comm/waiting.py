@@ -44,6 +44,8 @@ GAP_WEIGHT = 0.25
 LATE_S = 0.1
 """A step that took longer than this waited for a peer, not for the network: where only small
 messages follow, which have no steps, the gap would be believed for ever."""
+CARRIED_SPIN_GAP_S = 2e-4
+"""Where a network carries data by itself, spinning for longer steps gains nothing."""
 TESTS_PER_LOOK = 4
 PATIENCE = 4
 """How much longer naps are while training computes."""
@@ -63,6 +65,7 @@ class Policy:
         max_nap_s: length of the longest; of ``PATIENCE`` times that where nothing is urgent and a
             step is not expected sooner.
         growth: factor from one nap to the next.
+        spin_gap_s: an urgent wait spins only where steps usually follow one another within this.
 
     Example:
         >>> policy = Policy()
@@ -77,6 +80,7 @@ class Policy:
     first_nap_s: float = 50e-6
     max_nap_s: float = 1e-3
     growth: float = 1.5
+    spin_gap_s: float = 2e-3
 
     def nap_s(
         self,
@@ -96,7 +100,7 @@ class Policy:
             gap_s: usual seconds from one step to the next, None if unknown.
         """
         if urgent:
-            if waited_s < self.spin_s and (gap_s is None or gap_s < 2 * self.spin_s):
+            if waited_s < self.spin_s and (gap_s is None or gap_s < self.spin_gap_s):
                 return 0.0
         elif expected_s is not None and waited_s < 2 * expected_s <= 2 * self.short_s:
             return 0.0
@@ -138,7 +142,7 @@ class Waiter:
         activity: Callable[[], int] = lambda: 0,
         crowded: bool = False,
     ) -> None:
-        self._policy = policy or Policy()
+        self.policy = policy or Policy()
         self._clock = clock
         self._sleep = sleep
         self._progress_s = clock()
@@ -153,6 +157,8 @@ class Waiter:
     def watching(cls, backend: Backend, policy: Policy | None = None) -> Waiter:
         """A waiter for works of a backend and its duplicates, on this machine."""
         crowded = backend.local_size > num_cores()
+        if policy is None and backend.carries_itself:
+            policy = Policy(spin_gap_s=CARRIED_SPIN_GAP_S)
         return cls(policy, activity=lambda: backend.activity, crowded=crowded)
 
     def progressed(self) -> None:
@@ -180,7 +186,7 @@ class Waiter:
         if self._activity() != self._seen:
             self.progressed()
         waited_s = self._clock() - self._progress_s
-        nap = self._policy.nap_s(waited_s, self._naps, urgent, expected_s, self._gap_s)
+        nap = self.policy.nap_s(waited_s, self._naps, urgent, expected_s, self._gap_s)
         self._naps += nap > 0
         return nap
 

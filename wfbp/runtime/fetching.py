@@ -193,6 +193,9 @@ class Fetches:
         """Whether anything could have arrived: nobody knows."""
         return True
 
+    def rest(self, nap_s: float, most_s: float) -> bool:
+        return False  # what other ranks have to say has to be read
+
     @property
     def fetching(self) -> bool:
         """Whether this rank waits for others."""

@@ -124,6 +124,9 @@ class PlannedLane:
     def stirs(self) -> bool:
         return self._medium.stirs()
 
+    def rest(self, nap_s: float, most_s: float) -> bool:
+        return self._medium.rest(nap_s, most_s)
+
     @property
     def busy(self) -> bool:
         return bool(self._flights)

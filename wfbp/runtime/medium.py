@@ -106,6 +106,10 @@ class Medium(ABC):
         """Whether :meth:`settled` or :meth:`poll` could find anything new."""
         return True
 
+    def rest(self, nap_s: float, most_s: float) -> bool:
+        """Sleep until a work may have moved on; see :meth:`Backend.rest`."""
+        return False
+
     @abstractmethod
     def lane_stamp(self) -> Stamp:
         """The present moment in the lane's work."""
@@ -218,6 +222,9 @@ class HostMedium(Medium):
 
     def stirs(self) -> bool:
         return self.carrier.stirs()
+
+    def rest(self, nap_s: float, most_s: float) -> bool:
+        return self.carrier.rest(nap_s, most_s)
 
     def lane_stamp(self) -> float:
         return perf_counter()

@@ -29,7 +29,6 @@ T = TypeVar("T")
 THREAD_NAME = "wfbp-comm"
 _BACKSTOP_S = 10.0
 _BATON_S = 5e-4
-_DRIVER_NAP_S = 5e-3
 _PR_SET_NAME = 15
 
 
@@ -194,8 +193,7 @@ class CommunicationThread:
                     raise turns.error
                 nap_s = turns.take(urgent=True)
                 if nap_s > 0 and not reply.answered:
-                    # The bell may ring for the other thread: do not sleep over it for long.
-                    turns.bell.wait(min(nap_s, _DRIVER_NAP_S))
+                    turns.rest(nap_s)
         except KeyboardInterrupt:
             turns.fail(self._interrupted())
             raise

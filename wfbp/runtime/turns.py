@@ -21,6 +21,7 @@ from wfbp.runtime.stall import StallWatch
 
 TICK_S = 0.05
 _TESTS_PER_SPIN = 32
+_REST_S = 5e-3
 
 Message = Callable[[], None]
 
@@ -35,6 +36,9 @@ class Lane(Protocol):
 
     def stirs(self) -> bool:
         """Whether what is under way could move on now."""
+
+    def rest(self, nap_s: float, most_s: float) -> bool:
+        """Sleep until what is under way may have moved on; see ``Backend.rest``."""
 
     @property
     def busy(self) -> bool:
@@ -118,6 +122,21 @@ class Turns:
             Seconds that may pass before the next look; 0 where a turn is due.
         """
         return self._guarded(self._doze)
+
+    def rest(self, nap_s: float) -> None:
+        """Sleep between two turns, for the thread that waits for what is under way.
+
+        Where the backend can sleep by itself, it looks every ``nap_s`` seconds and the interpreter
+        is not needed until something has arrived. The bell, which may ring for the other thread,
+        is not heard meanwhile: so this takes some milliseconds at most.
+
+        Args:
+            nap_s: as :meth:`take` has returned it.
+        """
+        busy = [lane for lane in self._lanes if lane.busy]
+        alone = len(busy) == 1 and not self._calls and not self.messages
+        if not (alone and self._guarded(busy[0].rest, nap_s, _REST_S)):
+            self.bell.wait(min(nap_s, _REST_S))
 
     @property
     def wakeable(self) -> bool:

@@ -152,6 +152,9 @@ class NamedLane:
     def stirs(self) -> bool:
         return True
 
+    def rest(self, nap_s: float, most_s: float) -> bool:
+        return False  # what other ranks have to say has to be read
+
     @property
     def busy(self) -> bool:
         return bool(self._pending or self._running)
