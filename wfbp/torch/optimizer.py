@@ -11,8 +11,10 @@ from wfbp.core.types import Op
 from wfbp.runtime import world
 from wfbp.runtime.arguments import check_arguments
 from wfbp.runtime.candidates import check_schedule
+from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.torch import tensors
 from wfbp.torch.arguments import check_update, chosen_nature, named_pairs, named_params, param_ids
+from wfbp.torch.compression import Compression, Compressor
 from wfbp.torch.exchange import Exchange
 from wfbp.torch.nature import Nature
 from wfbp.torch.original import OVERLAID, bare_step, overlay, uncover
@@ -25,12 +27,17 @@ _WRAPPED = "_wfbp_wrapped"
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Op = Op.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
     *,
     schedule: str | None = None,
     threshold_bytes: int | None = None,
-    backward_passes_per_step: int = 1,
-    op: Op = Op.AVERAGE,
-    sparse_as_dense: bool = False,
     update: str = "auto",
 ) -> Any:
     """Wrap an optimizer so that it averages gradients over all ranks while backward computes.
@@ -44,15 +51,22 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         optimizer: any ``torch.optim.Optimizer``.
         named_parameters: ``model.named_parameters()``, for messages and to match ranks; numbers
             stand in for names where it is missing.
+        compression: for Horovod's programs; ``Compression.none`` alone. Gradients travel in the
+            element type of their parameters.
+        backward_passes_per_step: how many ``backward()`` calls precede each ``step()``.
+        op: ``Average`` or ``Sum``.
+        gradient_predivide_factor: for Horovod's programs, with ``Average``; averages are formed in
+            float32 at least, so it makes no difference.
+        num_groups: for Horovod's programs; the schedule groups gradients.
+        groups: for Horovod's programs, like ``num_groups``.
+        sparse_as_dense: whether sparse gradients are made dense.
+        process_set: for Horovod's programs; that of all ranks alone.
         schedule: how gradients are grouped: ``auto``, ``oasr``, ``mgwfbp``, ``wfbp``, ``single``
             or ``threshold``; or, decoupled into backward and the next forward, ``dear``,
             ``ipart``, ``independent``, ``hybrid``, ``ps`` or ``ps_layerwise``; by default what
             ``WFBP_SCHEDULE`` says, or ``auto``.
         threshold_bytes: group size of ``threshold``, and of what schedules that have to measure
             begin with; by default ``WFBP_THRESHOLD_BYTES`` or 25 MiB.
-        backward_passes_per_step: how many ``backward()`` calls precede each ``step()``.
-        op: ``Average`` or ``Sum``.
-        sparse_as_dense: whether sparse gradients are made dense.
         update: what follows decoupled gradients: ``sharded``, each rank updates its shard of
             each tensor and holds the state of it alone; ``replicated``, every rank updates all;
             or ``auto``, what the optimizer allows, which is found by experiment.
@@ -85,17 +99,23 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             f"this {type(optimizer).__name__} is distributed already: use it as it is; to wrap it "
             "anew, pass the optimizer that it was made of"
         )
+    _check_horovods(compression, op, gradient_predivide_factor, num_groups, process_set)
     kind = type(optimizer)
     config = runtime.config
     planner = config.schedule if schedule is None else schedule
     limit_bytes = config.threshold_bytes if threshold_bytes is None else threshold_bytes
+    made: list[Any] = []
     known = None if named_parameters is None else named_pairs(named_parameters)
+
+    def passes() -> int:
+        given: int = made[0]._wfbp_passes if made else backward_passes_per_step
+        return given
 
     def check(named: list[tuple[str, torch.Tensor]]) -> None:
         for name, param in named:
             tensors.check(name, param)
         specs = [tensors.spec(name, p) for name, p in named]
-        check_arguments(specs, planner, limit_bytes, op, backward_passes_per_step, decouples=True)
+        check_arguments(specs, planner, limit_bytes, op, passes(), decouples=True)
 
     check_update(update)
     check(named_params(optimizer, known, complete=True))
@@ -125,7 +145,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             schedule=planner,
             threshold_bytes=limit_bytes,
             op=op,
-            passes=backward_passes_per_step,
+            passes=wrapped._wfbp_passes,
             sparse_as_dense=sparse_as_dense,
             name=kind.__name__,
             kind=kind,
@@ -134,12 +154,39 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     wrapped._wfbp_original = optimizer
     wrapped._wfbp_asked = Asked.NOBODY
     wrapped._wfbp_skip = False
+    wrapped._wfbp_passes = backward_passes_per_step
     wrapped._wfbp_exchange = None
     wrapped._wfbp_exchange = make()
     wrapped._wfbp_known = param_ids(wrapped)
-    wrapped._wfbp_check = lambda: check(named_params(wrapped, known, complete=False))
+    made.append(wrapped)
+    wrapped._wfbp_named = lambda: named_params(wrapped, known, complete=False)
+    wrapped._wfbp_check = lambda: check(wrapped._wfbp_named())
     wrapped._wfbp_make = make
     optimizer.__dict__[_WRAPPED] = wrapped
     if runtime.size > 1:
         overlay(optimizer, wrapped)
     return wrapped
+
+
+def _check_horovods(
+    compression: object,
+    op: object,
+    predivide_factor: float,
+    num_groups: object,
+    process_set: ProcessSet,
+) -> None:
+    """Raise ``ValueError`` for values of Horovod's arguments that cannot be served."""
+    if compression is not Compression.none:
+        raise ValueError(
+            f"compression is {getattr(compression, '__name__', compression)}; gradients travel in "
+            "the element type of their parameters: pass Compression.none"
+        )
+    if predivide_factor != 1.0 and op is not Op.AVERAGE:
+        raise ValueError(f"gradient_predivide_factor needs op=Average; found {op}")
+    if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 0:
+        raise ValueError(f"num_groups is {num_groups!r}; expected a whole number of at least 0")
+    if process_set is not global_process_set and process_set.size() != world.size():
+        raise ValueError(
+            f"process_set is {process_set}; gradients are averaged over all ranks. Start a job for "
+            "those ranks alone with init(ranks), or average by hand with grouped_allreduce_()"
+        )

@@ -61,13 +61,16 @@ def _tensors_of(parameters: Any) -> dict[str, torch.Tensor]:
     return {k: v for k, v in named.items() if isinstance(v, torch.Tensor)}
 
 
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int = 0, model: torch.nn.Module | None = None
+) -> None:
     """Copy the root's optimizer state and hyperparameters to every rank.
 
     Args:
         optimizer: of the same parameters on every rank; ranks without state get the root's, with
             its element types. A distributed one may be in mid-training.
         root_rank: whose state everybody gets.
+        model: for Horovod's programs, which pass it where state cannot be made otherwise.
 
     Raises:
         ValueError: no such rank.

@@ -43,6 +43,8 @@ class Distributed(torch.optim.Optimizer):
     _wfbp_check: Callable[[], object]
     _wfbp_make: Callable[[], Exchange | None]
     _wfbp_asked: Asked
+    _wfbp_named: Callable[[], list[tuple[str, torch.Tensor]]]
+    _wfbp_passes: int
     _wfbp_skip: bool
     _wfbp_known: frozenset[int]
 
@@ -241,6 +243,34 @@ class Distributed(torch.optim.Optimizer):
             del groups[count:]  # what is under way is of those before
         exchange.release()
         groups += added
+        self._wfbp_renew()
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Have another number of ``backward()`` calls precede each step from now on.
+
+        To be called between a step and the next backward, on every rank alike. Plans are made anew.
+
+        Raises:
+            TypeError: not a whole number.
+            ValueError: less than 1.
+        """
+        before, self._wfbp_passes = self._wfbp_passes, passes
+        try:
+            self._wfbp_check()
+        except (TypeError, ValueError):
+            self._wfbp_passes = before
+            raise
+        if self._wfbp_exchange is not None:
+            self._wfbp_exchange.release()
+            self._wfbp_renew()
+
+    @property
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        """Names by which ranks match parameters; some programs for Horovod read this."""
+        return {param: name for name, param in self._wfbp_named()}
+
+    def _wfbp_renew(self) -> None:
+        """Exchange gradients anew; what was before has let the parameters go."""
         self._wfbp_asked = Asked.NOBODY
         self._wfbp_exchange = self._wfbp_make()
         self._wfbp_known = param_ids(self)

@@ -46,6 +46,42 @@ for module, name, instead in (
     else:
         raise AssertionError(f"{name} exists")
 
+# Horovod's arguments in Horovod's order.
+torch.manual_seed(5)
+weight = torch.nn.Parameter(torch.ones(3))
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD([weight], lr=1.0),
+    [("weight", weight)],
+    hvd.Compression.none,
+    2,
+    hvd.Average,
+    2.0,
+)
+assert optimizer._parameter_names == {weight: "weight"}
+for passes in (2, 1):
+    optimizer.set_backward_passes_per_step(passes)
+    for _ in range(passes):
+        (weight.sum() * (rank + 1.0)).backward()
+    before = weight.detach().clone()
+    optimizer.step()
+    assert torch.allclose(before - weight, torch.full((3,), passes * (size + 1) / 2))
+    optimizer.zero_grad()
+for refused, arguments in (
+    ("FP16Compressor", {"compression": hvd.Compression.fp16}),
+    ("num_groups is -1", {"num_groups": -1}),
+    ("needs op=Average", {"op": hvd.Sum, "gradient_predivide_factor": 2.0}),
+):
+    try:
+        hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), **arguments)
+    except ValueError as error:
+        assert refused in str(error)  # noqa: PT017
+    else:
+        raise AssertionError(refused)
+try:
+    optimizer.set_backward_passes_per_step(0)
+except ValueError as error:
+    assert "at least 1" in str(error)  # noqa: PT017
+
 # Training that an operation breaks once goes on from its last commit.
 torch.manual_seed(rank)
 model = torch.nn.Linear(2, 2)
