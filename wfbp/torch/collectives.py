@@ -7,7 +7,7 @@ those without a name by their order among those of the same function without a n
 
 Differentiation follows Horovod. If the tensor of any rank requires a gradient, the results of all
 ranks do: all have to take part in backward. The gradient of a sum over ranks is the sum of the
-ranks' gradients, that of an average their average.
+ranks' gradients, that of an average, of gathered rows and of a broadcast their average.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ def allgather(
 ) -> torch.Tensor:
     """The tensors of all ranks, concatenated along the first dimension in rank order.
 
-    Differentiable: the gradient of this rank's rows is the sum of all ranks' gradients of them.
+    Differentiable: the gradient of this rank's rows is the average of all ranks' gradients of them.
 
     Args:
         tensor: at least one dimension; sizes may differ between ranks in the first one only.
@@ -319,8 +319,8 @@ def _gathered(tensor: torch.Tensor, done: _Done, process_set: ProcessSet) -> tor
     start = sum(done.rows[:place])
 
     def backward(grad: torch.Tensor, name: str) -> torch.Tensor:
-        total = allreduce(grad, name=name, op=Op.SUM, process_set=process_set)
-        return total[start : start + done.rows[place]]
+        mean = allreduce(grad, name=name, process_set=process_set)
+        return mean[start : start + done.rows[place]]
 
     return done.connect(tensor, done.result, backward)
 
@@ -371,7 +371,7 @@ def broadcast(
 ) -> torch.Tensor:
     """The root's tensor, on every rank.
 
-    Differentiable: the root's gradient is the sum of all ranks', the others' are zero.
+    Differentiable: the root's gradient is the average of all ranks', the others' are zero.
 
     Args:
         tensor: same shape and element type on every rank.
@@ -390,8 +390,8 @@ def broadcast(
     done = _done(_Submission(tensor, name, process_set, like=tensor).broadcast(root_rank))
 
     def backward(grad: torch.Tensor, name: str) -> torch.Tensor:
-        total = allreduce(grad, name=name, op=Op.SUM, process_set=process_set)
-        return total if world.rank() == root_rank else torch.zeros_like(total)
+        mean = allreduce(grad, name=name, process_set=process_set)
+        return mean if world.rank() == root_rank else torch.zeros_like(mean)
 
     return done.connect(tensor, done.result, backward)
 

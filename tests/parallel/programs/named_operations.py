@@ -214,9 +214,9 @@ def gradients_as_in_horovod() -> None:
     assert grad_of(lambda t: wfbp.allreduce(t, op=wfbp.Sum)) == [total] * 2
     assert grad_of(lambda t: wfbp.allreduce(t)) == pytest.approx([total / size] * 2)
     assert grad_of(lambda t: wfbp.allreduce(t, op=wfbp.Sum, prescale_factor=3)) == [3 * total] * 2
-    assert grad_of(wfbp.allgather) == [total] * 2
-    own = total if rank == 0 else 0
-    assert grad_of(lambda t: wfbp.broadcast(t, 0)) == [own] * 2
+    assert grad_of(wfbp.allgather) == pytest.approx([total / size] * 2)
+    own = total / size if rank == 0 else 0
+    assert grad_of(lambda t: wfbp.broadcast(t, 0)) == pytest.approx([own] * 2)
     found = grad_of(lambda t: wfbp.alltoall(t, [1] * size)[0], size)
     assert found == [r + 1.0 for r in range(size)]
     found = grad_of(lambda t: wfbp.reducescatter(t, op=wfbp.Sum), size)
@@ -225,7 +225,9 @@ def gradients_as_in_horovod() -> None:
     assert (
         grad_of(lambda t: sum(wfbp.grouped_allreduce([t, 2 * t], op=wfbp.Sum))) == [3 * total] * 2
     )
-    assert grad_of(lambda t: torch.cat(wfbp.grouped_allgather([t, t]))) == [2 * total] * 2
+    assert grad_of(lambda t: torch.cat(wfbp.grouped_allgather([t, t]))) == pytest.approx(
+        [2 * total / size] * 2
+    )
     found = grad_of(lambda t: torch.cat(wfbp.grouped_reducescatter([t, t])), size)
     assert found == [2 * (r + 1.0) for r in range(size)]
     with pytest.raises(RuntimeError, match="has no gradient"):
@@ -248,7 +250,7 @@ def gradients_that_only_one_rank_wants() -> None:
     assert (tensor.grad is None) == (rank > 0)
     if rank == 0:
         assert tensor.grad is not None
-        assert tensor.grad.tolist() == [3.0 * size] * 2
+        assert tensor.grad.tolist() == [3.0] * 2
     assert not wfbp.allgather(tensor.detach()).requires_grad
     with torch.no_grad():
         assert not wfbp.allreduce(tensor).requires_grad
@@ -271,9 +273,9 @@ def contrastive_training() -> None:
     assert want is not None
     encoder.weight.grad = None
     loss(wfbp.allgather(encoder(data[2 * rank : 2 * rank + 2]))).backward()
-    # Each rank's loss is that of all data, so the sum that the gather gives counts it size times.
+    # Each rank's loss is that of all data, and its gradient the part that its own features have.
     assert encoder.weight.grad is not None
-    found = wfbp.allreduce(encoder.weight.grad)
+    found = wfbp.allreduce(encoder.weight.grad, op=wfbp.Sum)
     assert torch.allclose(found, want, atol=1e-5)
 
 
