@@ -242,7 +242,7 @@ def gradients_as_in_horovod() -> None:
 
 @check
 def gradients_that_only_one_rank_wants() -> None:
-    rank, size = wfbp.rank(), wfbp.size()
+    rank = wfbp.rank()
     tensor = torch.ones(2, requires_grad=rank == 0)
     found = wfbp.allgather(3 * tensor)
     assert found.requires_grad
