@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import mmap
 import os
 from itertools import pairwise
 from pathlib import Path
@@ -174,13 +173,12 @@ def test_a_python_without_the_call_has_none(monkeypatch: pytest.MonkeyPatch) -> 
 def test_where_memory_cannot_be_given_back_there_is_none(
     monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
-    class Keeps(mmap.mmap):
-        def madvise(self, advice: int, *where: int) -> None:
-            if advice == mmap.MADV_REMOVE and answer == "refuses":
-                raise OSError("not here")
+    def discard(mapping: host_files.Mapping, start: int, nbytes: int) -> None:
+        if answer == "refuses":
+            raise OSError("not here")
 
     connected(2)
-    monkeypatch.setattr(host_memory.mmap, "mmap", Keeps)
+    monkeypatch.setattr(host_files.Mapping, "discard", discard)
     comm = ThreadComm(2)
     assert comm.run(lambda: HostMemory.connect(comm)) == [None, None]  # type: ignore[arg-type]
 

@@ -69,7 +69,7 @@ class _Mpi(SimpleNamespace):
     """As much of mpi4py as is asked."""
 
     COMM_SELF, COMM_NULL = "self", "null"
-    COMM_WORLD = SimpleNamespace(size=1)
+    COMM_WORLD = SimpleNamespace(size=1)  # all that it has mapped is its own
 
     def __init__(self, version: str, parent: str = "null") -> None:
         super().__init__(Comm=SimpleNamespace(Get_parent=lambda: parent))

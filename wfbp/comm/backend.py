@@ -216,6 +216,12 @@ class Backend(ABC):
         From here on buffers may change or go: whoever still reads them elsewhere fails.
         """
 
+    def release(self) -> None:  # noqa: B027 - nothing, unless ranks read each other's memory
+        """Let go what is shared with other ranks, here and on duplicates; nothing follows.
+
+        Not collective. Buffers that are still in use stay as they are.
+        """
+
     @abstractmethod
     def abort(self, code: int) -> None:
         """End every rank at once; the last resort."""

@@ -35,11 +35,11 @@ class Board:
 
     def __init__(self, memory: HostMemory, rank: int, size: int, channel: int) -> None:
         start = (channel + 1) * _BOARD_BYTES
-        self._words = [
-            memory.view(r, start, _BOARD_BYTES).view(np.int64).reshape(_NUM_ROWS, _ROW_WORDS)
-            for r in range(size)
+        self._rank = rank
+        self._words = memory.views(start, _BOARD_BYTES)
+        self._words[:] = [
+            view.view(np.int64).reshape(_NUM_ROWS, _ROW_WORDS) for view in self._words
         ]
-        self._mine = self._words[rank]
         self.peers = [(rank + step) % size for step in range(1, size)]
         self._jobs = 0
 
@@ -57,14 +57,14 @@ class Board:
         before = job - _NUM_ROWS
         if before > 0 and not all(self.reached(r, before, TAKEN) for r in range(len(self._words))):
             return False
-        row = self._mine[job % _NUM_ROWS]
+        row = self._words[self._rank][job % _NUM_ROWS]
         row[1] = offset
         row[0] = job * _PHASES + READY
         return True
 
     def tell(self, job: int, phase: int) -> None:
         """This rank has come to a phase."""
-        self._mine[job % _NUM_ROWS][0] = job * _PHASES + phase
+        self._words[self._rank][job % _NUM_ROWS][0] = job * _PHASES + phase
 
     def reached(self, rank: int, job: int, phase: int) -> bool:
         """Whether a rank has come to a phase."""

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import logging
 import mmap
 import os
 import platform
 import stat
 import sys
+import weakref
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from wfbp.comm.backend import Buffer
 
 PAGE_BYTES = mmap.PAGESIZE
 HEADER_BYTES = 1 << 20
@@ -74,7 +83,136 @@ def make(token: bytes) -> int:
     return file
 
 
-def open_map(process: int, file: int, token: bytes, mine: bool) -> mmap.mmap:
+class Mapping:
+    """A file in memory, which keeps no descriptor open (those of the module ``mmap`` do).
+
+    It ends when nothing refers to it and its :attr:`bytes` any more.
+
+    Args:
+        descriptor: of the file; may be closed afterwards.
+        nbytes: length of the file.
+        writeable: whether it can be written.
+
+    Raises:
+        OSError: it cannot be mapped.
+    """
+
+    def __init__(self, descriptor: int, nbytes: int, writeable: bool) -> None:
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writeable else 0)
+        self.address = _map(None, nbytes, access, mmap.MAP_SHARED, descriptor)
+        self.nbytes = nbytes
+        self._writeable = writeable
+        self._end = weakref.finalize(self, _unmap, self.address, nbytes)
+        self._end.atexit = False
+        self._is_private = False
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {
+            "data": (self.address, not self._writeable),
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+    @property
+    def bytes(self) -> Buffer:
+        """All of it; a view that keeps the mapping."""
+        return np.asarray(self)
+
+    def advise(self, advice: int, start: int = 0, nbytes: int | None = None) -> None:
+        """As ``mmap.madvise``.
+
+        Raises:
+            OSError: the system refuses.
+        """
+        length = self.nbytes if nbytes is None else nbytes
+        address = ctypes.c_void_p(self.address + start)
+        if _library().madvise(address, ctypes.c_size_t(length), advice):
+            raise _error()
+
+    def discard(self, start: int, nbytes: int) -> None:
+        """Nobody uses these bytes any more: they become hole, or go."""
+        if self._is_private:
+            _unmap(self.address + start, nbytes)
+        else:
+            self.advise(mmap.MADV_REMOVE, start, nbytes)
+
+    def keep_only(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Let the file go; some ranges stay where they are, with what they hold, as private memory.
+
+        Args:
+            ranges: start and end of what is still in use, by pages, in ascending order. Nothing
+                else may be used any more; each range goes with :meth:`discard`.
+
+        Raises:
+            OSError: there is no memory for them.
+        """
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        library = _library()
+        for start, end in ranges:
+            length = end - start
+            # Moved there in one piece: who reads meanwhile finds the same bytes, old or new.
+            copy = _map(None, length, access, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+            ctypes.memmove(copy, self.address + start, length)
+            library.mremap.restype = ctypes.c_void_p
+            moved = library.mremap(
+                ctypes.c_void_p(copy),
+                ctypes.c_size_t(length),
+                ctypes.c_size_t(length),
+                _MREMAP_MAYMOVE | _MREMAP_FIXED,
+                ctypes.c_void_p(self.address + start),
+            )
+            if moved != self.address + start:
+                problem = _error()
+                _unmap(copy, length)
+                raise problem
+        self._is_private = True
+        self._end.detach()
+        done = 0
+        for start, end in (*ranges, (self.nbytes, self.nbytes)):
+            if start > done:
+                _unmap(self.address + done, start - done)
+            done = end
+
+
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _map(address: int | None, nbytes: int, access: int, flags: int, descriptor: int) -> int:
+    function = _library().mmap
+    function.restype = ctypes.c_void_p
+    found: int | None = function(
+        ctypes.c_void_p(address),
+        ctypes.c_size_t(nbytes),
+        access,
+        flags,
+        descriptor,
+        ctypes.c_long(0),
+    )
+    if found is None or found == ctypes.c_void_p(-1).value:
+        raise _error()
+    return found
+
+
+def _unmap(address: int, nbytes: int) -> None:
+    _library().munmap(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
+
+
+def _error() -> OSError:
+    number = ctypes.get_errno() or errno.EINVAL
+    return OSError(number, os.strerror(number))
+
+
+def open_map(process: int, file: int, token: bytes, mine: bool) -> Mapping:
     """Map a rank's memory.
 
     Raises:
@@ -88,10 +226,9 @@ def open_map(process: int, file: int, token: bytes, mine: bool) -> mmap.mmap:
     try:
         if os.read(descriptor, len(token)) != token:
             raise ValueError(f"process {process} is another one here, as in a container of its own")
-        access = mmap.PROT_READ | (mmap.PROT_WRITE if mine else 0)
-        found = mmap.mmap(descriptor, os.fstat(descriptor).st_size, mmap.MAP_SHARED, access)
+        found = Mapping(descriptor, os.fstat(descriptor).st_size, mine)
         # A core dump would touch, and so allocate, as much memory as the machine has.
-        found.madvise(mmap.MADV_DONTDUMP)
+        found.advise(mmap.MADV_DONTDUMP)
         if mine:
             _try_free(found)
         return found
@@ -99,13 +236,14 @@ def open_map(process: int, file: int, token: bytes, mine: bool) -> mmap.mmap:
         os.close(descriptor)
 
 
-def _try_free(memory: mmap.mmap) -> None:
+def _try_free(memory: Mapping) -> None:
     """Whether what is freed becomes hole.
 
     Raises:
         OSError: it does not.
     """
-    memory[HEADER_BYTES] = 1
-    memory.madvise(mmap.MADV_REMOVE, HEADER_BYTES, PAGE_BYTES)
-    if memory[HEADER_BYTES]:
+    data = memory.bytes
+    data[HEADER_BYTES] = 1
+    memory.discard(HEADER_BYTES, PAGE_BYTES)
+    if data[HEADER_BYTES]:
         raise OSError("memory cannot be given back")

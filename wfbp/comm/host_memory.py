@@ -14,7 +14,6 @@ however long it took.
 
 from __future__ import annotations
 
-import mmap
 import os
 import secrets
 import weakref
@@ -26,7 +25,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from wfbp.comm.backend import Buffer
-from wfbp.comm.host_files import HEADER_BYTES, PAGE_BYTES, excuse, explain, make, open_map
+from wfbp.comm.host_files import (
+    HEADER_BYTES,
+    PAGE_BYTES,
+    Mapping,
+    excuse,
+    explain,
+    make,
+    open_map,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -77,6 +84,22 @@ class Room:
                 joined.append(gap)
         self._gaps = joined
 
+    def taken(self, start: int, end: int) -> list[tuple[int, int]]:
+        """The ranges between that are not free.
+
+        >>> room = Room(0, 100)
+        >>> room.take(30), room.take(30)
+        (0, 30)
+        >>> room.taken(0, 100)
+        [(0, 60)]
+        """
+        found = []
+        for gap_start, gap_end in (*self._gaps, (end, end)):
+            if gap_start > start:
+                found.append((start, gap_start))
+            start = gap_end
+        return found
+
 
 class HostMemory:
     """The memory of all ranks of a communicator whose ranks share a host.
@@ -88,17 +111,18 @@ class HostMemory:
         maps: of all ranks, by rank; this one's can be written.
     """
 
-    def __init__(self, rank: int, maps: list[mmap.mmap]) -> None:
-        self._whole = [np.frombuffer(m, np.uint8) for m in maps]
+    def __init__(self, rank: int, maps: list[Mapping]) -> None:
+        self._whole = [m.bytes for m in maps]
         self._said = [whole[:HEADER_BYTES].view(np.int64) for whole in self._whole]
         self._rank = rank
         self._map = maps[rank]
-        self._address: int = self._whole[rank].__array_interface__["data"][0]
-        self._nbytes = len(maps[rank])
+        self._address = self._map.address
+        self._nbytes = self._map.nbytes
         self._room = Room(HEADER_BYTES, self._nbytes)
         self._lock = Lock()
         self._freed: deque[tuple[int, int]] = deque()
         self._boards = count()
+        self._views: list[list[Buffer]] = []
 
     @classmethod
     def connect(cls, comm: MPI.Comm, wanted: bool = True) -> HostMemory | None:
@@ -115,7 +139,7 @@ class HostMemory:
         """
         token = secrets.token_bytes(_TOKEN_BYTES)
         made: int | None = None
-        maps: list[mmap.mmap] = []
+        maps: list[Mapping] = []
         unwanted, problem = excuse(wanted), ""
         if not unwanted:
             try:
@@ -139,11 +163,34 @@ class HostMemory:
 
     def withdraw(self) -> None:
         """From now on, what others read here may not be what they were told of."""
-        self._said[self._rank][_WITHDRAWN_WORD] = 1
+        if self._said:
+            self._said[self._rank][_WITHDRAWN_WORD] = 1
 
     def withdrawn(self, rank: int) -> bool:
         """Whether a rank has said so; asked after its memory has been read."""
         return bool(self._said[rank][_WITHDRAWN_WORD])
+
+    def release(self) -> None:
+        """Let all ranks' memory go; nothing is reduced any more, and nothing made.
+
+        Buffers that are still in use here, such as gradients that the program holds, stay where
+        they are, with what they hold, as memory of this process alone.
+        """
+        if not self._said:
+            return
+        for views in (*self._views, self._whole, self._said):
+            views.clear()
+        with self._lock:
+            while self._freed:
+                self._room.give(*self._freed.popleft())
+            self._map.keep_only(self._room.taken(HEADER_BYTES, self._nbytes))
+            self._room = Room(0, 0)
+
+    def views(self, start: int, nbytes: int) -> list[Buffer]:
+        """These bytes of every rank's memory; :meth:`release` empties the list."""
+        found = [whole[start : start + nbytes] for whole in self._whole]
+        self._views.append(found)
+        return found
 
     def zeros(self, nbytes: int) -> Buffer:
         """Bytes that the other ranks can read, all zero.
@@ -196,9 +243,9 @@ class _Block:
 
 
 def _free(
-    memory: mmap.mmap, freed: deque[tuple[int, int]], start: int, length: int, process: int
+    memory: Mapping, freed: deque[tuple[int, int]], start: int, length: int, process: int
 ) -> None:
     if os.getpid() != process:
         return
-    memory.madvise(mmap.MADV_REMOVE, start, length)
+    memory.discard(start, length)
     freed.append((start, length))

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from wfbp.comm.mpi_library import unlink_segments
 from wfbp.comm.start_notice import number
 from wfbp.errors import BackendError
 
@@ -133,6 +134,7 @@ def check_launch(mpi: ModuleType, comm: MPI.Comm | None) -> None:
     promise = broken_promise(environment, size)
     if promise is None or mpi.Comm.Get_parent() != mpi.COMM_NULL:
         return
+    unlink_segments(mpi)  # this process may be killed as soon as the first one has failed
     version = mpi.Get_library_version().split(",")[0].split("\n")[0].rstrip("\0")
     library = " ".join(version.replace("Version:", "").split())
     who = "one" if promise.rank is None else f"rank {promise.rank}"

@@ -23,7 +23,7 @@ from wfbp.comm.host_reduce import HostReduces
 from wfbp.comm.launch import check_launch
 from wfbp.comm.mpi_channel import Channel, Family, Job, MpiWork
 from wfbp.comm.mpi_jobs import GatherBytes, Library
-from wfbp.comm.mpi_library import load
+from wfbp.comm.mpi_library import load, unlink_segments
 from wfbp.comm.mpi_notices import NoticeBoard
 from wfbp.comm.mpi_routes import Routes, Situation
 from wfbp.comm.mpi_transfers import find_transfers
@@ -116,6 +116,8 @@ class MpiBackend(HostBackend):
                 f"{error}"
             ) from error
         self.rank, self.size = self._comm.rank, self._comm.size
+        if self.size == mpi.COMM_WORLD.size:  # all have come here, and so have all segments
+            unlink_segments(mpi)
         self._who = f"rank {self.rank} of {self.size}"
         self.local_rank = self._situation.local_rank
         self.local_size = self._situation.local_size
@@ -305,7 +307,12 @@ class MpiBackend(HostBackend):
         if self._memory is not None:
             self._memory.withdraw()
 
+    def release(self) -> None:
+        if self._memory is not None:
+            self._memory.release()
+
     def abort(self, code: int) -> None:
+        unlink_segments(self._mpi)
         self._comm.Abort(code)
 
     def close(self) -> None:

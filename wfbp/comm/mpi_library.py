@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import faulthandler
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
 
 from wfbp.comm import start_notice
@@ -42,6 +44,32 @@ def load(timeout_s: float | None = None) -> ModuleType:
             "with MPI_Init_thread"
         )
     return mpi
+
+
+def unlink_segments(mpi: ModuleType) -> None:
+    """Remove the names of the memory that MPICH shares among the ranks of this host.
+
+    All ranks of this job on this host must have mapped it. MPICH removes its names at
+    ``MPI_Finalize`` only, so that each job that is aborted or killed would leave its memory in
+    ``/dev/shm`` for good. What this process has mapped belongs to its own job, and stays usable.
+
+    Args:
+        mpi: the module ``mpi4py.MPI``.
+    """
+    pattern = _SEGMENT_ALONE if mpi.COMM_WORLD.size == 1 else _SEGMENT
+    try:
+        with open("/proc/self/maps") as file:
+            names = {found[0] for line in file if (found := pattern.search(line.rstrip()))}
+    except OSError:  # no such system: neither are there such names
+        return
+    for name in names:
+        with suppress(OSError):  # another rank was faster
+            os.unlink(name)
+
+
+_SEGMENT = re.compile(r"/dev/shm/mpich_\w+$")
+_SEGMENT_ALONE = re.compile(r"/dev/shm/(mpich_\w+|sm_segment\.\S+)$")
+"""Of a job of one process also that of Open MPI, which otherwise attaches later."""
 
 
 def _start_which_waits_for_every_rank() -> ModuleType:

@@ -139,6 +139,7 @@ class Engine:
         keep_freed_memory()
         self._install()
         runtime.add_lane(self._lane)
+        runtime.add_user(self)
         self._recorder: Recorder | None = None
         if folder := runtime.config.run_dir:
             self._recorder = Recorder(folder, name, runtime.rank, runtime.size, self.report)
@@ -277,6 +278,12 @@ class Engine:
         self._runtime.remove_lane(self._lane)
         if self._recorder is not None:
             self._recorder.write()
+
+    def release(self) -> None:
+        """Let the buffers go, behind the end of communication; reduced gradients are void then."""
+        self._lane.release()
+        self._gathering.release()
+        self._whole.forget()
 
     def report(self) -> dict[str, Any]:
         """The installed plan and what it costs; times in seconds, None where not yet known."""

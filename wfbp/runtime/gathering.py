@@ -83,6 +83,10 @@ class Gathering:
         self._sizes = [len(group.tensors) for group in groups]
         self._overlap = plan.overlap
 
+    def release(self) -> None:
+        """Let the buffers go; nothing is sent any more."""
+        self._slots = [NOWHERE] * len(self._slots)
+
     def begin(self, number: int, now: Stamp, profiling: bool = False) -> None:
         """Open a step; ``profiling`` says whether it matters when each gradient appears."""
         count = len(self.members)

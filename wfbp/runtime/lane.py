@@ -70,6 +70,11 @@ class PlannedLane:
         self._result = StepResult([False] * len(plan.tensors))
         return self._buffers
 
+    def release(self) -> None:
+        """Let the buffers go; no turn is taken any more."""
+        self._buffers.clear()
+        self._gather_buffers.clear()
+
     def wake(self) -> None:
         """Message that events are waiting; the turn that reads it advances the lane."""
 

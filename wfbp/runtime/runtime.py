@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakSet
 
 from wfbp.comm.backend import Backend, Buffer, Finished, HostBackend
 from wfbp.comm.device import Device
@@ -34,6 +35,13 @@ from wfbp.runtime.turns import TICK_S, Lane
 
 if TYPE_CHECKING:
     from wfbp.runtime.collectives.operations import Collectives
+
+
+class Releasable(Protocol):
+    """What has buffers that are of no use without other ranks."""
+
+    def release(self) -> None:
+        """Let them go; nothing is sent any more."""
 
 
 class Runtime:
@@ -71,6 +79,7 @@ class Runtime:
         self._leased: list[Backend] = []
         self._idle: set[int] = set()
         self._retiring: list[Lane] = []
+        self._users: WeakSet[Releasable] = WeakSet()
         # Of operations without a name. Not of the process: after init() ranks count alike.
         self.numbers = count()
         # Named operations; init() makes them, on every rank.
@@ -229,6 +238,10 @@ class Runtime:
         """
         self._inquiry.other_threads = True
 
+    def add_user(self, user: Releasable) -> None:
+        """Have ``user`` let its buffers go at :meth:`shutdown`; it is not kept for that."""
+        self._users.add(user)
+
     def add_lane(self, lane: Lane) -> None:
         """Serve a lane from now on."""
         self.post(lambda: self.thread.add_lane(lane))
@@ -254,7 +267,10 @@ class Runtime:
                 self.config.timeout_s,
             )
         self.post(self._give_back if self.thread.error is None else self._give_up)
-        self.thread.stop(timeout_s=self.config.abort_grace_s)
+        if self.thread.stop(timeout_s=self.config.abort_grace_s):
+            for user in self._users:
+                user.release()
+            self._backend.release()
 
     def fail_job(self, reason: str) -> None:
         """End the job because this rank failed: tell the others why, let them report, abort.

@@ -180,10 +180,11 @@ class CommunicationThread:
         finally:
             self._num_waiting -= 1
 
-    def stop(self, timeout_s: float) -> None:
-        """End the thread once its messages are worked off."""
+    def stop(self, timeout_s: float) -> bool:
+        """End the thread once its messages are worked off; whether it has ended in time."""
         self.post(self._stop)
         self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _drive(self, reply: Reply[T]) -> T:
         turns = self._turns

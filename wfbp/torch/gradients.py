@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from wfbp.core.types import Op
+from wfbp.runtime import world
 from wfbp.runtime.engine import Engine
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.slot import Slot, Source
@@ -165,6 +166,13 @@ class Gradients:
             if params[index].grad is not held:
                 params[index].grad = held
 
+    def leave_buffers(self) -> None:
+        """Let ``p.grad`` be memory of its own: the engine's goes at ``shutdown()``."""
+        for param, view in zip(self._params, self._views, strict=True):
+            if view is not None and param.grad is view:
+                param.grad = view.clone()
+        self._views = [None] * len(self._params)
+
     def discard(self) -> None:
         """Forget gradients that appeared since the last step."""
         self._witness.clear()
@@ -247,6 +255,14 @@ _owners: weakref.WeakValueDictionary[int, Gradients] = weakref.WeakValueDictiona
 
 (An attribute of the parameter would be pickled with it.)
 """
+
+
+def _leave_buffers() -> None:
+    for gradients in list(_owners.values()):
+        gradients.leave_buffers()
+
+
+world.before_shutdown(_leave_buffers)
 
 
 def _remove(hooks: dict[int, Any], engine: Engine, forward: ForwardClock) -> None:
