@@ -6,6 +6,7 @@ import pytest
 
 from tests.parallel.programs import torch_state
 from tests.parallel.programs.decoupled_updates import check
+from tests.parallel.programs.torch_reading_anywhere import KINDS
 from tests.parallel.runs import outcome
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(200)]
@@ -42,4 +43,14 @@ def test_state(ranks: int, mode: str, mpi: str, name: str) -> None:
     for rank, results in enumerate(found.ranks):
         assert results is not None, found.run
         assert not results[name], f"rank {rank}: {results[name]}"
+    assert found.run.rc == 0, found.run
+
+
+@pytest.mark.parametrize(("schedule", "update"), KINDS)
+def test_parameters_are_read_anywhere(schedule: str, update: str) -> None:
+    """Right behind a step, from the program's own lists and by other threads."""
+    found = outcome("torch_reading_anywhere", 2, timeout=150)
+    for rank, results in enumerate(found.ranks):
+        assert results is not None, found.run
+        assert not results[f"{schedule} {update}"], f"rank {rank}"
     assert found.run.rc == 0, found.run

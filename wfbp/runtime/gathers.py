@@ -19,7 +19,7 @@ class Gathers:
     """What is being gathered, by the installed plan.
 
     Tensors are known by their index into the engine's specs. Begun by the training thread; any
-    thread may wait, one at a time.
+    thread may wait; ``_lock`` is held for one arrival.
 
     Args:
         runtime: to wait with.
@@ -126,17 +126,17 @@ class Gathers:
         self._wait(self._num_groups - 1)
 
     def _wait(self, group: int) -> None:
-        if not self.pending:
-            return
-        with self._lock:
-            # Another thread may have waited meanwhile, and then the plan may have changed.
-            group = min(group, self._num_groups - 1)
-            if not self.pending or self._num_arrived > group:
-                return
-            start = self._medium.now()
-            while self._num_arrived <= group:
-                self._times.append(self._runtime.await_reply(self._lane.arrivals, self._label))
+        # One arrival at a time: whoever waits for an early group does not wait for later ones.
+        while self.pending and self._num_arrived <= group:
+            with self._lock:
+                # Another thread may have waited meanwhile, and then the plan may have changed.
+                group = min(group, self._num_groups - 1)
+                if not self.pending or self._num_arrived > group:
+                    return
+                start = self._medium.now()
+                time = self._runtime.await_reply(self._lane.arrivals, self._label)
+                self._medium.await_arrival(time)
+                self._times.append(time)
+                self._waits.append((start, self._medium.now()))
                 self._num_arrived += 1
-            self._medium.await_arrival(self._times[-1])
-            self.pending = self._num_arrived < self._num_groups
-            self._waits.append((start, self._medium.now()))
+                self.pending = self._num_arrived < self._num_groups

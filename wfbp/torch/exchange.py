@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import struct
-import weakref
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
@@ -16,12 +15,11 @@ from wfbp.core.types import Op
 from wfbp.errors import WfbpError
 from wfbp.runtime import world
 from wfbp.runtime.runtime import Runtime
-from wfbp.torch import tensors
+from wfbp.torch import pending_parameters, tensors
 from wfbp.torch.clipping import Limit, clip
 from wfbp.torch.gradients import Gradients
 from wfbp.torch.hyperparameters import check_equal_on_ranks
 from wfbp.torch.nature import Nature
-from wfbp.torch.reading import Barrier
 from wfbp.torch.replicated_update import ReplicatedUpdate
 from wfbp.torch.sharded_update import ShardedUpdate
 from wfbp.torch.sharding import Sharding, State
@@ -29,24 +27,18 @@ from wfbp.torch.update import Reduced, Step, Update
 
 log = logging.getLogger("wfbp")
 
-_unfinished: set[Exchange] = set()
-"""Those whose parameters are not all up to date: they live until these have been read, or the
-next step or the shutdown, though nobody else may hold the optimizer any more."""
-
 
 def _finish() -> None:
-    """Before a shutdown: nobody could have parameters brought up to date behind it.
-
-    (Those that are read through modules would be, but not those that the program holds itself.)
-    """
-    while _unfinished:
-        exchange = _unfinished.pop()
-        told = exchange.runtime.thread.error is not None  # to whoever has called anything since
+    """Before a shutdown: nobody could have parameters brought up to date behind it."""
+    runtime = world.current("shutdown()")
+    for pending in list(pending_parameters.unfinished):
+        told = runtime.thread.error is not None  # to whoever has called anything since
         try:
-            exchange.flush()
+            pending.wait_all()
         except Exception as error:
             if not told or not isinstance(error, WfbpError):
                 log.error("parameters are not up to date at the end: %s", error)
+        pending.release()
 
 
 world.before_shutdown(_finish)
@@ -81,20 +73,11 @@ class Exchange:
         self._optimizer = optimizer
         decouples = nature is not Nature.COUPLED
         sharded = nature is Nature.ELEMENTWISE
-        this = weakref.ref(self)
-
-        def on_read(index: int) -> None:
-            exchange = this()
-            if exchange is not None:
-                exchange._await_param(index)
-
-        self._barrier = Barrier([p for _, p in named], on_read) if decouples else None
         self._gradients = gradients = Gradients(
             runtime,
             named,
             decouples=decouples,
             shares_update=sharded,
-            barrier=self._barrier,
             **settings,
         )
         self._engine = engine = gradients.engine
@@ -109,9 +92,7 @@ class Exchange:
             )
         else:
             self._update = ReplicatedUpdate(engine, optimizer, params, step)
-        gradients.before_release = _letting_go(self._update, self._barrier)
-        if self._barrier is not None:
-            weakref.finalize(self, self._barrier.release).atexit = False
+        gradients.before_release = _letting_go(self._update)
         self.report = engine.report
 
     @property
@@ -162,7 +143,6 @@ class Exchange:
     def flush(self) -> None:
         """Have all parameters up to date."""
         self._update.flush()
-        self._rest()
 
     def check_settled(self) -> None:
         """Raise unless no gradients have appeared since they were reduced.
@@ -184,14 +164,10 @@ class Exchange:
         try:
             return self._update.apply(reduced)
         finally:
-            if self._barrier is not None and self._update.pending:
-                if self._engine.profiling:
-                    self._update.flush()  # nothing travels where compute is measured
-                else:
-                    self._await_unguarded(self._barrier)
-                    self._barrier.active = self._update.pending
-                    if self._update.pending:
-                        _unfinished.add(self)
+            if self._engine.profiling:
+                self._update.flush()  # nothing travels where compute is measured
+            else:
+                self._update.pending.wait_for_exposed()
 
     def clip_grad_norm_(self, limit: Limit) -> torch.Tensor:
         """Scale what was reduced; see the optimizer's method of that name."""
@@ -252,7 +228,7 @@ class Exchange:
 
     def before_another_state(self, state: State) -> None:
         """The optimizer is given other state: updates that are due belong to that before."""
-        if self._update.stepping:  # what an optimizer does itself is its own affair
+        if self._update.pending.updates_here:  # what an optimizer does itself is its own affair
             return
         self.flush()
         if self._sharding is not None and not self._sharding.lies_in(state):
@@ -271,8 +247,7 @@ class Exchange:
     def release(self) -> None:
         """Let the parameters go, up to date, and the state, whole; a collective."""
         self.prepare_whole()
-        if self._barrier is not None:
-            self._barrier.release()
+        self._update.pending.release()
         self._gradients.release()
 
     def _compare(self) -> None:
@@ -280,27 +255,6 @@ class Exchange:
         if not self._compared:
             check_equal_on_ranks(self.runtime, self._optimizer, self._name)
             self._compared = True
-
-    def _await_param(self, index: int) -> None:
-        self._update.await_param(index)
-        self._rest()
-
-    def _rest(self) -> None:
-        """Let reads go unheard where nobody needs to wait."""
-        if self._barrier is not None and not self._update.pending:
-            self._barrier.active = self._engine.profiling
-            _unfinished.discard(self)
-
-    def _await_unguarded(self, barrier: Barrier) -> None:
-        """Wait for parameters that may be read, or so far were, without the barrier's knowing."""
-        if barrier.moved:
-            self._update.flush()
-            return
-        for index in range(len(self._params)):
-            if index in barrier.exposed or index not in barrier.seen:
-                self._update.await_param(index)
-        for index in self._update.at_once:
-            self._update.await_param(index)
 
     def _reduced_tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The shards of reduced gradients, and the whole ones."""
@@ -317,10 +271,9 @@ class Exchange:
         return shards, whole
 
 
-def _letting_go(update: Update, barrier: Barrier | None) -> Callable[[], None]:
+def _letting_go(update: Update) -> Callable[[], None]:
     def let_go() -> None:
         update.flush()
-        if barrier is not None:
-            barrier.release()
+        update.pending.release()
 
     return let_go

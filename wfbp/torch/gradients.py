@@ -16,7 +16,6 @@ from wfbp.runtime.slot import Slot, Source
 from wfbp.torch import tensors
 from wfbp.torch.devices import device_of
 from wfbp.torch.forward import ForwardClock
-from wfbp.torch.reading import Barrier
 from wfbp.torch.witness import Witness
 
 _EMPTY = 1
@@ -40,7 +39,6 @@ class Gradients:
         kind: the optimizer's class, which must be the same on every rank.
         decouples: whether the optimizer can do with shards of gradients.
         shares_update: whether each rank then updates its shards only.
-        barrier: to be put up in the modules that forward calls.
     """
 
     def __init__(
@@ -57,7 +55,6 @@ class Gradients:
         kind: type,
         decouples: bool = False,
         shares_update: bool = False,
-        barrier: Barrier | None = None,
     ) -> None:
         self._names = [n for n, _ in named]
         self.params = self._params = [p for _, p in named]
@@ -94,7 +91,7 @@ class Gradients:
         )
         self._witness = Witness(name, self._names, engine.last)
         self.report = engine.report
-        self._forward = ForwardClock(engine, self._params, barrier)
+        self._forward = ForwardClock(engine, self._params)
         self._hooks: dict[int, Any] = {}
         for index, param in enumerate(self._params):
             previous = _owners.get(id(param))

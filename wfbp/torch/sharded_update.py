@@ -36,6 +36,7 @@ class ShardedUpdate(Update):
 
     def _apply(self, reduced: Reduced | None) -> Any:
         engine, sharding = self._engine, self.sharding
+        self.settle()
         self._follow()
         sharding.check()
         start = engine.now()
@@ -46,39 +47,35 @@ class ShardedUpdate(Update):
         groups = apart(self._optimizer.param_groups)
         addresses = [p.data_ptr() for p in self._params]
         early, count = self._early
-        begun = False
-        try:
-            if early:
-                self._run(groups, lambda p: self._target(p, reduced) if id(p) in early else [])
-            engine.gather(addresses, self._params, count)
-            begun = True
-            result = self._run(groups, lambda p: [] if id(p) in early else self._target(p, reduced))
-        finally:
-            # Whatever the optimizer raised: what it did to its shards, every rank must see.
-            if begun:
-                engine.gather_rest()
-            else:
-                engine.gather(addresses, self._params)
-            sharding.drop_gradients()
-            self._travelling.note(sharding.indices, self._stepped(reduced))
+        gathers = False
+        with self.pending.updating():
+            try:
+                targets = {
+                    id(p): self._target(p, reduced) for group in groups for p in group["params"]
+                }
+                # Another thread that reads a parameter waits from here on: its shard changes.
+                self.pending.begin(
+                    sharding.indices,
+                    groups=engine.gather_groups,
+                    changed=self._stepped(reduced),
+                    addresses=addresses,
+                    views=sharding.indices,
+                    view_of=sharding.shard,
+                )
+                if early:
+                    self._run(groups, lambda p: targets[id(p)] if id(p) in early else [])
+                engine.gather(addresses, self._params, count)
+                gathers = True
+                result = self._run(groups, lambda p: [] if id(p) in early else targets[id(p)])
+            finally:
+                # Whatever the optimizer raised: what it did to its shards, every rank must see.
+                if gathers:
+                    engine.gather_rest()
+                else:
+                    engine.gather(addresses, self._params)
+                sharding.drop_gradients()
         engine.update = start, engine.now()
         return result
-
-    @property
-    def pending(self) -> bool:
-        # What has arrived is to be told before reads go unheard, perhaps by another thread.
-        return self._engine.gathering or bool(self._travelling)
-
-    def settle(self) -> None:
-        for index in self._travelling.indices:
-            self.await_param(index)
-
-    def await_param(self, index: int) -> None:
-        self._engine.await_tensor(index)
-        self._travelling.arrived(index)
-        if not self._engine.gathering:  # reads are no longer heard of: what was not read is whole
-            for other in self._travelling.indices:
-                self._travelling.arrived(other)
 
     def join(self) -> None:
         """Have whole state on every rank, and whole updates until the next :meth:`apply`."""

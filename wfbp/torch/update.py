@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
 
 from wfbp.runtime.engine import Engine
 from wfbp.runtime.slot import Slot
-from wfbp.torch.travelling import Travelling
+from wfbp.torch.pending_parameters import PendingParameters
 
 Reduced = Sequence[Slot | None]
 Step = Callable[[], Any]
 Group = dict[str, Any]
 Targets = list[torch.Tensor]
 
+STEPPED = "_wfbp_stepped"
+"""Attribute of a distributed optimizer: a thread, and the groups that it steps."""
+
 
 class Update(ABC):
-    """Steps an optimizer whose gradients an engine reduces. Used by the training thread.
+    """Steps an optimizer whose gradients an engine reduces.
+
+    The training thread steps. Whoever reads a parameter waits, through ``pending``, and carries
+    out what is left to do.
 
     Args:
         engine: has reduced the gradients.
@@ -40,9 +48,7 @@ class Update(ABC):
         self._params = params
         self._index = {id(p): k for k, p in enumerate(params)}
         self._own_step = step
-        self.stepping = False
-        """Whether the optimizer is at work."""
-        self._travelling = Travelling(params, [spec.name for spec in engine.specs])
+        self.pending = PendingParameters(params, self)
 
     @abstractmethod
     def apply(self, reduced: Reduced | None) -> Any:
@@ -56,34 +62,25 @@ class Update(ABC):
             What the optimizer's step returned.
         """
 
-    def settle(self) -> None:  # noqa: B027 - most have nothing to do
+    def settle(self) -> None:
         """Do what must be done before anything else is reduced."""
-
-    @property
-    def at_once(self) -> Collection[int]:
-        """Parameters whose update may not wait until they are read."""
-        return ()
-
-    @abstractmethod
-    def await_param(self, index: int) -> None:
-        """Wait until a parameter is up to date."""
+        self.pending.wait_all()
 
     def flush(self) -> None:
-        """Wait until every parameter is up to date."""
-        for index in range(len(self._params)):
-            self.await_param(index)
+        """Wait until every parameter is up to date, and all that was gathered has arrived."""
+        self.pending.wait_all()
+        self._engine.flush()
 
-    @property
-    def pending(self) -> bool:
-        """Whether any parameter may not be up to date."""
-        return self._engine.gathering
+    def await_arrival(self, index: int) -> None:
+        """Wait for what is gathered for a parameter; any thread."""
+        self._engine.await_tensor(index)
+
+    def complete(self, indices: Collection[int]) -> None:  # noqa: B027 - most have nothing to do
+        """Do what is left to do before these parameters are read."""
 
     def _step(self) -> Any:
-        within, self.stepping = self.stepping, True
-        try:
+        with self.pending.updating():
             return self._own_step()
-        finally:
-            self.stepping = within
 
     def _run(self, groups: Sequence[Group], targets: Callable[[torch.Tensor], Targets]) -> Any:
         """Step some tensors by the hyperparameters of these groups.
@@ -100,11 +97,8 @@ class Update(ABC):
             part["params"] = [t for p in part["params"] for t in targets(p)]
         before = [dict(part) for part in parts]
         own = self._optimizer.param_groups
-        self._optimizer.param_groups = [part for part in parts if part["params"]]
-        try:
-            result = self._step()
-        finally:
-            self._optimizer.param_groups = own
+        with stepped_groups(self._optimizer, [part for part in parts if part["params"]]):
+            result = self._own_step()
         for group, asked, old, new in zip(own, groups, before, parts, strict=True):
             for key, value in new.items():
                 if value is not old[key]:
@@ -112,6 +106,20 @@ class Update(ABC):
                 elif isinstance(value, torch.Tensor) and not torch.equal(value, asked[key]):
                     group[key].copy_(value)
         return result
+
+
+@contextmanager
+def stepped_groups(optimizer: torch.optim.Optimizer, groups: list[Group]) -> Iterator[None]:
+    """Within it an optimizer has these groups, as the calling thread sees it.
+
+    Other threads may read and set its own meanwhile, as learning-rate schedulers do.
+    """
+    held = optimizer.__dict__
+    within, held[STEPPED] = held.get(STEPPED), (get_ident(), groups)
+    try:
+        yield
+    finally:
+        held[STEPPED] = within
 
 
 def apart(groups: Sequence[Group]) -> list[Group]:

@@ -6,7 +6,8 @@ import enum
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple
-from typing import Any
+from threading import get_ident
+from typing import Any, cast
 
 import torch
 from torch.optim import optimizer as torch_optimizer
@@ -15,6 +16,7 @@ from wfbp.runtime.runtime import Runtime
 from wfbp.torch.arguments import check_known, param_ids
 from wfbp.torch.clipping import Limit
 from wfbp.torch.exchange import Exchange
+from wfbp.torch.update import STEPPED
 
 _PRE_HOOKS = "_optimizer_step_pre_hooks"
 
@@ -47,6 +49,21 @@ class Distributed(torch.optim.Optimizer):
     _wfbp_passes: int
     _wfbp_skip: bool
     _wfbp_known: frozenset[int]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups; within a step of some tensors, for the thread that steps, these tensors'."""
+        held = self.__dict__
+        thread, groups = held.get(STEPPED) or (0, None)
+        if thread == get_ident():
+            return cast(list[dict[str, Any]], groups)
+        if "param_groups" not in held:
+            raise AttributeError("param_groups")
+        return cast(list[dict[str, Any]], held["param_groups"])
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = groups
 
     def synchronize(self) -> None:
         """Wait until all gradients of this step are averaged; ``p.grad`` then holds the averages.

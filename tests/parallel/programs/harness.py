@@ -53,7 +53,7 @@ MODES = {
 }
 
 
-def _mixed(name: str, trace: Trace, costs: Costs, threshold_bytes: int) -> Plan:
+def mixed(name: str, trace: Trace, costs: Costs, threshold_bytes: int) -> Plan:
     """As ``hybrid``, but every other tensor is decoupled, whatever that costs."""
     if name != "hybrid":
         return make(name, trace, costs, threshold_bytes)
@@ -87,7 +87,7 @@ class Checks:
         """``program.py OUT MODE [NAME ...]``."""
         out, mode, *names = sys.argv[1:]
         if mode == "mixed":
-            tuner.make = _mixed
+            tuner.make = mixed
         torch = sys.modules.get("torch")  # which programs for JAX need not load
         if torch is not None:
             torch.set_num_threads(1)
