@@ -591,6 +591,38 @@ def step(travel: Travel) -> None:
     travel.waits[:] = waits
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_traced_module_where_no_graph_is_alive() -> None:
+    """Its use of a parameter looks like that of a graph."""
+    p, other = parameter(), parameter()
+    travel = Travel([p, other])
+    step(travel)
+    assert not travel.waits
+    kept = torch.jit.trace(module(p), X)  # type: ignore[no-untyped-call]
+    for _ in range(2):
+        travel.begin()
+        travel.pending.wait_for_exposed()
+        assert travel.waits == [0]
+        travel.pending.wait_all()
+        travel.waits.clear()
+    del kept
+    step(travel)
+    assert not travel.waits
+
+
+def test_data_of_another_shape() -> None:
+    """What PyTorch allows where no graph is alive."""
+    p = parameter()
+    travel = Travel([p])
+    step(travel)
+    p.grad = None
+    p.data = torch.full((5,), OLD)
+    p.sum().backward()
+    assert p.grad.shape == (5,)
+    step(travel)
+    assert not travel.waits
+
+
 def test_parameters_that_share_memory() -> None:
     whole = torch.full((3, 2), OLD)
     parts = [nn.Parameter(part) for part in whole.unbind()]

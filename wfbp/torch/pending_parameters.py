@@ -45,7 +45,7 @@ _storage_uses: Any = torch._C._storage_Use_Count
 _tensor_uses: Any = getattr(_Base, "_use_count", lambda tensor: 1)  # since PyTorch 2.10
 
 _USES = 2
-"""A tensor is used by its Python object and its gradient accumulator. More: C++ code keeps it."""
+"""A tensor is used by its Python object, and by its gradient accumulator where a graph is alive."""
 
 
 def _uses_of_one() -> int:
@@ -125,7 +125,9 @@ class PendingParameters:
         self._cdata: list[int] = []
         self._uses: list[int] = []
         self._sharers: list[list[int]] = []
-        self._accumulators: dict[int, object] = {}
+        self._tensor_uses: list[int] = []
+        self._kept: set[int] = set()
+        self._sample = -1
         this = weakref.ref(self)
         for index, param in enumerate(self._params):
             _owners[id(param)] = this, index
@@ -193,8 +195,6 @@ class PendingParameters:
         torch.autograd.graph.increment_version([params[k] for k in changed])
         if addresses != self._addresses or views != self._views:
             self._find_sharers(addresses, views, view_of)
-        if not self._accumulators.keys() >= set(changed):
-            self._hold_accumulators(changed)
         if groups is not self._groups:
             self._groups = groups
             self._group_of = {k: number for number, group in enumerate(groups) for k in group}
@@ -225,9 +225,7 @@ class PendingParameters:
                     exposed.update(sharers)
                 if found < expected:  # it is another memory now
                     self._addresses = ()
-        uses = list(map(_tensor_uses, self._params))
-        if max(uses) > _USES:
-            exposed.update(k for k, count in enumerate(uses) if count > _USES)
+        exposed |= self._kept_by_cpp()
         for index in sorted(exposed & self._left):
             self.wait(index)
 
@@ -281,7 +279,6 @@ class PendingParameters:
         """Let the parameters be as they were, whether they have arrived or not."""
         with self._lock:
             self._put_back(list(self._left))
-        self._accumulators.clear()
         self._storages, self._cdata, self._uses, self._sharers = [], [], [], []
         self._addresses = ()
 
@@ -328,16 +325,35 @@ class PendingParameters:
             for cdata, sharers in zip(found, self._sharers, strict=True)
         ]
 
-    def _hold_accumulators(self, indices: Iterable[int]) -> None:
-        """Keep gradient accumulators, which else come and go with graphs."""
-        for index in indices:
-            param = self._params[index]
-            if index not in self._accumulators:
-                self._accumulators[index] = None
-                if param.requires_grad and param.is_leaf:
-                    with torch.inference_mode(False):
-                        edge = torch.autograd.graph.get_gradient_edge(param)
-                    self._accumulators[index] = edge.node
+    def _kept_by_cpp(self) -> set[int]:
+        """Which parameters C++ code keeps beside their graph, as scripted and traced modules do.
+
+        Two uses may be the graph's, or not. That is looked at when something has changed, and at
+        one parameter in each step, which tells whether graphs are still alive there.
+        """
+        uses = list(map(_tensor_uses, self._params))
+        if max(uses) < _USES:
+            return set()
+        if uses != self._tensor_uses or self._sample < 0 or not self._has_graph(self._sample):
+            self._tensor_uses = uses
+            self._kept = {
+                k
+                for k, count in enumerate(uses)
+                if count > _USES or (count == _USES and not self._has_graph(k))
+            }
+            innocent = (k for k, count in enumerate(uses) if count == _USES and k not in self._kept)
+            self._sample = next(innocent, -1)
+        return self._kept
+
+    def _has_graph(self, index: int) -> bool:
+        """Whether a parameter's gradient accumulator is alive, as it is in a graph."""
+        param = self._params[index]
+        with self.updating(), torch.inference_mode(False):
+            if not param.requires_grad:
+                return False
+            before = _tensor_uses(param)
+            edge = torch.autograd.graph.get_gradient_edge(param)
+            return bool(_tensor_uses(param) == before and edge.node is not None)
 
 
 def settle_all() -> None:
