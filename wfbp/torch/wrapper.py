@@ -80,11 +80,11 @@ class Distributed(torch.optim.Optimizer):
         self._wfbp_asked = Asked.PROGRAM if found else Asked.IN_VAIN
 
     def synchronize_parameters(self) -> None:
-        """Wait until all parameters are up to date, also those that you hold outside of modules.
+        """Wait until all parameters are up to date.
 
-        By a schedule that decouples they may still travel after :meth:`step`. Modules wait for
-        what is read through them; for moving averages, clamps or norms of tensors in your own
-        lists call this first, in the thread that trains. Any rank may, alone.
+        By a schedule that decouples they may still travel after :meth:`step`. Whoever reads one
+        waits for it, so this is needed only before code that PyTorch does not hear of, such as
+        CUDA graphs or addresses kept elsewhere. Any rank may call it, alone.
 
         Raises:
             WfbpError: ranks failed, or did not answer in time.
