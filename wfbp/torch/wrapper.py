@@ -178,6 +178,9 @@ class Distributed(torch.optim.Optimizer):
         # An optimizer that never called its base class's constructor has no hooks.
         return self._wfbp_apply() if hasattr(self, _PRE_HOOKS) else exchange.step()
 
+    # For PyTorch, which would have load_state_dict() call the hooks around all of this once more.
+    step.hooked = True  # type: ignore[attr-defined]
+
     @torch.optim.Optimizer.profile_hook_step
     def _wfbp_apply(self) -> Any:
         """What the hooks of a step are called around: once, however it is carried out."""

@@ -31,6 +31,8 @@ def step_hooks_run_once_a_step() -> None:
         optimizer.register_step_pre_hook(lambda o, *_, s=seen: s.append(("before", count(o))))
         optimizer.register_step_post_hook(lambda o, *_, s=seen: s.append(("after", count(o))))
         for step in range(10):
+            if step == 6:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             seen.clear()
             optimizer.zero_grad()
             square(model, wfbp.rank(), step)
