@@ -1,0 +1,158 @@
+"""Many programs under one mpirun, each on a fresh runtime.
+
+Usage: mpirun -n N python -m tests.fuzz.job OUT PROGRAM_S, where OUT/programs.json is a list of
+programs. Each rank appends a line to OUT/rank<r>.jsonl when it begins a program (``begun``) and
+when it knows what came of it (``problem``: empty, or text). The first problem ends the job, so that
+nothing that it leaves behind is taken for another.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import hashlib
+import io
+import json
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+import wfbp.torch as wfbp
+from tests.fuzz.interpreter import Run, difference
+from tests.fuzz.program import Program, loads
+from wfbp.config import Config
+
+TOGETHER = 6
+"""After so many programs their references run, shared out among the ranks."""
+
+
+def config_of(program: Program) -> Config:
+    """Settings under which plans change at every step or two, or not at all."""
+    return Config(
+        warmup_steps=1 if program.changing else 10**6,
+        profile_steps=1,
+        trial_steps=1,
+        trial_s=0.0,
+        probe_s=0.01,
+        shared_memory=program.shared_memory,
+        direct_bytes=program.direct_bytes,
+        stall_warning_s=12.0,
+        timeout_s=25.0,
+        log_level="error",
+    )
+
+
+def digest(values: Any) -> str:
+    """The same for the same bits."""
+    file = io.BytesIO()
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            dense = value.to_dense() if value.is_sparse else value
+            file.write(f"{dense.dtype}{tuple(dense.shape)}".encode())
+            file.write(dense.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            file.write(repr(value).encode())
+    return hashlib.sha256(file.getvalue()).hexdigest()
+
+
+def unequal(world: MPI.Intracomm, run: Run) -> str:
+    """Where ranks have observed different bits; empty where they have not."""
+    mine = [(label, digest(values)) for label, values in run.seen] + [
+        (f"refused {sorted(run.refused)}", "")
+    ]
+    every = world.allgather(mine)
+    for rank, theirs in enumerate(every):
+        for one, other in zip(every[0], theirs, strict=False):
+            if one != other:
+                if one[0] != other[0]:
+                    return f"rank 0: {one[0]}, rank {rank}: {other[0]}"
+                (shown,) = [values for label, values in run.seen if label == one[0]][:1]
+                return f"{one[0]}: ranks 0 and {rank} differ; here {str(shown)[:300]}"
+        if len(theirs) != len(every[0]):
+            return f"rank {rank} observed {len(theirs)} times, rank 0 {len(every[0])} times"
+    return ""
+
+
+def gather(world: MPI.Intracomm, text: str) -> list[str]:
+    """Every rank's text; waits without taking a core."""
+    arrived = world.Ibarrier()
+    while not arrived.Test():
+        time.sleep(5e-4)
+    found: list[str] = world.allgather(text)
+    return found
+
+
+def run_one(world: MPI.Intracomm, program: Program) -> tuple[Run | None, str]:
+    """A program on all ranks; what this rank finds wrong with it."""
+    wfbp.init(config=config_of(program))
+    problem, run = "", None
+    try:
+        run = Run(program, world.rank)
+        run.run()
+    except Exception:
+        place = "" if run is None else run.place
+        problem = f"{place}: {traceback.format_exc()}"
+    every = gather(world, problem)
+    if any(every):
+        return run, problem or "fails on another rank"
+    assert run is not None
+    problem = unequal(world, run)
+    wfbp.shutdown()
+    gc.collect()
+    return run, problem
+
+
+def main() -> None:
+    out, program_s = Path(sys.argv[1]), float(sys.argv[2])
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    world = MPI.COMM_WORLD
+    programs = [loads(text) for text in json.loads((out / "programs.json").read_text())]
+    with (out / f"rank{world.rank}.jsonl").open("a") as file:
+
+        def tell(**what: Any) -> None:
+            file.write(json.dumps(what) + "\n")
+            file.flush()
+
+        done: list[tuple[int, Run]] = []
+        for n, program in enumerate(programs):
+            tell(program=n, begun=True)
+            faulthandler.dump_traceback_later(program_s, exit=True)
+            run, problem = run_one(world, program)
+            faulthandler.cancel_dump_traceback_later()
+            failed = any(gather(world, problem))
+            if run is not None and not failed:
+                done.append((n, run))
+            if failed or len(done) == TOGETHER or n == len(programs) - 1:
+                faulthandler.dump_traceback_later(2 * program_s, exit=True)
+                for place, (number, ours) in enumerate(done):
+                    if place % world.size == world.rank:
+                        tell(program=number, problem=compared(ours))
+                faulthandler.cancel_dump_traceback_later()
+                done.clear()
+            if failed:
+                tell(program=n, problem=problem)
+                break
+    gather(world, "")
+    sys.stdout.flush()
+
+
+def compared(run: Run) -> str:
+    """What the reference says to a rank's run."""
+    torch._dynamo.reset()
+    reference = Run(run.program, None, run.refused)
+    try:
+        reference.run()
+    except Exception:
+        return f"reference: {reference.place}: {traceback.format_exc()}"
+    return difference(run, reference)
+
+
+if __name__ == "__main__":
+    main()

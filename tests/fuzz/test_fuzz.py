@@ -1,0 +1,101 @@
+"""A sample of random programs, what was found before, and the tools around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.draw import draw
+from tests.fuzz.driver import reductions, run_job
+from tests.fuzz.interpreter import Run, difference
+from tests.fuzz.program import Layer, Optimizer, Program, Step, dumps, loads, size_of
+
+CASES = sorted(Path(__file__).with_name("cases").glob("*.json"))
+
+PLAIN = Program(
+    seed=3,
+    ranks=2,
+    layers=(Layer("linear"), Layer("linear", late=True), Layer("linear without bias")),
+    optimizers=(Optimizer("momentum"),),
+    actions=(Step(), Step(passes=(1, 0, 1))),
+)
+
+
+def right(programs: Sequence[Program], mpi: str) -> None:
+    try:
+        count, failure = run_job(programs, mpi)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    assert failure is None, f"{failure.problem}\n{dumps(failure.program)}"
+    assert count == len(programs)
+
+
+@pytest.mark.parallel
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("ranks", "mpi", "count"), [(2, "mpich", 25), (3, "mpich", 12), (2, "openmpi", 12)]
+)
+def test_random_programs(ranks: int, mpi: str, count: int) -> None:
+    right([draw(f"sample {mpi}/{k}", ranks) for k in range(count)], mpi)
+
+
+@pytest.mark.parallel
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_failed_before(ranks: int) -> None:
+    programs = [loads(file.read_text()) for file in CASES]
+    right([p for p in programs if p.ranks == ranks], "mpich")
+
+
+def test_programs_are_stored_as_they_are() -> None:
+    for k in range(200):
+        program = draw(f"stored/{k}", 2 + k % 2)
+        assert loads(dumps(program)) == program
+        assert draw(f"stored/{k}", 2 + k % 2) == program
+
+
+def test_reductions_end() -> None:
+    program = draw("reductions", 3)
+    count = 0
+    while True:
+        smaller = [p for p in reductions(program) if size_of(p) < size_of(program)]
+        if not smaller:
+            break
+        program = smaller[-1]
+        count += 1
+        assert loads(dumps(program)) == program
+    assert count > 5
+    assert program.ranks == 2
+    assert len(program.layers) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(PLAIN, seed=4),
+        replace(PLAIN, actions=(Step(), Step())),
+        replace(PLAIN, optimizers=(Optimizer("sgd"),)),
+        replace(PLAIN, layers=(Layer("linear"), Layer("linear"), Layer("linear without bias"))),
+    ],
+)
+def test_another_program_is_noticed(other: Program) -> None:
+    run = Run(PLAIN, None)
+    run.run()
+    same = Run(PLAIN, None)
+    same.run()
+    assert not difference(run, same)
+    different = Run(other, None)
+    different.run()
+    assert difference(run, different)
+
+
+def test_a_job_that_fails_is_told() -> None:
+    impossible = replace(PLAIN, actions=(replace(PLAIN.actions[0], zero="never"),))
+    count, failure = run_job([PLAIN, impossible, PLAIN])
+    assert count == 1
+    assert failure is not None
+    assert failure.program == impossible
+    assert "zero is 'never'" in failure.problem
