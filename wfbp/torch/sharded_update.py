@@ -90,8 +90,9 @@ class ShardedUpdate(Update):
     def _follow(self) -> None:
         if self._installed != self._engine.num_installed:
             self._installed = self._engine.num_installed
-            count = range(len(self._params))
-            self.sharding.follow([k for k in count if self._engine.decouples_tensor(k)])
+            # What has no elements is stepped on every rank: optimizers have state for it, too.
+            some = [k for k, p in enumerate(self._params) if p.numel()]
+            self.sharding.follow([k for k in some if self._engine.decouples_tensor(k)])
             self._early = self._first_groups()
 
     def _first_groups(self) -> tuple[set[int], int]:
@@ -118,6 +119,8 @@ class ShardedUpdate(Update):
         """
         index = self._index.get(id(param), -1)
         if index not in self.sharding:
+            if not param.numel() and param.grad is None and reduced and reduced[index] is not None:
+                param.grad = torch.empty_like(param)  # as where another rank has it
             return [param]
         shard = self.sharding.shard(index)
         slot = None if reduced is None else reduced[index]

@@ -101,7 +101,7 @@ class Update(ABC):
             result = self._own_step()
         for group, asked, old, new in zip(own, groups, before, parts, strict=True):
             for key, value in new.items():
-                if value is not old[key]:
+                if key not in old or value is not old[key]:  # some count in a key of their own
                     group[key] = value
                 elif isinstance(value, torch.Tensor) and not torch.equal(value, asked[key]):
                     group[key].copy_(value)
