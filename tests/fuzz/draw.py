@@ -234,6 +234,8 @@ class _Drawing:
         if self.likely(0.08) and not step.scaler:
             some = tuple(r for r in range(3) if self.likely(0.5)) or (0,)
             everywhere = self.likely(0.5) or self.hooked or step.gradients.startswith("touch")
+            # Zeros that only a rank that fails has kept would be gone with its gradients.
+            everywhere = everywhere or "zeros" in (*self.zero.split(), step.discard)
             step = replace(
                 step,
                 error=chance.choice(["forward", "backward", "retry"]),
@@ -336,7 +338,7 @@ def without(program: Program, names: Collection[str]) -> Program:
         program: any.
         names: what an action does (``alone``, ``broadcast``, ...); ``lists``: parameters read
             through lists of the program's own; ``touch``: gradients changed before they are
-            averaged; ``compiled``, ``closure``, ``scaler``, ``threads``; or a kind of layer or of
+            averaged; ``zeros``: gradients zeroed in place; ``compiled``, ``closure``, ``scaler``, ``threads``; or a kind of layer or of
             optimizer, which is replaced by a plain one.
     """
     actions: list[Step | Act] = []
@@ -362,6 +364,10 @@ def without(program: Program, names: Collection[str]) -> Program:
                     action = replace(action, **{flag: False})
             if "discards" in names:
                 action = replace(action, discard="")
+            if "zeros" in names:
+                plain = {"zeros": "optimizer", "model zeros": "model"}
+                action = replace(action, zero=plain.get(action.zero, action.zero))
+                action = replace(action, discard=plain.get(action.discard, action.discard))
         actions.append(action)
     layers = tuple(
         replace(part, kind="linear", size=0) if part.kind in names else part

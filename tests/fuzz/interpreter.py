@@ -478,7 +478,7 @@ class Run:
         with mode():
             y = model(x, tokens)
         model.train()
-        self._observe("evaluation", y.clone() if act.how != "inference" else y.tolist())
+        self._observe("evaluation", torch.tensor(y.tolist(), dtype=y.dtype))
 
     def do_observe(self, act: Act) -> None:
         """Look at parameters."""
