@@ -338,8 +338,10 @@ def without(program: Program, names: Collection[str]) -> Program:
         program: any.
         names: what an action does (``alone``, ``broadcast``, ...); ``lists``: parameters read
             through lists of the program's own; ``touch``: gradients changed before they are
-            averaged; ``zeros``: gradients zeroed in place; ``compiled``, ``closure``, ``scaler``, ``threads``; or a kind of layer or of
-            optimizer, which is replaced by a plain one.
+            averaged; ``zeros``: gradients zeroed in place; ``discards``, ``compiled``,
+            ``closure``, ``scaler``, ``hooks``, ``late hooks``, ``step hooks``, ``read``,
+            ``saliency``, ``penalty``; or a kind of layer or of optimizer, which is replaced by a
+            plain one.
     """
     actions: list[Step | Act] = []
     for action in program.actions:

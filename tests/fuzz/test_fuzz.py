@@ -47,10 +47,10 @@ def test_random_programs(ranks: int, mpi: str, count: int) -> None:
 
 @pytest.mark.parallel
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_what_failed_before(ranks: int) -> None:
+def test_what_failed_before() -> None:
     programs = [loads(file.read_text()) for file in CASES]
-    right([p for p in programs if p.ranks == ranks], "mpich")
+    for ranks in sorted({p.ranks for p in programs}):
+        right([p for p in programs if p.ranks == ranks], "mpich")
 
 
 def test_programs_are_stored_as_they_are() -> None:
