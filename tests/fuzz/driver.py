@@ -13,7 +13,7 @@ from typing import Any
 from tests import launcher
 from tests.fuzz.program import Act, Layer, Optimizer, Program, Step, dumps, size_of
 
-PROGRAM_S = 60.0
+PROGRAM_S = 100.0
 """A program that takes longer is stopped, and its stacks are shown."""
 
 
@@ -77,9 +77,9 @@ def run_job(
                 raise RuntimeError(f"nothing is known of program {n}: {run}")
             # A crash leaves those before it, whose references had not run, without an answer.
             culprit = begun if begun >= 0 else n
-            text = (run.stderr + run.stdout)[-6000:]
+            text = run.stderr + run.stdout
             how = "took too long" if run.rc is None or "Timeout (" in text else "crashed"
-            return n, Failure(programs[culprit], f"the job {how} (rc {run.rc})\n{text}")
+            return n, Failure(programs[culprit], f"the job {how} (rc {run.rc})\n{text[-6000:]}")
         told = [text for text in said if text]
         if told:
             first = next((t for t in told if "fails on another" not in t), told[0])

@@ -145,7 +145,8 @@ def main() -> None:
 
 def compared(run: Run) -> str:
     """What the reference says to a rank's run."""
-    torch._dynamo.reset()
+    if "torch._dynamo" in sys.modules:  # whose import takes seconds
+        torch._dynamo.reset()
     reference = Run(run.program, None, run.refused)
     try:
         reference.run()
