@@ -130,10 +130,13 @@ def names_in_any_order() -> None:
 def handles() -> None:
     tensor = torch.ones(2)
     handle = wfbp.allreduce_async_(tensor, name="mine", op=wfbp.Sum)
-    raises(ValueError, "'mine' is pending", act=lambda: wfbp.allgather_async(tensor, "mine"))
+    raises(ValueError, "'mine' is pending", act=lambda: wfbp.allreduce_async(tensor, name="mine"))
     while not wfbp.poll(handle):
         time.sleep(1e-4)
-    raises(ValueError, "'mine' is pending", act=lambda: wfbp.allgather_async(tensor, "mine"))
+    raises(ValueError, "'mine' is pending", act=lambda: wfbp.allreduce_async(tensor, name="mine"))
+    # What is complete keeps its name from operations of its kind alone.
+    wfbp.barrier()
+    assert wfbp.allgather(torch.ones(1), "mine").tolist() == [1.0] * wfbp.size()
     assert wfbp.synchronize(handle) is tensor
     assert tensor.tolist() == [wfbp.size()] * 2
     raises(ValueError, "of no pending operation", act=lambda: wfbp.synchronize(handle))
@@ -304,7 +307,7 @@ def adasum() -> None:
     apart = torch.zeros(size)
     apart[rank] = rank + 1.0
     assert wfbp.allreduce(apart, op=wfbp.Adasum).tolist() == [r + 1.0 for r in range(size)]
-    raises(ValueError, "only allreduce", act=lambda: wfbp.reducescatter(apart, op=wfbp.Adasum))
+    raises(RuntimeError, "only allreduce", act=lambda: wfbp.reducescatter(apart, op=wfbp.Adasum))
 
 
 @check

@@ -34,6 +34,7 @@ class _Handle:
     """An operation that was submitted and not waited for yet."""
 
     key: tuple[int, str]
+    kind: Kind
     label: str
     reply: Reply[Outcome]
     finish: Callable[[Outcome], Any]
@@ -166,7 +167,8 @@ class Collectives:
         Raises:
             TypeError: the name is no string.
             ValueError: the name is pending, or an argument that cannot be served.
-            WfbpError: the runtime has ended.
+            WfbpError: the runtime has ended; or Adasum of anything but an allreduce, for which
+                Horovod raises a RuntimeError.
         """
         self._runtime.check()
         if name is not None and not isinstance(name, str):
@@ -183,14 +185,16 @@ class Collectives:
             request = replace(request, name=f"{kind.value}.unnamed.{epoch}{unnamed}")
         key = process_set, request.name
         handle = next(self._numbers)
-        if self._reserved.setdefault(key, handle) != handle:
+        holder = self._reserved.setdefault(key, handle)
+        if holder != handle and not self._gives_way(holder, kind):
             raise ValueError(
                 f"{kind.value}: an operation of the name {request.name!r} is pending on this rank; "
                 "synchronize() its handle first, or choose another name"
             )
+        self._reserved[key] = handle
         submission = Submission(request, data)
         label = f"{kind.value} {request.name!r}"
-        self._handles[handle] = _Handle(key, label, submission.reply, finish)
+        self._handles[handle] = _Handle(key, kind, label, submission.reply, finish)
         lane = members.lane
         self._runtime.post(lambda: lane.submit(submission))
         return handle
@@ -229,7 +233,8 @@ class Collectives:
             outcome = self._runtime.await_reply(entry.reply, entry.label)
         finally:
             self._handles.pop(handle, None)
-            self._reserved.pop(entry.key, None)
+            if self._reserved.get(entry.key) == handle:
+                del self._reserved[entry.key]
         return entry.finish(outcome)
 
     def _synchronize_all(self, handles: Sequence[int]) -> list[Any]:
@@ -277,6 +282,11 @@ class Collectives:
     def name_of(self, handle: int) -> str:
         """By which name ranks find an operation."""
         return self._find(handle).key[1]
+
+    def _gives_way(self, holder: int, kind: Kind) -> bool:
+        """Whether an operation lets one of another kind have its name: once it is complete."""
+        entry = self._handles.get(holder)
+        return entry is not None and entry.kind is not kind and entry.reply.answered
 
     def _find(self, handle: int) -> _Handle:
         entry = self._handles.get(handle)
@@ -348,7 +358,7 @@ def _checked(kind: Kind, details: dict[str, Any], ranks: Sequence[int]) -> dict[
     details["op"] = op.value
     if op is Adasum:
         if kind is not Kind.ALLREDUCE:
-            raise ValueError(f"{kind.value} cannot combine by {op}; only allreduce can")
+            raise WfbpError(f"{kind.value} cannot combine by {op}; only allreduce can")
         if size & (size - 1):
             raise ValueError(f"{op} combines a power of two of ranks; there are {size}")
         if dtype not in _FLOATING:
