@@ -76,11 +76,10 @@ def test_a_gradient_that_is_gone_is_not_compared(sample: LateSample) -> None:
 def test_a_witness_tells_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device, with gradients of the host."""
     monkeypatch.setattr(witness, "_is_elsewhere", lambda grad: True)
-    monkeypatch.setattr(witness, "_first_bytes", lambda grad: b"")
     monkeypatch.setattr(witness, "LateSample", lambda: LateSample(Event))
     Event.happened = True
     param = torch.nn.Parameter(torch.ones(3))
-    seen = Witness("SGD", ["a"], {0})
+    seen = Witness("SGD", ["a"])
     for changed in (False, True):
         param.grad = torch.ones(3)
         seen.grads[0], seen.versions[0] = param.grad, param.grad._version

@@ -128,7 +128,6 @@ class Engine:
         self.mark_forward = gathering.mark_forward
         self.mark_forward_end = gathering.mark_forward_end
         self.slot = gathering.slot
-        self.last = gathering.last
         self.drop = gathering.drop
         self._steps = self._number = self._num_unread = self.num_installed = 0
         self.now = medium.now

@@ -55,9 +55,6 @@ class Gathering:
         self._fetch = fetch
         self._who = who
         self._passes = Passes(passes, len(specs))
-        self.last: set[int] = set()
-        """Tensors of the last group, which leaves when the step is closed and not before. Whoever
-        is done with some of them may take them out until the next step."""
 
     def install(self, plan: Plan, buffers: Sequence[BackwardBuffer]) -> None:
         """Gather for another plan from the next :meth:`begin` on."""
@@ -77,8 +74,6 @@ class Gathering:
         self._num_moves = [buffer.num_moves for buffer in buffers]
         self._groups = [members.tensors for members in groups]
         self._apart = Apart(self.specs, self.members, self._slots)
-        self._last = [self.members[place] for place in groups[-1].tensors]
-        self.last.clear()
         self._dormant = [k for k, place in enumerate(self.place) if place < 0]
         self._sizes = [len(group.tensors) for group in groups]
         self._overlap = plan.overlap
@@ -125,8 +120,6 @@ class Gathering:
         self._forward_end: Stamp = 0.0
         self._closed: Stamp = 0.0
         self._regrown = False
-        if len(self.last) < len(self._last):
-            self.last.update(self._last)
         self.extra: dict[int, Source] = {}
 
     def mark_ready(

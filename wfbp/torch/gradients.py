@@ -89,7 +89,7 @@ class Gradients:
             fetch=_fetcher(weakref.ref(self)),
             name=name,
         )
-        self._witness = Witness(name, self._names, engine.last)
+        self._witness = Witness(name, self._names)
         self.report = engine.report
         self._forward = ForwardClock(engine, self._params)
         self._hooks: dict[int, Any] = {}
@@ -219,11 +219,14 @@ class Gradients:
         this = weakref.ref(self)
         witness = self._witness
         grads, versions, sample = witness.grads, witness.versions, witness.sample
-        last = self._engine.last
+        wanted, uses, tensor, watched = witness.wanted, witness.uses, torch.Tensor, witness.watched
 
         def announce(param: torch.Tensor) -> None:
             grad = param.grad
             assert grad is not None
+            kind = type(grad)
+            if kind is watched:
+                grad.__class__ = kind = tensor
             # A sparse gradient is never contiguous.
             if grad.is_contiguous() and grad.numel() == count and grad.dtype is dtype:
                 mark_ready(index, grad.data_ptr() or _EMPTY, grad)
@@ -232,8 +235,12 @@ class Gradients:
                 mark_ready(index, address, owner)
             grads[index] = grad
             versions[index] = grad._version
-            if index in last:
+            if index in wanted:
                 sample(index, grad)
+            if uses:
+                uses.pop(index, None)
+            if kind is tensor:
+                grad.__class__ = watched
 
         handle = param.register_post_accumulate_grad_hook(announce)  # type: ignore[no-untyped-call]
         self._hooks[index] = handle
