@@ -16,6 +16,7 @@ from wfbp.runtime.slot import Slot, Source
 from wfbp.torch import tensors
 from wfbp.torch.devices import device_of
 from wfbp.torch.forward import ForwardClock
+from wfbp.torch.uncompiled import uncompiled
 from wfbp.torch.witness import Witness
 
 _EMPTY = 1
@@ -221,6 +222,7 @@ class Gradients:
         grads, versions, sample = witness.grads, witness.versions, witness.sample
         wanted, uses, tensor, watched = witness.wanted, witness.uses, torch.Tensor, witness.watched
 
+        @uncompiled
         def announce(param: torch.Tensor) -> None:
             grad = param.grad
             assert grad is not None

@@ -16,6 +16,7 @@ from wfbp.runtime.runtime import Runtime
 from wfbp.torch.arguments import check_known, param_ids
 from wfbp.torch.clipping import Limit
 from wfbp.torch.exchange import Exchange
+from wfbp.torch.uncompiled import uncompiled
 from wfbp.torch.update import STEPPED
 
 _PRE_HOOKS = "_optimizer_step_pre_hooks"
@@ -65,6 +66,7 @@ class Distributed(torch.optim.Optimizer):
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self.__dict__["param_groups"] = groups
 
+    @uncompiled
     def synchronize(self) -> None:
         """Wait until all gradients of this step are averaged; ``p.grad`` then holds the averages.
 
@@ -79,6 +81,7 @@ class Distributed(torch.optim.Optimizer):
         found = self._wfbp_exchange is None or self._wfbp_exchange.synchronize()
         self._wfbp_asked = Asked.PROGRAM if found else Asked.IN_VAIN
 
+    @uncompiled
     def synchronize_parameters(self) -> None:
         """Wait until all parameters are up to date.
 
@@ -92,6 +95,7 @@ class Distributed(torch.optim.Optimizer):
         if self._wfbp_exchange is not None:
             self._wfbp_exchange.flush()
 
+    @uncompiled
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Within it, ``step()`` takes gradients as they are: they have been synchronized.
@@ -108,6 +112,7 @@ class Distributed(torch.optim.Optimizer):
         finally:
             self._wfbp_skip = False
 
+    @uncompiled
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -140,6 +145,7 @@ class Distributed(torch.optim.Optimizer):
         self._wfbp_reduce()
         return self._wfbp_exchange.clip_grad_norm_(limit)
 
+    @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average the gradients, unless that was done, and let the optimizer step.
 
@@ -197,6 +203,7 @@ class Distributed(torch.optim.Optimizer):
         own = getattr(self, _PRE_HOOKS, None)
         return bool(own or torch_optimizer._global_optimizer_pre_hooks)
 
+    @uncompiled
     def state_dict(self) -> dict[str, Any]:
         """The state in the ordinary form, whatever the schedule.
 
@@ -221,6 +228,7 @@ class Distributed(torch.optim.Optimizer):
         if self._wfbp_exchange is not None:
             self._wfbp_exchange.take_whole_state()
 
+    @uncompiled
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state into the groups and the state that the wrapped optimizer shares.
 
@@ -239,6 +247,7 @@ class Distributed(torch.optim.Optimizer):
         state.update(loaded)
         self.param_groups, self.state = groups, state
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those on their way."""
         if self._wfbp_exchange is not None:
@@ -246,6 +255,7 @@ class Distributed(torch.optim.Optimizer):
         self._wfbp_asked = Asked.NOBODY
         super().zero_grad(set_to_none)
 
+    @uncompiled
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; every rank must add the same ones.
 
@@ -295,6 +305,7 @@ class Distributed(torch.optim.Optimizer):
         self._wfbp_exchange = self._wfbp_make()
         self._wfbp_known = param_ids(self)
 
+    @uncompiled
     def __setattr__(self, name: str, value: Any) -> None:
         original = self.__dict__.get("_wfbp_original")
         if name == "state" and original is not None:
@@ -309,6 +320,7 @@ class Distributed(torch.optim.Optimizer):
             "gradients with other ranks; copy or save its state_dict()"
         )
 
+    @uncompiled
     def report(self) -> dict[str, Any]:
         """The plan in use and what it costs; empty with one rank.
 
@@ -320,6 +332,7 @@ class Distributed(torch.optim.Optimizer):
         return self._wfbp_exchange.report() if self._wfbp_exchange is not None else {}
 
     @property
+    @uncompiled
     def _step_supports_amp_scaling(self) -> bool:
         """What ``torch.amp.GradScaler.step`` asks before it looks at gradients.
 

@@ -21,6 +21,7 @@ import wfbp.torch
 from tests.parallel.programs.harness import Checks
 from tests.parallel.programs.training import (
     adamw,
+    averaged,
     data,
     mlp,
     momentum,
@@ -151,6 +152,63 @@ def a_function_that_is_compiled_late() -> None:
         return torch.compile(lambda x: model(x), backend="eager")
 
     beside(happens)
+
+
+@check
+def steps_that_are_compiled() -> None:
+    """Around the optimizer's methods the compiler breaks its graph."""
+
+    def whole(net: nn.Module, optimizer: Any, x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+
+    def synchronized(net: nn.Module, optimizer: Any, x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    def clipped(net: nn.Module, optimizer: Any, x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.clip_grad_norm_(1e9)
+        optimizer.step()
+
+    def evaluated(net: nn.Module, optimizer: Any, x: torch.Tensor) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = net(x).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    for schedule, ways in (
+        ("wfbp", (whole, clipped)),
+        ("ps_layerwise", (whole, synchronized, evaluated, None)),
+    ):
+        for train in ways:
+            model, reference = twins()
+            optimizer: Any = wfbp.torch.DistributedOptimizer(
+                adamw(model.parameters()), schedule=schedule
+            )
+            plain = adamw(reference.parameters())
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the compiler
+                call = torch.compile(train or optimizer.step, backend="eager")
+                for step in range(LATE - 3):
+                    x = data(step, wfbp.rank(), 4, 5)
+                    if train is None:
+                        optimizer.zero_grad()
+                        model(x).square().mean().backward()
+                        call()
+                    else:
+                        call(model, optimizer, x)
+                    averaged(reference, square, step, wfbp.size())
+                    plain.step()
+            alike(model, reference, f"{schedule}: {train}")
 
 
 @check
