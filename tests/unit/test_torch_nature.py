@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.optim.optimizer import (
 from wfbp.torch.nature import Nature, nature_of
 
 Optimizer = torch.optim.Optimizer
+SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 
 
 def parameters() -> list[nn.Parameter]:
@@ -137,6 +139,15 @@ class BySlowSchedule(Plain):
             p -= group["lr"] * (p.grad / p.grad.norm() if state["step"] % 10 == 0 else p.grad)
 
 
+class Renewing(SGD):
+    """Has another dictionary of state after each step."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        self.state = defaultdict(dict, self.state)
+        return result
+
+
 class Unlike(Plain):
     """No weight decay for vectors: a flat part of a matrix would be taken for one."""
 
@@ -210,8 +221,6 @@ class Idle(Plain):
         return None
 
 
-SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
-
 ELEMENTWISE: list[tuple[Any, dict[str, Any]]] = [
     (SGD, {"lr": 0.1}),
     (SGD, {"lr": 0.0, "weight_decay": 0.1}),
@@ -236,6 +245,7 @@ ELEMENTWISE: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.Rprop, {}),
     (Plain, {}),
     (Counting, {}),
+    (Renewing, {"lr": 0.1, "momentum": 0.9}),
 ]
 
 

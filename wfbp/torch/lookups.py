@@ -46,6 +46,7 @@ class Asked:
     def __init__(self) -> None:
         self.things: set[str] = set()
         self._at_state = 0
+        self._quiet = _quiet(self)
 
     def note(self, thing: str) -> None:
         """Something was asked, unless it was to find the optimizer's state, kept by shard."""
@@ -57,9 +58,13 @@ class Asked:
         told: torch.Tensor = values.as_subclass(_telling(self)).requires_grad_()
         return told
 
-    def state(self) -> defaultdict[Any, Any]:
-        """An empty state, in which tensors may be looked up."""
-        made: defaultdict[Any, Any] = _quiet(self)(dict)
+    def state(self, held: dict[Any, Any] | None = None) -> defaultdict[Any, Any]:
+        """State in which tensors may be looked up.
+
+        Args:
+            held: what it begins with; an optimizer may have put another dictionary in its place.
+        """
+        made: defaultdict[Any, Any] = self._quiet(dict, held or {})  # which hashes nothing
         return made
 
     def names(self, names: list[str]) -> list[str]:

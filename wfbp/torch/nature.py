@@ -239,6 +239,8 @@ def _run(
             for member in part:
                 member.param.grad = member.gradients[step].clone() if member.param.numel() else None
             made.step()
+            if asked is not None:
+                made.state = asked.state(made.state)
     if rank is not None and any(member.moved for member in members):
         raise UnknownError("it replaces the memory of what it steps")
     states = [made.state.pop(member.param, {}) for member in members]

@@ -26,6 +26,7 @@ from tests.parallel.programs.training import (
     mlp,
     momentum,
     same,
+    square,
     step_both,
 )
 
