@@ -9,7 +9,6 @@ nothing that it leaves behind is taken for another.
 from __future__ import annotations
 
 import faulthandler
-import gc
 import hashlib
 import io
 import json
@@ -104,7 +103,6 @@ def run_one(world: MPI.Intracomm, program: Program) -> tuple[Run | None, str]:
     assert run is not None
     problem = unequal(world, run)
     wfbp.shutdown()
-    gc.collect()
     return run, problem
 
 
