@@ -135,6 +135,9 @@ class _Drawing:
                 if hook != "module" or not part.checkpoint:
                     part = replace(part, hook=hook)
             out.append(part)
+        if any(part.hook.split()[-1:] in (["place"], ["replace"]) for part in out):
+            # In one process such a backward runs once for each rank's loss, and so do these hooks.
+            out = [replace(p, checkpoint=p.checkpoint and "plain") for p in out]
         # Something that always has a gradient.
         out.append(Layer(chance.choice(WITH_WEIGHT), model))
         return out
