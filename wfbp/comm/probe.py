@@ -27,6 +27,9 @@ from wfbp.core.types import Op, Operation
 SMALLEST_BYTES = 4
 FINE_BYTES = 1 << 20
 MOST_REPETITIONS = 15
+FEWEST_REPETITIONS = 3
+"""Of streams of full length, where the budget allows; else streams are shorter."""
+
 STREAM_BYTES = 4 << 20
 LONGEST_STREAM = 64
 WINDOW = 2
@@ -70,16 +73,17 @@ def measure_cost(
 
     Ranks start each repetition together; it is a stream of messages of one size, up to 4 MiB in
     all, or one larger message. A message takes its share of the stream on the slowest rank; a
-    size, the median of its repetitions. The number of repetitions follows from the first one and
-    the budget, equally on all ranks.
+    size, the median of its repetitions. Each size begins with two messages, which tell how long
+    streams may be and how many; ranks decide by the same numbers. Where the budget is spent, as on
+    a machine with more ranks than cores, sizes in between are left out.
 
     Args:
         backend: spoken to by this thread only.
         max_bytes: the largest message that will be sent.
         operation: what is timed; sizes are those of the whole buffer, of which each rank keeps or
             brings an equal share in a reduce-scatter or an all-gather.
-        budget_s: seconds to spend, about; every size is measured at least once, the small ones
-            at least three times.
+        budget_s: seconds to spend, about; at least the smallest and the largest size are
+            measured, once.
         waiter: how to wait; a new one by default.
         check: called while waiting; what it raises ends the measurement.
         on_size: called when a size is done.
@@ -97,22 +101,49 @@ def measure_cost(
     data = backend.zeros(max(sizes[-1], COLD_BYTES) // 4 * 4).view(np.float32)
     points = []
     start = partial(_STARTS[operation], backend)
-    for size in sizes:
+    begin_s = time.perf_counter()
+
+    def measured(size: int, length: int, count: int) -> tuple[list[float], float]:
+        """Seconds per message of each stream, and those spent so far, on the slowest rank."""
         parts = _apart(data, size // 4)
-        length = max(1, min(LONGEST_STREAM, STREAM_BYTES // size))
-        first_s = _together(backend, _repeat(backend, start, parts, length, 1, settle), settle)[0]
-        share_s = budget_s / len(sizes)
-        count = int(min(MOST_REPETITIONS, share_s / max(length * first_s, 1e-9)))
-        if size <= FINE_BYTES:
-            count = max(3, count)
-        # The first repetition finds cold memory; it counts only where there is no other.
-        times = [first_s]
-        if count:
-            times = _repeat(backend, start, parts, length, count, settle)
-            times = _together(backend, times, settle)
-        points.append((size, statistics.median(times)))
+        times = _repeat(backend, start, parts, length, count, settle)
+        *slowest, spent_s = _together(backend, [*times, time.perf_counter() - begin_s], settle)
+        return slowest, spent_s
+
+    # What the first messages set up, and find cold, is not what later ones cost.
+    _, spent_s = measured(sizes[0], WINDOW, 1)
+    for number, index in enumerate(_from_afar(len(sizes))):
+        size = sizes[index]
+        share_s = (budget_s - spent_s) / (len(sizes) - number)
+        if share_s > 0 or number < 2:
+            longest = max(1, min(LONGEST_STREAM, STREAM_BYTES // size))
+            times, spent_s = measured(size, min(WINDOW, longest), 1)
+            # Several streams tell more than a long one: the machine may be disturbed.
+            messages = share_s / max(times[0], 1e-9)
+            length = int(max(1, min(longest, messages / FEWEST_REPETITIONS)))
+            if (count := int(min(MOST_REPETITIONS, messages / length))) > 0:
+                # (The first stream counts only where there is no other.)
+                times, spent_s = measured(size, length, count)
+            points.append((size, statistics.median(times)))
         on_size()
-    return points
+    return sorted(points)
+
+
+def _from_afar(num_sizes: int) -> Iterator[int]:
+    """Both ends, then the middle of each part: so that what is left out is left out evenly.
+
+    >>> list(_from_afar(7))
+    [0, 6, 3, 1, 4, 2, 5]
+    """
+    yield 0
+    yield num_sizes - 1
+    parts = deque([(0, num_sizes - 1)])
+    while parts:
+        low, high = parts.popleft()
+        if high - low > 1:
+            middle = (low + high) // 2
+            yield middle
+            parts += [(low, middle), (middle, high)]
 
 
 def _all_reduce(backend: Backend, part: Buffer) -> Work[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +19,13 @@ _LARGEST_BYTES = 16 << 20
 them takes up to three times their size in memory, and seconds where the link is slow. A device's
 links are not yet at their full rate there."""
 
+_LEAST_S = 0.2
+_BYTES_PER_S = 32 << 20
+"""The curve of a small model has few sizes, and is worth less time: so much, and its largest
+message's bytes at this rate, for each operation."""
+
+log = logging.getLogger("wfbp")
+
 
 class NetworkCosts:
     """The cost curves that ranks have measured together.
@@ -25,17 +34,21 @@ class NetworkCosts:
         budget_s: seconds that measuring may take, about, in all.
         check: called again and again with a label and the seconds waited; raises where waiting on
             is hopeless.
+        tells: whether this rank logs what is measured.
     """
 
     def __init__(
-        self,
-        budget_s: float,
-        check: Callable[[str, float], None],
+        self, budget_s: float, check: Callable[[str, float], None], tells: bool = False
     ) -> None:
+        self._tells = tells
         self._budget_s = budget_s
         self._check = check
         self._curves: dict[str, dict[Operation, tuple[int, PiecewiseCost]]] = {}
         self._costs: dict[str, Costs] = {}
+
+    def _tell(self, message: str, *values: object) -> None:
+        if self._tells:
+            log.info(f"network: {message}", *values)
 
     def measure(
         self,
@@ -60,7 +73,13 @@ class NetworkCosts:
             and (operation not in curves or curves[operation][0] < max_bytes)
         ]
         if missing:
-            budget_s = self._budget_s / len(missing)
+            budget_s = min(self._budget_s / len(missing), _LEAST_S + max_bytes / _BYTES_PER_S)
+            begin_s = time.perf_counter()
+            self._tell(
+                "measuring what messages of up to %s bytes cost, for at most %.1f s",
+                f"{max_bytes:,}",
+                budget_s * len(missing),
+            )
             for operation in missing:
                 label = f"measuring the network's {operation.value}"
                 measure = partial(
@@ -75,6 +94,17 @@ class NetworkCosts:
                     label,
                 )
                 curves[operation] = max_bytes, PiecewiseCost(monotone_points(points))
+                (least, first_s), (most, last_s) = points[0], points[-1]
+                self._tell(
+                    "%s: %d bytes in %.1f us, %s bytes in %.2f ms (%.2f GB/s)",
+                    operation.value,
+                    least,
+                    first_s * 1e6,
+                    f"{most:,}",
+                    last_s * 1e3,
+                    most / last_s * 1e-9,
+                )
+            self._tell("measured in %.1f s", time.perf_counter() - begin_s)
             curve = {operation: curve for operation, (_, curve) in curves.items()}
             self._costs[way] = Costs(
                 curve[Operation.ALL_REDUCE],

@@ -69,7 +69,7 @@ class Runtime:
         self.local_rank = backend.local_rank
         self.local_size = backend.local_size
         self._backend = backend
-        self._network = NetworkCosts(config.probe_s, self._check_measurement)
+        self._network = NetworkCosts(config.probe_s, self._check_measurement, backend.rank == 0)
         self._carriers: dict[tuple[int, int], DeviceBackend] = {}
         self._closed = False
         self._next_check = 0.0

@@ -63,9 +63,11 @@ def zeros_left_behind_do_not_start_anew() -> None:
 
     model = Branches()
     optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
-    for step in range(80):
+    phases = set()
+    for step in range(240):
         optimizer.zero_grad(set_to_none=False)
         backward(model, wfbp.rank(), step)
         optimizer.step()
-    wanted = "warm-up" if optimizer.report()["schedule"] == "wfbp" else "installed"
-    assert optimizer.report()["phase"] in (wanted, "installed"), optimizer.report()
+        phases.add(optimizer.report()["phase"])
+    # (Behind that, plans may be tried again.)
+    assert phases == {"warm-up"} or "installed" in phases, phases
