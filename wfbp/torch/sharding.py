@@ -7,6 +7,7 @@ as for a checkpoint, by fetching the others' shards from their communication thr
 
 from __future__ import annotations
 
+import copy
 import pickle
 import weakref
 from collections.abc import Sequence
@@ -192,7 +193,8 @@ class Sharding:
                     whole[index] = {
                         key: torch.empty_like(param, dtype=value, requires_grad=False)
                         if key in kinds
-                        else value
+                        # (Of this rank it is the state itself, which others may still fetch.)
+                        else copy.deepcopy(value)
                         for key, value in outline.items()
                     }
                 if kinds != outlines[index]:

@@ -79,6 +79,23 @@ def one_rank_alone_takes_the_state() -> None:
 
 
 @check
+def state_that_was_taken_is_a_copy() -> None:
+    """Counts of steps, too: a plain optimizer that has loaded it steps on by itself."""
+    rank = wfbp.rank()
+    model, reference = twins()
+    optimizer, plain = wrapped(model, adamw, schedule="independent"), adamw(reference.parameters())
+    for step in range(4):
+        step_both(model, optimizer, reference, plain, step)
+    if rank == 0:
+        taken = optimizer.state_dict()
+        for values in taken["state"].values():
+            for value in values.values():
+                value.add_(1.0)
+    wfbp.barrier()
+    alike(optimizer.state_dict(), plain, "another rank has changed what it had taken")
+
+
+@check
 def state_is_asked_for_when_others_have_let_it_go() -> None:
     """The other ranks have loaded, emptied or dropped what rank 0 still wants to save."""
     rank = wfbp.rank()
