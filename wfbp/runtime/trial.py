@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
-from wfbp.core.elimination import SuccessiveElimination
+from wfbp.core.elimination import Rule, SuccessiveElimination
 from wfbp.core.plan import Plan
 from wfbp.core.planners.threshold_search import ThresholdSearch
 
@@ -73,8 +74,13 @@ class Elimination:
 
     def __init__(self, plans: Sequence[Plan], num_steps: int) -> None:
         self.candidates = [Candidate(plan) for plan in plans]
-        self.num_steps = max(2, (num_steps + 1) // 2)
-        self._comparison = SuccessiveElimination(len(plans))
+        self.num_steps = (num_steps + 1) // 2
+        # Where few steps are wanted, or affordable because they are long, rounds are few, too.
+        rule = Rule()
+        most = min(rule.most_rounds, 2 * num_steps)
+        least = min(rule.least_rounds, most)
+        rule = replace(rule, least_rounds=least, most_rounds=most)
+        self._comparison = SuccessiveElimination(len(plans), rule)
         self._forward = False
         self._begin()
 
