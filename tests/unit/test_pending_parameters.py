@@ -880,6 +880,9 @@ def test_no_stand_in_is_saved_or_sent() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+# Of JAX, where another test has loaded it.
+@pytest.mark.filterwarnings("ignore:os.fork.. was called:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:.*_at_fork:pytest.PytestUnraisableExceptionWarning")
 def test_a_process_is_forked_when_everything_has_arrived() -> None:
     p = parameter()
     travel = Travel([p])
