@@ -74,7 +74,7 @@ class Cluster:
         assert done.returncode == 0, done.stderr
         deadline = time.monotonic() + timeout_s
         # (`sbatch --wait` looks every ten seconds, and less often later.)
-        while self.run("squeue", "--noheader", "-j", done.stdout.strip(), "-t", "PD,R").stdout:
+        while self.run("squeue", "--noheader", "-j", done.stdout.strip()).stdout:
             assert time.monotonic() < deadline, self.logs()
             time.sleep(0.2)
         return log.read_text()

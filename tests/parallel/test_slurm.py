@@ -14,11 +14,15 @@ from tests import launcher, slurm
 pytestmark = pytest.mark.parallel
 
 PROGRAM = """
+import sys
+
 import numpy as np
 import wfbp
 
 wfbp.init()
-print(wfbp.rank(), wfbp.size(), wfbp.allreduce(np.ones(2), op=wfbp.Sum).tolist(), flush=True)
+total = wfbp.allreduce(np.ones(2), op=wfbp.Sum).tolist()
+sys.stdout.write(f"{wfbp.rank()} {wfbp.size()} {total}\\n")  # in one piece
+sys.stdout.flush()
 """
 TOLD = ["0 2 [2.0, 2.0]", "1 2 [2.0, 2.0]"]
 
