@@ -107,7 +107,7 @@ def main() -> None:
     sums = wfbp.allgather_object(checksum(params))
     if wfbp.rank() == 0:
         count = (options.steps - 1) * options.batch * options.context * wfbp.size()
-        report = wfbp.reports().get("DistributedOptimizer", {})
+        report = wfbp.report().get("DistributedOptimizer", {})
         Console().print(summary(losses, count / seconds, report))
         print("checksum on each rank:", *sums)
 

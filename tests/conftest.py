@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests import launcher
+from tests.support import launcher
 
 
 @pytest.fixture(params=["mpich", "openmpi"])
@@ -22,7 +22,9 @@ def mpi(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def mpirun() -> Callable[..., launcher.Run]:
-    """:func:`tests.launcher.mpirun`; skips the test where the MPI library is not installed."""
+    """:func:`tests.support.launcher.mpirun`; skips the test where the MPI library is not
+    installed.
+    """
 
     def run(*args: object, **options: object) -> launcher.Run:
         try:

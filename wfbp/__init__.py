@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from wfbp.dispatch import broadcast as broadcast
     from wfbp.dispatch import broadcast_optimizer_state as broadcast_optimizer_state
     from wfbp.dispatch import broadcast_parameters as broadcast_parameters
+    from wfbp.runtime.api.array_collectives import allgather_object as allgather_object
+    from wfbp.runtime.api.array_collectives import barrier as barrier
+    from wfbp.runtime.api.array_collectives import broadcast_object as broadcast_object
+    from wfbp.runtime.api.reducer import GradientReducer as GradientReducer
     from wfbp.runtime.collectives.api import init as init
-    from wfbp.runtime.operations import allgather_object as allgather_object
-    from wfbp.runtime.operations import barrier as barrier
-    from wfbp.runtime.operations import broadcast_object as broadcast_object
-    from wfbp.runtime.reducer import GradientReducer as GradientReducer
     from wfbp.runtime.world import is_initialized as is_initialized
     from wfbp.runtime.world import local_rank as local_rank
     from wfbp.runtime.world import local_size as local_size
@@ -42,8 +42,8 @@ _HOMES = {
         "broadcast_parameters",
     ),
     "wfbp.runtime.collectives.api": ("init",),
-    "wfbp.runtime.operations": ("allgather_object", "barrier", "broadcast_object"),
-    "wfbp.runtime.reducer": ("GradientReducer",),
+    "wfbp.runtime.api.array_collectives": ("allgather_object", "barrier", "broadcast_object"),
+    "wfbp.runtime.api.reducer": ("GradientReducer",),
     "wfbp.runtime.world": (
         "is_initialized",
         "local_rank",

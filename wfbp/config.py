@@ -22,23 +22,25 @@ class Config:
         schedule: which planner groups gradients, where the program does not say.
         threshold_bytes: group size of the ``threshold`` schedule and of the first steps, and where
             ``dear`` begins its search; as a variable also with a unit, as in ``25M``.
-        direct_bytes: tensors of at least this size travel from where they lie, without being
+        zero_copy_min_bytes: tensors of at least this size travel from where they lie, without being
             packed; as a variable also with a unit.
         shared_memory: whether ranks of one host may read each other's memory; they do if all may.
         check_launcher: whether to fail where a launcher promised more ranks than MPI found.
         warmup_steps: steps left out of every measurement after a start or a change of plan.
         profile_steps: steps whose compute times are measured, with communication held back.
         trial_steps: steps measured per candidate plan in two rounds of ``auto``, at least.
-        trial_s: seconds measured per candidate plan in two rounds, at least: a few short steps tell
-            nothing on a machine that is not quiet.
-        drift: relative change of the iteration time, lasting, that makes ranks measure and plan
-            anew; 0 turns that off, and the return to plans that were faster in their trial.
-        probe_s: seconds that measuring the network's cost curve may take.
+        trial_min_s: seconds measured per candidate plan in two rounds, at least: a few short steps
+            tell nothing on a machine that is not quiet.
+        replan_threshold: relative change of the iteration time, lasting, that makes ranks measure
+            and plan anew; 0 turns that off, and the return to plans that were faster in their
+            trial.
+        probe_budget_s: seconds that measuring the network's cost curve may take.
         stall_warning_s: a wait this long is reported, with the ranks that lag.
         timeout_s: a wait this long ends in a ``StallError`` on every rank.
         abort_grace_s: how long a rank that failed lets the others report before it ends the job.
         log_level: of the logger ``wfbp``.
-        run_dir: directory in which every rank records its run, for ``wfbp report``; none if empty.
+        record_dir: directory in which every rank records its run, for ``wfbp report``; none if
+            empty.
 
     Example:
         >>> Config.from_environment({"WFBP_SCHEDULE": "oasr"}).schedule
@@ -47,20 +49,20 @@ class Config:
 
     schedule: str = "auto"
     threshold_bytes: int = 25 * 2**20
-    direct_bytes: int = 2**18
+    zero_copy_min_bytes: int = 2**18
     shared_memory: bool = True
     check_launcher: bool = True
     warmup_steps: int = 3
     profile_steps: int = 5
     trial_steps: int = 4
-    trial_s: float = 0.4
-    drift: float = 0.25
-    probe_s: float = 2.0
+    trial_min_s: float = 0.4
+    replan_threshold: float = 0.25
+    probe_budget_s: float = 2.0
     stall_warning_s: float = 60.0
     timeout_s: float = 600.0
     abort_grace_s: float = 5.0
     log_level: str = "warning"
-    run_dir: str = ""
+    record_dir: str = ""
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -113,10 +115,10 @@ def num_bytes(text: str) -> int:
         >>> num_bytes("25M"), num_bytes("25 MB")
         (26214400, 25000000)
     """
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
         raise ValueError(f"{text!r} is no size in bytes")
-    number, prefix, unit = found.groups()
+    number, prefix, unit = match.groups()
     base = 1000 if unit.lower() == "b" else 1024
     return round(float(number) * float(base) ** " kmg".index(prefix.lower() or " "))
 
@@ -150,7 +152,7 @@ _SIZE_READER = num_bytes, "a size in bytes, such as 4096, 25M, 25MiB or 25MB"
 
 _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "threshold_bytes": _SIZE_READER,
-    "direct_bytes": _SIZE_READER,
+    "zero_copy_min_bytes": _SIZE_READER,
     "int": (int, "a whole number"),
     "float": (float, "a number"),
     "str": (str, "text"),
@@ -164,13 +166,13 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 _LEAST = {
     "threshold_bytes": 1,
-    "direct_bytes": 1,
+    "zero_copy_min_bytes": 1,
     "warmup_steps": 1,
     "profile_steps": 1,
     "trial_steps": 1,
-    "trial_s": 0.0,
-    "drift": 0,
-    "probe_s": 0.0,
+    "trial_min_s": 0.0,
+    "replan_threshold": 0,
+    "probe_budget_s": 0.0,
     "stall_warning_s": 0.01,
     "timeout_s": 0.01,
     "abort_grace_s": 0.0,

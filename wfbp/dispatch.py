@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from wfbp.core.types import Op
-from wfbp.runtime import operations
+from wfbp.runtime.api import array_collectives
 
 
 def _comes_from(value: object, *packages: str) -> bool:
@@ -65,30 +65,32 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # n
 
 
 def allreduce(tensor: Any, name: str | None = None, op: Op = Op.AVERAGE) -> Any:
-    """Combine a tensor or array over all ranks; see ``wfbp.runtime.operations.allreduce``."""
+    """Combine a tensor or array over all ranks; see
+    ``wfbp.runtime.api.array_collectives.allreduce``.
+    """
     if _is_torch(tensor):
         return _torch().allreduce(tensor, name=name, op=op)
     if _is_jax(tensor):
         return _jax().allreduce(tensor, name=name, op=op)
-    return operations.allreduce(tensor, name=name, op=op)
+    return array_collectives.allreduce(tensor, name=name, op=op)
 
 
 def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> Any:
-    """The root's tensor or array; see ``wfbp.runtime.operations.broadcast``."""
+    """The root's tensor or array; see ``wfbp.runtime.api.array_collectives.broadcast``."""
     if _is_torch(tensor):
         return _torch().broadcast(tensor, root_rank, name=name)
     if _is_jax(tensor):
         return _jax().broadcast(tensor, root_rank, name=name)
-    return operations.broadcast(tensor, root_rank, name=name)
+    return array_collectives.broadcast(tensor, root_rank, name=name)
 
 
 def allgather(tensor: Any, name: str | None = None) -> Any:
-    """Concatenation over ranks; see ``wfbp.runtime.operations.allgather``."""
+    """Concatenation over ranks; see ``wfbp.runtime.api.array_collectives.allgather``."""
     if _is_torch(tensor):
         return _torch().allgather(tensor, name=name)
     if _is_jax(tensor):
         return _jax().allgather(tensor, name=name)
-    return operations.allgather(tensor, name=name)
+    return array_collectives.allgather(tensor, name=name)
 
 
 def broadcast_parameters(parameters: Any, root_rank: int = 0) -> Any:
@@ -121,7 +123,7 @@ def broadcast_parameters(parameters: Any, root_rank: int = 0) -> Any:
     if any(_is_torch(value) for value in items.values()):
         _torch().broadcast_parameters(items, root_rank)
     else:
-        operations.broadcast_arrays(items, root_rank)
+        array_collectives.broadcast_arrays(items, root_rank)
     return None
 
 

@@ -14,7 +14,7 @@ product. float16 and bfloat16, given as 2-byte arrays, are combined and divided 
 rounded once to nearest even; integers wrap around, but a sum that is divided is taken in 64 bits
 and rounded towards zero. ``out`` is the very memory of a shard, or overlaps none.
 
-``Transfers`` is for ``wfbp.comm.mpi_transfers`` alone; None where the extension is missing.
+``Transfers`` is for ``wfbp.comm.mpi.transfers`` alone; None where the extension is missing.
 
 A source may not partly overlap a slot. One thread at a time may use a table; all long calls let
 other Python threads run.

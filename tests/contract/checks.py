@@ -473,7 +473,7 @@ def check_who_tests_only_when_it_stirs_misses_nothing(backend: Backend) -> None:
         ]
         deadline = time.monotonic() + TIMEOUT_S
         while not all(work.test() for work in works):
-            while not backend.stirs():
+            while not backend.may_progress():
                 assert time.monotonic() < deadline
                 time.sleep(50e-6)
     other.close()

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from tests.contract.checks import CHECKS, LARGEST
 from wfbp.comm.chunking import Chunking
-from wfbp.comm.mpi import MpiBackend
-from wfbp.comm.mpi_transfers import PythonTransfers
+from wfbp.comm.mpi.mpi import MpiBackend
+from wfbp.comm.mpi.transfers import PythonTransfers
 
 WAYS = (None, Chunking(direct_ranks=0))
 
@@ -36,10 +36,10 @@ def main(folder: str) -> None:
             backend._family.transfers = PythonTransfers()
         found.append(type(backend._family.transfers).__name__)
         # One host is all that there is here; what several would decide is decided for them.
-        situation = replace(
-            backend._situation, scatters_directly=chunking is None, apart=way == "mixed"
+        topology = replace(
+            backend._topology, scatters_directly=chunking is None, apart=way == "mixed"
         )
-        backend._situation = backend._routes._situation = situation
+        backend._topology = backend._routes._topology = topology
         report = Path(folder, f"rank{backend.rank}")
         for name, check in CHECKS.items():
             if name in LARGEST and way is not None:

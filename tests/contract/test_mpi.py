@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.checks import CHECKS
-from tests.launcher import Run
+from tests.support.launcher import Run
 from wfbp import native
 
 PROGRAM = Path(__file__).with_name("mpi_program.py")

@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from tests import launcher
 from tests.fuzz.program import Act, Layer, Optimizer, Program, Step, dumps, size_of
+from tests.support import launcher
 
 PROGRAM_S = 100.0
 """A program that takes longer is stopped, and its stacks are shown."""
@@ -54,7 +54,7 @@ def run_job(
             program_s,
             mpi=mpi,
             timeout=60 + 3 * program_s + 4 * len(programs),
-            env={"WFBP_DIRECT_BYTES": "", "PYTHONFAULTHANDLER": "1"},
+            env={"WFBP_ZERO_COPY_MIN_BYTES": "", "PYTHONFAULTHANDLER": "1"},
         )
         lines = []
         for r in range(ranks):

@@ -23,7 +23,7 @@ from mpi4py import MPI
 
 import wfbp.jax as wfbp
 from wfbp.config import Config
-from wfbp.jax.exchanges import exchanges
+from wfbp.jax.exchanges import exchange_registry
 
 SCHEDULES = ("auto", "wfbp", "oasr", "mgwfbp", "single", "threshold")
 STEPS = 40
@@ -79,7 +79,9 @@ def main() -> None:
     jax.config.update("jax_cuda_visible_devices", "0")
     jax.config.update("jax_default_matmul_precision", "highest")
     wfbp.init(
-        config=Config(warmup_steps=1, profile_steps=2, trial_steps=1, trial_s=0.0, probe_s=0.1)
+        config=Config(
+            warmup_steps=1, profile_steps=2, trial_steps=1, trial_min_s=0.0, probe_budget_s=0.1
+        )
     )
     rank = wfbp.rank()
     mine = slice(rank * BATCH, (rank + 1) * BATCH)
@@ -93,7 +95,7 @@ def main() -> None:
     found["optimizer"] = difference(train(jax.value_and_grad, wrapped, mine), wanted)
     wanted = train(jax.value_and_grad, adam, slice(None), jit=False)
     found["without jit"] = difference(train(wfbp.value_and_grad, adam, mine, jit=False), wanted)
-    device = exchanges().device
+    device = exchange_registry().device
     assert device is not None, f"JAX runs on {jax.default_backend()}"
     Path(out, f"rank{rank}.json").write_text(json.dumps(found))
 

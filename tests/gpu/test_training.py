@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.launcher import Run
+from tests.support.launcher import Run
+from wfbp.comm.device.nccl import NcclBackend
 from wfbp.comm.local import LocalWorld
-from wfbp.comm.nccl import NcclBackend
 from wfbp.comm.waiting import wait
 from wfbp.core.types import Op
 from wfbp.cuda.cupy_device import CupyDevice

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli_runs import wfbp
-from tests.run_documents import record
+from tests.support.cli_runs import wfbp
+from tests.support.run_documents import record
 from wfbp.cli.page import library
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

@@ -18,12 +18,14 @@ from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.trace import Trace
 from wfbp.core.types import TensorSpec
-from wfbp.runtime.engine import Engine
-from wfbp.runtime.recording import KEPT_ITERATIONS
+from wfbp.runtime.engine.engine import Engine
+from wfbp.runtime.engine.recording import KEPT_ITERATIONS
 from wfbp.runtime.runtime import Runtime
 
 SPECS = tuple(TensorSpec(f"layer{k}", (100 + k,), "float32") for k in range(5))
-CONFIG = replace(Config(), warmup_steps=1, profile_steps=2, drift=0.0, probe_s=0.0)
+CONFIG = replace(
+    Config(), warmup_steps=1, profile_steps=2, replan_threshold=0.0, probe_budget_s=0.0
+)
 
 
 def train(num_ranks: int, steps: int, folder: Path, names: tuple[str, ...] = ("SGD",)) -> None:
@@ -32,7 +34,7 @@ def train(num_ranks: int, steps: int, folder: Path, names: tuple[str, ...] = ("S
     failures: list[BaseException] = []
 
     def one_rank(rank: int) -> None:
-        config = replace(CONFIG, run_dir=str(folder))
+        config = replace(CONFIG, record_dir=str(folder))
         runtime = Runtime(world.backend(rank), config)
         try:
             engines = [
@@ -109,12 +111,12 @@ def test_recording_never_ends_training(
     def full(*paths: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("wfbp.runtime.recording.os.replace", full)
+    monkeypatch.setattr("wfbp.runtime.engine.recording.os.replace", full)
     with caplog.at_level(logging.WARNING, "wfbp"):
         train(2, 3, tmp_path)
     assert "the run could not be recorded: [Errno 28] No space left on device" in caplog.text
 
 
 def test_the_directory_comes_from_the_environment() -> None:
-    assert Config.from_environment({"WFBP_RUN_DIR": " runs/a "}).run_dir == "runs/a"
-    assert Config.from_environment({}).run_dir == ""
+    assert Config.from_environment({"WFBP_RECORD_DIR": " runs/a "}).record_dir == "runs/a"
+    assert Config.from_environment({}).record_dir == ""

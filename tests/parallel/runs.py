@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests import launcher
+from tests.support import launcher
 
 PROGRAMS = Path(__file__).parent / "programs"
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests import launcher
+from tests.support import launcher
 
 pytest.importorskip("torch")
 pytest.importorskip("rich")
@@ -15,7 +15,7 @@ pytest.importorskip("rich")
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(100)]
 
 SMALL = ("--width", 64, "--layers", 2, "--steps", 1)
-QUICK = {"WFBP_WARMUP_STEPS": "1", "WFBP_PROFILE_STEPS": "1", "WFBP_PROBE_S": "0.02"}
+QUICK = {"WFBP_WARMUP_STEPS": "1", "WFBP_PROFILE_STEPS": "1", "WFBP_PROBE_BUDGET_S": "0.02"}
 
 ONE_AFTER_ANOTHER = """
 import sys

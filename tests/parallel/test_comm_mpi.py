@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher import Run
-from wfbp.comm import mpi_library
+from tests.support.launcher import Run
+from wfbp.comm.mpi import library
 from wfbp.errors import BackendError
 
 PROGRAMS = Path(__file__).with_name("programs")
@@ -68,5 +68,5 @@ def test_benchmark(mpirun: Callable[..., Run], mpi: str) -> None:
 def test_without_mpi_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(BackendError, match=r"pip install wfbp\[mpich\]") as caught:
-        mpi_library.load()
+        library.load()
     assert isinstance(caught.value.__cause__, ImportError)

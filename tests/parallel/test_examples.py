@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from tests import launcher
 from tests.parallel.runs import outcome
+from tests.support import launcher
 
 pytest.importorskip("torch")
 pytest.importorskip("sklearn")
@@ -35,7 +35,7 @@ RUNS = {
     4: (*map(digits, SCHEDULES[4]),),
 }
 """What runs in one job, by number of ranks."""
-SOON = (("WFBP_TRIAL_S", "0"), ("WFBP_TRIAL_STEPS", "1"))
+SOON = (("WFBP_TRIAL_MIN_S", "0"), ("WFBP_TRIAL_STEPS", "1"))
 """Plans are chosen within the steps that there are, however slow the machine is."""
 
 

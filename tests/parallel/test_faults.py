@@ -17,7 +17,11 @@ STALL = (
     ("WFBP_ABORT_GRACE_S", "1"),
 )
 
-DECOUPLED = (("WFBP_WARMUP_STEPS", "1"), ("WFBP_PROFILE_STEPS", "1"), ("WFBP_PROBE_S", "0.02"))
+DECOUPLED = (
+    ("WFBP_WARMUP_STEPS", "1"),
+    ("WFBP_PROFILE_STEPS", "1"),
+    ("WFBP_PROBE_BUDGET_S", "0.02"),
+)
 
 
 def ended(n: int, *case: object, **options: Any) -> Outcome:
@@ -134,9 +138,9 @@ def test_a_rank_that_stops_elsewhere(place: str) -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "told"),
     [
-        ("WFBP_PROBE_S", "1.5", "WFBP_PROBE_S (rank 0: 2.0; rank 1: 1.5)"),
+        ("WFBP_PROBE_BUDGET_S", "1.5", "WFBP_PROBE_BUDGET_S (rank 0: 2.0; rank 1: 1.5)"),
         ("WFBP_TRIAL_STEPS", "9", "WFBP_TRIAL_STEPS (rank 0: 4; rank 1: 9)"),
-        ("WFBP_DIRECT_BYTES", "1K", "WFBP_DIRECT_BYTES (rank 0: 256; rank 1: 1024)"),
+        ("WFBP_ZERO_COPY_MIN_BYTES", "1K", "WFBP_ZERO_COPY_MIN_BYTES (rank 0: 256; rank 1: 1024)"),
     ],
 )
 def test_settings_that_differ_are_named_on_every_rank(variable: str, value: str, told: str) -> None:

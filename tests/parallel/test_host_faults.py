@@ -8,12 +8,14 @@ import psutil
 import pytest
 
 from tests.parallel.runs import Outcome, outcome
-from wfbp.comm.host_files import excuse
+from wfbp.comm.mpi.host_files import known_reason
 
 pytestmark = [
     pytest.mark.parallel,
     pytest.mark.timeout(60),
-    pytest.mark.skipif(bool(excuse(wanted=True)), reason="ranks cannot read each other's memory"),
+    pytest.mark.skipif(
+        bool(known_reason(wanted=True)), reason="ranks cannot read each other's memory"
+    ),
 ]
 
 ENVIRONMENT = (("WFBP_ABORT_GRACE_S", "1"),)

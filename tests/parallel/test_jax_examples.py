@@ -27,7 +27,7 @@ GPT = (
     "jax_transformer.py --steps 2 --width 32 --depth 1 --max-bytes 300000",
 )
 """At two ranks, and alone."""
-SOON = (("WFBP_TRIAL_S", "0"), ("WFBP_TRIAL_STEPS", "1"))
+SOON = (("WFBP_TRIAL_MIN_S", "0"), ("WFBP_TRIAL_STEPS", "1"))
 """Plans are chosen within the steps that there are, however slow the machine is."""
 
 TOLERANCE = 1e-6

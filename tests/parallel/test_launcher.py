@@ -9,7 +9,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from tests.launcher import Run
+from tests.support.launcher import Run
 
 pytestmark = pytest.mark.parallel
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher import mpirun
 from tests.parallel.programs.named_operations import check
 from tests.parallel.runs import PROGRAMS, outcome
+from tests.support.launcher import mpirun
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(150)]
 

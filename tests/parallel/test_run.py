@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import launcher
+from tests.support import launcher
 
 pytestmark = pytest.mark.parallel
 

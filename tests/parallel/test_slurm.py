@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import launcher, slurm
+from tests.support import launcher, slurm
 
 pytestmark = pytest.mark.parallel
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests import launcher
+from tests.support import launcher
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(60)]
 

@@ -47,7 +47,7 @@ def test_other_variables_are_not_read() -> None:
         ("WFBP_TIMEOUT_S", "nan", "expected a number"),
         ("WFBP_TIMEOUT_S", "inf", "expected a number"),
         ("WFBP_TIMEOUT_S", "0", "at least"),
-        ("WFBP_DRIFT", "-0.1", "at least 0"),
+        ("WFBP_REPLAN_THRESHOLD", "-0.1", "at least 0"),
         ("WFBP_LOG_LEVEL", "loud", "warning"),
         ("WFBP_SCHEDULE", "foo", "schedule is 'foo'; expected one of auto, .*oasr"),
         ("WFBP_SCHEDULE", "oasrr", r"\(did you mean 'oasr'\?\); expected one of auto"),
@@ -76,13 +76,17 @@ def test_sizes(text: str, value: int) -> None:
 
 
 def test_unknown_variables_are_told_with_the_nearest_name() -> None:
-    told = unknown_variables({"WFBP_SHEDULE": "oasr", "WFBP_ZZ": "", "WFBP_DRIFT": "0", "A": ""})
+    told = unknown_variables(
+        {"WFBP_SHEDULE": "oasr", "WFBP_ZZ": "", "WFBP_REPLAN_THRESHOLD": "0", "A": ""}
+    )
     assert "WFBP_SHEDULE (did you mean WFBP_SCHEDULE?), WFBP_ZZ" in told
     assert "DRIFT" not in told
-    assert not unknown_variables({"WFBP_DRIFT": "0"})
+    assert not unknown_variables({"WFBP_REPLAN_THRESHOLD": "0"})
 
 
-@pytest.mark.parametrize("values", [{"trial_steps": 0}, {"probe_s": -1.0}, {"log_level": "x"}])
+@pytest.mark.parametrize(
+    "values", [{"trial_steps": 0}, {"probe_budget_s": -1.0}, {"log_level": "x"}]
+)
 def test_bad_values_are_refused_when_made(values: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(values))):
         Config(**values)

@@ -30,12 +30,12 @@ from wfbp.bench.comm_ways import Contestant, contestants, wanted
 from wfbp.bench.load import thread_seconds, usage
 from wfbp.bench.tables import print_table
 from wfbp.comm.chunking import Chunking
-from wfbp.comm.mpi import MpiBackend
+from wfbp.comm.mpi.mpi import MpiBackend
 from wfbp.comm.waiting import Policy
 from wfbp.config import Config
 from wfbp.core.types import Operation
+from wfbp.runtime.progress.thread import THREAD_NAME
 from wfbp.runtime.runtime import Runtime
-from wfbp.runtime.thread import THREAD_NAME
 
 if TYPE_CHECKING:
     from mpi4py import MPI

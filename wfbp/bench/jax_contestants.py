@@ -187,7 +187,7 @@ class Wfbp(Contestant):
 
     def report(self) -> dict[str, Any]:
         """The plan in use and what it costs."""
-        return wfbp.reports().get(self._exchange, {})
+        return wfbp.report().get(self._exchange, {})
 
     def settled(self) -> bool:
         return self.report().get("phase") == "installed"

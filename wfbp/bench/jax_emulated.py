@@ -47,7 +47,7 @@ def settle(step: Callable[[], Any], name: str) -> None:
     """
     for _ in range(MOST_STEPS):
         jax.block_until_ready(step())
-        if wfbp.reports()[name]["phase"] == "installed":
+        if wfbp.report()[name]["phase"] == "installed":
             return
     raise RuntimeError(f"{name} has not installed a plan after {MOST_STEPS} steps")
 

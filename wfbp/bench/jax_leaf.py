@@ -29,7 +29,7 @@ LIMIT_US = 15.0
 def main(rounds: int) -> int:
     """Measure and print."""
     added: dict[str, list[float]] = {schedule: [] for schedule in SCHEDULES}
-    with emulated(lambda _: 0.0, Config(probe_s=0.1)):
+    with emulated(lambda _: 0.0, Config(probe_budget_s=0.1)):
         for leaves in LEAVES:
             times = _step_times(leaves, rounds)
             for schedule in SCHEDULES:

@@ -33,7 +33,7 @@ from wfbp.bench.jax_emulated import (
 from wfbp.bench.jax_models import Params, mlp
 from wfbp.bench.tables import print_table
 from wfbp.config import Config
-from wfbp.runtime.recording import KEPT_ITERATIONS
+from wfbp.runtime.engine.recording import KEPT_ITERATIONS
 
 DEPTH, WIDTH, BATCH = 20, 512, 512
 SHARE = 0.6
@@ -56,7 +56,7 @@ def main(folder: Path | None, rounds: int) -> int:
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     beta = (link_s - ALPHA_S) / num_bytes
     runs = folder or _scratch()
-    with emulated(lambda n: ALPHA_S + beta * n, Config(run_dir=str(runs), drift=0.0)):
+    with emulated(lambda n: ALPHA_S + beta * n, Config(record_dir=str(runs), replan_threshold=0.0)):
         steps: dict[str, Any] = {"no communication": whole}
         for schedule in SCHEDULES:
             grad = wfbp.grad(_loss, schedule=schedule, name=schedule)
@@ -66,7 +66,7 @@ def main(folder: Path | None, rounds: int) -> int:
                 jax.block_until_ready(steps[schedule]())
         recorded = json.loads((runs / "auto.rank0.json").read_text())
         times = medians(interleaved(steps, max(rounds, 10)))
-        groups = {name: wfbp.reports()[name]["num_groups"] for name in SCHEDULES}
+        groups = {name: wfbp.report()[name]["num_groups"] for name in SCHEDULES}
     print_table(
         f"{DEPTH} layers, {num_bytes / 1e6:.1f} MB, {link_s * 1e3:.1f} ms on the link: "
         f"{SHARE:.0%} of backward",

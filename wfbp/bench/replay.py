@@ -37,11 +37,11 @@ from wfbp.core.cost import CostModel, Costs, LinearCost
 from wfbp.core.timeline import timeline
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation, TensorSpec
-from wfbp.runtime.candidates import DECOUPLED, SCHEDULES, reordered
-from wfbp.runtime.engine import Engine
-from wfbp.runtime.fusion import aligned_bytes
+from wfbp.runtime.engine.engine import Engine
 from wfbp.runtime.runtime import Runtime
-from wfbp.runtime.slot import Slot
+from wfbp.runtime.slot import BufferView
+from wfbp.runtime.transport.fusion import aligned_bytes
+from wfbp.runtime.tuning.candidates import DECOUPLED, SCHEDULES, reordered
 
 THRESHOLD_BYTES = 25 * 2**20
 SHRINK = 32
@@ -129,7 +129,7 @@ def replay(
 ) -> Replayed:
     """Run one schedule on one trace until its plan is installed, then measure."""
     held = _shrunk(trace, shrink)
-    config = replace(Config(), warmup_steps=1, profile_steps=3, drift=0.0)
+    config = replace(Config(), warmup_steps=1, profile_steps=3, replan_threshold=0.0)
     curves = {operation: _stretched(costs.of(operation), shrink) for operation in Operation}
     backend = EmulatedLink(curves[Operation.ALL_REDUCE], size=2, others=curves)
     runtime = Runtime(backend, config)
@@ -185,7 +185,7 @@ def _iterate(engine: Engine, trace: Trace, tensors: Sequence[Buffer]) -> float:
     start_s = time.perf_counter()
     due_s = start_s
     for index, tensor in enumerate(trace.tensors):
-        if engine.gathering and not engine.arrived(index):
+        if engine.gather_pending and not engine.arrived(index):
             engine.await_tensor(index)
             due_s = max(due_s, time.perf_counter())
         engine.mark_forward(index)
@@ -193,11 +193,13 @@ def _iterate(engine: Engine, trace: Trace, tensors: Sequence[Buffer]) -> float:
     engine.mark_forward_end()
     for index in reversed(range(len(trace.tensors))):
         due_s = _sleep_until(due_s + trace.tensors[index].backward_s)
-        slot = Slot.of(tensors[index]) if engine.decouples_tensor(index) else engine.slot(index)
+        slot = (
+            BufferView.of(tensors[index]) if engine.decouples_tensor(index) else engine.slot(index)
+        )
         engine.mark_ready(index, slot.address, slot.data)
     engine.synchronize(whole=False)
     if engine.decoupled:
-        engine.gather([Slot.of(t).address for t in tensors], tensors)
+        engine.gather([BufferView.of(t).address for t in tensors], tensors)
         if engine.profiling:
             engine.flush()
     return time.perf_counter() - start_s

@@ -94,7 +94,7 @@ def command(max_bytes: int, seconds: float, output: str, plot: str | None, as_js
     by the backend that trains. The measured curves are written for wfbp plan and wfbp simulate;
     interference with computation (kappa) is not measured here and is written as 0.
     """
-    from wfbp.comm.mpi import MpiBackend
+    from wfbp.comm.mpi.mpi import MpiBackend
 
     try:
         config = Config.from_environment()
@@ -155,8 +155,8 @@ def _agree(backend: Backend, act: Callable[[], None]) -> None:
         except Exception as error:
             failure = error
     code = b"" if failure is None else b"failed"
-    said = wait(backend.all_gather_bytes(code))
-    if any(said):
+    codes = wait(backend.all_gather_bytes(code))
+    if any(codes):
         if failure is not None:
             raise failure
         raise SystemExit(0)  # rank 0 says what went wrong, and with which code

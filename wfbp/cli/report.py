@@ -36,7 +36,7 @@ MOST_WORKERS = 2048
 def command(run_dir: str, output: str | None) -> None:
     """Show a recorded run as one HTML page that works offline.
 
-    RUN_DIR is what WFBP_RUN_DIR was set to while training: every rank left what it measured,
+    RUN_DIR is what WFBP_RECORD_DIR was set to while training: every rank left what it measured,
     planned and did there. The page shows an iteration of every rank, the network's cost curve,
     prediction against measurement, every schedule on what was measured, and other world sizes.
     """

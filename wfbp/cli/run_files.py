@@ -12,7 +12,7 @@ from wfbp.core.checks import number
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.trace import Trace
-from wfbp.runtime.recording import FORMAT
+from wfbp.runtime.engine.recording import FORMAT
 
 FIGURES = (
     "predicted_iteration_s",
@@ -103,7 +103,7 @@ def load_runs(directory: str) -> list[Run]:
     """Every engine that the ranks recorded in a directory, by name.
 
     Args:
-        directory: what ``WFBP_RUN_DIR`` was set to.
+        directory: what ``WFBP_RECORD_DIR`` was set to.
 
     Raises:
         ValueError: no such files, or one that is wrong; one line with file and place.
@@ -113,14 +113,15 @@ def load_runs(directory: str) -> list[Run]:
     if not folder.exists():
         raise ValueError(f"{directory}: no such directory")
     if not folder.is_dir():
-        raise ValueError(f"{directory}: not a directory; give what WFBP_RUN_DIR was set to")
+        raise ValueError(f"{directory}: not a directory; give what WFBP_RECORD_DIR was set to")
     by_name: dict[str, list[tuple[Path, int, RankRun]]] = {}
     for path in sorted(folder.glob("*.json")):
         name, size, run = _load(path)
         by_name.setdefault(name, []).append((path, size, run))
     if not by_name:
         raise ValueError(
-            f"{directory}: no recorded run; train with WFBP_RUN_DIR={directory} on 2 ranks or more"
+            f"{directory}: no recorded run; train with WFBP_RECORD_DIR={directory} on 2 ranks or "
+            "more"
         )
     return [_joined(name, rows) for name, rows in sorted(by_name.items())]
 

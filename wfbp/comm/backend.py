@@ -92,7 +92,7 @@ class Backend(ABC):
         """
         return 0
 
-    def stirs(self) -> bool:
+    def may_progress(self) -> bool:
         """Whether a test could find that something has moved on, here or on a duplicate.
 
         Asked between naps, so that what takes longer need not be done in vain; never blocks. It may

@@ -37,7 +37,7 @@ class _Rendezvous:
         self.error: WfbpError | None = None
 
 
-class _Fate:
+class _WorldState:
     """What became of a world and all its duplicates."""
 
     def __init__(self) -> None:
@@ -58,11 +58,11 @@ class LocalWorld:
         True
     """
 
-    def __init__(self, size: int, _fate: _Fate | None = None) -> None:
+    def __init__(self, size: int, _fate: _WorldState | None = None) -> None:
         if size < 1:
             raise ValueError(f"a world needs at least 1 rank, not {size}")
         self.size = size
-        self.fate = _fate or _Fate()
+        self.fate = _fate or _WorldState()
         self.open: dict[int, _Rendezvous] = {}
         self.notices: list[deque[tuple[int, bytes]]] = [deque() for _ in range(size)]
         # By sender, receiver and tag.

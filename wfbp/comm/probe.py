@@ -209,5 +209,5 @@ def _repeat(
 
 def _together(backend: Backend, times: list[float], settle: Settle) -> list[float]:
     """Per repetition, the slowest rank's time."""
-    said = settle(backend.all_gather_bytes(json.dumps(times).encode()))
-    return [max(column) for column in zip(*(json.loads(s) for s in said), strict=True)]
+    payloads = settle(backend.all_gather_bytes(json.dumps(times).encode()))
+    return [max(column) for column in zip(*(json.loads(s) for s in payloads), strict=True)]

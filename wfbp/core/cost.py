@@ -76,8 +76,8 @@ class Costs:
             ValueError: one line with the place and what was found there.
         """
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise ValueError(f"not a cost file: expected format {FORMAT!r}, found {found!r}")
+            actual = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"not a cost file: expected format {FORMAT!r}, found {actual!r}")
         known = ("format", "all_reduce", "reduce_scatter", "all_gather", "kappa")
         _only_known("", data, known)
         if "all_reduce" not in data:

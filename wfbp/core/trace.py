@@ -123,8 +123,8 @@ class Trace:
             ValueError: with the place and what was found there.
         """
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise ValueError(f"not a trace: expected format {FORMAT!r}, found {found!r}")
+            actual = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"not a trace: expected format {FORMAT!r}, found {actual!r}")
         rows = data.get("tensors")
         if not isinstance(rows, Sequence) or isinstance(rows, str):
             raise ValueError("tensors: expected a list")

@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from wfbp.comm.backend import Buffer
-from wfbp.comm.device import Device
+from wfbp.comm.device.device import Device
 from wfbp.cuda.kernels import CudaKernels
 from wfbp.cuda.pack import DevicePackTable
-from wfbp.cuda.streams import entered
+from wfbp.cuda.streams import stream_context
 from wfbp.errors import BackendError
 
 _NOT_READY = 600
@@ -49,7 +49,7 @@ class _Event:
 
 
 class CupyDevice(Device):
-    """One CUDA device; see :class:`~wfbp.comm.device.Device`.
+    """One CUDA device; see :class:`~wfbp.comm.device.device.Device`.
 
     Args:
         index: among those that this process sees.
@@ -154,7 +154,7 @@ class CupyDevice(Device):
         self._settle()
         cupy = self._cupy
         # CuPy's pool gives memory out again on the stream on which it was taken.
-        with cupy.cuda.Device(self.index), entered(cupy, stream):
+        with cupy.cuda.Device(self.index), stream_context(cupy, stream):
             data: Buffer = cupy.zeros(nbytes, cupy.uint8)
         return data
 

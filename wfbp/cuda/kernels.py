@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from wfbp.cuda.streams import entered
+from wfbp.cuda.streams import stream_context
 
 THREADS = 256
 CAPACITY = 504
@@ -131,7 +131,7 @@ class CudaKernels:
 
     def upload(self, table: npt.NDArray[Any], stream: int) -> tuple[int, Any]:
         """Enqueue the copy of a table to the device; see :class:`Kernels`."""
-        with entered(self._cupy, stream):
+        with stream_context(self._cupy, stream):
             held = self._cupy.asarray(np.ascontiguousarray(table).view(np.uint8))
         return int(held.data.ptr), held
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 
-class _Foreign:
+class _ForeignStream:
     """A raw handle, by the protocol that libraries pass streams by."""
 
     def __init__(self, handle: int) -> None:
@@ -16,16 +16,16 @@ class _Foreign:
         return 0, self._handle
 
 
-def entered(cupy: Any, stream: int) -> AbstractContextManager[object]:
+def stream_context(cupy: Any, stream: int) -> AbstractContextManager[object]:
     """Within it, what CuPy does happens on a stream; memory that it takes is that stream's.
 
     Args:
         cupy: the package.
         stream: raw handle of a stream of the current device.
     """
-    found: AbstractContextManager[object]
+    external: AbstractContextManager[object]
     if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14 and later
-        found = cupy.cuda.Stream.from_external(_Foreign(stream))
+        external = cupy.cuda.Stream.from_external(_ForeignStream(stream))
     else:
-        found = cupy.cuda.ExternalStream(stream)
-    return found
+        external = cupy.cuda.ExternalStream(stream)
+    return external

@@ -17,13 +17,13 @@ Example:
 from __future__ import annotations
 
 from wfbp.core.types import Op
-from wfbp.jax.choice import choose_device
+from wfbp.jax.choice import set_local_device
 from wfbp.jax.gradients import grad, value_and_grad
 from wfbp.jax.metrics import average_metrics
 from wfbp.jax.operations import allgather, allreduce, alltoall, broadcast, reducescatter
 from wfbp.jax.optimizer import DistributedOptimizer
-from wfbp.jax.order import allgather_object, barrier, broadcast_object
-from wfbp.jax.reports import reports
+from wfbp.jax.ordering import allgather_object, barrier, broadcast_object
+from wfbp.jax.reports import report
 from wfbp.jax.state import broadcast_parameters
 from wfbp.runtime.world import (
     init,
@@ -57,7 +57,6 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "broadcast_parameters",
-    "choose_device",
     "grad",
     "init",
     "is_initialized",
@@ -65,7 +64,8 @@ __all__ = [
     "local_size",
     "rank",
     "reducescatter",
-    "reports",
+    "report",
+    "set_local_device",
     "shutdown",
     "size",
     "value_and_grad",

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from wfbp.config import Config
 from wfbp.core.types import Op, TensorSpec
-from wfbp.jax.exchange import Request
+from wfbp.jax.exchange import ExchangeKey
 from wfbp.jax.trees import Layout
 from wfbp.runtime.arguments import check_arguments
 from wfbp.runtime.runtime import Runtime
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ExchangeOptions:
     """How gradients are to be exchanged; None stands for what the environment says.
 
     Args:
@@ -35,7 +35,7 @@ class Asked:
         some = TensorSpec("any", (1,), "float32")
         check_arguments([some], *self._plan(config), self.op, 1, user=self.user)
 
-    def request(self, runtime: Runtime, layout: Layout) -> Request:
+    def request(self, runtime: Runtime, layout: Layout) -> ExchangeKey:
         """The exchange of a tree's leaves.
 
         Raises:
@@ -43,7 +43,7 @@ class Asked:
         """
         schedule, limit_bytes = self._plan(runtime.config)
         check_arguments(layout.specs, schedule, limit_bytes, self.op, 1, user=self.user)
-        return Request(self.name or self.user, layout.specs, self.op, schedule, limit_bytes)
+        return ExchangeKey(self.name or self.user, layout.specs, self.op, schedule, limit_bytes)
 
     def _plan(self, config: Config) -> tuple[str, int]:
         return (

@@ -23,8 +23,9 @@ from jax.interpreters import ad, batching, mlir
 
 from wfbp.core.types import Op
 from wfbp.jax import native
-from wfbp.jax.order import settle
-from wfbp.runtime import operations, rows, world
+from wfbp.jax.ordering import wait_for_programs
+from wfbp.runtime import row_collectives, world
+from wfbp.runtime.api import array_collectives
 from wfbp.runtime.matching import Array
 from wfbp.runtime.runtime import Runtime
 
@@ -74,7 +75,7 @@ class AllReduce(Collective):
         return shape
 
     def run(self, runtime: Runtime, array: Array) -> Array:
-        return operations.allreduce(array, self.name, self.op)
+        return array_collectives.allreduce(array, self.name, self.op)
 
     def transposed(self, cotangent: jax.Array) -> jax.Array:
         return apply(AllReduce(None, self.op), cotangent)
@@ -94,7 +95,7 @@ class Broadcast(Collective):
         return shape
 
     def run(self, runtime: Runtime, array: Array) -> Array:
-        return operations.broadcast(array, self.root_rank, self.name)
+        return array_collectives.broadcast(array, self.root_rank, self.name)
 
     def transposed(self, cotangent: jax.Array) -> jax.Array:
         total = apply(AllReduce(None, Op.SUM), cotangent)
@@ -103,7 +104,7 @@ class Broadcast(Collective):
 
 
 @dataclass(frozen=True, slots=True)
-class Gather(Collective):
+class AllGather(Collective):
     """All ranks' rows, one after another."""
 
     rows: tuple[int, ...]
@@ -112,14 +113,14 @@ class Gather(Collective):
         return (sum(self.rows), *shape[1:])
 
     def run(self, runtime: Runtime, array: Array) -> Array:
-        return rows.gather(runtime, array, self.rows, self.name)
+        return row_collectives.gather_rows(runtime, array, self.rows, self.name)
 
     def transposed(self, cotangent: jax.Array) -> jax.Array:
-        return apply(Scatter(None, self.rows, Op.SUM), cotangent)
+        return apply(ReduceScatter(None, self.rows, Op.SUM), cotangent)
 
 
 @dataclass(frozen=True, slots=True)
-class Scatter(Collective):
+class ReduceScatter(Collective):
     """This rank's rows of all ranks' arrays combined."""
 
     rows: tuple[int, ...]
@@ -129,10 +130,10 @@ class Scatter(Collective):
         return (self.rows[world.rank()], *shape[1:])
 
     def run(self, runtime: Runtime, array: Array) -> Array:
-        return rows.scatter(runtime, array, self.rows, self.op, self.name)
+        return row_collectives.scatter_rows(runtime, array, self.rows, self.op, self.name)
 
     def transposed(self, cotangent: jax.Array) -> jax.Array:
-        whole = apply(Gather(None, self.rows), cotangent)
+        whole = apply(AllGather(None, self.rows), cotangent)
         return whole / world.size() if self.op is Op.AVERAGE else whole
 
     @property
@@ -141,17 +142,17 @@ class Scatter(Collective):
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange(Collective):
+class AllToAll(Collective):
     """Block r of every rank's array, on rank r."""
 
     def result_shape(self, shape: Shape) -> Shape:
         return shape
 
     def run(self, runtime: Runtime, array: Array) -> Array:
-        return rows.exchange(runtime, array, self.name)
+        return row_collectives.exchange_blocks(runtime, array, self.name)
 
     def transposed(self, cotangent: jax.Array) -> jax.Array:
-        return apply(Exchange(None), cotangent)
+        return apply(AllToAll(None), cotangent)
 
 
 def apply(collective: Collective, array: Any) -> jax.Array:
@@ -161,7 +162,7 @@ def apply(collective: Collective, array: Any) -> jax.Array:
 
 
 def _now(array: Any, *, collective: Collective) -> jax.Array:
-    settle()
+    wait_for_programs()
     result = collective.run(world.current("a collective"), np.asarray(array))
     if not array.committed:
         return jnp.asarray(result)
@@ -177,7 +178,7 @@ def _within(collective: Collective, array: Any) -> Array:
 
 
 def _as_callback(array: Any, *, collective: Collective) -> Any:
-    native.wait_apart()
+    native.wait_on_own_threads()
     if world.is_initialized():
         # XLA may run the program on a thread that has not communicated before.
         world.current("a collective").expect_other_threads()

@@ -3,7 +3,7 @@
 On CUDA an XLA handler is called when XLA enqueues, on one of XLA's threads, and told the stream.
 There an event is recorded without Python (``csrc/jax_events.h``), which hears of it later, on
 another thread. So that a gradient is ordered by the place in the stream where it was announced, and
-not by where the stream has come to since, a thread can be put there: see :meth:`Places.at`.
+not by where the stream has come to since, a thread can be put there: see :meth:`XlaStreams.at`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from contextlib import contextmanager
 
 import jax
 
-from wfbp.comm.device import Device, Event
+from wfbp.comm.device.device import Device, Event
 from wfbp.cuda.cupy_device import CupyDevice
 from wfbp.errors import WfbpError
 
 
-class Places(Device):
+class XlaStreams(Device):
     """A device whose streams are told by XLA, for one thread at a time each.
 
     Args:
@@ -75,7 +75,7 @@ class Places(Device):
         """Enqueue copies between addresses on the current stream."""
 
 
-class XlaDevice(Places, CupyDevice):
+class XlaDevice(XlaStreams, CupyDevice):
     """A CUDA device that JAX runs programs on.
 
     Args:
@@ -87,7 +87,7 @@ class XlaDevice(Places, CupyDevice):
 
     def __init__(self, index: int) -> None:
         CupyDevice.__init__(self, index)
-        Places.__init__(self, index)
+        XlaStreams.__init__(self, index)
         self._libcuda = ctypes.CDLL("libcuda.so.1")
 
     @property
@@ -107,23 +107,25 @@ class XlaDevice(Places, CupyDevice):
             self.copy_bytes(*copy, self.current_stream())
 
 
-def check_place(device: Places | None, place: tuple[int, int, int] | None) -> None:
+def check_device(device: XlaStreams | None, place: tuple[int, int, int] | None) -> None:
     """Raise where a step does not run on the device whose gradients are exchanged.
 
     Raises:
         WfbpError: the message says what to do.
     """
     expected = "the CPU" if device is None else f"GPU {device.index}"
-    found = "the CPU" if place is None else f"GPU {place[0]}"
-    if found != expected:
+    actual = "the CPU" if place is None else f"GPU {place[0]}"
+    if actual != expected:
         raise WfbpError(
-            f"a step runs on {found}, and wfbp.jax exchanges gradients of {expected}. Run steps on "
-            "the first of JAX's devices: wfbp.jax.choose_device() makes this rank's GPU the only "
+            f"a step runs on {actual}, and wfbp.jax exchanges gradients of {expected}. Run steps "
+            "on "
+            "the first of JAX's devices: wfbp.jax.set_local_device() makes this rank's GPU the "
+            "only "
             "one, JAX_PLATFORMS=cpu the CPU"
         )
 
 
-def programs_device() -> Places | None:
+def programs_device() -> XlaStreams | None:
     """The device that this process's programs run on; None for the CPU.
 
     Raises:

@@ -15,8 +15,8 @@ import jax
 from wfbp.core.plan import Plan
 from wfbp.core.types import Op, TensorSpec
 from wfbp.errors import WfbpError
-from wfbp.runtime.engine import Engine
-from wfbp.runtime.slot import Slot, Source
+from wfbp.runtime.engine.engine import Engine
+from wfbp.runtime.slot import BufferView, GradientRef
 
 Copy = Callable[[Sequence[int], Sequence[int], Sequence[int]], None]
 
@@ -36,7 +36,7 @@ def _remedy() -> str:
 
 
 @dataclass(frozen=True)
-class Request:
+class ExchangeKey:
     """What a program wants to have exchanged; what is equal here shares an engine.
 
     Args:
@@ -63,7 +63,7 @@ class Request:
         return json.dumps([self.name, rows, *rest])
 
     @classmethod
-    def parse(cls, text: str) -> Request:
+    def parse(cls, text: str) -> ExchangeKey:
         """The request of a :attr:`text`."""
         name, rows, op, *rest = json.loads(text)
         specs = tuple(TensorSpec(n, tuple(shape), dtype) for n, shape, dtype in rows)
@@ -81,7 +81,7 @@ class Request:
         return int.from_bytes(digest[:8], "little") >> 1
 
 
-class Exchange:
+class GradientExchange:
     """Collects a step's announcements, and gives them to the engine.
 
     Announcements come from the herald or from the training thread, waits from an XLA thread or
@@ -101,7 +101,7 @@ class Exchange:
 
     def __init__(
         self,
-        request: Request,
+        request: ExchangeKey,
         where: str,
         lock: Lock,
         make: Callable[[], Engine],
@@ -203,7 +203,7 @@ class Exchange:
         else:
             self._engine.mark_ready(index, address, owner, time_s)
 
-    def source(self, index: int) -> Source | None:
+    def source(self, index: int) -> GradientRef | None:
         """Where a gradient lies of which the engine expected to hear once more."""
         address = self._addresses[index]
         return (address, None) if address else None
@@ -217,7 +217,7 @@ class Exchange:
         if self._engine is not None:
             self._engine.close()
 
-    def _synchronize(self, targets: Sequence[int]) -> list[Slot | None]:
+    def _synchronize(self, targets: Sequence[int]) -> list[BufferView | None]:
         engine = self._engine
         if engine is None:
             engine = self._make()

@@ -13,16 +13,16 @@ from typing import Any
 
 from wfbp.errors import WfbpError
 from wfbp.jax import native
-from wfbp.jax.device import Places, check_place, programs_device
-from wfbp.jax.exchange import Exchange, Request
+from wfbp.jax.device import XlaStreams, check_device, programs_device
+from wfbp.jax.exchange import ExchangeKey, GradientExchange
 from wfbp.runtime import agreement, world
-from wfbp.runtime.engine import Engine
+from wfbp.runtime.engine.engine import Engine
 from wfbp.runtime.runtime import Runtime
 
 _MAKING = "jax: making an exchange"
 
 
-class Exchanges:
+class ExchangeRegistry:
     """Exchanges by key.
 
     Programs are compiled in any order, and perhaps on one rank only; a request is known from
@@ -38,19 +38,21 @@ class Exchanges:
         device: that programs run on; None for the CPU.
     """
 
-    def __init__(self, handlers: native.Handlers, device: Places | None = None) -> None:
+    def __init__(self, handlers: native.Handlers, device: XlaStreams | None = None) -> None:
         self._native = handlers
         self.device = device
         self._lock = threading.Lock()
         self._making = threading.Lock()
-        self._requests: dict[int, Request] = {}
-        self._exchanges: dict[int, Exchange] = {}
+        self._requests: dict[int, ExchangeKey] = {}
+        self._exchanges: dict[int, GradientExchange] = {}
         self._engines: dict[int, Engine] = {}
         self._runtime: Runtime | None = None
         handlers.serve(self._wait)
-        threading.Thread(target=self._hear, name="wfbp-herald", daemon=True).start()
+        threading.Thread(
+            target=self._forward_announcements, name="wfbp-herald", daemon=True
+        ).start()
 
-    def add(self, request: Request) -> int:
+    def add(self, request: ExchangeKey) -> int:
         """Know a request; its key."""
         if world.is_initialized():
             # XLA may run the program on a thread that has not communicated before.
@@ -60,7 +62,7 @@ class Exchanges:
             self._requests[request.key] = request
             num_known = len(self._requests)
         if not known and num_known > 1:
-            native.wait_apart()
+            native.wait_on_own_threads()
         if not known:
             self._stock(2 * len(request.specs))
         return request.key
@@ -76,7 +78,7 @@ class Exchanges:
             exchange = self._get(key)
         exchange.reduce(None, outputs)
 
-    def reports(self) -> dict[str, dict[str, Any]]:
+    def report(self) -> dict[str, dict[str, Any]]:
         """Of each exchange that has run, by name, the plan in use and what it costs."""
         with self._lock:
             found = [(self._requests[key].title, e) for key, e in self._exchanges.items()]
@@ -104,11 +106,11 @@ class Exchanges:
         with self._lock:
             self._take_notes()
             exchange = self._get(key)
-        check_place(self.device, place)
+        check_device(self.device, place)
         with self._at(place):
             exchange.reduce(inputs, outputs)
 
-    def _hear(self) -> None:
+    def _forward_announcements(self) -> None:
         """The herald: passes on what XLA's threads announce, where it may leave at once."""
         while self._native.listen():
             with self._lock:
@@ -121,7 +123,7 @@ class Exchanges:
         for key, index, address, place, age_s in notes:
             used += place is not None and place[2] != 0
             try:
-                check_place(self.device, place)
+                check_device(self.device, place)
                 with self._at(place):
                     time_s = now - age_s if place is None else None
                     self._get(key).announce(index, address, time_s=time_s)
@@ -142,7 +144,7 @@ class Exchanges:
         if self.device is not None:
             self._native.stock(self.device.recorder, self.device.lend(count))
 
-    def _get(self, key: int) -> Exchange:
+    def _get(self, key: int) -> GradientExchange:
         """The exchange of a key, in the runtime that there is now."""
         runtime = world.current("a step that was compiled before")
         if runtime is not self._runtime:
@@ -152,15 +154,15 @@ class Exchanges:
             self._engines.clear()
             self._runtime = runtime
             runtime.expect_other_threads()  # the program may have been traced before init()
-        found = self._exchanges.get(key)
-        if found is None:
+        known = self._exchanges.get(key)
+        if known is None:
             request = self._requests.get(key)
             if request is None:
                 raise WfbpError(
                     f"{runtime.where}: a compiled program exchanges gradients that were not "
                     "traced in this process; wfbp's programs cannot be exported"
                 )
-            found = self._exchanges[key] = Exchange(
+            known = self._exchanges[key] = GradientExchange(
                 request,
                 runtime.where,
                 self._lock,
@@ -168,9 +170,9 @@ class Exchanges:
                 self._native.copy if self.device is None else self.device.move,
                 functools.partial(self._native.expect, key),
             )
-        return found
+        return known
 
-    def _make(self, runtime: Runtime, wanted: Request) -> Engine:
+    def _make(self, runtime: Runtime, wanted: ExchangeKey) -> Engine:
         """The engine of a request; made together with all that other ranks have come to."""
         with self._making:
             if wanted.key in self._engines:
@@ -178,9 +180,9 @@ class Exchanges:
             with self._lock:
                 known = sorted(self._requests)
             message = json.dumps({"wanted": wanted.text, "known": known}).encode()
-            said = [json.loads(p) for p in runtime.planning.exchange(message, _MAKING)]
-            requests = [Request.parse(s["wanted"]) for s in said]
-            everywhere = set.intersection(*(set(s["known"]) for s in said))
+            replies = [json.loads(p) for p in runtime.planning_channel.exchange(message, _MAKING)]
+            requests = [ExchangeKey.parse(s["wanted"]) for s in replies]
+            everywhere = set.intersection(*(set(s["known"]) for s in replies))
             if not everywhere.issuperset(r.key for r in requests):
                 _disagree(runtime.where, requests)
             for _, request in sorted({r.key: r for r in requests}.items()):
@@ -188,7 +190,7 @@ class Exchanges:
                     self._engines[request.key] = self._engine(runtime, request)
             return self._engines[wanted.key]
 
-    def _engine(self, runtime: Runtime, request: Request) -> Engine:
+    def _engine(self, runtime: Runtime, request: ExchangeKey) -> Engine:
         with self._lock:
             exchange = self._get(request.key)
         return Engine(
@@ -200,12 +202,12 @@ class Exchanges:
             device=self.device,
             fetch=exchange.source,
             name=request.title,
-            talk=runtime.planning,
+            channel=runtime.planning_channel,
         )
 
 
 @functools.cache
-def exchanges() -> Exchanges:
+def exchange_registry() -> ExchangeRegistry:
     """Those of this process.
 
     Raises:
@@ -213,10 +215,10 @@ def exchanges() -> Exchanges:
         NotImplementedError: programs run on neither a CPU nor CUDA.
     """
     device = programs_device()
-    return Exchanges(native.load(), device)
+    return ExchangeRegistry(native.load(), device)
 
 
-def _disagree(where: str, requests: Sequence[Request]) -> None:
+def _disagree(where: str, requests: Sequence[ExchangeKey]) -> None:
     """Raise what ranks disagree upon.
 
     Raises:
@@ -226,5 +228,5 @@ def _disagree(where: str, requests: Sequence[Request]) -> None:
         {"name": r.title, "op": str(r.op), "schedule": r.schedule, "bytes": r.threshold_bytes}
         for r in requests
     ]
-    said = [agreement.encode_specs(r.specs, s) for r, s in zip(requests, settings, strict=True)]
-    agreement.check_specs(f"{where}: {requests[0].title}", said)
+    encoded = [agreement.encode_specs(r.specs, s) for r, s in zip(requests, settings, strict=True)]
+    agreement.check_specs(f"{where}: {requests[0].title}", encoded)

@@ -10,10 +10,10 @@ import jax
 
 from wfbp.config import Config
 from wfbp.core.types import Op
-from wfbp.jax.arguments import Asked
+from wfbp.jax.arguments import ExchangeOptions
 from wfbp.jax.operations import is_compiling
 from wfbp.jax.signature import argument_names, argument_numbers
-from wfbp.jax.taps import Step
+from wfbp.jax.taps import TracedExchange
 from wfbp.jax.trees import Layout
 from wfbp.runtime import world
 from wfbp.runtime.runtime import Runtime
@@ -65,7 +65,7 @@ def value_and_grad(
         Array([1., 3.], dtype=float32)
     """
     numbers = argument_numbers(fun, argnums, "value_and_grad")
-    asked = Asked("value_and_grad", op, schedule, threshold_bytes, name)
+    asked = ExchangeOptions("value_and_grad", op, schedule, threshold_bytes, name)
     # Functions may be made before init(), where modules are loaded.
     known = world.current("value_and_grad()").config if world.is_initialized() else Config()
     asked.check(known)
@@ -79,7 +79,7 @@ def value_and_grad(
     @functools.wraps(fun, updated=())
     def averaged(*args: Any, **kwargs: Any) -> Any:
         runtime = world.current("value_and_grad()")
-        taps = _Taps(fun, numbers, asked, runtime)
+        taps = _DifferentiatedCall(fun, numbers, asked, runtime)
         taps.look_at(args)
         value, grads = jax.value_and_grad(taps.apply, **options)(*args, **kwargs)
         return value, taps.collect(grads, single=not isinstance(argnums, Sequence))
@@ -127,7 +127,7 @@ def grad(
     return averaged
 
 
-class _Taps:
+class _DifferentiatedCall:
     """The taps of one call of a differentiated function.
 
     Args:
@@ -138,14 +138,18 @@ class _Taps:
     """
 
     def __init__(
-        self, fun: Callable[..., Any], numbers: Sequence[int], asked: Asked, runtime: Runtime
+        self,
+        fun: Callable[..., Any],
+        numbers: Sequence[int],
+        asked: ExchangeOptions,
+        runtime: Runtime,
     ) -> None:
         self._fun = fun
         self._numbers = numbers
         self._asked = asked
         self._runtime = runtime
         self._traced = is_compiling()
-        self._step: Step | None = None
+        self._step: TracedExchange | None = None
 
     def look_at(self, args: Sequence[Any]) -> None:
         """Raise for leaves that cannot be differentiated by, before JAX does without their names;
@@ -166,7 +170,7 @@ class _Taps:
         if self._layout.specs:
             request = self._asked.request(self._runtime, self._layout)
             if self._runtime.size > 1:
-                self._step = Step(request, self._traced)
+                self._step = TracedExchange(request, self._traced)
                 parameters = list(self._layout.replace(parameters, self._step.tap))
         given = list(args)
         for number, parameter in zip(self._numbers, parameters, strict=True):

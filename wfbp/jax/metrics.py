@@ -10,9 +10,10 @@ import numpy as np
 
 from wfbp.core.types import Op
 from wfbp.jax.operations import allreduce, is_compiling
-from wfbp.jax.order import settle
+from wfbp.jax.ordering import wait_for_programs
 from wfbp.jax.trees import is_value
-from wfbp.runtime import operations, world
+from wfbp.runtime import world
+from wfbp.runtime.api import array_collectives
 
 Tree = TypeVar("Tree")
 
@@ -44,19 +45,19 @@ def average_metrics(metrics: Tree, name: str | None = None) -> Tree:
     world.current("average_metrics()")
     paths, structure = jax.tree_util.tree_flatten_with_path(metrics)
     leaves = [leaf for _, leaf in paths]
-    found = [index for index, leaf in enumerate(leaves) if is_value(leaf)]
-    for index in found:
+    indices = [index for index, leaf in enumerate(leaves) if is_value(leaf)]
+    for index in indices:
         if jnp.iscomplexobj(leaves[index]):
             what = jax.tree_util.keystr(paths[index][0]) or "the metric"
             raise TypeError(
                 f"average_metrics: {what} is complex; pass its real and its imaginary part"
             )
-    label = name or f"metrics {', '.join(jax.tree_util.keystr(paths[k][0]) for k in found)}"
-    if is_compiling() or any(isinstance(leaves[k], jax.core.Tracer) for k in found):
-        means = _traced([jnp.asarray(leaves[k]) for k in found], label)
+    label = name or f"metrics {', '.join(jax.tree_util.keystr(paths[k][0]) for k in indices)}"
+    if is_compiling() or any(isinstance(leaves[k], jax.core.Tracer) for k in indices):
+        means = _traced([jnp.asarray(leaves[k]) for k in indices], label)
     else:
-        means = _now([leaves[k] for k in found], label)
-    for index, mean in zip(found, means, strict=True):
+        means = _now([leaves[k] for k in indices], label)
+    for index, mean in zip(indices, means, strict=True):
         leaves[index] = mean
     tree: Tree = jax.tree_util.tree_unflatten(structure, leaves)
     return tree
@@ -64,9 +65,9 @@ def average_metrics(metrics: Tree, name: str | None = None) -> Tree:
 
 def _now(values: list[Any], label: str) -> list[Any]:
     arrays = [np.asarray(value, np.float64) for value in values]
-    settle()
+    wait_for_programs()
     flat = np.concatenate([np.zeros(0), *(array.reshape(-1) for array in arrays)])
-    means = _split(operations.allreduce(flat, label), arrays)
+    means = _split(array_collectives.allreduce(flat, label), arrays)
     return [_as(value, mean) for value, mean in zip(values, means, strict=True)]
 
 

@@ -30,7 +30,7 @@ from typing import Any, Protocol, cast
 import jax
 from jaxlib import version as jaxlib
 
-from wfbp.jax.order import see_steps_through
+from wfbp.jax.ordering import wait_for_steps
 from wfbp.runtime import world
 
 MODULE = "_jax_ffi"
@@ -97,7 +97,7 @@ def load() -> Handlers:
             jax.ffi.register_ffi_target(target, handler, platform=platform)
     if _apart.is_set():
         native.wait_apart()
-    world.before_shutdown(see_steps_through)
+    world.before_shutdown(wait_for_steps)
     atexit.register(_finish, native)
     return native
 
@@ -105,7 +105,7 @@ def load() -> Handlers:
 _apart = Event()
 
 
-def wait_apart() -> None:
+def wait_on_own_threads() -> None:
     """Let waits on the CPU hold up none of XLA's threads, from now on.
 
     To be called where a program has more of what waits for other ranks than one exchange: they may
@@ -122,7 +122,7 @@ def _finish(native: Handlers) -> None:
     Where the runtime has been made anew since, its own shutdown comes before, and has seen to it.
     """
     try:
-        see_steps_through()
+        wait_for_steps()
     finally:
         native.close()
 

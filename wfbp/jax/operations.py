@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from wfbp.core.types import Op, item_bytes
-from wfbp.jax.collective import AllReduce, Broadcast, Exchange, Gather, Scatter, apply
-from wfbp.jax.order import settle
-from wfbp.runtime import rows, world
+from wfbp.jax.collective import AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter, apply
+from wfbp.jax.ordering import wait_for_programs
+from wfbp.runtime import row_collectives, world
 from wfbp.runtime.matching import check_root
 from wfbp.runtime.runtime import Runtime
 
@@ -89,9 +89,9 @@ def allgather(array: Any, name: str | None = None) -> jax.Array:
     if _alone(runtime):
         return x
     if is_compiling():
-        return apply(Gather(name, (x.shape[0],) * runtime.size), x)
-    settle()
-    return apply(Gather(name, rows.count_rows(runtime, x.shape, x.dtype, name)), x)
+        return apply(AllGather(name, (x.shape[0],) * runtime.size), x)
+    wait_for_programs()
+    return apply(AllGather(name, row_collectives.count_rows(runtime, x.shape, x.dtype, name)), x)
 
 
 def reducescatter(array: Any, name: str | None = None, op: Op = Op.AVERAGE) -> jax.Array:
@@ -117,7 +117,7 @@ def reducescatter(array: Any, name: str | None = None, op: Op = Op.AVERAGE) -> j
     _check_op(x, op)
     if _alone(runtime):
         return x
-    return apply(Scatter(name, rows.equal_rows(x.shape[0], runtime.size), op), x)
+    return apply(ReduceScatter(name, row_collectives.equal_rows(x.shape[0], runtime.size), op), x)
 
 
 def alltoall(array: Any, name: str | None = None) -> jax.Array:
@@ -141,7 +141,7 @@ def alltoall(array: Any, name: str | None = None) -> jax.Array:
             f"alltoall: an array of shape {x.shape} does not divide into {runtime.size} blocks of "
             "rows"
         )
-    return x if _alone(runtime) else apply(Exchange(name), x)
+    return x if _alone(runtime) else apply(AllToAll(name), x)
 
 
 def _array(array: Any) -> jax.Array:

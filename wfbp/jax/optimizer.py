@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from wfbp.core.types import Op
-from wfbp.jax.arguments import Asked
+from wfbp.jax.arguments import ExchangeOptions
 from wfbp.jax.operations import is_compiling
-from wfbp.jax.taps import Step
+from wfbp.jax.taps import TracedExchange
 from wfbp.jax.trees import Layout
 from wfbp.runtime import world
 
@@ -65,7 +65,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             f"{_remedy(optimizer)}"
         )
     inner = optax.with_extra_args_support(optimizer)
-    asked = Asked("DistributedOptimizer", op, schedule, threshold_bytes, name)
+    asked = ExchangeOptions("DistributedOptimizer", op, schedule, threshold_bytes, name)
     asked.check(runtime.config)
 
     def update(
@@ -88,7 +88,7 @@ def _remedy(found: Any) -> str:
     return "; call it first, as in optax.sgd(0.1)" if callable(found) else ""
 
 
-def _averaged(gradients: Any, asked: Asked) -> Any:
+def _averaged(gradients: Any, asked: ExchangeOptions) -> Any:
     runtime = world.current("DistributedOptimizer.update()")
     layout = Layout.of([gradients], ["gradients"], asked.user)
     if not layout.specs:
@@ -96,4 +96,4 @@ def _averaged(gradients: Any, asked: Asked) -> Any:
     request = asked.request(runtime, layout)
     if runtime.size == 1:
         return gradients
-    return layout.replace([gradients], Step(request, is_compiling()).wait)[0]
+    return layout.replace([gradients], TracedExchange(request, is_compiling()).wait)[0]

@@ -23,7 +23,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from wfbp.jax.exchange import Request
+from wfbp.jax.exchange import ExchangeKey
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +35,8 @@ class Site:
         add: makes a request known; returns its key.
     """
 
-    request: Request
-    add: Callable[[Request], int]
+    request: ExchangeKey
+    add: Callable[[ExchangeKey], int]
 
 
 def announce(gradient: Any, site: Site, index: int) -> Any:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from wfbp.jax.exchanges import exchanges
+from wfbp.jax.exchanges import exchange_registry
 from wfbp.runtime import world
 
 
-def reports() -> dict[str, dict[str, Any]]:
+def report() -> dict[str, dict[str, Any]]:
     """Of everything that exchanges gradients, by its name, the plan in use and what it costs.
 
     Names are those given by ``name=``, else ``value_and_grad`` or ``DistributedOptimizer``. Empty
@@ -24,6 +24,6 @@ def reports() -> dict[str, dict[str, Any]]:
         >>> wfbp.reports() if wfbp.size() == 1 else {}
         {}
     """
-    if world.current("reports()").size == 1:
+    if world.current("report()").size == 1:
         return {}
-    return exchanges().reports()
+    return exchange_registry().report()

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wfbp.jax.order import settle
+from wfbp.jax.ordering import wait_for_programs
 from wfbp.jax.trees import is_value
-from wfbp.runtime import operations, world
-from wfbp.runtime.matching import check_bytes, check_root, flat, kind
-from wfbp.runtime.refusals import telling_others
+from wfbp.runtime import world
+from wfbp.runtime.api import array_collectives
+from wfbp.runtime.matching import check_bytes, check_root, dtype_key, flattened
+from wfbp.runtime.refusals import sharing_argument_errors
 
 Tree = TypeVar("Tree")
 
@@ -47,17 +48,17 @@ def broadcast_parameters(parameters: Tree, root_rank: int = 0) -> Tree:
     leaves = [leaf for _, leaf in paths]
     found = {}
     rows = []
-    with telling_others(runtime, operations.MANY):
+    with sharing_argument_errors(runtime, array_collectives.MANY):
         check_root(runtime, root_rank)
         for index, (path, leaf) in enumerate(paths):
             if not is_value(leaf):
                 continue
             name = jax.tree_util.keystr(path)
             found[index] = copy = _own_copy(name, leaf)
-            rows.append((name, kind(copy.dtype), copy.shape))
-    settle()
-    buffers = [flat(copy).view(np.uint8) for copy in found.values()]
-    operations.broadcast_buffers(runtime, rows, buffers, root_rank)
+            rows.append((name, dtype_key(copy.dtype), copy.shape))
+    wait_for_programs()
+    buffers = [flattened(copy).view(np.uint8) for copy in found.values()]
+    array_collectives.broadcast_buffers(runtime, rows, buffers, root_rank)
     if runtime.size > 1:
         for index, copy in found.items():
             leaves[index] = _like(leaves[index], copy)

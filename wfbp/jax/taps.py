@@ -9,11 +9,11 @@ import jax
 import numpy as np
 
 from wfbp.jax import primitives
-from wfbp.jax.exchange import Request
-from wfbp.jax.exchanges import exchanges
+from wfbp.jax.exchange import ExchangeKey
+from wfbp.jax.exchanges import exchange_registry
 
 
-class Step:
+class TracedExchange:
     """One exchange of gradients in a program's text: every leaf is announced once, then all are
     waited for once.
 
@@ -26,8 +26,8 @@ class Step:
             function is differentiated, because that is a trace of its own.
     """
 
-    def __init__(self, request: Request, traced: bool) -> None:
-        self._exchanges = exchanges()
+    def __init__(self, request: ExchangeKey, traced: bool) -> None:
+        self._exchanges = exchange_registry()
         self._request = request
         self._site = primitives.Site(request, self._exchanges.add)
         self._traced = traced

@@ -83,5 +83,5 @@ class Layout:
         changed = change([leaves[place] for place in self.places])
         for place, value in zip(self.places, changed, strict=True):
             leaves[place] = value
-        found: tuple[Any, ...] = self.treedef.unflatten(leaves)
-        return found
+        replaced: tuple[Any, ...] = self.treedef.unflatten(leaves)
+        return replaced

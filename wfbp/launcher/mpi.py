@@ -112,13 +112,15 @@ def find_mpi(python: str = sys.executable, mpirun: str | None = None) -> Mpi:
     rejected = []
     for candidate in _candidates(python, mpirun):
         try:
-            found = vendor_of(_output(candidate, "--version"))
+            implementation = vendor_of(_output(candidate, "--version"))
         except (OSError, subprocess.SubprocessError) as error:
             rejected.append(f"{candidate} does not run ({_last_line(error)})")
             continue
-        if found is vendor:
+        if implementation is vendor:
             return Mpi(vendor, version, candidate)
-        rejected.append(f"{candidate} is of {found.value if found else 'another make'}")
+        rejected.append(
+            f"{candidate} is of {implementation.value if implementation else 'another make'}"
+        )
     raise BackendError(
         f"mpi4py uses {vendor.value}, and no mpirun of {vendor.value} was found beside {python} or "
         f"on the PATH{': ' if rejected else ''}{'; '.join(rejected)}. {_REMEDIES[vendor]}"
@@ -140,7 +142,7 @@ def _candidates(python: str, mpirun: str | None) -> Iterator[str]:
         return
     names = ("mpirun", "mpiexec", "mpiexec.hydra", "mpirun.mpich", "mpirun.openmpi")
     beside = [str(path) for name in names if (path := Path(python).with_name(name)).exists()]
-    on_path = [found for name in names if (found := shutil.which(name)) is not None]
+    on_path = [program for name in names if (program := shutil.which(name)) is not None]
     yield from dict.fromkeys(beside + on_path)
 
 

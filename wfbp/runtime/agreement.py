@@ -28,10 +28,10 @@ def check_specs(who: str, payloads: Sequence[bytes]) -> None:
     Raises:
         DisagreementError: on every rank: which ranks, which tensors, what each of the two has.
     """
-    said = [json.loads(p) for p in payloads]
+    messages = [json.loads(p) for p in payloads]
     problems = []
-    for rank, theirs in enumerate(said):
-        problems += _differences(said[0], theirs, rank)
+    for rank, theirs in enumerate(messages):
+        problems += _differences(messages[0], theirs, rank)
     if problems:
         shown = problems[:_MAX_NAMED]
         if len(problems) > _MAX_NAMED:
@@ -56,40 +56,40 @@ def check_equal(who: str, what: str, values: Sequence[str]) -> None:
 
 
 def _differences(ours: dict[str, Any], theirs: dict[str, Any], rank: int) -> list[str]:
-    found = []
+    differences = []
     mine, other_rows = ours["tensors"], theirs["tensors"]
     by_name = {row[0]: row for row in other_rows}
     names = {row[0] for row in mine}
     for row in mine:
         match = by_name.get(row[0])
         if match is None:
-            found.append(f"{_shown(row)} of rank 0 is missing on rank {rank}")
+            differences.append(f"{_shown(row)} of rank 0 is missing on rank {rank}")
         elif match != row:
-            found.append(f"{_shown(row)} on rank 0 is {_shown(match)} on rank {rank}")
-    found += [
+            differences.append(f"{_shown(row)} on rank 0 is {_shown(match)} on rank {rank}")
+    differences += [
         f"{_shown(row)} of rank {rank} is missing on rank 0"
         for row in other_rows
         if row[0] not in names
     ]
-    if not found and mine != other_rows:
+    if not differences and mine != other_rows:
         place = next(k for k, (a, b) in enumerate(zip(mine, other_rows, strict=True)) if a != b)
-        found.append(
+        differences.append(
             f"tensor {place} is {_shown(mine[place])} on rank 0 and "
             f"{_shown(other_rows[place])} on rank {rank} (the order differs)"
         )
     # Settings follow from the tensors in part, the plan from all else: report causes only.
     for key, value in ours["settings"].items():
         other = theirs["settings"].get(key)
-        if found or other == value:
+        if differences or other == value:
             continue
         if isinstance(value, list) and isinstance(other, list):
-            found.append(
+            differences.append(
                 f"{key}: {_only_in(value, other)} on rank 0 only, "
                 f"{_only_in(other, value)} on rank {rank} only"
             )
         else:
-            found.append(f"{key} is {value!r} on rank 0 and {other!r} on rank {rank}")
-    return found
+            differences.append(f"{key} is {value!r} on rank 0 and {other!r} on rank {rank}")
+    return differences
 
 
 def _only_in(these: list[str], those: list[str]) -> str:

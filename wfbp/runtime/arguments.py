@@ -8,7 +8,7 @@ from numbers import Integral
 
 from wfbp.core.planners.threshold_search import ThresholdSearch
 from wfbp.core.types import Op, TensorSpec
-from wfbp.runtime.candidates import check_schedule
+from wfbp.runtime.tuning.candidates import check_schedule
 
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 

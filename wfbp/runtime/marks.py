@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from wfbp.runtime.profile import Stamps
 from wfbp.runtime.steps import GroupTime
+from wfbp.runtime.tuning.profile import StepTimes
 
-Stamp = Any
+Timestamp = Any
 """A moment: seconds on the host, a timed event on a device; 0 is "did not"."""
 
-Span = tuple[Stamp, Stamp]
+Span = tuple[Timestamp, Timestamp]
 
 
 @dataclass(frozen=True, slots=True)
-class StepMarks:
-    """When things happened in one step; see :class:`~wfbp.runtime.profile.Stamps`.
+class StepTimestamps:
+    """When things happened in one step; see :class:`~wfbp.runtime.tuning.profile.StepTimes`.
 
     Args:
         begun: the previous step's results were in hand.
@@ -29,33 +29,33 @@ class StepMarks:
         update: the optimizer's update at the beginning of the step.
         waits: forward's waits for all-gathers.
         times: of groups that travelled in backward.
-        gathers: of all-gathers.
+        allgather: of all-gathers.
     """
 
-    begun: Stamp
-    ready: Sequence[Stamp]
-    forward: Sequence[Stamp]
-    forward_end: Stamp
-    closed: Stamp
-    done: Stamp
+    begun: Timestamp
+    ready: Sequence[Timestamp]
+    forward: Sequence[Timestamp]
+    forward_end: Timestamp
+    closed: Timestamp
+    done: Timestamp
     update: Span
     waits: Sequence[Span]
     times: Sequence[GroupTime]
     gathers: Sequence[GroupTime]
 
 
-class Measured(NamedTuple):
+class MeasuredStep(NamedTuple):
     """The same in seconds, and when all groups travelled, gathers first."""
 
-    stamps: Stamps
+    stamps: StepTimes
     times: list[GroupTime]
 
 
-UNREAD = Measured(Stamps(0.0, [], []), [])
+NOT_MEASURED = MeasuredStep(StepTimes(0.0, [], []), [])
 """Of a step that was not measured."""
 
 
-def read(marks: StepMarks, at: Callable[[Stamp], float]) -> Measured:
+def to_seconds(marks: StepTimestamps, at: Callable[[Timestamp], float]) -> MeasuredStep:
     """Turn moments into seconds. What was over before the step began is no part of it: gradients
     may have been forgotten since.
 
@@ -65,7 +65,7 @@ def read(marks: StepMarks, at: Callable[[Stamp], float]) -> Measured:
     """
     times = [_seconds(time, at) for time in marks.times]
     begun_s = at(marks.begun)
-    stamps = Stamps(
+    stamps = StepTimes(
         begun_s,
         [at(stamp) for stamp in marks.ready],
         [at(stamp) for stamp in marks.forward],
@@ -76,12 +76,12 @@ def read(marks: StepMarks, at: Callable[[Stamp], float]) -> Measured:
         _length([marks.update], at, begun_s),
         _length(marks.waits, at, begun_s),
     )
-    return Measured(stamps, [*(_seconds(time, at) for time in marks.gathers), *times])
+    return MeasuredStep(stamps, [*(_seconds(time, at) for time in marks.gathers), *times])
 
 
-def _seconds(time: GroupTime, at: Callable[[Stamp], float]) -> GroupTime:
+def _seconds(time: GroupTime, at: Callable[[Timestamp], float]) -> GroupTime:
     return GroupTime(time.group, at(time.start_s), at(time.packed_s), at(time.end_s))
 
 
-def _length(spans: Sequence[Span], at: Callable[[Stamp], float], begun_s: float) -> float:
+def _length(spans: Sequence[Span], at: Callable[[Timestamp], float], begun_s: float) -> float:
     return sum(max(0.0, at(end) - max(at(start), begun_s)) for start, end in spans)

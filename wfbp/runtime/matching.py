@@ -14,7 +14,7 @@ from wfbp.runtime.runtime import Runtime
 Array = npt.NDArray[Any]
 
 
-def agree(runtime: Runtime, call: str, *details: str, private: int = 0) -> list[int]:
+def check_consistent(runtime: Runtime, call: str, *details: str, private: int = 0) -> list[int]:
     """Compare what the ranks are about to do.
 
     Args:
@@ -34,7 +34,7 @@ def agree(runtime: Runtime, call: str, *details: str, private: int = 0) -> list[
     return [int(text) for text in runtime.exchange(b"%d" % private, label, purpose)]
 
 
-def shown(dtype: str, shape: Sequence[int]) -> str:
+def describe_array(dtype: str, shape: Sequence[int]) -> str:
     """An array as messages show it."""
     return f"{dtype}{tuple(shape)}"
 
@@ -70,19 +70,19 @@ def check_writable(name: str, array: Any) -> None:
         raise ValueError(f"{name} is read-only; expected an array that can be filled in place")
 
 
-def native(array: Array) -> Array:
+def in_native_order(array: Array) -> Array:
     """The array in this machine's byte order, in which values travel; itself if it is already."""
     if array.dtype.isnative:
         return array
     return array.astype(array.dtype.newbyteorder("="))
 
 
-def kind(dtype: np.dtype[Any]) -> str:
+def dtype_key(dtype: np.dtype[Any]) -> str:
     """What ranks compare of an element type: its name, or all its fields."""
     return dtype.name if dtype.names is None else str(dtype.descr)
 
 
-def flat(array: Array) -> Buffer:
+def flattened(array: Array) -> Buffer:
     """A contiguous array as one dimension of its storage type (uint16 for bfloat16)."""
     if array.dtype.name == "bfloat16":
         array = array.view(np.uint16)

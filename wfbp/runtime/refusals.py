@@ -10,11 +10,11 @@ from typing import Any
 from wfbp.errors import PeerError
 from wfbp.runtime.runtime import Runtime
 
-_REFUSED = "refused"
+_ARGUMENT_ERROR = "refused"
 
 
 @contextmanager
-def telling_others(runtime: Runtime, call: str) -> Iterator[None]:
+def sharing_argument_errors(runtime: Runtime, call: str) -> Iterator[None]:
     """Within it a call checks its arguments; what it raises ends the call on every rank.
 
     The others find out by :func:`check_refusals` on the payloads of the exchange with which the
@@ -24,11 +24,11 @@ def telling_others(runtime: Runtime, call: str) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         if runtime.size > 1:
-            runtime.exchange(json.dumps([_REFUSED, str(error)]).encode(), call)
+            runtime.exchange(json.dumps([_ARGUMENT_ERROR, str(error)]).encode(), call)
         raise
 
 
-def check_refusals(runtime: Runtime, call: str, said: Sequence[Sequence[Any]]) -> None:
+def check_argument_errors(runtime: Runtime, call: str, payloads: Sequence[Sequence[Any]]) -> None:
     """Raise where another rank could not take its arguments.
 
     Args:
@@ -39,6 +39,6 @@ def check_refusals(runtime: Runtime, call: str, said: Sequence[Sequence[Any]]) -
     Raises:
         PeerError: which rank, and why.
     """
-    for rank, payload in enumerate(said):
-        if payload[0] == _REFUSED:
+    for rank, payload in enumerate(payloads):
+        if payload[0] == _ARGUMENT_ERROR:
             raise PeerError(f"{runtime.where}: {call}: rank {rank}: {payload[1]}")

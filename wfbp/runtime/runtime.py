@@ -13,25 +13,25 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
 from wfbp.comm.backend import Backend, Buffer, Finished, HostBackend
-from wfbp.comm.device import Device
-from wfbp.comm.device_backend import DeviceBackend
-from wfbp.comm.device_choice import connect
+from wfbp.comm.device.backend import DeviceBackend
+from wfbp.comm.device.connection import connect
+from wfbp.comm.device.device import Device
 from wfbp.comm.waiting import Waiter
 from wfbp.config import Config
 from wfbp.core.cost import Costs
 from wfbp.core.types import Op, Operation
 from wfbp.errors import NotInitializedError, PeerError, WfbpError
-from wfbp.runtime.calls import Reply
-from wfbp.runtime.device_medium import DeviceMedium
-from wfbp.runtime.fetching import Fetched, Fetches, Store
-from wfbp.runtime.inquiry import Inquiry
-from wfbp.runtime.medium import HostMedium, Medium
-from wfbp.runtime.network import NetworkCosts
-from wfbp.runtime.places import Place
-from wfbp.runtime.stall import StallWatch
-from wfbp.runtime.talk import Agenda, Talk
-from wfbp.runtime.thread import CommunicationThread
-from wfbp.runtime.turns import TICK_S, Lane
+from wfbp.runtime.progress.calls import Reply
+from wfbp.runtime.progress.fetching import Fetched, Fetches, Store
+from wfbp.runtime.progress.inquiry import DeadlockDetector
+from wfbp.runtime.progress.places import RankStatus
+from wfbp.runtime.progress.stall import StallWatch
+from wfbp.runtime.progress.talk import CollectiveLock, ControlChannel
+from wfbp.runtime.progress.thread import CommunicationThread
+from wfbp.runtime.progress.turns import TICK_S, Lane
+from wfbp.runtime.transport.device_transport import DeviceTransport
+from wfbp.runtime.transport.transport import HostTransport, Transport
+from wfbp.runtime.tuning.network import NetworkCosts
 
 if TYPE_CHECKING:
     from wfbp.runtime.collectives.operations import Collectives
@@ -69,7 +69,9 @@ class Runtime:
         self.local_rank = backend.local_rank
         self.local_size = backend.local_size
         self._backend = backend
-        self._network = NetworkCosts(config.probe_s, self._check_measurement, backend.rank == 0)
+        self._network = NetworkCosts(
+            config.probe_budget_s, self._check_measurement, backend.rank == 0
+        )
         self._carriers: dict[tuple[int, int], DeviceBackend] = {}
         self._closed = False
         self._next_check = 0.0
@@ -90,19 +92,23 @@ class Runtime:
         self.thread = CommunicationThread(
             config, Waiter.watching(backend), self._read_notices, self._stall, self.where
         )
-        self._inquiry = inquiry = Inquiry(self.rank, self.size, self.where, self._place, self._send)
+        self._deadlock_detector = detector = DeadlockDetector(
+            self.rank, self.size, self.where, self._status, self._send
+        )
         assert isinstance(backend, HostBackend), "the runtime's own backend is one of the host"
         self._fetches = Fetches(backend, self.where)
         self.thread.add_lane(self._fetches)  # which has not been started yet
-        self._stall.on_stall = inquiry.begin
-        self._stall.answers = lambda: inquiry.answers
+        self._stall.on_stall = detector.ask
+        self._stall.answers = lambda: detector.answers
         self.post = self.thread.post
         self.await_reply: Callable[[Reply[Any], str], Any] = self.thread.await_reply
-        self.agenda = Agenda(self.rank)
-        self.talk = self.talk_on(backend)
-        self.call = self.talk.call
-        self.exchange = self.talk.exchange
-        self.planning = self.talk  # of lanes whose users come to that in the midst of a program
+        self.collective_lock = CollectiveLock(self.rank)
+        self.channel = self.channel_on(backend)
+        self.call = self.channel.call
+        self.exchange = self.channel.exchange
+        self.planning_channel = (
+            self.channel
+        )  # of lanes whose users come to that in the midst of a program
         self.thread.start()
 
     def check(self) -> None:
@@ -116,13 +122,13 @@ class Runtime:
         if self._closed:
             raise NotInitializedError("an operation after shutdown()")
 
-    def talk_on(self, backend: Backend) -> Talk:
+    def channel_on(self, backend: Backend) -> ControlChannel:
         """Talk apart from that on other backends."""
-        return Talk(self.thread, backend, self.check)
+        return ControlChannel(self.thread, backend, self.check)
 
-    def plan_apart(self) -> None:
+    def separate_planning(self) -> None:
         """From now on :attr:`planning` is in nobody's way; collective."""
-        self.planning = self.talk_on(self._duplicate(self.talk))
+        self.planning_channel = self.channel_on(self._duplicate(self.channel))
 
     def all_reduce(self, buffer: Buffer, dtype: str, op: Op, label: str) -> None:
         """Combine a buffer over all ranks, in place.
@@ -166,47 +172,49 @@ class Runtime:
         fetched: Fetched = self.await_reply(reply, label)
         return fetched
 
-    def lease(self, talk: Talk) -> Backend:
+    def lease(self, channel: ControlChannel) -> Backend:
         """A backend for a lane of its own; collective.
 
         One that a removed lane left idle on every rank, or a new one: MPI has a limited number of
         communicators.
 
         Args:
-            talk: in which ranks have come to this.
+            channel: in which ranks have come to this.
         """
         idle = json.dumps(sorted(self._idle)).encode()
-        said = talk.exchange(idle, "choosing a lane")
-        common = set.intersection(*(set(json.loads(payload)) for payload in said))
+        payloads = channel.exchange(idle, "choosing a lane")
+        common = set.intersection(*(set(json.loads(payload)) for payload in payloads))
         if common:
             chosen: int = min(common)
             self._idle.remove(chosen)
             return self._leased[chosen]
-        self._leased.append(self._duplicate(talk))
+        self._leased.append(self._duplicate(channel))
         return self._leased[-1]
 
-    def _duplicate(self, talk: Talk) -> Backend:
-        made: Backend = talk.call(lambda backend: Finished(backend.duplicate()), "making a lane")
+    def _duplicate(self, channel: ControlChannel) -> Backend:
+        made: Backend = channel.call(lambda backend: Finished(backend.duplicate()), "making a lane")
         return made
 
-    def medium(self, backend: Backend, device: Device | None, talk: Talk) -> Medium:
+    def make_transport(
+        self, backend: Backend, device: Device | None, channel: ControlChannel
+    ) -> Transport:
         """What a lane's groups lie in and travel through; collective.
 
         Args:
             backend: of the lane, from :meth:`lease`.
             device: where the tensors lie; None for the host.
-            talk: in which ranks have come to this.
+            channel: in which ranks have come to this.
         """
         if device is None:
-            return HostMedium(backend, self.config.direct_bytes)
+            return HostTransport(backend, self.config.zero_copy_min_bytes)
         key = self._leased.index(backend), id(device)
         if key not in self._carriers:
             label = "connecting devices"
             check = partial(self._check_measurement, label)
-            self._carriers[key] = talk.call(
+            self._carriers[key] = channel.call(
                 lambda _: Finished(connect(device, backend, self.config.timeout_s, check)), label
             )
-        return DeviceMedium(self._carriers[key], backend, self.check)
+        return DeviceTransport(self._carriers[key], backend, self.check)
 
     def measure_costs(
         self,
@@ -214,29 +222,31 @@ class Runtime:
         operations: Sequence[Operation] = (Operation.ALL_REDUCE,),
         anew: bool = False,
         carrier: Backend | None = None,
-        talk: Talk | None = None,
+        channel: ControlChannel | None = None,
     ) -> Costs:
         """The measured cost curves up to a message size; collective; each is measured once.
 
         Args:
             max_bytes: the largest message that will be sent.
             operations: which curves are needed; all-reduce always is. What is missing of them is
-                measured within ``config.probe_s``, about, in all.
+                measured within ``config.probe_budget_s``, about, in all.
             anew: whether to forget what was measured before: the network may have changed.
             carrier: of a lane that sends nothing now; what is measured where it is a device's.
-            talk: in which ranks have come to this; the runtime's own by default.
+            channel: in which ranks have come to this; the runtime's own by default.
 
         Returns:
             All curves known so far, the same on every rank.
         """
-        return self._network.measure(max_bytes, operations, anew, carrier, (talk or self.talk).call)
+        return self._network.measure(
+            max_bytes, operations, anew, carrier, (channel or self.channel).call
+        )
 
     def expect_other_threads(self) -> None:
         """From now on any thread may begin a collective, also one that has not done so yet.
 
         A rank of which this is so is never found to wait for others in a circle.
         """
-        self._inquiry.other_threads = True
+        self._deadlock_detector.other_threads = True
 
     def add_user(self, user: Releasable) -> None:
         """Have ``user`` let its buffers go at :meth:`shutdown`; it is not kept for that."""
@@ -259,7 +269,7 @@ class Runtime:
         if self._closed:
             return
         self._closed = True
-        self._wait_until(lambda: not self.thread.owes, self.config.timeout_s)
+        self._wait_until(lambda: not self.thread.owes_work, self.config.timeout_s)
         self._tell({"kind": "bye"})
         if self.thread.error is None:
             self._wait_until(
@@ -301,8 +311,8 @@ class Runtime:
     def _give_back(self) -> None:
         for carrier in self._carriers.values():  # in the order of making, the same on every rank
             carrier.close()
-        if self.planning is not self.talk:
-            self.planning.close()
+        if self.planning_channel is not self.channel:
+            self.planning_channel.close()
         if self.collectives is not None:
             self.collectives.close()
         self._backend.close()
@@ -314,7 +324,7 @@ class Runtime:
         self._backend.give_up()
 
     def _retire(self, lane: Lane) -> None:
-        if lane.owes and self.thread.error is None:
+        if lane.owes_work and self.thread.error is None:
             self._retiring.append(lane)
             return
         self.thread.remove_lane(lane)
@@ -339,7 +349,7 @@ class Runtime:
                 self._stall.note_gone(sender, "has left (its program ended or called shutdown)")
             elif kind.startswith("fetch"):
                 self._fetches.hear(sender, notice)
-            elif (error := self._inquiry.hear(sender, notice)) is not None:
+            elif (error := self._deadlock_detector.handle_notice(sender, notice)) is not None:
                 self.thread.fail(error)
 
     def _check_measurement(self, label: str, waited_s: float) -> None:
@@ -354,14 +364,14 @@ class Runtime:
             self.thread.fail(error)
             raise error
 
-    def _place(self) -> Place:
+    def _status(self) -> RankStatus:
         leased = self._leased
 
         def number(lane: Lane) -> int | None:
             own = lane is not self._fetches and lane.backend in leased
             return leased.index(lane.backend) if own else None
 
-        place = self.thread.place(number)
+        place = self.thread.status(number)
         if self._fetches.fetching:
             # The others' communication threads answer by themselves: such a wait is in no circle.
             return replace(place, waits=False)

@@ -12,24 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from wfbp.errors import DisagreementError
-from wfbp.runtime.refusals import check_refusals, telling_others
+from wfbp.runtime.refusals import check_argument_errors, sharing_argument_errors
 from wfbp.runtime.runtime import Runtime
 
 SHARED = (
-    "direct_bytes",
+    "zero_copy_min_bytes",
     "warmup_steps",
     "profile_steps",
     "trial_steps",
-    "trial_s",
-    "drift",
-    "probe_s",
+    "trial_min_s",
+    "replan_threshold",
+    "probe_budget_s",
 )
 """Fields of ``Config``. The schedule and its threshold are compared per optimizer."""
 
 _LABEL = "init(): comparing settings"
 
 
-def agree_on_settings(runtime: Runtime) -> None:
+def check_settings(runtime: Runtime) -> None:
     """Compare the shared settings of all ranks; collective.
 
     Raises:
@@ -37,15 +37,21 @@ def agree_on_settings(runtime: Runtime) -> None:
         PeerError: another rank cannot.
         DisagreementError: on every rank; which settings differ, and who has what.
     """
-    with telling_others(runtime, _LABEL):
-        _make_folder(runtime.config.run_dir)
+    with sharing_argument_errors(runtime, _LABEL):
+        _make_folder(runtime.config.record_dir)
     mine = {name: getattr(runtime.config, name) for name in SHARED}
     payloads = [json.loads(p) for p in runtime.exchange(json.dumps(["", mine]).encode(), _LABEL)]
-    check_refusals(runtime, "init()", payloads)
-    said = [settings for _, settings in payloads]
-    differing = [name for name in SHARED if any(s[name] != said[0][name] for s in said)]
+    check_argument_errors(runtime, "init()", payloads)
+    settings_by_rank = [settings for _, settings in payloads]
+    differing = [
+        name
+        for name in SHARED
+        if any(s[name] != settings_by_rank[0][name] for s in settings_by_rank)
+    ]
     if differing:
-        shown = ", ".join(_shown(name, [s[name] for s in said]) for name in differing)
+        shown = ", ".join(
+            _describe_setting(name, [s[name] for s in settings_by_rank]) for name in differing
+        )
         raise DisagreementError(
             f"{runtime.where}: init(): ranks disagree on {shown}. Set it to the same value on "
             "every rank; mpirun passes variables on to all of them"
@@ -63,12 +69,13 @@ def _make_folder(folder: str) -> None:
         problem = f"it cannot be made: {error.strerror}"
     if problem:
         raise ValueError(
-            f"WFBP_RUN_DIR is {folder!r}, but {problem}. Name a directory in which every rank can "
+            f"WFBP_RECORD_DIR is {folder!r}, but {problem}. Name a directory in which every rank "
+            "can "
             "write, or none"
         )
 
 
-def _shown(name: str, values: list[Any]) -> str:
+def _describe_setting(name: str, values: list[Any]) -> str:
     """The setting's variable, and which ranks have which value."""
     holders: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):

@@ -8,11 +8,11 @@ import numpy as np
 
 from wfbp.comm.backend import Buffer
 
-Source = tuple[int, object]
+GradientRef = tuple[int, object]
 """Where a gradient lies (an address) and what keeps it alive."""
 
 
-class Slot(NamedTuple):
+class BufferView(NamedTuple):
     """Where a tensor lies after reduction: the bytes, and their address.
 
     ``whole`` tells whether they are all of the tensor or this rank's shard of it.
@@ -23,9 +23,9 @@ class Slot(NamedTuple):
     whole: bool = True
 
     @classmethod
-    def of(cls, data: Buffer, whole: bool = True) -> Slot:
+    def of(cls, data: Buffer, whole: bool = True) -> BufferView:
         """The slot that these bytes are."""
         return cls(data, data.__array_interface__["data"][0], whole)
 
 
-NOWHERE = Slot(np.empty(0, np.uint8), 0)
+EMPTY_VIEW = BufferView(np.empty(0, np.uint8), 0)

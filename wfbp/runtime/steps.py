@@ -35,11 +35,11 @@ class Step:
     requested: bool = False
     discards: bool = False
     targets: list[int] = field(default_factory=list)
-    marks: dict[int, list[Any]] = field(default_factory=dict)
+    dependencies: dict[int, list[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
+class GatherRequest:
     """The training thread has put the reduced shards to use: all-gathers may go.
 
     Args:
@@ -53,7 +53,7 @@ class Gather:
     addresses: list[int]
     owners: object
     count: int | None = None
-    marks: Sequence[Any] = ()
+    dependencies: Sequence[Any] = ()
 
 
 @dataclass(frozen=True, slots=True)

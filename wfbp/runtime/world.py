@@ -15,7 +15,7 @@ from wfbp.errors import NotInitializedError, WfbpError
 from wfbp.runtime import failure
 from wfbp.runtime.collectives.operations import Collectives
 from wfbp.runtime.runtime import Runtime
-from wfbp.runtime.settings import agree_on_settings
+from wfbp.runtime.settings import check_settings
 
 _runtime: Runtime | None = None
 _finishers: list[Callable[[], None]] = []
@@ -47,7 +47,7 @@ def init(comm: Any = None, *, backend: Backend | None = None, config: Config | N
     config = config or Config.from_environment()
     _set_up_logging(config)
     if backend is None:
-        from wfbp.comm.mpi import MpiBackend
+        from wfbp.comm.mpi.mpi import MpiBackend
 
         backend = MpiBackend(
             comm,
@@ -62,10 +62,10 @@ def init(comm: Any = None, *, backend: Backend | None = None, config: Config | N
         logging.getLogger("wfbp").warning("%s", native.MISSING)
     runtime = Runtime(backend, config)
     try:
-        agree_on_settings(runtime)
+        check_settings(runtime)
         runtime.collectives = Collectives(runtime)
         if runtime.size > 1:
-            runtime.plan_apart()
+            runtime.separate_planning()
     except BaseException:
         runtime.shutdown()
         raise
@@ -139,7 +139,7 @@ def _leave_to_parent() -> None:
         return
     atexit.unregister(shutdown)
     failure.uninstall()
-    _runtime.thread.disown(
+    _runtime.thread.fail_in_fork(
         WfbpError(
             f"{_runtime.where}: this process was forked behind wfbp.init(), and is no rank; only "
             "its parent can communicate"

@@ -55,7 +55,7 @@ def simulate(
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class _InFlight:
     end_s: float
     group: int
 
@@ -77,7 +77,7 @@ class _Worker:
         self._overlap = plan.overlap
         self._slowdown = 1.0 + costs.kappa
         self._now_s = 0.0
-        self._flights: list[_Flight] = []
+        self._flights: list[_InFlight] = []
         self._compute: list[ComputeSpan] = []
         self._sent: list[tuple[int, float, float]] = []
         self._exists_s = [0.0] * len(sizes)
@@ -100,9 +100,9 @@ class _Worker:
         sequencer.gather()
         sequencer.next_step()
         messages = tuple(self._message(begin_s, closed_s, *sent) for sent in self._sent)
-        found = Iteration(begin_s, self._now_s, tuple(self._compute), messages)
+        iteration = Iteration(begin_s, self._now_s, tuple(self._compute), messages)
         self._compute, self._sent = [], []
-        return found
+        return iteration
 
     def _message(
         self, begin_s: float, closed_s: float, group: int, start_s: float, end_s: float
@@ -149,5 +149,5 @@ class _Worker:
         """Start what may leave now."""
         while (group := self._sequencer.start_next()) is not None:
             start_s, end_s = self._now_s, self._now_s + self._cost_s[group]
-            self._flights.append(_Flight(end_s, group))
+            self._flights.append(_InFlight(end_s, group))
             self._sent.append((group, start_s, end_s))

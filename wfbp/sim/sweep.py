@@ -85,7 +85,7 @@ def sweep(
             costs = scale(source, count, algorithm, measured_on=measured_on, node=node)
             for schedule in schedules:
                 made = plan(schedule, trace, costs)
-                found = timeline(made, trace, costs)
+                predicted = timeline(made, trace, costs)
                 rows.append(
                     SweepRow(
                         trace.model,
@@ -94,8 +94,8 @@ def sweep(
                         schedule,
                         len(made.groups),
                         trace.forward_s + trace.backward_s + trace.other_s,
-                        found.iteration_s,
-                        found.lower_bound_s,
+                        predicted.iteration_s,
+                        predicted.lower_bound_s,
                     )
                 )
     return rows

@@ -82,7 +82,7 @@ from wfbp.torch.collectives import (
     sparse_allreduce_async,
 )
 from wfbp.torch.compression import Compression, Compressor
-from wfbp.torch.devices import choose_device
+from wfbp.torch.devices import set_local_device
 from wfbp.torch.optimizer import DistributedOptimizer
 from wfbp.torch.state import broadcast_optimizer_state, broadcast_parameters
 
@@ -124,7 +124,6 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
-    "choose_device",
     "cross_rank",
     "cross_size",
     "cuda_built",
@@ -157,6 +156,7 @@ __all__ = [
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
+    "set_local_device",
     "shutdown",
     "size",
     "sparse_allreduce_async",

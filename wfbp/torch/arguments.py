@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from wfbp.torch import tensors
-from wfbp.torch.nature import Nature, nature_of
+from wfbp.torch.nature import UpdateCoupling, probe_optimizer
 
 UPDATES = ("auto", "sharded", "replicated")
 
@@ -19,7 +19,7 @@ def check_update(update: str) -> None:
         raise ValueError(f"update is {update!r}; expected one of {', '.join(UPDATES)}")
 
 
-def chosen_nature(optimizer: torch.optim.Optimizer, update: str) -> Nature:
+def chosen_coupling(optimizer: torch.optim.Optimizer, update: str) -> UpdateCoupling:
     """What the optimizer does to its tensors, as far as the caller lets that count.
 
     Raises:
@@ -27,15 +27,15 @@ def chosen_nature(optimizer: torch.optim.Optimizer, update: str) -> Nature:
     """
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if not all(tensors.is_dense(p) for p in params):
-        return Nature.COUPLED
-    nature = nature_of(optimizer)
-    if update == "sharded" and nature is not Nature.ELEMENTWISE:
+        return UpdateCoupling.COUPLED
+    nature = probe_optimizer(optimizer)
+    if update == "sharded" and nature is not UpdateCoupling.ELEMENTWISE:
         raise ValueError(
             f"update is 'sharded', but {type(optimizer).__name__} does not treat every element by "
             f"itself (it is {nature.value}); use 'auto' or 'replicated'"
         )
-    if update == "replicated" and nature is Nature.ELEMENTWISE:
-        return Nature.PER_TENSOR
+    if update == "replicated" and nature is UpdateCoupling.ELEMENTWISE:
+        return UpdateCoupling.PER_TENSOR
     return nature
 
 

@@ -132,13 +132,13 @@ class _Normalise(torch.autograd.Function):
         inverse = torch.rsqrt(squares / count + eps)
         ctx.save_for_backward(x, weight, mean, inverse)
         ctx.count = count
-        found = (_wide(x) - _along(mean, x)) * _along(inverse, x)
+        result = (_wide(x) - _along(mean, x)) * _along(inverse, x)
         if weight is not None:
-            found = found * _along(weight, x)
+            result = result * _along(weight, x)
         if bias is not None:
-            found = found + _along(bias, x)
+            result = result + _along(bias, x)
         ctx.mark_non_differentiable(mean, squares, count)
-        return found.to(x.dtype), mean, squares, count
+        return result.to(x.dtype), mean, squares, count
 
     @staticmethod
     @once_differentiable
@@ -151,9 +151,9 @@ class _Normalise(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, of_weight, of_bias, None
         total = allreduce_(own.clone(), op=Op.SUM) / ctx.count.to(own.dtype)
-        found = wide - _along(total[0], x) - normalised * _along(total[1], x)
+        result = wide - _along(total[0], x) - normalised * _along(total[1], x)
         scale = inverse if weight is None else inverse * weight
-        return (found * _along(scale, x)).to(x.dtype), of_weight, of_bias, None
+        return (result * _along(scale, x)).to(x.dtype), of_weight, of_bias, None
 
 
 def _statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -86,9 +86,9 @@ def clip(
     """
     parts = [*shards, *(whole if runtime.rank == 0 else ())]
     mine = np.array([_power(parts, limit.norm_type), *astuple(limit)], np.float64)
-    said = np.array([np.frombuffer(p) for p in runtime.exchange(mine.tobytes(), LABEL)])
-    _compare(runtime, said[:, 1:])
-    norm = _norm(said[:, 0], limit.norm_type)
+    powers = np.array([np.frombuffer(p) for p in runtime.exchange(mine.tobytes(), LABEL)])
+    _compare(runtime, powers[:, 1:])
+    norm = _norm(powers[:, 0], limit.norm_type)
     if limit.error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
             f"{runtime.where}: the norm of the gradients is {norm}, so they cannot be clipped. "

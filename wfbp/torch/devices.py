@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from wfbp.comm.device import Device
-from wfbp.cuda.choice import check_local_rank
+from wfbp.comm.device.device import Device
+from wfbp.cuda.local_device import check_local_rank
 from wfbp.runtime import world
 
 
@@ -44,7 +44,7 @@ def cuda_device(index: int) -> Device:
     return CupyDevice(index, functools.partial(current, index))
 
 
-def choose_device() -> torch.device:
+def set_local_device() -> torch.device:
     """Make this rank's GPU the current one: that of its number on the host.
 
     To be called before anything is put on a GPU, so that no rank allocates memory on another's.
@@ -53,7 +53,7 @@ def choose_device() -> torch.device:
         NotInitializedError: before ``wfbp.init()``.
         RuntimeError: there are fewer GPUs than ranks on this host.
     """
-    runtime = world.current("choose_device()")
+    runtime = world.current("set_local_device()")
     check_local_rank(
         runtime.where,
         runtime.local_rank,

@@ -17,12 +17,12 @@ from wfbp.runtime import world
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch import pending_parameters, tensors
 from wfbp.torch.clipping import Limit, clip
-from wfbp.torch.gradients import Gradients
+from wfbp.torch.gradients import GradientHooks
 from wfbp.torch.hyperparameters import check_equal_on_ranks
-from wfbp.torch.nature import Nature
+from wfbp.torch.nature import UpdateCoupling
 from wfbp.torch.replicated_update import ReplicatedUpdate
 from wfbp.torch.sharded_update import ShardedUpdate
-from wfbp.torch.sharding import Sharding, State
+from wfbp.torch.state_sharding import State, StateSharding
 from wfbp.torch.update import Reduced, Step, Update
 
 log = logging.getLogger("wfbp")
@@ -44,7 +44,7 @@ def _finish() -> None:
 world.before_shutdown(_finish)
 
 
-class Exchange:
+class OptimizerSync:
     """Reduces gradients, has the optimizer updated, and sees that parameters are read up to date.
 
     Between :meth:`reduce` and :meth:`step` it holds what was reduced, which may be shards.
@@ -55,7 +55,7 @@ class Exchange:
         named: names and parameters, equal on every rank.
         nature: what the optimizer does to its tensors; decides how it is updated.
         step: the optimizer's own step.
-        settings: what ``Gradients`` takes beside.
+        settings: what ``GradientHooks`` takes beside.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Exchange:
         runtime: Runtime,
         optimizer: torch.optim.Optimizer,
         named: Sequence[tuple[str, torch.Tensor]],
-        nature: Nature,
+        nature: UpdateCoupling,
         step: Step,
         **settings: Any,
     ) -> None:
@@ -71,9 +71,9 @@ class Exchange:
         self._name = settings["name"]
         self._op: Op = settings["op"]
         self._optimizer = optimizer
-        decouples = nature is not Nature.COUPLED
-        sharded = nature is Nature.ELEMENTWISE
-        self._gradients = gradients = Gradients(
+        decouples = nature is not UpdateCoupling.COUPLED
+        sharded = nature is UpdateCoupling.ELEMENTWISE
+        self._gradients = gradients = GradientHooks(
             runtime,
             named,
             decouples=decouples,
@@ -84,9 +84,9 @@ class Exchange:
         self._params = params = gradients.params
         self._held: Reduced | None = None
         self._compared = False
-        self._sharding: Sharding | None = None
+        self._sharding: StateSharding | None = None
         if sharded:
-            self._sharding = Sharding(runtime, gradients.specs, params, optimizer)
+            self._sharding = StateSharding(runtime, gradients.specs, params, optimizer)
             self._update: Update = ShardedUpdate(
                 engine, optimizer, params, step, sharding=self._sharding
             )
@@ -194,10 +194,10 @@ class Exchange:
         else:
             number = held.numel() == 1 and not held.is_complex()
         mine = struct.pack("d", float(loss if held is None else held)) if number else b""
-        said = self.runtime.exchange(mine, f"{self._name}: the loss of step(closure)")
+        losses = self.runtime.exchange(mine, f"{self._name}: the loss of step(closure)")
         if not number:
             return loss
-        values = [struct.unpack("d", text)[0] for text in said if text]
+        values = [struct.unpack("d", text)[0] for text in losses if text]
         result = sum(values) / (len(values) if self._op is Op.AVERAGE else 1)
         if held is None:
             return result

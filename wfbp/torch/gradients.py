@@ -10,20 +10,20 @@ import torch
 
 from wfbp.core.types import Op
 from wfbp.runtime import world
-from wfbp.runtime.engine import Engine
+from wfbp.runtime.engine.engine import Engine
 from wfbp.runtime.runtime import Runtime
-from wfbp.runtime.slot import Slot, Source
+from wfbp.runtime.slot import BufferView, GradientRef
 from wfbp.torch import tensors
 from wfbp.torch.devices import device_of
-from wfbp.torch.forward import ForwardClock
+from wfbp.torch.forward_profiler import ForwardProfiler
 from wfbp.torch.uncompiled import uncompiled
-from wfbp.torch.witness import Witness
+from wfbp.torch.witness import GradientGuard
 
 _EMPTY = 1
 """Stands for the address of a tensor without elements, which has none; 0 means no gradient."""
 
 
-class Gradients:
+class GradientHooks:
     """The gradients of one optimizer's parameters.
 
     Used by the training thread. Hooks run in the thread that called ``backward()``.
@@ -90,9 +90,9 @@ class Gradients:
             fetch=_fetcher(weakref.ref(self)),
             name=name,
         )
-        self._witness = Witness(name, self._names)
+        self._guard = GradientGuard(name, self._names)
         self.report = engine.report
-        self._forward = ForwardClock(engine, self._params)
+        self._forward = ForwardProfiler(engine, self._params)
         self._hooks: dict[int, Any] = {}
         for index, param in enumerate(self._params):
             previous = _owners.get(id(param))
@@ -108,7 +108,7 @@ class Gradients:
         """Whether gradients have appeared that no step has taken."""
         return self._engine.open
 
-    def reduce(self, whole: bool, wanted: bool = False) -> list[Slot | None]:
+    def reduce(self, whole: bool, wanted: bool = False) -> list[BufferView | None]:
         """Close the step, wait, and let ``p.grad`` be the reduced gradient of each parameter.
 
         Args:
@@ -128,19 +128,19 @@ class Gradients:
                 f"{self._name}: another DistributedOptimizer was made of {self._successor}; use "
                 "that one. A parameter's gradient can be exchanged by one of them only"
             )
-        for index in self._witness.check(self._params):
+        for index in self._guard.check(self._params):
             self._engine.drop(index)
         if self._views_of != self._engine.num_installed:  # they hold another plan's buffers
             self._views_of = self._engine.num_installed
             self._views = [None] * len(self._params)
             self._moved = [{} for _ in self._params]
         reduced = self._engine.synchronize(whole, wanted)
-        self._witness.clear()
+        self._guard.clear()
         self.take(reduced)
         self._forward.follow()
         return reduced
 
-    def take(self, reduced: Sequence[Slot | None]) -> None:
+    def take(self, reduced: Sequence[BufferView | None]) -> None:
         """Let ``p.grad`` be what is whole of the reduced gradients."""
         views, params, layouts = self._views, self._params, self._layouts
         for index, slot in enumerate(reduced):
@@ -173,7 +173,7 @@ class Gradients:
 
     def discard(self) -> None:
         """Forget gradients that appeared since the last step."""
-        self._witness.clear()
+        self._guard.clear()
         if not self._successor:
             self._engine.discard()
 
@@ -188,7 +188,7 @@ class Gradients:
         self._successor = "these parameters"
         _remove(self._hooks, self._engine, self._forward)
 
-    def source(self, index: int) -> Source | None:
+    def source(self, index: int) -> GradientRef | None:
         """Where a parameter's gradient lies now, or None."""
         param = self._params[index]
         if param.requires_grad and index not in self._hooks:
@@ -196,7 +196,7 @@ class Gradients:
         grad = param.grad
         return None if grad is None else self._source(index, grad)
 
-    def _source(self, index: int, grad: torch.Tensor) -> Source:
+    def _source(self, index: int, grad: torch.Tensor) -> GradientRef:
         """A gradient's address, in the memory order and element type of its parameter."""
         layout = self._layouts[index]
         if grad.is_sparse:
@@ -218,9 +218,9 @@ class Gradients:
         dtype = param.dtype
         count = param.numel() if param.is_contiguous() else -1
         this = weakref.ref(self)
-        witness = self._witness
-        grads, versions, sample = witness.grads, witness.versions, witness.sample
-        wanted, uses, tensor, watched = witness.wanted, witness.uses, torch.Tensor, witness.watched
+        guard = self._guard
+        grads, versions, sample = guard.grads, guard.versions, guard.sample
+        wanted, uses, tensor, watched = guard.wanted, guard.uses, torch.Tensor, guard.watched
 
         @uncompiled
         def announce(param: torch.Tensor) -> None:
@@ -248,15 +248,15 @@ class Gradients:
         self._hooks[index] = handle
 
 
-def _fetcher(this: weakref.ref[Gradients]) -> Callable[[int], Source | None]:
-    def fetch(index: int) -> Source | None:
+def _fetcher(this: weakref.ref[GradientHooks]) -> Callable[[int], GradientRef | None]:
+    def fetch(index: int) -> GradientRef | None:
         gradients = this()
         return None if gradients is None else gradients.source(index)
 
     return fetch
 
 
-_owners: weakref.WeakValueDictionary[int, Gradients] = weakref.WeakValueDictionary()
+_owners: weakref.WeakValueDictionary[int, GradientHooks] = weakref.WeakValueDictionary()
 """Whose hooks a parameter has, by the parameter's id, which its owner keeps alive.
 
 (An attribute of the parameter would be pickled with it.)
@@ -271,7 +271,7 @@ def _leave_buffers() -> None:
 world.before_shutdown(_leave_buffers)
 
 
-def _remove(hooks: dict[int, Any], engine: Engine, forward: ForwardClock) -> None:
+def _remove(hooks: dict[int, Any], engine: Engine, forward: ForwardProfiler) -> None:
     forward.stop()
     for handle in hooks.values():
         handle.remove()

@@ -32,10 +32,10 @@ def check_equal_on_ranks(runtime: Runtime, optimizer: torch.optim.Optimizer, nam
     """
     mine = _hyperparameters(optimizer)
     label = f"{name}: comparing learning rates and the like"
-    said = [json.loads(text) for text in runtime.exchange(json.dumps(mine).encode(), label)]
-    for rank, theirs in enumerate(said):
-        for what in {**said[0], **theirs}:
-            first, other = said[0].get(what), theirs.get(what)
+    by_rank = [json.loads(text) for text in runtime.exchange(json.dumps(mine).encode(), label)]
+    for rank, theirs in enumerate(by_rank):
+        for what in {**by_rank[0], **theirs}:
+            first, other = by_rank[0].get(what), theirs.get(what)
             if first != other:
                 raise DisagreementError(
                     f"{runtime.where}: {name}: ranks disagree: {what} is {first} on rank 0 and "
@@ -49,11 +49,11 @@ def _hyperparameters(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     groups = optimizer.param_groups
     # An optimizer that never called its base class's constructor has none.
     known = getattr(optimizer, "defaults", {})
-    found: dict[str, Any] = {"the number of parameter groups": len(groups)}
+    numbers: dict[str, Any] = {"the number of parameter groups": len(groups)}
     for number, group in enumerate(groups):
         for key in known:
-            found[f"{key} of parameter group {number}"] = _plain(group.get(key))
-    return found
+            numbers[f"{key} of parameter group {number}"] = _plain(group.get(key))
+    return numbers
 
 
 def _plain(value: Any) -> Any:

@@ -41,7 +41,7 @@ def stand_in(optimizer: torch.optim.Optimizer) -> Any:
             made.__dict__[key] = OrderedDict()
         elif key not in ("param_groups", "state", "step"):
             # (A scheduler puts its own step() on the instance.)
-            made.__dict__[key] = private(value, optimizer, made)
+            made.__dict__[key] = private_copy(value, optimizer, made)
     return made
 
 
@@ -64,7 +64,7 @@ _CONSTANT = (
 )
 
 
-def private(value: Any, optimizer: Any = None, stand_in: Any = None) -> Any:
+def private_copy(value: Any, optimizer: Any = None, stand_in: Any = None) -> Any:
     """A copy that shares nothing that can change.
 
     Args:
@@ -77,7 +77,7 @@ def private(value: Any, optimizer: Any = None, stand_in: Any = None) -> Any:
     """
 
     def again(inner: Any) -> Any:
-        return private(inner, optimizer, stand_in)
+        return private_copy(inner, optimizer, stand_in)
 
     kind = type(value)
     if isinstance(value, _CONSTANT):
@@ -114,7 +114,7 @@ def _is_ordinary(kind: Any) -> bool:
     )
 
 
-def same(one: Any, other: Any) -> bool:
+def nearly_equal(one: Any, other: Any) -> bool:
     """Whether two values are equal but for rounding."""
     if type(one) is not type(other):
         return False
@@ -130,20 +130,20 @@ def same(one: Any, other: Any) -> bool:
         allowed = _ULPS * torch.finfo(one.dtype).eps * float(finite.abs().max())
         return torch.allclose(one, other, rtol=0.0, atol=allowed, equal_nan=True)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+        return one.keys() == other.keys() and all(nearly_equal(one[k], other[k]) for k in one)
     if isinstance(one, list | tuple | deque):
-        return len(one) == len(other) and all(map(same, one, other))
+        return len(one) == len(other) and all(map(nearly_equal, one, other))
     if isinstance(one, float):
         return one == other or math.isclose(one, other, rel_tol=1e-12)
     if isinstance(one, types.MethodType):
         return one.__func__ is other.__func__
     if isinstance(one, (*_CONSTANT, types.FunctionType, set, frozenset)):
         return bool(one == other)
-    return same(vars(one), vars(other))
+    return nearly_equal(vars(one), vars(other))
 
 
 @contextmanager
-def undisturbed(devices: Iterable[torch.device]) -> Iterator[None]:
+def global_state_kept(devices: Iterable[torch.device]) -> Iterator[None]:
     """Leave random numbers, modes and everybody's hooks as they are."""
     gpus = sorted({d.index for d in devices if d.type == "cuda"})
     python, numpy = random.getstate(), np.random.get_state()

@@ -15,7 +15,7 @@ FIRST_STEPS, EVERY_STEPS = 8, 64
 """Steps that are looked at: a program that changes gradients mostly does so in every step."""
 
 
-class LateSample:
+class DeviceGradientGuard:
     """The first elements of one gradient, before and after; used by the training thread and by
     backward's.
 

@@ -22,8 +22,15 @@ from typing import Any
 
 import torch
 
-from wfbp.torch.isolation import MOST_ELEMENTS, UnknownError, private, same, stand_in, undisturbed
-from wfbp.torch.lookups import Asked, refers_to_tensors
+from wfbp.torch.isolation import (
+    MOST_ELEMENTS,
+    UnknownError,
+    global_state_kept,
+    nearly_equal,
+    private_copy,
+    stand_in,
+)
+from wfbp.torch.optimizer_inspection import LookupRecorder, refers_to_tensors
 
 log = logging.getLogger("wfbp")
 
@@ -34,7 +41,7 @@ _SIDES = (140, 5)
 """Longest side of stand-ins: larger and smaller than what makes some optimizers change method."""
 
 
-class Nature(enum.Enum):
+class UpdateCoupling(enum.Enum):
     """What the new value of an element depends on."""
 
     ELEMENTWISE = "elementwise"
@@ -45,7 +52,7 @@ class Nature(enum.Enum):
     """On others, or on chance, or on the number of calls, or it is unknown."""
 
 
-def nature_of(optimizer: torch.optim.Optimizer) -> Nature:
+def probe_optimizer(optimizer: torch.optim.Optimizer) -> UpdateCoupling:
     """Find out what an optimizer does to its tensors, without touching it.
 
     What it does only after more than a dozen steps, or only to tensors of more than 20,000
@@ -66,7 +73,7 @@ def nature_of(optimizer: torch.optim.Optimizer) -> Nature:
         if reference := refers_to_tensors(optimizer):
             raise UnknownError(f"{reference} tells its parameters from other tensors")
         subjects = _subjects(optimizer)
-        with undisturbed(s.like.device for s in subjects):
+        with global_state_kept(s.like.device for s in subjects):
             try:
                 return _judge(optimizer, subjects, started=False)
             except Exception:
@@ -74,7 +81,7 @@ def nature_of(optimizer: torch.optim.Optimizer) -> Nature:
                 return _judge(optimizer, subjects, started=True)
     except Exception as error:
         log.debug("%s is taken to be coupled: %r", type(optimizer).__name__, error)
-        return Nature.COUPLED
+        return UpdateCoupling.COUPLED
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +97,7 @@ class _Subject:
 class _Member:
     """A subject, or a flat part of it, that one stand-in steps."""
 
-    def __init__(self, subject: _Subject, rank: int | None, asked: Asked | None) -> None:
+    def __init__(self, subject: _Subject, rank: int | None, asked: LookupRecorder | None) -> None:
         self.group = subject.group
         self._rank = rank
         start = self._part(subject.start).clone()
@@ -111,7 +118,7 @@ class _Member:
             elif isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise UnknownError(f"state {key!r} has a shape of its own")
             else:
-                cut[key] = private(value)
+                cut[key] = private_copy(value)
         return cut
 
     @property
@@ -128,17 +135,17 @@ class _Member:
 
 def _subjects(optimizer: torch.optim.Optimizer) -> list[_Subject]:
     """For every kind of group and of tensor in it a larger and a smaller stand-in."""
-    found: dict[Any, tuple[int, torch.Tensor]] = {}
+    kinds: dict[Any, tuple[int, torch.Tensor]] = {}
     for number, group in enumerate(optimizer.param_groups):
         kind = repr({k: v for k, v in group.items() if k not in ("params", "param_names", "lr")})
         for p in group["params"]:
             if p.numel() and (p.is_floating_point() or p.is_complex()):
                 place = (kind, p.dim(), p.dtype, p.device)
-                known = found.get(place)
+                known = kinds.get(place)
                 if known is None or p.numel() > known[1].numel():
-                    found[place] = (number, p)
+                    kinds[place] = (number, p)
     subjects: list[_Subject] = []
-    for number, like in found.values():
+    for number, like in kinds.values():
         for side in _SIDES:
             subjects.append(_subject(number, like, _small(like.shape, side), len(subjects)))
     return subjects
@@ -166,7 +173,9 @@ def _subject(group: int, like: torch.Tensor, shape: list[int], number: int) -> _
     return _Subject(group, like, made(start), gradients)
 
 
-def _judge(optimizer: torch.optim.Optimizer, subjects: list[_Subject], started: bool) -> Nature:
+def _judge(
+    optimizer: torch.optim.Optimizer, subjects: list[_Subject], started: bool
+) -> UpdateCoupling:
     def run(*calls: Sequence[_Subject], rank: int | None = None) -> _End:
         return _run(optimizer, calls, rank, started)
 
@@ -176,12 +185,12 @@ def _judge(optimizer: torch.optim.Optimizer, subjects: list[_Subject], started: 
             raise UnknownError("its steps did not move every tensor to a finite value")
     apart = run(*([subject] for subject in subjects))
     if not (
-        same(whole.params, apart.params)
-        and same(whole.states, apart.states)
+        nearly_equal(whole.params, apart.params)
+        and nearly_equal(whole.states, apart.states)
         and _parts_agree(whole, apart)
     ):
-        return Nature.COUPLED
-    asked = Asked()
+        return UpdateCoupling.COUPLED
+    asked = LookupRecorder()
     _run(optimizer, [subjects], None, started, asked)
     if asked.things:
         raise UnknownError(f"it asks its parameters for {', '.join(sorted(asked.things))}")
@@ -191,7 +200,7 @@ def _judge(optimizer: torch.optim.Optimizer, subjects: list[_Subject], started: 
     except Exception as error:
         log.debug("%s cannot step parts of tensors: %s", type(optimizer).__name__, error)
         elementwise = False
-    return Nature.ELEMENTWISE if elementwise else Nature.PER_TENSOR
+    return UpdateCoupling.ELEMENTWISE if elementwise else UpdateCoupling.PER_TENSOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +218,7 @@ def _run(
     calls: Sequence[Sequence[_Subject]],
     rank: int | None,
     started: bool,
-    asked: Asked | None = None,
+    asked: LookupRecorder | None = None,
 ) -> _End:
     """Let one stand-in take its steps, in one or more calls each.
 
@@ -260,14 +269,14 @@ _SWITCHED_OFF = {"capturable": False, "differentiable": False}
 
 
 def _groups(
-    optimizer: torch.optim.Optimizer, members: Sequence[_Member], asked: Asked | None
+    optimizer: torch.optim.Optimizer, members: Sequence[_Member], asked: LookupRecorder | None
 ) -> dict[int, dict[str, Any]]:
     """Copies of the groups of some members, with a learning rate under which they move."""
     groups: dict[int, dict[str, Any]] = {}
     for member in members:
         if member.group not in groups:
             known = optimizer.param_groups[member.group]
-            group = {k: private(v) for k, v in known.items() if k != "params"}
+            group = {k: private_copy(v) for k, v in known.items() if k != "params"}
             group |= {k: v for k, v in _SWITCHED_OFF.items() if k in group}
             rate = group.get("lr")
             if rate is not None:
@@ -285,9 +294,9 @@ def _groups(
 def _parts_agree(whole: _End, part: _End) -> bool:
     """Whether groups and attributes ended alike, whatever tensors a stand-in had."""
     known = dict(whole.groups)
-    alike = all(same(known[number], values) for number, values in part.groups)
+    alike = all(nearly_equal(known[number], values) for number, values in part.groups)
     idle = not any(p.numel() for p in part.params)  # some note that they have begun
-    return alike and (idle or same(whole.attributes, part.attributes))
+    return alike and (idle or nearly_equal(whole.attributes, part.attributes))
 
 
 def _joins(subjects: Sequence[_Subject], whole: _End, ranks: Sequence[_End]) -> bool:
@@ -296,7 +305,7 @@ def _joins(subjects: Sequence[_Subject], whole: _End, ranks: Sequence[_End]) -> 
         reached = [end for end in ranks if end.params[k].numel()]
         parts = [end.params[k] for end in reached]
         states = [end.states[k] for end in reached]
-        if not same(whole.params[k].flatten(), torch.cat(parts)):
+        if not nearly_equal(whole.params[k].flatten(), torch.cat(parts)):
             return False
         held = whole.states[k]
         if any(state.keys() != held.keys() for state in states):
@@ -305,7 +314,7 @@ def _joins(subjects: Sequence[_Subject], whole: _End, ranks: Sequence[_End]) -> 
             pieces = [state[key] for state in states]
             if all(map(_like, pieces, parts)):
                 value, pieces = value.flatten(), [torch.cat(pieces)]
-            if not all(same(value, piece) for piece in pieces):
+            if not all(nearly_equal(value, piece) for piece in pieces):
                 return False
     return all(_parts_agree(whole, end) for end in ranks)
 

@@ -10,15 +10,15 @@ import torch
 from wfbp.core.types import Op
 from wfbp.runtime import world
 from wfbp.runtime.arguments import check_arguments
-from wfbp.runtime.candidates import check_schedule
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
+from wfbp.runtime.tuning.candidates import check_schedule
 from wfbp.torch import tensors
-from wfbp.torch.arguments import check_update, chosen_nature, named_pairs, named_params, param_ids
+from wfbp.torch.arguments import check_update, chosen_coupling, named_pairs, named_params, param_ids
 from wfbp.torch.compression import Compression, Compressor
-from wfbp.torch.exchange import Exchange
-from wfbp.torch.nature import Nature
-from wfbp.torch.original import OVERLAID, bare_step, overlay, uncover
-from wfbp.torch.wrapper import Asked, Distributed
+from wfbp.torch.exchange import OptimizerSync
+from wfbp.torch.nature import UpdateCoupling
+from wfbp.torch.original import PATCHED, bare_step, patch_original, restore_original
+from wfbp.torch.wrapper import DistributedOptimizerBase, SyncState
 
 _WRAPPED = "_wfbp_wrapped"
 """Attribute of an optimizer: what was last made of it, and may hold shards of its state."""
@@ -94,7 +94,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     runtime = world.current("DistributedOptimizer()")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, found {type(optimizer).__qualname__}")
-    if isinstance(optimizer, Distributed):
+    if isinstance(optimizer, DistributedOptimizerBase):
         raise ValueError(
             f"this {type(optimizer).__name__} is distributed already: use it as it is; to wrap it "
             "anew, pass the optimizer that it was made of"
@@ -123,20 +123,20 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     previous = optimizer.__dict__.pop(_WRAPPED, None)
     if previous is not None:
         previous._wfbp_release(runtime)
-        uncover(optimizer)
-    wrapped: Any = object.__new__(type(kind.__name__, (Distributed, kind), {}))
+        restore_original(optimizer)
+    wrapped: Any = object.__new__(type(kind.__name__, (DistributedOptimizerBase, kind), {}))
     # A scheduler made before may have put its own step() on the instance: ours must be found.
-    wrapped.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in OVERLAID})
-    nature = chosen_nature(optimizer, update)
-    decouples = nature is not Nature.COUPLED
+    wrapped.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in PATCHED})
+    nature = chosen_coupling(optimizer, update)
+    decouples = nature is not UpdateCoupling.COUPLED
     check_schedule(planner, decouples, kind.__name__)
 
-    def make() -> Exchange | None:
-        named = named_params(wrapped, known, complete=wrapped._wfbp_exchange is None)
+    def make() -> OptimizerSync | None:
+        named = named_params(wrapped, known, complete=wrapped._wfbp_sync is None)
         if runtime.size == 1:
             check(named)
             return None
-        return Exchange(
+        return OptimizerSync(
             runtime,
             wrapped,
             named,
@@ -152,11 +152,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         )
 
     wrapped._wfbp_original = optimizer
-    wrapped._wfbp_asked = Asked.NOBODY
+    wrapped._wfbp_sync_state = SyncState.NOBODY
     wrapped._wfbp_skip = False
     wrapped._wfbp_passes = backward_passes_per_step
-    wrapped._wfbp_exchange = None
-    wrapped._wfbp_exchange = make()
+    wrapped._wfbp_sync = None
+    wrapped._wfbp_sync = make()
     wrapped._wfbp_known = param_ids(wrapped)
     made.append(wrapped)
     wrapped._wfbp_named = lambda: named_params(wrapped, known, complete=False)
@@ -164,7 +164,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     wrapped._wfbp_make = make
     optimizer.__dict__[_WRAPPED] = wrapped
     if runtime.size > 1:
-        overlay(optimizer, wrapped)
+        patch_original(optimizer, wrapped)
     return wrapped
 
 

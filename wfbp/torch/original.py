@@ -9,11 +9,11 @@ import torch
 
 _ANSWERED = ("zero_grad", "state_dict", "load_state_dict", "add_param_group")
 
-OVERLAID = ("step", *_ANSWERED)
+PATCHED = ("step", *_ANSWERED)
 """Attributes of an optimizer that may belong to what was made of it, or to a scheduler."""
 
 
-def overlay(original: torch.optim.Optimizer, distributed: torch.optim.Optimizer) -> None:
+def patch_original(original: torch.optim.Optimizer, distributed: torch.optim.Optimizer) -> None:
     """Let the original refuse to step, and otherwise do what the distributed one does.
 
     It would step on what this rank alone has seen, and its state may be shards.
@@ -32,9 +32,9 @@ def overlay(original: torch.optim.Optimizer, distributed: torch.optim.Optimizer)
         original.__dict__[answered] = getattr(distributed, answered)
 
 
-def uncover(original: torch.optim.Optimizer) -> None:
+def restore_original(original: torch.optim.Optimizer) -> None:
     """Let the original be as it was."""
-    for name in OVERLAID:
+    for name in PATCHED:
         original.__dict__.pop(name, None)
 
 

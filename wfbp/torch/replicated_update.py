@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from wfbp.torch import tensors
-from wfbp.torch.update import Group, Reduced, Step, Update, apart
+from wfbp.torch.update import Group, Reduced, Step, Update, copied_groups
 
 
 class ReplicatedUpdate(Update):
@@ -35,7 +35,7 @@ class ReplicatedUpdate(Update):
         own = {g.data_ptr() for g in grads if g is not None and g.layout is torch.strided}
         addresses = [p.data_ptr() for p in self._params]
         whole = engine.gather_gradients(reduced, own)
-        self._groups = apart(self._optimizer.param_groups)
+        self._groups = copied_groups(self._optimizer.param_groups)
         now = []
         with self.pending.updating():
             for index, slot in enumerate(whole):

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from wfbp.torch import tensors
-from wfbp.torch.sharding import Sharding, flat, ordered
-from wfbp.torch.update import Reduced, Targets, Update, apart
+from wfbp.torch.state_sharding import StateSharding, flat, ordered
+from wfbp.torch.update import Reduced, Targets, Update, copied_groups
 
 _EARLY = 8
 """The first groups that hold this part of what is gathered are updated before the rest."""
@@ -22,7 +22,7 @@ class ShardedUpdate(Update):
         sharding: of the optimizer's state.
     """
 
-    def __init__(self, *args: Any, sharding: Sharding) -> None:
+    def __init__(self, *args: Any, sharding: StateSharding) -> None:
         super().__init__(*args)
         self.sharding = sharding
         self._installed = 0
@@ -44,7 +44,7 @@ class ShardedUpdate(Update):
             result = self._step()
             engine.update = start, engine.now()
             return result
-        groups = apart(self._optimizer.param_groups)
+        groups = copied_groups(self._optimizer.param_groups)
         addresses = [p.data_ptr() for p in self._params]
         early, count = self._early
         gathers = False

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from wfbp.runtime import operations, world
+from wfbp.runtime import world
+from wfbp.runtime.api import array_collectives
 from wfbp.runtime.matching import check_root
-from wfbp.runtime.refusals import telling_others
+from wfbp.runtime.refusals import sharing_argument_errors
 from wfbp.torch import tensors
 
 
@@ -32,17 +33,17 @@ def broadcast_parameters(
     """
     runtime = world.current("broadcast_parameters()")
     rows, wholes = [], []
-    with telling_others(runtime, operations.MANY):
-        found = _tensors_of(parameters)
+    with sharing_argument_errors(runtime, array_collectives.MANY):
+        named_tensors = _tensors_of(parameters)
         check_root(runtime, root_rank)
-        for name, tensor in found.items():
+        for name, tensor in named_tensors.items():
             tensors.check_place(name, tensor)
             rows.append((name, str(tensor.dtype), tuple(tensor.shape)))
             wholes.append(tensors.on_host(tensor))
     buffers = [tensors.raw(whole) for whole in wholes]
-    operations.broadcast_buffers(runtime, rows, buffers, root_rank)
+    array_collectives.broadcast_buffers(runtime, rows, buffers, root_rank)
     with torch.no_grad():
-        for tensor, whole in zip(found.values(), wholes, strict=True):
+        for tensor, whole in zip(named_tensors.values(), wholes, strict=True):
             if whole.data_ptr() != tensor.data_ptr():
                 tensor.copy_(whole)
 
@@ -86,7 +87,7 @@ def broadcast_optimizer_state(
         getattr(_distributed(optimizer), "_wfbp_take_whole_state", lambda: None)()
         here = optimizer.state_dict()
     outline, contents = _take_apart(here)
-    outline = operations.broadcast_object(outline, root_rank, "optimizer state")
+    outline = array_collectives.broadcast_object(outline, root_rank, "optimizer state")
     if runtime.rank != root_rank:
         contents = [torch.empty(shape, dtype=dtype) for shape, dtype in outline["tensors"]]
     broadcast_parameters(
@@ -125,7 +126,7 @@ def _as_sent(held: Any, sent: Any) -> Any:
     return held
 
 
-class _Place:
+class _TensorSlot:
     """Where a tensor stood in a state that was taken apart."""
 
     def __init__(self, index: int) -> None:
@@ -139,7 +140,7 @@ def _take_apart(state: Any) -> tuple[dict[str, Any], list[torch.Tensor]]:
     def walk(node: Any) -> Any:
         if isinstance(node, torch.Tensor):
             contents.append(node.detach().cpu().contiguous())
-            return _Place(len(contents) - 1)
+            return _TensorSlot(len(contents) - 1)
         if isinstance(node, dict):
             return {key: walk(value) for key, value in node.items()}
         if isinstance(node, list | tuple):
@@ -151,7 +152,7 @@ def _take_apart(state: Any) -> tuple[dict[str, Any], list[torch.Tensor]]:
 
 
 def _put_together(node: Any, contents: list[torch.Tensor]) -> Any:
-    if isinstance(node, _Place):
+    if isinstance(node, _TensorSlot):
         return contents[node.index]
     if isinstance(node, dict):
         return {key: _put_together(value, contents) for key, value in node.items()}

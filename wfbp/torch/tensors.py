@@ -10,7 +10,7 @@ import torch
 
 from wfbp.comm.backend import Buffer
 from wfbp.core.types import TensorSpec
-from wfbp.runtime.fusion import storage_dtype
+from wfbp.runtime.transport.fusion import storage_dtype
 
 NAMES = {
     torch.float16: "float16",

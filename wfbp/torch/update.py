@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from wfbp.runtime.engine import Engine
-from wfbp.runtime.slot import Slot
+from wfbp.runtime.engine.engine import Engine
+from wfbp.runtime.slot import BufferView
 from wfbp.torch.pending_parameters import PendingParameters
 
-Reduced = Sequence[Slot | None]
+Reduced = Sequence[BufferView | None]
 Step = Callable[[], Any]
 Group = dict[str, Any]
 Targets = list[torch.Tensor]
@@ -92,7 +92,7 @@ class Update(ABC):
             groups: as they were when the step was asked for; left as they are.
             targets: what is stepped for a parameter.
         """
-        parts = apart(groups)
+        parts = copied_groups(groups)
         for part in parts:
             part["params"] = [t for p in part["params"] for t in targets(p)]
         before = [dict(part) for part in parts]
@@ -122,7 +122,7 @@ def stepped_groups(optimizer: torch.optim.Optimizer, groups: list[Group]) -> Ite
         held[STEPPED] = within
 
 
-def apart(groups: Sequence[Group]) -> list[Group]:
+def copied_groups(groups: Sequence[Group]) -> list[Group]:
     """Copies of groups that change neither with them nor they with these, as tensors would."""
     return [
         {key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in group.items()}

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from wfbp.torch.late_sample import LateSample
+from wfbp.torch.late_sample import DeviceGradientGuard
 from wfbp.torch.tensors import is_dense
 
 _SAMPLE_BYTES = 64
@@ -46,15 +46,15 @@ class Watched(torch.Tensor):
         kwargs = kwargs or {}
         if func not in _TELLING or "out" in kwargs:
             for grad in _watched((args, kwargs)):
-                witness = type(grad).witness()
+                guard = type(grad).witness()
                 grad.__class__ = torch.Tensor  # type: ignore[assignment]
-                if witness is not None:
-                    witness.used(grad, func, kwargs.get("out") is not None)
+                if guard is not None:
+                    guard.used(grad, func, kwargs.get("out") is not None)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
 
-class Witness:
+class GradientGuard:
     """Gradients as their hooks saw them. Used by the training thread and by backward's.
 
     Args:
@@ -79,7 +79,7 @@ class Witness:
         self._indices: dict[int, int] = {}
         self._samples: dict[int, tuple[int, bytes]] = {}
         self._num_steps = 0
-        self._late = LateSample()
+        self._device_guard = DeviceGradientGuard()
         self._late_index = -1
         self._clean = self.grads[:]
         self._choose()
@@ -92,7 +92,7 @@ class Witness:
         if _is_elsewhere(grad):
             if self._late_index in (-1, index):
                 self._late_index = index
-                self._late.take(grad)
+                self._device_guard.take(grad)
             return
         self._samples.pop(index, None)
         found = _telling_bytes(grad)
@@ -129,7 +129,7 @@ class Witness:
             RuntimeError: a gradient was changed or replaced, here or, on a device, in an earlier
                 step.
         """
-        late = self._late.found()
+        late = self._device_guard.found()
         if late is not None:
             raise self._touched(late, "changed in place, some steps ago,")
         gone = []
@@ -156,7 +156,7 @@ class Witness:
                 raise self._touched(index, "changed in place")
         index = self._late_index
         if index >= 0 and index not in gone and (seen := self.grads[index]) is not None:
-            self._late.compare(index, seen)
+            self._device_guard.compare(index, seen)
         return gone
 
     def clear(self) -> None:
@@ -169,7 +169,7 @@ class Witness:
         self.uses.clear()
         self._samples.clear()
         self._late_index = -1
-        self._late.end_step()
+        self._device_guard.end_step()
         self._num_steps += 1
         self._choose()
 

@@ -15,14 +15,14 @@ from torch.optim import optimizer as torch_optimizer
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch.arguments import check_known, param_ids
 from wfbp.torch.clipping import Limit
-from wfbp.torch.exchange import Exchange
+from wfbp.torch.exchange import OptimizerSync
 from wfbp.torch.uncompiled import uncompiled
 from wfbp.torch.update import STEPPED
 
 _PRE_HOOKS = "_optimizer_step_pre_hooks"
 
 
-class Asked(enum.Enum):
+class SyncState(enum.Enum):
     """Who asked for the averages that the next step is to use.
 
     It changes with calls that every rank makes, and not with what gradients a rank has: by it the
@@ -38,14 +38,14 @@ class Asked(enum.Enum):
     """``synchronize()``, when no rank had any gradient: those that come are averaged anew."""
 
 
-class Distributed(torch.optim.Optimizer):
+class DistributedOptimizerBase(torch.optim.Optimizer):
     """What is laid over the user's optimizer class: gradients are reduced before a step."""
 
     _wfbp_original: torch.optim.Optimizer
-    _wfbp_exchange: Exchange | None
+    _wfbp_sync: OptimizerSync | None
     _wfbp_check: Callable[[], object]
-    _wfbp_make: Callable[[], Exchange | None]
-    _wfbp_asked: Asked
+    _wfbp_make: Callable[[], OptimizerSync | None]
+    _wfbp_sync_state: SyncState
     _wfbp_named: Callable[[], list[tuple[str, torch.Tensor]]]
     _wfbp_passes: int
     _wfbp_skip: bool
@@ -78,8 +78,8 @@ class Distributed(torch.optim.Optimizer):
             RuntimeError: gradients were changed in place since backward.
             WfbpError: ranks disagree, failed, or did not answer in time.
         """
-        found = self._wfbp_exchange is None or self._wfbp_exchange.synchronize()
-        self._wfbp_asked = Asked.PROGRAM if found else Asked.IN_VAIN
+        found = self._wfbp_sync is None or self._wfbp_sync.synchronize()
+        self._wfbp_sync_state = SyncState.PROGRAM if found else SyncState.IN_VAIN
 
     @uncompiled
     def synchronize_parameters(self) -> None:
@@ -92,8 +92,8 @@ class Distributed(torch.optim.Optimizer):
         Raises:
             WfbpError: ranks failed, or did not answer in time.
         """
-        if self._wfbp_exchange is not None:
-            self._wfbp_exchange.flush()
+        if self._wfbp_sync is not None:
+            self._wfbp_sync.flush()
 
     @uncompiled
     @contextmanager
@@ -103,8 +103,8 @@ class Distributed(torch.optim.Optimizer):
         Raises:
             RuntimeError: :meth:`synchronize` was not called since backward.
         """
-        pending = self._wfbp_exchange is not None and self._wfbp_exchange.open
-        if self._wfbp_asked is Asked.NOBODY or pending:
+        pending = self._wfbp_sync is not None and self._wfbp_sync.open
+        if self._wfbp_sync_state is SyncState.NOBODY or pending:
             raise RuntimeError("call optimizer.synchronize() before skip_synchronize()")
         self._wfbp_skip = True
         try:
@@ -139,11 +139,11 @@ class Distributed(torch.optim.Optimizer):
             WfbpError: as :meth:`synchronize`.
         """
         limit = Limit.of(max_norm, norm_type, error_if_nonfinite)
-        if self._wfbp_exchange is None:
+        if self._wfbp_sync is None:
             params = [p for group in self.param_groups for p in group["params"]]
             return torch.nn.utils.clip_grad_norm_(params, *astuple(limit))
         self._wfbp_reduce()
-        return self._wfbp_exchange.clip_grad_norm_(limit)
+        return self._wfbp_sync.clip_grad_norm_(limit)
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -162,7 +162,7 @@ class Distributed(torch.optim.Optimizer):
                 ``param_groups`` without :meth:`add_param_group`.
             WfbpError: ranks disagree, failed, or did not answer in time.
         """
-        exchange = self._wfbp_exchange
+        exchange = self._wfbp_sync
         if exchange is not None:
             check_known(self, self._wfbp_known)
         # A scheduler made before wrapping watches the original for calls of step().
@@ -173,12 +173,12 @@ class Distributed(torch.optim.Optimizer):
             try:
                 return super().step(lambda: self._wfbp_evaluate(closure))
             finally:
-                self._wfbp_asked = Asked.NOBODY
+                self._wfbp_sync_state = SyncState.NOBODY
         if not self._wfbp_skip:
             self._wfbp_reduce()
         elif exchange is not None:
             exchange.check_settled()
-        self._wfbp_asked = Asked.NOBODY
+        self._wfbp_sync_state = SyncState.NOBODY
         if exchange is None:
             return super().step()
         # An optimizer that never called its base class's constructor has no hooks.
@@ -190,7 +190,7 @@ class Distributed(torch.optim.Optimizer):
     @torch.optim.Optimizer.profile_hook_step
     def _wfbp_apply(self) -> Any:
         """What the hooks of a step are called around: once, however it is carried out."""
-        exchange = self._wfbp_exchange
+        exchange = self._wfbp_sync
         assert exchange is not None
         result = exchange.step()
         if self._optimizer_step_post_hooks or torch_optimizer._global_optimizer_post_hooks:
@@ -214,10 +214,10 @@ class Distributed(torch.optim.Optimizer):
             DisagreementError: another rank has stepped, loaded or wrapped otherwise.
             WfbpError: ranks failed, or did not answer in time.
         """
-        if self._wfbp_exchange is None:
+        if self._wfbp_sync is None:
             return super().state_dict()
         own = self.state
-        self.__dict__["state"] = self._wfbp_exchange.whole_state()
+        self.__dict__["state"] = self._wfbp_sync.whole_state()
         try:
             return super().state_dict()
         finally:
@@ -225,8 +225,8 @@ class Distributed(torch.optim.Optimizer):
 
     def _wfbp_take_whole_state(self) -> None:
         """Hold all of the state until the next step; the others are about to load it."""
-        if self._wfbp_exchange is not None:
-            self._wfbp_exchange.take_whole_state()
+        if self._wfbp_sync is not None:
+            self._wfbp_sync.take_whole_state()
 
     @uncompiled
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -235,7 +235,7 @@ class Distributed(torch.optim.Optimizer):
         A learning-rate scheduler made before wrapping goes on acting on them. Every rank must
         load the same state.
         """
-        exchange = self._wfbp_exchange
+        exchange = self._wfbp_sync
         if exchange is not None:
             exchange.flush()
         groups, state = self.param_groups, self.state
@@ -250,9 +250,9 @@ class Distributed(torch.optim.Optimizer):
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those on their way."""
-        if self._wfbp_exchange is not None:
-            self._wfbp_exchange.discard()
-        self._wfbp_asked = Asked.NOBODY
+        if self._wfbp_sync is not None:
+            self._wfbp_sync.discard()
+        self._wfbp_sync_state = SyncState.NOBODY
         super().zero_grad(set_to_none)
 
     @uncompiled
@@ -261,7 +261,7 @@ class Distributed(torch.optim.Optimizer):
 
         Those that ``named_parameters`` did not name go by their place in the optimizer.
         """
-        groups, exchange = self.param_groups, self._wfbp_exchange
+        groups, exchange = self.param_groups, self._wfbp_sync
         count = len(groups)
         super().add_param_group(param_group)  # where it refuses the group, all goes on as before
         if exchange is None:
@@ -290,8 +290,8 @@ class Distributed(torch.optim.Optimizer):
         except (TypeError, ValueError):
             self._wfbp_passes = before
             raise
-        if self._wfbp_exchange is not None:
-            self._wfbp_exchange.release()
+        if self._wfbp_sync is not None:
+            self._wfbp_sync.release()
             self._wfbp_renew()
 
     @property
@@ -301,16 +301,16 @@ class Distributed(torch.optim.Optimizer):
 
     def _wfbp_renew(self) -> None:
         """Exchange gradients anew; what was before has let the parameters go."""
-        self._wfbp_asked = Asked.NOBODY
-        self._wfbp_exchange = self._wfbp_make()
+        self._wfbp_sync_state = SyncState.NOBODY
+        self._wfbp_sync = self._wfbp_make()
         self._wfbp_known = param_ids(self)
 
     @uncompiled
     def __setattr__(self, name: str, value: Any) -> None:
         original = self.__dict__.get("_wfbp_original")
         if name == "state" and original is not None:
-            if self._wfbp_exchange is not None:
-                self._wfbp_exchange.before_another_state(value)
+            if self._wfbp_sync is not None:
+                self._wfbp_sync.before_another_state(value)
             original.__dict__["state"] = value
         super().__setattr__(name, value)
 
@@ -329,7 +329,7 @@ class Distributed(torch.optim.Optimizer):
         ``predicted_iteration_s``, ``measured_iteration_s``, ``predicted_exposed_s``,
         ``exposed_s``, ``lower_bound_s``; ``ratio_to_lower_bound`` is T/LB.
         """
-        return self._wfbp_exchange.report() if self._wfbp_exchange is not None else {}
+        return self._wfbp_sync.report() if self._wfbp_sync is not None else {}
 
     @property
     @uncompiled
@@ -338,28 +338,28 @@ class Distributed(torch.optim.Optimizer):
 
         They must be averaged by then, so that an infinity on one rank makes every rank skip.
         """
-        exchange = self._wfbp_exchange
+        exchange = self._wfbp_sync
         if exchange is not None:
-            if self._wfbp_asked is not Asked.PROGRAM:
+            if self._wfbp_sync_state is not SyncState.PROGRAM:
                 exchange.synchronize()
             else:
                 exchange.check_settled()
                 if exchange.holds_shards:
                     exchange.synchronize()
-        if self._wfbp_asked is not Asked.PROGRAM:
-            self._wfbp_asked = Asked.SCALER
+        if self._wfbp_sync_state is not SyncState.PROGRAM:
+            self._wfbp_sync_state = SyncState.SCALER
         return bool(getattr(super(), "_step_supports_amp_scaling", False))
 
     def _wfbp_reduce(self) -> None:
         """Close the step, unless that was done."""
-        exchange = self._wfbp_exchange
+        exchange = self._wfbp_sync
         if exchange is not None:
-            if self._wfbp_asked in (Asked.NOBODY, Asked.IN_VAIN):
+            if self._wfbp_sync_state in (SyncState.NOBODY, SyncState.IN_VAIN):
                 exchange.reduce(self._wfbp_wanted)
             else:
                 exchange.check_settled()
-        if self._wfbp_asked is not Asked.SCALER:
-            self._wfbp_asked = Asked.PROGRAM
+        if self._wfbp_sync_state is not SyncState.SCALER:
+            self._wfbp_sync_state = SyncState.PROGRAM
 
     def _wfbp_release(self, runtime: Runtime) -> None:
         """Another one is made of the same optimizer, on every rank.
@@ -367,7 +367,7 @@ class Distributed(torch.optim.Optimizer):
         Raises:
             RuntimeError: shards of its state went with another runtime.
         """
-        exchange = self._wfbp_exchange
+        exchange = self._wfbp_sync
         if exchange is None:
             return
         if exchange.runtime is runtime:
@@ -382,4 +382,4 @@ class Distributed(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = closure()
         self.synchronize()
-        return loss if self._wfbp_exchange is None else self._wfbp_exchange.combined_loss(loss)
+        return loss if self._wfbp_sync is None else self._wfbp_sync.combined_loss(loss)

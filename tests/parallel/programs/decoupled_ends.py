@@ -24,7 +24,7 @@ from tests.parallel.programs.further_optimizers import Normalized
 from tests.parallel.programs.training import averaged, mlp, same, square
 from wfbp.config import Config
 
-SETTINGS = Config(warmup_steps=1, profile_steps=1, probe_s=0.02, timeout_s=20.0)
+SETTINGS = Config(warmup_steps=1, profile_steps=1, probe_budget_s=0.02, timeout_s=20.0)
 STEPS = 6
 PAUSE_S = 0.2
 
@@ -70,7 +70,7 @@ class Training:
                 self.optimizer.pause_s = PAUSE_S  # others end while it has yet to send its shards
             self.optimizer.step()
             self.optimizer.zero_grad()
-        assert self.optimizer._wfbp_exchange._update.pending, self.where
+        assert self.optimizer._wfbp_sync._update.pending, self.where
 
     def check(self, read: Callable[[nn.Module], Any]) -> None:
         """Raise unless the parameters are those of one process."""
@@ -111,7 +111,7 @@ def look(trainings: list[Training]) -> str:
         for training in trainings:
             training.check(lambda model, held=training.held: held)  # behind the barrier's back
             training.check(lambda model: model.parameters())
-            assert not training.optimizer._wfbp_exchange._update.pending
+            assert not training.optimizer._wfbp_sync._update.pending
     except Exception:
         return traceback.format_exc()
     return ""

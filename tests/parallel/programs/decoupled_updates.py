@@ -25,8 +25,8 @@ from tests.parallel.programs.equality import param_groups
 from tests.parallel.programs.further_optimizers import Normalized
 from tests.parallel.programs.harness import Checks
 from tests.parallel.programs.training import check_training, data, mlp, momentum, same
-from wfbp.runtime import trial
 from wfbp.runtime import world as runtimes
+from wfbp.runtime.tuning import trial
 
 check = Checks()
 
@@ -182,7 +182,7 @@ def beside(schedule: str, kind: str, habits: Habits) -> None:
                 same(found[what], wanted, f"step {number}: {what}", 1e-11)
             else:
                 assert not found[what].isfinite().all(), f"step {number}: {what}"
-    exchange = mine.optimizer._wfbp_exchange
+    exchange = mine.optimizer._wfbp_sync
     assert exchange._engine.decoupled, mine.optimizer.report()
     assert exchange.shares_state is (kind == "sharded")
     compare(mine.model, reference.model, "at the end")
@@ -217,7 +217,7 @@ def sparse_gradients() -> None:
         _, optimizer = check_training(
             model, backward, make, schedule="ipart", update=update, sparse_as_dense=True
         )
-        assert optimizer._wfbp_exchange._engine.decoupled, update
+        assert optimizer._wfbp_sync._engine.decoupled, update
 
 
 @check

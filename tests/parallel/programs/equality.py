@@ -21,7 +21,7 @@ import wfbp
 import wfbp.torch
 from tests.parallel.programs import further_optimizers
 from wfbp.config import Config
-from wfbp.runtime import trial
+from wfbp.runtime.tuning import trial
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "auto": {"schedule": "auto"},
@@ -152,7 +152,7 @@ def train(
         if steps >= MIN_STEPS and phase == "installed":
             break
     everybody = wfbp.allgather_object(fingerprint(model))
-    exchange = optimizer._wfbp_exchange
+    exchange = optimizer._wfbp_sync
     return {
         "schedule": schedule,
         "optimizer": optimizer_name,
@@ -176,7 +176,9 @@ def train(
 def main() -> None:
     torch.set_num_threads(1)
     wfbp.init(
-        config=Config(warmup_steps=1, profile_steps=1, trial_steps=2, trial_s=0.0, probe_s=0.05)
+        config=Config(
+            warmup_steps=1, profile_steps=1, trial_steps=2, trial_min_s=0.0, probe_budget_s=0.05
+        )
     )
     only = sys.argv[2].split(",") if len(sys.argv) > 2 else list(SCHEDULES)
     runs = [(n, make, d) for n, make in OPTIMIZERS.items() for d in DTYPES[n]]

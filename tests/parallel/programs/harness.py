@@ -24,8 +24,8 @@ from wfbp.core.cost import Costs
 from wfbp.core.plan import Group, Plan
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation, Phase
-from wfbp.runtime import tuner
-from wfbp.runtime.candidates import make
+from wfbp.runtime.tuning import tuner
+from wfbp.runtime.tuning.candidates import make
 
 Check = Callable[[], None]
 
@@ -37,15 +37,15 @@ def _short(schedule: str) -> Config:
         warmup_steps=1,
         profile_steps=1,
         trial_steps=1,
-        trial_s=0.0,
+        trial_min_s=0.0,
         timeout_s=20.0,
-        probe_s=0.02,
+        probe_budget_s=0.02,
     )
 
 
 MODES = {
     # Per-tensor messages that leave during backward, at every step.
-    "overlap": Config(schedule="wfbp", warmup_steps=10**6, timeout_s=20.0, probe_s=0.02),
+    "overlap": Config(schedule="wfbp", warmup_steps=10**6, timeout_s=20.0, probe_budget_s=0.02),
     "changing": _short("auto"),
     # Decoupled, and installed after a few steps.
     "ps_layerwise": _short("ps_layerwise"),

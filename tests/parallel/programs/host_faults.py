@@ -20,8 +20,8 @@ import numpy as np
 from mpi4py import MPI
 
 import wfbp
-from wfbp.comm import host_memory
-from wfbp.comm.host_reduce import HostReduce
+from wfbp.comm.mpi import host_memory
+from wfbp.comm.mpi.host_reduce import SharedReduceJob
 from wfbp.errors import WfbpError
 from wfbp.runtime import world
 
@@ -32,15 +32,15 @@ DEEDS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 def held_up_within_a_copy(deed: int) -> None:
     """From now on: this process gets a signal when it is about to copy rank 0's part."""
-    deliver = HostReduce._deliver
+    deliver = SharedReduceJob._deliver
 
-    def then(job: HostReduce, owner: int) -> None:
+    def then(job: SharedReduceJob, owner: int) -> None:
         if owner == 0:
-            HostReduce._deliver = deliver  # type: ignore[method-assign]
+            SharedReduceJob._deliver = deliver  # type: ignore[method-assign]
             os.kill(os.getpid(), deed)
         deliver(job, owner)
 
-    HostReduce._deliver = then  # type: ignore[method-assign]
+    SharedReduceJob._deliver = then  # type: ignore[method-assign]
 
 
 def refuse(*arguments: Any) -> Any:

@@ -10,11 +10,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.fake_nccl import FakeNccl
 from tests.parallel.programs import jax_program
-from tests.software_xla import SoftwareXla, stand_in
+from tests.support.fake_nccl import FakeNccl
+from tests.support.software_xla import SoftwareXla, stand_in
 from wfbp.comm import probe
-from wfbp.comm.mpi import MpiBackend
+from wfbp.comm.mpi.mpi import MpiBackend
 from wfbp.jax import exchanges, native
 
 

@@ -256,7 +256,7 @@ def plans_change_while_updates_are_deferred() -> None:
         model(data(step, rank, 4, 5), chosen).backward()
 
     def change(model: nn.Module, optimizer: Any, step: int) -> None:
-        exchange = getattr(optimizer, "_wfbp_exchange", None)
+        exchange = getattr(optimizer, "_wfbp_sync", None)
         if exchange is None or step % 2 == 0 or step < 6:
             return
         tuner = exchange._engine._tuner  # as a trial would, by the next step

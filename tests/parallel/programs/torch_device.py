@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import sys
 
-from tests.fake_nccl import FakeNccl
 from tests.parallel.programs import equality
-from tests.software_device import SoftwareDevice
+from tests.support.fake_nccl import FakeNccl
+from tests.support.software_device import SoftwareDevice
 from wfbp.comm import probe
-from wfbp.comm.mpi import MpiBackend
+from wfbp.comm.mpi.mpi import MpiBackend
 from wfbp.torch import gradients
 
 OPTIMIZERS = ("adamw",)

@@ -27,7 +27,7 @@ from torch import nn
 import wfbp.torch as wfbp
 from tests.parallel.programs.harness import mixed
 from wfbp.config import Config
-from wfbp.runtime import tuner
+from wfbp.runtime.tuning import tuner
 
 WIDTH = 300
 STEPS = 13
@@ -192,8 +192,8 @@ def main() -> None:
         warmup_steps=1,
         profile_steps=1,
         trial_steps=1,
-        trial_s=0.0,
-        probe_s=0.05,
+        trial_min_s=0.0,
+        probe_budget_s=0.05,
         timeout_s=30.0,
     )
     wfbp.init(config=config)

@@ -114,14 +114,14 @@ class CurveSolver:
         step = bisect_right(self._steps, makespan, key=lambda known: known[0])
         if step and makespan <= self._steps[step - 1][1]:
             return self._steps[step - 1][2]
-        found = self._cheapest(makespan)
-        if found is None:
+        partition = self._cheapest(makespan)
+        if partition is None:
             self._impossible = makespan
         else:
             before = self._steps[step - 1][1] if step else 0.0
-            low = max(min(found.makespan, makespan), before)
-            self._steps.insert(step, (low, makespan, found))
-        return found
+            low = max(min(partition.makespan, makespan), before)
+            self._steps.insert(step, (low, makespan, partition))
+        return partition
 
     def _cheapest(self, makespan: float) -> Partition | None:
         room = self._room(makespan)
@@ -174,9 +174,9 @@ class CurveSolver:
                 ends = [0]
                 for table in reversed(followings):
                     ends.append(int(table[ends[-1]]))
-                found = self._partition(ends[1:])
-                if accept(found):
-                    return found
+                partition = self._partition(ends[1:])
+                if accept(partition):
+                    return partition
                 busy[0] = np.inf
         return None
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
+from wfbp.core.planners.plan_builder import plan_of_phases
 from wfbp.core.planners.rows import all_by
-from wfbp.core.planners.runs import plan_of_phases
 from wfbp.core.planners.threshold import DEFAULT_BYTES, ends_by_size
 from wfbp.core.planners.threshold_search import ThresholdSearch
 from wfbp.core.timeline import iteration_s

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.plan import Plan
-from wfbp.core.planners.coarse import coarsened, even_marks, refined, spread
+from wfbp.core.planners.coarsening import coarsened, even_progress, refined, spread_borders
 from wfbp.core.planners.dear import dear
 from wfbp.core.planners.hybrid_shared import shared_modes
 from wfbp.core.planners.hybrid_split import best_split
@@ -17,9 +17,9 @@ from wfbp.core.planners.mgwfbp import mgwfbp
 from wfbp.core.planners.oasr import oasr
 from wfbp.core.planners.optimum import PRECISION, ROUNDING, TOLERANCE, check_tolerance
 from wfbp.core.planners.parameter_server import parameter_server, parameter_server_layerwise
+from wfbp.core.planners.partition_optimizer import PartitionOptimizer, plan_of_partitions
 from wfbp.core.planners.per_tensor import per_tensor
 from wfbp.core.planners.rows import Modes, all_by
-from wfbp.core.planners.settled import Settler, plan_of
 from wfbp.core.planners.single import single
 from wfbp.core.planners.threshold import threshold
 from wfbp.core.timeline import iteration_s
@@ -83,18 +83,18 @@ def hybrid(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> Plan:
         ['all_gather', 'all_reduce', 'reduce_scatter']
     """
     check_tolerance(tolerance)
-    settler = Settler(trace, costs)
+    partition_optimizer = PartitionOptimizer(trace, costs)
     num_tensors = len(trace.tensors)
     reduced, decoupled = (
-        settler.settle(all_by(operation, num_tensors))
+        partition_optimizer.settle(all_by(operation, num_tensors))
         for operation in (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER)
     )
     mixed = [
-        settler.settle(modes, MIXED_PRECISION)
+        partition_optimizer.settle(modes, MIXED_PRECISION)
         for modes in (split_modes(trace, costs), shared_modes(trace, costs))
     ]
-    found = [reduced, decoupled, *mixed]
-    best_s = min(settled.seconds for settled in found)
+    candidates = [reduced, decoupled, *mixed]
+    best_s = min(partitions.seconds for partitions in candidates)
     latest_s = best_s * (1.0 + tolerance)
     # With one element type no planner of a family beats the family's optimum.
     one_type = len({t.spec.dtype for t in trace.tensors}) == 1
@@ -103,11 +103,13 @@ def hybrid(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> Plan:
         if not one_type or optimum.seconds * (1.0 - 2 * PRECISION) <= latest_s:
             plans += [planner(trace, costs) for planner in family]
     latest_s = min([latest_s, *(iteration_s(plan, trace, costs) for plan in plans)])
-    plans += [plan_of("hybrid", trace, settled) for settled in found]
+    plans += [plan_of_partitions("hybrid", trace, partitions) for partitions in candidates]
     plans += [
-        plan_of("hybrid", trace, settler.with_fewer_groups(settled, latest_s))
-        for settled in found
-        if settled.seconds <= latest_s
+        plan_of_partitions(
+            "hybrid", trace, partition_optimizer.with_fewer_groups(partitions, latest_s)
+        )
+        for partitions in candidates
+        if partitions.seconds <= latest_s
     ]
     return _chosen(plans, trace, costs, latest_s)
 
@@ -118,10 +120,10 @@ def split_modes(trace: Trace, costs: Costs) -> Modes:
     dtypes = {t.spec.dtype for t in trace.tensors}
     borders = list(range(len(trace.tensors) + 1))
     if len(dtypes) > 1 or not all(isinstance(curve, LinearCost) for curve in curves):
-        borders = spread(even_marks(trace), 0, len(trace.tensors), MAX_CURVE_TENSORS)
+        borders = spread_borders(even_progress(trace), 0, len(trace.tensors), MAX_CURVE_TENSORS)
         trace = coarsened(trace, borders)
-    settler = Settler(trace, costs)
-    best = best_split(trace, lambda modes: settler.settle(modes, SEARCH_PRECISION))
+    partition_optimizer = PartitionOptimizer(trace, costs)
+    best = best_split(trace, lambda modes: partition_optimizer.settle(modes, SEARCH_PRECISION))
     return refined(best.modes, borders)
 
 

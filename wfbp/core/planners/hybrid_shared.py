@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wfbp.core.cost import Costs
-from wfbp.core.planners.coarse import even_marks, spread
+from wfbp.core.planners.coarsening import even_progress, spread_borders
 from wfbp.core.planners.rows import Modes
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation
@@ -37,14 +37,14 @@ def shared_modes(trace: Trace, costs: Costs) -> Modes:
 
     Exact without interference for as many tensors and states as are kept (the constants above).
     """
-    solver = _Shared(trace, costs)
+    solver = _SharedSearch(trace, costs)
     return solver.modes()
 
 
-class _Shared:
+class _SharedSearch:
     def __init__(self, trace: Trace, costs: Costs) -> None:
         num_tensors = len(trace.tensors)
-        self._borders = spread(even_marks(trace), 0, num_tensors, MAX_BORDERS)
+        self._borders = spread_borders(even_progress(trace), 0, num_tensors, MAX_BORDERS)
         at = np.array(self._borders)
         backward_s = np.concatenate([[0.0], trace.ready_times_s])
         forward_s = np.cumsum([0.0, *(t.forward_s for t in reversed(trace.tensors))])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from wfbp.core.planners.coarse import even_marks, spread
+from wfbp.core.planners.coarsening import even_progress, spread_borders
+from wfbp.core.planners.partition_optimizer import PhasePartitions
 from wfbp.core.planners.rows import Modes
-from wfbp.core.planners.settled import Settled
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation
 
@@ -14,7 +14,7 @@ POSITIONS = 24
 """Borders looked at in one round; with no more tensors than that, all of them."""
 
 
-def best_split(trace: Trace, settle: Callable[[Modes], Settled]) -> Settled:
+def best_split(trace: Trace, settle: Callable[[Modes], PhasePartitions]) -> PhasePartitions:
     """The best borders s <= t: gradients s+1..t are decoupled, the others all-reduced.
 
     Backward has room early, when the channel still waits for gradients: what is all-reduced then
@@ -27,9 +27,9 @@ def best_split(trace: Trace, settle: Callable[[Modes], Settled]) -> Settled:
         settle: the shortest iteration with given modes.
     """
     last = len(trace.tensors)
-    marks = even_marks(trace)
+    marks = even_progress(trace)
 
-    def split(s: int, t: int) -> Settled:
+    def split(s: int, t: int) -> PhasePartitions:
         return settle(
             (
                 (s, Operation.ALL_REDUCE),
@@ -43,12 +43,12 @@ def best_split(trace: Trace, settle: Callable[[Modes], Settled]) -> Settled:
 
 
 def _least(
-    score: Callable[[int], Settled], marks: Sequence[float], low: int, high: int
-) -> tuple[int, Settled]:
+    score: Callable[[int], PhasePartitions], marks: Sequence[float], low: int, high: int
+) -> tuple[int, PhasePartitions]:
     """The border of least iteration among those looked at: narrowing around the best."""
-    found: dict[int, Settled] = {}
+    found: dict[int, PhasePartitions] = {}
     while True:
-        for position in spread(marks, low, high, POSITIONS):
+        for position in spread_borders(marks, low, high, POSITIONS):
             if position not in found:
                 found[position] = score(position)
         best = min(found, key=lambda at: (found[at].seconds, at))

@@ -7,8 +7,8 @@ from functools import lru_cache
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.planners.optimum import TOLERANCE, check_tolerance, optimum, solver_of, within
+from wfbp.core.planners.plan_builder import plan_of_phases
 from wfbp.core.planners.rows import Rows, all_by
-from wfbp.core.planners.runs import plan_of_phases
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation
 

@@ -9,8 +9,8 @@ from itertools import accumulate
 from wfbp.core.cost import CostModel, Costs
 from wfbp.core.plan import Plan
 from wfbp.core.planners.partitions import Row, measure
+from wfbp.core.planners.plan_builder import plan_of_phases
 from wfbp.core.planners.rows import Rows, all_by
-from wfbp.core.planners.runs import plan_of_phases
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation
 

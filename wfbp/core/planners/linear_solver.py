@@ -117,8 +117,8 @@ class LinearSolver:
         self, makespan: float, accept: Callable[[Partition], bool], at_most: int
     ) -> Partition | None:
         """The cheapest: within a segment fewest runs and least busy time are the same."""
-        found = self.cheapest(makespan, at_most)
-        return found if found is not None and accept(found) else None
+        partition = self.cheapest(makespan, at_most)
+        return partition if partition is not None and accept(partition) else None
 
     def _partition(self, ends: Sequence[int]) -> Partition:
         at = busy = 0.0

@@ -72,14 +72,14 @@ def optimum(solver: Solver, lag: float, fixed_s: float, precision: float = PRECI
         for makespan in ((low + high) / 2, high - slack):
             if not low < makespan < high:
                 continue
-            found = solver.cheapest(makespan)
-            if found is None:
+            partition = solver.cheapest(makespan)
+            if partition is None:
                 low = makespan
                 continue
-            best = min(best, found, key=lambda p: finish_s(p, lag))
+            best = min(best, partition, key=lambda p: finish_s(p, lag))
             # Between its makespan and the one asked for, no other is cheaper.
             heapq.heappush(intervals, (makespan + lag * busy, makespan, high, busy))
-            high, busy = found.makespan, found.busy
+            high, busy = partition.makespan, partition.busy
         heapq.heappush(intervals, (low + lag * busy, low, high, busy))
     return best
 
@@ -106,8 +106,8 @@ def fewest(solver: Solver, lag: float, latest_s: float, best: Partition) -> Part
     def accept(partition: Partition) -> bool:
         return finish_s(partition, lag) <= latest_s
 
-    found = solver.fewest(makespan, accept, at_most)
-    return best if found is None else found
+    partition = solver.fewest(makespan, accept, at_most)
+    return best if partition is None else partition
 
 
 def fastest_of_as_few(
@@ -116,9 +116,9 @@ def fastest_of_as_few(
     """The partition of earliest finish with as many runs as ``chosen``, by bisection."""
     while finish_s(chosen, lag) - low > precision_s:
         middle = (low + finish_s(chosen, lag)) / 2
-        found = fewest(solver, lag, middle, chosen)
-        if len(found.ends) <= len(chosen.ends) and finish_s(found, lag) <= middle:
-            chosen = found
+        partition = fewest(solver, lag, middle, chosen)
+        if len(partition.ends) <= len(chosen.ends) and finish_s(partition, lag) <= middle:
+            chosen = partition
         else:
             low = middle
     return chosen

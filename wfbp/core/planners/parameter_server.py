@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
+from wfbp.core.planners.plan_builder import plan_of_phases
 from wfbp.core.planners.rows import all_by
-from wfbp.core.planners.runs import plan_of_phases
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation
 

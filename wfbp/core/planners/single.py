@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
-from wfbp.core.planners.runs import plan_of_runs
+from wfbp.core.planners.plan_builder import plan_of_runs
 from wfbp.core.trace import Trace
 
 

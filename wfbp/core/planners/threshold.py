@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
-from wfbp.core.planners.runs import plan_of_runs
+from wfbp.core.planners.plan_builder import plan_of_runs
 from wfbp.core.trace import Trace
 
 DEFAULT_BYTES = 25 * 2**20

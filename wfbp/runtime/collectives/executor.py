@@ -21,7 +21,6 @@ from wfbp.comm.backend import Backend, Buffer, Finished, HostBackend, Mailbox, W
 from wfbp.comm.buffers import STORAGE
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, WfbpError
-from wfbp.runtime.calls import Reply
 from wfbp.runtime.collectives.arithmetic import ITEM, adasum, carried, scale
 from wfbp.runtime.collectives.coordinator import Coordinator
 from wfbp.runtime.collectives.request import (
@@ -34,8 +33,9 @@ from wfbp.runtime.collectives.request import (
     encode,
 )
 from wfbp.runtime.collectives.timeline import Timeline
-from wfbp.runtime.rows import equal_rows
-from wfbp.runtime.thread import CommunicationThread
+from wfbp.runtime.progress.calls import Reply
+from wfbp.runtime.progress.thread import CommunicationThread
+from wfbp.runtime.row_collectives import equal_rows
 
 _FUSED_BYTES = 1 << 20
 """Reductions that become ready together travel as one message of up to this size."""
@@ -149,7 +149,7 @@ class NamedLane:
         self._mailbox.close()
         self.backend.close()
 
-    def stirs(self) -> bool:
+    def may_progress(self) -> bool:
         return True
 
     def rest(self, nap_s: float, most_s: float) -> bool:
@@ -160,7 +160,7 @@ class NamedLane:
         return bool(self._pending or self._running)
 
     @property
-    def owes(self) -> bool:
+    def owes_work(self) -> bool:
         return bool(self._running or self._outbox)
 
     has_events = False

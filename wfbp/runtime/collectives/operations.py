@@ -16,12 +16,12 @@ import numpy as np
 from wfbp.comm.backend import Backend, Buffer, Finished, HostBackend, Mailbox
 from wfbp.core.types import Op
 from wfbp.errors import WfbpError
-from wfbp.runtime.calls import Reply
 from wfbp.runtime.collectives.executor import JOIN, NamedLane, Outcome, Submission
 from wfbp.runtime.collectives.request import Adaptive, Kind, Reduction, Request
 from wfbp.runtime.collectives.timeline import Timeline
-from wfbp.runtime.matching import agree
-from wfbp.runtime.places import Place
+from wfbp.runtime.matching import check_consistent
+from wfbp.runtime.progress.calls import Reply
+from wfbp.runtime.progress.places import RankStatus
 from wfbp.runtime.runtime import Runtime
 
 Adasum = Adaptive.ADASUM
@@ -96,7 +96,7 @@ class Collectives:
                 raise ValueError(
                     f"a process set of ranks {list(chosen)} exists already, with number {number}"
                 )
-        agree(self._runtime, "add_process_set", str(list(chosen)))
+        check_consistent(self._runtime, "add_process_set", str(list(chosen)))
         return self._make_set(chosen)
 
     def remove_set(self, number: int) -> None:
@@ -115,11 +115,11 @@ class Collectives:
                 "synchronize() them before remove_process_set()"
             )
         found = self._sets[number]
-        agree(self._runtime, "remove_process_set", str(list(found.ranks)))
+        check_consistent(self._runtime, "remove_process_set", str(list(found.ranks)))
         del self._sets[number]
         lane = found.lane
         if lane is not None:  # a lane that is idle is not served, and nothing of it is under way
-            self._runtime.talk.call(partial(_close, lane), "removing a process set")
+            self._runtime.channel.call(partial(_close, lane), "removing a process set")
 
     def ranks_of(self, number: int) -> tuple[int, ...]:
         """The ranks of a process set, ascending."""
@@ -129,8 +129,8 @@ class Collectives:
         number = next(self._set_numbers)
         runtime = self._runtime
         label = "making a process set"
-        with runtime.agenda.item(runtime.talk, label):
-            made = runtime.talk.call(lambda backend: Finished(_connect(backend, ranks)), label)
+        with runtime.collective_lock.hold(runtime.channel, label):
+            made = runtime.channel.call(lambda backend: Finished(_connect(backend, ranks)), label)
         lane = None
         if made is not None:
             name = "" if len(ranks) == runtime.size else f"process set {list(ranks)}"
@@ -298,7 +298,7 @@ class Collectives:
 
     # On the communication thread.
 
-    def tell(self, place: Place, awaited: Reply[Any]) -> Place:
+    def tell(self, place: RankStatus, awaited: Reply[Any]) -> RankStatus:
         """Where this rank is, with its named operations."""
         awaits = ""
         submitted: list[str] = []

@@ -1,0 +1,76 @@
+"""Ranks as threads that share a host's memory, and what they need to reduce through it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+
+from wfbp.comm.chunking import Chunking
+from wfbp.comm.mpi.host_memory import SharedMemory
+from wfbp.comm.mpi.host_reduce import SharedAllReduce
+from wfbp.comm.mpi.mpi_channel import Channel, ProgressGroup
+from wfbp.comm.mpi.transfers import PythonTransfers
+
+T = TypeVar("T")
+WINDOW = Chunking(window_bytes=4096, small_bytes=64)
+
+
+class ThreadComm:
+    """As much of a communicator as connecting needs, with ranks as threads."""
+
+    def __init__(self, size: int) -> None:
+        self._said: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=10)
+        self._here = threading.local()
+        self.size = size
+
+    @property
+    def rank(self) -> int:
+        """Of the thread that asks."""
+        rank: int = self._here.rank
+        return rank
+
+    def allgather(self, value: T) -> list[T]:
+        self._said[self.rank] = value
+        self._barrier.wait()
+        found = list(self._said)
+        self._barrier.wait()
+        return found
+
+    def run(self, function: Callable[[], T]) -> list[T]:
+        """What the function returns on each rank."""
+        found: list[Any] = [None] * self.size
+
+        def call(rank: int) -> None:
+            self._here.rank = rank
+            found[rank] = function()
+
+        threads = [threading.Thread(target=call, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+
+def connected(size: int) -> list[SharedMemory]:
+    """The memory as each rank sees it."""
+    comm = ThreadComm(size)
+    found = comm.run(lambda: SharedMemory.connect(comm))  # type: ignore[arg-type]
+    memories = [memory for memory in found if memory is not None]
+    if len(memories) < size:
+        pytest.skip("this machine has no memory that processes can read of each other")
+    return memories
+
+
+def channel(
+    memory: SharedMemory, rank: int, size: int, window: Chunking = WINDOW
+) -> tuple[SharedAllReduce, Channel]:
+    """A rank's end of a new channel."""
+    family = ProgressGroup(PythonTransfers(), f"rank {rank} of {size}")
+    reduces = SharedAllReduce.of(memory, family, rank, size, window)
+    assert reduces is not None
+    return reduces, Channel(window, family)

@@ -1,0 +1,71 @@
+"""Ranks as threads, each with a runtime of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from wfbp.comm.local import LocalWorld
+from wfbp.config import Config
+from wfbp.runtime.runtime import Runtime
+
+QUICK = Config(
+    zero_copy_min_bytes=128,
+    warmup_steps=1,
+    profile_steps=1,
+    trial_steps=1,
+    trial_min_s=0.0,
+    probe_budget_s=0.01,
+    timeout_s=20.0,
+    abort_grace_s=1.0,
+)
+
+
+class RankError(AssertionError):
+    """A rank raised."""
+
+
+def run_ranks(
+    size: int,
+    body: Callable[[Runtime], Any],
+    config: Config = QUICK,
+    configs: dict[int, Config] | None = None,
+    join_s: float = 40.0,
+) -> list[Any]:
+    """What ``body`` returned on each rank, or the exception that it raised.
+
+    Args:
+        size: number of ranks.
+        body: one rank's program; the runtime is shut down behind it.
+        config: settings.
+        configs: settings of single ranks.
+        join_s: a rank that takes longer fails the test.
+    """
+    world = LocalWorld(size)
+    results: list[Any] = [None] * size
+
+    def rank_main(rank: int) -> None:
+        runtime = Runtime(world.backend(rank), (configs or {}).get(rank, config))
+        try:
+            results[rank] = body(runtime)
+        except Exception as error:
+            results[rank] = error
+        finally:
+            runtime.shutdown()
+
+    threads = [threading.Thread(target=rank_main, args=(r,), daemon=True) for r in range(size)]
+    for thread in threads:
+        thread.start()
+    for rank, thread in enumerate(threads):
+        thread.join(join_s)
+        assert not thread.is_alive(), f"rank {rank} hangs"
+    return results
+
+
+def all_well(results: list[Any]) -> list[Any]:
+    """The results, after raising the first exception among them."""
+    for rank, result in enumerate(results):
+        if isinstance(result, Exception):
+            raise RankError(f"rank {rank}") from result
+    return results

@@ -1,0 +1,167 @@
+"""The emulated link: what it launches, what it counts, and that it cleans up after itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[3] / "launch" / "link.py"
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("link", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["link"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+link = load()
+
+
+def can_make_namespaces() -> bool:
+    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
+        return False
+    name = f"wfbp-can-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False)
+    if made.returncode == 0:
+        subprocess.run(["ip", "netns", "delete", name], check=True)
+    return made.returncode == 0
+
+
+needs_namespaces = pytest.mark.skipif(
+    not can_make_namespaces(), reason="needs root and network namespaces"
+)
+
+
+def test_half_of_the_ranks_on_each_side() -> None:
+    words = link.Link("x").mpi_command(Path("/l"), "mpiexec", 4)
+    assert words[:4] == ["ip", "netns", "exec", "x-a"]
+    assert words[words.index("-n") + 1] == "4"
+    assert words[words.index("-ppn") + 1] == "2"
+    assert words[words.index("-hosts") + 1] == "10.99.7.1,10.99.7.2"
+
+
+def test_bytes_are_read_from_the_transmit_column() -> None:
+    text = "  lo: 5 5 0 0 0 0 0 0 6 6 0 0 0 0 0 0\n wl0: 1 2 3 4 5 6 7 8 99 1 0 0 0 0 0 0\n"
+    assert link.transmitted(text) == 99
+    with pytest.raises(link.LinkError, match="wl0"):
+        link.transmitted("  lo: 5 5 0 0 0 0 0 0 6 6 0 0 0 0 0 0\n")
+
+
+@pytest.mark.parametrize("option", [[], ["-x"]])
+def test_launcher_maps_a_host_to_its_namespace(tmp_path: Path, option: list[str]) -> None:
+    (tmp_path / "ip").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "launcher").write_text(link.Link("x").launcher_script())
+    for name in ("ip", "launcher"):
+        (tmp_path / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    def launch(host: str) -> subprocess.CompletedProcess[str]:
+        words = [str(tmp_path / "launcher"), *option, host, "proxy", "--port", "1"]
+        return subprocess.run(
+            words, env=environment, capture_output=True, text=True, check=False, timeout=10
+        )
+
+    assert launch("10.99.7.2").stdout == "netns exec x-b /bin/sh -c proxy --port 1\n"
+    assert launch("elsewhere").returncode == 1
+
+
+def test_refuses_without_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(shutil, "which", lambda tool: f"/sbin/{tool}")
+    with pytest.raises(link.LinkError, match="root"):
+        link.require_root_and_tools()
+
+
+def test_names_the_missing_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
+    with pytest.raises(link.LinkError, match="tc not found"):
+        link.require_root_and_tools()
+
+
+@needs_namespaces
+def test_up_carries_bytes_and_down_leaves_nothing() -> None:
+    made = link.Link(f"wfbp-test-{os.getpid()}")
+    made.up("1gbit")
+    try:
+        with pytest.raises(link.LinkError, match="exists already"):
+            made.up("1gbit")
+        first = made.sent_bytes()[0]
+        receiver = (
+            "import socket; s = socket.create_server(('', 5000)); print(flush=True)\n"
+            "c = s.accept()[0]\nwhile c.recv(65536): pass"
+        )
+        sender = f"import socket; socket.create_connection(('{made.addresses[1]}', 5000))"
+        listening = subprocess.Popen(
+            [*link.inside(made.namespaces[1]), sys.executable, "-c", receiver],
+            stdout=subprocess.PIPE,
+        )
+        with listening:
+            assert listening.stdout is not None
+            listening.stdout.readline()
+            send = (sys.executable, "-c", sender + ".sendall(bytes(10**6))")
+            link.command(*link.inside(made.namespaces[0]), *send)
+            assert listening.wait(timeout=20) == 0
+        assert made.sent_bytes()[0] - first > 10**6
+    finally:
+        made.down()
+    assert not set(made.namespaces) & link.existing_namespaces()
+
+
+MPI_PROGRAM = """
+import sys
+import numpy as np
+from mpi4py import MPI
+data = np.zeros(int(sys.argv[1]), np.uint8)
+MPI.COMM_WORLD.Bcast(data, root=0)
+MPI.COMM_WORLD.Bcast(data, root=1)
+"""
+
+
+@needs_namespaces
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(
+    ("options", "sent_bytes", "status"),
+    [([], 3_000_000, 0), ([], 1, 1), (["--expect-bytes", "4000000"], 3_000_000, 1)],
+)
+def test_a_run_that_does_not_use_the_link_fails(
+    options: list[str], sent_bytes: int, status: int
+) -> None:
+    """Ranks that only start over the link put some bytes on it, too."""
+    if not Path(sys.executable).with_name("mpiexec").exists():
+        pytest.skip("needs mpiexec")
+    words = [sys.executable, str(SCRIPT), "run", *options, "--", sys.executable, "-c", MPI_PROGRAM]
+    done = subprocess.run(
+        [*words, str(sent_bytes)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == status, done.stderr
+    assert ("by another road" in done.stderr) == (status == 1)
+
+
+@needs_namespaces
+@pytest.mark.timeout(60)
+def test_a_terminated_run_leaves_nothing() -> None:
+    if shutil.which("mpiexec") is None and not Path(sys.executable).with_name("mpiexec").exists():
+        pytest.skip("needs mpiexec")
+    before = link.existing_namespaces()
+    words = [sys.executable, str(SCRIPT), "run", "--rate", "1gbit", "--", "sleep", "50"]
+    running = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+    while len(link.existing_namespaces() - before) < 2:
+        assert running.poll() is None
+        time.sleep(0.05)
+    time.sleep(0.5)
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(timeout=30) == 130
+    assert link.existing_namespaces() <= before

@@ -1,0 +1,197 @@
+"""Whatever the files hold: an answer, or one line and exit code 2; never a traceback."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.cli_runs import Outcome, assert_refused, wfbp
+from tests.support.run_documents import document
+from wfbp.cli import report
+from wfbp.core.planners import PLANNERS
+
+TRACE: dict[str, Any] = {
+    "format": "wfbp-trace/1",
+    "model": "small",
+    "other_s": 1e-3,
+    "tensors": [
+        {"name": f"t{k}", "numel": 1000 * k, "dtype": "float32", "forward_s": 1e-3, "backward_s": k}
+        for k in range(4)
+    ],
+}
+COST: dict[str, Any] = {
+    "format": "wfbp-cost/1",
+    "all_reduce": {"points": [[4, 1e-4], [1e3, 2e-4], [1e6, 1e-2]]},
+    "reduce_scatter": {"alpha_s": 1e-4, "beta_s_per_byte": 1e-9},
+    "kappa": 0.2,
+}
+RECORDED = json.loads(json.dumps(document(0, 2)))
+
+NASTY = st.one_of(
+    st.sampled_from(
+        [None, True, False, 0, -1, 1, -0.0, 1e308, -1e308, 5e-324, 2**53 + 1, 10**400, "", "0"]
+    ),
+    st.sampled_from([math.nan, math.inf, -math.inf, [], {}, [[]], [None], {"": None}, "\x00\n\r"]),
+    st.sampled_from(["float32", "bfloat16", "all_reduce", "t0", "wfbp-trace/1", "wfbp-cost/1"]),
+    st.text(max_size=8),
+    st.floats(),
+    st.integers(),
+    st.recursive(
+        st.none() | st.booleans() | st.floats() | st.text(max_size=4),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+        max_leaves=6,
+    ),
+)
+
+
+def places(data: Any) -> Iterator[tuple[Any, Any]]:
+    """(container, key) of everything in a document."""
+    keys = data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
+    for key in keys:
+        yield data, key
+        yield from places(data[key])
+
+
+@st.composite
+def spoilt(draw: st.DrawFn, good: dict[str, Any]) -> bytes:
+    """A document in which some places hold something else, are gone, or are there twice."""
+    data = copy.deepcopy(good)
+    for _ in range(draw(st.integers(1, 3))):
+        found = list(places(data))
+        if not found:
+            break
+        where, key = found[draw(st.integers(0, len(found) - 1))]
+        act = draw(st.sampled_from(["replace", "replace", "replace", "remove", "twice", "swap"]))
+        if act == "remove":
+            del where[key]
+        elif isinstance(where, list) and act == "twice":
+            where.insert(key, copy.deepcopy(where[key]))
+        elif isinstance(where, list) and act == "swap":
+            where.reverse()
+        else:
+            where[key] = copy.deepcopy(draw(NASTY))  # sampled lists are always the same ones
+    text = json.dumps(data, ensure_ascii=draw(st.booleans())).encode("utf-8", "surrogatepass")
+    if draw(st.integers(0, 9)) == 0:
+        text = text[: draw(st.integers(0, len(text)))]
+    return text
+
+
+def check(outcome: Outcome) -> None:
+    """An answer without a word on stderr, or a refusal of one line."""
+    if outcome.code == 0:
+        assert outcome.err == ""
+        assert outcome.out
+    else:
+        assert_refused(outcome)
+
+
+FUZZ: Callable[[Any], Any] = settings(
+    max_examples=80,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@FUZZ
+@given(trace=spoilt(TRACE), cost=spoilt(COST), bad=st.sampled_from(["trace", "cost", "both"]))
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_any_trace_and_cost(
+    command: str, trace: bytes, cost: bytes, bad: str, tmp_path: Path
+) -> None:
+    trace_file, cost_file = tmp_path / "trace.json", tmp_path / "cost.json"
+    trace_file.write_bytes(json.dumps(TRACE).encode() if bad == "cost" else trace)
+    cost_file.write_bytes(json.dumps(COST).encode() if bad == "trace" else cost)
+    more = ["--schedule", "oasr,hybrid,dear", "--workers", "1,3"] if command == "simulate" else []
+    for output in ([], ["--json"]):
+        told = wfbp(command, trace_file, "--cost", cost_file, *more, *output)
+        check(told)
+        if output and told.code == 0:
+            json.loads(told.out, parse_constant=refuse_constant)
+
+
+def refuse_constant(name: str) -> None:
+    """NaN and Infinity are no JSON."""
+    raise AssertionError(name)
+
+
+@FUZZ
+@given(recorded=spoilt(RECORDED))
+def test_any_recorded_run(recorded: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Writing the plotting library into every page would take most of the time.
+    monkeypatch.setattr("wfbp.cli.page.library", lambda: "")
+    monkeypatch.setattr(report, "MOST_WORKERS", 4)
+    (tmp_path / "a.json").write_bytes(recorded)
+    (tmp_path / "b.json").write_text(json.dumps(document(1, 2)))
+    check(wfbp("report", tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("name", None), ("name", []), ("shape", [2.5]), ("shape", "12"), ("dtype", 3)],
+)
+def test_a_recorded_plan_of_wrong_types(key: str, value: object, tmp_path: Path) -> None:
+    recorded = copy.deepcopy(RECORDED)
+    recorded["plan"]["tensors"][1][key] = value
+    (tmp_path / "a.json").write_text(json.dumps(recorded))
+    assert_refused(wfbp("report", tmp_path), "a.json: plan: not a valid wfbp-plan/1 document")
+
+
+@FUZZ
+@given(content=st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
+def test_any_bytes(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    path.write_bytes(content)
+    good = tmp_path / "good.json"
+    good.write_text(json.dumps(TRACE))
+    assert_refused(wfbp("plan", path, "--cost", good), str(path))
+    assert_refused(wfbp("plan", good, "--cost", path), str(path))
+    (tmp_path / "run").mkdir(exist_ok=True)
+    (tmp_path / "run" / "file.json").write_bytes(content)
+    assert_refused(wfbp("report", tmp_path / "run"), "file.json")
+
+
+@FUZZ
+@given(
+    option=st.sampled_from(
+        [
+            "--workers",
+            "--algorithm",
+            "--schedule",
+            "--measured-on",
+            "--node-workers",
+            "--node-speed",
+        ]
+    ),
+    value=st.text(max_size=6)
+    | st.integers().map(str)
+    | st.floats().map(str)
+    | st.lists(st.integers(0, 99).map(str) | st.just("...")).map(",".join),
+)
+def test_any_option(option: str, value: str, tmp_path: Path) -> None:
+    trace_file, cost_file = tmp_path / "trace.json", tmp_path / "cost.json"
+    trace_file.write_text(json.dumps(TRACE))
+    cost_file.write_text(json.dumps(COST))
+    few = [] if option == "--workers" else ["--workers", "2"]
+    schedule = [] if option == "--schedule" else ["--schedule", "wfbp"]
+    algorithm = [] if option == "--algorithm" else ["--algorithm", "hierarchical"]
+    arguments = [*few, *schedule, *algorithm, f"{option}={value}"]
+    check(wfbp("simulate", trace_file, "--cost", cost_file, *arguments))
+
+
+@pytest.mark.parametrize("schedule", PLANNERS)
+def test_what_is_spoilt_here_is_planned_when_whole(schedule: str, tmp_path: Path) -> None:
+    """Or the tests above could pass because everything is refused."""
+    (tmp_path / "trace.json").write_text(json.dumps(TRACE))
+    (tmp_path / "cost.json").write_text(json.dumps(COST))
+    told = wfbp(
+        "plan", tmp_path / "trace.json", "--cost", tmp_path / "cost.json", "--schedule", schedule
+    )
+    assert told.code == 0, told.err

@@ -1,0 +1,292 @@
+"""``wfbp plan``: its answers, and what it says of bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cli_runs import TRACES, answer, assert_refused, cost_file, wfbp, write
+from wfbp.core.cost import Costs
+from wfbp.core.planners import PLANNERS, plan
+from wfbp.core.trace import Trace
+
+RESNET = TRACES / "resnet-50.json"
+
+
+def small_trace(**changes: Any) -> dict[str, Any]:
+    rows = [
+        {"name": name, "numel": 1000, "dtype": "float32", "forward_s": 1e-3, "backward_s": 2e-3}
+        for name in ("first", "second", "third")
+    ]
+    return {"format": "wfbp-trace/1", "model": "small", "tensors": rows} | changes
+
+
+@pytest.mark.parametrize("schedule", PLANNERS)
+def test_json_is_the_plan_and_its_prediction(schedule: str, tmp_path: Path) -> None:
+    cost = cost_file(tmp_path)
+    data = answer("plan", RESNET, "--cost", cost, "--schedule", schedule)
+    assert set(data) == {"schedule", "predicted", "groups"}
+    assert data["schedule"] == schedule
+    predicted = data["predicted"]
+    assert set(predicted) == {"iteration_s", "exposed_s", "lower_bound_s", "ratio_to_lower_bound"}
+    ratio = predicted["iteration_s"] / predicted["lower_bound_s"]
+    assert predicted["ratio_to_lower_bound"] == pytest.approx(ratio)
+    trace = Trace.load(RESNET)
+    alone_s = trace.forward_s + trace.backward_s
+    assert predicted["exposed_s"] == pytest.approx(predicted["iteration_s"] - alone_s)
+
+    made = plan(schedule, trace, Costs.load(cost))
+    names = [spec.name for spec in trace.specs]
+    sizes = {spec.name: spec.nbytes for spec in trace.specs}
+    assert len(data["groups"]) == len(made.groups)
+    for told, group in zip(data["groups"], made.groups, strict=True):
+        keys = {"phase", "operation", "tensors", "nbytes", "start_s", "end_s"}
+        assert set(told) == keys
+        assert told["tensors"] == [names[k] for k in group.tensors]
+        assert told["nbytes"] == sum(sizes[name] for name in told["tensors"])
+        assert told["phase"] == group.phase.value
+        assert told["operation"] == group.operation.value
+        assert told["end_s"] >= told["start_s"] >= 0
+
+
+def test_a_prediction_by_hand(tmp_path: Path) -> None:
+    """Three tensors of 2 ms backward each; messages of 3 ms: the channel is busy from 2 to 11."""
+    trace = write(tmp_path / "trace.json", small_trace())
+    flat = {"alpha_s": 3e-3, "beta_s_per_byte": 0}
+    cost = cost_file(tmp_path, all_reduce=flat)
+    data = answer("plan", trace, "--cost", cost, "--schedule", "wfbp")
+    assert [g["tensors"] for g in data["groups"]] == [["third"], ["second"], ["first"]]
+    assert [g["start_s"] for g in data["groups"]] == pytest.approx([2e-3, 5e-3, 8e-3])
+    assert [g["end_s"] for g in data["groups"]] == pytest.approx([5e-3, 8e-3, 11e-3])
+    assert data["predicted"]["iteration_s"] == pytest.approx(14e-3)
+    assert data["predicted"]["exposed_s"] == pytest.approx(5e-3)
+
+
+def test_all_compares_and_names_the_best(tmp_path: Path) -> None:
+    cost = cost_file(tmp_path)
+    data = answer("plan", RESNET, "--cost", cost)
+    assert [row["schedule"] for row in data["schedules"]] == list(PLANNERS)
+    times = {r["schedule"]: r["predicted"]["iteration_s"] for r in data["schedules"]}
+    assert times[data["best"]] == min(times.values())
+    assert data["schedules"][0] == answer(
+        "plan", RESNET, "--cost", cost, "--schedule", data["schedules"][0]["schedule"]
+    )
+
+
+def test_the_table_gives_reasons(tmp_path: Path) -> None:
+    code, out, _ = wfbp("plan", RESNET, "--cost", cost_file(tmp_path), "--schedule", "wfbp")
+    assert code == 0
+    assert "161 groups" in out
+    assert "for the channel" in out
+    assert "... and 121 more groups (--rows 0 lists all)" in out
+    assert "T/LB" in out
+
+
+def test_all_rows_are_listed_on_request(tmp_path: Path) -> None:
+    few, every = (
+        wfbp("plan", RESNET, "--cost", cost_file(tmp_path), "--schedule", "wfbp", "--rows", rows)
+        for rows in (5, 0)
+    )
+    assert few.out.count("all_reduce") == 5
+    assert every.out.count("all_reduce") == 161
+
+
+def test_the_comparison_shows_every_schedule(tmp_path: Path) -> None:
+    code, out, _ = wfbp("plan", RESNET, "--cost", cost_file(tmp_path))
+    assert code == 0
+    assert all(f" {name} " in out for name in PLANNERS)
+    assert " best" in out
+
+
+def test_threshold_bytes_reach_the_planner(tmp_path: Path) -> None:
+    arguments = ("plan", RESNET, "--cost", cost_file(tmp_path), "--schedule", "threshold")
+    assert len(answer(*arguments, "--threshold-bytes", 1)["groups"]) == 161
+    assert len(answer(*arguments, "--threshold-bytes", 10**9)["groups"]) == 1
+    assert_refused(wfbp(*arguments, "--threshold-bytes", 0), "--threshold-bytes")
+
+
+def test_markup_in_names_is_text(tmp_path: Path) -> None:
+    trace = small_trace(model="[bold]model[/nonsense]")
+    trace["tensors"][0]["name"] = "[red]w[/]"
+    path = write(tmp_path / "trace.json", trace)
+    code, out, err = wfbp("plan", path, "--cost", cost_file(tmp_path), "--schedule", "wfbp")
+    assert (code, err) == (0, "")
+    assert "[red]w[/]" in out
+    assert "[bold]model[/nonsense]" in out
+
+
+# What is wrong, and where.
+
+HUGE = "1" + 400 * "0"
+BAD_TRACES = {
+    "empty file": (b"", "not JSON"),
+    "not text": (b"\xff\xfe\x00", "not JSON"),
+    "not JSON": ("{'format': 1}", "not JSON"),
+    "cut off": (json.dumps(small_trace())[:-20], "not JSON"),
+    "deep": ("[" * 100_000, "nested too deeply"),
+    "a list": ([1, 2], "expected format 'wfbp-trace/1', found 'list'"),
+    "null": (None, "found 'NoneType'"),
+    "no format": ({"tensors": []}, "found None"),
+    "a cost file": ({"format": "wfbp-cost/1"}, "found 'wfbp-cost/1'"),
+    "no tensors": (small_trace(tensors=[]), "no tensors"),
+    "tensors missing": ({"format": "wfbp-trace/1"}, "tensors: expected a list"),
+    "tensors a number": (small_trace(tensors=3), "tensors: expected a list"),
+    "row a number": (small_trace(tensors=[3]), "tensors[0]: expected an object"),
+    "other_s NaN": (json.dumps(small_trace(other_s=float("nan"))), "other_s"),
+}
+BAD_FIELDS = [
+    ("numel", -1, "tensors[1].numel"),
+    ("numel", 1.5, "tensors[1].numel"),
+    ("numel", True, "tensors[1].numel"),
+    ("numel", "12", "tensors[1].numel"),
+    ("numel", int(HUGE), "tensors[1].numel"),
+    ("forward_s", -1e-3, "tensors[1]: forward_s"),
+    ("forward_s", float("nan"), "tensors[1]: forward_s"),
+    ("forward_s", float("inf"), "tensors[1]: forward_s"),
+    ("backward_s", "soon", "tensors[1]: backward_s"),
+    ("backward_s", None, "tensors[1]: backward_s"),
+    ("backward_s", int(HUGE), "tensors[1]: backward_s"),
+    ("dtype", "float7", "tensors[1]: dtype 'float7'"),
+    ("dtype", ["float32"], "tensors[1]: dtype"),
+    ("name", "first", "names found twice: first"),
+    ("name", "first\nline", None),
+]
+
+
+@pytest.mark.parametrize("case", BAD_TRACES)
+def test_bad_traces(case: str, tmp_path: Path) -> None:
+    content, word = BAD_TRACES[case]
+    path = write(tmp_path / "trace.json", content if content is not None else "null")
+    told = wfbp("plan", path, "--cost", cost_file(tmp_path), "--schedule", "oasr")
+    assert_refused(told, word)
+    if case != "deep":
+        assert_refused(told, str(path))
+
+
+@pytest.mark.parametrize(("key", "value", "word"), BAD_FIELDS)
+def test_bad_fields_of_a_trace(key: str, value: object, word: str | None, tmp_path: Path) -> None:
+    trace = small_trace()
+    trace["tensors"][1][key] = value
+    path = write(tmp_path / "trace.json", trace)
+    told = wfbp("plan", path, "--cost", cost_file(tmp_path), "--json")
+    if word is None:
+        assert told.code == 0
+    else:
+        assert_refused(told, str(path), word)
+
+
+@pytest.mark.parametrize("key", ["name", "numel", "forward_s", "backward_s"])
+def test_missing_fields_of_a_trace(key: str, tmp_path: Path) -> None:
+    trace = small_trace()
+    del trace["tensors"][2][key]
+    path = write(tmp_path / "trace.json", trace)
+    told = wfbp("plan", path, "--cost", cost_file(tmp_path))
+    assert_refused(told, f"{path}: tensors[2]: missing {key}")
+
+
+def points(*pairs: object) -> dict[str, object]:
+    return {"all_reduce": {"points": list(pairs)}}
+
+
+BAD_COSTS: dict[str, tuple[dict[str, object], str]] = {
+    "format": ({"format": "wfbp-trace/1"}, "expected format 'wfbp-cost/1'"),
+    "unknown key": ({"allreduce": {}}, "unknown key 'allreduce'"),
+    "a number": ({"all_reduce": 3}, "all_reduce: expected an object, found int"),
+    "null": ({"all_gather": None}, "all_gather: expected an object"),
+    "empty": ({"all_reduce": {}}, "all_reduce: missing alpha_s, beta_s_per_byte"),
+    "no beta": ({"all_reduce": {"alpha_s": 1}}, "all_reduce: missing beta_s_per_byte"),
+    "negative alpha": (
+        {"all_reduce": {"alpha_s": -1, "beta_s_per_byte": 0}},
+        "all_reduce.alpha_s: expected a finite number of at least 0, found -1",
+    ),
+    "NaN beta": (
+        {"reduce_scatter": {"alpha_s": 1, "beta_s_per_byte": float("nan")}},
+        "reduce_scatter.beta_s_per_byte",
+    ),
+    "text": ({"all_reduce": {"alpha_s": "1", "beta_s_per_byte": 0}}, "all_reduce.alpha_s"),
+    "both kinds": (
+        {"all_reduce": {"points": [[1, 1], [2, 2]], "alpha_s": 1}},
+        "all_reduce: unknown key 'alpha_s'",
+    ),
+    "kappa": ({"kappa": -0.1}, "kappa"),
+    "kappa NaN": ({"kappa": float("nan")}, "kappa"),
+    "kappa text": ({"kappa": "0"}, "kappa"),
+    "no points": (points(), "all_reduce.points"),
+    "one point": (points([1, 1]), "all_reduce.points"),
+    "points no list": ({"all_reduce": {"points": {}}}, "all_reduce.points: expected a list"),
+    "no pair": (points([1, 1], [2]), "all_reduce.points[1]"),
+    "unsorted": (points([1, 1], [4, 2], [3, 3]), "all_reduce.points[2]: bytes must increase"),
+    "twice": (points([1, 1], [1, 2]), "all_reduce.points[1]: bytes must increase"),
+    "falling": (points([1, 2], [2, 1]), "all_reduce.points[1]: seconds must not fall"),
+    "negative size": (points([-1, 1], [2, 2]), "all_reduce.points[0] bytes"),
+    "NaN seconds": (points([1, 1], [2, float("nan")]), "all_reduce.points[1] seconds"),
+    "infinite": (points([1, 1], [float("inf"), 2]), "all_reduce.points[1] bytes"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_COSTS)
+def test_bad_costs(case: str, tmp_path: Path) -> None:
+    changes, word = BAD_COSTS[case]
+    path = cost_file(tmp_path, **changes)
+    assert_refused(wfbp("plan", RESNET, "--cost", path), str(path), word)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.json"
+    cost = cost_file(tmp_path)
+    assert_refused(wfbp("plan", missing, "--cost", cost), str(missing), "No such file")
+    assert_refused(wfbp("plan", RESNET, "--cost", missing), str(missing), "No such file")
+    assert_refused(wfbp("plan", tmp_path, "--cost", cost), str(tmp_path), "Is a directory")
+
+
+def test_an_unknown_schedule_names_the_known(tmp_path: Path) -> None:
+    told = wfbp("plan", RESNET, "--cost", cost_file(tmp_path), "--schedule", "fastest")
+    assert_refused(told, "--schedule", "'fastest' is not known", *PLANNERS)
+
+
+@pytest.mark.parametrize(
+    ("all_reduce", "kappa"),
+    [
+        ({"alpha_s": 1.7e308, "beta_s_per_byte": 1.7e308}, 0),
+        ({"alpha_s": 0, "beta_s_per_byte": 1e300}, 0),
+        ({"alpha_s": 1e289, "beta_s_per_byte": 0}, 0),
+        ({"alpha_s": 1e200, "beta_s_per_byte": 0}, 1e100),
+        ({"points": [[1, 1e308], [2, 1e308]]}, 0),
+        ({"points": [[1, 0], [2, 1e300]]}, 0),
+    ],
+)
+def test_costs_whose_sums_are_beyond_all_numbers(
+    all_reduce: dict[str, object], kappa: float, tmp_path: Path
+) -> None:
+    """Each figure is finite, their sum is not; JSON could not even tell it."""
+    cost = cost_file(tmp_path, all_reduce=all_reduce, kappa=kappa)
+    told = wfbp("plan", RESNET, "--cost", cost, "--json")
+    assert_refused(told, f"{cost}: costs are too large")
+
+
+def test_times_whose_sum_is_beyond_all_numbers(tmp_path: Path) -> None:
+    trace = small_trace()
+    for row in trace["tensors"]:
+        row["backward_s"] = 1.7e308
+    path = write(tmp_path / "trace.json", trace)
+    told = wfbp("plan", path, "--cost", cost_file(tmp_path))
+    assert_refused(told, f"{path}: times are too large")
+
+
+@pytest.mark.parametrize("schedule", PLANNERS)
+def test_large_and_small_figures_are_planned_all_the_same(schedule: str, tmp_path: Path) -> None:
+    for alpha_s, beta in ((1e280, 1e270), (0.0, 0.0), (1e-300, 5e-324)):
+        cost = cost_file(tmp_path, all_reduce={"alpha_s": alpha_s, "beta_s_per_byte": beta})
+        data = answer("plan", RESNET, "--cost", cost, "--schedule", schedule)
+        assert data["predicted"]["ratio_to_lower_bound"] >= 1
+
+
+def test_the_bad_line_stays_one_line(tmp_path: Path) -> None:
+    trace = small_trace()
+    for row in trace["tensors"]:
+        row["name"] = "two\nlines"
+    path = write(tmp_path / "trace.json", trace)
+    assert_refused(wfbp("plan", path, "--cost", cost_file(tmp_path)), "names found twice")

@@ -1,0 +1,158 @@
+"""``wfbp probe``: its parts in one process, and the whole under a real mpirun."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli_runs import TRACES, answer, assert_refused, wfbp
+from tests.support.launcher import Run
+from wfbp.cli.probe import Curve, measure
+from wfbp.cli.terminal_plot import Series, scatter
+from wfbp.comm.emulated import EmulatedLink
+from wfbp.comm.local import LocalWorld
+from wfbp.comm.probe import measure_cost, probe_sizes
+from wfbp.core.cost import Costs, LinearCost, PiecewiseCost
+from wfbp.core.types import Operation
+
+
+def test_an_emulated_link_is_found_again() -> None:
+    """0.5 ms and 1 GB/s: long against what Python adds, but not against a machine that is busy."""
+    cost = LinearCost(5e-4, 1e-9)
+    curves = []
+    for _ in range(8):
+        measured = measure_cost(EmulatedLink(cost), 4 << 20, budget_s=0.3)
+        curves.append(Curve.of(Operation.ALL_REDUCE, measured))
+        for size, seconds in curves[-1].points:
+            assert seconds >= cost(size) * 0.999
+        best = min(curves, key=lambda curve: curve.fitted.alpha_s)
+        if best.fitted.alpha_s == pytest.approx(cost.alpha_s, rel=0.2):
+            break
+    assert best.fitted.alpha_s == pytest.approx(cost.alpha_s, rel=0.2)
+    assert best.how.r_squared > 0.9
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_rank_gets_the_same_curves(size: int) -> None:
+    world = LocalWorld(size)
+    found: dict[int, list[Curve]] = {}
+
+    def run(rank: int) -> None:
+        found[rank] = measure(world.backend(rank), 1000, 3.0)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert set(found) == set(range(size))
+    assert all(curves == found[0] for curves in found.values())
+    assert [curve.operation for curve in found[0]] == list(Operation)
+    assert [size for size, _ in found[0][0].points] == probe_sizes(1000)
+
+
+def test_progress_is_told_once_per_size() -> None:
+    told: list[int] = []
+    measure_cost(
+        LocalWorld(1).backend(0), 4096, budget_s=0.0, on_size=lambda: told.append(len(told))
+    )
+    assert len(told) == len(probe_sizes(4096))
+
+
+def test_one_rank_is_too_few(tmp_path: Path) -> None:
+    told = wfbp("probe", "--output", tmp_path / "cost.json")
+    assert_refused(told, "mpirun -np N wfbp probe")
+    assert not (tmp_path / "cost.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--max-bytes", "0"), ("--max-bytes", "'0'")),
+        (("--max-bytes", "-5"), ("--max-bytes", "'-5'")),
+        (("--max-bytes", "much"), ("--max-bytes", "'much'")),
+        (("--max-bytes", "5T"), ("--max-bytes", "'5T'")),
+        (("--max-bytes", ""), ("--max-bytes",)),
+        (("--seconds", "-1"), ("--seconds",)),
+        (("--seconds", "soon"), ("--seconds",)),
+    ],
+)
+def test_bad_options(options: tuple[str, ...], words: tuple[str, ...]) -> None:
+    assert_refused(wfbp("probe", *options), *words)
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_cost_file_from_real_ranks(
+    num_ranks: int, mpirun: Callable[..., Run], mpi: str, tmp_path: Path
+) -> None:
+    """The file is one that wfbp plan reads."""
+    output, plot = tmp_path / "cost.json", tmp_path / "plot.html"
+    options = ["--max-bytes", "256K", "--seconds", "0.3", "--output", output, "--plot", plot]
+    run = mpirun(num_ranks, "-m", "wfbp", "probe", *options, mpi=mpi)
+    assert run.rc == 0, run.stderr
+    for name in ("all-reduce", "reduce-scatter", "all-gather", "R2", "●", str(output)):
+        assert name in run.stdout
+    assert run.stdout.count("written:") == 1
+    costs = Costs.load(output)
+    for curve in (costs.all_reduce, costs.reduce_scatter, costs.all_gather):
+        assert isinstance(curve, PiecewiseCost)
+        assert curve.points[0][0] == 4
+        assert curve.points[-1][0] == 256 << 10
+    assert plot.read_text().startswith("<!DOCTYPE html>")
+    data = answer("plan", TRACES / "resnet-50.json", "--cost", output, "--schedule", "oasr")
+    assert data["predicted"]["ratio_to_lower_bound"] >= 1
+
+
+@pytest.mark.parallel
+def test_json_from_real_ranks(mpirun: Callable[..., Run], tmp_path: Path) -> None:
+    output = tmp_path / "cost.json"
+    options = ["--max-bytes", "4K", "--seconds", "0.1", "--output", output, "--json"]
+    run = mpirun(2, "-m", "wfbp", "probe", *options)
+    assert run.rc == 0, run.stderr
+    data = json.loads(run.stdout)
+    assert data["ranks"] == 2
+    assert set(data["fit"]) == {operation.value for operation in Operation}
+    for fitted in data["fit"].values():
+        assert fitted["alpha_s"] >= 0
+        assert fitted["r_squared"] <= 1
+
+
+@pytest.mark.parallel
+def test_what_is_wrong_is_said_once(mpirun: Callable[..., Run], tmp_path: Path) -> None:
+    """Before anything is measured, by rank 0 alone."""
+    run = mpirun(2, "-m", "wfbp", "probe", "--output", tmp_path / "no" / "cost.json")
+    assert run.rc == 2, run.stderr
+    assert run.stdout == ""
+    lines = [line for line in run.stderr.splitlines() if "error:" in line]
+    assert len(lines) == 1, run.stderr
+    assert "no such directory" in lines[0]
+
+
+def test_points_stand_where_they_belong() -> None:
+    square = Series("square", [(1, 1), (10, 100), (100, 10_000)], lambda x: x**2)
+    flat = Series("flat", [(1, 10), (100, 10)], lambda x: 10.0)
+    lines = scatter([square, flat], str, str, width=21, height=9)
+    text = ["".join(part for part, _ in line) for line in lines]
+    grid = [line.partition("|")[2] for line in text[:9]]
+    assert [grid[8][0], grid[4][10], grid[0][20]] == ["●"] * 3
+    assert [grid[6][0], grid[6][20]] == ["▲"] * 2
+    assert grid[6][10] == "·"
+    assert text[0].startswith("10000")
+    assert text[-2:] == ["● square", "▲ flat"]
+
+
+def test_one_point_is_a_plot() -> None:
+    lines = scatter([Series("one", [(5, 5)], lambda x: x)], str, str, 9, 5)
+    assert sum(part == "●" for line in lines[:5] for part, _ in line) == 1
+
+
+def test_what_has_no_logarithm_is_refused() -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        scatter([Series("zero", [(0, 1)], lambda x: x)], str, str)
+    with pytest.raises(ValueError, match="above 0"):
+        scatter([], str, str)

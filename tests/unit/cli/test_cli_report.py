@@ -1,0 +1,270 @@
+"""``wfbp report``: what its figures show, and what it says of bad directories."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+import pytest
+
+from tests.support.cli_runs import assert_refused, wfbp
+from tests.support.run_documents import costs, document, record, trace
+from wfbp.cli.figures.gantt import gantt, median_iteration
+from wfbp.cli.report import SCALED, chapter
+from wfbp.cli.run_files import Run, load_runs
+from wfbp.core.cost import PiecewiseCost
+from wfbp.core.fit import fit_linear
+from wfbp.core.planners import PLANNERS, plan
+from wfbp.core.timeline import timeline
+
+
+def only_run(folder: Path) -> Run:
+    (run,) = load_runs(str(folder))
+    return run
+
+
+def bars(figure: dict[str, Any], name: str) -> list[tuple[str, float, float]]:
+    """Rows, starts and ends (ms) of the bars of that name."""
+    (found,) = (d for d in figure["data"] if d["name"] == name)
+    rows = zip(found["y"], found["base"], found["x"], strict=True)
+    return [(row, start, start + length) for row, start, length in rows]
+
+
+def test_a_chapter_has_all_its_figures(tmp_path: Path) -> None:
+    result = chapter(only_run(record(tmp_path)))
+    headings = [section.heading for section in result.sections]
+    assert headings == [
+        "One iteration, rank by rank",
+        "Predicted against measured",
+        "Messages, predicted against measured",
+        "What a message costs",
+        "All schedules on what was measured",
+        "What if there were more workers",
+    ]
+    assert result.notes == []
+    facts = dict(result.facts)
+    assert facts["schedule"] == "mgwfbp"
+    assert facts["ranks"] == "2"
+    data = document(1, 2)  # the slower rank
+    assert facts["T/LB, measured"] == f"{data['report']['ratio_to_lower_bound']:.3f}"
+    assert facts["iteration, measured"] == f"{data['report']['measured_iteration_s'] * 1e3:.3f} ms"
+
+
+def colored(value: Any) -> Any:
+    """Colour names replaced, as the page does it."""
+    if isinstance(value, str) and value.startswith("@"):
+        return "#123456"
+    if isinstance(value, list):
+        return [colored(v) for v in value]
+    if isinstance(value, dict):
+        return {k: colored(v) for k, v in value.items()}
+    return value
+
+
+def test_figures_are_what_plotly_understands(tmp_path: Path) -> None:
+    for section in chapter(only_run(record(tmp_path))).sections:
+        go.Figure(colored(section.figure))  # raises where it does not know a key or a value
+
+
+def test_the_chart_shows_what_was_recorded(tmp_path: Path) -> None:
+    run = only_run(record(tmp_path))
+    index = median_iteration(run)
+    assert index == -3  # five iterations, each longer than the last
+    figure = gantt(run, None)
+    assert figure is not None
+    for rank in (0, 1):
+        data = document(rank, 2)
+        iteration = data["iterations"][index]
+        (backward,) = (b for b in bars(figure, "backward") if b[0] == f"rank {rank} compute")
+        assert backward[1] == pytest.approx((trace().forward_s + trace().other_s) * 1e3)
+        assert backward[2] == pytest.approx(iteration["closed_s"] * 1e3)
+        shown = sorted(
+            b[1:]
+            for name in ("messages", "messages (every other)")
+            for b in bars(figure, name)
+            if b[0] == f"rank {rank} messages"
+        )
+        expected = [(g["packed_s"] * 1e3, g["end_s"] * 1e3) for g in iteration["groups"]]
+        assert shown == [pytest.approx(pair) for pair in expected]
+        (waiting,) = (
+            b for b in bars(figure, "waiting for communication") if b[0] == f"rank {rank} compute"
+        )
+        assert waiting[2] == pytest.approx(iteration["done_s"] * 1e3)
+
+
+def test_the_prediction_stands_on_the_same_clock(tmp_path: Path) -> None:
+    run = only_run(record(tmp_path))
+    section = chapter(run).sections[0]
+    ends = [b[2] for b in bars(section.figure, "messages") if b[0] == "predicted messages"]
+    made = plan("mgwfbp", trace(), costs())
+    times = timeline(made, trace(), costs())
+    begin_s = trace().forward_s + trace().other_s
+    assert ends == pytest.approx([(begin_s + g.end_s) * 1e3 for g in times.groups[::2]])
+
+
+def test_every_schedule_is_compared(tmp_path: Path) -> None:
+    figure = chapter(only_run(record(tmp_path))).sections[4].figure
+    shown = {label.partition(",")[0] for label in figure["data"][0]["y"]}
+    assert shown == set(PLANNERS)
+    names = [d["name"] for d in figure["data"]]
+    assert any(name.startswith("measured (mgwfbp)") for name in names)
+    assert any(name.startswith("lower bound") for name in names)
+
+
+def test_other_numbers_of_workers_by_every_algorithm(tmp_path: Path) -> None:
+    figure = chapter(only_run(record(tmp_path))).sections[5].figure
+    shown = [d for d in figure["data"] if d["visible"]]
+    assert [d["name"] for d in shown] == list(SCALED)
+    assert shown[0]["x"] == [2**k for k in range(1, 12)]
+    (menu,) = figure["layout"]["updatemenus"]
+    assert [button["label"] for button in menu["buttons"]] == ["ring", "tree", "halving-doubling"]
+    for button in menu["buttons"]:
+        (change,) = button["args"]
+        assert change["visible"].count(True) == len(SCALED)
+    # Among as many workers as were measured, the prediction is that of the fitted line.
+    first = next(d for d in shown if d["name"] == "single")
+    line = costs().all_reduce
+    assert isinstance(line, PiecewiseCost)
+    straight = replace(costs(), all_reduce=fit_linear(line.points))
+    alone = timeline(plan("single", trace(), straight), trace(), straight)
+    assert first["customdata"][0][0] == pytest.approx(alone.iteration_s * 1e3)
+
+
+def test_a_plan_in_another_order_than_the_trace(tmp_path: Path) -> None:
+    """The runtime's first plan is in the order of the model, the trace in that of backward."""
+    data = document(0, 1)
+    count = len(data["plan"]["tensors"])
+    data["plan"]["tensors"].reverse()
+    for group in data["plan"]["groups"]:
+        group["tensors"] = [count - 1 - k for k in group["tensors"]]
+    for iteration in data["iterations"]:
+        iteration["ready_s"].reverse()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "SGD.rank0.json").write_text(json.dumps(data))
+    turned = chapter(only_run(tmp_path / "a")).sections
+    straight = chapter(only_run(record(tmp_path / "b", size=1))).sections
+    assert turned[3].figure == straight[3].figure
+    assert bars(turned[0].figure, "messages") == bars(straight[0].figure, "messages")
+
+
+def test_an_early_end_is_told(tmp_path: Path) -> None:
+    report = document(0, 2)["report"] | {"phase": "warm-up"}
+    folder = record(tmp_path, trace=None, costs=None, report=report)
+    result = chapter(only_run(folder))
+    assert "ended in its warm-up phase" in result.notes[0]
+    assert [s.heading for s in result.sections] == ["One iteration, rank by rank"]
+
+
+def test_a_run_without_iterations_has_no_chart(tmp_path: Path) -> None:
+    result = chapter(only_run(record(tmp_path, iterations=[])))
+    assert "One iteration, rank by rank" not in [s.heading for s in result.sections]
+
+
+def test_missing_ranks_are_told(tmp_path: Path) -> None:
+    folder = record(tmp_path, size=3)
+    (folder / "SGD.rank1.json").unlink()
+    assert chapter(only_run(folder)).notes == ["1 of 3 ranks left no file here: 1."]
+
+
+def test_every_engine_is_shown(tmp_path: Path) -> None:
+    record(tmp_path, name="SGD")
+    record(tmp_path, name="Adam")
+    assert [run.name for run in load_runs(str(tmp_path))] == ["Adam", "SGD"]
+
+
+def test_the_page_goes_where_it_is_told(tmp_path: Path) -> None:
+    target = tmp_path / "page.html"
+    outcome = wfbp("report", record(tmp_path / "run"), "--output", target)
+    assert (outcome.code, outcome.out) == (0, f"{target}\n")
+    assert target.read_text().startswith("<!DOCTYPE html>")
+    nowhere = tmp_path / "missing" / "page.html"
+    assert_refused(wfbp("report", tmp_path / "run", "--output", nowhere), str(nowhere))
+
+
+# What is wrong, and where.
+
+
+def test_directories_that_are_none(tmp_path: Path) -> None:
+    assert_refused(wfbp("report", tmp_path / "missing"), "no such directory")
+    (tmp_path / "file").write_text("")
+    assert_refused(wfbp("report", tmp_path / "file"), "not a directory")
+    assert_refused(wfbp("report", tmp_path), "no recorded run", "WFBP_RECORD_DIR")
+
+
+def change(*path: str | int, to: Any) -> Callable[[dict[str, Any]], None]:
+    """Sets the value at a path."""
+
+    def apply(data: dict[str, Any]) -> None:
+        place: Any = data
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = to
+
+    return apply
+
+
+BAD: list[tuple[Callable[[dict[str, Any]], None], str]] = [
+    (change("format", to="wfbp-plan/1"), "expected format 'wfbp-run/1', found 'wfbp-plan/1'"),
+    (change("rank", to=2), "rank: 2 of 2 ranks"),
+    (change("rank", to=-1), "rank: expected a whole number"),
+    (change("size", to=0), "size: expected a whole number"),
+    (change("size", to=True), "size: expected a whole number"),
+    (change("report", to=[]), "report: expected an object, found list"),
+    (change("report", "steps", to=None), "report.steps"),
+    (change("report", "exposed_s", to="much"), "report.exposed_s"),
+    (change("report", "kappa", to=float("nan")), "report.kappa"),
+    (change("plan", to=None), "plan: expected an object"),
+    (change("plan", "groups", to=[]), "plan: the groups do not cover"),
+    (change("plan", "tensors", 0, "dtype", to="float7"), "plan: dtype 'float7'"),
+    (change("plan", "tensors", to=3), "plan: not a valid"),
+    (change("trace", to=5), "trace: not a trace"),
+    (change("trace", "tensors", 3, "backward_s", to=-1), "trace: tensors[3]: backward_s"),
+    (change("trace", "tensors", 3, "name", to="other"), "trace: tensors differ"),
+    (change("trace", "tensors", 3, "numel", to=7), "layer3"),
+    (change("costs", "all_reduce", to={}), "costs: all_reduce: missing"),
+    (
+        change("costs", "all_reduce", to={"alpha_s": 1e300, "beta_s_per_byte": 0}),
+        "SGD, rank 0: costs: costs are too large",
+    ),
+    (change("iterations", to={}), "iterations: expected a list"),
+    (change("iterations", 1, to=None), "iterations[1]: expected an object"),
+    (change("iterations", 1, "done_s", to=None), "iterations[1].done_s"),
+    (change("iterations", 1, "ready_s", to=[1]), "iterations[1].ready_s: 1 times for 12 tensors"),
+    (change("iterations", 1, "ready_s", 0, to=-1), "iterations[1].ready_s[0]"),
+    (change("iterations", 1, "groups", 0, "group", to=99), "iterations[1].groups[0].group: 99"),
+    (change("iterations", 1, "groups", 0, "end_s", to="x"), "iterations[1].groups[0].end_s"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "word"), BAD)
+def test_bad_documents(spoil: Callable[[dict[str, Any]], None], word: str, tmp_path: Path) -> None:
+    record(tmp_path)
+    for rank in (0, 1):
+        data = document(rank, 2)
+        spoil(data)
+        (tmp_path / f"SGD.rank{rank}.json").write_text(json.dumps(data))
+    assert_refused(wfbp("report", tmp_path), word)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"3", b"null"])
+def test_files_that_hold_no_document(content: bytes, tmp_path: Path) -> None:
+    record(tmp_path)
+    (tmp_path / "SGD.rank1.json").write_bytes(content)
+    assert_refused(wfbp("report", tmp_path))
+
+
+def test_runs_that_were_mixed(tmp_path: Path) -> None:
+    record(tmp_path, size=3)
+    record(tmp_path, size=2)
+    assert_refused(wfbp("report", tmp_path), "SGD.rank2.json", "of a run with 3 ranks")
+    record(tmp_path / "plans")
+    other = document(1, 2, schedule="single")
+    (tmp_path / "plans" / "SGD.rank1.json").write_text(json.dumps(other))
+    assert_refused(wfbp("report", tmp_path / "plans"), "by another plan")
+    record(tmp_path / "twice")
+    (tmp_path / "twice" / "copy.json").write_text(json.dumps(document(1, 2)))
+    assert_refused(wfbp("report", tmp_path / "twice"), "a rank of 'SGD' is there twice")

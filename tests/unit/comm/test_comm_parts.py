@@ -1,0 +1,268 @@
+"""The small pure parts below the backends: chunks, buffers, arithmetic, the channel's order."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.contract.checks import HALVES, INTEGERS, contribution, expected
+from wfbp.comm.arithmetic import combine, divide
+from wfbp.comm.buffers import blocks, typed
+from wfbp.comm.chunking import Chunking, chunks, split
+from wfbp.comm.mpi.mpi_channel import Channel, Job, MpiWork, ProgressGroup
+from wfbp.comm.mpi.transfers import PythonTransfers
+from wfbp.core.types import ITEM_BYTES, Op
+from wfbp.errors import BackendError
+
+
+@given(st.integers(0, 10**7), st.integers(1, 64))
+def test_split_covers_evenly(total: int, parts: int) -> None:
+    ranges = split(total, parts)
+    assert len(ranges) == parts
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == total
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
+    lengths = [end - start for start, end in ranges]
+    assert max(lengths) - min(lengths) <= 1
+
+
+@given(st.integers(0, 10**6), st.sampled_from([1, 2, 4, 8]), st.integers(64, 10**5))
+def test_chunks_fit(numel: int, item_bytes: int, chunk_bytes: int) -> None:
+    ranges = chunks(numel, item_bytes, chunk_bytes)
+    # Equal elements per chunk may round up to one element beyond the limit.
+    assert all((b - a) * item_bytes < chunk_bytes + item_bytes for a, b in ranges)
+    assert ranges[-1][1] == numel
+
+
+def test_a_window_needs_room() -> None:
+    with pytest.raises(ValueError, match="window"):
+        Chunking(window_jobs=0)
+
+
+@given(
+    st.sampled_from(sorted(ITEM_BYTES)),
+    st.sampled_from(list(Op)),
+    st.integers(1, 5),
+    st.integers(0, 40),
+    st.integers(0, 4),
+)
+def test_combine_is_in_rank_order_wherever_the_result_goes(
+    dtype: str, op: Op, num_ranks: int, numel: int, place: int
+) -> None:
+    parts = [contribution(rank, numel, dtype) for rank in range(num_ranks)]
+    want = expected(parts, dtype, op)
+    for target in (place % num_ranks, None):
+        shards = [part.copy() for part in parts]
+        out = np.zeros_like(parts[0]) if target is None else shards[target]
+        combine(shards, out, dtype, op)
+        np.testing.assert_array_equal(out, want)
+        if target is None:
+            assert all((s == p).all() for s, p in zip(shards, parts, strict=True))
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1), st.integers(1, 9))
+def test_quotients_have_the_same_bits_however_they_are_computed(bits: list[int], n: int) -> None:
+    """Also of what is subnormal, infinite or no number."""
+    data = np.array(bits, np.uint32).view(np.float32)
+    with np.errstate(all="ignore"):
+        want = data / np.float32(n)
+        divide(data, n)
+    assert np.array_equal(data, want, equal_nan=True)
+    assert (np.signbit(data) == np.signbit(want)).all()
+
+
+def test_the_tests_cover_every_type() -> None:
+    assert {*HALVES, *INTEGERS, "float32", "float64"} == set(ITEM_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "counts", "dtype", "told"),
+    [
+        (3, [1, 2, 0], "uint8", "need 2 counts"),
+        (0, [1, -1], "uint8", "at least 0"),
+        (4, [2, 2], "float32", "whole number of float32"),
+        (4, [1, 2], "uint8", "of 4 bytes, but counts add up to 3"),
+    ],
+)
+def test_wrong_counts(nbytes: int, counts: list[int], dtype: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        blocks(2, np.zeros(nbytes, np.uint8), counts, dtype)
+
+
+def test_typed_shares_memory() -> None:
+    data = np.zeros(8, np.uint8)
+    typed(data, "bfloat16")[1] = 0x3F80
+    assert data.tolist() == [0, 0, 0x80, 0x3F, 0, 0, 0, 0]
+
+
+class Recorded(Job):
+    """A job that is complete when told to, and writes down when it starts."""
+
+    def __init__(self, name: int, nbytes: int, log: list[int]) -> None:
+        self.name, self.nbytes, self.log, self.complete = name, nbytes, log, False
+
+    def start(self) -> None:
+        self.log.append(self.name)
+
+    def step(self) -> bool:
+        if self.nbytes == 13:
+            raise OSError("the cable is cut")
+        return self.complete
+
+    def may_progress(self) -> bool:
+        return self.step()
+
+
+def work_of(channel: Channel, jobs: list[Recorded]) -> MpiWork[None]:
+    return channel.submit(MpiWork(channel, sum(j.nbytes for j in jobs), lambda: None), jobs)
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=4), min_size=1, max_size=5),
+    st.randoms(use_true_random=False),
+)
+def test_jobs_start_in_order_within_the_window(sizes: list[list[int]], random) -> None:  # type: ignore[no-untyped-def]
+    window = Chunking(chunk_bytes=64, window_bytes=20, window_jobs=3)
+    family = ProgressGroup(PythonTransfers(), "rank 0 of 2")
+    channel = Channel(window, family)
+    log: list[int] = []
+    jobs: list[Recorded] = []
+    works: list[tuple[MpiWork[None], list[Recorded]]] = []
+    for group in sizes:
+        mine = [Recorded(len(jobs) + k, nbytes, log) for k, nbytes in enumerate(group)]
+        jobs += mine
+        works.append((work_of(channel, mine), mine))
+    while not all(job.complete for job in jobs):
+        started = [jobs[name] for name in log]
+        assert log == list(range(len(log)))
+        under_way = [job for job in started if not job.complete]
+        assert len(under_way) == 1 or sum(job.nbytes for job in under_way) <= 20
+        assert 1 <= len(under_way) <= 3
+        random.choice(under_way).complete = True
+        moves = family.moves
+        next(work for work, _ in works if work.remaining).test()
+        assert family.moves == moves + 1
+    for work, mine in works:
+        assert work.test() == all(job.complete for job in mine)
+
+
+def test_channels_fail_together_and_start_nothing_after_that() -> None:
+    family = ProgressGroup(PythonTransfers(), "rank 1 of 2")
+    broken, sound = Channel(Chunking(), family), Channel(Chunking(window_jobs=1), family)
+    log: list[int] = []
+    fine = Recorded(0, 1, log)
+    good = work_of(sound, [fine])
+    fine.complete = True
+    assert good.test()
+    bad, held = work_of(broken, [Recorded(1, 13, log)]), work_of(sound, [Recorded(2, 1, log)])
+    assert family.may_progress(), "which finds it, and does not say so"
+    for work in (bad, held, work_of(sound, [Recorded(3, 1, log)])):
+        with pytest.raises(BackendError, match=r"rank 1 of 2.*the cable is cut") as caught:
+            work.test()
+        assert isinstance(caught.value.__cause__, OSError)
+    assert good.test()
+    assert log == [0, 1, 2]
+
+
+def test_a_job_that_does_not_start_fails_the_family() -> None:
+    family = ProgressGroup(PythonTransfers(), "rank 1 of 2")
+    channel = Channel(Chunking(), family)
+    job = Recorded(0, 1, [])
+    job.start = Mock(side_effect=ValueError("no such peer"))  # type: ignore[method-assign]
+    work = work_of(channel, [job])
+    with pytest.raises(BackendError, match="no such peer"):
+        work.test()
+
+
+class Chained(PythonTransfers):
+    """Transfers that fail when told to."""
+
+    broken = False
+
+    def progress(self) -> int:
+        if self.broken:
+            raise ZeroDivisionError("chained to nothing")
+        return super().progress()
+
+
+@pytest.mark.parametrize("finds", ["test", "stirs"])
+def test_an_error_of_transfers_reaches_who_waits(finds: str) -> None:
+    transfers = Chained()
+    family = ProgressGroup(transfers, "rank 1 of 2")
+    job = Recorded(0, 1, [])
+    work = work_of(Channel(Chunking(), family), [job])
+    assert not work.test()
+    transfers.broken = True
+    if finds == "stirs":
+        assert family.may_progress()
+        transfers.broken = False  # the library need not say it twice
+    for _ in range(2):
+        with pytest.raises(BackendError, match="chained to nothing"):
+            work.test()
+
+
+def test_what_is_under_way_at_a_failure_is_kept_and_nothing_else() -> None:
+    """MPI may still write to its memory, whoever forgets the backend."""
+    family = ProgressGroup(PythonTransfers(), "rank 1 of 2")
+    jobs = [Recorded(k, 1, []) for k in range(5)]
+    channel = Channel(Chunking(window_jobs=2), family)
+    work = work_of(channel, jobs[:4])
+    jobs[0].complete = True
+    work.test()
+    kept = [weakref.ref(job) for job in jobs]
+    family.fail(OSError("gone"))
+    later = work_of(channel, jobs[4:])
+    with pytest.raises(BackendError, match="gone"):
+        later.test()
+    del family, channel, work, later, jobs
+    gc.collect()
+    assert [ref() is None for ref in kept] == [True, False, False, True, True]
+
+
+def test_who_leaves_with_messages_under_way_ends_the_family() -> None:
+    """What is begun for them would otherwise go on, in memory that is gone."""
+    family = ProgressGroup(PythonTransfers(), "rank 1 of 2")
+    leaving, staying = Channel(Chunking(), family), Channel(Chunking(), family)
+    job = Recorded(0, 1, [])
+    work_of(leaving, [job])
+    work = work_of(staying, [Recorded(1, 1, [])])
+    kept = weakref.ref(job)
+    leaving.leave()
+    with pytest.raises(BackendError, match="given up with messages under way"):
+        work.test()
+    del job, leaving
+    gc.collect()
+    assert kept() is not None
+
+
+def test_who_gives_up_with_nothing_under_way_ends_nothing() -> None:
+    family = ProgressGroup(PythonTransfers(), "rank 1 of 2")
+    channel = Channel(Chunking(), family)
+    job = Recorded(0, 1, [])
+    work = work_of(channel, [job])
+    job.complete = True
+    assert work.test()
+    family.end()
+    assert family.failure is None
+    work_of(channel, [Recorded(1, 1, [])])
+    family.end()
+    family.fail(OSError("later"))
+    assert "given up with messages under way" in str(family.failure)
+
+
+def test_a_work_that_is_complete_is_so_whatever_fails_beside_it() -> None:
+    family = ProgressGroup(PythonTransfers(), "rank 1 of 2")
+    sound, broken = Channel(Chunking(), family), Channel(Chunking(), family)
+    job = Recorded(0, 1, [])
+    work = work_of(sound, [job])
+    work_of(broken, [Recorded(1, 13, [])])
+    job.complete = True
+    assert work.test()
+    assert family.failure is not None

@@ -1,0 +1,323 @@
+"""The backends of devices: the contract on a device made of threads, and what NCCL is told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.contract.checks import CHECKS
+from tests.support.fake_nccl import FakeNccl
+from tests.support.software_device import SoftwareDevice
+from wfbp.comm.backend import Backend, Buffer
+from wfbp.comm.device.backend import DeviceBackend
+from wfbp.comm.device.connection import nccl_obstacle
+from wfbp.comm.device.nccl import NcclBackend
+from wfbp.comm.device.staged import StagedBackend
+from wfbp.comm.local import LocalWorld
+from wfbp.comm.waiting import wait
+from wfbp.core.types import ITEM_BYTES, Op
+from wfbp.errors import BackendError, StallError
+
+KINDS = ("nccl", "staged")
+LARGE = ("100_mb", "100_mb_of_halves")
+OF_HOSTS = ("all_to_all", "mailbox", "messages_between_two", "subset")
+"""What backends of devices do not offer."""
+STRUCTURE = ("all_gather", "reduce_scatter", "broadcast", "many_in_flight", "float32-average")
+"""What depends on the number of ranks."""
+
+
+class Ranks:
+    """Ranks as threads, each with a device, and host backends that belong together."""
+
+    def __init__(self, size: int, seed: int = 0, most_s: float = 0.0) -> None:
+        self.size = size
+        self._worlds: list[LocalWorld] = []
+        self._made = [0] * size
+        self._lock = threading.Lock()
+        self.devices = [SoftwareDevice(seed + rank, most_s) for rank in range(size)]
+        self.libraries = [
+            FakeNccl(device, lambda rank=rank: self.connect(rank))
+            for rank, device in enumerate(self.devices)
+        ]
+
+    def connect(self, rank: int) -> Backend:
+        """The rank's end of the next world that it asks for."""
+        with self._lock:
+            number = self._made[rank]
+            self._made[rank] += 1
+            if number == len(self._worlds):
+                self._worlds.append(LocalWorld(self.size))
+            return self._worlds[number].backend(rank)
+
+    def backend(self, kind: str, rank: int) -> DeviceBackend:
+        device, host = self.devices[rank], self.connect(rank)
+        if kind == "nccl":
+            return NcclBackend(device, host, self.libraries[rank], timeout_s=20.0)
+        return StagedBackend(device, host, piece_bytes=1 << 16)
+
+    def settling(self, kind: str, rank: int) -> DeviceBackend:
+        """A backend for checks, which write to its zeros at once and on no stream."""
+        backend, device = self.backend(kind, rank), self.devices[rank]
+        enqueued = backend.zeros
+
+        def zeros(nbytes: int) -> Buffer:
+            data = enqueued(nbytes)
+            device.drain()
+            return data
+
+        backend.zeros = zeros  # type: ignore[method-assign]
+        return backend
+
+    def run(self, body: Callable[[int], Any]) -> list[Any]:
+        results: list[Any] = [None] * self.size
+        errors: list[BaseException] = []
+
+        def main(rank: int) -> None:
+            try:
+                results[rank] = body(rank)
+                self.devices[rank].drain()
+            except BaseException as error:
+                errors.append(error)
+                for world in self._worlds:
+                    world.backend(rank).abort(1)
+
+        threads = [threading.Thread(target=main, args=(r,), daemon=True) for r in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60.0)
+            assert not thread.is_alive()
+        if errors:
+            raise errors[0]
+        return results
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [(name, 2) for name in CHECKS if name not in LARGE + OF_HOSTS]
+    + [(name, size) for name in STRUCTURE for size in (1, 3)],
+)
+def test_contract(name: str, kind: str, size: int) -> None:
+    ranks = Ranks(size)
+    ranks.run(lambda rank: CHECKS[name](ranks.settling(kind, rank)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_messages_wait_for_what_their_stream_waits_for(kind: str) -> None:
+    """Nothing is read before the producer has written, and the consumer reads what was reduced."""
+    ranks = Ranks(2, most_s=2e-3)
+
+    def body(rank: int) -> None:
+        device = ranks.devices[rank]
+        backend = ranks.backend(kind, rank)
+        producer, consumer = device.new_stream(), device.new_stream()
+        data = [np.zeros(5_000, np.float32) for _ in range(20)]
+        found = [np.zeros(5_000, np.float32) for _ in data]
+        works = []
+        for k, each in enumerate(data):
+            device.write(producer, [each], lambda each=each, k=k: each.fill(k + rank))
+            device.wait(backend.stream, device.record(producer))
+            works.append(backend.all_reduce(each, "float32", Op.SUM))
+        for work, each, target in zip(works, data, found, strict=True):
+            while not work.issued():
+                pass
+            device.wait(consumer, device.record(backend.stream))
+            device.copy(target, each, consumer)
+        device.drain()
+        assert [set(f) for f in found] == [{2.0 * k + 1} for k in range(20)]
+
+    ranks.run(body)
+
+
+def test_what_a_missing_wait_does() -> None:
+    """The software device tells right from wrong: without the producer's event, sums are wrong."""
+    ranks = Ranks(2, most_s=0.0)
+
+    def body(rank: int) -> bool:
+        device = ranks.devices[rank]
+        backend = ranks.backend("nccl", rank)
+        producer = device.new_stream()
+        gate = threading.Event()
+        data = np.zeros(100, np.float32)
+        device.enqueue(producer, lambda: gate.wait(10.0))
+        device.write(producer, [data], lambda: data.fill(1.0))
+        wait(backend.all_reduce(data, "float32", Op.SUM), timeout_s=20.0)
+        wrong = bool((data != 2.0).all())
+        gate.set()
+        return wrong
+
+    assert ranks.run(body) == [True, True]
+
+
+@pytest.mark.parametrize("dtype", ITEM_BYTES)
+def test_what_nccl_is_told(dtype: str) -> None:
+    """Pointers, counts, types, operations and streams of every collective."""
+    ranks = Ranks(2)
+    item = ITEM_BYTES[dtype]
+
+    def body(rank: int) -> tuple[int, int, int, list[Any]]:
+        backend = ranks.backend("nccl", rank)
+        data = np.zeros(16 * item, np.uint8)
+        address = int(data.__array_interface__["data"][0])
+        equal, unequal = [8 * item] * 2, [6 * item, 10 * item]
+        for work in (
+            backend.all_reduce(data, dtype, Op.SUM),
+            backend.all_reduce(data[4 * item :], dtype, Op.PRODUCT),
+            backend.reduce_scatter(data, equal, dtype, Op.SUM),
+            backend.reduce_scatter(data, unequal, dtype, Op.SUM),
+            backend.broadcast(data, 1),
+            backend.all_gather(data, equal),
+            backend.all_gather(data, unequal),
+        ):
+            wait(work, timeout_s=20.0)
+        return address, backend.stream, rank, ranks.libraries[rank].calls
+
+    for address, stream, rank, calls in ranks.run(body):
+        assert {call.stream for call in calls} == {stream}
+        told = [(call.name, *call.arguments.values()) for call in calls]
+        part = 8 * item
+        mine, others = (6 * item, 10 * item) if rank == 0 else (10 * item, 6 * item)
+        own, other = (0, 6 * item) if rank == 0 else (6 * item, 0)
+        assert told == [
+            ("allReduce", address, address, 16, FakeNccl.NCCL_SUM),
+            ("allReduce", address + 4 * item, address + 4 * item, 12, FakeNccl.NCCL_PROD),
+            ("reduceScatter", address, address + rank * part, 8, FakeNccl.NCCL_SUM),
+            ("allReduce", address, address, 16, FakeNccl.NCCL_SUM),
+            ("broadcast", address, address, 16 * item, 1),
+            ("allGather", address + rank * part, address, 8 * item),
+            ("send", address + own, mine, 1 - rank),
+            ("recv", address + other, others, 1 - rank),
+        ]
+
+
+@pytest.mark.parametrize("op", Op)
+def test_operations_of_nccl(op: Op) -> None:
+    """Floating sums, averages and products are NCCL's; minima and maxima lose NaN there."""
+    ranks = Ranks(2)
+
+    def body(rank: int) -> list[str]:
+        backend = ranks.backend("nccl", rank)
+        wait(backend.all_reduce(np.ones(4, np.float32), "float32", op), timeout_s=20.0)
+        wait(backend.all_reduce(np.ones(4, np.int32), "int32", op), timeout_s=20.0)
+        return [call.arguments["op"] for call in ranks.libraries[rank].calls]
+
+    code = {
+        Op.SUM: [0, 0],
+        Op.PRODUCT: [1, 1],
+        Op.AVERAGE: [4],
+        Op.MAX: [2],
+        Op.MIN: [3],
+    }[op]
+    assert ranks.run(body) == [code, code]
+
+
+def test_ids_of_older_bindings() -> None:
+    ranks = Ranks(2)
+    ranks.libraries = [
+        FakeNccl(device, lambda rank=rank: ranks.connect(rank), before_14=True)
+        for rank, device in enumerate(ranks.devices)
+    ]
+    ranks.run(lambda rank: CHECKS["float32-sum"](ranks.settling("nccl", rank)))
+
+
+def test_an_error_of_nccl_aborts_the_communicator() -> None:
+    ranks = Ranks(1)
+    backend = ranks.backend("nccl", 0)
+    library = ranks.libraries[0]
+    gate = threading.Event()
+    ranks.devices[0].enqueue(backend.stream, lambda: gate.wait(10.0))
+    work = backend.all_reduce(np.ones(3, np.float32), "float32", Op.SUM)
+    assert not work.test()
+    library.error = RuntimeError("NCCL_ERROR_REMOTE_ERROR")
+    with pytest.raises(BackendError, match=r"rank 0 of 1: NCCL failed: NCCL_ERROR_REMOTE_ERROR"):
+        work.test()
+    assert library.communicators[0].aborted
+    backend.check()  # said once; the communicator is gone
+    backend.close()
+    assert not library.communicators[0].destroyed
+    gate.set()
+
+
+def test_closing_destroys_the_communicator() -> None:
+    """On its device, and what went through the host first."""
+    ranks = Ranks(2)
+
+    def body(rank: int) -> None:
+        backend = ranks.backend("nccl", rank)
+        wait(backend.all_reduce(np.ones(3, np.int32), "int32", Op.AVERAGE), timeout_s=20.0)
+        used = ranks.devices[rank].calls["use"]
+        backend.close()
+        (communicator,) = ranks.libraries[rank].communicators
+        assert communicator.destroyed
+        assert not communicator.aborted
+        assert ranks.devices[rank].calls["use"] == used + 1
+
+    ranks.run(body)
+
+
+def test_ranks_that_do_not_join_are_not_waited_for_for_ever() -> None:
+    ranks = Ranks(1)
+    library = ranks.libraries[0]
+    gate = threading.Event()
+
+    def never(*_: Any) -> None:
+        gate.wait(10.0)
+
+    library.NcclCommunicator = never
+    with pytest.raises(StallError, match=r"did not complete within 0\.05 s"):
+        NcclBackend(ranks.devices[0], ranks.connect(0), library, timeout_s=0.05)
+    gate.set()
+
+
+def test_a_communicator_that_cannot_be_made_says_why() -> None:
+    ranks = Ranks(1)
+    library = ranks.libraries[0]
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("NCCL_ERROR_UNHANDLED_CUDA_ERROR")
+
+    library.NcclCommunicator = fails
+    with pytest.raises(BackendError, match="could not connect the ranks: NCCL_ERROR_UNHANDLED"):
+        NcclBackend(ranks.devices[0], ranks.connect(0), library, timeout_s=5.0)
+
+
+def test_staging_uses_two_pinned_buffers() -> None:
+    """However large the message; pieces start in the same order on every rank."""
+    ranks = Ranks(2, most_s=1e-3)
+    made: list[list[int]] = [[], []]
+
+    def body(rank: int) -> None:
+        device = ranks.devices[rank]
+        pinned = device.pinned
+        device.pinned = lambda n: (made[rank].append(n), pinned(n))[1]  # type: ignore[method-assign]
+        backend = ranks.backend("staged", rank)
+        data = [np.full(100_003, rank + k, np.float32) for k in range(4)]
+        works: Sequence[Any] = [backend.all_reduce(d, "float32", Op.AVERAGE) for d in data]
+        for work in works:
+            wait(work, timeout_s=20.0)
+        assert [set(d) for d in data] == [{k + 0.5} for k in range(4)]
+
+    ranks.run(body)
+    assert made == [[1 << 16] * 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ([("a", False, ""), ("b", False, "")], ""),
+        ([("a", False, ""), ("a", False, "")], "ranks 0 and 1 share a GPU"),
+        ([("a", True, ""), ("a", True, "")], ""),
+        ([("a", True, ""), ("a", False, "")], "ranks 0 and 1 share a GPU"),
+        ([("a", False, ""), ("b", False, "no NCCL")], "rank 1: no NCCL"),
+    ],
+)
+def test_nccl_serves_where_every_rank_can(told: list[tuple[str, bool, str]], reason: str) -> None:
+    keys = ("device", "shares", "problem")
+    found = nccl_obstacle([dict(zip(keys, each, strict=True)) for each in told])
+    assert found.startswith(reason)
+    assert bool(found) == bool(reason)

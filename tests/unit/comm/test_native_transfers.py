@@ -1,0 +1,419 @@
+"""Transfers by the extension, over an MPI library that does what the test says."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.fake_mpi import IN_STATUS, STATUS_BYTES, TRUNCATED, UNDEFINED, FakeError, FakeMpi
+from wfbp import native
+from wfbp.comm.mpi import transfers
+from wfbp.comm.mpi.transfers import NativeTransfers, PythonTransfers, find_transfers
+
+pytestmark = pytest.mark.skipif(not native.AVAILABLE, reason="the C++ extension is not built")
+
+Array = npt.NDArray[Any]
+
+
+@pytest.fixture(params=[(4, 16), (8, 8)], ids=["ints", "pointers"])
+def mpi(request: pytest.FixtureRequest) -> FakeMpi:
+    """A library like MPICH, and one like Open MPI."""
+    return FakeMpi(*request.param)
+
+
+def address(array: Array) -> int:
+    return int(array.ctypes.data)
+
+
+def test_messages_go_out_as_told_and_end_once_all_have_ended(mpi: FakeMpi) -> None:
+    transfers = native.Transfers(**mpi.told)
+    arriving, leaving = np.zeros(3, np.float32), np.zeros(5, np.uint8)
+    transfer = transfers.begin(mpi.comm, 6, [(arriving, 2, True), (leaving, 1, False)])
+    assert mpi.begun == [
+        ("receive", address(arriving), 12, 2, 6, mpi.comm),
+        ("send", address(leaving), 5, 1, 6, mpi.comm),
+    ]
+    assert transfers.progress() == 0
+    mpi.end(1)
+    assert transfers.progress() == 1
+    assert not transfer.done
+    mpi.end(0)
+    assert transfers.progress() == 1
+    assert transfer.done
+    assert np.isnan(arriving).all(), "what has arrived"
+
+
+def test_nothing_is_asked_of_the_library_while_nothing_is_under_way(mpi: FakeMpi) -> None:
+    transfers = native.Transfers(**mpi.told)
+    assert transfers.progress() == 0
+    assert transfers.begin(mpi.comm, 0, []).done
+    assert transfers.progress() == 0
+    assert mpi.num_tests == 0
+
+
+def test_what_has_arrived_is_combined_and_sent_on(mpi: FakeMpi) -> None:
+    transfers = native.Transfers(**mpi.told)
+    own, other = np.int32([7, -8, 20]), np.zeros(3, np.int32)
+    back = np.zeros(4, np.uint8)
+    transfer = transfers.begin(
+        mpi.comm,
+        10,
+        [(other, 1, True), (back, 1, False)],
+        "int32",
+        "sum",
+        2.0,
+        [([own, other], own)],
+        [(own, 1, False), (back, 1, True)],
+    )
+    mpi.end(0)
+    assert transfers.progress() == 1
+    assert own.tolist() == [7, -8, 20], "while its stage is not over"
+    mpi.end(1)
+    assert transfers.progress() == 1
+    assert own.tolist() == [3, -4, 9]
+    assert not transfer.done
+    assert [(kind, at, tag) for kind, at, _, _, tag, _ in mpi.begun[2:]] == [
+        ("send", address(own), 11),
+        ("receive", address(back), 11),
+    ]
+    mpi.end(3, 2)
+    assert transfers.progress() == 2
+    assert transfer.done
+
+
+def test_a_rest_ends_with_a_transfer_and_not_with_its_first_stage(mpi: FakeMpi) -> None:
+    transfers = native.Transfers(**mpi.told)
+    data = np.zeros(4, np.uint8)
+    transfer = transfers.begin(mpi.comm, 0, [(data, 1, True)], then=[(data, 1, False)])
+    other = transfers.begin(mpi.comm, 4, [(data, 1, False)])
+    mpi.end(0)
+    assert transfers.rest(nap_s=1e-4, most_s=0.2) == 1
+    assert len(mpi.begun) == 3, "the second stage begins while it rests"
+    assert mpi.num_tests > 1, "and it goes on resting"
+    assert not transfer.done
+    mpi.num_tests = 0
+    mpi.end(2)
+    assert transfers.rest(nap_s=1e-4, most_s=10.0) == 1
+    assert (mpi.num_tests, transfer.done, other.done) == (1, True, False)
+    mpi.end(1)
+    assert transfers.rest(nap_s=1e-4, most_s=10.0) == 1
+    assert other.done
+    assert transfers.rest(nap_s=1e-4, most_s=10.0) == 0, "nothing is under way"
+
+
+def test_other_threads_run_during_a_rest(mpi: FakeMpi) -> None:
+    transfers = native.Transfers(**mpi.told)
+    transfers.begin(mpi.comm, 0, [(np.zeros(4, np.uint8), 1, True)])
+    thread = threading.Timer(0.01, lambda: mpi.end(0))
+    thread.start()
+    assert transfers.rest(nap_s=1e-3, most_s=60.0) == 1
+    thread.join()
+
+
+def test_a_reduction_without_messages_is_done_at_once(mpi: FakeMpi) -> None:
+    transfers = native.Transfers(**mpi.told)
+    own, out = np.float64([1.0, 2.0]), np.zeros(2)
+    pieces = [([own, own], out)]
+    assert transfers.begin(mpi.comm, 0, [], "float64", "product", 1.0, pieces).done
+    assert out.tolist() == [1.0, 4.0]
+    after = transfers.begin(mpi.comm, 0, [], pieces=[], then=[(out, 0, False)])
+    assert not after.done
+    mpi.end(0)
+    transfers.progress()
+    assert after.done
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    handle_bytes=st.sampled_from([4, 8]),
+    shapes=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=6),
+    chance=st.randoms(use_true_random=False),
+)
+def test_any_number_in_any_order(
+    handle_bytes: int, shapes: list[tuple[int, int]], chance: Any
+) -> None:
+    """Each stage begins when the one before is over, and each message belongs to its transfer."""
+    mpi = FakeMpi(handle_bytes, 0)
+    transfers = native.Transfers(**mpi.told)
+    data = np.zeros(64, np.uint8)
+    waiting = [(k, *shape) for k, shape in enumerate(shapes)]
+    begun: dict[int, Any] = {}
+    left: dict[int, list[int]] = {}
+    ended: set[int] = set()
+    while waiting or len(ended) < len(mpi.begun):
+        if waiting and (chance.random() < 0.5 or len(ended) == len(mpi.begun)):
+            k, first, second = waiting.pop(0)
+            messages = [(data[i : i + 1], k, True) for i in range(first)]
+            then = [(data[i : i + 2], k, False) for i in range(second)]
+            begun[k] = transfers.begin(mpi.comm, 2 * k, messages, then=then)
+            left[k] = [first, second]
+        else:
+            under_way = [r for r in range(len(mpi.begun)) if r not in ended]
+            chosen = chance.sample(under_way, chance.randint(0, len(under_way)))
+            mpi.end(*chosen)
+            ended.update(chosen)
+            assert transfers.progress() == len(chosen)
+            for request in chosen:
+                tag = mpi.begun[request][4]
+                left[tag // 2][tag % 2] -= 1
+        for k, (first, second) in left.items():
+            assert begun[k].done == (first == second == 0)
+            sent_on = [m for m in mpi.begun if m[3:5] == (k, 2 * k + 1)]
+            assert len(sent_on) == (shapes[k][1] if first == 0 else 0)
+    assert all(transfer.done for transfer in begun.values())
+
+
+def test_nothing_is_kept_of_what_is_over(mpi: FakeMpi) -> None:
+    class Kept(np.ndarray[Any, Any]):
+        """An array that can be referred to weakly."""
+
+    transfers = native.Transfers(**mpi.told)
+    data = np.zeros(4, np.uint8).view(Kept)
+    seen = weakref.ref(data)
+    pieces = [([data], data)]
+    transfer = transfers.begin(
+        mpi.comm, 0, [(data, 0, True)], pieces=pieces, then=[(data, 0, False)]
+    )
+    del data, pieces
+    gc.collect()
+    assert seen() is None, "the caller keeps what is under way"
+    del transfer
+    assert transfers.progress() == 0
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        ({"errors": {1: TRUNCATED}}, TRUNCATED),
+        ({"code": TRUNCATED}, TRUNCATED),
+        ({"code": IN_STATUS}, IN_STATUS),
+        ({"code": TRUNCATED, "found": UNDEFINED}, TRUNCATED),
+        ({"found": UNDEFINED}, "no longer knows 2 messages"),
+        ({"found": 3}, "no longer knows 2 messages"),
+        ({"found": 2, "reports": [0, 0]}, "twice"),
+        ({"found": 1, "reports": [2]}, "vector"),
+    ],
+)
+def test_what_is_wrong_is_told(mpi: FakeMpi, broken: dict[str, Any], told: str | int) -> None:
+    transfers = native.Transfers(**mpi.told)
+    data = np.zeros(4, np.uint8)
+    transfer = transfers.begin(mpi.comm, 0, [(data, 1, True), (data, 1, False)])
+    for name, value in broken.items():
+        setattr(mpi, name, value)
+    if "reports" not in broken:
+        mpi.end(0, 1)
+    with pytest.raises((FakeError, RuntimeError, IndexError)) as caught:
+        transfers.progress()
+    if isinstance(told, int):
+        assert caught.value.args == (told,)
+    else:
+        assert told in str(caught.value)
+    assert not transfer.done
+
+
+@pytest.mark.parametrize("refused", [0, 1, 2])
+def test_a_message_that_does_not_begin(mpi: FakeMpi, refused: int) -> None:
+    transfers = native.Transfers(**mpi.told)
+    data = np.zeros(4, np.uint8)
+    mpi.refuses = {refused}
+    messages = [(data, 1, True), (data, 1, False)]
+    if refused < 2:
+        with pytest.raises(FakeError, match=str(TRUNCATED)):
+            transfers.begin(mpi.comm, 0, messages)
+        assert len(mpi.begun) == refused
+        return
+    transfer = transfers.begin(mpi.comm, 0, messages, then=[(data, 1, False)])
+    mpi.end(0, 1)
+    with pytest.raises(FakeError, match=str(TRUNCATED)):
+        transfers.progress()
+    assert not transfer.done
+
+
+def test_wrong_arguments_start_nothing(mpi: FakeMpi) -> None:
+    transfers = native.Transfers(**mpi.told)
+    good = np.zeros(8, np.uint8)
+    read_only = good.copy()
+    read_only.flags.writeable = False
+    fine = (good, 1, True)
+    wrong: list[tuple[list[Any], dict[str, Any], str]] = [
+        ([fine, (b"12", 1, False)], {}, "must be an array"),
+        ([fine, (good[::2], 1, False)], {}, "contiguous"),
+        ([fine, (read_only, 1, True)], {}, "writeable where it arrives"),
+        ([fine, (good, 1)], {}, r"is \(array, peer, incoming\)"),
+        ([fine], {"then": [(read_only, 1, True)]}, "writeable"),
+        ([fine], {"dtype": "complex64"}, "complex64"),
+        ([fine], {"op": "mean"}, "mean"),
+        ([fine], {"op": "max", "divisor": 2.0}, "only a sum"),
+        ([fine], {"pieces": [([good, good[:4]], good)]}, "4 bytes, its result 8"),
+        ([fine], {"pieces": [([], good)]}, "contributions"),
+        ([fine], {"pieces": [([good[:3]], good[:3])], "dtype": "float32"}, "whole elements"),
+        ([fine], {"pieces": [(good,)]}, r"is \(contributions, result\)"),
+    ]
+    for messages, options, told in wrong:
+        with pytest.raises((ValueError, TypeError), match=told):
+            transfers.begin(mpi.comm, 0, messages, **options)
+    assert mpi.begun == []
+    transfers.begin(mpi.comm, 0, [(read_only, 1, False)])
+    for name, value in (("handle_bytes", 2), ("error_at", 17)):
+        with pytest.raises(ValueError, match=r"handles of 2|within a status"):
+            native.Transfers(**{**mpi.told, name: value})
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="asks the C library to sleep")
+def test_other_threads_run_while_the_library_does(mpi: FakeMpi) -> None:
+    """A test takes a second here: the library's function is one that sleeps."""
+    slow = ctypes.cast(ctypes.CDLL(None).sleep, ctypes.c_void_p).value
+    transfers = native.Transfers(**{**mpi.told, "testsome": slow or 0})
+    data = np.zeros(1, np.uint8)
+    transfers.begin(mpi.comm, 0, [(data, 1, True)])
+    asked, ran = threading.Event(), threading.Event()
+
+    def other() -> None:
+        asked.wait(10)
+        time.sleep(0.1)
+        ran.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    asked.set()
+    transfers.progress()
+    meanwhile = ran.is_set()
+    thread.join()
+    assert meanwhile
+
+
+ENDING = """
+import builtins, ctypes, threading, time
+import numpy as np
+from tests.support.fake_mpi import FakeMpi
+from wfbp import native
+
+class Last:
+    def __del__(self, sleep=time.sleep, say=print):
+        sleep(1.5)
+        say("ended")
+
+builtins.last = Last()  # goes when the interpreter has ended for other threads
+mpi = FakeMpi(4, 16)
+slow = ctypes.cast(ctypes.CDLL(None).sleep, ctypes.c_void_p).value
+transfers = native.Transfers(**{**mpi.told, "testsome": slow})
+data = np.zeros(1, np.uint8)
+transfers.begin(mpi.comm, 0, [(data, 1, True)])
+asked = threading.Event()
+threading.Thread(target=lambda: (asked.set(), transfers.progress()), daemon=True).start()
+asked.wait()
+time.sleep(0.1)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="asks the C library to sleep")
+def test_the_interpreter_may_end_while_the_library_is_asked() -> None:
+    """A thread that comes back then is ended, and the process is not."""
+    run = subprocess.run(
+        [sys.executable, "-c", ENDING],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (0, "ended\n", "")
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """As much of ``mpi4py.MPI`` as finding its functions needs."""
+    library = Mock()
+    library.__file__ = "libmpi"
+    library.COMM_SELF.Get_errhandler.return_value = library.ERRORS_RETURN
+    library.SUCCESS = 0
+    library._sizeof = lambda kind: STATUS_BYTES if kind is library.Status else 8
+    library._handleof = lambda _: 7
+    library.Exception = FakeError
+    status = ctypes.create_string_buffer(STATUS_BYTES)
+    library.Status.return_value.Set_error = lambda code: struct.pack_into("=i", status, 12, code)
+    library._addressof = lambda _: ctypes.addressof(status)
+    functions = {f"MPI_{name}": ctypes.CDLL(None).abs for name in ("Isend", "Irecv", "Testsome")}
+    monkeypatch.setattr(transfers.ctypes, "CDLL", lambda _: SimpleNamespace(**functions))
+    library.functions = functions
+    return library
+
+
+def test_a_library_is_used_where_it_has_all_that_is_needed(
+    library: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert isinstance(find_transfers(library), NativeTransfers)
+    assert not caplog.records
+
+
+def _no_functions(library: Any) -> None:
+    del library.functions["MPI_Testsome"]
+
+
+def _no_file(library: Any) -> None:
+    library.__file__ = None
+    transfers.ctypes.CDLL = Mock(side_effect=OSError("no such file"))
+
+
+def _other_handles(library: Any) -> None:
+    library._sizeof = lambda kind: 4 if kind is library.Comm else 8
+
+
+def _strange_handles(library: Any) -> None:
+    library._sizeof = lambda kind: STATUS_BYTES if kind is library.Status else 2
+
+
+def _no_error(library: Any) -> None:
+    library.Status.return_value.Set_error = lambda code: None
+
+
+def _fatal(library: Any) -> None:
+    library.COMM_SELF.Get_errhandler.return_value = library.ERRORS_ARE_FATAL
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (_no_functions, "MPI_Testsome"),
+        (_no_file, "no such file"),
+        (_other_handles, r"handles of \[4, 8\] bytes"),
+        (_strange_handles, "handles of 2 bytes"),
+        (_no_error, "keeps no error"),
+        (_fatal, "COMM_SELF"),
+    ],
+)
+def test_elsewhere_messages_go_through_python_which_is_told(
+    library: Any, caplog: pytest.LogCaptureFixture, spoil: Callable[[Any], None], told: str
+) -> None:
+    spoil(library)
+    for tells in (True, False):
+        assert isinstance(find_transfers(library, tells), PythonTransfers)
+    (record,) = caplog.records
+    assert re.search(told, record.getMessage())
+    assert "through Python, which is slower" in record.getMessage()
+
+
+def test_without_the_extension_nothing_more_is_told(
+    library: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "Transfers", None)
+    assert isinstance(find_transfers(library), PythonTransfers)
+    assert not caplog.records

@@ -1,0 +1,184 @@
+"""The all-reduce through memory that ranks of one host read of each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.host_ranks import WINDOW, channel, connected
+from wfbp.comm.backend import Buffer, Segment
+from wfbp.comm.mpi.host_memory import HEADER_BYTES, SharedMemory
+from wfbp.comm.mpi.host_reduce import SharedAllReduce, SharedReduceJob
+from wfbp.comm.mpi.mpi_channel import MpiWork, ProgressGroup
+from wfbp.comm.mpi.transfers import PythonTransfers
+from wfbp.core.types import Op
+from wfbp.errors import BackendError
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_ranks_may_take_their_steps_in_any_order(data: st.DataObject) -> None:
+    """Several works of many chunks, whose parts lie anywhere, against the sum."""
+    size = data.draw(st.sampled_from([2, 3, 5]), "ranks")
+    memories = connected(size)
+    channels = [channel(memories[r], r, size) for r in range(size)]
+    wanted: list[Buffer] = []
+    works: list[list[MpiWork[None]]] = [[] for _ in range(size)]
+    results: list[list[Buffer]] = [[] for _ in range(size)]
+    for _ in range(data.draw(st.integers(1, 3), "works")):
+        numel = data.draw(st.integers(17, 4000), "elements")
+        cuts = sorted(data.draw(st.sets(st.integers(0, numel), max_size=6), "cuts"))
+        modes = data.draw(st.lists(st.integers(0, 3), min_size=7, max_size=7), "modes")
+        values = [np.arange(numel, dtype=np.int32) * (r + 1) % 101 for r in range(size)]
+        wanted.append(np.sum(values, axis=0, dtype=np.int32))
+        for r in range(size):
+            buffer = memories[r].zeros(4 * numel).view(np.int32)
+            buffer[:] = values[r]
+            segments, pieces = [], []
+            for start, stop, mode in zip([0, *cuts], [*cuts, numel], modes, strict=False):
+                slot = buffer[start:stop]
+                source = slot.copy() if mode else slot
+                result = (None, source, np.zeros_like(slot), None)[mode]
+                if mode:
+                    slot[:] = -1
+                    segments.append(Segment(4 * start, source, (), result))
+                pieces.append(slot if result is None else result)
+            reduces, line = channels[r]
+            jobs = reduces.all_reduce(buffer, segments, "int32", Op.SUM)
+            works[r].append(line.submit(MpiWork(line, buffer.nbytes, lambda: None), jobs))
+            results[r].append(pieces)  # type: ignore[arg-type]
+    chance = np.random.default_rng(data.draw(st.integers(0, 99), "order"))
+    # A rank's works move on together; then each in turn, as often as anything could take.
+    for r in [*chance.integers(size, size=200), *list(range(size)) * 100]:
+        works[r][-1].test()
+    for r in range(size):
+        assert all(work.test() for work in works[r])
+        for pieces, want in zip(results[r], wanted, strict=True):
+            assert (np.concatenate(pieces) == want).all()
+
+
+def test_small_and_foreign_buffers_go_other_ways() -> None:
+    memory = connected(1)[0]
+    reduces, _ = channel(memory, 0, 1)
+    assert reduces.carries(memory.zeros(65))
+    assert not reduces.carries(memory.zeros(64))
+    assert not reduces.carries(np.zeros(65, np.uint8))
+
+
+def test_there_are_so_many_channels() -> None:
+    memory = connected(1)[0]
+    found = [
+        SharedAllReduce.of(memory, ProgressGroup(PythonTransfers(), "rank 0 of 1"), 0, 1, WINDOW)
+        for _ in range(300)
+    ]
+    assert found.index(None) == HEADER_BYTES // 4096 - 1
+    assert (
+        SharedAllReduce.of(None, ProgressGroup(PythonTransfers(), "rank 0 of 1"), 0, 1, WINDOW)
+        is None
+    )
+
+
+def ready(size: int, numel: int) -> tuple[list[SharedMemory], list[Buffer], list[MpiWork[None]]]:
+    """An all-reduce of one chunk that every rank has begun; rank r contributes r + 1."""
+    memories = connected(size)
+    buffers, works = [], []
+    for rank, memory in enumerate(memories):
+        buffer = memory.zeros(4 * numel).view(np.int32)
+        buffer[:] = rank + 1
+        reduces, line = channel(memory, rank, size)
+        jobs = reduces.all_reduce(buffer, [], "int32", Op.SUM)
+        assert len(jobs) == 1
+        works.append(line.submit(MpiWork(line, buffer.nbytes, lambda: None), jobs))
+        buffers.append(buffer)
+    return memories, buffers, works
+
+
+def go_on(works: list[MpiWork[None]]) -> None:
+    for work in works * 9:
+        work.test()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_that_gave_up_is_not_read(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last rank is held up within its copy of rank 0's part, for longer than rank 0 waits.
+
+    By then rank 0 has taken all that it needs: the last rank would find the chunk complete.
+    """
+    memories, buffers, works = ready(size, 300)
+    late = size - 1
+    deliver = SharedReduceJob._deliver
+    others = works[:late]
+
+    def held_up(job: SharedReduceJob, owner: int) -> None:
+        if job._rank == late and owner == 0:
+            for work in others * 3:
+                assert not work.test()
+            assert all(job._flags.reached(rank, job._number, 3) for rank in range(late))
+            memories[0].withdraw()
+            buffers[0][:] = -1
+        deliver(job, owner)
+
+    monkeypatch.setattr(SharedReduceJob, "_deliver", held_up)
+    with pytest.raises(BackendError, match=f"rank {late} of {size}: .*rank 0 gave up before this"):
+        go_on(works)
+    for work in others * 9:
+        assert not work.test(), "nobody may take it for complete"
+
+
+def test_what_was_read_before_a_rank_gave_up_counts() -> None:
+    memories, buffers, works = ready(2, 300)
+    while not works[1].test():
+        works[0].test()
+    memories[0].withdraw()
+    buffers[0][:] = -1
+    assert (buffers[1] == 3).all()
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.data())
+def test_more_jobs_than_a_board_has_rows(data: st.DataObject) -> None:
+    """Many at once, one of which is complete on some ranks long before it is on others."""
+    size = data.draw(st.sampled_from([2, 3]), "ranks")
+    window = replace(WINDOW, window_bytes=1 << 20, window_jobs=200)
+    memories = connected(size)
+    lines = [channel(memories[r], r, size, window) for r in range(size)]
+    works: list[list[MpiWork[None]]] = [[] for _ in range(size)]
+    buffers: list[list[Buffer]] = [[] for _ in range(size)]
+    for number in range(150):
+        for rank, (reduces, line) in enumerate(lines):
+            buffer = memories[rank].zeros(80).view(np.int32)
+            buffer[:] = number * (rank + 1)
+            jobs = reduces.all_reduce(buffer, [], "int32", Op.SUM)
+            works[rank].append(line.submit(MpiWork(line, 80, lambda: None), jobs))
+            buffers[rank].append(buffer)
+    chance = np.random.default_rng(data.draw(st.integers(0, 99), "order"))
+    for rank in [*chance.integers(size, size=30), *list(range(size)) * 30]:
+        works[rank][-1].test()
+    for rank in range(size):
+        assert all(work.test() for work in works[rank])
+        found = np.array(buffers[rank])
+        assert (found == np.arange(150)[:, None] * (size * (size + 1) // 2)).all()
+
+
+def test_sizes_beyond_four_gigabytes_are_cut_and_announced() -> None:
+    """By arithmetic alone: nothing of it is touched."""
+    memory = connected(1)[0]
+    reduces, _ = channel(memory, 0, 1, replace(WINDOW, window_bytes=1 << 29))
+    try:
+        low, buffer = memory.zeros(3 << 30), memory.zeros(5 << 30)
+    except MemoryError:
+        pytest.skip("this machine has less memory")
+    data = buffer.view(np.float32)
+    assert memory.offset(buffer) - memory.offset(low) == 3 << 30
+    jobs = reduces.all_reduce(data, [Segment(9 << 29, buffer[9 << 29 :])], "float32", Op.SUM)
+    assert [job.nbytes for job in jobs] == [1 << 28] * 20
+    last = jobs[-1]
+    assert isinstance(last, SharedReduceJob)
+    assert (last._parts[0].start, last._parts[0].data.nbytes) == (0, 1 << 28)
+    assert [len(job._parts) for job in jobs] == [0] * 18 + [1] * 2  # type: ignore[attr-defined]
+    last.start()
+    assert last._flags.offset(0, 20) == memory.offset(buffer) + 19 * (1 << 28)

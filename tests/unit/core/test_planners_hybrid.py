@@ -1,0 +1,204 @@
+"""Hybrid against every other planner, every choice of modes, and the bound."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support import reference
+from tests.unit.core.test_planners import TRACES, cluster
+from tests.unit.core.test_planners_decoupled import random_costs
+from wfbp.core.bound import lower_bound_s
+from wfbp.core.cost import Costs, LinearCost, PiecewiseCost
+from wfbp.core.planners import ALL_REDUCE, PLANNERS, plan
+from wfbp.core.planners.hybrid import DECOUPLING, REDUCING
+from wfbp.core.planners.hybrid_shared import shared_modes
+from wfbp.core.planners.partition_optimizer import PartitionOptimizer
+from wfbp.core.planners.plan_builder import plan_of_phases
+from wfbp.core.timeline import iteration_s, timeline
+from wfbp.core.trace import Trace, TraceTensor
+from wfbp.core.types import Operation, TensorSpec
+
+EITHER = (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER)
+
+
+def check_never_worse(trace: Trace, costs: Costs) -> None:
+    made = plan("hybrid", trace, costs)
+    assert made.schedule == "hybrid"
+    found = timeline(made, trace, costs)
+    assert found.lower_bound_s <= found.iteration_s
+    assert found.iteration_s >= lower_bound_s(trace, costs) * (1 - 1e-12)
+    for name in PLANNERS:
+        other = timeline(plan(name, trace, costs), trace, costs)
+        assert other.lower_bound_s <= other.iteration_s
+        assert found.iteration_s <= other.iteration_s * (1 + 1e-11), name
+    for name in ("oasr", "independent"):
+        exact = iteration_s(plan(name, trace, costs, tolerance=0), trace, costs)
+        assert found.iteration_s <= exact * 1.0011
+        shortest = iteration_s(plan("hybrid", trace, costs, tolerance=0), trace, costs)
+        assert shortest <= exact * (1 + 1e-9)
+
+
+def test_knows_every_other_planner() -> None:
+    rivals = {PLANNERS[name] for name in PLANNERS if name != "hybrid"}
+    assert rivals == {*REDUCING, *DECOUPLING}
+    assert tuple(PLANNERS[name] for name in ALL_REDUCE) == REDUCING
+
+
+@pytest.mark.parametrize("linear", [True, False], ids=["linear", "piecewise"])
+def test_never_worse_than_any_other_nor_better_than_the_bound(linear: bool) -> None:
+    rng = random.Random(linear)
+    for _ in range(100 if linear else 40):
+        trace = reference.random_trace(rng, rng.randint(1, 25))
+        check_never_worse(trace, random_costs(rng, linear, reference.random_kappa(rng)))
+
+
+def test_never_worse_with_several_element_types() -> None:
+    rng = random.Random(17)
+    for _ in range(30):
+        trace = reference.random_trace(rng, rng.randint(1, 10), dtypes=("float32", "float16"))
+        costs = random_costs(rng, True)
+        found = iteration_s(plan("hybrid", trace, costs), trace, costs)
+        for name in PLANNERS:
+            other = iteration_s(plan(name, trace, costs), trace, costs)
+            assert found <= other * (1 + 1e-11), name
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(0, 5000), st.floats(0, 2), st.floats(0, 2)), min_size=1, max_size=8
+    ),
+    alpha=st.floats(0, 3),
+    beta=st.floats(0, 1e-2),
+    half=st.floats(0, 1),
+    kappa=st.sampled_from([0.0, 0.3, 1.5]),
+)
+def test_never_worse_hypothesis(
+    rows: list[tuple[int, float, float]], alpha: float, beta: float, half: float, kappa: float
+) -> None:
+    tensors = (
+        TraceTensor(TensorSpec(str(k), (n,), "uint8"), f, b) for k, (n, f, b) in enumerate(rows)
+    )
+    whole = LinearCost(alpha, beta)
+    costs = Costs(whole, whole.scaled(half), whole.scaled(1.1 - half), kappa)
+    check_never_worse(Trace("h", tuple(tensors)), costs)
+
+
+def best_of_shared_groups(trace: Trace, costs: Costs) -> float:
+    """Every partition, each group either all-reduced or scattered and gathered as it is."""
+    best = float("inf")
+    for ends in reference.all_partitions(len(trace.tensors)):
+        for ways in product(EITHER, repeat=len(ends)):
+            forward_ends, total, start = [], 0, 0
+            for end, way in zip(ends, ways, strict=True):
+                if way is Operation.REDUCE_SCATTER:
+                    total += end - start
+                    forward_ends.append(total)
+                start = end
+            modes = tuple(zip(ends, ways, strict=True))
+            made = plan_of_phases("hand", trace, modes, ends, forward_ends)
+            best = min(best, iteration_s(made, trace, costs))
+    return best
+
+
+@pytest.mark.parametrize("linear", [True, False], ids=["linear", "piecewise"])
+def test_at_least_as_good_as_all_shared_groups(linear: bool) -> None:
+    rng = random.Random(30 + linear)
+    for _ in range(25):
+        trace = reference.random_trace(rng, rng.randint(1, 5))
+        costs = random_costs(rng, linear)
+        best = best_of_shared_groups(trace, costs)
+        partitions = PartitionOptimizer(trace, costs).settle(shared_modes(trace, costs))
+        assert partitions.seconds <= best * (1 + 1e-9)
+        shortest = iteration_s(plan("hybrid", trace, costs, tolerance=0), trace, costs)
+        assert shortest <= best * (1 + 1e-9)
+
+
+def test_at_least_as_good_as_every_split() -> None:
+    rng = random.Random(40)
+    for _ in range(40):
+        trace = reference.random_trace(rng, rng.randint(1, 12))
+        costs = random_costs(rng, True, reference.random_kappa(rng))
+        partition_optimizer = PartitionOptimizer(trace, costs)
+        last = len(trace.tensors)
+        best = min(
+            partition_optimizer.settle(
+                ((s, Operation.ALL_REDUCE), (last, Operation.REDUCE_SCATTER))
+            ).seconds
+            for s in range(last + 1)
+        )
+        shortest = iteration_s(plan("hybrid", trace, costs, tolerance=0), trace, costs)
+        assert shortest <= best * (1 + 1.1e-4)
+
+
+def test_near_the_best_of_all_modes() -> None:
+    """Every choice for every gradient: usually found, never far off."""
+    rng = random.Random(50)
+    ratios = []
+    for _ in range(60):
+        num_tensors = rng.randint(1, 7)
+        trace = reference.random_trace(rng, num_tensors)
+        costs = random_costs(rng, True)
+        partition_optimizer = PartitionOptimizer(trace, costs)
+        best = min(
+            partition_optimizer.settle(tuple((k + 1, way) for k, way in enumerate(ways))).seconds
+            for ways in product(EITHER, repeat=num_tensors)
+        )
+        found = iteration_s(plan("hybrid", trace, costs, tolerance=0), trace, costs)
+        ratios.append(found / best)
+    assert min(ratios) > 1 - 1e-9
+    assert max(ratios) < 1.02
+    assert sum(ratio < 1 + 1e-9 for ratio in ratios) >= 0.9 * len(ratios)
+
+
+@pytest.mark.parametrize("name", ["10GbE-16", "10GbE-64", "IB-16", "IB-64"])
+def test_near_the_bound_on_real_models(name: str) -> None:
+    costs = cluster(name)
+    ratios = []
+    for path in TRACES:
+        trace = Trace.load(path)
+        found = timeline(plan("hybrid", trace, costs), trace, costs)
+        assert len(found.groups) <= 60
+        ratios.append(found.ratio_to_lower_bound)
+    assert sum(ratios) / len(ratios) < 1.03
+    assert max(ratios) < 1.09
+
+
+def test_all_reduces_where_that_is_cheaper_than_its_halves() -> None:
+    rng = random.Random(3)
+    trace = reference.random_trace(rng, 12)
+    whole = LinearCost(0.05, 1e-3)
+    dear_halves = Costs(whole, whole, whole)
+    made = plan("hybrid", trace, dear_halves)
+    assert {g.operation for g in made.groups} == {Operation.ALL_REDUCE}
+    free_gather = Costs(whole, whole.scaled(0.5), LinearCost(0.0, 0.0))
+    made = plan("hybrid", trace, free_gather)
+    assert Operation.ALL_REDUCE not in {g.operation for g in made.groups}
+
+
+def test_measured_curves_on_a_large_model() -> None:
+    trace = Trace.load(next(path for path in TRACES if path.stem == "inception-v4"))
+    line = cluster("10GbE-64").all_reduce
+    curve = PiecewiseCost(tuple((4.0 * 4**k, line(4.0 * 4**k)) for k in range(14)))
+    exact = iteration_s(plan("hybrid", trace, Costs(line)), trace, Costs(line))
+    found = iteration_s(plan("hybrid", trace, Costs(curve)), trace, Costs(line))
+    assert found == pytest.approx(exact, rel=5e-3)
+
+
+@pytest.mark.parametrize("tolerance", [-1e-3, float("nan")])
+@pytest.mark.parametrize("schedule", ["hybrid", "independent"])
+def test_tolerance_must_be_a_finite_number(schedule: str, tolerance: float) -> None:
+    trace = reference.random_trace(random.Random(0), 3)
+    with pytest.raises(ValueError, match="tolerance: expected a finite number of at least 0"):
+        plan(schedule, trace, Costs(LinearCost(1.0, 0.0)), tolerance=tolerance)
+
+
+def test_same_input_same_plan() -> None:
+    trace = reference.random_trace(random.Random(12), 60)
+    costs = Costs(LinearCost(0.05, 1e-4), kappa=0.5)
+    assert plan("hybrid", trace, costs).digest == plan("hybrid", trace, costs).digest

@@ -1,0 +1,181 @@
+"""The prediction of an iteration against stepping through it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from tests.support import reference
+from wfbp.core.cost import Costs, LinearCost
+from wfbp.core.plan import Group, Plan
+from wfbp.core.planners import plan
+from wfbp.core.planners.plan_builder import plan_of_runs
+from wfbp.core.timeline import iteration_s, timeline
+from wfbp.core.trace import Trace, TraceTensor
+from wfbp.core.types import Operation, Phase, TensorSpec
+
+
+def small_trace() -> Trace:
+    """Ready at 1, 3 and 4 seconds, 10 bytes each; forward takes 3 s, the rest 0.5 s."""
+    rows = (("a", 1.0), ("b", 2.0), ("c", 1.0))
+    return Trace(
+        "small",
+        tuple(TraceTensor(TensorSpec(name, (10,), "uint8"), 1.0, b) for name, b in rows),
+        other_s=0.5,
+    )
+
+
+def test_by_hand() -> None:
+    trace, costs = small_trace(), Costs(LinearCost(1.0, 0.1))
+    found = timeline(plan("wfbp", trace, costs), trace, costs)
+    assert [(g.ready_s, g.start_s, g.end_s, g.nbytes) for g in found.groups] == [
+        (1.0, 1.0, 3.0, 10),
+        (3.0, 3.0, 5.0, 10),
+        (4.0, 5.0, 7.0, 10),
+    ]
+    assert found.backward_end_s == 4.0
+    assert found.iteration_s == 3.0 + 7.0 + 0.5
+    assert found.exposed_s == 3.0
+    assert found.ratio_to_lower_bound == found.iteration_s / found.lower_bound_s
+
+
+def test_by_hand_under_interference() -> None:
+    # The first message takes 2 s, in which backward does 1 s: b is ready at 4 instead of 3.
+    trace, costs = small_trace(), Costs(LinearCost(1.0, 0.1), kappa=1.0)
+    found = timeline(plan("wfbp", trace, costs), trace, costs)
+    assert [(g.ready_s, g.start_s, g.end_s) for g in found.groups] == [
+        (1.0, 1.0, 3.0),
+        (4.0, 4.0, 6.0),
+        (6.0, 6.0, 8.0),
+    ]
+    assert found.backward_end_s == 6.0
+    assert found.iteration_s == 11.5
+    assert found.exposed_s == 4.0
+
+
+def test_without_overlap_all_leave_when_backward_ends() -> None:
+    for kappa in (0.0, 0.8):
+        trace, costs = small_trace(), Costs(LinearCost(1.0, 0.1), kappa=kappa)
+        found = timeline(replace(plan("wfbp", trace, costs), overlap=False), trace, costs)
+        assert [(g.ready_s, g.start_s, g.end_s) for g in found.groups] == [
+            (4.0, 4.0, pytest.approx(6.0)),
+            (4.0, pytest.approx(6.0), pytest.approx(8.0)),
+            (4.0, pytest.approx(8.0), pytest.approx(10.0)),
+        ]
+        assert found.backward_end_s == 4.0
+        assert found.exposed_s == pytest.approx(6.0)
+
+
+def test_groups_leave_in_the_order_of_the_plan() -> None:
+    trace, costs = small_trace(), Costs(LinearCost(1.0, 0.1))
+    late_first = Plan("hand", trace.specs, (Group((0,)), Group((2, 1))))
+    assert [(g.start_s, g.end_s) for g in timeline(late_first, trace, costs).groups] == [
+        (4.0, 6.0),
+        (6.0, 9.0),
+    ]
+
+
+@pytest.mark.parametrize("linear", [True, False], ids=["linear", "piecewise"])
+def test_equals_stepping_from_event_to_event(linear: bool) -> None:
+    rng = random.Random(linear)
+    for _ in range(500):
+        num_tensors = rng.randint(1, 9)
+        trace = reference.random_trace(rng, num_tensors)
+        costs = Costs(reference.random_cost(rng, linear), kappa=reference.random_kappa(rng))
+        cuts = rng.sample(range(1, num_tensors), rng.randint(0, num_tensors - 1))
+        ends = (*sorted(cuts), num_tensors)
+        made = plan_of_runs("hand", trace, ends)
+        finish = reference.wall_clock_finish(
+            ends, trace.ready_times_s, trace.backward_bytes, costs.all_reduce, costs.kappa
+        )
+        found = timeline(made, trace, costs)
+        assert found.iteration_s == pytest.approx(finish + reference.fixed_s(trace), rel=1e-11)
+        assert iteration_s(made, trace, costs) == found.iteration_s
+        assert found.exposed_s >= 0
+        for before, after in pairwise(found.groups):
+            assert before.end_s <= after.start_s
+        for group in found.groups:
+            assert group.ready_s <= group.start_s + 1e-12
+
+
+def test_interference_never_helps() -> None:
+    rng = random.Random(2)
+    for _ in range(100):
+        trace = reference.random_trace(rng, 8)
+        costs = Costs(reference.random_cost(rng, False))
+        made = plan("wfbp", trace, costs)
+        times = [iteration_s(made, trace, replace(costs, kappa=k)) for k in (0.0, 0.3, 1.0, 3.0)]
+        assert all(a <= b + 1e-12 for a, b in pairwise(times))
+
+
+def test_free_network_and_no_time_at_all() -> None:
+    nothing = Trace("zero", (TraceTensor(TensorSpec("a", (1,), "uint8"), 0.0, 0.0),))
+    costs = Costs(LinearCost(0.0, 0.0))
+    assert timeline(plan("single", nothing, costs), nothing, costs).ratio_to_lower_bound == 1.0
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ((("a", 10),), "the plan is of 1 tensors, the trace of 3"),
+        (
+            (("a", 10), ("b", 11), ("c", 10)),
+            "tensor 1 is 'b' of 11 bytes in the plan, 'b' of 10 in the trace",
+        ),
+        (
+            (("a", 10), ("b", 10), ("x", 10)),
+            "tensor 2 is 'x' of 10 bytes in the plan, 'c' of 10 in the trace",
+        ),
+    ],
+)
+def test_plan_of_other_tensors(specs: tuple[tuple[str, int], ...], message: str) -> None:
+    tensors = tuple(TensorSpec(name, (n,), "uint8") for name, n in specs)
+    other = Plan("hand", tensors, (Group(tuple(range(len(specs)))),))
+    with pytest.raises(ValueError, match=message):
+        timeline(other, small_trace(), Costs(LinearCost(1.0, 0.0)))
+
+
+def test_shapes_of_equal_size_are_the_same_tensors() -> None:
+    trace = small_trace()
+    shaped = tuple(TensorSpec(s.name, (5, 2), s.dtype) for s in trace.specs)
+    made = Plan("hand", shaped, (Group((2, 1, 0)),))
+    assert iteration_s(made, trace, Costs(LinearCost(1.0, 0.0))) == 3.0 + 5.0 + 0.5
+
+
+def decoupled(trace: Trace, gathers: tuple[tuple[int, ...], ...]) -> Plan:
+    scatter = Group((2, 1, 0), Operation.REDUCE_SCATTER)
+    groups = (Group(members, Operation.ALL_GATHER, Phase.FORWARD) for members in gathers)
+    return Plan("hand", trace.specs, (scatter, *groups))
+
+
+def test_decoupled_by_hand() -> None:
+    # The scatter leaves at 4 and takes 2 s. Gathers of 1 and 2 s follow after 0.5 s of other
+    # work; a starts at 7.5, b and c are there at 9.5, the end is 2 s later.
+    trace = small_trace()
+    costs = Costs(LinearCost(9.0, 9.0), LinearCost(2.0, 0.0), LinearCost(0.0, 0.1))
+    found = timeline(decoupled(trace, ((0,), (1, 2))), trace, costs)
+    assert [(g.ready_s, g.start_s, g.end_s, g.nbytes) for g in found.groups] == [
+        (4.0, 4.0, 6.0, 30),
+        (6.5, 6.5, 7.5, 10),
+        (6.5, 7.5, 9.5, 20),
+    ]
+    assert found.backward_end_s == 4.0
+    assert found.iteration_s == 11.5
+    assert found.exposed_s == 4.0
+
+
+def test_decoupled_by_hand_under_interference() -> None:
+    # In forward a waits until 1, does 1 s in the 2 s until 3, then b and c go undisturbed.
+    trace = small_trace()
+    costs = Costs(LinearCost(9.0, 9.0), LinearCost(2.0, 0.0), LinearCost(0.0, 0.1), kappa=1.0)
+    found = timeline(decoupled(trace, ((0,), (1, 2))), trace, costs)
+    assert found.iteration_s == 6.0 + 0.5 + 5.0
+
+
+def test_a_gather_out_of_order_makes_all_wait() -> None:
+    trace = small_trace()
+    costs = Costs(LinearCost(9.0, 9.0), LinearCost(2.0, 0.0), LinearCost(0.0, 0.1))
+    assert iteration_s(decoupled(trace, ((2,), (1,), (0,))), trace, costs) == 6.0 + 0.5 + 6.0

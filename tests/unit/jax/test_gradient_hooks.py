@@ -1,0 +1,82 @@
+"""Which exchange a place in a program belongs to, and what tracing leaves alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jax")
+
+import jax
+import jax.numpy as jnp
+
+from wfbp.core.types import Op, TensorSpec
+from wfbp.jax import primitives
+from wfbp.jax.exchange import ExchangeKey
+
+REQUEST = ExchangeKey("test", (TensorSpec("a", (3,), "float32"),), Op.AVERAGE, "auto", 100)
+OTHER = ExchangeKey("other", REQUEST.specs, Op.AVERAGE, "auto", 100)
+X = jnp.ones(3)
+
+
+def exchanged(x: Any, request: ExchangeKey = REQUEST) -> Any:
+    """As a gradient of that request is, by a call of its own."""
+    site = primitives.Site(request, lambda r: 10 * (r.name == "other") + r.turn)
+    return primitives.wait([primitives.announce(x, site, 0)], site)[0]
+
+
+def keys(function: Callable[[Any], Any]) -> list[int]:
+    """The exchange of each announcement and of each wait, in the order of the program's text."""
+    text = jax.jit(function).lower(X).as_text()
+    return [int(key) for key in re.findall(r"exchange = (\d+) : i64", text)]
+
+
+def test_what_is_equal_is_counted_in_the_order_of_the_text() -> None:
+    def step(x: Any) -> Any:
+        x = exchanged(exchanged(x))
+        return exchanged(exchanged(x, OTHER)), exchanged(x)
+
+    assert keys(step) == [0, 0, 1, 1, 10, 10, 2, 2, 3, 3]
+    assert keys(lambda x: step(x)) == keys(step)
+
+
+@pytest.mark.parametrize("traced_first", [0, 1])
+def test_functions_within_a_program_may_have_been_traced_in_any_order(traced_first: int) -> None:
+    parts = [jax.jit(lambda x, k=k: k * exchanged(x)) for k in range(2)]
+    parts[traced_first].lower(X)
+    assert sorted(keys(lambda x: [part(x) for part in parts])) == [0, 0, 1, 1]
+    text = jax.jit(lambda x: [part(x) for part in parts]).lower(X).as_text()
+    zero = text.index("exchange = 0")
+    assert zero < text.index("exchange = 1")
+
+
+def test_within_a_loop_and_beside_it() -> None:
+    def step(x: Any) -> Any:
+        total, _ = jax.lax.scan(lambda c, _: (c + exchanged(c), None), x, None, length=3)
+        return exchanged(x), total
+
+    assert sorted(keys(step)) == [0, 0, 1, 1]
+
+
+def test_a_function_that_is_called_twice_is_one_place() -> None:
+    inner = jax.jit(exchanged)
+    assert keys(lambda x: inner(inner(x))) == [0, 0]
+
+
+def test_types_and_shapes_stay() -> None:
+    for x in (X.astype(jnp.bfloat16), jnp.zeros((2, 0)), jnp.float32(1)):
+        found = jax.eval_shape(exchanged, x)
+        assert (found.shape, found.dtype, found.weak_type) == (x.shape, x.dtype, False)
+
+
+def test_nans_are_looked_for_as_before() -> None:
+    """A program that JAX has compiled is still checked when it runs again."""
+    with jax.debug_nans(True):
+        function = jax.jit(jnp.log)
+        function(jnp.float32(1))
+        jax.make_jaxpr(exchanged)(X)
+        with pytest.raises(FloatingPointError):
+            function(jnp.float32(-1))

@@ -1,0 +1,76 @@
+"""The plans between which ``auto`` chooses, against every planner's plan."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.support import reference
+from wfbp.core import planners
+from wfbp.core.cost import Costs, LinearCost
+from wfbp.core.plan import Plan
+from wfbp.core.timeline import iteration_s
+from wfbp.core.trace import Trace, TraceTensor
+from wfbp.core.types import TensorSpec
+from wfbp.runtime.tuning.candidates import DECOUPLED, auto_candidates, make
+
+THRESHOLD_BYTES = 40
+
+
+def decouples(plan: Plan) -> bool:
+    return len(plan.groups) > plan.num_backward
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_candidates_of_random_traces(decoupled: bool) -> None:
+    rng = random.Random(7)
+    num_decoupled = 0
+    for number in range(60):
+        trace = reference.random_trace(rng, rng.randint(1, 14))
+        costs = Costs(reference.random_cost(rng, linear=number % 2 == 0))
+        found = auto_candidates(trace, costs, THRESHOLD_BYTES, decoupled)
+        assert len({(p.groups, p.overlap) for p in found}) == len(found)
+        assert found[0].groups == make("threshold", trace, costs, THRESHOLD_BYTES).groups
+
+        names = [n for n in planners.PLANNERS if decoupled or n in planners.ALL_REDUCE]
+        rivals = [make(n, trace, costs, THRESHOLD_BYTES) for n in names if not n.startswith("ps")]
+        best_s = min(iteration_s(p, trace, costs) for p in rivals)
+        predicted = [iteration_s(p, trace, costs) for p in found]
+        assert min(predicted) <= best_s * (1 + 1e-12)
+        assert max(predicted[1:], default=0.0) < 1.5 * best_s
+
+        # Of each kind the best comes first, all-reduce before what moves optimizer state.
+        order = [(decouples(p), s) for p, s in zip(found[1:], predicted[1:], strict=True)]
+        assert order == sorted(order)
+        assert not {p.schedule for p in found} & {"ps", "ps_layerwise"}
+        if not decoupled:
+            assert not any(map(decouples, found))
+        num_decoupled += any(map(decouples, found))
+    assert num_decoupled > 30 or not decoupled
+
+
+def test_a_network_that_forward_must_help_to_hide() -> None:
+    """All that a schedule of all-reduces can do is hide half of the communication."""
+    specs = (TensorSpec(f"t{k}", (250_000,), "float32") for k in range(10))
+    trace = Trace("even", tuple(TraceTensor(spec, 0.1, 0.1) for spec in specs))
+    costs = Costs(LinearCost(1e-4, 2e-7))
+    found = auto_candidates(trace, costs, THRESHOLD_BYTES, decouples=True)
+    best = min(found, key=lambda p: iteration_s(p, trace, costs))
+    assert decouples(best)
+    assert {p.schedule for p in found if decouples(p)} <= set(DECOUPLED)
+    whole = auto_candidates(trace, costs, THRESHOLD_BYTES, decouples=False)
+    gain = min(iteration_s(p, trace, costs) for p in whole) / iteration_s(best, trace, costs)
+    assert gain > 1.2
+
+
+def test_what_leaves_behind_backward_is_among_them() -> None:
+    """Communication may cost more of backward than it hides there; only a trial can tell."""
+    specs = (TensorSpec(f"t{k}", (1000,), "float32") for k in range(4))
+    trace = Trace("even", tuple(TraceTensor(spec, 0.1, 0.1) for spec in specs))
+    for decoupled in (True, False):
+        found = auto_candidates(trace, Costs(LinearCost(1e-3, 1e-6)), THRESHOLD_BYTES, decoupled)
+        late = [p for p in found if not p.overlap]
+        assert len(late) == 1
+        assert not decouples(late[0])
+        assert len(late[0].groups) < len(found[0].groups)

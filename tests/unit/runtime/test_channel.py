@@ -1,0 +1,121 @@
+"""Talk between ranks that come to things in different orders."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import QUICK, all_well, run_ranks
+from tests.support.trainer import Trainer, make_specs
+from wfbp.errors import DisagreementError
+from wfbp.runtime.runtime import Runtime
+
+
+def side_by_side(*bodies: Callable[[], Any]) -> list[Any]:
+    """What each returned on a training thread of its own."""
+    found: list[Any] = [None] * len(bodies)
+
+    def run(number: int) -> None:
+        try:
+            found[number] = bodies[number]()
+        except Exception as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=run, args=(k,), daemon=True) for k in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive(), "a training thread hangs"
+    return all_well(found)
+
+
+def test_talks_do_not_wait_for_each_other() -> None:
+    """Each rank comes to another one first, and to the second only when the first is over."""
+
+    def body(runtime: Runtime) -> list[list[bytes]]:
+        talks = [
+            runtime.channel,
+            *(runtime.channel_on(runtime.lease(runtime.channel)) for _ in range(2)),
+        ]
+
+        def say(number: int) -> list[bytes]:
+            time.sleep(0.05 * ((number + runtime.rank) % 3))
+            return talks[number].exchange(bytes([number]), f"talk {number}")
+
+        return side_by_side(*(lambda k=k: say(k) for k in range(3)))
+
+    wanted = [[bytes([number])] * 3 for number in range(3)]
+    assert all_well(run_ranks(3, body)) == [wanted] * 3
+
+
+def test_one_item_after_another_in_rank_0s_order() -> None:
+    def body(runtime: Runtime) -> list[str]:
+        talks = {name: runtime.channel_on(runtime.lease(runtime.channel)) for name in "abc"}
+        begun: list[str] = []
+        delays = {"a": 0.1, "b": 0.0, "c": 0.2} if runtime.rank == 0 else {"a": 0.05, "c": 0.0}
+
+        def act(name: str) -> None:
+            time.sleep(delays.get(name, 0.1))
+            with runtime.collective_lock.hold(talks[name], name):
+                begun.append(name)
+                # Blocks the turn until all ranks are here.
+                runtime.lease(talks[name])
+                begun.append(name)
+
+        side_by_side(*(lambda name=name: act(name) for name in talks))
+        return begun
+
+    assert all_well(run_ranks(3, body)) == [list("bbaacc")] * 3
+
+
+def test_an_item_that_fails_makes_room_for_the_next() -> None:
+    def body(runtime: Runtime) -> None:
+        for _ in range(2):
+            with (
+                pytest.raises(DisagreementError),
+                runtime.collective_lock.hold(runtime.channel, "it"),
+            ):
+                runtime.exchange(b"", str(runtime.rank))
+
+    all_well(run_ranks(2, body))
+
+
+@pytest.mark.parametrize("schedule", ["auto", "wfbp"])
+def test_engines_side_by_side(schedule: str) -> None:
+    """A new plan at every other step; ranks come to their steps' borders in any order."""
+
+    def body(runtime: Runtime) -> None:
+        trainers = [
+            Trainer(runtime, make_specs([3, 4 + k]), schedule=schedule, name=f"engine {k}")
+            for k in range(3)
+        ]
+
+        def train(number: int) -> None:
+            for step in range(12):
+                trainer = trainers[number]
+                trainer.zero()
+                trainer.accumulate(1, float(step))
+                time.sleep(0.002 * ((number + step + runtime.rank) % 3))
+                trainer.accumulate(0, float(runtime.rank))
+                assert trainer.synchronize() == [1.0, step]
+
+        side_by_side(*(lambda k=k: train(k) for k in range(3)))
+
+    all_well(run_ranks(3, body, QUICK))
+
+
+def test_what_was_made_for_planning_is_given_back() -> None:
+    def body(runtime: Runtime) -> None:
+        runtime.separate_planning()
+        backend, closed = runtime.planning_channel._backend, threading.Event()
+        backend.close = closed.set  # type: ignore[method-assign]
+        runtime.exchange(b"", "all are here")
+        runtime.shutdown()
+        assert closed.wait(5.0)
+
+    all_well(run_ranks(2, body))

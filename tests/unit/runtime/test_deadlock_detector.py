@@ -1,0 +1,123 @@
+"""Ranks that wait for each other in different places are told so; those that are slow are not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.ranks import all_well, run_ranks
+from tests.support.trainer import Trainer, make_specs
+from wfbp.config import Config
+from wfbp.core.types import Op
+from wfbp.errors import DisagreementError, StallError
+from wfbp.runtime.matching import check_consistent
+from wfbp.runtime.progress import inquiry
+from wfbp.runtime.progress.places import RankStatus
+from wfbp.runtime.runtime import Runtime
+
+PROMPT = Config(
+    schedule="wfbp", warmup_steps=10**6, stall_warning_s=0.2, timeout_s=20.0, abort_grace_s=0.5
+)
+
+
+def barrier(runtime: Runtime, trainer: Trainer) -> None:
+    check_consistent(runtime, "barrier")
+
+
+def step(runtime: Runtime, trainer: Trainer) -> None:
+    for index in range(2):
+        trainer.accumulate(index, 1.0)
+    trainer.synchronize()
+
+
+HERE = RankStatus("idle", False, 0, 0, "")
+Act = Callable[[Runtime, Trainer], None]
+
+
+def ended(acts: dict[int, Act], config: Config = PROMPT, size: int = 3) -> list[Any]:
+    """What becomes of ranks that each do their own."""
+
+    def body(runtime: Runtime) -> None:
+        trainer = Trainer(runtime, make_specs([3, 4]), schedule="wfbp", name="SGD")
+        step(runtime, trainer)
+        acts.get(runtime.rank, step)(runtime, trainer)
+
+    return run_ranks(size, body, config)
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_a_collective_on_one_rank_alone(odd: int) -> None:
+    for rank, result in enumerate(ended({odd: barrier})):
+        assert isinstance(result, DisagreementError), result
+        text = str(result)
+        assert text.startswith(f"rank {rank} of 3: ranks wait for each other in different places:")
+        assert f"rank {odd}: in barrier" in text
+        assert "SGD, step 1: all-reduce of group" in text
+        assert "Every rank must make the same calls" in text
+
+
+def test_a_collective_of_an_optimizer_on_one_rank_alone() -> None:
+    def norm(runtime: Runtime, trainer: Trainer) -> None:
+        runtime.all_reduce(np.zeros(1), "float64", Op.SUM, "clip_grad_norm_()")
+
+    for result in ended({1: norm}, size=2):
+        assert isinstance(result, DisagreementError), result
+        assert "rank 1: in clip_grad_norm_()" in str(result)
+
+
+def test_two_optimizers_in_another_order() -> None:
+    def body(runtime: Runtime) -> None:
+        trainers = [
+            Trainer(runtime, make_specs([3, 4]), schedule="wfbp", name=n) for n in ("G", "D")
+        ]
+        for trainer in trainers if runtime.rank else reversed(trainers):
+            step(runtime, trainer)
+
+    for result in run_ranks(2, body, PROMPT):
+        assert isinstance(result, DisagreementError), result
+        assert "rank 0: " in str(result)
+        assert "D, step 0: all-reduce" in str(result)
+
+
+def test_a_slow_rank_is_waited_for() -> None:
+    def late(runtime: Runtime, trainer: Trainer) -> None:
+        time.sleep(1.0)
+        step(runtime, trainer)
+
+    all_well(ended({1: late}))
+
+
+def test_a_rank_that_waits_for_something_else_is_not_judged() -> None:
+    def elsewhere(runtime: Runtime, trainer: Trainer) -> None:
+        time.sleep(2.0)
+
+    config = Config(schedule="wfbp", stall_warning_s=0.2, timeout_s=1.0, abort_grace_s=0.5)
+    result = ended({1: elsewhere}, config, size=2)[0]
+    assert isinstance(result, StallError)
+    assert "others were here: rank 1: SGD, step 1: nothing posted yet." in str(result)
+    assert "No answer" not in str(result)
+
+
+def test_ranks_that_do_not_answer_are_named() -> None:
+    asker = inquiry.DeadlockDetector(0, 4, "rank 0 of 4", lambda: HERE, lambda notice: None)
+    assert not asker.answers
+    asker.ask()
+    assert asker.answers.startswith("No answer came from ranks 1, 2, 3: stopped, killed")
+    asker.handle_notice(2, {"kind": "here", "to": 0, "number": 1, "place": HERE.encode()})
+    assert asker.answers.startswith(
+        "When they were asked, others were here: rank 2: idle. No answer came from ranks 1, 3: "
+    )
+
+
+def test_nothing_is_judged_where_other_threads_may_go_on() -> None:
+    def threaded(runtime: Runtime, trainer: Trainer) -> None:
+        runtime.expect_other_threads()
+        barrier(runtime, trainer)
+
+    config = Config(schedule="wfbp", stall_warning_s=0.2, timeout_s=1.0, abort_grace_s=0.5)
+    for result in ended({1: threaded}, config, size=2):
+        assert isinstance(result, StallError)

@@ -1,0 +1,393 @@
+"""Engines on a device: the right values in every schedule, whatever runs late, and who waits."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.device_trainer import DeviceTrainer
+from tests.support.fake_nccl import FakeNccl
+from tests.support.ranks import QUICK, all_well, run_ranks
+from tests.support.software_device import SoftwareDevice
+from tests.support.trainer import make_specs, mean
+from wfbp.comm import probe
+from wfbp.comm.backend import Backend
+from wfbp.comm.local import LocalWorld
+from wfbp.config import Config
+from wfbp.core.types import Op
+from wfbp.errors import WfbpError
+from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.tuning import trial
+from wfbp.runtime.tuning.candidates import DECOUPLED
+
+STEADY = Config(schedule="wfbp", warmup_steps=10**6, timeout_s=20.0)
+ALL_REDUCE = ("auto", "oasr", "mgwfbp", "wfbp", "single", "threshold")
+
+
+@pytest.fixture(autouse=True)
+def _short_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring what thousands of messages cost would take most of the time here."""
+    monkeypatch.setattr(probe, "LONGEST_STREAM", 2)
+
+
+class Devices:
+    """One software device per rank, connected by a library that stands for NCCL, or by none."""
+
+    def __init__(
+        self,
+        size: int,
+        nccl: bool,
+        seed: int = 0,
+        most_s: float = 3e-4,
+        kind: type[Any] = SoftwareDevice,
+    ) -> None:
+        self._worlds: list[LocalWorld] = []
+        self._made = [0] * size
+        self._size = size
+        self._lock = threading.Lock()
+        self.of = [kind(seed + rank, most_s) for rank in range(size)]
+        for rank, device in enumerate(self.of):
+            if nccl:
+                device.library = FakeNccl(device, lambda rank=rank: self._connect(rank))
+
+    def _connect(self, rank: int) -> Backend:
+        with self._lock:
+            number = self._made[rank]
+            self._made[rank] += 1
+            if number == len(self._worlds):
+                self._worlds.append(LocalWorld(self._size))
+            return self._worlds[number].backend(rank)
+
+
+@settings(deadline=None, max_examples=4, suppress_health_check=list(HealthCheck))
+@given(
+    size=st.integers(2, 3),
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=5),
+    schedule=st.sampled_from(ALL_REDUCE),
+    nccl=st.booleans(),
+    streams=st.integers(1, 2),
+    to_none=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_random_programs(
+    size: int,
+    sizes: list[int],
+    schedule: str,
+    nccl: bool,
+    streams: int,
+    to_none: bool,
+    seed: int,
+) -> None:
+    """Any tensors in any order on any rank, discarded passes, accumulation, changing plans."""
+    chance = random.Random(seed)
+    steps = [
+        {
+            "discard": chance.random() < 0.15,
+            "passes": chance.choice([1, 1, 1, 2, 3]) if to_none else 1,
+            "discarded": [[chance.random() < 0.6 for _ in sizes] for _ in range(size)],
+            "grads": [[chance.random() < 0.8 for _ in sizes] for _ in range(size)],
+            "values": [[float(chance.randint(-9, 9)) for _ in sizes] for _ in range(size)],
+        }
+        for _ in range(10)
+    ]
+    devices = Devices(size, nccl, seed)
+
+    def body(runtime: Runtime) -> None:
+        rank = runtime.rank
+        trainer = DeviceTrainer(
+            runtime,
+            devices.of[rank],
+            make_specs(sizes),
+            schedule=schedule,
+            streams=streams,
+            seed=seed + rank,
+        )
+        order = random.Random(seed + rank)
+        # What p.grad holds before a step, by rank: zeros where it was zeroed in place.
+        held: list[list[float | None]] = [[None] * len(sizes) for _ in range(size)]
+        for number, step in enumerate(steps):
+            trainer.zero(to_none)
+            held = [[None if to_none or v is None else 0.0 for v in row] for row in held]
+            trainer.forward()
+            if step["discard"]:
+                for k in range(len(sizes)):
+                    if not to_none or step["discarded"][rank][k]:
+                        trainer.accumulate(k, 1e6)
+                trainer.backward_ends()
+                trainer.zero(to_none)
+                if not to_none:
+                    held = [[0.0] * len(sizes) for _ in range(size)]
+                trainer.forward()
+            for _ in range(step["passes"]):
+                for k in order.sample(range(len(sizes)), len(sizes)):
+                    if step["grads"][rank][k]:
+                        trainer.accumulate(k, step["values"][rank][k])
+                trainer.backward_ends()
+                trainer.forward()
+            wanted = []
+            for k in range(len(sizes)):
+                rows = [
+                    step["passes"] * step["values"][r][k] if step["grads"][r][k] else held[r][k]
+                    for r in range(size)
+                ]
+                wanted.append(mean(rows))
+            trainer.synchronize(wanted, f"step {number}")
+            held = [list(wanted) for _ in range(size)]
+        trainer.finish()
+
+    all_well(run_ranks(size, body))
+
+
+@settings(deadline=None, max_examples=4, suppress_health_check=list(HealthCheck))
+@given(
+    size=st.integers(2, 3),
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=5),
+    schedule=st.sampled_from(["auto", *DECOUPLED]),
+    nccl=st.booleans(),
+    op=st.sampled_from([Op.AVERAGE, Op.SUM]),
+    seed=st.integers(0, 2**32),
+)
+def test_random_decoupled_programs(
+    size: int, sizes: list[int], schedule: str, nccl: bool, op: Op, seed: int
+) -> None:
+    """Any tensors in any order, read in any order, discarded, missing; whole or by shards."""
+    chance = random.Random(seed)
+    steps = [
+        {
+            "discard": chance.random() < 0.15,
+            "whole": chance.random() < 0.2,
+            "read": chance.sample(range(len(sizes)), chance.randint(0, len(sizes))),
+            "grads": [[chance.random() < 0.8 for _ in sizes] for _ in range(size)],
+            "values": [[float(chance.randint(-9, 9)) for _ in sizes] for _ in range(size)],
+        }
+        for _ in range(10)
+    ]
+    devices = Devices(size, nccl, seed)
+
+    def body(runtime: Runtime) -> None:
+        rank = runtime.rank
+        trainer = DeviceTrainer(
+            runtime,
+            devices.of[rank],
+            make_specs(sizes),
+            schedule=schedule,
+            op=op,
+            decouples=True,
+            seed=seed + rank,
+        )
+        order = random.Random(seed + rank)
+        expected = [0.0] * len(sizes)
+        for number, step in enumerate(steps):
+            for k in step["read"]:
+                trainer.read(k, expected[k], f"step {number}")
+            if step["discard"]:
+                for k in order.sample(range(len(sizes)), len(sizes)):
+                    trainer.accumulate(k, 1e6)
+            trainer.zero()
+            for k in order.sample(range(len(sizes)), len(sizes)):
+                if step["grads"][rank][k]:
+                    trainer.accumulate(k, step["values"][rank][k])
+            wanted = []
+            for k in range(len(sizes)):
+                rows = [step["values"][r][k] if step["grads"][r][k] else None for r in range(size)]
+                average = mean(rows)
+                factor = size if op is Op.SUM else 1
+                wanted.append(None if average is None else average * factor)
+                expected[k] -= wanted[k] or 0.0
+            slots = trainer.synchronize(wanted, f"step {number}", whole=step["whole"])
+            trainer.update(slots)
+        for k, value in enumerate(expected):
+            trainer.read(k, value, "at the end")
+        trainer.finish()
+
+    with patch.object(trial, "_NUM_SEARCHED", 3):  # of dear, whose search takes long
+        all_well(run_ranks(size, body, QUICK))
+
+
+def test_the_host_waits_for_nothing_in_a_step() -> None:
+    """Steps are enqueued while the device has not even begun with the first one."""
+    devices = Devices(2, nccl=True, most_s=0.0)
+    gates = [threading.Event() for _ in range(2)]
+
+    def body(runtime: Runtime) -> int:
+        device = devices.of[runtime.rank]
+        trainer = DeviceTrainer(runtime, device, make_specs([10, 20, 30]), schedule="wfbp")
+        device.enqueue(trainer.main, lambda: gates[runtime.rank].wait(20.0))
+        for number in range(5):
+            trainer.zero()
+            for k in (2, 1, 0):
+                trainer.accumulate(k, float(number + runtime.rank))
+            trainer.synchronize([number + 0.5] * 3, f"step {number}")
+        ahead = len(device.library.calls)
+        gates[runtime.rank].set()
+        trainer.finish()
+        return ahead
+
+    assert all_well(run_ranks(2, body, STEADY)) == [15, 15]
+
+
+def test_a_step_costs_few_calls_of_the_driver() -> None:
+    """One event and one wait per group and stream, one launch per group, two more per step."""
+    devices = Devices(2, nccl=True, most_s=0.0)
+
+    def body(runtime: Runtime) -> dict[str, int]:
+        device = devices.of[runtime.rank]
+        trainer = DeviceTrainer(runtime, device, make_specs([10] * 40), schedule="single")
+
+        def step() -> None:
+            trainer.zero()
+            for k in reversed(range(40)):
+                trainer.accumulate(k, 1.0)
+            with device.on(trainer.main):
+                trainer.engine.synchronize()
+            trainer.grads = [None] * 40
+
+        step()
+        device.drain()
+        before = device.calls.copy()
+        step()
+        after = device.calls.copy()
+        after.subtract(before)
+        trainer.finish()
+        return {name: after[name] for name in ("pack", "record", "wait")}
+
+    for calls in all_well(run_ranks(2, body, STEADY)):
+        assert calls["pack"] == 1
+        assert calls["record"] <= 12
+        assert calls["wait"] <= 4
+
+
+def test_times_come_from_the_device() -> None:
+    """A profile tells when gradients existed on the device, not when the host enqueued them."""
+    devices = Devices(2, nccl=True, most_s=0.0)
+
+    def body(runtime: Runtime) -> Any:
+        device = devices.of[runtime.rank]
+        trainer = DeviceTrainer(runtime, device, make_specs([10, 20]), schedule="oasr")
+        for _ in range(12):
+            trainer.zero()
+            for k in (1, 0):
+                device.enqueue(trainer.main, lambda: time.sleep(5e-3))
+                trainer.accumulate(k, 1.0)
+            trainer.synchronize([1.0, 1.0], "any step")
+            if trainer.engine._tuner.trace is not None:
+                break
+        trainer.finish()
+        trace = trainer.engine._tuner.trace
+        assert trace is not None
+        return [tensor.backward_s for tensor in trace.tensors], trainer.engine.report()
+
+    for backward, _ in all_well(run_ranks(2, body, QUICK)):
+        assert all(seconds > 4e-3 for seconds in backward[:1])
+
+
+@pytest.mark.parametrize("schedule", ["wfbp", "independent"])
+@pytest.mark.parametrize("nccl", [True, False], ids=["nccl", "staged"])
+def test_a_profiler_sees_what_is_enqueued(nccl: bool, schedule: str) -> None:
+    devices = Devices(2, nccl, most_s=0.0)
+
+    def body(runtime: Runtime) -> set[str]:
+        device = devices.of[runtime.rank]
+        trainer = DeviceTrainer(
+            runtime, device, make_specs([9, 9]), schedule=schedule, decouples=True
+        )
+        for number in range(12):
+            trainer.zero()
+            for k in (1, 0):
+                trainer.accumulate(k, 1.0)
+            trainer.update(trainer.synchronize([1.0, 1.0], f"step {number}", whole=False))
+        trainer.finish()
+        return set(device.annotations)
+
+    (seen, _) = all_well(run_ranks(2, body))
+    gathers = schedule == "independent"
+    moves = {"reduce-scatter", "all-gather"} if gathers else {"all-reduce"}
+    moves = moves if nccl else {"to host", "from host"}
+    # What is all-reduced is used where it lies.
+    packs = {"pack", "unpack"} if gathers else {"pack"}
+    assert seen >= {f"wfbp {what}" for what in moves | packs}
+
+
+def test_staging_is_said_once_per_host(caplog: pytest.LogCaptureFixture) -> None:
+    devices = Devices(2, nccl=False, most_s=0.0)
+
+    def body(runtime: Runtime) -> str:
+        DeviceTrainer(runtime, devices.of[runtime.rank], make_specs([3]))
+        return type(runtime._carriers[0, id(devices.of[runtime.rank])]).__name__
+
+    with caplog.at_level("WARNING", logger="wfbp"):
+        assert all_well(run_ranks(2, body)) == ["StagedBackend"] * 2
+    said = [r.message for r in caplog.records if "travel through the host" in r.message]
+    assert said == [
+        "gradients on the software device travel through the host's memory, which is slower than "
+        "NCCL: rank 0: there is no NCCL in software"
+    ]
+
+
+@pytest.mark.parametrize("name", ["check", "collective"])
+def test_a_failure_on_the_device_ends_the_run(name: str) -> None:
+    """It reaches the training thread though the host has gone on, and NCCL is aborted."""
+    devices = Devices(2, nccl=True, most_s=0.0)
+    stuck = threading.Event()
+
+    def breaks(device: SoftwareDevice) -> Callable[[], None]:
+        if name == "check":
+            device.library.error = RuntimeError("NCCL_ERROR_REMOTE_ERROR")
+            return lambda: (stuck.wait(20.0), None)[1]
+
+        def fail() -> None:
+            raise RuntimeError("illegal memory access")
+
+        return fail
+
+    def body(runtime: Runtime) -> str:
+        device = devices.of[runtime.rank]
+        DeviceTrainer(runtime, device, make_specs([5]), schedule="wfbp").engine.close()
+        other = DeviceTrainer(runtime, device, make_specs([5]), schedule="wfbp")
+        trainer = DeviceTrainer(runtime, device, make_specs([10]), schedule="wfbp")
+        other.engine.close()
+        device.enqueue(trainer.engine._transport.carrier.stream, breaks(device))
+        for _ in range(2000):
+            trainer.zero()
+            trainer.accumulate(0, 1.0)
+            try:
+                with device.on(trainer.main):
+                    trainer.engine.synchronize()
+            except WfbpError as error:
+                stuck.set()
+                return f"{type(error).__name__}: {error}"
+            time.sleep(1e-3)
+        raise AssertionError("nothing failed")
+
+    messages = all_well(run_ranks(2, body, STEADY))
+    assert not any(c.destroyed for device in devices.of for c in device.library.communicators)
+    wanted = "REMOTE_ERROR" if name == "check" else "illegal memory access"
+    assert any(m.startswith("BackendError") and wanted in m for m in messages)
+    # Also those of lanes that had nothing to do.
+    assert all(c.aborted for device in devices.of for c in device.library.communicators)
+
+
+def test_shutdown_destroys_all_communicators() -> None:
+    devices = Devices(2, nccl=True, most_s=0.0)
+
+    def body(runtime: Runtime) -> int:
+        device = devices.of[runtime.rank]
+        for number in range(2):
+            trainer = DeviceTrainer(runtime, device, make_specs([10 + number]), schedule="wfbp")
+            trainer.zero()
+            trainer.accumulate(0, float(runtime.rank))
+            trainer.synchronize([0.5], f"engine {number}")
+            trainer.finish()
+        return len(device.library.communicators)
+
+    assert all_well(run_ranks(2, body, STEADY)) == [2, 2]
+    communicators = [c for device in devices.of for c in device.library.communicators]
+    assert all(c.destroyed and not c.aborted for c in communicators)

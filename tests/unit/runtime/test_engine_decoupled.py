@@ -1,0 +1,214 @@
+"""Engines whose plans decouple: shards, gathers that cross the border, and changing plans."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.ranks import QUICK, all_well, run_ranks
+from tests.support.trainer import Trainer, address, make_specs, mean
+from wfbp.comm.emulated import EmulatedLink
+from wfbp.config import Config
+from wfbp.core.cost import Costs, PiecewiseCost
+from wfbp.core.plan import Plan
+from wfbp.core.types import Op, Operation
+from wfbp.runtime.engine.engine import Engine
+from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.tuning import trial
+from wfbp.runtime.tuning.candidates import DECOUPLED
+from wfbp.runtime.tuning.trial import Elimination, Times
+
+
+class Updater(Trainer):
+    """A trainer with parameters: each rank subtracts what it has of the gradients."""
+
+    def __init__(self, runtime: Runtime, sizes: list[int], **options: Any) -> None:
+        super().__init__(runtime, make_specs(sizes), decouples=True, **options)
+        self.params = [np.zeros(n) for n in sizes]
+
+    def step(self, whole: bool = False) -> None:
+        """Update whole tensors wholly and shards shard by shard, and let them be gathered."""
+        engine = self.engine
+        for index, slot in enumerate(engine.synchronize(whole)):
+            start, stop = engine.shard_ranges[index]
+            if not engine.decouples_tensor(index):
+                start, stop = 0, self.specs[index].nbytes
+            if slot is None:
+                continue
+            values = slot.data.view(np.float64)
+            part = self.params[index][start // 8 : stop // 8]
+            part -= values[start // 8 : stop // 8] if slot.whole else values
+        engine.gather([address(p) for p in self.params], self.params)
+
+    def read(self, index: int) -> np.ndarray[Any, Any]:
+        """A parameter, as forward reads it."""
+        self.engine.await_tensor(index)
+        return self.params[index]
+
+
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    size=st.integers(2, 4),
+    sizes=st.lists(st.integers(0, 30), min_size=1, max_size=7),
+    schedule=st.sampled_from(["auto", *DECOUPLED]),
+    op=st.sampled_from([Op.AVERAGE, Op.SUM]),
+    seed=st.integers(0, 2**32),
+)
+def test_random_programs(size: int, sizes: list[int], schedule: str, op: Op, seed: int) -> None:
+    """Any tensors in any order, read in any order, discarded, missing; whole or by shards."""
+    chance = random.Random(seed)
+    steps = [
+        {
+            "discard": chance.random() < 0.15,
+            "whole": chance.random() < 0.2,
+            "read": chance.sample(range(len(sizes)), chance.randint(0, len(sizes))),
+            "grads": [[chance.random() < 0.8 for _ in sizes] for _ in range(size)],
+            "values": [[float(chance.randint(-9, 9)) for _ in sizes] for _ in range(size)],
+        }
+        for _ in range(30)
+    ]
+
+    def body(runtime: Runtime) -> None:
+        updater = Updater(runtime, sizes, schedule=schedule, op=op)
+        order = random.Random(seed + runtime.rank)
+        expected = [0.0] * len(sizes)
+        for step in steps:
+            for k in step["read"]:
+                assert updater.read(k) == pytest.approx(expected[k])
+            if step["discard"]:
+                for k in order.sample(range(len(sizes)), len(sizes)):
+                    updater.accumulate(k, 1e6)
+            updater.zero()
+            for k in order.sample(range(len(sizes)), len(sizes)):
+                if step["grads"][runtime.rank][k]:
+                    updater.accumulate(k, step["values"][runtime.rank][k])
+            updater.step(step["whole"])
+            for k in range(len(sizes)):
+                rows = [step["values"][r][k] if step["grads"][r][k] else None for r in range(size)]
+                expected[k] -= (mean(rows) or 0.0) * (size if op is Op.SUM else 1)
+        updater.engine.flush()
+        for k, value in enumerate(expected):
+            assert updater.params[k] == pytest.approx(value)
+
+    with patch.object(trial, "_NUM_SEARCHED", 3):  # of dear, whose search takes long
+        all_well(run_ranks(size, body, QUICK))
+
+
+def test_what_is_gathered_at_the_end_arrives() -> None:
+    """A rank that leaves at once still serves the others its shards."""
+
+    def body(runtime: Runtime) -> list[float]:
+        updater = Updater(runtime, [5, 40], schedule="ps_layerwise")
+        for _ in range(8):
+            updater.zero()
+            for k in range(2):
+                updater.accumulate(k, 1.0)
+            updater.step()
+        if runtime.rank == 0:
+            return []
+        runtime.shutdown()
+        updater.engine.flush()
+        return [float(v) for p in updater.params for v in p]
+
+    assert all_well(run_ranks(3, body)) == [[], [-8.0] * 45, [-8.0] * 45]
+
+
+def test_an_engine_that_is_closed_serves_its_gathers_first() -> None:
+    def body(runtime: Runtime) -> float:
+        updater = Updater(runtime, [40], schedule="ps")
+        for _ in range(8):
+            updater.zero()
+            updater.accumulate(0, 1.0)
+            updater.step()
+        if runtime.rank == 0:
+            updater.engine.close()
+            runtime.exchange(b"", "after it")
+            return 0.0
+        runtime.exchange(b"", "after it")
+        value = updater.read(0)
+        assert (value == -8.0).all()
+        updater.engine.close()
+        return float(value[0])
+
+    assert all_well(run_ranks(2, body)) == [0.0, -8.0]
+
+
+def test_gradients_forgotten_behind_a_gather_tell_nothing_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The step begins anew where they are forgotten; what was gathered before is no part of it.
+
+    It would be taken from times that do not contain it: all gradients came before the step began.
+    """
+    slow = PiecewiseCost(((1.0, 0.02), (100.0, 0.02)))
+    quick = PiecewiseCost(((1.0, 1e-4), (100.0, 1e-4)))
+    monkeypatch.setattr(Runtime, "measure_costs", lambda *_: Costs(quick, quick, slow))
+    others = {Operation.REDUCE_SCATTER: quick, Operation.ALL_GATHER: slow}
+    config = replace(Config(), warmup_steps=1, profile_steps=2, replan_threshold=0.0)
+    runtime = Runtime(EmulatedLink(quick, size=2, others=others), config)
+    specs = make_specs([5, 6, 7])
+    arrays = [np.zeros(spec.numel) for spec in specs]
+    phases = []
+    try:
+        engine = Engine(runtime, specs, schedule="independent", threshold_bytes=1, decouples=True)
+        for _ in range(8):
+            for forgotten in (True, False):
+                for index in (2, 1, 0):
+                    engine.mark_ready(index, address(arrays[index]), None)
+                if forgotten:
+                    engine.discard()
+            engine.synchronize(whole=False)
+            engine.gather([address(array) for array in arrays], arrays)
+            if engine.profiling:
+                engine.flush()
+            phases.append(engine.report()["phase"])
+        assert len(engine.plan.tensors) == len(specs)
+        engine.flush()
+    finally:
+        runtime.shutdown()
+    assert phases == ["profile"] * 3 + ["installed"] * 5
+
+
+@pytest.mark.parametrize("chosen", [0, -1])
+def test_what_plans_leave_behind_is_given_back_once_the_last_is_in_use(
+    monkeypatch: pytest.MonkeyPatch, chosen: int
+) -> None:
+    """Also where the trial ends with the plan that it tried last, so that nothing is installed."""
+    at: list[str] = []
+    conclude = Elimination.conclude
+
+    def conclude_at_once(trial: Elimination, ranks: Sequence[Times]) -> Plan:
+        plans = trial.plans
+        conclude(trial, ranks)
+        return plans[chosen]
+
+    monkeypatch.setattr(Elimination, "conclude", conclude_at_once)
+
+    def body(runtime: Runtime) -> list[str]:
+        if runtime.rank == 0:
+            monkeypatch.setattr(
+                "wfbp.runtime.engine.engine.give_back_freed_memory", lambda: at.append(phases[-1])
+            )
+        updater = Updater(runtime, [5, 6, 7], schedule="auto")
+        phases = []
+        while phases[-3:] != ["installed"] * 3:
+            phases.append(updater.engine.report()["phase"])
+            updater.zero()
+            for k in (2, 1, 0):
+                updater.accumulate(k, 1.0)
+            updater.step()
+        updater.engine.flush()
+        assert "trial" in phases
+        return phases
+
+    all_well(run_ranks(2, body, replace(QUICK, replan_threshold=0.0)))
+    assert set(at) == {"installed"}
+    assert len(at) == 2, "by each rank"

@@ -1,0 +1,94 @@
+"""Fetching from ranks whose training threads do something else."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.ranks import all_well, run_ranks
+from wfbp.errors import DisagreementError
+from wfbp.runtime.progress import fetching
+from wfbp.runtime.progress.fetching import Content, RefusalError
+from wfbp.runtime.runtime import Runtime
+
+
+def content(rank: int, items: Any) -> Content:
+    """Of different sizes, also none."""
+    return {"rank": rank, "items": items}, [np.full(k * rank, rank, np.uint8) for k in items]
+
+
+def test_one_rank_alone_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others publish later, too; in several pieces, and by several threads at once."""
+    monkeypatch.setattr(fetching, "_PIECE_BYTES", 1000)
+    asked = threading.Event()
+
+    def body(runtime: Runtime) -> None:
+        store, rank = runtime.open_store(), runtime.rank
+        other = runtime.open_store()
+        if rank == 2:
+            asked.wait(20.0)  # as in an update that takes long
+        store.publish(1, lambda items: content(rank, items))
+        other.publish(5, lambda items: ("other", []))
+        if rank == 0:
+            asked.set()
+            for items in ([1, 0, 3000], []):
+                found = runtime.fetch(store, 1, items, "fetching")
+                assert sorted(found) == [1, 2]
+                for peer, (head, parts) in found.items():
+                    wanted, sizes = content(peer, items)
+                    assert head == wanted
+                    for part, size in zip(parts, sizes, strict=True):
+                        np.testing.assert_array_equal(part, size)
+            assert runtime.fetch(other, 5, None, "fetching") == {1: ("other", []), 2: ("other", [])}
+        runtime.exchange(b"", "the end")
+        runtime.drop_store(store)
+
+    all_well(run_ranks(3, body))
+
+
+def test_what_is_not_there_is_told() -> None:
+    def body(runtime: Runtime) -> None:
+        store, rank = runtime.open_store(), runtime.rank
+
+        def refuse(items: Any) -> Content:
+            raise RefusalError("has something else")
+
+        store.publish(3, refuse)
+        runtime.exchange(b"", "published")
+        if rank == 0:
+            with pytest.raises(DisagreementError, match="rank 0 of 2: mine: rank 1 has something"):
+                runtime.fetch(store, 3, None, "mine")
+            with pytest.raises(DisagreementError, match="has gone on to version 3 of it, from 2"):
+                runtime.fetch(store, 2, None, "mine")
+        runtime.exchange(b"", "the end")
+
+    all_well(run_ranks(2, body))
+
+
+def test_a_store_is_served_until_all_have_dropped_it() -> None:
+    def body(runtime: Runtime) -> None:
+        store = runtime.open_store()
+        store.publish(1, lambda items: ("kept", []))
+        if runtime.rank:
+            runtime.drop_store(store)
+        runtime.exchange(b"", "dropped")
+        if runtime.rank == 0:
+            assert runtime.fetch(store, 1, None, "mine") == {1: ("kept", [])}
+            runtime.drop_store(store)
+        runtime.exchange(b"", "the end")
+        released = threading.Event()
+        for _ in range(100):
+            runtime.exchange(b"", "waiting for notices")
+            if store.key not in runtime._fetches._stores:
+                released.set()
+            if all(
+                runtime.exchange(bytes([released.is_set()]), "released")[r] == b"\1" for r in (0, 1)
+            ):
+                return
+            threading.Event().wait(0.02)
+        raise AssertionError("a store that all have dropped is still served")
+
+    all_well(run_ranks(2, body))

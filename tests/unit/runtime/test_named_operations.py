@@ -1,0 +1,198 @@
+"""Named operations: the coordinator by itself, and with ranks as threads."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.ranks import run_ranks
+from wfbp.core.types import Op
+from wfbp.errors import DisagreementError
+from wfbp.runtime.collectives.arithmetic import adasum, scale
+from wfbp.runtime.collectives.coordinator import Coordinator
+from wfbp.runtime.collectives.executor import JOIN
+from wfbp.runtime.collectives.operations import Collectives
+from wfbp.runtime.collectives.request import (
+    Kind,
+    Request,
+    Response,
+    decode_requests,
+    decode_responses,
+    encode,
+)
+from wfbp.runtime.runtime import Runtime
+
+
+def reduction(name: str, shape: tuple[int, ...] = (2,), **details: Any) -> Request:
+    return Request(Kind.ALLREDUCE, name, "float32", shape, op="sum", **details)
+
+
+@given(st.integers(1, 5), st.integers(0, 12), st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_everything_becomes_ready_once_whatever_the_order(
+    size: int, num_names: int, chance: random.Random
+) -> None:
+    """Every operation is answered with its last request, never before and never twice."""
+    waiting = {rank: [f"op {k}" for k in range(num_names)] for rank in range(size)}
+    for names in waiting.values():
+        chance.shuffle(names)
+    coordinator = Coordinator(size)
+    come: dict[str, set[int]] = {f"op {k}": set() for k in range(num_names)}
+    answered: list[str] = []
+    while any(waiting.values()):
+        rank = chance.choice([r for r, names in waiting.items() if names])
+        name = waiting[rank].pop()
+        coordinator.add(rank, reduction(name))
+        come[name].add(rank)
+        new = [response.request.name for response in coordinator.take()]
+        assert new == ([name] if len(come[name]) == size else [])
+        answered += new
+    assert sorted(answered) == sorted(come)
+
+
+def test_requests_and_responses_survive_the_journey() -> None:
+    requests = [reduction("a", (), prescale=0.1), Request(Kind.ALLTOALL, "é", splits=(1, 0, 2))]
+    assert decode_requests(encode(requests)) == requests
+    responses = [Response(requests[1], "wrong", ((1,), (2, 3)), True)]
+    assert decode_responses(encode(responses)) == responses
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        (reduction("x", (3,)), "shape: rank 0: (2,); rank 1: (3,)"),
+        (reduction("x", prescale=2.0), "prescale_factor: rank 0: 1.0; rank 1: 2.0"),
+        (reduction("x", device="gpu"), "the device: rank 0: cpu; rank 1: gpu"),
+        (Request(Kind.BARRIER, "x"), "the operation: rank 0: allreduce; rank 1: barrier"),
+        (
+            Request(Kind.ALLREDUCE, "x", "int32", (2,), op="sum"),
+            "the element type: rank 0: float32; rank 1: int32",
+        ),
+        (
+            Request(Kind.ALLREDUCE, "x", "float32", (2,), op="max"),
+            "op: rank 0: sum; rank 1: max",
+        ),
+    ],
+)
+def test_what_differs_is_told(other: Request, what: str) -> None:
+    coordinator = Coordinator(2)
+    coordinator.add(1, other)
+    coordinator.add(0, reduction("x"))
+    (response,) = coordinator.take()
+    assert f"ranks disagree on {what}" in response.error
+
+
+def test_only_reductions_and_barriers_do_without_those_who_joined() -> None:
+    coordinator = Coordinator(3)
+    coordinator.add(1, Request(Kind.JOIN, JOIN))
+    coordinator.add(0, reduction("x"))
+    coordinator.add(0, Request(Kind.ALLGATHER, "rows", "float32", (2,)))
+    assert coordinator.take() == []
+    coordinator.add(2, reduction("x"))
+    coordinator.add(2, Request(Kind.ALLGATHER, "rows", "float32", (2,)))
+    ready, refused = coordinator.take()
+    assert not ready.error
+    assert "rank 1 called join()" in refused.error
+    # Who submitted and then joins takes part in what was submitted.
+    coordinator.add(0, reduction("late"))
+    coordinator.add(0, Request(Kind.JOIN, JOIN))
+    assert coordinator.take() == []
+    coordinator.add(2, Request(Kind.JOIN, JOIN))
+    late, last = coordinator.take()
+    assert late.request.name == "late"
+    assert last.extents == ((2,),)
+    coordinator.add(0, reduction("afterwards"))
+    assert coordinator.take() == []
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+def test_adasum_adds_what_is_orthogonal_and_averages_what_is_parallel(kind: str) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    dtype = np.dtype(kind) if kind == "float16" else np.dtype(ml_dtypes.bfloat16)
+    rows = np.array([[1, 0, 3], [0, 2, 0], [1, 2, 3], [1, 2, 3]]).astype(dtype)
+    found = adasum([row.view(np.uint16) for row in rows], kind).view(dtype)
+    assert found.astype(float).tolist() == [1.0, 2.0, 3.0]
+    assert adasum([np.zeros(2), np.ones(2)], "float64").tolist() == [1.0, 1.0]
+
+
+def test_integers_scale_in_float64_and_truncate() -> None:
+    for dtype in ("int8", "int16", "int32", "int64"):
+        values = np.array([-3, 3, 7], dtype)
+        scale(values, dtype, 0.5)
+        assert values.tolist() == [-1, 1, 3]
+
+
+def submit(operations: Collectives, name: str | None, value: float) -> int:
+    return operations.submit(
+        Kind.ALLREDUCE,
+        name,
+        0,
+        np.full(3, value, np.float32),
+        lambda outcome: outcome.data[0],
+        dtype="float32",
+        shape=(3,),
+        op=Op.SUM,
+    )
+
+
+def test_operations_match_by_name_in_any_order() -> None:
+    def body(runtime: Runtime) -> float:
+        operations = runtime.collectives = Collectives(runtime)
+        names = [f"n{k}" for k in range(100)]
+        random.Random(runtime.rank).shuffle(names)
+        handles = {name: submit(operations, name, float(name[1:])) for name in names}
+        random.Random(7 + runtime.rank).shuffle(names)
+        for name in names:
+            assert operations.synchronize(handles[name]) == 3 * float(name[1:])
+        return float(operations.synchronize(submit(operations, None, runtime.rank)))
+
+    assert run_ranks(3, body) == [3.0] * 3
+
+
+def test_an_error_is_one_of_all_ranks_and_of_one_operation() -> None:
+    def body(runtime: Runtime) -> float:
+        operations = runtime.collectives = Collectives(runtime)
+        good = submit(operations, "good", 1.0)
+        bad = operations.submit(
+            Kind.BROADCAST,
+            "bad",
+            0,
+            np.zeros(2, np.float32),
+            lambda outcome: None,
+            dtype="float32",
+            shape=(2,),
+            root=runtime.rank,
+        )
+        with pytest.raises(DisagreementError, match=r"root_rank: rank 0: 0; rank 1: 1"):
+            operations.synchronize(bad)
+        with pytest.raises(ValueError, match="is of no pending operation"):
+            operations.synchronize(bad)
+        with pytest.raises(ValueError, match="'good' is pending"):
+            submit(operations, "good", 1.0)
+        while not operations.poll(good):
+            pass
+        return float(operations.synchronize(good))
+
+    assert run_ranks(2, body) == [2.0] * 2
+
+
+def test_ranks_that_wait_for_different_names_are_told() -> None:
+    def body(runtime: Runtime) -> None:
+        operations = runtime.collectives = Collectives(runtime)
+        handle = submit(operations, f"of rank {runtime.rank}", 1.0)
+        operations.synchronize(handle)
+
+    from dataclasses import replace
+
+    from tests.support.ranks import QUICK
+
+    patient = replace(QUICK, stall_warning_s=0.3, timeout_s=20.0)
+    for error in run_ranks(2, body, patient):
+        assert isinstance(error, DisagreementError)
+        assert "rank 0: in allreduce 'of rank 0'" in str(error)
+        assert "rank 1: in allreduce 'of rank 1'" in str(error)

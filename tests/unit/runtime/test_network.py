@@ -1,0 +1,87 @@
+"""What is measured of the network, how far, and when again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from wfbp.comm.backend import Backend
+from wfbp.comm.device.backend import DeviceBackend
+from wfbp.comm.local import LocalWorld
+from wfbp.core.cost import Costs
+from wfbp.core.types import Operation
+from wfbp.runtime.tuning import network
+from wfbp.runtime.tuning.network import NetworkCosts
+
+MIB = 2**20
+REDUCE = (Operation.ALL_REDUCE,)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Operation, int]]:
+    """Each measurement: of what, and up to which size. A byte takes a nanosecond."""
+    found: list[tuple[Operation, int]] = []
+
+    def measure(
+        backend: Backend, *, max_bytes: int, operation: Operation, **_: Any
+    ) -> list[tuple[int, float]]:
+        found.append((operation, max_bytes))
+        return [(size, 1e-5 + size * 1e-9) for size in (4, max_bytes // 4, max_bytes)]
+
+    monkeypatch.setattr(network, "measure_cost", measure)
+    return found
+
+
+class Known(NetworkCosts):
+    """Of one rank, which has no time limit."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0, lambda label, s: None)
+
+    def ask(
+        self,
+        max_bytes: int,
+        operations: Sequence[Operation],
+        anew: bool,
+        carrier: Backend | None,
+    ) -> Costs:
+        backend = LocalWorld(1).backend(0)
+        return self.measure(
+            max_bytes, operations, anew, carrier, lambda start, _: start(backend).result
+        )
+
+
+def test_large_messages_cost_in_proportion(measured: list[tuple[Operation, int]]) -> None:
+    known = Known()
+    found = known.ask(500 * MIB, REDUCE, False, None)
+    assert measured == [(Operation.ALL_REDUCE, 16 * MIB)]
+    for nbytes in (16 * MIB, 100 * MIB, 500 * MIB):
+        assert found.all_reduce(nbytes) == pytest.approx(1e-5 + nbytes * 1e-9)
+
+
+def test_what_is_known_is_not_measured_again(measured: list[tuple[Operation, int]]) -> None:
+    known = Known()
+    known.ask(1000, REDUCE, False, None)
+    known.ask(900, REDUCE, False, None)
+    assert measured == [(Operation.ALL_REDUCE, 1000)]
+    for _ in range(2):
+        known.ask(17 * MIB, REDUCE, False, None)
+        known.ask(99 * MIB, REDUCE, False, None)
+    assert measured[1:] == [(Operation.ALL_REDUCE, 16 * MIB)]
+    known.ask(99 * MIB, tuple(Operation), False, None)
+    assert {operation for operation, _ in measured[2:]} == {
+        Operation.REDUCE_SCATTER,
+        Operation.ALL_GATHER,
+    }
+    known.ask(99 * MIB, REDUCE, True, None)
+    assert len(measured) == 5
+
+
+def test_a_device_is_measured_to_the_end_and_apart(measured: list[tuple[Operation, int]]) -> None:
+    known = Known()
+    known.ask(99 * MIB, REDUCE, False, None)
+    known.ask(99 * MIB, REDUCE, False, Mock(spec=DeviceBackend))
+    assert [nbytes for _, nbytes in measured] == [16 * MIB, 99 * MIB]

@@ -1,0 +1,75 @@
+"""Measuring the network ends in time, also where messages take long."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from tests.unit.runtime.test_network import Known
+from wfbp.comm import probe
+from wfbp.comm.emulated import EmulatedLink
+from wfbp.comm.local import LocalWorld
+from wfbp.comm.probe import measure_cost, probe_sizes
+from wfbp.core.cost import LinearCost
+
+REDUCE = (probe.Operation.ALL_REDUCE,)
+
+
+class CountingLink(EmulatedLink):
+    """Counts messages."""
+
+    num_messages = 0
+
+    def all_reduce(self, *arguments: object, **options: object) -> object:
+        self.num_messages += 1
+        return super().all_reduce(*arguments, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("alpha_s", [5e-3, 30e-3])
+def test_slow_messages_are_few(alpha_s: float) -> None:
+    """As where ranks outnumber cores and each message waits for its turn."""
+    link = CountingLink(LinearCost(alpha_s, 1e-9))
+    points = measure_cost(link, 1 << 20, budget_s=0.2)
+    sizes = probe_sizes(1 << 20)
+    assert [points[0][0], points[-1][0]] == [sizes[0], sizes[-1]]
+    assert all(seconds >= alpha_s / 2 for _, seconds in points)
+    # What the budget pays for, and what is sent in any case: two messages before the first size,
+    # and two for each size that is begun within the budget, and for the largest.
+    begun = 2 * (len(points) + 1)
+    assert link.num_messages <= 0.2 / alpha_s * probe.WINDOW + begun
+    assert len(points) < len(sizes)
+    assert list(points) == sorted(points)
+
+
+def test_where_nothing_is_allowed_two_sizes_are_measured() -> None:
+    points = measure_cost(LocalWorld(1).backend(0), 1 << 20, budget_s=0.0)
+    assert [size for size, _ in points] == [4, 1 << 20]
+
+
+def test_small_models_are_worth_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets: list[float] = []
+
+    def measure(backend: object, *, budget_s: float, **_: object) -> list[tuple[int, float]]:
+        budgets.append(budget_s)
+        return [(4, 1e-5), (1024, 2e-5)]
+
+    monkeypatch.setattr("wfbp.runtime.tuning.network.measure_cost", measure)
+    for max_bytes in (1 << 16, 4 << 20, 1 << 30):
+        Known().ask(max_bytes, REDUCE, False, None)
+    assert budgets[0] < budgets[1] < budgets[2]
+    assert budgets[2] <= 1.0  # what Known allows
+
+
+def test_what_is_measured_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    known = Known()
+    known._tells = True
+    with caplog.at_level(logging.INFO, "wfbp"):
+        known.ask(1 << 16, REDUCE, False, None)
+    begun, told, ended = caplog.messages
+    assert begun.startswith("network: measuring what messages of up to 65,536 bytes cost")
+    assert told.startswith("network: all_reduce: 4 bytes in ")
+    assert ended.startswith("network: measured in ")
+    caplog.clear()
+    Known().ask(1 << 16, REDUCE, False, None)
+    assert not caplog.messages

@@ -1,0 +1,155 @@
+"""The runtime: collectives, costs, leaving, and how a failing rank tells the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import wfbp
+from tests.support.ranks import all_well, run_ranks
+from wfbp.comm.backend import Backend
+from wfbp.comm.local import LocalWorld
+from wfbp.config import Config
+from wfbp.core.types import Op, Operation
+from wfbp.errors import (
+    DisagreementError,
+    NotInitializedError,
+    PeerError,
+    StallError,
+)
+from wfbp.runtime import world
+from wfbp.runtime.runtime import Runtime, describe_error
+
+
+def test_collectives_of_several_ranks() -> None:
+    def body(runtime: Runtime) -> list[bytes]:
+        buffer = np.full(3, runtime.rank, np.float32)
+        runtime.all_reduce(buffer, "float32", Op.SUM, "sum")
+        assert buffer.tolist() == [3.0] * 3
+        return runtime.exchange(bytes([runtime.rank]), "names")
+
+    assert all_well(run_ranks(3, body)) == [[b"\0", b"\1", b"\2"]] * 3
+
+
+def test_exchanges_for_different_purposes() -> None:
+    """Nobody reads what was meant for something else."""
+
+    def body(runtime: Runtime) -> list[bytes]:
+        with pytest.raises(DisagreementError) as caught:
+            runtime.exchange(b"", "saving" if runtime.rank == 2 else "loading")
+        told = f"rank {runtime.rank} of 3: ranks called different operations: loading on rank 0, "
+        assert str(caught.value).startswith(f"{told}saving on rank 2. Every rank must")
+        return runtime.exchange(b"on", "SGD" if runtime.rank else "sgd", purpose="stepping")
+
+    assert all_well(run_ranks(3, body)) == [[b"on"] * 3] * 3
+
+
+def test_costs_are_measured_once_per_size_and_are_the_same() -> None:
+    def body(runtime: Runtime) -> Any:
+        first = runtime.measure_costs(1000)
+        assert runtime.measure_costs(500) is first
+        larger = runtime.measure_costs(100_000, tuple(Operation))
+        assert larger is not first
+        assert larger.reduce_scatter is not None
+        assert larger.all_gather is not None
+        return larger
+
+    costs = all_well(run_ranks(2, body))
+    assert costs[0] == costs[1]
+
+
+def test_only_missing_curves_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a call measures shares the one budget (less than small models are worth here)."""
+    asked: list[tuple[Operation, int, float]] = []
+
+    def measure(
+        backend: Backend, max_bytes: int, *, operation: Operation, budget_s: float, check: object
+    ) -> list[tuple[int, float]]:
+        asked.append((operation, max_bytes, budget_s))
+        return [(4, 1.0 + len(asked)), (max_bytes, 2.0 + len(asked))]
+
+    monkeypatch.setattr("wfbp.runtime.tuning.network.measure_cost", measure)
+    runtime = Runtime(LocalWorld(1).backend(0), Config(probe_budget_s=0.15))
+    reduce, scatter, gather = Operation
+    first = runtime.measure_costs(100)
+    assert asked == [(reduce, 100, 0.15)]
+    assert first.reduce_scatter is first.all_gather is None
+    both = runtime.measure_costs(100, [gather, scatter])
+    assert asked[1:] == [(scatter, 100, 0.075), (gather, 100, 0.075)]
+    assert both.all_reduce == first.all_reduce
+    assert (both.of(scatter)(4), both.of(gather)(4)) == (3.0, 4.0)
+    assert runtime.measure_costs(60, (gather,)) is both
+    larger = runtime.measure_costs(200, (gather,))
+    assert asked[3:] == [(reduce, 200, 0.075), (gather, 200, 0.075)]
+    assert larger.reduce_scatter == both.reduce_scatter
+    anew = runtime.measure_costs(100, (gather,), anew=True)
+    assert asked[5:] == [(reduce, 100, 0.075), (gather, 100, 0.075)]
+    assert anew.all_reduce != larger.all_reduce
+    assert anew.all_gather != larger.all_gather
+    assert anew.reduce_scatter is None
+    assert runtime.measure_costs(100, (gather,)) is anew
+    runtime.shutdown()
+
+
+def test_nothing_works_after_shutdown() -> None:
+    runtime = Runtime(LocalWorld(1).backend(0), Config())
+    runtime.shutdown()
+    runtime.shutdown()
+    with pytest.raises(NotInitializedError, match=r"wfbp\.init\(\)"):
+        runtime.exchange(b"", "late")
+
+
+def test_a_failing_rank_tells_the_others() -> None:
+    """fail_job ends the world at last; before, everybody has had the reason."""
+
+    def body(runtime: Runtime) -> None:
+        if runtime.rank == 1:
+            runtime.fail_job("ValueError: no data")
+            return
+        runtime.exchange(b"", "waiting")
+
+    results = run_ranks(3, body)
+    for rank in (0, 2):
+        assert isinstance(results[rank], PeerError)
+        assert str(results[rank]) == f"rank {rank} of 3: rank 1 failed: ValueError: no data"
+
+
+def test_leaving_after_an_error_lets_the_others_leave() -> None:
+    def body(runtime: Runtime) -> None:
+        if runtime.rank == 0:
+            with pytest.raises(PeerError, match="rank 1 has left"):
+                runtime.exchange(b"", "waiting")
+
+    all_well(run_ranks(2, body, Config(timeout_s=300.0), join_s=20.0))
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("no data"), "ValueError: no data"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (StallError("rank 0 waited"), "StallError: rank 0 waited"),
+    ],
+)
+def test_describe_error(error: BaseException, told: str) -> None:
+    assert describe_error(error) == told
+
+
+def test_what_fails_before_a_shutdown_does_not_keep_the_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others wait for it to leave."""
+
+    def fail() -> None:
+        raise ArithmeticError("as asked")
+
+    monkeypatch.setattr(world, "_finishers", [fail])
+    wfbp.init(backend=LocalWorld(1).backend(0), config=Config())
+    runtime = world.current("test")
+    with pytest.raises(ArithmeticError, match="as asked"):
+        wfbp.shutdown()
+    assert not wfbp.is_initialized()
+    with pytest.raises(NotInitializedError):
+        runtime.check()

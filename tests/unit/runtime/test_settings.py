@@ -1,0 +1,108 @@
+"""Settings by which the ranks of a job go through the same states at the same steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.ranks import QUICK, all_well, run_ranks
+from wfbp.comm.backend import Backend, Buffer, Work
+from wfbp.comm.local import LocalBackend
+from wfbp.core.types import Op
+from wfbp.errors import DisagreementError, PeerError, StallError, WfbpError
+from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.settings import SHARED, check_settings
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_ranks_that_differ_are_told_which_setting(name: str) -> None:
+    other = getattr(QUICK, name) * 2 or 0.5
+    results = run_ranks(3, check_settings, configs={1: replace(QUICK, **{name: other})})
+    for rank, result in enumerate(results):
+        assert isinstance(result, DisagreementError)
+        assert f"rank {rank} of 3: init()" in str(result)
+        assert f"WFBP_{name.upper()} (ranks 0, 2: {getattr(QUICK, name)}" in str(result)
+        assert f"rank 1: {other})" in str(result)
+
+
+def test_every_setting_that_differs_is_named() -> None:
+    other = replace(QUICK, warmup_steps=7, replan_threshold=0.5)
+    for result in run_ranks(2, check_settings, configs={1: other}):
+        assert "WFBP_WARMUP_STEPS (rank 0: 1; rank 1: 7)" in str(result)
+        assert "WFBP_REPLAN_THRESHOLD (rank 0: 0.25; rank 1: 0.5)" in str(result)
+
+
+def test_what_concerns_one_rank_may_differ() -> None:
+    other = replace(QUICK, stall_warning_s=9.0, log_level="error", timeout_s=30.0)
+    all_well(run_ranks(2, check_settings, configs={1: other}))
+
+
+def test_a_run_that_cannot_be_recorded(tmp_path: Path) -> None:
+    taken = tmp_path / "file"
+    taken.touch()
+    for folder in (taken, taken / "below"):
+        other = replace(QUICK, record_dir=str(folder))
+        here, there = run_ranks(2, check_settings, configs={0: other})
+        assert isinstance(here, ValueError)
+        assert f"WFBP_RECORD_DIR is {str(folder)!r}, but it cannot be made" in str(here)
+        assert isinstance(there, PeerError)
+        assert str(there) == f"rank 1 of 2: init(): rank 0: {here}"
+    fine = replace(QUICK, record_dir=str(tmp_path / "a" / "b"))
+    all_well(run_ranks(2, check_settings, fine))
+
+
+# While the network is measured.
+
+
+def only_rank_0_measures(runtime: Runtime) -> None:
+    if runtime.rank == 0:
+        runtime.measure_costs(1000)
+
+
+def test_a_measurement_hears_of_a_rank_that_failed() -> None:
+    def body(runtime: Runtime) -> None:
+        if runtime.rank == 1:
+            runtime.fail_job("ValueError: no data")
+            return
+        runtime.measure_costs(1000)
+
+    results = run_ranks(2, body, replace(QUICK, timeout_s=300.0))
+    assert isinstance(results[0], PeerError)
+    assert str(results[0]) == "rank 0 of 2: rank 1 failed: ValueError: no data"
+
+
+def test_a_measurement_hears_of_a_rank_that_left() -> None:
+    results = run_ranks(2, only_rank_0_measures, replace(QUICK, timeout_s=300.0))
+    assert isinstance(results[0], PeerError)
+    assert "measuring the network's all_reduce" in str(results[0])
+
+
+def test_a_measurement_does_not_wait_for_ever() -> None:
+    def body(runtime: Runtime) -> Any:
+        if runtime.rank == 0:
+            with pytest.raises(StallError, match="measuring the network's"):
+                runtime.measure_costs(1000)
+            with pytest.raises(StallError):  # it has ended the runtime
+                runtime.exchange(b"", "next")
+        else:
+            runtime.thread._loop.wakeup.wait(1.5)
+
+    all_well(run_ranks(2, body, configs={0: replace(QUICK, timeout_s=0.6)}))
+
+
+def test_what_fails_below_a_measurement_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Backend, buffer: Buffer, dtype: str, op: Op) -> Work[None]:
+        raise WfbpError("the cable is gone")
+
+    monkeypatch.setattr(LocalBackend, "all_reduce", broken)
+
+    def body(runtime: Runtime) -> None:
+        with pytest.raises(WfbpError, match="the cable is gone"):
+            runtime.measure_costs(1000)
+        runtime.exchange(np.zeros(1).tobytes(), "goes on")
+
+    all_well(run_ranks(2, body))

@@ -1,0 +1,58 @@
+"""When a wait is hopeless."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from wfbp.config import Config
+from wfbp.errors import PeerError, StallError
+from wfbp.runtime.progress.stall import StallWatch
+
+
+class Motion:
+    """An activity that the test sets."""
+
+    value = 0
+
+    def __call__(self) -> int:
+        return self.value
+
+
+@pytest.mark.parametrize("moving_s", [0.0, 3.0, 30.0])
+def test_who_left_is_no_trouble_while_something_moves(moving_s: float) -> None:
+    """It may have done its part of a long collective; the grace begins when motion ends."""
+    motion = Motion()
+    watch = StallWatch(Config(), "rank 2 of 3", motion)
+    watch.note_gone(0, "has left")
+    start = time.monotonic()
+    waits = [(start, "allreduce of x")]
+    now = start
+    while now < start + moving_s:
+        now += 0.5
+        motion.value += 1
+        assert watch.check(waits, now) is None
+    assert watch.check(waits, now + 1.5) is None
+    error = watch.check(waits, now + 2.5)
+    assert isinstance(error, PeerError)
+    assert str(error).startswith("rank 2 of 3 waits (allreduce of x), but rank 0 has left. Every")
+    assert "let none end earlier" in str(error)
+
+
+def test_motion_between_waits_counts_for_none() -> None:
+    motion = Motion()
+    watch = StallWatch(Config(), "rank 2 of 3", motion)
+    watch.note_gone(0, "has left")
+    now = time.monotonic()
+    motion.value += 1
+    assert watch.check([], now + 10) is None
+    assert watch.check([(now + 20, "barrier")], now + 21.5) is None
+    assert isinstance(watch.check([(now + 20, "barrier")], now + 22.5), PeerError)
+
+
+def test_motion_does_not_lift_the_time_limit() -> None:
+    motion = Motion()
+    watch = StallWatch(Config(timeout_s=5.0, stall_warning_s=60.0), "rank 0 of 2", motion)
+    motion.value += 1
+    assert isinstance(watch.check([(0.0, "barrier")], 5.5), StallError)

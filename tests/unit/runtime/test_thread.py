@@ -1,0 +1,447 @@
+"""The communication thread: calls, lanes, errors, and ranks that lag or leave."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from wfbp.comm.backend import Backend, Finished, Work
+from wfbp.comm.local import LocalWorld
+from wfbp.comm.waiting import Waiter
+from wfbp.config import Config
+from wfbp.errors import (
+    BackendError,
+    DisagreementError,
+    PeerError,
+    StallError,
+    WfbpError,
+)
+from wfbp.runtime.progress.calls import Reply
+from wfbp.runtime.progress.stall import StallWatch
+from wfbp.runtime.progress.thread import CommunicationThread
+
+
+class Slow(Work[str]):
+    """Completes once it is told to."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.error: Exception | None = None
+
+    def test(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.go.is_set()
+
+    @property
+    def result(self) -> str:
+        return "done"
+
+
+class StubLane:
+    """A lane that counts its turns."""
+
+    backend: Backend = LocalWorld(1).backend(0)
+
+    def __init__(self) -> None:
+        self.turns = 0
+        self.busy = False
+        self.has_events = False
+        self.owes_work = False
+        self.has_room = True
+        self.counts = (0, 0)
+        self.expected_s: float | None = None
+        self.waiting_since: float | None = None
+        self.error: WfbpError | None = None
+        self.trouble: Exception | None = None
+        self.on_rest: Callable[[], bool] = lambda: False
+
+    def advance(self) -> bool:
+        self.turns += 1
+        if self.trouble is not None:
+            raise self.trouble
+        return False
+
+    def may_progress(self) -> bool:
+        if self.trouble is not None:
+            raise self.trouble
+        return True
+
+    def rest(self, nap_s: float, most_s: float) -> bool:
+        assert 0 < nap_s <= most_s < 0.1
+        return self.on_rest()
+
+    def describe(self) -> str:
+        return "stub lane"
+
+    def fail(self, error: WfbpError) -> None:
+        self.error = error
+
+
+Make = Callable[..., CommunicationThread]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Threads that are stopped behind the test."""
+    made = []
+
+    def thread(**settings: Any) -> CommunicationThread:
+        waiter = Waiter.watching(LocalWorld(1).backend(0))
+        config, where = Config(**settings), "rank 0 of 2"
+        watch = StallWatch(config, where)
+        made.append(CommunicationThread(config, waiter, lambda: None, watch, where))
+        made[-1].watch = watch
+        made[-1].start()
+        return made[-1]
+
+    yield thread
+    for each in made:
+        each.stop(timeout_s=5.0)
+
+
+def in_thread(act: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """Another training thread; its result or error appears in the list."""
+    found: list[Any] = []
+
+    def body() -> None:
+        try:
+            found.append(act())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    return thread, found
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.002)
+
+
+# Calls.
+
+
+def test_a_call_returns_its_result(make: Make) -> None:
+    assert make().call(lambda: Finished(7), "seven") == 7
+
+
+def test_calls_run_one_after_another_in_their_order(make: Make) -> None:
+    thread, works, started = make(), [Slow(), Slow()], []
+
+    def start(k: int) -> Slow:
+        started.append(k)
+        return works[k]
+
+    callers = []
+    for k in range(2):
+        callers.append(in_thread(lambda k=k: thread.call(lambda: start(k), f"call {k}")))
+        if k == 0:
+            until(lambda: started)
+    time.sleep(0.05)
+    assert started == [0]
+    works[0].go.set()
+    until(lambda: started == [0, 1])
+    works[1].go.set()
+    for caller, found in callers:
+        caller.join(5)
+        assert found == ["done"]
+
+
+def test_calls_of_different_lines_do_not_wait_for_each_other(make: Make) -> None:
+    thread, slow = make(), Slow()
+    caller, found = in_thread(lambda: thread.call(lambda: slow, "slow", line="one"))
+    until(lambda: thread.describe() == "in slow")
+    assert thread.call(lambda: Finished(7), "seven", line="other") == 7
+    assert found == []
+    slow.go.set()
+    caller.join(5)
+    assert found == ["done"]
+
+
+def test_a_call_that_fails_concerns_its_caller_only(make: Make) -> None:
+    thread = make()
+
+    def broken() -> Work[None]:
+        raise BackendError("the link is down")
+
+    with pytest.raises(BackendError, match="the link is down"):
+        thread.call(broken, "broken")
+    failing = Slow()
+    failing.error = BackendError("lost")
+    with pytest.raises(BackendError, match="lost"):
+        thread.call(lambda: failing, "failing")
+    assert thread.error is None
+    assert thread.call(lambda: Finished(1), "next") == 1
+
+
+def test_a_posted_message_runs_on_the_thread(make: Make) -> None:
+    names: list[str] = []
+    make().post(lambda: names.append(threading.current_thread().name))
+    until(lambda: names)
+    assert names == ["wfbp-comm"]
+
+
+def test_who_waits_for_a_lane_sleeps_in_its_backend(make: Make) -> None:
+    """It looks for what has arrived without the interpreter; the thread beside it does not."""
+    thread, lane, reply = make(), StubLane(), Reply[int]()
+    names: list[str] = []
+
+    def rest() -> bool:
+        names.append(threading.current_thread().name)
+        reply.put(7)
+        return True
+
+    lane.on_rest, lane.busy = rest, True
+    thread.post(lambda: thread.add_lane(lane))
+    assert thread.await_reply(reply, "the lane") == 7
+    assert names == ["MainThread"]
+
+
+def test_who_waits_drives(make: Make) -> None:
+    """A call runs on the thread that waits for it; while that drives, it runs others' calls too."""
+    thread, slow = make(), Slow()
+    names: list[str] = []
+
+    def start(work: Work[Any]) -> Work[Any]:
+        names.append(threading.current_thread().name)
+        return work
+
+    thread.call(lambda: start(Finished(0)), "own")
+    caller, found = in_thread(lambda: thread.call(lambda: start(slow), "driving"))
+    until(lambda: len(names) == 2)
+    other, _ = in_thread(lambda: thread.call(lambda: start(Finished(1)), "behind it"))
+    time.sleep(0.02)
+    slow.go.set()
+    for each in (caller, other):
+        each.join(5)
+    assert found == ["done"]
+    assert names[:2] == ["MainThread", caller.name]
+    assert len(names) == 3
+
+
+def test_an_answer_that_has_come_is_taken_while_another_turn_lasts(make: Make) -> None:
+    thread = make()
+    entered, over, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def last() -> None:
+        entered.set()
+        over.wait(5.0)
+        ended.set()
+
+    thread.post(last)
+    assert entered.wait(5.0)
+    reply: Reply[str] = Reply()
+    reply.put("here")
+    try:
+        assert thread.await_reply(reply, "an answer") == "here"
+        assert not ended.is_set()
+        assert thread.is_used_here
+    finally:
+        over.set()
+
+
+def test_a_forked_process_is_not_held_up_by_a_turn_of_its_parent(make: Make) -> None:
+    """As if forked: there the turn under way would never end."""
+    thread = make()
+    entered, over = threading.Event(), threading.Event()
+
+    def last() -> None:
+        entered.set()
+        over.wait(10.0)
+
+    thread.post(last)
+    assert entered.wait(5.0)
+    thread.fail_in_fork(WfbpError("no rank"))
+    try:
+        waiting, found = in_thread(lambda: thread.await_reply(Reply(), "an answer"))
+        waiting.join(5.0)
+        assert [str(error) for error in found] == ["no rank"]
+    finally:
+        over.set()
+
+
+def test_after_a_drive_the_thread_works_on(make: Make) -> None:
+    thread, lane = make(), StubLane()
+    thread.post(lambda: thread.add_lane(lane))
+    thread.call(lambda: Finished(0), "drive")
+    loop = lane.turns
+    thread.post(lambda: None)
+    until(lambda: lane.turns > loop)
+
+
+def test_an_interrupt_while_driving_ends_the_runtime(make: Make) -> None:
+    thread = make()
+
+    def interrupted() -> Work[None]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        thread.call(interrupted, "long")
+    with pytest.raises(WfbpError, match="rank 0 of 2: interrupted while it communicated"):
+        thread.call(lambda: Finished(1), "next")
+
+
+def test_an_interrupt_while_another_drives_ends_the_runtime_too(make: Make) -> None:
+    class Interrupted(Reply[None]):
+        def get(self, timeout_s: float) -> None:
+            raise KeyboardInterrupt
+
+    thread, started = make(), []
+
+    def start() -> Slow:
+        started.append(Slow())
+        return started[0]
+
+    caller, found = in_thread(lambda: thread.call(start, "driving"))
+    until(lambda: started)
+    with pytest.raises(KeyboardInterrupt):
+        thread.await_reply(Interrupted(), "beside it")
+    caller.join(5)
+    assert "rank 0 of 2: interrupted while it communicated" in str(found[0])
+
+
+# Errors.
+
+
+def test_the_first_error_ends_what_waits_and_what_comes(make: Make) -> None:
+    thread, lane, slow = make(), StubLane(), Slow()
+    thread.post(lambda: thread.add_lane(lane))
+    caller, found = in_thread(lambda: thread.call(lambda: slow, "slow"))
+    first = PeerError("rank 1 failed")
+    until(lambda: lane.turns)
+    thread.post(lambda: thread.fail(first))
+    thread.post(lambda: thread.fail(StallError("later")))
+    caller.join(5)
+    assert found == [first]
+    assert lane.error is first
+    assert thread.error is first
+    with pytest.raises(PeerError, match="rank 1 failed"):
+        thread.call(lambda: Finished(1), "next")
+    late = StubLane()
+    thread.post(lambda: thread.add_lane(late))
+    until(lambda: late.error)
+    assert late.error is first
+
+
+@pytest.mark.parametrize(
+    ("trouble", "kind", "told"),
+    [
+        (DisagreementError("ranks differ"), DisagreementError, "^ranks differ$"),
+        (KeyError("x"), WfbpError, "rank 0 of 2: the communication thread failed: KeyError"),
+    ],
+)
+def test_trouble_in_a_lane_is_kept(
+    make: Make, trouble: Exception, kind: type[Exception], told: str
+) -> None:
+    thread, lane, slow = make(), StubLane(), Slow()
+    lane.trouble = trouble
+    caller, found = in_thread(lambda: thread.call(lambda: slow, "slow"))
+    thread.post(lambda: thread.add_lane(lane))
+    caller.join(5)
+    assert isinstance(found[0], kind)
+    with pytest.raises(kind, match=told):
+        thread.call(lambda: Finished(1), "next")
+    assert (thread.error is trouble) or (thread.error.__cause__ is trouble)  # type: ignore[union-attr]
+
+
+def test_a_lane_that_was_removed_has_no_more_turns(make: Make) -> None:
+    thread, lane = make(), StubLane()
+    thread.post(lambda: thread.add_lane(lane))
+    until(lambda: lane.turns)
+    thread.post(lambda: thread.remove_lane(lane))
+    thread.call(lambda: Finished(0), "after it")
+    loop = lane.turns
+    for _ in range(20):
+        thread.call(lambda: Finished(0), "more turns")
+    assert lane.turns == loop
+
+
+def test_idle_it_sleeps_also_after_an_error(make: Make) -> None:
+    """Events that nobody reads any more must not keep it awake."""
+    thread, lane = make(), StubLane()
+    thread.post(lambda: thread.add_lane(lane))
+    thread.post(lambda: thread.fail(PeerError("over")))
+    until(lambda: thread.error)
+    lane.has_events = True
+    loop: list[int] = []
+    thread._loop._on_tick = lambda: loop.append(1)
+    started, cpu = time.monotonic(), time.process_time()
+    time.sleep(0.5)
+    assert loop
+    share = (time.process_time() - cpu) / (time.monotonic() - started)
+    assert share < 0.5, f"{share:.0%} of a core"
+
+
+# Those who lag or leave.
+
+
+def test_a_standstill_is_reported_then_ended(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    thread, asked = make(timeout_s=0.6, stall_warning_s=0.1), []
+    thread.watch.on_stall = lambda: asked.append(1)
+    with caplog.at_level(logging.WARNING, "wfbp"), pytest.raises(StallError) as caught:
+        thread.call(Slow, "allreduce of x")
+    assert "rank 0 of 2 waited 1 s (allreduce of x)" in str(caught.value)
+    assert "WFBP_TIMEOUT_S" in str(caught.value)
+    # After 0.1 s, and again each time the wait has doubled.
+    assert 1 <= len(asked) <= 3
+    assert len(caplog.records) == len(asked)
+    for record in caplog.records:
+        assert re.fullmatch(r"rank 0 of 2 has waited \d s: allreduce of x", record.getMessage())
+
+
+def test_a_lane_stands_still(make: Make) -> None:
+    thread, lane = make(timeout_s=0.2), StubLane()
+    lane.busy = True
+    lane.waiting_since = time.monotonic()
+    thread.post(lambda: thread.add_lane(lane))
+    until(lambda: lane.error)
+    assert "rank 0 of 2 waited 0 s (stub lane)" in str(lane.error)
+
+
+def test_waiting_for_one_who_left(make: Make) -> None:
+    thread, slow = make(timeout_s=60.0), Slow()
+    caller, found = in_thread(lambda: thread.call(lambda: slow, "barrier"))
+
+    def left() -> None:
+        thread.watch.note_gone(1, "has left")
+
+    thread.post(left)
+    caller.join(10)
+    assert isinstance(found[0], PeerError)
+    assert str(found[0]).startswith("rank 0 of 2 waits (barrier), but rank 1 has left. Every rank")
+
+
+def test_one_who_left_is_no_trouble_where_nobody_waits(make: Make) -> None:
+    thread = make()
+    thread.watch.note_gone(1, "has left")
+    time.sleep(0.2)
+    assert thread.call(lambda: Finished(1), "own") == 1
+    assert thread.error is None
+
+
+def test_describe(make: Make) -> None:
+    thread, slow = make(), Slow()
+    assert thread.describe() == "idle"
+    caller, _ = in_thread(lambda: thread.call(lambda: slow, "barrier"))
+    until(lambda: "barrier" in thread.describe())
+    slow.go.set()
+    caller.join(5)
+
+
+def test_a_reply_that_does_not_come_in_time() -> None:
+    reply: Reply[int] = Reply()
+    reply.put(3)
+    assert reply.get(0.1) == 3
+    reply.fail(PeerError("gone"))
+    with pytest.raises(PeerError):
+        reply.get(0.1)

@@ -1,0 +1,474 @@
+"""The tuner on simulated ranks: which plan runs when, and that all ranks run the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wfbp.config import Config
+from wfbp.core.cost import Costs, PiecewiseCost
+from wfbp.core.plan import Plan
+from wfbp.core.timeline import iteration_s
+from wfbp.core.types import TensorSpec
+from wfbp.runtime.tuning.candidates import DECOUPLED, SCHEDULES, auto_candidates, reordered
+from wfbp.runtime.tuning.profile import StepTimes
+from wfbp.runtime.tuning.tuner import Tuner
+
+SPECS = tuple(TensorSpec(f"t{k}", (1000,), "float32") for k in range(8))
+COSTS = Costs(PiecewiseCost(((4.0, 1e-3), (1e6, 1e-2))))
+CONFIG = Config(
+    warmup_steps=2, profile_steps=3, trial_steps=4, trial_min_s=0.0, replan_threshold=0.25
+)
+
+Seconds = Callable[[Plan], float]
+
+
+class Job:
+    """Ranks in step: every one has a tuner, and each plan takes the seconds that it is told.
+
+    Args:
+        seconds: of an iteration by a plan.
+        noise: each rank's iterations vary by up to this factor.
+        gradients: per rank, the tensors that it has gradients for; all by default.
+        costs: what measuring the network gives.
+    """
+
+    def __init__(
+        self,
+        schedule: str,
+        seconds: Seconds,
+        *,
+        config: Config = CONFIG,
+        size: int = 2,
+        noise: float = 0.0,
+        gradients: list[set[str]] | None = None,
+        seed: int = 0,
+        costs: Costs = COSTS,
+        decouples: bool = False,
+        num_updaters: int = 1,
+        update_s: float = 0.0,
+    ) -> None:
+        self.costs = costs
+        self.tuners = [
+            Tuner(config, schedule, 25 * 2**20, SPECS, decouples, num_updaters) for _ in range(size)
+        ]
+        self.update_s = update_s
+        self.seconds = seconds
+        self.noise = noise
+        self.gradients = gradients or [{s.name for s in SPECS}] * size
+        self.chance = random.Random(seed)
+        self.ran: list[tuple[str, Plan]] = []
+        self.num_rounds = 0
+
+    @property
+    def tuner(self) -> Tuner:
+        return self.tuners[0]
+
+    def step(self) -> None:
+        self.ran.append((self.tuner.phase, self.tuner.plan))
+        took = self.seconds(self.tuner.plan)
+        for rank, tuner in enumerate(self.tuners):
+            tuner.after_step(self.stamps(rank, tuner.plan, took))
+        self.meet()
+        assert len({t.plan.digest for t in self.tuners}) == 1
+        assert len({(t.phase, t.round_due) for t in self.tuners}) == 1
+
+    def meet(self) -> None:
+        """A round, where one is due by count or any rank asks for one."""
+        if self.tuner.round_due or any(t.wants_round for t in self.tuners):
+            self.num_rounds += 1
+            messages = [t.message() for t in self.tuners]
+            for tuner in self.tuners:
+                tuner.decide(messages, lambda: self.costs)
+
+    def stamps(self, rank: int, plan: Plan, took: float) -> StepTimes:
+        """Forward takes 0.1 s, then one gradient each 0.05 s, in reverse order."""
+        took *= 1 + self.noise * self.chance.random()
+        ready = [
+            100 + 0.15 + 0.05 * (len(SPECS) - 1 - SPECS.index(s))
+            if s.name in self.gradients[rank]
+            else 0.0
+            for s in plan.tensors
+        ]
+        closed = 100 + 0.1 + 0.05 * len(SPECS)
+        forward = [0.0] * len(ready)
+        return StepTimes(100.0, ready, forward, 100.1, closed, 100 + took, update_s=self.update_s)
+
+    def run(self, until: str, limit: int = 400) -> None:
+        for _ in range(limit):
+            if self.tuner.phase == until:
+                return
+            self.step()
+        raise AssertionError(f"no {until} in {limit} steps")
+
+    def phases(self) -> list[str]:
+        """The phases in their order, each once per visit."""
+        names = [name for name, _ in self.ran]
+        return [n for k, n in enumerate(names) if k == 0 or names[k - 1] != n]
+
+
+def alike(_: Plan) -> float:
+    return 1.0
+
+
+def groups(plan: Plan) -> set[frozenset[str]]:
+    return {frozenset(plan.tensors[k].name for k in g.tensors) for g in plan.groups}
+
+
+@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s != "auto"])
+def test_a_fixed_schedule_is_measured_for_and_installed(schedule: str) -> None:
+    job = Job(schedule, alike)
+    job.run("installed")
+    assert job.phases() == ["warm-up", "profile"]
+    names = [name for name, _ in job.ran]
+    assert names.count("warm-up") == CONFIG.warmup_steps
+    assert names.count("profile") == CONFIG.profile_steps + 1  # the first finds cold buffers
+    first, held = job.ran[0][1], job.ran[-1][1]
+    assert first.overlap
+    assert not held.overlap
+    assert held.groups == first.groups
+    assert first.schedule == (schedule if schedule in ("wfbp", "single") else "threshold")
+    assert job.tuner.plan.schedule == schedule
+    assert job.tuner.plan.overlap
+    assert job.num_rounds == 1
+    assert job.tuner.trace is not None
+    assert job.tuner.trace.backward_s == pytest.approx(0.4)
+    assert job.tuner.trace.forward_s + job.tuner.trace.other_s == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("schedule", sorted(DECOUPLED))
+def test_a_schedule_that_decouples_does_so_from_the_first_step(schedule: str) -> None:
+    """Else optimizer state would be whole before it is sharded."""
+    job = Job(schedule, alike, decouples=True)
+    job.run("installed")
+    assert {plan.decoupled for _, plan in job.ran[:-1]} == {frozenset(SPECS)}
+    first = job.ran[0][1]
+    assert (first.schedule, first.overlap) == ("dear", True)
+
+
+@pytest.mark.parametrize("schedule", ["oasr", "independent"])
+def test_an_update_of_shards_is_known_from_whole_ones_and_from_shards(schedule: str) -> None:
+    """By four ranks: what a whole update takes beyond its shard's part is no part of shards' steps.
+
+    It takes 0.08 s of the 0.1 s before the first gradient where it is whole, and else 0.02 s.
+    """
+    update_s = {"oasr": 0.08, "independent": 0.02}[schedule]
+    job = Job(schedule, alike, decouples=True, size=4, num_updaters=4, update_s=update_s)
+    job.run("installed")
+    assert job.tuner.trace is not None
+    assert job.tuner.predicted is not None
+    spared_s = 0.0 if schedule == "oasr" else 0.06
+    trace = job.tuner.trace
+    assert trace.forward_s + trace.other_s == pytest.approx(0.1 + spared_s)
+    compute_s = job.tuner.predicted.iteration_s - job.tuner.predicted.exposed_s
+    assert compute_s == pytest.approx(0.5)
+
+
+def test_auto_tries_several_and_installs_the_fastest() -> None:
+    def seconds(plan: Plan) -> float:
+        return {"wfbp": 0.7, "single": 0.9}.get(plan.schedule, 0.8) + 0.05 * (not plan.overlap)
+
+    job = Job("auto", seconds)
+    job.run("installed")
+    assert job.phases() == ["warm-up", "profile", "trial"]
+    tried = {p.digest: p for name, p in job.ran if name == "trial"}
+    assert len(tried) >= 3
+    best = min(tried.values(), key=seconds)
+    assert job.tuner.plan == best
+    assert job.tuner.predicted is not None
+
+
+def test_auto_plans_again_by_the_interference_that_its_trial_found() -> None:
+    """Where the channel slows computation down, planners that know it do better."""
+    costs = Costs(PiecewiseCost(((4.0, 0.02), (32000.0, 0.3))))
+    kappa = 1.0
+
+    def seconds(plan: Plan) -> float:
+        trace = job.tuner.trace
+        if trace is None:
+            return 1.0
+        return iteration_s(reordered(plan, trace), trace, replace(costs, kappa=kappa))
+
+    job = Job("auto", seconds, costs=costs)
+    job.run("installed")
+    assert job.tuner.costs is not None
+    assert job.tuner.costs.kappa == pytest.approx(kappa, rel=1e-3)
+    assert job.tuner.trace is not None
+    tried = [plan for phase, plan in job.ran if phase == "trial"]
+    blind = auto_candidates(job.tuner.trace, costs, 25 * 2**20, decouples=False)
+    assert {p.digest for p in tried} > {p.digest for p in blind}
+    assert seconds(job.tuner.plan) < min(map(seconds, blind))
+    assert job.tuner.predicted is not None
+    assert job.tuner.predicted.iteration_s == pytest.approx(seconds(job.tuner.plan), rel=1e-3)
+
+
+def test_auto_keeps_the_plan_without_overlap_where_that_is_fastest() -> None:
+    job = Job("auto", lambda plan: 1.0 - 0.3 * (not plan.overlap))
+    job.run("installed")
+    assert not job.tuner.plan.overlap
+
+
+def test_auto_keeps_the_starting_plan_where_nothing_is_faster() -> None:
+    job = Job("auto", alike)
+    job.run("trial")
+    started = job.tuner.plan
+    job.run("installed")
+    assert job.tuner.plan == started
+    assert groups(started) == groups(job.ran[0][1])
+
+
+def test_short_iterations_are_tried_for_longer() -> None:
+    job = Job("auto", alike, config=replace(CONFIG, trial_min_s=20.0))
+    job.run("trial")
+    first = job.tuner.plan
+    job.run("installed", limit=2000)
+    steps = sum(phase == "trial" and plan is first for phase, plan in job.ran)
+    # 0.5 s of compute and less than 0.1 s of communication, so 33 to 40 steps fill 20 s; three
+    # rounds of half of that, each behind three steps that do not count.
+    assert 3 * 17 + 9 <= steps <= 3 * 20 + 9
+
+
+def test_the_slowest_rank_counts() -> None:
+    """Rank 0 finds wfbp fast, rank 1 finds it slow: it must not be installed."""
+    job = Job("auto", alike)
+    job.run("trial")
+    while job.tuner.phase == "trial":
+        plan = job.tuner.plan
+        for rank, tuner in enumerate(job.tuners):
+            slow = (plan.schedule == "wfbp") == (rank == 1)
+            tuner.after_step(job.stamps(rank, plan, 1.2 if slow and rank else 0.8 if slow else 1.0))
+        job.meet()
+    assert job.tuner.plan.schedule != "wfbp"
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(SCHEDULES),
+    st.integers(1, 4),
+    st.floats(0.0, 2.0),
+    st.integers(0, 2**32),
+    st.lists(st.sets(st.sampled_from([s.name for s in SPECS])), min_size=4, max_size=4),
+)
+def test_all_ranks_run_the_same_whatever_they_measure(
+    schedule: str, size: int, noise: float, seed: int, has: list[set[str]]
+) -> None:
+    """Noise as large as the times themselves, and gradients that differ between ranks."""
+    gradients = [{"t3"} | names for names in has[:size]]
+    job = Job(schedule, alike, size=size, noise=noise, gradients=gradients, seed=seed)
+    for _ in range(150):
+        job.step()
+    assert job.tuner.phase in ("installed", "profile", "trial")
+    planned = {s.name for s in job.tuner.plan.tensors}
+    assert planned == set().union(*gradients)
+
+
+def test_without_any_gradient_it_warms_up_again() -> None:
+    job = Job("auto", alike, gradients=[set(), set()])
+    for _ in range(30):
+        job.step()
+    assert set(job.phases()) == {"warm-up", "profile"}
+    job.gradients = [{s.name for s in SPECS}] * 2
+    job.run("installed")
+
+
+# Drift.
+
+
+def installed(schedule: str = "oasr", config: Config = CONFIG) -> tuple[Job, list[float]]:
+    """A job whose seconds per iteration can be changed."""
+    now = [1.0]
+    job = Job(schedule, lambda _: now[0], config=config)
+    job.run("installed")
+    job.ran.clear()
+    return job, now
+
+
+def test_a_lasting_change_is_measured_anew() -> None:
+    job, now = installed()
+    before = job.tuner.plan
+    for _ in range(60):
+        job.step()
+    assert job.phases() == ["installed"]
+    now[0] = 1.4
+    for _ in range(200):
+        job.step()
+    assert job.phases()[:2] == ["installed", "profile"]
+    job.run("installed")
+    assert job.tuner.plan.groups == before.groups  # the same times, the same plan
+    job.ran.clear()
+    for _ in range(300):
+        job.step()
+    assert job.phases() == ["installed"]  # the new time is the usual one now
+
+
+def test_a_lasting_change_may_come_from_the_network() -> None:
+    job, now = installed()
+    assert not job.tuner.doubts_costs
+    for _ in range(60):
+        job.step()
+    now[0] = 2.0
+    while job.tuner.phase == "installed":
+        job.step()
+    assert all(tuner.doubts_costs for tuner in job.tuners)
+    job.run("installed")
+    assert not job.tuner.doubts_costs
+
+
+def test_what_a_trial_taught_is_planned_with() -> None:
+    """Interference that a trial found counts when plans are made anew."""
+    slow = [1.0]
+    job = Job("auto", lambda plan: slow[0] * (0.7 if plan.overlap else 0.9))
+    job.run("installed")
+    assert job.tuner.costs is not None
+    learnt = job.tuner.costs.kappa
+    assert learnt > 0.05
+    for _ in range(60):
+        job.step()
+    slow[0] = 2.0
+    job.run("trial")
+    assert {tuner.costs.kappa for tuner in job.tuners if tuner.costs} == {learnt}
+
+
+def test_a_short_change_is_not() -> None:
+    job, now = installed()
+    for step in range(600):
+        now[0] = 3.0 if step % 100 < 30 else 1.0
+        job.step()
+    assert job.phases() == ["installed"]
+
+
+def test_a_small_change_is_not() -> None:
+    job, now = installed()
+    for _ in range(40):
+        job.step()
+    now[0] = 1.2
+    for _ in range(300):
+        job.step()
+    assert job.phases() == ["installed"]
+
+
+def test_drift_can_be_turned_off() -> None:
+    job, now = installed(config=Config(warmup_steps=1, profile_steps=1, replan_threshold=0.0))
+    for _ in range(40):
+        job.step()
+    now[0] = 50.0
+    for _ in range(300):
+        job.step()
+    assert job.phases() == ["installed"]
+
+
+def test_one_rank_that_sees_the_change_is_enough() -> None:
+    job, _ = installed()
+    for step in range(200):
+        for rank, tuner in enumerate(job.tuners):
+            slow = rank == 1 and step > 60
+            tuner.after_step(job.stamps(rank, tuner.plan, 2.0 if slow else 1.0))
+        job.meet()
+        assert len({t.phase for t in job.tuners}) == 1
+        if job.tuner.phase == "profile":
+            return
+    raise AssertionError("no round")
+
+
+def test_the_plan_in_use_is_kept_if_the_new_one_measures_worse() -> None:
+    job = Job("auto", lambda plan: 0.5 if plan.schedule == "wfbp" else 1.0)
+    job.run("installed")
+    kept = job.tuner.plan
+    assert kept.schedule == "wfbp"
+    for _ in range(40):
+        job.step()
+    job.seconds = lambda plan: 0.8 if plan.schedule == "wfbp" else 1.0
+    job.run("profile")
+    job.run("installed")
+    assert job.tuner.plan.groups == kept.groups
+
+
+# A trial that chose wrongly.
+
+
+def test_a_plan_that_was_dropped_is_returned_to() -> None:
+    """The winner was lucky in its trial: it takes longer than another one did there."""
+    took = {8: 0.85, 1: 0.9}
+    job = Job("auto", lambda plan: took.get(len(plan.groups), 1.3))
+    job.run("installed")
+    assert job.tuner.plan.schedule == "wfbp"
+    took[8] = 1.0
+    job.run("trial")
+    job.ran.clear()
+    job.run("installed")
+    assert {len(plan.groups) for _, plan in job.ran} == {8, 1}
+    assert len(job.tuner.plan.groups) == 1
+    num_trials = job.phases().count("trial")
+    for _ in range(300):
+        job.step()
+    assert job.phases().count("trial") == num_trials, "now it is the fastest by all that is known"
+
+
+def test_a_machine_that_became_slower_is_tried_ever_less_often() -> None:
+    """Everything takes 1.1 times as long now: what others took before means nothing."""
+    slower = [1.0]
+    job = Job("auto", lambda plan: slower[0] * {8: 0.9, 1: 0.95}.get(len(plan.groups), 1))
+    job.run("installed")
+    job.ran.clear()
+    for _ in range(100):
+        job.step()
+    assert job.phases() == ["installed"]
+    slower[0] = 1.1
+    for _ in range(600):
+        job.step()
+    assert job.phases().count("trial") <= 3
+    assert [phase for phase, _ in job.ran[-200:]].count("installed") == 200
+    assert job.tuner.plan.schedule == "wfbp"
+
+
+@pytest.mark.parametrize("schedule", ["auto", "oasr"])
+def test_without_drift_nothing_is_returned_to(schedule: str) -> None:
+    slower = [1.0]
+    job = Job(schedule, lambda plan: slower[0], config=replace(CONFIG, replan_threshold=0.0))
+    job.run("installed")
+    slower[0] = 1.2
+    job.ran.clear()
+    for _ in range(200):
+        job.step()
+    assert job.phases() == ["installed"]
+
+
+# Starting over.
+
+
+def test_tensors_that_join_are_planned_from_the_start() -> None:
+    present = {s.name for s in SPECS[:7]}
+    job = Job("auto", alike, gradients=[present, present])
+    job.run("installed")
+    assert {s.name for s in job.tuner.plan.tensors} == present
+    job.gradients = [present | {"t7"}, present]
+    for tuner in job.tuners:
+        tuner.join(SPECS[7:])
+    assert job.tuner.phase == "warm-up"
+    assert job.tuner.plan.tensors == (SPECS[7], *SPECS[:7])
+    assert job.tuner.predicted is None
+    job.run("installed")
+    assert {s.name for s in job.tuner.plan.tensors} == {s.name for s in SPECS}
+
+
+def test_a_tensor_that_joins_twice_stays() -> None:
+    """A gradient every few hundred steps must not start everything anew each time."""
+    present = {s.name for s in SPECS[:7]}
+    job = Job("oasr", alike, gradients=[present, present])
+    for visits in range(2):
+        job.run("installed")
+        assert len(job.tuner.plan.tensors) == 7, visits
+        for tuner in job.tuners:
+            tuner.join(SPECS[7:])
+    job.run("installed")
+    assert {s.name for s in job.tuner.plan.tensors} == {s.name for s in SPECS}
+
+
+def test_no_such_schedule() -> None:
+    with pytest.raises(ValueError, match=r"'fastest'.*auto.*oasr"):
+        Tuner(CONFIG, "fastest", 1, SPECS)

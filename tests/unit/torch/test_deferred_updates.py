@@ -1,0 +1,156 @@
+"""Updates that wait for their parameters to be read: several readers, and the end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from wfbp.core.types import TensorSpec
+from wfbp.errors import StallError
+from wfbp.runtime import world
+from wfbp.runtime.slot import BufferView
+from wfbp.torch import exchange, pending_parameters, tensors
+from wfbp.torch.replicated_update import ReplicatedUpdate
+from wfbp.torch.wrapper import DistributedOptimizerBase
+
+PATIENCE_S = 10.0
+
+
+class Arrived:
+    """An engine that has gathered everything: a group for each parameter."""
+
+    decoupled = True
+    gathering = False
+    update = (0.0, 0.0)
+
+    def __init__(self, count: int) -> None:
+        self.gather_groups = [[k] for k in range(count)]
+        self.specs = [TensorSpec(f"p{k}", (1,), "float32") for k in range(count)]
+
+    def now(self) -> float:
+        return 0.0
+
+    def flush(self) -> None: ...
+
+    def decouples_tensor(self, index: int) -> bool:
+        return True
+
+    def await_tensor(self, index: int) -> None: ...
+
+    def gather_gradients(self, reduced: Any, kept: Any) -> Any:
+        return reduced
+
+
+def distributed(optimizer: torch.optim.Optimizer) -> Any:
+    kind = type(optimizer)
+    made: Any = object.__new__(type(kind.__name__, (DistributedOptimizerBase, kind), {}))
+    made.__dict__.update(optimizer.__dict__)
+    return made
+
+
+def test_who_reads_while_another_thread_updates_waits_for_it() -> None:
+    params = [torch.zeros(3), torch.zeros(2)]
+    optimizer = distributed(torch.optim.SGD(params, lr=1.0))
+    entered, go = threading.Event(), threading.Event()
+
+    def step() -> None:
+        if any(group["params"] for group in optimizer.param_groups):
+            entered.set()
+            assert go.wait(PATIENCE_S)
+        torch.optim.SGD.step(optimizer)
+
+    engine = cast(Any, Arrived(len(params)))
+    update = ReplicatedUpdate(engine, optimizer, params, step)
+    update.apply([BufferView.of(tensors.raw(torch.ones_like(p))) for p in params])
+    assert update.pending
+    seen: list[list[float]] = []
+
+    def read(index: int) -> None:
+        seen.append(params[index].tolist())
+
+    # The later one's update comes with all before it.
+    threads = [threading.Thread(target=read, args=(k,)) for k in (1, 0)]
+    threads[0].start()
+    assert entered.wait(PATIENCE_S)
+    assert update.pending, "else nobody would wait"
+    # The program goes on with groups, modes and gradients of its own.
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2]
+    optimizer.param_groups[0]["lr"] = 100.0
+    params[1].grad = own = torch.zeros(2)
+    assert torch.is_grad_enabled()
+    threads[1].start()
+    threads[1].join(0.1)
+    assert not seen
+    go.set()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert sorted(seen) == [[-1.0, -1.0], [-1.0, -1.0, -1.0]]
+    assert not update.pending
+    assert params[1].grad is own
+    assert optimizer.param_groups[0]["lr"] == 100.0
+
+
+def in_mode(mode: Any) -> Callable[[torch.Tensor], object]:
+    def read(param: torch.Tensor) -> None:
+        with mode:
+            param.tolist()
+
+    return read
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        torch.func.grad(lambda q: (q * q).sum()),
+        lambda p: torch.vmap(lambda x: x + p)(torch.zeros(2)),
+        in_mode(torch.inference_mode()),
+        in_mode(torch.device("meta")),
+        in_mode(torch.autocast("cpu")),
+    ],
+)
+def test_an_update_is_apart_from_the_readers_transforms_and_modes(read: Any) -> None:
+    param = torch.zeros(1)
+    optimizer = distributed(torch.optim.Adam([param], lr=1.0))
+    engine = cast(Any, Arrived(1))
+    update = ReplicatedUpdate(engine, optimizer, [param], partial(torch.optim.Adam.step, optimizer))
+    for number in (1, 2):
+        update.apply([BufferView.of(tensors.raw(torch.ones(1)))])
+        read(param)
+        assert not update.pending
+        assert torch.allclose(param, torch.tensor(-float(number)))
+        state = optimizer.state[param]["exp_avg"]
+        assert state.device.type == "cpu"
+        assert not state.is_inference()
+
+
+def test_what_cannot_be_finished_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    thread = type("Thread", (), {"error": None})
+
+    class Stuck:
+        def wait_all(self) -> None:
+            thread.error = thread.error or StallError("rank 0 of 2 waited")
+            raise thread.error
+
+        def release(self) -> None:
+            unfinished.discard(self)
+
+    unfinished: set[Any] = set()
+    monkeypatch.setattr(pending_parameters, "unfinished", unfinished)
+    monkeypatch.setattr(world, "current", lambda call: type("Runtime", (), {"thread": thread}))
+    caplog.set_level(logging.ERROR, "wfbp")
+    for _ in range(2):  # the second time, the runtime had ended before
+        unfinished |= {Stuck(), Stuck()}
+        exchange._finish()
+        assert not unfinished
+    assert caplog.messages == ["parameters are not up to date at the end: rank 0 of 2 waited"]

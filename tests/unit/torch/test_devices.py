@@ -1,0 +1,63 @@
+"""Which device an optimizer's tensors lie on, and which one a rank is to use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from wfbp.errors import NotInitializedError
+from wfbp.runtime import world
+from wfbp.torch.devices import device_of, set_local_device
+
+
+def named(*devices: str) -> list[tuple[str, torch.Tensor]]:
+    return [(f"p{k}", torch.empty(2, device=device)) for k, device in enumerate(devices)]
+
+
+def test_the_host_is_no_device() -> None:
+    assert device_of("SGD", named("cpu", "cpu")) is None
+    assert device_of("SGD", []) is None
+
+
+def test_parameters_on_two_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match="must lie on one device; found p0 on cpu, p1 on meta"):
+        device_of("SGD", named("cpu", "meta"))
+
+
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match="on meta; expected the CPU or a CUDA device"):
+        device_of("SGD", named("meta"))
+
+
+class _Placed:
+    """A backend's place on its host."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.local_rank, self.local_size = rank, size
+        self.where = f"rank {rank} of {size}"
+
+
+@pytest.mark.parametrize(("count", "advice"), [(2, "Start 2 ranks"), (0, "Start no ranks")])
+def test_more_ranks_than_gpus(count: int, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    placed: Any = _Placed(2, 3)
+    monkeypatch.setattr(world, "_runtime", placed)
+    with pytest.raises(RuntimeError, match=rf"3 ranks on this host, but {count} GPUs. {advice}"):
+        set_local_device()
+    assert chosen == []
+
+
+def test_a_rank_takes_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    with pytest.raises(NotInitializedError):
+        set_local_device()
+    placed: Any = _Placed(2, 3)
+    monkeypatch.setattr(world, "_runtime", placed)
+    assert set_local_device() == torch.device("cuda", 2)
+    assert chosen == [2]

@@ -1,0 +1,6 @@
+"""Backends whose buffers lie on an accelerator.
+
+Read ``device`` first, the interface to one accelerator, then ``backend``, what NCCL and staging
+have in common. ``nccl`` and ``staged`` (through pinned memory of the host) are the two;
+``connection`` chooses between them, the same on every rank.
+"""

@@ -1,0 +1,78 @@
+"""How buffers of devices travel: by NCCL where every rank can, else staged through the host."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from typing import Any
+
+from wfbp.comm.backend import Backend
+from wfbp.comm.device.backend import DeviceBackend
+from wfbp.comm.device.device import Device
+from wfbp.comm.device.nccl import NcclBackend
+from wfbp.comm.device.staged import StagedBackend
+from wfbp.comm.waiting import Check, wait
+
+SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""NCCL's own variable that allows several ranks on one GPU (2.30 and later)."""
+
+HOST_ID = "NCCL_HOSTID"
+"""NCCL's variable by which ranks can pretend to be on different hosts, for tests."""
+
+log = logging.getLogger("wfbp")
+
+
+def connect(
+    device: Device, host: Backend, timeout_s: float | None = None, check: Check | None = None
+) -> DeviceBackend:
+    """Connect the ranks' devices; collective and blocking.
+
+    Args:
+        device: this rank's.
+        host: over all ranks; it is duplicated.
+        timeout_s: how long that may take.
+        check: called while it does; what it raises ends it.
+
+    Returns:
+        A backend of the same kind on every rank. Where it is staged, one rank per host logs why.
+    """
+    library: Any = None
+    problem = ""
+    try:
+        library = device.nccl()
+    except ImportError as error:
+        problem = str(error)
+    mine = {
+        "device": device.identity,
+        "shares": SHARING in os.environ or HOST_ID in os.environ,
+        "problem": problem,
+    }
+    told = wait(host.all_gather_bytes(json.dumps(mine).encode()), timeout_s=timeout_s, check=check)
+    reason = nccl_obstacle([json.loads(each) for each in told])
+    if not reason:
+        return NcclBackend(device, host.duplicate(), library, timeout_s, check)
+    if host.local_rank == 0:
+        log.warning(
+            "gradients on %s travel through the host's memory, which is slower than NCCL: %s",
+            device.name,
+            reason,
+        )
+    return StagedBackend(device, host.duplicate())
+
+
+def nccl_obstacle(ranks: list[dict[str, Any]]) -> str:
+    """Why NCCL cannot serve these ranks; empty where it can.
+
+    >>> obstacle([{"device": "a", "shares": False, "problem": ""}] * 2)
+    'ranks 0 and 1 share a GPU (NCCL_MULTI_RANK_GPU_ENABLE=1 lets NCCL 2.30 try)'
+    """
+    for rank, told in enumerate(ranks):
+        if told["problem"]:
+            return f"rank {rank}: {told['problem']}"
+    first: dict[str, int] = {}
+    for rank, told in enumerate(ranks):
+        other = first.setdefault(told["device"], rank)
+        if other != rank and not told["shares"]:
+            return f"ranks {other} and {rank} share a GPU ({SHARING}=1 lets NCCL 2.30 try)"
+    return ""

@@ -1,0 +1,263 @@
+"""The backend on NCCL, through CuPy's bindings.
+
+A collective is one call that enqueues it on the backend's stream; the host never waits for it.
+Each backend has a communicator of its own, whose id travels over the host backend. What NCCL does
+not define as :mod:`wfbp.comm.arithmetic` does (NaN in minima and maxima, averages of integers) goes
+through the host; gradients never need it.
+
+    equal blocks      reduce-scatter and all-gather are NCCL's own, in place
+    unequal blocks    reduce-scatter is an all-reduce, all-gather one group of sends and receives
+
+Half precision is added as NCCL adds it: averages are scaled before they are added, so they do not
+overflow, and partial sums may be rounded; on the host they are not.
+
+Threads: a backend is used by one thread at a time; making one may take long, and is done by a
+thread of its own (:class:`Joining`), so that somebody can watch the time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from wfbp.comm.arithmetic import INTEGER
+from wfbp.comm.backend import Backend, Buffer, Work
+from wfbp.comm.device.backend import DeviceBackend, DeviceWork
+from wfbp.comm.device.device import Device, Event
+from wfbp.comm.device.staged import StagedBackend
+from wfbp.comm.waiting import Check, wait
+from wfbp.core.types import Op, item_bytes
+from wfbp.errors import BackendError
+
+OPS = {Op.SUM: 0, Op.PRODUCT: 1, Op.MAX: 2, Op.MIN: 3, Op.AVERAGE: 4}
+"""``ncclRedOp_t``; older bindings take these numbers, but have no names for all of them."""
+
+DTYPES = {
+    "uint8": 1,
+    "int32": 2,
+    "int64": 4,
+    "float16": 6,
+    "float32": 7,
+    "float64": 8,
+    "bfloat16": 9,
+}
+"""``ncclDataType_t``."""
+
+BYTE = DTYPES["uint8"]
+
+
+class NcclBackend(DeviceBackend):
+    """Collectives of one NCCL communicator. Making one is collective and blocking.
+
+    Args:
+        device: where buffers lie.
+        host: over the same ranks, used by nobody else.
+        nccl: the bindings, ``cupy.cuda.nccl`` or what stands for it.
+        timeout_s: how long the ranks may take to join.
+        check: called while they do; what it raises ends that.
+
+    Raises:
+        BackendError: the communicator could not be made.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        host: Backend,
+        nccl: Any,
+        timeout_s: float | None = None,
+        check: Check | None = None,
+    ) -> None:
+        super().__init__(device, host)
+        self._nccl = nccl
+        self._timeout_s = timeout_s
+        self._who = f"rank {self.rank} of {self.size}"
+        joining = Joining(self._join(), self._who)
+        self._comm = wait(joining, timeout_s=timeout_s, check=check)
+        self._staged: StagedBackend | None = None
+        self._over = False
+
+    def _join(self) -> Callable[[], Any]:
+        """What makes the communicator, with the first rank's id."""
+        mine = bytes(c % 256 for c in self._nccl.get_unique_id()) if self.rank == 0 else b""
+        uid = wait(self.host.all_gather_bytes(mine), timeout_s=self._timeout_s)[0]
+        size, rank, device = self.size, self.rank, self.device
+
+        def make() -> Any:
+            device.use()
+            try:
+                return self._nccl.NcclCommunicator(size, uid, rank)
+            except TypeError:  # CuPy before 14 has ids as tuples of signed characters
+                signed = tuple(c - 256 if c > 127 else c for c in uid)
+                return self._nccl.NcclCommunicator(size, signed, rank)
+
+        return make
+
+    def _all_reduce(self, data: Buffer, dtype: str, op: Op) -> DeviceWork:
+        if not _defines(dtype, op):
+            return self._through_host().all_reduce(data, dtype, op)
+        address = self.device.address(data)
+        count = data.nbytes // item_bytes(dtype)
+        with self.device.annotate("wfbp all-reduce"):
+            self._comm.allReduce(address, address, count, DTYPES[dtype], OPS[op], self.stream)
+        return self._started(data.nbytes, data)
+
+    def _reduce_scatter(self, blocks: Sequence[Buffer], dtype: str, op: Op) -> DeviceWork:
+        if not _defines(dtype, op):
+            return self._through_host()._reduce_scatter(blocks, dtype, op)
+        address = next(self.device.address(block) for block in blocks if block.nbytes)
+        total = sum(block.nbytes for block in blocks)
+        equal = all(block.nbytes == blocks[0].nbytes for block in blocks)
+        types = DTYPES[dtype], OPS[op]
+        with self.device.annotate("wfbp reduce-scatter"):
+            if equal:
+                own = blocks[self.rank]
+                count = own.nbytes // item_bytes(dtype)
+                self._comm.reduceScatter(
+                    address, self.device.address(own), count, *types, self.stream
+                )
+            else:
+                count = total // item_bytes(dtype)
+                self._comm.allReduce(address, address, count, *types, self.stream)
+        return self._started(total, blocks)
+
+    def _broadcast(self, data: Buffer, root: int) -> DeviceWork:
+        address = self.device.address(data)
+        with self.device.annotate("wfbp broadcast"):
+            self._comm.broadcast(address, address, data.nbytes, BYTE, root, self.stream)
+        return self._started(data.nbytes, data)
+
+    def _all_gather(self, blocks: Sequence[Buffer]) -> DeviceWork:
+        with self.device.annotate("wfbp all-gather"):
+            own = blocks[self.rank]
+            if all(block.nbytes == own.nbytes for block in blocks):
+                self._comm.allGather(
+                    self.device.address(own),
+                    self.device.address(blocks[0]),
+                    own.nbytes,
+                    BYTE,
+                    self.stream,
+                )
+            else:
+                self._exchange(blocks)
+        return self._started(sum(block.nbytes for block in blocks), blocks)
+
+    def _exchange(self, blocks: Sequence[Buffer]) -> None:
+        """An all-gather of unequal blocks."""
+        own = blocks[self.rank]
+        self._nccl.groupStart()
+        try:
+            for step in range(1, self.size):
+                peer = (self.rank + step) % self.size
+                if own.nbytes:
+                    self._comm.send(self.device.address(own), own.nbytes, BYTE, peer, self.stream)
+                peer = (self.rank - step) % self.size
+                if there := blocks[peer].nbytes:
+                    address = self.device.address(blocks[peer])
+                    self._comm.recv(address, there, BYTE, peer, self.stream)
+        finally:
+            self._nccl.groupEnd()
+
+    def _nothing(self) -> DeviceWork:
+        return self._started(0, None)
+
+    def _started(self, nbytes: int, memory: object) -> DeviceWork:
+        return _NcclWork(self, nbytes, memory)
+
+    def _through_host(self) -> StagedBackend:
+        """For what NCCL does not define; made when it is first needed, which is collective."""
+        if self._staged is None:
+            self._staged = StagedBackend(self.device, self.host.duplicate(), self.stream)
+        return self._staged
+
+    def check(self) -> None:
+        if self._over:
+            return
+        try:
+            self._comm.check_async_error()
+        except Exception as error:
+            self.give_up()
+            raise BackendError(f"{self._who}: NCCL failed: {error}") from error
+
+    def give_up(self) -> None:
+        if not self._over:
+            self._over = True
+            self._comm.abort()
+
+    def duplicate(self) -> Backend:
+        return NcclBackend(self.device, self.host.duplicate(), self._nccl, self._timeout_s)
+
+    def close(self) -> None:
+        """Give the communicator back. Collective; waits for works that are not complete."""
+        if self._staged is not None:
+            self._staged.close()
+        if not self._over:
+            self._over = True
+            self.device.use()
+            self._comm.destroy()
+        self.host.close()
+
+
+class _NcclWork(DeviceWork):
+    def __init__(self, backend: NcclBackend, nbytes: int, memory: object) -> None:
+        self._backend = backend
+        self._memory = memory  # kept alive
+        self.nbytes = nbytes
+        self._event: Event = backend.device.record(backend.stream)
+
+    def issued(self) -> bool:
+        return True
+
+    def test(self) -> bool:
+        if self._backend.device.done(self._event):
+            return True
+        self._backend.check()
+        return False
+
+    def then(self, target: Buffer, source: Buffer) -> None:
+        device, stream = self._backend.device, self._backend.stream
+        device.copy(target, source, stream)
+        self._event = device.record(stream)
+
+
+class Joining(Work[Any]):
+    """A communicator on its way: NCCL returns it when every rank has joined, maybe never.
+
+    Args:
+        make: blocks until then.
+        who: this rank in words, for errors.
+    """
+
+    def __init__(self, make: Callable[[], Any], who: str) -> None:
+        self._who = who
+        self._made: list[Any] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(make,), daemon=True)
+        self._thread.start()
+
+    def _run(self, make: Callable[[], Any]) -> None:
+        try:
+            self._made.append(make())
+        except BaseException as error:
+            self._error = error
+
+    def test(self) -> bool:
+        if self._thread.is_alive():
+            return False
+        if self._error is not None:
+            raise BackendError(
+                f"{self._who}: NCCL could not connect the ranks: {self._error}"
+            ) from self._error
+        return True
+
+    @property
+    def result(self) -> Any:
+        return self._made[0]
+
+
+def _defines(dtype: str, op: Op) -> bool:
+    """Whether NCCL combines as ``wfbp.comm.arithmetic`` says."""
+    if dtype in INTEGER:
+        return op is not Op.AVERAGE
+    return op not in (Op.MIN, Op.MAX)

@@ -1,0 +1,228 @@
+"""Collectives of a device's buffers through the host, where NCCL cannot serve.
+
+A message is cut into pieces that fit a pinned buffer of the host. Each is copied there on the
+backend's stream, travels by the host's backend, and is copied back on the stream; two pinned
+buffers take turns, so that the copies of one piece hide behind the travel of another.
+
+    stream   out 0 | out 1 |       in 0 | out 2 | in 1 | ...
+    host             travel 0      | travel 1      | travel 2 ...
+
+Pieces start on the host in the order in which they were submitted, whenever each one's copy has
+arrived: ranks never start them in different orders. ``issued()`` moves them on; it never waits.
+
+Threads: used by one thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from wfbp.comm.backend import Backend, Buffer, Work
+from wfbp.comm.chunking import split
+from wfbp.comm.device.backend import DeviceBackend, DeviceWork
+from wfbp.comm.device.device import Device
+from wfbp.comm.device.staged_work import Piece, StagedWork, Start
+from wfbp.core.types import Op, item_bytes
+from wfbp.errors import BackendError
+
+PIECE_BYTES = 4 << 20
+NUM_PINNED = 2
+
+
+class StagedBackend(DeviceBackend):
+    """A device's collectives by a host backend; see the module.
+
+    Args:
+        device: where buffers lie.
+        host: over the same ranks; used by nobody else.
+        stream: to enqueue on, by default a new one.
+        piece_bytes: size of a pinned buffer.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        host: Backend,
+        stream: int | None = None,
+        piece_bytes: int = PIECE_BYTES,
+        _family: list[StagedBackend] | None = None,
+    ) -> None:
+        super().__init__(device, host)
+        # Of its own: pieces start when their copies are done, at another time on every rank.
+        self._carrier = host.duplicate()
+        self._family = [] if _family is None else _family
+        self._family.append(self)
+        if stream is not None:
+            self.stream = stream
+        self._piece_bytes = piece_bytes
+        self._waiting: deque[Piece] = deque()
+        self._moving: deque[Piece] = deque()
+        self._free: list[Buffer] = []
+        self._num_pinned = 0
+        self._error: BackendError | None = None
+
+    @property
+    def activity(self) -> int:
+        return self._carrier.activity
+
+    def _all_reduce(self, data: Buffer, dtype: str, op: Op) -> DeviceWork:
+        def start(pinned: Buffer) -> Work[None]:
+            return self._carrier.all_reduce(pinned, dtype, op)
+
+        work = StagedWork(self, data.nbytes)
+        for a, b in self._chunks(data.nbytes, item_bytes(dtype)):
+            work.add(Piece([data[a:b]], [True], [True], start, work))
+        return self._submit(work)
+
+    def _reduce_scatter(self, blocks: Sequence[Buffer], dtype: str, op: Op) -> DeviceWork:
+        own = [rank == self.rank for rank in range(self.size)]
+        everything = [True] * self.size
+
+        def start(counts: list[int]) -> Start:
+            return lambda pinned: self._carrier.reduce_scatter(pinned, counts, dtype, op)
+
+        return self._in_blocks(blocks, item_bytes(dtype), everything, own, start)
+
+    def _all_gather(self, blocks: Sequence[Buffer]) -> DeviceWork:
+        own = [rank == self.rank for rank in range(self.size)]
+        others = [not mine for mine in own]
+
+        def start(counts: list[int]) -> Start:
+            return lambda pinned: self._carrier.all_gather(pinned, counts)
+
+        return self._in_blocks(blocks, 1, own, others, start)
+
+    def _broadcast(self, data: Buffer, root: int) -> DeviceWork:
+        def start(pinned: Buffer) -> Work[None]:
+            return self._carrier.broadcast(pinned, root)
+
+        work = StagedWork(self, data.nbytes)
+        mine = self.rank == root
+        for a, b in self._chunks(data.nbytes, 1):
+            work.add(Piece([data[a:b]], [mine], [not mine], start, work))
+        return self._submit(work)
+
+    def _nothing(self) -> DeviceWork:
+        return self._submit(StagedWork(self, 0))
+
+    def _in_blocks(
+        self,
+        blocks: Sequence[Buffer],
+        item: int,
+        out: Sequence[bool],
+        back: Sequence[bool],
+        start: Callable[[list[int]], Start],
+    ) -> DeviceWork:
+        """Pieces that have a part of every rank's block."""
+        total = sum(block.nbytes for block in blocks)
+        work = StagedWork(self, total)
+        num = len(self._chunks(total, item))
+        bounds = [split(block.nbytes // item, num) for block in blocks]
+        for k in range(num):
+            parts = [
+                block[bound[k][0] * item : bound[k][1] * item]
+                for block, bound in zip(blocks, bounds, strict=True)
+            ]
+            counts = [part.nbytes for part in parts]
+            work.add(Piece(parts, out, back, start(counts), work))
+        return self._submit(work)
+
+    def _chunks(self, nbytes: int, item: int) -> list[tuple[int, int]]:
+        # A little less than fits: pieces of blocks are rounded one by one.
+        most = max(1, self._piece_bytes // item - self.size)
+        count = nbytes // item
+        return [(a * item, b * item) for a, b in split(count, max(1, -(-count // most)))]
+
+    def _submit(self, work: StagedWork) -> DeviceWork:
+        self._waiting.extend(work.pieces)
+        self.progress()
+        return work
+
+    def progress(self) -> None:
+        """Move everything on, here and on duplicates, without blocking.
+
+        Raises:
+            BackendError: the host's backend or the device failed here, now or earlier.
+        """
+        for member in self._family:
+            member._move_on()
+        self.check()
+
+    def _move_on(self) -> None:
+        if self._error is not None:
+            return
+        try:
+            self._finish_travels()
+            self._begin_copies()
+            self._begin_travels()
+        except Exception as error:
+            self._error = BackendError(f"rank {self.rank} of {self.size}: staging failed: {error}")
+            raise self._error from error
+
+    def _begin_copies(self) -> None:
+        while self._waiting and (pinned := self._take_pinned()) is not None:
+            piece = self._waiting.popleft()
+            piece.pinned = pinned
+            with self.device.annotate("wfbp to host"):
+                for wanted, place, part in zip(
+                    piece.out, piece.places(pinned), piece.parts, strict=True
+                ):
+                    if wanted and part.nbytes:
+                        self.device.copy(place, part, self.stream)
+            piece.copied = self.device.record(self.stream)
+            self._moving.append(piece)
+
+    def _begin_travels(self) -> None:
+        for piece in self._moving:
+            if piece.travel is None:
+                # The pinned buffer may still be read by the copies back of the piece before.
+                if not self.device.done(piece.copied):
+                    return
+                assert piece.pinned is not None
+                piece.travel = piece.start(piece.pinned[: piece.nbytes])
+
+    def _finish_travels(self) -> None:
+        while self._moving and (travel := self._moving[0].travel) is not None and travel.test():
+            piece = self._moving.popleft()
+            assert piece.pinned is not None
+            with self.device.annotate("wfbp from host"):
+                for wanted, place, part in zip(
+                    piece.back, piece.places(piece.pinned), piece.parts, strict=True
+                ):
+                    if wanted and part.nbytes:
+                        self.device.copy(part, place, self.stream)
+            self._free.append(piece.pinned)
+            piece.work.arrived()
+        for piece in list(self._moving)[1:]:
+            if piece.travel is not None:
+                piece.travel.test()
+
+    def _take_pinned(self) -> Buffer | None:
+        if self._free:
+            return self._free.pop()
+        if self._num_pinned == NUM_PINNED:
+            return None
+        self._num_pinned += 1
+        return self.device.pinned(self._piece_bytes)
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def give_up(self) -> None:
+        """Nothing on the device waits for other ranks."""
+
+    def duplicate(self) -> Backend:
+        return StagedBackend(
+            self.device,
+            self.host.duplicate(),
+            piece_bytes=self._piece_bytes,
+            _family=self._family,
+        )
+
+    def close(self) -> None:
+        """Give the backends of the host back. Collective; every work must be complete."""
+        self._family.remove(self)
+        self._carrier.close()
+        self.host.close()

@@ -1,0 +1,116 @@
+"""Loading mpi4py, and with it MPI, at the moment it is needed."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import ModuleType
+
+from wfbp.comm.mpi import start_notice
+from wfbp.errors import BackendError
+
+_NOTICE_S = 1.0
+"""So much later than the notice of why comes the stack, and the end."""
+
+
+def load(timeout_s: float | None = None) -> ModuleType:
+    """The module ``mpi4py.MPI``; importing it starts MPI.
+
+    Args:
+        timeout_s: how long the start may take, after which the process says where it stands and
+            ends. MPI starts when all ranks have come; one that ended before is waited for for
+            ever by MPICH, and no Python code runs meanwhile.
+
+    Raises:
+        BackendError: mpi4py or the MPI library is missing, or MPI does not allow threads.
+    """
+    try:
+        with _ending_after(timeout_s if "mpi4py.MPI" not in sys.modules else None):
+            mpi = _start_which_waits_for_every_rank()
+    except (ImportError, RuntimeError) as error:
+        raise BackendError(
+            f"MPI could not be started ({error}); install mpi4py and an MPI library, for example "
+            "by: pip install wfbp[mpich]"
+        ) from error
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        raise BackendError(
+            "MPI was started without support for threads (MPI_THREAD_MULTIPLE), which wfbp needs "
+            "because it communicates on a thread of its own; let mpi4py start MPI, or start it "
+            "with MPI_Init_thread"
+        )
+    return mpi
+
+
+def unlink_segments(mpi: ModuleType) -> None:
+    """Remove the names of the memory that MPICH shares among the ranks of this host.
+
+    All ranks of this job on this host must have mapped it. MPICH removes its names at
+    ``MPI_Finalize`` only, so that each job that is aborted or killed would leave its memory in
+    ``/dev/shm`` for good. What this process has mapped belongs to its own job, and stays usable.
+
+    Args:
+        mpi: the module ``mpi4py.MPI``.
+    """
+    pattern = _SEGMENT_ALONE if mpi.COMM_WORLD.size == 1 else _SEGMENT
+    try:
+        with open("/proc/self/maps") as file:
+            names = {found[0] for line in file if (found := pattern.search(line.rstrip()))}
+    except OSError:  # no such system: neither are there such names
+        return
+    for name in names:
+        with suppress(OSError):  # another rank was faster
+            os.unlink(name)
+
+
+_SEGMENT = re.compile(r"/dev/shm/mpich_\w+$")
+_SEGMENT_ALONE = re.compile(r"/dev/shm/(mpich_\w+|sm_segment\.\S+)$")
+"""Of a job of one process also that of Open MPI, which otherwise attaches later."""
+
+
+def _start_which_waits_for_every_rank() -> ModuleType:
+    """Named for the traceback that tells who never came."""
+    from mpi4py import MPI
+
+    return MPI
+
+
+@contextmanager
+def _ending_after(timeout_s: float | None) -> Iterator[None]:
+    """End the process if the block takes longer, with the reason and a traceback of where it is.
+
+    By the fault handler's timer, which needs no interpreter; there is one per process, and
+    whoever had set it loses it. The reason comes from a process of its own.
+    """
+    output = sys.__stderr__
+    if timeout_s is None or output is None:
+        yield
+        return
+    faulthandler.dump_traceback_later(timeout_s + _NOTICE_S, exit=True, file=output)
+    try:
+        with _noticing(timeout_s):
+            yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@contextmanager
+def _noticing(timeout_s: float) -> Iterator[None]:
+    """Have it told what is waited for if the block takes longer, where others can be waited for."""
+    if not (sys.executable and start_notice.under_launcher()):
+        yield
+        return
+    # Without site and the user's variables it starts in some milliseconds. In a session of its own,
+    # an interrupt from the keyboard is not for it.
+    program = [sys.executable, "-I", "-S", start_notice.__file__, str(timeout_s)]
+    notice = subprocess.Popen(
+        program, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        yield
+    finally:
+        notice.communicate()

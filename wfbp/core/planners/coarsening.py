@@ -1,0 +1,62 @@
+"""A trace of fewer, larger tensors, on which a search is quicker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from wfbp.core.planners.rows import Modes
+from wfbp.core.trace import Trace, TraceTensor
+from wfbp.core.types import TensorSpec
+
+
+def even_progress(trace: Trace) -> list[float]:
+    """How much of the step lies before each border in backward order: bytes and compute alike."""
+    sizes = trace.backward_bytes
+    compute = [t.forward_s + t.backward_s for t in reversed(trace.tensors)]
+    all_bytes, all_s, count = sum(sizes) or 1, sum(compute) or 1.0, len(sizes)
+    shares = (m / all_bytes + c / all_s + 1.0 / count for m, c in zip(sizes, compute, strict=True))
+    return list(accumulate(shares, initial=0.0))
+
+
+def spread_borders(marks: Sequence[float], low: int, high: int, count: int) -> list[int]:
+    """At most ``count`` + 1 borders from ``low`` to ``high``, both included, evenly by ``marks``.
+
+    Example:
+        >>> spread([0.0, 1.0, 2.0, 6.0, 7.0, 8.0], 0, 5, 2)
+        [0, 3, 5]
+    """
+    if high - low <= count:
+        return list(range(low, high + 1))
+    step = (marks[high] - marks[low]) / count
+    chosen = [low]
+    for at in range(low + 1, high):
+        if marks[at] - marks[low] >= len(chosen) * step and len(chosen) < count:
+            chosen.append(at)
+    return [*chosen, high]
+
+
+def coarsened(trace: Trace, borders: Sequence[int]) -> Trace:
+    """The trace whose tensors are all those between two borders, in backward order, as one.
+
+    Args:
+        trace: sizes and compute times.
+        borders: counted in backward order, from 0 to the number of tensors.
+    """
+    rows = trace.tensors[::-1]
+    merged = []
+    for start, end in pairwise(borders):
+        run = rows[start:end]
+        merged.append(
+            TraceTensor(
+                TensorSpec(run[-1].spec.name, (sum(t.spec.nbytes for t in run),), "uint8"),
+                sum(t.forward_s for t in run),
+                sum(t.backward_s for t in run),
+            )
+        )
+    return Trace(trace.model, tuple(reversed(merged)), trace.other_s)
+
+
+def refined(modes: Modes, borders: Sequence[int]) -> Modes:
+    """Modes of a coarsened trace as modes of the one that it came from."""
+    return tuple((borders[end], operation) for end, operation in modes)

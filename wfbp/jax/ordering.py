@@ -1,0 +1,50 @@
+"""Collectives in the order of the program: what is under way comes first, on every rank.
+
+JAX returns from a compiled function before it has run. The step may still have to exchange
+gradients, and ranks to agree upon plans: what a rank does next must not come in between.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import jax
+import numpy as np
+
+from wfbp.runtime.api import array_collectives
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def wait_for_programs() -> None:
+    """Wait for what programs that this thread has called exchange with other ranks."""
+    jax.effects_barrier()
+    wait_for_steps()
+
+
+def wait_for_steps() -> None:
+    """Wait for the programs that this thread has called.
+
+    XLA runs a thread's programs one after another, so all have run when one more has.
+    """
+    with jax.ensure_compile_time_eval():
+        jax.block_until_ready(jax.jit(jax.numpy.negative)(np.float32(0)))
+
+
+def _after_programs(operation: Callable[P, T]) -> Callable[P, T]:
+    """The operation, behind what is under way."""
+
+    @functools.wraps(operation)
+    def act(*args: P.args, **kwargs: P.kwargs) -> T:
+        wait_for_programs()
+        return operation(*args, **kwargs)
+
+    return act
+
+
+allgather_object = _after_programs(array_collectives.allgather_object)
+broadcast_object = _after_programs(array_collectives.broadcast_object)
+barrier = _after_programs(array_collectives.barrier)

@@ -1,0 +1,160 @@
+"""Gradient reduction for plain arrays: any training loop that knows when a gradient exists."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wfbp.core.types import Op, TensorSpec
+from wfbp.runtime import world
+from wfbp.runtime.arguments import check_arguments
+from wfbp.runtime.engine.engine import Engine
+from wfbp.runtime.matching import in_native_order
+from wfbp.runtime.transport.fusion import storage_dtype
+
+Array = npt.NDArray[Any]
+
+
+class GradientReducer:
+    """Averages gradients over all ranks while the rest of backward computes.
+
+    For one training thread. Call :meth:`mark_ready` as each gradient appears, in any order, and
+    :meth:`wait` when all are needed.
+
+    Args:
+        specs: the gradients, in forward order: a ``TensorSpec`` each, or a pair of name and
+            array of that shape and element type. Equal on every rank.
+        schedule: ``auto``, ``oasr``, ``mgwfbp``, ``wfbp``, ``single`` or ``threshold``; by
+            default what ``WFBP_SCHEDULE`` says, or ``auto``.
+        threshold_bytes: group size of ``threshold``.
+        op: ``Average`` or ``Sum``.
+        name: for messages.
+
+    Raises:
+        NotInitializedError: before ``wfbp.init()``.
+        TypeError: no pairs of name and array, or an argument of another type.
+        ValueError: a bad argument.
+        DisagreementError: other ranks passed other tensors or settings.
+
+    Example:
+        >>> import wfbp
+        >>> wfbp.init()
+        >>> reducer = wfbp.GradientReducer([("w", np.zeros(3, np.float32))])
+        >>> reducer.mark_ready(0, np.full(3, 2.0, np.float32))
+        >>> reducer.wait()[0]
+        array([2., 2., 2.], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        specs: Iterable[TensorSpec | tuple[str, Any]],
+        *,
+        schedule: str | None = None,
+        threshold_bytes: int | None = None,
+        op: Op = Op.AVERAGE,
+        name: str = "reducer",
+    ) -> None:
+        runtime = world.current("GradientReducer()")
+        self._runtime = runtime
+        if not isinstance(specs, Iterable):
+            raise TypeError(f"GradientReducer needs pairs of name and array, found {specs!r}")
+        self.specs = tuple(_spec(item) for item in specs)
+        self._arrays: dict[int, Array] = {}
+        self._engine: Engine | None = None
+        config = runtime.config
+        schedule = config.schedule if schedule is None else schedule
+        limit_bytes = config.threshold_bytes if threshold_bytes is None else threshold_bytes
+        check_arguments(self.specs, schedule, limit_bytes, op, passes=1, user="GradientReducer")
+        if runtime.size > 1:
+            self._engine = Engine(
+                runtime,
+                self.specs,
+                schedule=schedule,
+                threshold_bytes=limit_bytes,
+                op=op,
+                name=name,
+            )
+            weakref.finalize(self, self._engine.close)
+
+    def mark_ready(self, index: int, array: Array) -> None:
+        """A gradient exists; it must not change until :meth:`wait` returns.
+
+        Args:
+            index: into the specs.
+            array: of the spec's shape and element type.
+
+        Raises:
+            TypeError: an index that is no integer, or what is no NumPy array.
+            ValueError: wrong index, shape or element type, or marked twice in one step.
+        """
+        if not isinstance(index, int | np.integer):
+            raise TypeError(f"index is {index!r}; expected the gradient's number in specs")
+        if not isinstance(array, np.ndarray | np.generic):
+            raise TypeError(
+                f"gradient {index} is a {type(array).__qualname__}; expected a NumPy array"
+            )
+        if not 0 <= index < len(self.specs):
+            raise ValueError(f"index is {index}; expected 0 to {len(self.specs) - 1}")
+        spec = self.specs[index]
+        if array.shape != spec.shape or array.dtype.name != spec.dtype:
+            raise ValueError(
+                f"{spec.name}: expected {spec.dtype}{spec.shape}, "
+                f"found {array.dtype.name}{array.shape}"
+            )
+        if index in self._arrays:
+            raise ValueError(f"{spec.name} was marked ready twice; call wait() once per step")
+        array = np.asarray(
+            in_native_order(array), order="C"
+        )  # ascontiguousarray would lose a shape of ()
+        self._arrays[index] = array
+        if self._engine is not None:
+            self._engine.mark_ready(index, array.__array_interface__["data"][0], array)
+
+    def wait(self) -> list[Array | None]:
+        """Close the step and wait until every gradient is reduced.
+
+        Returns:
+            Per tensor the reduced gradient, valid until the next step's first ``mark_ready``;
+            None where no rank had one.
+
+        Raises:
+            WfbpError: ranks disagree, failed, or did not answer in time.
+        """
+        arrays, self._arrays = self._arrays, {}
+        if self._engine is None:
+            self._runtime.check()
+            return [arrays.get(index) for index in range(len(self.specs))]
+        return [
+            None if slot is None else _array(slot.data, spec)
+            for slot, spec in zip(self._engine.synchronize(), self.specs, strict=True)
+        ]
+
+    def report(self) -> dict[str, Any]:
+        """The plan in use and what it costs; empty with one rank."""
+        return self._engine.report() if self._engine is not None else {}
+
+
+def _spec(item: TensorSpec | tuple[str, Any]) -> TensorSpec:
+    if isinstance(item, TensorSpec):
+        return item
+    if not (isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str)):
+        raise TypeError(
+            f"GradientReducer needs pairs of name and array, found {type(item).__qualname__} "
+            f"{str(item)[:40]!r}; pass list(arrays.items()) of a mapping"
+        )
+    name, array = item
+    array = np.asarray(array)
+    return TensorSpec(name, array.shape, array.dtype.name)
+
+
+def _array(data: Array, spec: TensorSpec) -> Array:
+    values = data.view(storage_dtype(spec.dtype))
+    if spec.dtype == "bfloat16":
+        import ml_dtypes
+
+        values = values.view(ml_dtypes.bfloat16)
+    return values.reshape(spec.shape)

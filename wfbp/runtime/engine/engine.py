@@ -1,0 +1,316 @@
+"""The engine: one optimizer's gradients, from ready events to averaged values.
+
+The training thread calls :meth:`Engine.mark_ready` as gradients appear and
+:meth:`Engine.synchronize` when it needs them averaged; between the two, the communication thread
+sends by the installed plan. Where the plan decouples tensors, a rank gets its shards of them, puts
+them to use, and calls ``Engine.gather``, which brings the others' while the next forward runs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from wfbp.comm.device.device import Device
+from wfbp.core.plan import Plan
+from wfbp.core.types import Op, TensorSpec
+from wfbp.runtime import agreement
+from wfbp.runtime.arguments import check_arguments
+from wfbp.runtime.engine.allocator import give_back_freed_memory, keep_freed_memory
+from wfbp.runtime.engine.border import StepSynchronizer, exchange_payloads
+from wfbp.runtime.engine.gathering import GradientTracker
+from wfbp.runtime.engine.gathers import AllGatherState
+from wfbp.runtime.engine.recording import Recorder
+from wfbp.runtime.engine.report import make_report
+from wfbp.runtime.engine.whole import GradientAssembler
+from wfbp.runtime.marks import Span, StepTimestamps, Timestamp
+from wfbp.runtime.progress.executor import PlanExecutor
+from wfbp.runtime.progress.talk import ControlChannel
+from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.slot import BufferView, GradientRef
+from wfbp.runtime.steps import CLOSE, DISCARD, Step, StepResult
+from wfbp.runtime.transport.shards import shard_range
+from wfbp.runtime.tuning.tuner import Tuner
+
+
+class Engine:
+    """Averages the gradients of a fixed list of tensors, step after step.
+
+    Used by one training thread; what crosses to the communication thread goes through the lane.
+
+    Args:
+        runtime: an initialised runtime with more than one rank.
+        specs: the tensors, in forward order as far as it is known; equal on every rank.
+        schedule: a planner's name, or ``auto``.
+        threshold_bytes: for the ``threshold`` planner, and for what others begin with.
+        op: ``Op.AVERAGE`` or ``Op.SUM``.
+        passes: gradients to be accumulated per step before a tensor is ready; one whose gradient
+            appears more often is waited for as often from the next step on.
+        active: per tensor, whether a gradient is expected; the others join when one appears.
+        decouples: whether the caller can do with shards of gradients, and ``gather``.
+        shares_update: whether each rank then updates its shards only.
+        compared: what else must be the same on every rank, by what messages call it.
+        device: on which all tensors lie; the host by default.
+        fetch: returns the gradient of a tensor for which no event came, or None; called when the
+            step closes.
+        name: of the optimizer, for messages.
+        channel: in which ranks have come to this; the runtime's own by default.
+
+    Raises:
+        ValueError: bad arguments.
+        ImportError: ``dear`` without the ``search`` extra.
+        DisagreementError: other ranks passed other tensors or settings.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        specs: Sequence[TensorSpec],
+        *,
+        schedule: str,
+        threshold_bytes: int,
+        op: Op = Op.AVERAGE,
+        passes: int = 1,
+        active: Sequence[bool] | None = None,
+        decouples: bool = False,
+        shares_update: bool = False,
+        compared: Mapping[str, Any] = MappingProxyType({}),
+        device: Device | None = None,
+        fetch: Callable[[int], GradientRef | None] = lambda index: None,
+        name: str = "optimizer",
+        channel: ControlChannel | None = None,
+    ) -> None:
+        check_arguments(specs, schedule, threshold_bytes, op, passes, decouples)
+        self.specs = tuple(specs)
+        self._runtime = runtime
+        self._name = name
+        chosen = [k for k in range(len(specs)) if active is None or active[k]] or [0]
+        planned = [specs[k] for k in chosen]
+        updaters = runtime.size if shares_update else 1
+        self._tuner = Tuner(runtime.config, schedule, threshold_bytes, planned, decouples, updaters)
+        settings = {
+            **compared,
+            "schedule": schedule,
+            "threshold_bytes": threshold_bytes,
+            "op": str(op),
+            "decouples": decouples,
+            "shares the update": shares_update,
+            "tensors with gradient": [spec.name for spec in planned],
+            "plan": self._tuner.plan.digest,
+        }
+        payload = agreement.encode_specs(self.specs, settings)
+        self._who = f"{runtime.where}: {name}"
+        channel = channel or runtime.channel
+        agreement.check_specs(
+            self._who, exchange_payloads(channel, name, payload, "comparing tensors")
+        )
+        with runtime.collective_lock.hold(channel, f"{name}: making a lane"):
+            backend = runtime.lease(channel)
+            self._transport = transport = runtime.make_transport(backend, device, channel)
+        self._lane = PlanExecutor(backend, transport, op, name)
+        self._tracker = tracker = GradientTracker(
+            self.specs, self._lane, transport, runtime.thread, passes, fetch, self._who
+        )
+        own = runtime.channel_on(backend)
+        self._step_sync = StepSynchronizer(
+            runtime, own, tracker, transport, self._tuner, op, name, self._who
+        )
+        self._allgather = allgather = AllGatherState(runtime, self._lane, transport, name)
+        self._assembler = GradientAssembler(
+            self.specs, allgather, transport, runtime.rank, runtime.size
+        )
+        self.gather_gradients = self._assembler.begin
+        self.shard_ranges = [shard_range(s, runtime.rank, runtime.size) for s in self.specs]
+        self.gather = allgather.begin
+        self.gather_rest = allgather.release_rest
+        self.arrived = allgather.arrived
+        self.await_tensor = allgather.wait
+        self.flush = allgather.wait_all
+        self.decouples_tensor = allgather.gathered
+        # Called for every gradient: without a call in between.
+        self.mark_ready = tracker.mark_ready
+        self.mark_forward = tracker.mark_forward
+        self.mark_forward_end = tracker.mark_forward_end
+        self.slot = tracker.slot
+        self.drop = tracker.drop
+        self._steps = self._number = self._num_unread = self.num_installed = 0
+        self.now = transport.now
+        self.update: Span = (0.0, 0.0)
+        self._kept: deque[StepTimestamps] = deque()
+        self._unread: list[Step] = []
+        self.profiling = self._closed = self._settling = False
+        keep_freed_memory()
+        self._install()
+        runtime.add_lane(self._lane)
+        runtime.add_user(self)
+        self._recorder: Recorder | None = None
+        if folder := runtime.config.record_dir:
+            self._recorder = Recorder(folder, name, runtime.rank, runtime.size, self.report)
+        tracker.begin(self._number, transport.now(), self.profiling)
+
+    @property
+    def open(self) -> bool:
+        """Whether gradients have appeared that no step has taken."""
+        return self._tracker.open
+
+    @property
+    def gather_groups(self) -> Sequence[Sequence[int]]:
+        """The tensors of each all-gather, by index, in the order of sending."""
+        return self._allgather.groups
+
+    @property
+    def gather_pending(self) -> bool:
+        """Whether all-gathers have not all arrived yet."""
+        return self._allgather.pending
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in use."""
+        return self._tuner.plan
+
+    @property
+    def decoupled(self) -> bool:
+        """Whether the plan decouples any tensor."""
+        return self._allgather.gatherable
+
+    def synchronize(
+        self, whole: bool = True, wanted: bool = False, targets: Sequence[int] = ()
+    ) -> list[BufferView | None]:
+        """Close the step and wait until every gradient is reduced.
+
+        Args:
+            whole: whether shards do not do; the same on every rank. Where another plan decouples
+                other tensors, all gradients are whole anyway.
+            wanted: the same, but of this rank alone.
+            targets: addresses, by tensor, to which whole reduced gradients are copied as they
+                arrive; they may be those of the gradients themselves.
+
+        Returns:
+            Per tensor, where its reduced gradient lies until the next step's first gradient;
+            None where no rank had one, or where it was copied to its target. Of a decoupled
+            tensor it may be this rank's shard.
+
+        Raises:
+            RuntimeError: a gradient lies where another tensor's is averaged.
+            WfbpError: ranks disagree, failed, or did not answer in time.
+        """
+        tracker = self._tracker
+        tracker.close(targets)
+        wanted = wanted and self._allgather.gatherable
+        tracker.step.requested = wanted or bool(tracker.unplanned) or self._tuner.wants_round
+        result = self._await_close()
+        while result.discarded:
+            # That rank had gradients before zero_grad() that this rank had not, or not all.
+            self._number += 1
+            tracker.step.number = self._number
+            result = self._await_close()
+        if self._settling:  # the first step by the plan that stays: nothing is left of others
+            self._settling = False
+            give_back_freed_memory()
+        self._allgather.wait_all()
+        done = self._transport.join()
+        self._unread.clear()
+        reduced = tracker.reduced(result.present)
+        tracker.learn_passes()
+        self._number += 1
+        planned, phase = self._tuner.plan, self._tuner.phase
+        if any(result.present) or result.requested:
+            self._measure(result, done)
+        else:  # nobody had a gradient: this is no step of training, but a part of the next one
+            done = tracker.begun
+        if result.requested or self._tuner.round_due:
+            whole |= self._step_sync.run(reduced, wanted)
+        changed = self._tuner.plan is not planned
+        whole |= changed and self._tuner.plan.decoupled != planned.decoupled
+        if self._allgather.gatherable and whole:
+            reduced = self._assembler.begin(reduced)
+            self._allgather.wait_all()
+        if changed:
+            self._install()
+        if self._tuner.phase != phase:  # a trial may have ended with the plan it tried last
+            self._settling = self._tuner.phase == "installed"
+            self._lane.costs = self._tuner.costs
+        tracker.step.owners = []  # gradients that were sent are no longer needed
+        tracker.begin(self._number, done, self.profiling)
+        return reduced
+
+    def _measure(self, result: StepResult, done: Timestamp) -> None:
+        """Count a step, and let the tuner know what it took."""
+        self._steps += 1
+        times = self._allgather.take_times()
+        self._kept.append(self._tracker.timestamps(result, done, self.update, *times))
+        for measured in self._transport.take_measured(self._kept, self._tuner.phase):
+            if self._recorder is not None:
+                self._recorder.after_step(self._tuner, *measured)
+            self._tuner.after_step(measured.stamps)
+
+    def discard(self) -> None:
+        """Forget the gradients of the open step (they were zeroed before they were used).
+
+        Raises:
+            WfbpError: a step that was discarded before has failed.
+        """
+        tracker, lane = self._tracker, self._lane
+        while self._num_unread and lane.reply.answered:
+            lane.reply.get(timeout_s=0.0)
+            self._num_unread -= 1
+            self._unread.pop(0)
+        if not tracker.open or tracker.withdraw(self._transport.now(), self.profiling):
+            return
+        if tracker.sending:
+            # The step is seen through, what it brings is dropped. Not waited for, because other
+            # ranks, which may have had no gradients to discard, need not be here.
+            tracker.step.discards = True
+            self._number += 1
+            self._transport.close(tracker.step)
+            lane.events.append(CLOSE)
+            self._num_unread += 1
+            # Its gradients may be read until its messages have come in. By then the lane knows of
+            # no later step, so that those are withdrawn: never more than two are kept.
+            self._unread.append(tracker.step)
+        else:
+            lane.events.append(DISCARD)
+        self._runtime.post(lane.wake)
+        tracker.begin(self._number, self._transport.now(), self.profiling)
+
+    def close(self) -> None:
+        """Stop serving this engine; collective only in that every rank stops using it."""
+        if self._closed:
+            return
+        self._closed = True
+        self._runtime.remove_lane(self._lane)
+        if self._recorder is not None:
+            self._recorder.write()
+
+    def release(self) -> None:
+        """Let the buffers go, behind the end of communication; reduced gradients are void then."""
+        self._lane.release()
+        self._tracker.release()
+        self._assembler.forget()
+
+    def report(self) -> dict[str, Any]:
+        """The installed plan and what it costs; times in seconds, None where not yet known."""
+        return make_report(self._tuner, self._steps)
+
+    def _install(self) -> None:
+        """Take the tuner's plan into use; no step is under way."""
+        plan = self._tuner.plan
+        self._allgather.wait_all()
+        self._tracker.install(plan, self._lane.install(plan))
+        self._allgather.install(plan, self._tracker.members, len(self.specs))
+        self._assembler.forget()
+        self.num_installed += 1
+        self._kept.clear()  # these ran by another plan
+        self.profiling = self._tuner.phase == "profile"
+
+    def _await_close(self) -> StepResult:
+        """Close the step; its result, behind those that nobody read."""
+        self._runtime.check()
+        self._lane.events.append(CLOSE)
+        while self._num_unread:
+            self._runtime.await_reply(self._lane.reply, self._name)
+            self._num_unread -= 1
+        result: StepResult = self._runtime.await_reply(self._lane.reply, self._name)
+        return result

@@ -1,0 +1,286 @@
+"""Fusion buffers on a device: the counterparts of ``fusion`` and ``shards``.
+
+Packing and copying back are enqueued on the lane's stream. Every tensor is packed, large ones too:
+on a device a copy costs little beside the message, and one launch serves the whole group. Flags do
+not travel behind the tensors, but beside them (``side_flags``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from wfbp.comm.backend import Backend, Buffer, Work
+from wfbp.comm.device.backend import DeviceBackend, DeviceWork
+from wfbp.comm.device.device import Device, SlotTable
+from wfbp.core.plan import ALIGNMENT_BYTES, Plan, layout
+from wfbp.core.types import Op
+from wfbp.runtime.steps import GatherRequest, Step
+from wfbp.runtime.transport.flags import GroupFlags
+from wfbp.runtime.transport.shards import ShardTable, shard_bytes, shard_range
+from wfbp.runtime.transport.side_flags import HostFlags
+
+
+class _Storage:
+    """Memory in which a group's tensors lie, and the table that copies them."""
+
+    def __init__(
+        self,
+        carrier: DeviceBackend,
+        total: int,
+        offsets: Sequence[int],
+        nbytes: Sequence[int],
+        dtype: str,
+    ) -> None:
+        device = carrier.device
+        self.bytes = device.zeros(total, carrier.stream)
+        address = device.address(self.bytes)
+        self.slots = frozenset(
+            address + start for start, size in zip(offsets, nbytes, strict=True) if size
+        )
+        table = device.pack_table(self.bytes, offsets, nbytes, dtype, carrier.stream)
+        self.table = _Annotated(device, table)
+
+
+class DeviceFusionBuffer:
+    """Storage of one all-reduced group.
+
+    Args:
+        plan: what to send.
+        group: index of the group whose storage this is.
+        op: ``Op.AVERAGE`` or ``Op.SUM``.
+        carrier: sends it.
+        flags: travel beside this group, if beside any.
+        deliveries: gets what copies tensors to where they are wanted, once they are reduced.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        group: int,
+        op: Op,
+        carrier: DeviceBackend,
+        flags: HostFlags | None,
+        deliveries: list[SlotTable],
+    ) -> None:
+        self._deliveries = deliveries
+        self._op = op
+        self._dtype = plan.dtype(group)
+        self._beside = AttachedFlags(flags)
+        self._members = plan.groups[group].tensors
+        self._nbytes = [plan.tensors[k].nbytes for k in self._members]
+        self._offsets = plan.offsets(group)
+        total = -(-plan.nbytes(group) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._total = total
+        self._carrier = carrier
+        self.num_moves = 0
+        self._storage = self._made()
+        self._other: _Storage | None = None
+
+    def _made(self) -> _Storage:
+        return _Storage(self._carrier, self._total, self._offsets, self._nbytes, self._dtype)
+
+    def slot(self, position: int) -> Buffer:
+        """The bytes of the group's tensor at ``position``."""
+        start = self._offsets[position]
+        return self._storage.bytes[start : start + self._nbytes[position]]
+
+    def pack(self, step: Step) -> None:
+        """Copy the gradients, zeros for what is absent."""
+        self._beside.step = step
+        sources = [step.addresses[k] for k in self._members]
+        if not self._storage.slots.isdisjoint(sources):  # as in a ``FusionBuffer``
+            other = self._other
+            if other is None or not other.slots.isdisjoint(sources):
+                other = self._made()
+            self._other, self._storage = self._storage, other
+            self.num_moves += 1
+        self._storage.table.pointers[:] = sources
+        self._storage.table.pack()
+
+    def unpack(self, addresses: Sequence[int]) -> None:
+        """Have the tensors copied to these addresses, indexed by tensor; 0: not that one."""
+        table = self._storage.table
+        table.pointers[:] = [addresses[k] for k in self._members]
+        self._deliveries.append(table)
+
+    def send(self, backend: Backend) -> Work[None]:
+        """Reduce it."""
+        return self._beside.accompany(
+            backend.all_reduce(self._storage.bytes, self._dtype, self._op)
+        )
+
+    def arrived(self, step: int) -> GroupFlags:
+        """What ranks said of the step, if that travelled beside this group."""
+        return self._beside.read(step)
+
+
+class AttachedFlags:
+    """The flags that travel beside a group, if any do."""
+
+    def __init__(self, flags: HostFlags | None) -> None:
+        self._flags = flags
+        self.step: Step | None = None
+
+    def accompany(self, work: Work[None]) -> Work[None]:
+        """Send them with a group."""
+        if self._flags is None:
+            return work
+        assert self.step is not None
+        assert isinstance(work, DeviceWork)
+        return _GroupAndFlags(work, self._flags.send(self.step))
+
+    def read(self, number: int) -> GroupFlags:
+        """What arrived."""
+        return GroupFlags([], tensors=()) if self._flags is None else self._flags.read(number)
+
+
+class _GroupAndFlags(DeviceWork):
+    """A group on the device and the flags on the host."""
+
+    def __init__(self, group: DeviceWork, flags: Work[None]) -> None:
+        self._group = group
+        self._flags = flags
+        self.nbytes = group.nbytes
+
+    @property
+    def activity(self) -> int:
+        return self._group.activity + self._flags.activity
+
+    def issued(self) -> bool:
+        return bool(self._group.issued() & self._flags.test())
+
+    def test(self) -> bool:
+        return bool(self._group.test() & self._flags.test())
+
+    def then(self, target: Buffer, source: Buffer) -> None:
+        self._group.then(target, source)
+
+
+class _DeviceShardBlocks:
+    """A group's shards, one block per rank, and the tables that copy them."""
+
+    def __init__(self, plan: Plan, group: int, carrier: DeviceBackend) -> None:
+        self.members = plan.groups[group].tensors
+        self.dtype = plan.dtype(group)
+        self._specs = [plan.tensors[k] for k in self.members]
+        self._carrier = carrier
+        size = carrier.size
+        self._offsets, end = layout([shard_bytes(spec, size) for spec in self._specs])
+        self.block_bytes = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self.counts = [self.block_bytes] * size
+        self.bytes = carrier.device.zeros(self.block_bytes * size, carrier.stream)
+
+    def shard(self, position: int, rank: int) -> Buffer:
+        """The bytes of a rank's shard of the group's tensor at ``position``."""
+        start, stop = shard_range(self._specs[position], rank, self._carrier.size)
+        first = rank * self.block_bytes + self._offsets[position]
+        return self.bytes[first : first + stop - start]
+
+    def table(self, ranks: Sequence[int]) -> ShardTable:
+        """Copies some ranks' shards."""
+        offsets, nbytes, starts = [], [], []
+        for rank in ranks:
+            for position, spec in enumerate(self._specs):
+                start, stop = shard_range(spec, rank, self._carrier.size)
+                offsets.append(rank * self.block_bytes + self._offsets[position])
+                nbytes.append(stop - start)
+                starts.append(start)
+        device, stream = self._carrier.device, self._carrier.stream
+        table = device.pack_table(self.bytes, offsets, nbytes, self.dtype, stream)
+        return ShardTable(_Annotated(device, table), self.members, starts, len(ranks))
+
+
+class _Annotated:
+    """A table whose launches a profiler shows by name."""
+
+    def __init__(self, device: Device, table: SlotTable) -> None:
+        self._device = device
+        self._table = table
+
+    @property
+    def pointers(self) -> npt.NDArray[np.int64]:
+        """Addresses, written before each launch; 0: absent."""
+        return self._table.pointers
+
+    def pack(self) -> None:
+        """Fill the buffer."""
+        with self._device.annotate("wfbp pack"):
+            self._table.pack()
+
+    def unpack(self) -> None:
+        """Copy from the buffer."""
+        with self._device.annotate("wfbp unpack"):
+            self._table.unpack()
+
+
+class DeviceScatterBuffer:
+    """Storage of one reduce-scattered group; arguments as for :class:`DeviceFusionBuffer`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        group: int,
+        op: Op,
+        carrier: DeviceBackend,
+        flags: HostFlags | None,
+        deliveries: list[SlotTable],
+    ) -> None:
+        self.num_moves = 0
+        self._op = op
+        self._rank = carrier.rank
+        self._beside = AttachedFlags(flags)
+        self._blocks = blocks = _DeviceShardBlocks(plan, group, carrier)
+        self._table = blocks.table(range(carrier.size))
+
+    def slot(self, position: int) -> Buffer:
+        """The bytes of this rank's shard of the group's tensor at ``position``."""
+        return self._blocks.shard(position, self._rank)
+
+    def pack(self, step: Step) -> None:
+        """Copy the gradients, zeros for what is absent."""
+        self._beside.step = step
+        self._table.pack(step.addresses)
+
+    def unpack(self, addresses: Sequence[int]) -> None:
+        """Shards stay where they are."""
+
+    def send(self, backend: Backend) -> Work[None]:
+        """Reduce it, each rank its block."""
+        blocks = self._blocks
+        work = backend.reduce_scatter(blocks.bytes, blocks.counts, blocks.dtype, self._op)
+        return self._beside.accompany(work)
+
+    def arrived(self, step: int) -> GroupFlags:
+        """What ranks said of the step, if that travelled beside this group."""
+        return self._beside.read(step)
+
+
+class DeviceGatherBuffer:
+    """Storage of one all-gathered group.
+
+    Args:
+        plan: what to send.
+        group: index of the group whose storage this is.
+        carrier: sends it.
+    """
+
+    def __init__(self, plan: Plan, group: int, carrier: DeviceBackend) -> None:
+        rank, size = carrier.rank, carrier.size
+        self._blocks = blocks = _DeviceShardBlocks(plan, group, carrier)
+        self._own = blocks.table([rank])
+        self._others = blocks.table([r for r in range(size) if r != rank])
+
+    def pack(self, gather: GatherRequest) -> None:
+        """Copy this rank's shards."""
+        self._own.pack(gather.addresses)
+
+    def send(self, backend: Backend) -> Work[None]:
+        """Gather it."""
+        return backend.all_gather(self._blocks.bytes, self._blocks.counts)
+
+    def unpack(self, addresses: Sequence[int]) -> None:
+        """Copy the other ranks' shards to the tensors at these addresses."""
+        self._others.unpack(addresses)

@@ -1,0 +1,232 @@
+"""A lane on a device: what is enqueued where, and which stream waits for what.
+
+    producer's stream    backward ... gradient | event ... gradient | event
+    lane's stream              wait, pack, reduce          wait, pack, reduce | event
+    consumer's stream                                                    wait, update ...
+
+The host waits for nothing here. One event follows the last gradient of a group (one per stream
+that made any of them); the lane's stream waits for it before it packs. The consumer's stream waits
+for the lane's before it reads what was reduced. And before the lane writes to a buffer again, its
+stream waits for an event of the consumer's, recorded when the next step's first gradient appears:
+all that was to be read before has been enqueued by then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from wfbp.comm.backend import Backend, Buffer, Work
+from wfbp.comm.device.backend import DeviceBackend, DeviceWork
+from wfbp.comm.device.device import Event, SlotTable
+from wfbp.core.plan import Plan
+from wfbp.core.types import Op, Operation
+from wfbp.runtime.marks import NOT_MEASURED, MeasuredStep, StepTimestamps, Timestamp, to_seconds
+from wfbp.runtime.slot import BufferView
+from wfbp.runtime.steps import GatherRequest, GroupTime, Step
+from wfbp.runtime.transport.device_buffers import (
+    DeviceFusionBuffer,
+    DeviceGatherBuffer,
+    DeviceScatterBuffer,
+)
+from wfbp.runtime.transport.side_flags import HostFlags
+from wfbp.runtime.transport.transport import BackwardBuffer, ForwardBuffer, Transport
+
+BEGUN = -1
+CLOSED = -2
+"""Keys of a step's marks beside its groups."""
+
+LAG_STEPS = 2
+"""While plans are measured, a step's times are taken this many steps later, on every rank alike:
+its device has then run ahead of nobody, and the next steps' work is enqueued already."""
+
+WARM_UP, INSTALLED = "warm-up", "installed"
+"""Phases of the tuner in which nothing is measured that ranks decide by together."""
+
+_CHECK_S = 0.05
+_NAP_S = 100e-6
+
+
+class DeviceTransport(Transport):
+    """Memory and streams of one device.
+
+    ``_home`` is the stream on which the training thread last took what was reduced. ``_deliveries``
+    copy what was reduced to where the training thread wants it: behind all groups, because the copy
+    waits for the end of backward, and what follows it on the lane's stream would wait too.
+
+    Args:
+        carrier: sends the groups, on the lane's stream.
+        host: carries what ranks say of a step.
+        check: raises what has ended the runtime.
+    """
+
+    def __init__(self, carrier: DeviceBackend, host: Backend, check: Callable[[], None]) -> None:
+        super().__init__(carrier)
+        self._backend = carrier
+        self._device = device = carrier.device
+        self._stream = carrier.stream
+        self._host = host
+        self._check = check
+        self._home = device.current_stream()
+        self._step: Step | None = None
+        self._producers: set[int] = set()
+        self._begun = False
+        self._profiling = False
+        self._deliveries: list[SlotTable] = []
+        self._ordered: Step | None = None
+        self._closed_for: Step | None = None
+        self._undone: deque[tuple[Event, float]] = deque()
+        self._next_check = 0.0
+        self.now = self._now
+        self.produced = self._produced
+        self.complete = self._complete
+
+    # In a turn.
+
+    def backward(self, plan: Plan, op: Op) -> list[BackwardBuffer]:
+        self._await_home()
+        flags = HostFlags(plan, self._host)
+        last = plan.num_backward - 1
+        buffers: list[BackwardBuffer] = []
+        for group in range(plan.num_backward):
+            scatters = plan.groups[group].operation is Operation.REDUCE_SCATTER
+            kind = DeviceScatterBuffer if scatters else DeviceFusionBuffer
+            beside = flags if group == last else None
+            buffers.append(kind(plan, group, op, self._backend, beside, self._deliveries))
+        return buffers
+
+    def forward(self, plan: Plan) -> list[ForwardBuffer]:
+        return [
+            DeviceGatherBuffer(plan, group, self._backend)
+            for group in range(plan.num_backward, len(plan.groups))
+        ]
+
+    def _await_home(self) -> None:
+        """Memory may be given out again that the training thread's work still reads."""
+        self._device.wait(self._stream, self._device.record(self._home))
+
+    def order_after_gradients(self, step: Step, group: int) -> None:
+        events: list[Event] = []
+        if step is not self._ordered:
+            self._ordered = step
+            events += step.dependencies.get(BEGUN, ())
+        if group in step.dependencies:
+            # Though the host may have closed the step by now: it runs ahead of backward.
+            events += step.dependencies[group]
+        elif self._closed_for is not step:
+            self._closed_for = step
+            events += step.dependencies[CLOSED]
+        for event in events:
+            self._device.wait(self._stream, event)
+
+    def order_after_shards(self, gather: GatherRequest) -> None:
+        for event in gather.dependencies:
+            self._device.wait(self._stream, event)
+
+    def is_enqueued(self, work: Work[None]) -> bool:
+        assert isinstance(work, DeviceWork)
+        return work.issued()
+
+    def lane_stamp(self) -> Timestamp:
+        return self._device.record(self._stream, timed=True)
+
+    def watch(self, time_: GroupTime) -> None:
+        self._undone.append((time_.end_s, time.monotonic()))
+
+    def poll(self) -> None:
+        undone = self._undone
+        while undone and self._device.done(undone[0][0]):
+            undone.popleft()
+        if undone and time.monotonic() >= self._next_check:
+            self._next_check = time.monotonic() + _CHECK_S
+            self._backend.check()
+
+    @property
+    def waiting_since(self) -> float | None:
+        undone = list(self._undone)
+        return undone[0][1] if undone else None
+
+    def give_up(self) -> None:
+        self._undone.clear()
+        self._backend.give_up()
+
+    # On the training thread, or on backward's.
+
+    def view(self, data: Buffer, whole: bool = True) -> BufferView:
+        return BufferView(data, self._device.address(data), whole)
+
+    def empty(self, nbytes: int) -> Buffer:
+        return self._device.zeros(nbytes, self._device.current_stream())
+
+    def copy(self, target: Buffer, source: Buffer) -> None:
+        self._device.copy(target, source, self._device.current_stream())
+
+    def begin(self, step: Step, profiling: bool) -> None:
+        self._step = step
+        self._begun = False
+        self._profiling = profiling
+
+    def close(self, step: Step) -> Timestamp:
+        stream = self._device.current_stream()
+        event = self._device.record(stream, timed=True)
+        step.dependencies[CLOSED] = [event]
+        if stream != self._home:
+            step.dependencies[CLOSED].append(self._device.record(self._home))
+        return event
+
+    def join(self) -> Timestamp:
+        device = self._device
+        self._home = device.current_stream()
+        # The lane is done with the step, and leaves its stream to this thread.
+        for table in self._deliveries:
+            table.unpack()
+        self._deliveries.clear()
+        event = device.record(self._stream)
+        # Streams that made gradients wait too: the memory of these may be given out again there.
+        for stream in {self._home, *self._producers}:
+            device.wait(stream, event)
+        self._producers.clear()
+        return self._now()
+
+    def dependencies(self) -> list[Any]:
+        return [self._device.record(self._device.current_stream())]
+
+    def await_arrival(self, time_: GroupTime) -> None:
+        for stream in {self._home, self._device.current_stream()}:
+            self._device.wait(stream, time_.end_s)
+
+    def take_measured(self, kept: deque[StepTimestamps], phase: str) -> Iterable[MeasuredStep]:
+        if phase == WARM_UP:  # only counted
+            kept.clear()
+            yield NOT_MEASURED
+            return
+        measuring = phase != INSTALLED
+        while kept and (len(kept) > LAG_STEPS if measuring else self._device.done(kept[0].done)):
+            marks = kept.popleft()
+            while not self._device.done(marks.done):
+                self._check()
+                time.sleep(_NAP_S)
+            yield to_seconds(marks, partial(self._at, marks.begun))
+
+    def _at(self, begun: Event, stamp: Timestamp) -> float:
+        """A moment in seconds; the beginning of its step is at one second."""
+        return 1.0 + self._device.seconds(begun, stamp) if stamp else 0.0
+
+    def _now(self) -> Timestamp:
+        return self._device.record(self._device.current_stream(), timed=True)
+
+    def _produced(self) -> Timestamp:
+        stream = self._device.current_stream()
+        if not self._begun:
+            self._begun = True
+            assert self._step is not None
+            self._step.dependencies[BEGUN] = [self._device.record(self._home)]
+        self._producers.add(stream)
+        return self._device.record(stream, timed=True) if self._profiling else 0.0
+
+    def _complete(self, group: int) -> None:
+        assert self._step is not None
+        self._step.dependencies[group] = [self._device.record(s) for s in self._producers]

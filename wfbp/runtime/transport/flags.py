@@ -1,0 +1,108 @@
+"""What every message says beside its tensors.
+
+Behind its tensors every message carries one element per tensor that says whether this rank had a
+gradient for it (a *presence flag*), and the last message of backward also the *border*: whether the
+rank asks for a round of talk at the step border, whether it discards the step, and the step's
+number, each bit as two flags, of which one says that it is set and the other that it is not. They
+cost a few bytes and no message of their own.
+
+All that is asked of a reduced flag is whether any rank had set it. The smallest share of a sum or
+average that a rank can have is above zero in every floating type, however many ranks there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from wfbp.comm.backend import Buffer
+from wfbp.core.plan import Plan
+
+_STEP_BITS = 6
+STEP_CYCLE = 1 << _STEP_BITS
+"""Step numbers travel modulo this."""
+
+NUM_STEP_FLAGS = 2 + 2 * _STEP_BITS
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFlags:
+    """What a completed group's flags say.
+
+    Args:
+        present: per tensor of the group, whether any rank had a gradient for it.
+        requested: whether any rank asks for talk at the step border (last group only).
+        discarded: whether any rank discards the step (last group only).
+        steps_agree: whether all ranks are at the same step (last group only).
+        tensors: which tensors of the plan ``present`` tells of.
+    """
+
+    present: list[bool]
+    requested: bool = False
+    discarded: bool = False
+    steps_agree: bool = True
+    tensors: Sequence[int] = ()
+
+
+class FlagCodec:
+    """Writes and reads the flags of one group.
+
+    Args:
+        plan: what is sent.
+        group: index of the group.
+    """
+
+    def __init__(self, plan: Plan, group: int) -> None:
+        self._dtype = plan.dtype(group)
+        self._tensors = plan.groups[group].tensors
+        self._num_tensors = len(self._tensors)
+        self._is_last = group == plan.num_backward - 1
+        self.count = self._num_tensors + (NUM_STEP_FLAGS if self._is_last else 0)
+        """Elements of the group's type that the flags take."""
+
+    def values(
+        self, addresses: Sequence[int], requested: bool, step: int, discards: bool
+    ) -> Buffer:
+        """The flags of this rank.
+
+        Args:
+            addresses: of the group's gradients; 0 where there is none.
+            requested: whether the rank asks for talk at the step border.
+            step: its number.
+            discards: whether the rank discards the step.
+        """
+        flags = [1.0 if address else 0.0 for address in addresses]
+        if self._is_last:
+            flags += [float(requested), float(discards), *step_flags(step)]
+        return _encode(flags, self._dtype)
+
+    def read(self, reduced: Buffer, step: int) -> GroupFlags:
+        """What the reduced flags say to a rank that is at this step."""
+        flags = _decode(reduced, self._dtype)
+        present = [value > 0 for value in flags[: self._num_tensors]]
+        if not self._is_last:
+            return GroupFlags(present, tensors=self._tensors)
+        requested, discarded, *steps = flags[-NUM_STEP_FLAGS:]
+        agree = all((s > 0) == (own > 0) for s, own in zip(steps, step_flags(step), strict=True))
+        return GroupFlags(present, requested > 0, discarded > 0, agree, self._tensors)
+
+
+def step_flags(step: int) -> list[float]:
+    """Per bit of the step's number, whether it is set, and whether it is not."""
+    bits = [step >> k & 1 for k in range(_STEP_BITS)]
+    return [float(flag) for bit in bits for flag in (bit, 1 - bit)]
+
+
+def _encode(values: list[float], dtype: str) -> Buffer:
+    if dtype == "bfloat16":
+        return (np.asarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return np.asarray(values, dtype)
+
+
+def _decode(values: Buffer, dtype: str) -> list[float]:
+    if dtype == "bfloat16":
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    decoded: list[float] = values.tolist()
+    return decoded

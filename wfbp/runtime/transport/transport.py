@@ -1,0 +1,277 @@
+"""What a lane's groups lie in and travel through, and how that is ordered with training.
+
+On the host everything has happened when it is told; :class:`HostTransport` has nothing to order. On
+a device (``device_medium``) threads only enqueue, and what they enqueue on different streams is
+ordered by events.
+
+A *stamp* is a moment in the training thread's work or the lane's: seconds of ``time.perf_counter``
+on the host, a timed event on a device, which becomes seconds when it has happened; 0 is "did not".
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter
+from typing import Any, Protocol
+
+import numpy as np
+
+from wfbp.comm.backend import Backend, Buffer, Work
+from wfbp.core.plan import Plan
+from wfbp.core.types import Op, Operation
+from wfbp.runtime.marks import MeasuredStep, StepTimestamps, Timestamp, to_seconds
+from wfbp.runtime.slot import BufferView
+from wfbp.runtime.steps import GatherRequest, GroupTime, Step
+from wfbp.runtime.transport.flags import GroupFlags
+from wfbp.runtime.transport.fusion import FusionBuffer, aligned_bytes
+from wfbp.runtime.transport.shards import GatherBuffer, ScatterBuffer
+
+
+class BackwardBuffer(Protocol):
+    """Storage of one group of backward.
+
+    Attributes:
+        num_moves: how often slots have come to lie elsewhere, which only :meth:`pack` makes them.
+    """
+
+    num_moves: int
+
+    def slot(self, position: int) -> Buffer:
+        """Where the group's tensor at ``position`` lies when it is reduced."""
+
+    def pack(self, step: Step) -> None:
+        """Bring the step's gradients together."""
+
+    def send(self, backend: Backend) -> Work[None]:
+        """Reduce them; called once after each :meth:`pack`."""
+
+    def arrived(self, step: int) -> GroupFlags:
+        """What ranks said of the step, when it is reduced."""
+
+    def unpack(self, addresses: Sequence[int]) -> None:
+        """Copy tensors to these addresses, indexed by tensor; 0: not that one.
+
+        On a device that happens behind all groups, when the training thread joins.
+        """
+
+
+class ForwardBuffer(Protocol):
+    """Storage of one all-gathered group."""
+
+    def pack(self, gather: GatherRequest) -> None:
+        """Bring this rank's shards together."""
+
+    def send(self, backend: Backend) -> Work[None]:
+        """Gather them; called once after each :meth:`pack`."""
+
+    def unpack(self, addresses: Sequence[int]) -> None:
+        """Bring the other ranks' shards to these addresses."""
+
+
+class Transport(ABC):
+    """Of one lane; see the module.
+
+    Args:
+        carrier: sends the groups.
+    """
+
+    def __init__(self, carrier: Backend) -> None:
+        self.carrier = carrier
+
+    # In a turn.
+
+    @abstractmethod
+    def backward(self, plan: Plan, op: Op) -> list[BackwardBuffer]:
+        """Storage of a plan's groups of backward; also on the training thread, between steps."""
+
+    @abstractmethod
+    def forward(self, plan: Plan) -> list[ForwardBuffer]:
+        """Storage of a plan's all-gathers."""
+
+    @abstractmethod
+    def order_after_gradients(self, step: Step, group: int) -> None:
+        """What the lane does from here on finds the gradients of a group that is ready."""
+
+    @abstractmethod
+    def order_after_shards(self, gather: GatherRequest) -> None:
+        """What the lane does from here on finds the shards that were put to use."""
+
+    @abstractmethod
+    def is_enqueued(self, work: Work[None]) -> bool:
+        """Move a work on; True once what follows in the lane finds its result."""
+
+    def may_progress(self) -> bool:
+        """Whether :meth:`settled` or :meth:`poll` could find anything new."""
+        return True
+
+    def rest(self, nap_s: float, most_s: float) -> bool:
+        """Sleep until a work may have moved on; see :meth:`Backend.rest`."""
+        return False
+
+    @abstractmethod
+    def lane_stamp(self) -> Timestamp:
+        """The present moment in the lane's work."""
+
+    @abstractmethod
+    def watch(self, time: GroupTime) -> None:
+        """A group is settled; keep an eye on it until it is over."""
+
+    @abstractmethod
+    def poll(self) -> None:
+        """Called in every turn.
+
+        Raises:
+            BackendError: something that was settled has failed.
+        """
+
+    @property
+    @abstractmethod
+    def waiting_since(self) -> float | None:
+        """Since when the oldest settled group is not over (``time.monotonic``)."""
+
+    @abstractmethod
+    def give_up(self) -> None:
+        """The lane has failed: let nothing wait for other ranks any more."""
+
+    # On the training thread, or on backward's.
+
+    @abstractmethod
+    def view(self, data: Buffer, whole: bool = True) -> BufferView:
+        """The slot that these bytes are."""
+
+    @abstractmethod
+    def empty(self, nbytes: int) -> Buffer:
+        """Memory for a tensor."""
+
+    @abstractmethod
+    def copy(self, target: Buffer, source: Buffer) -> None:
+        """Copy bytes, in the order of the training thread's work."""
+
+    now: Callable[[], Timestamp]
+    """The present moment in the training thread's work."""
+
+    produced: Callable[[], Timestamp]
+    """The same; called where a gradient has just appeared."""
+
+    complete: Callable[[int], None] | None
+    """Called with a group whose last gradient has just appeared, where it does not wait for the end
+    of the step; if at all."""
+
+    @abstractmethod
+    def begin(self, step: Step, profiling: bool) -> None:
+        """A step is opened; ``profiling`` says whether the moments of gradients are wanted."""
+
+    @abstractmethod
+    def close(self, step: Step) -> Timestamp:
+        """No more gradients: whatever has not left may go when training has come here."""
+
+    @abstractmethod
+    def join(self) -> Timestamp:
+        """What the training thread does from here on finds what the lane has settled."""
+
+    @abstractmethod
+    def dependencies(self) -> list[Any]:
+        """What all-gathers have to wait for that may go now."""
+
+    @abstractmethod
+    def await_arrival(self, time: GroupTime) -> None:
+        """What the training thread does from here on finds a gathered group."""
+
+    @abstractmethod
+    def take_measured(self, kept: deque[StepTimestamps], phase: str) -> Iterable[MeasuredStep]:
+        """Take those steps of which the tuner, in its phase, can be told now.
+
+        While plans are measured these are the same ones on every rank.
+        """
+
+
+class HostTransport(Transport):
+    """Memory of the host, where nothing has to be ordered.
+
+    Args:
+        carrier: sends the groups.
+        zero_copy_min_bytes: tensors of at least this size are not packed.
+    """
+
+    def __init__(self, carrier: Backend, zero_copy_min_bytes: int) -> None:
+        super().__init__(carrier)
+        self._zero_copy_min_bytes = zero_copy_min_bytes
+        self.now = self.produced = perf_counter
+        self.complete = None
+
+    def backward(self, plan: Plan, op: Op) -> list[BackwardBuffer]:
+        rank, size, direct = self.carrier.rank, self.carrier.size, self._zero_copy_min_bytes
+        return [
+            ScatterBuffer(plan, g, op, rank, size, direct)
+            if plan.groups[g].operation is Operation.REDUCE_SCATTER
+            else FusionBuffer(plan, g, op, size, direct, self.carrier)
+            for g in range(plan.num_backward)
+        ]
+
+    def forward(self, plan: Plan) -> list[ForwardBuffer]:
+        rank, size, direct = self.carrier.rank, self.carrier.size, self._zero_copy_min_bytes
+        return [
+            GatherBuffer(plan, g, rank, size, direct)
+            for g in range(plan.num_backward, len(plan.groups))
+        ]
+
+    def is_enqueued(self, work: Work[None]) -> bool:
+        return work.test()
+
+    def may_progress(self) -> bool:
+        return self.carrier.may_progress()
+
+    def rest(self, nap_s: float, most_s: float) -> bool:
+        return self.carrier.rest(nap_s, most_s)
+
+    def lane_stamp(self) -> float:
+        return perf_counter()
+
+    def view(self, data: Buffer, whole: bool = True) -> BufferView:
+        return BufferView.of(data, whole)
+
+    def empty(self, nbytes: int) -> Buffer:
+        return aligned_bytes(nbytes)
+
+    def copy(self, target: Buffer, source: Buffer) -> None:
+        np.copyto(target, source)
+
+    def close(self, step: Step) -> float:
+        return perf_counter()
+
+    def join(self) -> float:
+        return perf_counter()
+
+    def take_measured(self, kept: deque[StepTimestamps], phase: str) -> Iterable[MeasuredStep]:
+        while kept:
+            yield to_seconds(kept.popleft(), float)
+
+    def order_after_gradients(self, step: Step, group: int) -> None:
+        """Nothing."""
+
+    def order_after_shards(self, gather: GatherRequest) -> None:
+        """Nothing."""
+
+    def watch(self, time: GroupTime) -> None:
+        """Nothing: it is over."""
+
+    def poll(self) -> None:
+        """Nothing."""
+
+    @property
+    def waiting_since(self) -> None:
+        return None
+
+    def give_up(self) -> None:
+        """Nothing: what is under way has been dropped."""
+
+    def begin(self, step: Step, profiling: bool) -> None:
+        """Nothing."""
+
+    def dependencies(self) -> list[Any]:
+        return []
+
+    def await_arrival(self, time: GroupTime) -> None:
+        """Nothing: it has arrived."""

@@ -1,0 +1,114 @@
+"""What the network costs, measured once for each way of going through it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from wfbp.comm.backend import Backend, Finished
+from wfbp.comm.device.backend import DeviceBackend
+from wfbp.comm.probe import measure_cost
+from wfbp.core.cost import Costs, PiecewiseCost, monotone_points
+from wfbp.core.types import Operation
+
+_LARGEST_BYTES = 16 << 20
+"""Of the host's messages. Larger ones cost in proportion, by the curve's upper half; to measure
+them takes up to three times their size in memory, and seconds where the link is slow. A device's
+links are not yet at their full rate there."""
+
+_LEAST_S = 0.2
+_BYTES_PER_S = 32 << 20
+"""The curve of a small model has few sizes, and is worth less time: so much, and its largest
+message's bytes at this rate, for each operation."""
+
+log = logging.getLogger("wfbp")
+
+
+class NetworkCosts:
+    """The cost curves that ranks have measured together.
+
+    Args:
+        budget_s: seconds that measuring may take, about, in all.
+        check: called again and again with a label and the seconds waited; raises where waiting on
+            is hopeless.
+        tells: whether this rank logs what is measured.
+    """
+
+    def __init__(
+        self, budget_s: float, check: Callable[[str, float], None], tells: bool = False
+    ) -> None:
+        self._tells = tells
+        self._budget_s = budget_s
+        self._check = check
+        self._curves: dict[str, dict[Operation, tuple[int, PiecewiseCost]]] = {}
+        self._costs: dict[str, Costs] = {}
+
+    def _tell(self, message: str, *values: object) -> None:
+        if self._tells:
+            log.info(f"network: {message}", *values)
+
+    def measure(
+        self,
+        max_bytes: int,
+        operations: Sequence[Operation],
+        anew: bool,
+        carrier: Backend | None,
+        call: Callable[[Callable[[Backend], Any], str], Any],
+    ) -> Costs:
+        """As :meth:`Runtime.measure_costs`; ``call`` runs one collective."""
+        through = carrier if isinstance(carrier, DeviceBackend) else None
+        way = type(through).__name__
+        curves = self._curves.setdefault(way, {})
+        if through is None:
+            max_bytes = min(max_bytes, _LARGEST_BYTES)
+        if anew:
+            curves.clear()
+        missing = [
+            operation
+            for operation in Operation
+            if (operation is Operation.ALL_REDUCE or operation in operations)
+            and (operation not in curves or curves[operation][0] < max_bytes)
+        ]
+        if missing:
+            budget_s = min(self._budget_s / len(missing), _LEAST_S + max_bytes / _BYTES_PER_S)
+            begin_s = time.perf_counter()
+            self._tell(
+                "measuring what messages of up to %s bytes cost, for at most %.1f s",
+                f"{max_bytes:,}",
+                budget_s * len(missing),
+            )
+            for operation in missing:
+                label = f"measuring the network's {operation.value}"
+                measure = partial(
+                    measure_cost,
+                    max_bytes=max_bytes,
+                    operation=operation,
+                    budget_s=budget_s,
+                    check=partial(self._check, label),
+                )
+                points = call(
+                    lambda backend, act=measure: Finished(act(through or backend)),  # type: ignore[misc]
+                    label,
+                )
+                curves[operation] = max_bytes, PiecewiseCost(monotone_points(points))
+                (least, first_s), (most, last_s) = points[0], points[-1]
+                self._tell(
+                    "%s: %d bytes in %.1f us, %s bytes in %.2f ms (%.2f GB/s)",
+                    operation.value,
+                    least,
+                    first_s * 1e6,
+                    f"{most:,}",
+                    last_s * 1e3,
+                    most / last_s * 1e-9,
+                )
+            self._tell("measured in %.1f s", time.perf_counter() - begin_s)
+            curve = {operation: curve for operation, (_, curve) in curves.items()}
+            self._costs[way] = Costs(
+                curve[Operation.ALL_REDUCE],
+                curve.get(Operation.REDUCE_SCATTER),
+                curve.get(Operation.ALL_GATHER),
+            )
+        return self._costs[way]

@@ -1,0 +1,166 @@
+"""From time stamps to a trace: what one step's compute costs, as all ranks together see it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from wfbp.core.trace import Trace, TraceTensor
+from wfbp.core.types import TensorSpec
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """When things happened in one step, seconds of ``time.perf_counter``; 0 is "did not".
+
+    Args:
+        begun_s: the previous step's results were in hand.
+        ready_s: per tensor, its gradient existed.
+        forward_s: per tensor, its first use in forward, where the adapter can tell.
+        forward_end_s: forward ended, where the adapter can tell.
+        closed_s: the step closed.
+        done_s: the results were in hand.
+        packing_s: duration of all packing in the step.
+        update_s: duration of the optimizer's update at the beginning of the step.
+        waited_s: how long forward waited for all-gathers.
+    """
+
+    begun_s: float
+    ready_s: list[float]
+    forward_s: list[float]
+    forward_end_s: float = 0.0
+    closed_s: float = 0.0
+    done_s: float = 0.0
+    packing_s: float = 0.0
+    update_s: float = 0.0
+    waited_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Medians over some steps of one rank; every time counts from the step's beginning.
+
+    The seconds in which the step waited for all-gathers are left out.
+
+    Args:
+        ready_s: per tensor; -1 where it never had a gradient.
+        forward_s: per tensor; -1 where unknown.
+        forward_end_s: end of forward; -1 where unknown.
+        closed_s: end of backward.
+        packing_s: duration of all packing.
+        update_s: duration of the optimizer's update.
+    """
+
+    ready_s: list[float]
+    forward_s: list[float]
+    forward_end_s: float
+    closed_s: float
+    packing_s: float
+    update_s: float = 0.0
+
+    @classmethod
+    def of(cls, steps: Sequence[StepTimes]) -> Profile:
+        """The medians. A tensor without gradient in some of the steps is ready at their close.
+
+        Whatever the steps gather has arrived before forward begins; it tells nothing of compute. (A
+        forward before the update, which no gradients follow, has nothing to do with them either.)
+        """
+
+        def relative(step: StepTimes, stamp: float, absent: float = -1.0) -> float:
+            return max(0.0, stamp - step.begun_s - step.waited_s) if stamp else absent
+
+        num_tensors = len(steps[0].ready_s)
+        ready = []
+        for k in range(num_tensors):
+            ever = any(step.ready_s[k] for step in steps)
+            times = [relative(s, s.ready_s[k] or s.closed_s) for s in steps]
+            ready.append(statistics.median(times) if ever else -1.0)
+        return cls(
+            ready,
+            [
+                statistics.median(relative(s, s.forward_s[k]) for s in steps)
+                for k in range(num_tensors)
+            ],
+            statistics.median(relative(s, s.forward_end_s) for s in steps),
+            statistics.median(relative(s, s.closed_s) for s in steps),
+            statistics.median(s.packing_s for s in steps),
+            statistics.median(s.update_s for s in steps),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The profile as plain data, to be sent to the other ranks."""
+        return {
+            "ready_s": self.ready_s,
+            "forward_s": self.forward_s,
+            "forward_end_s": self.forward_end_s,
+            "closed_s": self.closed_s,
+            "packing_s": self.packing_s,
+            "update_s": self.update_s,
+        }
+
+
+@dataclass(slots=True)
+class _Event:
+    spec: TensorSpec
+    ready_s: float
+    forward_s: float = field(default=-1.0)
+
+
+def combine(
+    specs: Sequence[TensorSpec], profiles: Sequence[Profile], kept: Collection[TensorSpec] = ()
+) -> Trace | None:
+    """One trace from every rank's profile, the same on every rank.
+
+    A collective starts when the last rank is ready, so every time is the maximum over ranks; a
+    rank that never has a gradient that others have sends zeros for it when its step closes.
+    Tensors that no rank ever had a gradient for are left out, unless they are ``kept``.
+
+    Returns:
+        The trace, in forward order (the reverse of the order in which gradients appear), its last
+        gradient ready when the step closes; None if there was no gradient at all.
+    """
+    closed_s = max(p.closed_s for p in profiles)
+    events = []
+    for k, spec in enumerate(specs):
+        times = [p.ready_s[k] for p in profiles]
+        if max(times) < 0 and spec not in kept:
+            continue
+        ready_s = max(t if t >= 0 else closed_s for t in times)
+        events.append(_Event(spec, ready_s, max(p.forward_s[k] for p in profiles)))
+    if not events:
+        return None
+    events.sort(key=lambda e: e.ready_s)
+    first_s = events[0].ready_s
+    forward_end_s = max(p.forward_end_s for p in profiles)
+    if not 0 <= forward_end_s <= first_s:
+        # Nobody saw forward end: take the first gradient to cost as much as the average one.
+        forward_end_s = max(0.0, first_s - (closed_s - first_s) / len(events))
+    uses = _forward_times(events, forward_end_s)
+    rows = []
+    before_s = forward_end_s
+    for position, event in enumerate(events):
+        ready_s = closed_s if position == len(events) - 1 else min(event.ready_s, closed_s)
+        ready_s = max(ready_s, before_s)
+        rows.append(TraceTensor(event.spec, uses[position], ready_s - before_s))
+        before_s = ready_s
+    other_s = forward_end_s - sum(uses)
+    return Trace("measured", tuple(reversed(rows)), max(0.0, other_s))
+
+
+def _forward_times(events: Sequence[_Event], forward_end_s: float) -> list[float]:
+    """Forward seconds that belong to each tensor: from its first use to the next tensor's."""
+    known = sorted(
+        (e.forward_s, -position)
+        for position, e in enumerate(events)
+        if 0 <= e.forward_s <= forward_end_s
+    )
+    times = [0.0] * len(events)
+    if not known:
+        times[-1] = forward_end_s
+        return times
+    ends = [start for start, _ in known[1:]] + [forward_end_s]
+    for (start, negated), end in zip(known, ends, strict=True):
+        times[-negated] = end - start
+    return times

@@ -1,0 +1,340 @@
+"""Which plan runs when: measure, plan, try, keep what is fastest, and notice when it no longer is.
+
+    warm-up    steps by a plan that needs no measurement; nothing is recorded
+    profile    the same plan with communication held back, so that compute is seen undisturbed
+    trial      candidate plans in turn; the slower ones drop out from round to round. `auto` then
+               plans once more by the interference found, and tries what that brings
+    installed  one plan; a lasting change of the iteration time leads back to profile. Where the
+               plan takes longer than another one did in its trial, the two are tried again
+
+Every rank runs this machine and goes through the same states at the same steps: phases end after
+a fixed number of steps, and decisions are taken only in *rounds*, from the messages of all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from wfbp.config import Config
+from wfbp.core import planners
+from wfbp.core.cost import Costs
+from wfbp.core.fit import fit_kappa
+from wfbp.core.plan import Plan
+from wfbp.core.timeline import Timeline, timeline
+from wfbp.core.trace import Trace
+from wfbp.core.types import Operation, TensorSpec
+from wfbp.runtime.tuning.candidates import (
+    AUTO,
+    auto_candidates,
+    check_schedule,
+    distinct,
+    first_plan,
+    further_candidates,
+    held,
+    make,
+    reordered,
+    with_packing,
+)
+from wfbp.runtime.tuning.drift import DriftDetector
+from wfbp.runtime.tuning.profile import Profile, StepTimes, combine
+from wfbp.runtime.tuning.trial import Candidate, Elimination, Search, Times, Trial
+
+_WINDOW_STEPS = 20
+_MOST_STEPS = 400
+_MOST_COLD = 3
+_REGRET = 0.02
+_REGRET_WINDOWS = 3
+_MOST_RIVALS = 3
+
+
+class Tuner:
+    """The plan of one engine over time. Used by one thread.
+
+    Args:
+        config: how long each phase lasts.
+        schedule: a planner's name, or ``auto``.
+        threshold_bytes: for the ``threshold`` planner, and for the first plan of those that have to
+            measure.
+        specs: the tensors to plan, in forward order as far as it is known.
+        decouples: whether schedules that decouple all-reduce can be served.
+        num_updaters: ranks that share the update of a decoupled tensor; 1 where each does all.
+
+    Raises:
+        ValueError: no such schedule.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        schedule: str,
+        threshold_bytes: int,
+        specs: Sequence[TensorSpec],
+        decouples: bool = False,
+        num_updaters: int = 1,
+    ) -> None:
+        check_schedule(schedule, decouples)
+        self._decouples = decouples and schedule not in planners.ALL_REDUCE
+        self._spared = 1.0 - 1.0 / num_updaters
+        self._update_s = 0.0
+        self._kappa = 0.0  # as the last trial showed it; what is planned next counts on it
+        self._config = config
+        self._schedule = schedule
+        self._threshold_bytes = threshold_bytes
+        self._num_joined: Counter[TensorSpec] = Counter()
+        self._begin(specs)
+
+    def join(self, specs: Sequence[TensorSpec]) -> None:
+        """Begin again with these tensors too.
+
+        One that joins for the second time, because it had no gradient while compute was measured,
+        stays for good: beginning again and again would cost more than sending zeros.
+        """
+        self._num_joined.update(specs)
+        self._begin([*specs, *self.plan.tensors])
+
+    def _begin(self, specs: Sequence[TensorSpec]) -> None:
+        self.trace: Trace | None = None
+        self.costs: Costs | None = None
+        self.predicted: Timeline | None = None
+        self._incumbent: Plan | None = None
+        self._trial: Trial | None = None
+        self._tried: list[Candidate] = []
+        self._regret_windows = _REGRET_WINDOWS
+        self._enter("warm-up", first_plan(self._schedule, specs, self._threshold_bytes))
+
+    def after_step(self, stamps: StepTimes) -> None:
+        """Take note of a step; :attr:`plan` may change, on every rank at the same step."""
+        self._seen += 1
+        if self.phase == "warm-up":
+            if self._seen >= self._config.warmup_steps:
+                self._enter("profile", held(self.plan))
+            return
+        if self._seen > self._num_cold:  # a plan's first steps find cold memory
+            self._steps.append(stamps)
+        if self.phase == "trial":
+            assert self._trial is not None
+            if len(self._steps) < self._trial.num_steps:
+                return
+            self._times.append([s.done_s - s.begun_s for s in self._steps])
+            if len(self._times) < len(self._trial.plans):
+                self._enter("trial", self._trial.plans[len(self._times)])
+        elif self.phase == "installed":
+            self._watch()
+
+    @property
+    def _num_cold(self) -> int:
+        """Steps after a change of plans that tell nothing; more where steps are short."""
+        if self.phase != "trial":
+            return 1
+        assert self._trial is not None
+        return max(1, min(_MOST_COLD, self._trial.num_steps // 2))
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """The collectives whose costs matter."""
+        return tuple(Operation) if self._decouples else (Operation.ALL_REDUCE,)
+
+    @property
+    def doubts_costs(self) -> bool:
+        """Whether costs must be measured anew: the iteration time changed, maybe by the network."""
+        return self._incumbent is not None
+
+    @property
+    def round_due(self) -> bool:
+        """Whether every rank now enters a round, by count of steps."""
+        if self.phase == "profile":
+            return len(self._steps) >= self._config.profile_steps
+        if self.phase != "trial":
+            return False
+        assert self._trial is not None
+        return len(self._times) == len(self._trial.plans)
+
+    @property
+    def wants_round(self) -> bool:
+        """Whether this rank asks for a round: the iteration time has changed, or another plan was
+        faster in its trial than the installed one is now."""
+        return self.phase == "installed" and (
+            self._drift_detector.has_drifted or bool(self._rivals(self._now_s))
+        )
+
+    def message(self) -> dict[str, Any]:
+        """What this rank brings to a round."""
+        if self.phase == "profile":
+            return {"profile": Profile.of(self._steps).to_json()}
+        if self.phase == "trial":
+            return {"times_s": self._times}
+        return {
+            "wants_round": self.wants_round,
+            "drifted": self._drift_detector.has_drifted,
+            "now_s": self._now_s,
+        }
+
+    def decide(self, messages: Sequence[dict[str, Any]], measure: Callable[[], Costs]) -> Plan:
+        """Conclude a round; the same on every rank.
+
+        Args:
+            messages: what each rank brought, in rank order.
+            measure: measures the network's costs; a collective.
+
+        Returns:
+            The plan to run from here on.
+        """
+        if self.phase == "profile":
+            self._plan_anew(messages, measure)
+        elif self.phase == "trial":
+            self._conclude_round([m["times_s"] for m in messages])
+        elif any(m["drifted"] for m in messages):
+            self._incumbent = self.plan
+            self._enter("profile", held(self.plan))
+        elif rivals := self._rivals(max(m["now_s"] for m in messages)):
+            self._return_to(rivals)
+        return self.plan
+
+    @property
+    def measured_s(self) -> float | None:
+        """Median iteration time by the current plan, where it was seen."""
+        recent = self._steps[-_WINDOW_STEPS:]
+        return statistics.median(s.done_s - s.begun_s for s in recent) if recent else None
+
+    @property
+    def exposed_s(self) -> float | None:
+        """Median of the time that training waited for communication."""
+        recent = self._steps[-_WINDOW_STEPS:]
+        if not recent:
+            return None
+        return statistics.median(s.done_s - s.closed_s + s.waited_s for s in recent)
+
+    def _enter(self, phase: str, plan: Plan) -> None:
+        self.phase = phase
+        self.plan = plan
+        self._seen = 0
+        self._steps: list[StepTimes] = []
+        self._drift_detector = DriftDetector(self._config.replan_threshold)
+        self._windows_s: list[float] = []
+        if phase != "trial":
+            self._times: list[list[float]] = []
+
+    def _plan_anew(self, messages: Sequence[dict[str, Any]], measure: Callable[[], Costs]) -> None:
+        profiles = [Profile(**m["profile"]) for m in messages]
+        kept = {spec for spec, times in self._num_joined.items() if times > 1}
+        trace = combine(self.plan.tensors, profiles, kept)
+        if trace is None:
+            self._enter("warm-up", replace(self.plan, overlap=True))
+            return
+        self._tried = []
+        self._regret_windows = _REGRET_WINDOWS
+        packing_s = max(p.packing_s for p in profiles)
+        update_s = max(p.update_s for p in profiles)
+        self._update_s = update_s / (1.0 - self._spared * self.plan.decoupled_part)
+        self.trace = trace = replace(trace, other_s=trace.other_s + self._update_s - update_s)
+        costs = with_packing(measure(), packing_s / max(1, self.plan.total_bytes))
+        self.costs = costs = replace(costs, kappa=self._kappa)
+        if self._schedule == "dear":
+
+            def dear(threshold_bytes: int) -> Plan:
+                return planners.plan("dear", trace, costs, threshold_bytes=threshold_bytes)
+
+            first_bytes = self._threshold_bytes
+            self._try(Search(dear, first_bytes, self._trial_steps(dear(first_bytes))))
+            return
+        if self._schedule == AUTO:
+            plans = auto_candidates(trace, self.costs, self._threshold_bytes, self._decouples)
+        else:
+            plans = [make(self._schedule, trace, self.costs, self._threshold_bytes)]
+        if self._incumbent is not None and set(self._incumbent.tensors) == set(trace.specs):
+            plans = distinct([reordered(self._incumbent, trace), *plans])
+        if len(plans) == 1:
+            self._install(plans[0])
+        else:
+            self._try(Elimination(plans, self._trial_steps(plans[0])))
+
+    def _trial_steps(self, plan: Plan) -> int:
+        """Steps per candidate and round: as many as the configured time holds of this plan's."""
+        assert self.trace is not None
+        assert self.costs is not None
+        expected_s = timeline(plan, self.trace, self.costs).iteration_s
+        enough = math.ceil(self._config.trial_min_s / expected_s) if expected_s > 0 else 0
+        return max(self._config.trial_steps, min(enough, _MOST_STEPS))
+
+    def _try(self, trial: Trial) -> None:
+        self._trial = trial
+        self._times = []
+        self._enter("trial", trial.plans[0])
+
+    def _conclude_round(self, ranks: Sequence[Times]) -> None:
+        assert self._trial is not None
+        assert self.trace is not None
+        assert self.costs is not None
+        chosen = self._trial.conclude(ranks)
+        if chosen is None:
+            self._try(self._trial)
+            return
+        is_first = not self._tried
+        again = {c.plan.digest for c in self._trial.candidates}
+        self._tried = [c for c in self._tried if c.plan.digest not in again]
+        self._tried += self._trial.candidates
+        overlapped = [
+            (c.plan, c.measured_s + self._saved_s(c.plan)) for c in self._tried if c.plan.overlap
+        ]
+        if overlapped:
+            self._kappa = fit_kappa(self.trace, self.costs, overlapped)
+            self.costs = replace(self.costs, kappa=self._kappa)
+        if self._schedule == AUTO and is_first:
+            tried = [c.plan for c in self._tried]
+            further = further_candidates(tried, chosen, self.trace, self.costs, self._decouples)
+            if further:
+                self._try(Elimination([chosen, *further], self._trial_steps(chosen)))
+                return
+        self._install(chosen)
+
+    def _install(self, plan: Plan) -> None:
+        assert self.trace is not None
+        assert self.costs is not None
+        other_s = max(0.0, self.trace.other_s - self._saved_s(plan))
+        self.predicted = timeline(plan, replace(self.trace, other_s=other_s), self.costs)
+        self._incumbent = None
+        self._enter("installed", plan)
+
+    def _saved_s(self, plan: Plan) -> float:
+        """What ranks save that update their shards of decoupled tensors only."""
+        return self._update_s * self._spared * plan.decoupled_part
+
+    def _watch(self) -> None:
+        """Look at each window of steps."""
+        if self._seen % _WINDOW_STEPS:
+            return
+        self._steps = self._steps[-_WINDOW_STEPS:]
+        window_s = statistics.median(s.done_s - s.begun_s for s in self._steps)
+        self._drift_detector.add(window_s)
+        self._windows_s = [*self._windows_s, window_s][-self._regret_windows :]
+
+    @property
+    def _now_s(self) -> float:
+        """What an iteration by the installed plan takes now; 0 while that is not known."""
+        if len(self._windows_s) < self._regret_windows or not self._config.replan_threshold:
+            return 0.0
+        return statistics.median(self._windows_s)
+
+    def _rivals(self, now_s: float) -> list[Candidate]:
+        """Plans that took less in their trial than the installed one does now, the best first."""
+        rivals = [
+            c
+            for c in self._tried
+            if c.plan.digest != self.plan.digest and c.measured_s * (1 + _REGRET) < now_s
+        ]
+        return sorted(rivals, key=lambda c: c.measured_s)[:_MOST_RIVALS]
+
+    def _return_to(self, rivals: Sequence[Candidate]) -> None:
+        """Try plans again beside the installed one.
+
+        A disturbed trial may have dropped the best. Perhaps everything takes longer now; each time
+        it is therefore watched for twice as long before the next return.
+        """
+        self._regret_windows *= 2
+        plans = [self.plan, *(c.plan for c in rivals)]
+        self._try(Elimination(plans, self._trial_steps(self.plan)))

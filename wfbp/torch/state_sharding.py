@@ -1,0 +1,337 @@
+"""Shards of parameters and of optimizer state, and the way between them and whole tensors.
+
+Ranks join shards in two ways. Where all of them must have whole state at the same place of the
+program, as when a plan changes, by all-gathers. Where one of them wants to know the whole state,
+as for a checkpoint, by fetching the others' shards from their communication threads, alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from wfbp.core.types import TensorSpec
+from wfbp.errors import DisagreementError
+from wfbp.runtime.progress.fetching import Content, Fetched, RefusalError
+from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.transport.shards import shard_range
+from wfbp.torch import tensors
+
+State = dict[Any, dict[Any, Any]]
+
+_LABEL = "gathering optimizer state"
+_FETCH_LABEL = "optimizer.state_dict(): fetching the other ranks' shards of the state"
+_FETCH_BYTES = 256 << 20
+"""Parameters of about so many bytes are fetched at a time: what arrives is memory beside them."""
+
+
+class StateSharding:
+    """Which parameters of an optimizer are updated shard by shard at present, and their state.
+
+    A sharded parameter's shard is a tensor of one dimension that shares its memory, and stands for
+    it in the optimizer's state. Whatever lies in the state with the parameter's own shape is
+    sharded with it; other values (counts of steps) are the same on every rank.
+
+    Args:
+        runtime: with more than one rank.
+        specs: of the parameters, in the same order.
+        params: dense in memory.
+        optimizer: whose state, by parameter or shard, is changed in place.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        specs: Sequence[TensorSpec],
+        params: Sequence[torch.Tensor],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self._runtime = runtime
+        self._params = params
+        self._optimizer = optimizer
+        self._names = [spec.name for spec in specs]
+        self._layouts = [tensors.Layout.of(p) for p in params]
+        self._counts = [_counts(spec, runtime.size) for spec in specs]
+        rank = runtime.rank
+        self._parts = [slice(sum(c[:rank]), sum(c[: rank + 1])) for c in self._counts]
+        self._shards: dict[int, torch.Tensor] = {}
+        self._version = 0
+        self._entries: State = {}
+        self._store = runtime.open_store()
+        weakref.finalize(self, runtime.drop_store, self._store).atexit = False
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._shards
+
+    @property
+    def _state(self) -> State:
+        """Looked up each time: a program may give its optimizer another one."""
+        return self._optimizer.state
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    @property
+    def indices(self) -> list[int]:
+        """Of the sharded parameters."""
+        return list(self._shards)
+
+    def shard(self, index: int) -> torch.Tensor:
+        """The shard that stands for a sharded parameter, where its memory lies now."""
+        shard = self._shards[index]
+        place = self.part(index, flat(self._params[index].detach()))
+        if shard.data_ptr() != place.data_ptr():  # the parameter's data was replaced
+            shard.data = place
+        return shard
+
+    def drop_gradients(self) -> None:
+        """Leave no gradients with the shards."""
+        for shard in self._shards.values():
+            shard.grad = None
+
+    def check(self) -> None:
+        """Raise unless sharded parameters lie in memory as they did, so that shards fit together.
+
+        Raises:
+            RuntimeError: a parameter has another shape, element type or memory order.
+        """
+        for index in self._shards:
+            param, layout = self._params[index], self._layouts[index]
+            if param.shape != layout.shape or param.dtype is not layout.dtype:
+                layout.check(param, param, self._names[index])
+            if param.stride() != layout.stride:
+                raise RuntimeError(
+                    f"{self._names[index]} had strides {layout.stride} when the optimizer was "
+                    f"wrapped and has {param.stride()} now; convert a model to another memory "
+                    "format before DistributedOptimizer, or choose a schedule of all-reduces"
+                )
+
+    def part(self, index: int, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a flat tensor with the parameter's number of elements."""
+        return whole[self._parts[index]]
+
+    def follow(self, sharded: Sequence[int]) -> None:
+        """Shard these parameters and no others; a collective, with the same ones on every rank."""
+        target = set(sharded)
+        self._join(sorted(self._shards.keys() - target))
+        for index in sorted(target - self._shards.keys()):
+            self._split(index)
+
+    def forget(self) -> None:
+        """The state is whole again, because another one was loaded."""
+        self._shards.clear()
+
+    def publish(self) -> None:
+        """An update is complete: until the next one other ranks may fetch what it made."""
+        self._version += 1
+        # Shallow copies: the program may empty the state before another rank has asked.
+        self._entries = entries = dict(self._state) if self._shards else {}
+        shards = dict(self._shards)
+        self._store.publish(self._version, lambda items: _collect(items, shards, entries))
+
+    def whole_state(self) -> State:
+        """The state as it would be without shards, by parameter; any rank may ask, alone."""
+        found = {key: value for key, value in self._state.items() if key not in self._keys()}
+        fetched = {} if self._was_emptied() else self._fetch(sorted(self._shards))
+        # In the parameters' order, as every optimizer fills its state.
+        for index, param in enumerate(self._params):
+            if entry := fetched.get(index):
+                found[param] = entry
+        return found
+
+    def take_whole_state(self) -> None:
+        """Let the state be whole here, until the next update; the others must do so, too."""
+        if self._shards:
+            whole, state = self.whole_state(), self._state
+            state.clear()
+            state.update(whole)
+            self.forget()
+
+    def lies_in(self, state: State) -> bool:
+        """Whether there is state of any shard among this."""
+        return any(shard in state for shard in self._shards.values())
+
+    def _was_emptied(self) -> bool:
+        """Whether the program has emptied the state since the last update, as on all ranks."""
+        keys = self._keys()
+        return bool(keys & self._entries.keys()) and not keys & self._state.keys()
+
+    def _fetch(self, indices: Sequence[int]) -> dict[int, dict[Any, Any]]:
+        """The whole state of sharded parameters, in new tensors; not a collective."""
+        found: dict[int, dict[Any, Any]] = {}
+        batch: list[int] = []
+        for index in indices:
+            batch.append(index)
+            if sum(self._params[k].nbytes for k in batch) >= _FETCH_BYTES or index == indices[-1]:
+                fetched = self._runtime.fetch(self._store, self._version, batch, _FETCH_LABEL)
+                own = _collect(batch, self._shards, self._state)
+                fetched[self._runtime.rank] = own
+                found |= self._put_together(batch, fetched)
+                batch = []
+        return found
+
+    def _put_together(self, indices: Sequence[int], fetched: Fetched) -> dict[int, dict[Any, Any]]:
+        """Whole tensors out of what every rank has of them."""
+        outlines: dict[int, dict[Any, Any]] = {}
+        whole: dict[int, dict[Any, Any]] = {}
+        # The first rank has a part of every parameter that has elements at all.
+        for rank in sorted(fetched):
+            head: Any = fetched[rank][0]
+            parts = iter(fetched[rank][1])
+            for index in indices:
+                if not self._counts[index][rank]:
+                    continue
+                outline, param = head[index], self._params[index]
+                kinds = {k: v for k, v in outline.items() if isinstance(v, torch.dtype)}
+                if index not in whole:
+                    outlines[index] = kinds
+                    whole[index] = {
+                        key: torch.empty_like(param, dtype=value, requires_grad=False)
+                        if key in kinds
+                        # (Of this rank it is the state itself, which others may still fetch.)
+                        else copy.deepcopy(value)
+                        for key, value in outline.items()
+                    }
+                if kinds != outlines[index]:
+                    raise DisagreementError(
+                        f"{self._runtime.where}: optimizer.state_dict(): the state of "
+                        f"{self._names[index]} has {_shown(kinds)} on rank {rank} and "
+                        f"{_shown(outlines[index])} on a rank before; every rank must change the "
+                        "optimizer's state alike"
+                    )
+                start = sum(self._counts[index][:rank])
+                for key, dtype in kinds.items():
+                    part = tensors.shared(next(parts)).view(dtype)
+                    flat(whole[index][key])[start : start + len(part)].copy_(part)
+        return whole
+
+    def _keys(self) -> set[torch.Tensor]:
+        return set(self._shards.values())
+
+    def _split(self, index: int) -> None:
+        param = self._params[index]
+        shard = self.part(index, flat(param.detach()))
+        self._shards[index] = shard
+        entry = self._state.pop(param, None)
+        if not entry or not shard.numel():
+            return
+        self._state[shard] = {
+            key: self.part(index, flat(ordered(param, value))).clone()
+            if _goes_with(param, value)
+            else value
+            for key, value in entry.items()
+        }
+
+    def _join(self, indices: Sequence[int]) -> None:
+        gathered = self._gather(indices)
+        for index in indices:
+            self._state.pop(self._shards.pop(index), None)
+            if entry := gathered.get(index):
+                self._state[self._params[index]] = entry
+
+    def _gather(self, indices: Sequence[int]) -> dict[int, dict[Any, Any]]:
+        """The whole state of sharded parameters, in new tensors."""
+        if not indices:
+            return {}
+        # The first rank has a part of every parameter that has elements at all.
+        mine = {index: self._outline(index) for index in indices}
+        payloads = self._runtime.exchange(pickle.dumps(mine), _LABEL)
+        outline: dict[int, dict[Any, Any]] = pickle.loads(payloads[0])
+        return {
+            index: {
+                key: self._gather_one(index, key, value)
+                if isinstance(value, torch.dtype)
+                else value
+                for key, value in outline[index].items()
+            }
+            for index in indices
+        }
+
+    def _outline(self, index: int) -> dict[Any, Any]:
+        """A shard's state, its sharded tensors replaced by their element types."""
+        if self._runtime.rank:
+            return {}
+        shard = self._shards[index]
+        return {
+            key: value.dtype if _goes_with(shard, value) else value
+            for key, value in self._state.get(shard, {}).items()
+        }
+
+    def _gather_one(self, index: int, key: Any, dtype: torch.dtype) -> torch.Tensor:
+        param = self._params[index]
+        whole = torch.empty_like(param, dtype=dtype, requires_grad=False)
+        line = flat(whole)
+        shard = self._shards[index]
+        if shard.numel():
+            self.part(index, line).copy_(self._state[shard][key])
+        counts = [count * dtype.itemsize for count in self._counts[index]]
+        host = tensors.on_host(line)
+        data = tensors.raw(host)
+        self._runtime.call(lambda backend: backend.all_gather(data, counts), _LABEL)
+        if host.data_ptr() != line.data_ptr():
+            line.copy_(host)
+        return whole
+
+
+def _collect(
+    indices: Sequence[int],
+    shards: dict[int, torch.Tensor],
+    state: State,
+) -> Content:
+    """The state of some shards: outlines, and the bytes of what goes with the shards' elements.
+
+    Raises:
+        RefusalError: one of these parameters is not sharded here.
+    """
+    outlines: dict[int, dict[Any, Any]] = {}
+    parts: list[Any] = []
+    for index in indices:
+        shard = shards.get(index)
+        if shard is None:
+            raise RefusalError("has another part of the optimizer's state in shards")
+        if not shard.numel():
+            continue
+        outlines[index] = outline = {}
+        for key, value in state.get(shard, {}).items():
+            outline[key] = value
+            if _goes_with(shard, value):
+                if value.is_cuda:
+                    torch.cuda.synchronize(value.device)  # its update runs on another stream
+                outline[key] = value.dtype
+                parts.append(tensors.raw(tensors.on_host(value)))
+    return outlines, parts
+
+
+def _shown(kinds: dict[Any, torch.dtype]) -> str:
+    return ", ".join(f"{key} ({dtype})" for key, dtype in kinds.items()) or "no tensors"
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements in the order of their memory, shared."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _counts(spec: TensorSpec, size: int) -> list[int]:
+    """Elements of each rank's shard."""
+    width = spec.nbytes // spec.numel if spec.numel else 1
+    ranges = [shard_range(spec, rank, size) for rank in range(size)]
+    return [(stop - start) // width for start, stop in ranges]
+
+
+def _goes_with(tensor: torch.Tensor, value: Any) -> bool:
+    """Whether a value in a tensor's state has an element for each of its elements."""
+    return isinstance(value, torch.Tensor) and value.shape == tensor.shape
+
+
+def ordered(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A value of a parameter's shape in the memory order of the parameter."""
+    if value.stride() == param.stride():
+        return value
+    return torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)
