@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from wfbp.runtime.api.array_collectives import broadcast_object as broadcast_object
     from wfbp.runtime.api.reducer import GradientReducer as GradientReducer
     from wfbp.runtime.collectives.api import init as init
-    from wfbp.runtime.world import is_initialized as is_initialized
-    from wfbp.runtime.world import local_rank as local_rank
-    from wfbp.runtime.world import local_size as local_size
-    from wfbp.runtime.world import rank as rank
-    from wfbp.runtime.world import shutdown as shutdown
-    from wfbp.runtime.world import size as size
+    from wfbp.runtime.process import is_initialized as is_initialized
+    from wfbp.runtime.process import local_rank as local_rank
+    from wfbp.runtime.process import local_size as local_size
+    from wfbp.runtime.process import rank as rank
+    from wfbp.runtime.process import shutdown as shutdown
+    from wfbp.runtime.process import size as size
 
 _HOMES = {
     "wfbp.config": ("Config",),
@@ -44,7 +44,7 @@ _HOMES = {
     "wfbp.runtime.collectives.api": ("init",),
     "wfbp.runtime.api.array_collectives": ("allgather_object", "barrier", "broadcast_object"),
     "wfbp.runtime.api.reducer": ("GradientReducer",),
-    "wfbp.runtime.world": (
+    "wfbp.runtime.process": (
         "is_initialized",
         "local_rank",
         "local_size",

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.contract.checks import CHECKS, LARGEST
 from wfbp.comm.chunking import Chunking
-from wfbp.comm.mpi.mpi import MpiBackend
+from wfbp.comm.mpi.backend import MpiBackend
 from wfbp.comm.mpi.transfers import PythonTransfers
 
 WAYS = (None, Chunking(direct_ranks=0))

@@ -19,7 +19,7 @@ from wfbp.core.plan import Plan
 from wfbp.core.trace import Trace
 from wfbp.core.types import TensorSpec
 from wfbp.runtime.engine.engine import Engine
-from wfbp.runtime.engine.recording import KEPT_ITERATIONS
+from wfbp.runtime.engine.recorder import KEPT_ITERATIONS
 from wfbp.runtime.runtime import Runtime
 
 SPECS = tuple(TensorSpec(f"layer{k}", (100 + k,), "float32") for k in range(5))
@@ -111,7 +111,7 @@ def test_recording_never_ends_training(
     def full(*paths: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("wfbp.runtime.engine.recording.os.replace", full)
+    monkeypatch.setattr("wfbp.runtime.engine.recorder.os.replace", full)
     with caplog.at_level(logging.WARNING, "wfbp"):
         train(2, 3, tmp_path)
     assert "the run could not be recorded: [Errno 28] No space left on device" in caplog.text

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from tests.parallel.runs import Outcome, outcome
-from wfbp.comm.mpi.host_files import known_reason
+from wfbp.comm.mpi.shm_memory import known_reason
 
 pytestmark = [
     pytest.mark.parallel,

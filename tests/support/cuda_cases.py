@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from wfbp.core.types import item_bytes
 from wfbp.cuda.kernels import CASTS, SCALED, Kernels
 from wfbp.cuda.pack import DevicePackTable
-from wfbp.runtime.transport.fusion import aligned_bytes
+from wfbp.runtime.transport.buffers import aligned_bytes
 
 Bytes = npt.NDArray[np.uint8]
 

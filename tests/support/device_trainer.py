@@ -13,8 +13,8 @@ from tests.support.trainer import address
 from wfbp.core.types import TensorSpec
 from wfbp.runtime.engine.engine import Engine
 from wfbp.runtime.runtime import Runtime
-from wfbp.runtime.slot import GradientRef
-from wfbp.runtime.transport.fusion import storage_dtype
+from wfbp.runtime.step import GradientRef
+from wfbp.runtime.transport.buffers import storage_dtype
 
 Array = np.ndarray[Any, Any]
 

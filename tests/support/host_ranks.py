@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import pytest
 
 from wfbp.comm.chunking import Chunking
-from wfbp.comm.mpi.host_memory import SharedMemory
-from wfbp.comm.mpi.host_reduce import SharedAllReduce
-from wfbp.comm.mpi.mpi_channel import Channel, ProgressGroup
+from wfbp.comm.mpi.jobs import Channel, ProgressGroup
+from wfbp.comm.mpi.shm_allreduce import SharedAllReduce
+from wfbp.comm.mpi.shm_memory import SharedMemory
 from wfbp.comm.mpi.transfers import PythonTransfers
 
 T = TypeVar("T")

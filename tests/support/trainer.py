@@ -9,8 +9,8 @@ import numpy as np
 from wfbp.core.types import TensorSpec
 from wfbp.runtime.engine.engine import Engine
 from wfbp.runtime.runtime import Runtime
-from wfbp.runtime.slot import BufferView, GradientRef
-from wfbp.runtime.transport.fusion import storage_dtype
+from wfbp.runtime.step import BufferView, GradientRef
+from wfbp.runtime.transport.buffers import storage_dtype
 
 
 def make_specs(sizes: list[int], dtype: str = "float64") -> list[TensorSpec]:

@@ -30,7 +30,7 @@ from wfbp.bench.comm_ways import Contestant, contestants, wanted
 from wfbp.bench.load import thread_seconds, usage
 from wfbp.bench.tables import print_table
 from wfbp.comm.chunking import Chunking
-from wfbp.comm.mpi.mpi import MpiBackend
+from wfbp.comm.mpi.backend import MpiBackend
 from wfbp.comm.waiting import Policy
 from wfbp.config import Config
 from wfbp.core.types import Operation

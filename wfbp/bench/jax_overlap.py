@@ -33,7 +33,7 @@ from wfbp.bench.jax_emulated import (
 from wfbp.bench.jax_models import Params, mlp
 from wfbp.bench.tables import print_table
 from wfbp.config import Config
-from wfbp.runtime.engine.recording import KEPT_ITERATIONS
+from wfbp.runtime.engine.recorder import KEPT_ITERATIONS
 
 DEPTH, WIDTH, BATCH = 20, 512, 512
 SHARE = 0.6

@@ -39,8 +39,8 @@ from wfbp.core.trace import Trace
 from wfbp.core.types import Operation, TensorSpec
 from wfbp.runtime.engine.engine import Engine
 from wfbp.runtime.runtime import Runtime
-from wfbp.runtime.slot import BufferView
-from wfbp.runtime.transport.fusion import aligned_bytes
+from wfbp.runtime.step import BufferView
+from wfbp.runtime.transport.buffers import aligned_bytes
 from wfbp.runtime.tuning.candidates import DECOUPLED, SCHEDULES, reordered
 
 THRESHOLD_BYTES = 25 * 2**20

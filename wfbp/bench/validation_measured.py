@@ -16,8 +16,7 @@ from wfbp.bench.validation_architectures import densenet, resnet, scaled
 from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.planners import plan
 from wfbp.core.planners.optimum import finish_s
-from wfbp.core.planners.partitions import measure
-from wfbp.core.planners.rows import Rows, all_by
+from wfbp.core.planners.partition import Rows, all_by, measure
 from wfbp.core.timeline import timeline
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from wfbp.bench.scaling import DATA
 from wfbp.core.bound import lower_bound_s
 from wfbp.core.cost import Costs, LinearCost
-from wfbp.core.phases import backward_phase
 from wfbp.core.plan import Plan
 from wfbp.core.planners import dear_search, plan
-from wfbp.core.timeline import Timeline, timeline
+from wfbp.core.timeline import Timeline, backward_phase, timeline
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import Operation, TensorSpec
 from wfbp.sim.scaling import scale

@@ -94,7 +94,7 @@ def command(max_bytes: int, seconds: float, output: str, plot: str | None, as_js
     by the backend that trains. The measured curves are written for wfbp plan and wfbp simulate;
     interference with computation (kappa) is not measured here and is written as 0.
     """
-    from wfbp.comm.mpi.mpi import MpiBackend
+    from wfbp.comm.mpi.backend import MpiBackend
 
     try:
         config = Config.from_environment()

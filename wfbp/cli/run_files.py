@@ -12,7 +12,7 @@ from wfbp.core.checks import number
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.trace import Trace
-from wfbp.runtime.engine.recording import FORMAT
+from wfbp.runtime.engine.recorder import FORMAT
 
 FIGURES = (
     "predicted_iteration_s",

@@ -18,8 +18,7 @@ from wfbp.cli.inputs import (
     trace_argument,
 )
 from wfbp.cli.tables import Column, milliseconds, print_table
-from wfbp.core.cost import Costs, LinearCost
-from wfbp.core.curves import PiecewiseCost
+from wfbp.core.cost import Costs, LinearCost, PiecewiseCost
 from wfbp.core.fit import fit_linear
 from wfbp.core.planners import PLANNERS
 from wfbp.core.trace import Trace

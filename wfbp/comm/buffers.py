@@ -1,4 +1,7 @@
-"""Buffers as the backends see them: typed views of memory that someone else owns."""
+"""Buffers as the backends see them: typed views of memory, and how contributions combine.
+
+:func:`combine` is the one definition of reduction that every backend shares.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from wfbp import native
 from wfbp.comm.backend import Buffer, Segment
-from wfbp.core.types import ITEM_BYTES, item_bytes
+from wfbp.core.types import ITEM_BYTES, Op, item_bytes
 
 HALF = frozenset({"float16", "bfloat16"})
 """Element types that are accumulated in float32."""
@@ -152,3 +156,49 @@ def fill_blocks(
         parts = blocks(size, segment.data, segment.counts, dtype, writeable=False)
         for block, part in zip(whole, parts, strict=True):
             block[segment.start : segment.start + part.nbytes] = part.view(np.uint8)
+
+
+INTEGER = frozenset({"int32", "int64", "uint8"})
+
+
+def combine(shards: Sequence[Buffer], out: Buffer, dtype: str, op: Op) -> None:
+    """Combine one contribution per rank, given in rank order.
+
+    Args:
+        shards: arrays of equal length as ``buffers.typed`` returns them, one per rank.
+        out: where the result goes; the very memory of one of ``shards``, or none of it.
+        dtype: element type of all of them.
+        op: how they combine; AVERAGE divides by ``len(shards)``.
+
+    Example:
+        >>> total = np.zeros(2, np.float32)
+        >>> combine([np.float32([1, 2]), np.float32([3, 6])], total, "float32", Op.AVERAGE)
+        >>> total
+        array([2., 4.], dtype=float32)
+    """
+    native.reduce_shards(shards, out, dtype, *reduction(op, len(shards)))
+
+
+def reduction(op: Op, num_ranks: int) -> tuple[str, float]:
+    """How so many contributions are combined: by what, and what the result is divided by.
+
+    Example:
+        >>> reduction(Op.AVERAGE, 3)
+        ('sum', 3.0)
+    """
+    return ("sum", float(num_ranks)) if op is Op.AVERAGE else (op.value, 1.0)
+
+
+def divide(data: Buffer, number: int) -> None:
+    """Divide in place; by a power of two with the same bits in a third of the time.
+
+    Example:
+        >>> x = np.float32([1, 3])
+        >>> divide(x, 4)
+        >>> x
+        array([0.25, 0.75], dtype=float32)
+    """
+    if number & (number - 1):
+        np.divide(data, number, out=data)
+    else:
+        np.multiply(data, 1 / number, out=data)

@@ -19,9 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from wfbp.comm.arithmetic import combine
 from wfbp.comm.backend import Buffer, Finished, HostBackend, Mailbox, Segment, T, Work
-from wfbp.comm.buffers import blocks, fill, fill_blocks, typed
+from wfbp.comm.buffers import blocks, combine, fill, fill_blocks, typed
 from wfbp.core.types import Op
 from wfbp.errors import BackendError, PeerError, WfbpError
 

@@ -1,19 +1,237 @@
-"""The costs of a channel: one curve per collective, and what overlap costs the computation."""
+"""What a message costs: seconds of the channel by its bytes, one curve per collective.
+
+Beside the curves stands ``kappa``, by how much communication slows down the computation.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from wfbp.core.checks import number
-from wfbp.core.curves import CostModel, Line, LinearCost, PiecewiseCost, monotone_points
 from wfbp.core.types import Operation
 
 __all__ = ["CostModel", "Costs", "Line", "LinearCost", "PiecewiseCost", "monotone_points"]
+
+Floats = npt.NDArray[np.float64]
+Line = tuple[float, float]
+"""Seconds at 0 bytes, seconds per byte."""
+
+
+class CostModel(Protocol):
+    """Seconds of one message by its bytes; monotone, at least 0."""
+
+    def __call__(self, nbytes: float) -> float:
+        """Seconds of a message of ``nbytes`` bytes."""
+
+    def __hash__(self) -> int:
+        """Models are values."""
+
+    def many(self, nbytes: Floats) -> Floats:
+        """Seconds of each of many messages, in the shape of ``nbytes``."""
+
+    def scaled(self, factor: float) -> CostModel:
+        """The model whose every message takes ``factor`` times as long."""
+
+    def lines_below(self, max_bytes: float) -> tuple[Line, ...]:
+        """Lines that the curve never falls under from 0 to ``max_bytes`` bytes.
+
+        Intercept a and slope b of each are at least 0. So M bytes cost at least the largest
+        a + b*M of them, in however many messages they travel.
+        """
+
+    def to_json(self) -> dict[str, Any]:
+        """The model as it stands in a ``wfbp-cost/1`` document."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCost:
+    """A start-up time and a time per byte: alpha + beta * m.
+
+    Args:
+        alpha_s: seconds of a message before its first byte moves.
+        beta_s_per_byte: seconds per byte.
+
+    Raises:
+        ValueError: a figure is negative or not finite.
+
+    Example:
+        >>> LinearCost(alpha_s=1e-3, beta_s_per_byte=1e-9)(1_000_000)
+        0.002
+    """
+
+    alpha_s: float
+    beta_s_per_byte: float
+
+    def __post_init__(self) -> None:
+        number("alpha_s", self.alpha_s)
+        number("beta_s_per_byte", self.beta_s_per_byte)
+
+    def __call__(self, nbytes: float) -> float:
+        return self.alpha_s + self.beta_s_per_byte * nbytes
+
+    def many(self, nbytes: Floats) -> Floats:
+        return self.alpha_s + self.beta_s_per_byte * nbytes
+
+    def scaled(self, factor: float) -> LinearCost:
+        return LinearCost(self.alpha_s * factor, self.beta_s_per_byte * factor)
+
+    def lines_below(self, max_bytes: float) -> tuple[Line, ...]:
+        return ((self.alpha_s, self.beta_s_per_byte),)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"alpha_s": self.alpha_s, "beta_s_per_byte": self.beta_s_per_byte}
+
+
+@dataclass(frozen=True)
+class PiecewiseCost:
+    """A measured curve: straight between points.
+
+    Below the first point the curve is constant. Beyond the last it goes on with the mean slope
+    of its upper half (from the last point of at most half the largest size), because the slope
+    between the last two points alone is mostly noise.
+
+    Args:
+        points: (bytes, seconds), at least two; bytes increase strictly, seconds never fall.
+            :func:`monotone_points` makes such points from raw measurements.
+
+    Raises:
+        ValueError: with the index of the first point at fault.
+
+    Example:
+        >>> curve = PiecewiseCost(((4, 10e-6), (1_000_004, 1010e-6)))
+        >>> round(curve(500_004), 9), curve(0)
+        (0.00051, 1e-05)
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        if len(self.points) < 2:
+            raise ValueError(f"points: expected at least 2, found {len(self.points)}")
+        for index, (size, seconds) in enumerate(self.points):
+            number(f"points[{index}] bytes", size)
+            number(f"points[{index}] seconds", seconds)
+            if index == 0:
+                continue
+            last_size, last_seconds = self.points[index - 1]
+            if size <= last_size:
+                raise ValueError(
+                    f"points[{index}]: bytes must increase, found {size:g} after {last_size:g}"
+                )
+            if seconds < last_seconds:
+                raise ValueError(
+                    f"points[{index}]: seconds must not fall, found {seconds:g} after "
+                    f"{last_seconds:g}; make raw measurements monotone first"
+                )
+
+    @cached_property
+    def _sizes(self) -> Floats:
+        return np.array([size for size, _ in self.points], dtype=np.float64)
+
+    @cached_property
+    def _seconds(self) -> Floats:
+        return np.array([seconds for _, seconds in self.points], dtype=np.float64)
+
+    @cached_property
+    def _tail_s_per_byte(self) -> float:
+        last_size, last_seconds = self.points[-1]
+        index = max(bisect_right(self.points, last_size / 2, key=lambda p: p[0]) - 1, 0)
+        size, seconds = self.points[index]
+        return (last_seconds - seconds) / (last_size - size)
+
+    def __call__(self, nbytes: float) -> float:
+        points = self.points
+        index = bisect_right(points, nbytes, key=lambda p: p[0])
+        if index == 0:
+            return points[0][1]
+        size, seconds = points[index - 1]
+        if index == len(points):
+            return seconds + self._tail_s_per_byte * (nbytes - size)
+        next_size, next_seconds = points[index]
+        return seconds + (next_seconds - seconds) * ((nbytes - size) / (next_size - size))
+
+    def many(self, nbytes: Floats) -> Floats:
+        inside = np.interp(nbytes, self._sizes, self._seconds)
+        beyond = np.maximum(nbytes - self._sizes[-1], 0.0)
+        result: Floats = inside + self._tail_s_per_byte * beyond
+        return result
+
+    def scaled(self, factor: float) -> PiecewiseCost:
+        return PiecewiseCost(tuple((size, seconds * factor) for size, seconds in self.points))
+
+    def lines_below(self, max_bytes: float) -> tuple[Line, ...]:
+        """The sides of the curve's lower convex hull that meet 0 bytes at 0 seconds or above,
+        and the line of the best rate per byte, through the origin."""
+        corners = [(0.0, self(0.0))]
+        corners += [(x, y) for x, y in self.points if 0 < x < max_bytes]
+        if max_bytes > 0:
+            corners.append((max_bytes, self(max_bytes)))
+        lines = [(corners[0][1], 0.0)]
+        lines += [(0.0, min(y / x for x, y in corners[1:]))] if max_bytes > 0 else []
+        hull = _lower_hull(corners)
+        for (x0, y0), (x1, y1) in pairwise(hull):
+            slope = (y1 - y0) / (x1 - x0)
+            if y0 - slope * x0 >= 0:
+                lines.append((y0 - slope * x0, slope))
+        return tuple(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"points": [[size, seconds] for size, seconds in self.points]}
+
+
+def _lower_hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Lower convex hull of points with increasing x (Andrew's monotone chain)."""
+    hull: list[tuple[float, float]] = []
+    for x, y in points:
+        while len(hull) >= 2:
+            (x0, y0), (x1, y1) = hull[-2:]
+            if (y1 - y0) * (x - x0) < (y - y0) * (x1 - x0):
+                break
+            hull.pop()
+        hull.append((x, y))
+    return hull
+
+
+def monotone_points(measured: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Raw measurements as points of a :class:`PiecewiseCost`.
+
+    Several measurements of one size become their median; where the curve still falls, neighbours
+    are pooled to their mean, which is the closest curve that never falls (isotonic least
+    squares, by pooling adjacent violators).
+
+    Args:
+        measured: (bytes, seconds) in any order.
+
+    Returns:
+        Points sorted by bytes, seconds never falling.
+
+    Example:
+        >>> monotone_points([(8, 3.0), (4, 1.0), (16, 1.0), (4, 3.0)])
+        ((4, 2.0), (8, 2.0), (16, 2.0))
+    """
+    by_size: dict[float, list[float]] = {}
+    for size, seconds in measured:
+        by_size.setdefault(size, []).append(seconds)
+    pools: list[tuple[float, list[float]]] = []
+    for size in sorted(by_size):
+        mean, sizes = float(np.median(by_size[size])), [size]
+        while pools and pools[-1][0] > mean:
+            other, others = pools.pop()
+            mean = (other * len(others) + mean * len(sizes)) / (len(others) + len(sizes))
+            sizes = others + sizes
+        pools.append((mean, sizes))
+    return tuple((size, mean) for mean, sizes in pools for size in sizes)
+
 
 FORMAT = "wfbp-cost/1"
 LINEAR_KEYS = ("alpha_s", "beta_s_per_byte")

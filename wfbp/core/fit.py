@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from wfbp.core.checks import number
-from wfbp.core.cost import CostModel, Costs, LinearCost
-from wfbp.core.curves import Floats
+from wfbp.core.cost import CostModel, Costs, Floats, LinearCost
 from wfbp.core.plan import Plan
 from wfbp.core.timeline import iteration_s
 from wfbp.core.trace import Trace

@@ -22,9 +22,8 @@ import numpy.typing as npt
 
 from wfbp.comm.backend import Buffer
 from wfbp.comm.device.device import Device
-from wfbp.cuda.kernels import CudaKernels
+from wfbp.cuda.kernels import CudaKernels, stream_context
 from wfbp.cuda.pack import DevicePackTable
-from wfbp.cuda.streams import stream_context
 from wfbp.errors import BackendError
 
 _NOT_READY = 600

@@ -1,20 +1,43 @@
-"""The CUDA kernels of ``csrc/pack.cu``: their source, their arguments, and CuPy's way to run them.
-
-The source is compiled for the device at hand when it is first needed, by NVRTC, which needs no
-CUDA toolkit, and kept in CuPy's cache. Whoever launches says on which stream.
+"""The CUDA kernels of ``csrc/pack.cu``: their source, their arguments, and CuPy's way to run
+them.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from wfbp.cuda.streams import stream_context
+
+class _ForeignStream:
+    """A raw handle, by the protocol that libraries pass streams by."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
+def stream_context(cupy: Any, stream: int) -> AbstractContextManager[object]:
+    """Within it, what CuPy does happens on a stream; memory that it takes is that stream's.
+
+    Args:
+        cupy: the package.
+        stream: raw handle of a stream of the current device.
+    """
+    external: AbstractContextManager[object]
+    if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14 and later
+        external = cupy.cuda.Stream.from_external(_ForeignStream(stream))
+    else:
+        external = cupy.cuda.ExternalStream(stream)
+    return external
+
 
 THREADS = 256
 CAPACITY = 504

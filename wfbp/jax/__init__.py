@@ -17,23 +17,15 @@ Example:
 from __future__ import annotations
 
 from wfbp.core.types import Op
-from wfbp.jax.choice import set_local_device
+from wfbp.jax.collectives import allgather, allreduce, alltoall, broadcast, reducescatter
+from wfbp.jax.device import set_local_device
+from wfbp.jax.gradient_sync import report
 from wfbp.jax.gradients import grad, value_and_grad
 from wfbp.jax.metrics import average_metrics
-from wfbp.jax.operations import allgather, allreduce, alltoall, broadcast, reducescatter
 from wfbp.jax.optimizer import DistributedOptimizer
 from wfbp.jax.ordering import allgather_object, barrier, broadcast_object
-from wfbp.jax.reports import report
 from wfbp.jax.state import broadcast_parameters
-from wfbp.runtime.world import (
-    init,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-)
+from wfbp.runtime.process import init, is_initialized, local_rank, local_size, rank, shutdown, size
 
 Average = Op.AVERAGE
 Sum = Op.SUM

@@ -1,10 +1,4 @@
-"""The device that JAX's programs run on, and places in its streams.
-
-On CUDA an XLA handler is called when XLA enqueues, on one of XLA's threads, and told the stream.
-There an event is recorded without Python (``csrc/jax_events.h``), which hears of it later, on
-another thread. So that a gradient is ordered by the place in the stream where it was announced, and
-not by where the stream has come to since, a thread can be put there: see :meth:`XlaStreams.at`.
-"""
+"""The device that JAX's programs run on, streams as XLA tells them, and the choice of a GPU."""
 
 from __future__ import annotations
 
@@ -17,8 +11,10 @@ from contextlib import contextmanager
 import jax
 
 from wfbp.comm.device.device import Device, Event
-from wfbp.cuda.cupy_device import CupyDevice
+from wfbp.cuda.cupy_device import CupyDevice, count_devices
+from wfbp.cuda.local_device import check_local_rank
 from wfbp.errors import WfbpError
+from wfbp.runtime import process
 
 
 class XlaStreams(Device):
@@ -142,3 +138,35 @@ def programs_device() -> XlaStreams | None:
             f"on {first.device_kind} ({platform}). Set JAX_PLATFORMS=cpu"
         )
     return XlaDevice(first.local_hardware_id)
+
+
+def set_local_device() -> jax.Device:
+    """Let JAX use this rank's GPU and no other: that of the rank's number on its host.
+
+    To be called after ``init()`` and before JAX computes anything or is asked for its devices: it
+    takes memory on every GPU that it is given.
+
+    Returns:
+        The device.
+
+    Raises:
+        NotInitializedError: before ``wfbp.init()``.
+        ImportError: CuPy is not installed, or finds no driver.
+        RuntimeError: there are fewer GPUs than ranks on this host; or JAX had set itself up
+            before, or is none for CUDA.
+    """
+    runtime = process.current("set_local_device()")
+    mine = runtime.local_rank
+    check_local_rank(
+        runtime.where, mine, runtime.local_size, count_devices(), "set jax_cuda_visible_devices"
+    )
+    jax.config.update("jax_cuda_visible_devices", str(mine))
+    devices = jax.local_devices()
+    if jax.default_backend() == "cpu" or [d.local_hardware_id for d in devices] != [mine]:
+        raise RuntimeError(
+            f"{runtime.where}: JAX runs on {', '.join(map(str, devices))}, not on GPU {mine} "
+            "alone. "
+            "Call set_local_device() before JAX computes anything; JAX must be one for CUDA "
+            "(pip install 'jax[cuda12]'), and JAX_PLATFORMS not forbid it"
+        )
+    return devices[0]

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from wfbp.core.types import Op
-from wfbp.jax.operations import allreduce, is_compiling
+from wfbp.jax.collectives import allreduce, is_compiling
 from wfbp.jax.ordering import wait_for_programs
 from wfbp.jax.trees import is_value
-from wfbp.runtime import world
+from wfbp.runtime import process
 from wfbp.runtime.api import array_collectives
 
 Tree = TypeVar("Tree")
@@ -42,7 +42,7 @@ def average_metrics(metrics: Tree, name: str | None = None) -> Tree:
         >>> wfbp.average_metrics({"loss": 0.5, "correct": 3})
         {'loss': 0.5, 'correct': 3.0}
     """
-    world.current("average_metrics()")
+    process.current("average_metrics()")
     paths, structure = jax.tree_util.tree_flatten_with_path(metrics)
     leaves = [leaf for _, leaf in paths]
     indices = [index for index, leaf in enumerate(leaves) if is_value(leaf)]

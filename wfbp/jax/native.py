@@ -31,7 +31,7 @@ import jax
 from jaxlib import version as jaxlib
 
 from wfbp.jax.ordering import wait_for_steps
-from wfbp.runtime import world
+from wfbp.runtime import process
 
 MODULE = "_jax_ffi"
 _SOURCES = (
@@ -97,7 +97,7 @@ def load() -> Handlers:
             jax.ffi.register_ffi_target(target, handler, platform=platform)
     if _apart.is_set():
         native.wait_apart()
-    world.before_shutdown(wait_for_steps)
+    process.before_shutdown(wait_for_steps)
     atexit.register(_finish, native)
     return native
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from wfbp.core.types import Op
-from wfbp.jax.arguments import ExchangeOptions
-from wfbp.jax.operations import is_compiling
-from wfbp.jax.taps import TracedExchange
+from wfbp.jax.collectives import is_compiling
+from wfbp.jax.gradient_hooks import TracedExchange
+from wfbp.jax.gradient_sync import ExchangeOptions
 from wfbp.jax.trees import Layout
-from wfbp.runtime import world
+from wfbp.runtime import process
 
 if TYPE_CHECKING:
     import optax
@@ -58,7 +58,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """
     import optax
 
-    runtime = world.current("DistributedOptimizer()")
+    runtime = process.current("DistributedOptimizer()")
     if not isinstance(optimizer, optax.GradientTransformation):
         raise TypeError(
             f"expected an optax.GradientTransformation, found {type(optimizer).__qualname__}"
@@ -89,7 +89,7 @@ def _remedy(found: Any) -> str:
 
 
 def _averaged(gradients: Any, asked: ExchangeOptions) -> Any:
-    runtime = world.current("DistributedOptimizer.update()")
+    runtime = process.current("DistributedOptimizer.update()")
     layout = Layout.of([gradients], ["gradients"], asked.user)
     if not layout.specs:
         return gradients

@@ -11,10 +11,15 @@ import numpy as np
 
 from wfbp.jax.ordering import wait_for_programs
 from wfbp.jax.trees import is_value
-from wfbp.runtime import world
+from wfbp.runtime import process
 from wfbp.runtime.api import array_collectives
-from wfbp.runtime.matching import check_bytes, check_root, dtype_key, flattened
-from wfbp.runtime.refusals import sharing_argument_errors
+from wfbp.runtime.consistency import (
+    check_bytes,
+    check_root,
+    dtype_key,
+    flattened,
+    sharing_argument_errors,
+)
 
 Tree = TypeVar("Tree")
 
@@ -43,7 +48,7 @@ def broadcast_parameters(parameters: Tree, root_rank: int = 0) -> Tree:
         >>> wfbp.broadcast_parameters({"w": jax.numpy.ones(2), "step": 3}, root_rank=0)
         {'w': Array([1., 1.], dtype=float32), 'step': 3}
     """
-    runtime = world.current("broadcast_parameters()")
+    runtime = process.current("broadcast_parameters()")
     paths, structure = jax.tree_util.tree_flatten_with_path(parameters)
     leaves = [leaf for _, leaf in paths]
     found = {}

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from numbers import Integral
 
-from wfbp.core.planners.threshold_search import ThresholdSearch
+from wfbp.core.planners.dear import ThresholdSearch
 from wfbp.core.types import Op, TensorSpec
 from wfbp.runtime.tuning.candidates import check_schedule
 

@@ -14,7 +14,7 @@ import numpy as np
 from wfbp.comm.backend import Buffer
 from wfbp.core.types import Op, item_bytes
 from wfbp.runtime.arguments import labelled
-from wfbp.runtime.matching import (
+from wfbp.runtime.consistency import (
     Array,
     check_bytes,
     check_consistent,

@@ -21,14 +21,11 @@ from wfbp.config import Config
 from wfbp.core.cost import Costs
 from wfbp.core.types import Op, Operation
 from wfbp.errors import NotInitializedError, PeerError, WfbpError
-from wfbp.runtime.progress.calls import Reply
+from wfbp.runtime.progress.channel import CollectiveLock, ControlChannel
+from wfbp.runtime.progress.deadlock import DeadlockDetector, RankStatus, StallWatch
 from wfbp.runtime.progress.fetching import Fetched, Fetches, Store
-from wfbp.runtime.progress.inquiry import DeadlockDetector
-from wfbp.runtime.progress.places import RankStatus
-from wfbp.runtime.progress.stall import StallWatch
-from wfbp.runtime.progress.talk import CollectiveLock, ControlChannel
+from wfbp.runtime.progress.loop import TICK_S, Lane, Reply
 from wfbp.runtime.progress.thread import CommunicationThread
-from wfbp.runtime.progress.turns import TICK_S, Lane
 from wfbp.runtime.transport.device_transport import DeviceTransport
 from wfbp.runtime.transport.transport import HostTransport, Transport
 from wfbp.runtime.tuning.network import NetworkCosts

@@ -46,14 +46,7 @@ from wfbp.runtime.collectives.queries import (
     nccl_built,
     rocm_built,
 )
-from wfbp.runtime.world import (
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-)
+from wfbp.runtime.process import is_initialized, local_rank, local_size, rank, shutdown, size
 from wfbp.torch import elastic
 from wfbp.torch.batch_norm import SyncBatchNorm
 from wfbp.torch.collectives import (
@@ -82,9 +75,9 @@ from wfbp.torch.collectives import (
     sparse_allreduce_async,
 )
 from wfbp.torch.compression import Compression, Compressor
-from wfbp.torch.devices import set_local_device
 from wfbp.torch.optimizer import DistributedOptimizer
 from wfbp.torch.state import broadcast_optimizer_state, broadcast_parameters
+from wfbp.torch.tensors import set_local_device
 
 Average = Op.AVERAGE
 Sum = Op.SUM

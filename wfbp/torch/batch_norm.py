@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from wfbp.core.types import Op
-from wfbp.runtime import world
+from wfbp.runtime import process
 from wfbp.torch.collectives import allgather, allreduce_
 
 
@@ -52,7 +52,7 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - PyTorch's name
         """The input, normalised."""
         self._check_input_dim(input)
-        if not self.training or world.current("SyncBatchNorm").size == 1:
+        if not self.training or process.current("SyncBatchNorm").size == 1:
             return super().forward(input)
         normalised: torch.Tensor
         normalised, mean, squares, count = _Normalise.apply(  # type: ignore[no-untyped-call]

@@ -21,7 +21,7 @@ import torch
 
 from wfbp.comm.buffers import STORAGE
 from wfbp.core.types import Op
-from wfbp.runtime import world
+from wfbp.runtime import process
 from wfbp.runtime.collectives import api
 from wfbp.runtime.collectives.executor import Outcome
 from wfbp.runtime.collectives.operations import chosen_reduction
@@ -391,7 +391,7 @@ def broadcast(
 
     def backward(grad: torch.Tensor, name: str) -> torch.Tensor:
         mean = allreduce(grad, name=name, process_set=process_set)
-        return mean if world.rank() == root_rank else torch.zeros_like(mean)
+        return mean if process.rank() == root_rank else torch.zeros_like(mean)
 
     return done.connect(tensor, done.result, backward)
 

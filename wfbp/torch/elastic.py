@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from wfbp.errors import InternalError
-from wfbp.runtime import world
+from wfbp.runtime import process
 from wfbp.runtime.collectives.objects import allgather_object, broadcast_object
 from wfbp.torch.state import broadcast_optimizer_state, broadcast_parameters
 
@@ -100,7 +100,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(indices)
         left = indices[self._common :]
-        self.num_replicas, self.rank = world.size(), world.rank()
+        self.num_replicas, self.rank = process.size(), process.rank()
         self.num_samples = math.ceil(len(left) / self.num_replicas)
         missing = self.num_samples * self.num_replicas - len(left)
         while missing > 0:  # every rank gets equally many: the first ones are repeated
@@ -225,7 +225,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
             try:
                 return func(state, *args, **kwargs)
             except InternalError:
-                ended = world.current("elastic.run").thread.error is not None
+                ended = process.current("elastic.run").thread.error is not None
                 if ended or (failed_at is not None and state._saved is before):
                     raise
                 failed_at = state._saved

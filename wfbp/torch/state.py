@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from wfbp.runtime import world
+from wfbp.runtime import process
 from wfbp.runtime.api import array_collectives
-from wfbp.runtime.matching import check_root
-from wfbp.runtime.refusals import sharing_argument_errors
+from wfbp.runtime.consistency import check_root, sharing_argument_errors
 from wfbp.torch import tensors
 
 
@@ -31,7 +30,7 @@ def broadcast_parameters(
         PeerError: another rank found one of these.
         DisagreementError: ranks passed different names, shapes or element types.
     """
-    runtime = world.current("broadcast_parameters()")
+    runtime = process.current("broadcast_parameters()")
     rows, wholes = [], []
     with sharing_argument_errors(runtime, array_collectives.MANY):
         named_tensors = _tensors_of(parameters)
@@ -77,7 +76,7 @@ def broadcast_optimizer_state(
         ValueError: no such rank.
         DisagreementError: ranks called different operations.
     """
-    runtime = world.current("broadcast_optimizer_state()")
+    runtime = process.current("broadcast_optimizer_state()")
     check_root(runtime, root_rank)
     if runtime.size == 1:
         return

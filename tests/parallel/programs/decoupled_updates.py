@@ -25,7 +25,7 @@ from tests.parallel.programs.equality import param_groups
 from tests.parallel.programs.further_optimizers import Normalized
 from tests.parallel.programs.harness import Checks
 from tests.parallel.programs.training import check_training, data, mlp, momentum, same
-from wfbp.runtime import world as runtimes
+from wfbp.runtime import process as runtimes
 from wfbp.runtime.tuning import trial
 
 check = Checks()

@@ -20,10 +20,10 @@ import numpy as np
 from mpi4py import MPI
 
 import wfbp
-from wfbp.comm.mpi import host_memory
-from wfbp.comm.mpi.host_reduce import SharedReduceJob
+from wfbp.comm.mpi import shm_memory
+from wfbp.comm.mpi.shm_allreduce import SharedReduceJob
 from wfbp.errors import WfbpError
-from wfbp.runtime import world
+from wfbp.runtime import process
 
 NUMEL = 300_000
 PATIENCE_S = 10.0
@@ -76,9 +76,9 @@ def wait_for(there: Path) -> None:
 def main() -> None:
     out, case = Path(sys.argv[1]), sys.argv[2]
     if case == "refused" and MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1:
-        host_memory.open_map = refuse
+        shm_memory.open_map = refuse
     wfbp.init()
-    watch = world.current("this program")._stall
+    watch = process.current("this program")._stall
     watch._config = replace(watch._config, stall_warning_s=0.3, timeout_s=1.0)
     rank, last = wfbp.rank(), wfbp.size() - 1
     pids = wfbp.allgather_object(os.getpid())

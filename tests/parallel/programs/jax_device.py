@@ -14,8 +14,8 @@ from tests.parallel.programs import jax_program
 from tests.support.fake_nccl import FakeNccl
 from tests.support.software_xla import SoftwareXla, stand_in
 from wfbp.comm import probe
-from wfbp.comm.mpi.mpi import MpiBackend
-from wfbp.jax import exchanges, native
+from wfbp.comm.mpi.backend import MpiBackend
+from wfbp.jax import gradient_sync, native
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         module = stand_in(Path(folder))
     native._built = lambda: module
-    exchanges.programs_device = lambda: device
+    gradient_sync.programs_device = lambda: device
     jax_program.check.main()
     device.drain()
     assert device.calls["pack"] > 20

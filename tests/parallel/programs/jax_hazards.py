@@ -25,7 +25,7 @@ from tests.parallel.programs.jax_training import (
     mean_over_ranks,
     mlp_loss,
 )
-from wfbp.runtime import world
+from wfbp.runtime import process
 
 check = Checks()
 
@@ -42,7 +42,7 @@ def mean(params: Any, number: int, rows: int = 6) -> Any:
 @check
 def gradients_leave_while_backward_computes() -> None:
     """By what the runtime records: some message starts before the last gradient exists."""
-    usual = world.current("the check").config
+    usual = process.current("the check").config
     folder = Path(sys.argv[1], "recorded")
     params = layers(*[256] * 9)
     x = data(256, 256, seed=wfbp.rank())
@@ -491,7 +491,7 @@ def a_step_that_fails_halfway() -> None:
     raises(Exception, "this step is broken", act=act)
     broken[0] = False
     raises(Exception, "an earlier step failed before its end", "shutdown()", act=act)
-    usual = world.current("the check").config
+    usual = process.current("the check").config
     wfbp.shutdown()
     wfbp.init(config=usual)
     wanted = mean_over_ranks(lambda x: alone(loss)(params, x), lambda r: data(64, 64, seed=r))

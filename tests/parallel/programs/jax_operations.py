@@ -17,8 +17,8 @@ from tests.parallel.programs.collective_values import combined, values
 from tests.parallel.programs.harness import MODES, Checks, raises
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError
-from wfbp.jax import metrics, operations, state
-from wfbp.runtime import world
+from wfbp.jax import collectives, metrics, state
+from wfbp.runtime import process
 
 check = Checks()
 
@@ -64,20 +64,20 @@ def block(x: jax.Array, number: int) -> jax.Array:
 Reference = Callable[[list[jax.Array], int], jax.Array]
 
 KINDS: dict[str, tuple[Function, Reference]] = {
-    "average": (operations.allreduce, lambda xs, r: sum(xs) / len(xs)),
-    "sum": (lambda x: operations.allreduce(x, op=Op.SUM), lambda xs, r: sum(xs)),
+    "average": (collectives.allreduce, lambda xs, r: sum(xs) / len(xs)),
+    "sum": (lambda x: collectives.allreduce(x, op=Op.SUM), lambda xs, r: sum(xs)),
     "broadcast": (
-        lambda x: operations.broadcast(x, wfbp.size() - 1),
+        lambda x: collectives.broadcast(x, wfbp.size() - 1),
         lambda xs, r: xs[-1],
     ),
-    "allgather": (operations.allgather, lambda xs, r: jnp.concatenate(xs)),
-    "reducescatter": (operations.reducescatter, lambda xs, r: rows_of(sum(xs) / len(xs), r)),
+    "allgather": (collectives.allgather, lambda xs, r: jnp.concatenate(xs)),
+    "reducescatter": (collectives.reducescatter, lambda xs, r: rows_of(sum(xs) / len(xs), r)),
     "reducescatter_sum": (
-        lambda x: operations.reducescatter(x, op=Op.SUM),
+        lambda x: collectives.reducescatter(x, op=Op.SUM),
         lambda xs, r: rows_of(sum(xs), r),
     ),
     "alltoall": (
-        operations.alltoall,
+        collectives.alltoall,
         lambda xs, r: jnp.concatenate([block(x, r) for x in xs]),
     ),
 }
@@ -125,7 +125,7 @@ def gradients_are_those_of_the_sum_of_all_losses() -> None:
 def forward_mode_and_second_derivatives() -> None:
     x, size = mine(), wfbp.size()
     mean = sum(ranks_inputs()) / size
-    value, tangent = jax.jvp(lambda x: operations.allreduce(x) ** 2, (x,), (jnp.ones_like(x),))
+    value, tangent = jax.jvp(lambda x: collectives.allreduce(x) ** 2, (x,), (jnp.ones_like(x),))
     close(value, mean**2)
     close(tangent, 2 * mean)
     if wfbp.size() == 1:
@@ -136,7 +136,7 @@ def forward_mode_and_second_derivatives() -> None:
 
 
 def _cubic(x: jax.Array) -> jax.Array:
-    return (operations.allreduce(x) ** 3).sum()
+    return (collectives.allreduce(x) ** 3).sum()
 
 
 @check
@@ -157,33 +157,33 @@ def every_operation_and_element_type() -> None:
         array = jnp.array(values(wfbp.rank()), dtype)
         for op in Op:
             wanted = combined(op, wfbp.size(), not jnp.issubdtype(dtype, jnp.floating))
-            ways = [operations.allreduce]
+            ways = [collectives.allreduce]
             if dtype == "bfloat16" or op is Op.AVERAGE:
-                ways.append(jax.jit(operations.allreduce, static_argnames="op"))
+                ways.append(jax.jit(collectives.allreduce, static_argnames="op"))
             for run in ways:
                 found = run(array, op=op)
                 assert found.dtype == array.dtype
                 close(found, np.asarray(wanted).astype(array.dtype), f"{op} of {dtype}")
         everybody = [v for r in range(wfbp.size()) for v in values(r)]
-        close(operations.allgather(array), everybody, dtype)
+        close(collectives.allgather(array), everybody, dtype)
 
 
 @check
 def odd_shapes() -> None:
     size, rank = wfbp.size(), wfbp.rank()
-    for run in (operations.allreduce, jax.jit(operations.allreduce)):
+    for run in (collectives.allreduce, jax.jit(collectives.allreduce)):
         for shape in ((), (0, 3), (3, 1, 5)):
             close(run(np.full(shape, rank, np.float32)), np.full(shape, (size - 1) / 2))
-    uneven = operations.allgather(np.full((2 * rank, 3), rank, np.float32))
+    uneven = collectives.allgather(np.full((2 * rank, 3), rank, np.float32))
     wanted = np.concatenate([np.full((2 * r, 3), float(r)) for r in range(size)])
     close(uneven, wanted)
-    found = jax.grad(lambda x: (operations.allgather(x) ** 2).sum())(np.full(rank, 3, np.float32))
+    found = jax.grad(lambda x: (collectives.allgather(x) ** 2).sum())(np.full(rank, 3, np.float32))
     close(found, np.full(rank, 6.0 * size))
     seven = np.arange(7, dtype=np.float32) * (rank + 1)
     total = np.arange(7.0) * sum(range(1, size + 1))
-    close(operations.reducescatter(seven, op=Op.SUM), np.array_split(total, size)[rank])
-    close(operations.allreduce(3.5), 3.5)
-    close(operations.broadcast([1, 2], 0), [1, 2])
+    close(collectives.reducescatter(seven, op=Op.SUM), np.array_split(total, size)[rank])
+    close(collectives.allreduce(3.5), 3.5)
+    close(collectives.broadcast([1, 2], 0), [1, 2])
 
 
 @check
@@ -192,11 +192,11 @@ def control_flow() -> None:
     mean = sum(ranks_inputs()) / wfbp.size()
 
     def layers(x: jax.Array) -> jax.Array:
-        return jax.lax.scan(lambda c, _: (2 * operations.allreduce(c), None), x, None, length=3)[0]
+        return jax.lax.scan(lambda c, _: (2 * collectives.allreduce(c), None), x, None, length=3)[0]
 
     close(jax.jit(layers)(x), 8 * mean)
     close(jax.jit(jax.grad(lambda x: layers(x).sum()))(x), np.full(x.shape, 8.0))
-    chosen = jax.jit(lambda x, yes: jax.lax.cond(yes, operations.allreduce, lambda x: x, x))
+    chosen = jax.jit(lambda x, yes: jax.lax.cond(yes, collectives.allreduce, lambda x: x, x))
     close(chosen(x, True), mean)
     close(chosen(x, False), x)
 
@@ -205,13 +205,13 @@ def control_flow() -> None:
 def order_is_that_of_the_program() -> None:
     """Results nobody waits for, several functions, and what is done at once between them."""
     size, rank = wfbp.size(), wfbp.rank()
-    first = jax.jit(lambda x: operations.allreduce(x, "first", Op.SUM))
-    second = jax.jit(lambda x: operations.allgather(x, "second"))
+    first = jax.jit(lambda x: collectives.allreduce(x, "first", Op.SUM))
+    second = jax.jit(lambda x: collectives.allgather(x, "second"))
     seen = []
     for step in range(20):
         seen.append(first(jnp.full(3, float(rank + step))))
         seen.append(second(jnp.full(2, float(rank))))
-        now = operations.allreduce(jnp.full(4, float(step)), "third")
+        now = collectives.allreduce(jnp.full(4, float(step)), "third")
         close(now, np.full(4, float(step)))
     for step in range(20):
         close(seen[2 * step], np.full(3, sum(range(size)) + step * size))
@@ -226,8 +226,8 @@ def tracing_is_no_collective() -> None:
             jax.make_jaxpr(act)(mine())
             jax.eval_shape(jax.grad(lambda x, act=act: act(x).sum()), mine())
             jax.jit(act).lower(mine()).compile()
-        jax.jit(lambda: operations.allgather(jnp.ones(3))).lower()
-    close(operations.allreduce(jnp.float32(wfbp.rank()), "after"), (wfbp.size() - 1) / 2)
+        jax.jit(lambda: collectives.allgather(jnp.ones(3))).lower()
+    close(collectives.allreduce(jnp.float32(wfbp.rank()), "after"), (wfbp.size() - 1) / 2)
 
 
 @check
@@ -237,7 +237,7 @@ def large_arrays_do_not_lock_up() -> None:
 
     @jax.jit
     def step(x: jax.Array) -> jax.Array:
-        return operations.allreduce(jnp.sin(x) * 0 + x) + operations.allreduce(x * x)
+        return collectives.allreduce(jnp.sin(x) * 0 + x) + collectives.allreduce(x * x)
 
     x = jnp.full(16_000_000 if size < 3 else 4_000_000, float(rank))
     mean, square = (size - 1) / 2, sum(r * r for r in range(size)) / size
@@ -253,7 +253,7 @@ def disagreement() -> None:
     size = 3 + (wfbp.rank() == 1)
     name = "the tensor at fault"
     raises(
-        DisagreementError, name, "rank 1", act=lambda: operations.allreduce(jnp.ones(size), name)
+        DisagreementError, name, "rank 1", act=lambda: collectives.allreduce(jnp.ones(size), name)
     )
     # XLA knows one kind of error; ours is its text.
     raises(
@@ -262,28 +262,28 @@ def disagreement() -> None:
         name,
         "rank 1",
         act=lambda: jax.block_until_ready(
-            jax.jit(lambda x: operations.allreduce(x, name))(jnp.ones(size))
+            jax.jit(lambda x: collectives.allreduce(x, name))(jnp.ones(size))
         ),
     )
     raises(
         jax.errors.JaxRuntimeError,
         "DisagreementError",
-        act=lambda: jax.block_until_ready(jax.jit(operations.allgather)(jnp.ones(size))),
+        act=lambda: jax.block_until_ready(jax.jit(collectives.allgather)(jnp.ones(size))),
     )
-    close(operations.allreduce(jnp.ones(2)), np.ones(2))
+    close(collectives.allreduce(jnp.ones(2)), np.ones(2))
 
 
 @check
 def mistakes() -> None:
     size = wfbp.size()
-    raises(ValueError, "op is 'sum'", act=lambda: operations.allreduce(jnp.ones(2), op="sum"))
-    raises(ValueError, "complex64", act=lambda: operations.allreduce(jnp.ones(2) * 1j))
-    raises(ValueError, "root_rank is", act=lambda: operations.broadcast(jnp.ones(2), size))
-    raises(ValueError, "scalar", act=lambda: operations.allgather(1.0))
-    raises(ValueError, "scalar", act=lambda: operations.reducescatter(1.0))
-    raises(ValueError, f"into {size} blocks", act=lambda: operations.alltoall(1.0))
+    raises(ValueError, "op is 'sum'", act=lambda: collectives.allreduce(jnp.ones(2), op="sum"))
+    raises(ValueError, "complex64", act=lambda: collectives.allreduce(jnp.ones(2) * 1j))
+    raises(ValueError, "root_rank is", act=lambda: collectives.broadcast(jnp.ones(2), size))
+    raises(ValueError, "scalar", act=lambda: collectives.allgather(1.0))
+    raises(ValueError, "scalar", act=lambda: collectives.reducescatter(1.0))
+    raises(ValueError, f"into {size} blocks", act=lambda: collectives.alltoall(1.0))
     if size > 1:
-        biggest = jax.grad(lambda x: operations.allreduce(x, op=Op.MAX).sum())
+        biggest = jax.grad(lambda x: collectives.allreduce(x, op=Op.MAX).sum())
         raises(ValueError, "Max over ranks has no gradient", act=lambda: biggest(jnp.ones(2)))
         tree = {"w": jnp.ones(3)}
         raises(
@@ -376,15 +376,15 @@ def only_programs_that_communicate_may_go_on_by_themselves() -> None:
     """Whether a rank can be judged to wait for ever: not where XLA's threads might yet come."""
 
     def judged() -> bool:
-        return not world.current("judged()")._deadlock_detector.other_threads
+        return not process.current("judged()")._deadlock_detector.other_threads
 
     x = mine()
     sum_of = wfbp.jax.value_and_grad(jnp.sum)
-    for act in (jax.jit(operations.allreduce), jax.jit(sum_of)):
+    for act in (jax.jit(collectives.allreduce), jax.jit(sum_of)):
         wfbp.shutdown()
         wfbp.init(config=MODES["overlap"])
         assert judged()
-        operations.allreduce(x)
+        collectives.allreduce(x)
         assert judged()
         jax.block_until_ready(act(x))
         assert judged() is (wfbp.size() == 1)

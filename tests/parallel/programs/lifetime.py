@@ -18,7 +18,7 @@ import torch
 
 import wfbp
 import wfbp.torch
-from wfbp.runtime import world
+from wfbp.runtime import process
 
 kept: list[Any] = []
 
@@ -79,7 +79,7 @@ def fail(out: Path, how: str) -> None:
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "thread":
-            world.current("a test").post(lambda: [].pop())
+            process.current("a test").post(lambda: [].pop())
             wfbp.barrier()
         raise ValueError("this rank fails")
     if how != "after":

@@ -12,8 +12,8 @@ from tests.parallel.programs import equality
 from tests.support.fake_nccl import FakeNccl
 from tests.support.software_device import SoftwareDevice
 from wfbp.comm import probe
-from wfbp.comm.mpi.mpi import MpiBackend
-from wfbp.torch import gradients
+from wfbp.comm.mpi.backend import MpiBackend
+from wfbp.torch import gradient_sync
 
 OPTIMIZERS = ("adamw",)
 
@@ -23,7 +23,7 @@ def main() -> None:
     device = SoftwareDevice(seed=len(sys.argv), most_s=2e-4)
     if sys.argv.pop() == "NCCL":
         device.library = FakeNccl(device, MpiBackend)
-    gradients.device_of = lambda *_: device  # type: ignore[assignment]
+    gradient_sync.device_of = lambda *_: device  # type: ignore[assignment]
     equality.OPTIMIZERS = {n: equality.OPTIMIZERS[n] for n in OPTIMIZERS}
     equality.main()
     device.drain()

@@ -23,7 +23,7 @@ from tests.parallel.programs.training import (
     same,
     square,
 )
-from wfbp.runtime import world as runtimes
+from wfbp.runtime import process as runtimes
 
 check = Checks()
 

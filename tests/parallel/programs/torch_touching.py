@@ -23,7 +23,7 @@ from tests.parallel.programs.training import (
     square,
 )
 from wfbp.errors import DisagreementError
-from wfbp.runtime import world
+from wfbp.runtime import process
 
 check = Checks()
 
@@ -151,7 +151,7 @@ def gradients_changed_where_pytorch_counts_nothing() -> None:
 @check
 def one_gradient_for_two_parameters() -> None:
     """Right, or, where averages replace gradients, an error on every rank."""
-    replaced = world.current("check").config.warmup_steps > 1  # no change of plans moves them
+    replaced = process.current("check").config.warmup_steps > 1  # no change of plans moves them
     for one, other in ((0, 1), (1, 0)):
         model, reference = Branches(), Branches()
         reference.load_state_dict(model.state_dict())
@@ -285,7 +285,7 @@ def memory_order_changed_after_wrapping() -> None:
             averaged(reference, pictures, step, wfbp.size())
             plain.step()
             compare(model, reference, f"step {step}", 1e-12)
-    if world.current("here").config.warmup_steps > 1:
+    if process.current("here").config.warmup_steps > 1:
         return  # it never comes to shards
     model = Picture()
     optimizer = wfbp.torch.DistributedOptimizer(

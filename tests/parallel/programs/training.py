@@ -12,7 +12,7 @@ import torch
 import wfbp
 import wfbp.torch
 from wfbp.core.planners import ALL_REDUCE
-from wfbp.runtime import world
+from wfbp.runtime import process
 
 Backward = Callable[[torch.nn.Module, int, int], None]
 """``(model, rank, step)``: what one rank computes in one step, up to the gradients."""
@@ -131,7 +131,7 @@ def compare(
 
     Where the schedule decouples, or may (``auto``), a rank keeps its own gradients.
     """
-    whole = world.current("compare()").config.schedule in ALL_REDUCE
+    whole = process.current("compare()").config.schedule in ALL_REDUCE
     expected = dict(reference.named_parameters())
     for name, p in model.named_parameters():
         q = expected[name]

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.support.host_ranks import WINDOW, channel, connected
 from wfbp.comm.backend import Buffer, Segment
-from wfbp.comm.mpi.host_memory import HEADER_BYTES, SharedMemory
-from wfbp.comm.mpi.host_reduce import SharedAllReduce, SharedReduceJob
-from wfbp.comm.mpi.mpi_channel import MpiWork, ProgressGroup
+from wfbp.comm.mpi.jobs import MpiWork, ProgressGroup
+from wfbp.comm.mpi.shm_allreduce import SharedAllReduce, SharedReduceJob
+from wfbp.comm.mpi.shm_memory import HEADER_BYTES, SharedMemory
 from wfbp.comm.mpi.transfers import PythonTransfers
 from wfbp.core.types import Op
 from wfbp.errors import BackendError

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.host_ranks import ThreadComm, connected
-from wfbp.comm.mpi import host_files, host_memory
-from wfbp.comm.mpi.host_files import PAGE_BYTES
-from wfbp.comm.mpi.host_memory import FreeList, SharedMemory
+from wfbp.comm.mpi import shm_memory
+from wfbp.comm.mpi.shm_memory import PAGE_BYTES, FreeList, SharedMemory
 
 
 @given(
@@ -87,7 +86,7 @@ def test_a_forked_process_frees_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     data[:] = 3
     offset = memory.offset(data)
     here = os.getpid()
-    monkeypatch.setattr(host_memory.os, "getpid", lambda: here + 1)
+    monkeypatch.setattr(shm_memory.os, "getpid", lambda: here + 1)
     del data
     gc.collect()
     assert (other.view(0, offset, PAGE_BYTES) == 3).all()
@@ -108,7 +107,7 @@ def test_where_one_rank_cannot_none_does(
     before = len(os.listdir("/proc/self/fd"))
     real = getattr(os, function)
     monkeypatch.setattr(
-        host_memory.os, function, lambda *args: (real if comm.rank else _refuse)(*args)
+        shm_memory.os, function, lambda *args: (real if comm.rank else _refuse)(*args)
     )
     assert comm.run(lambda: SharedMemory.connect(comm)) == [None, None]  # type: ignore[arg-type]
     monkeypatch.undo()
@@ -141,11 +140,11 @@ def test_another_process_of_that_number_is_found_out(monkeypatch: pytest.MonkeyP
     connected(2)
     comm = ThreadComm(2)
     monkeypatch.setattr(
-        host_memory.secrets, "token_bytes", lambda n: bytes([comm.rank]) * n, raising=True
+        shm_memory.secrets, "token_bytes", lambda n: bytes([comm.rank]) * n, raising=True
     )
-    opened = host_memory.open_map
+    opened = shm_memory.open_map
     monkeypatch.setattr(
-        host_memory,
+        shm_memory,
         "open_map",
         lambda process, file, token, mine: opened(process, file, b"x" * len(token), mine),
     )
@@ -157,14 +156,14 @@ def test_another_process_s_pipe_is_not_opened() -> None:
     read, write = os.pipe()
     os.write(write, b"for somebody else")
     with pytest.raises(ValueError, match="is another one"):
-        host_memory.open_map(os.getpid(), read, b"t" * 16, mine=False)
+        shm_memory.open_map(os.getpid(), read, b"t" * 16, mine=False)
     assert os.read(read, 99) == b"for somebody else"
     os.close(read)
     os.close(write)
 
 
 def test_a_python_without_the_call_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(host_memory.os, "memfd_create", raising=False)
+    monkeypatch.delattr(shm_memory.os, "memfd_create", raising=False)
     comm = ThreadComm(2)
     assert comm.run(lambda: SharedMemory.connect(comm)) == [None, None]  # type: ignore[arg-type]
 
@@ -173,12 +172,12 @@ def test_a_python_without_the_call_has_none(monkeypatch: pytest.MonkeyPatch) -> 
 def test_where_memory_cannot_be_given_back_there_is_none(
     monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
-    def discard(mapping: host_files.Mapping, start: int, nbytes: int) -> None:
+    def discard(mapping: shm_memory.Mapping, start: int, nbytes: int) -> None:
         if answer == "refuses":
             raise OSError("not here")
 
     connected(2)
-    monkeypatch.setattr(host_files.Mapping, "discard", discard)
+    monkeypatch.setattr(shm_memory.Mapping, "discard", discard)
     comm = ThreadComm(2)
     assert comm.run(lambda: SharedMemory.connect(comm)) == [None, None]  # type: ignore[arg-type]
 
@@ -193,6 +192,6 @@ def test_core_dumps_leave_it_out() -> None:
 
 
 def test_on_processors_that_reorder_stores_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_files, "ORDERED", False)
+    monkeypatch.setattr(shm_memory, "ORDERED", False)
     comm = ThreadComm(1)
     assert comm.run(lambda: SharedMemory.connect(comm)) == [None]  # type: ignore[arg-type]

@@ -15,9 +15,9 @@ from tests.unit.core.test_planners import DECOUPLED, uniform
 from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.plan import Plan
 from wfbp.core.planners import dear_search, plan
-from wfbp.core.planners.ipart import ipart
+from wfbp.core.planners.baselines import ipart
+from wfbp.core.planners.dear import ThresholdSearch
 from wfbp.core.planners.plan_builder import plan_of_phases
-from wfbp.core.planners.threshold_search import ThresholdSearch
 from wfbp.core.timeline import iteration_s, timeline
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import Operation, Phase, TensorSpec

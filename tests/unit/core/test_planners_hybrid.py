@@ -15,8 +15,7 @@ from tests.unit.core.test_planners_decoupled import random_costs
 from wfbp.core.bound import lower_bound_s
 from wfbp.core.cost import Costs, LinearCost, PiecewiseCost
 from wfbp.core.planners import ALL_REDUCE, PLANNERS, plan
-from wfbp.core.planners.hybrid import DECOUPLING, REDUCING
-from wfbp.core.planners.hybrid_shared import shared_modes
+from wfbp.core.planners.hybrid import DECOUPLING, REDUCING, shared_modes
 from wfbp.core.planners.partition_optimizer import PartitionOptimizer
 from wfbp.core.planners.plan_builder import plan_of_phases
 from wfbp.core.timeline import iteration_s, timeline

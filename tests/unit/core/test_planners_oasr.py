@@ -15,7 +15,7 @@ from wfbp.core.cost import Costs, LinearCost, PiecewiseCost
 from wfbp.core.planners import PLANNERS, plan
 from wfbp.core.planners.curve_solver import CurveSolver
 from wfbp.core.planners.linear_solver import LinearSolver
-from wfbp.core.planners.partitions import Row
+from wfbp.core.planners.partition import Row
 from wfbp.core.timeline import timeline
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import TensorSpec

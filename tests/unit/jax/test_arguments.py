@@ -17,7 +17,7 @@ import wfbp.jax as wfbp
 from wfbp.comm.local import LocalWorld
 from wfbp.config import Config
 from wfbp.errors import NotInitializedError
-from wfbp.jax.signature import argument_numbers
+from wfbp.jax.gradients import argument_numbers
 
 
 @pytest.fixture(params=[False, True], ids=["before init", "after init"])

@@ -19,11 +19,10 @@ from tests.support.software_device import memory
 from tests.support.software_xla import INDEX, SoftwareXla
 from wfbp.core.types import Op, TensorSpec
 from wfbp.errors import NotInitializedError, WfbpError
-from wfbp.jax import choice, taps
+from wfbp.jax import device, gradient_hooks
 from wfbp.jax.device import check_device, programs_device
-from wfbp.jax.exchange import ExchangeKey
-from wfbp.jax.exchanges import exchange_registry
-from wfbp.runtime import world
+from wfbp.jax.gradient_sync import ExchangeKey, exchange_registry
+from wfbp.runtime import process
 
 SPECS = (TensorSpec("a", (1,), "float32"), TensorSpec("b", (11,), "float32"))
 
@@ -105,8 +104,8 @@ def config(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """What JAX is told; there are four GPUs, and this is the third rank of its host."""
     placed: Any = _Placed()
     told: list[tuple[str, str]] = []
-    monkeypatch.setattr(world, "_runtime", placed)
-    monkeypatch.setattr(choice, "count_devices", lambda: 4)
+    monkeypatch.setattr(process, "_runtime", placed)
+    monkeypatch.setattr(device, "count_devices", lambda: 4)
     monkeypatch.setattr(jax.config, "update", lambda *setting: told.append(setting))
     return told
 
@@ -133,7 +132,7 @@ def test_jax_was_asked_too_late(
 def test_more_ranks_than_gpus(
     config: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "count_devices", lambda: 2)
+    monkeypatch.setattr(device, "count_devices", lambda: 2)
     with pytest.raises(RuntimeError, match=r"but 2 GPUs.*set jax_cuda_visible_devices with"):
         wfbp.set_local_device()
     assert config == []
@@ -146,11 +145,13 @@ def test_choosing_comes_after_init() -> None:
 
 def test_programs_for_cuda_call_the_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is lowered for CUDA: one announcement per leaf, one wait, in place."""
-    monkeypatch.setattr(taps, "exchange_registry", lambda: _Known())
+    monkeypatch.setattr(gradient_hooks, "exchange_registry", lambda: _Known())
     request = ExchangeKey("test", SPECS, Op.AVERAGE, "auto", 100)
 
     def step(leaves: list[Any]) -> Any:
-        return taps.TracedExchange(request, traced=True).wait([2 * leaf for leaf in leaves])
+        return gradient_hooks.TracedExchange(request, traced=True).wait(
+            [2 * leaf for leaf in leaves]
+        )
 
     leaves = [jnp.ones(spec.shape) for spec in SPECS]
     text = jax.jit(step).trace(leaves).lower(lowering_platforms=("cuda",)).as_text()

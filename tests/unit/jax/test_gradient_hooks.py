@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from wfbp.core.types import Op, TensorSpec
-from wfbp.jax import primitives
-from wfbp.jax.exchange import ExchangeKey
+from wfbp.jax import gradient_hooks
+from wfbp.jax.gradient_sync import ExchangeKey
 
 REQUEST = ExchangeKey("test", (TensorSpec("a", (3,), "float32"),), Op.AVERAGE, "auto", 100)
 OTHER = ExchangeKey("other", REQUEST.specs, Op.AVERAGE, "auto", 100)
@@ -24,8 +24,8 @@ X = jnp.ones(3)
 
 def exchanged(x: Any, request: ExchangeKey = REQUEST) -> Any:
     """As a gradient of that request is, by a call of its own."""
-    site = primitives.Site(request, lambda r: 10 * (r.name == "other") + r.turn)
-    return primitives.wait([primitives.announce(x, site, 0)], site)[0]
+    site = gradient_hooks.Site(request, lambda r: 10 * (r.name == "other") + r.turn)
+    return gradient_hooks.wait([gradient_hooks.announce(x, site, 0)], site)[0]
 
 
 def keys(function: Callable[[Any], Any]) -> list[int]:

@@ -14,8 +14,8 @@ pytest.importorskip("jax")
 from wfbp.core.plan import Group, Plan
 from wfbp.core.types import Op, TensorSpec
 from wfbp.errors import WfbpError
-from wfbp.jax.exchange import ExchangeKey, GradientExchange
-from wfbp.runtime.slot import BufferView
+from wfbp.jax.gradient_sync import ExchangeKey, GradientExchange
+from wfbp.runtime.step import BufferView
 
 SPECS = tuple(TensorSpec(name, (4,), "float32") for name in "abc")
 OUTPUTS = [5000, 5001, 5002]

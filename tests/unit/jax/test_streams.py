@@ -18,9 +18,8 @@ from tests.unit.runtime.test_device_engine import STEADY, Devices
 from wfbp.comm import probe
 from wfbp.config import Config
 from wfbp.core.types import Op, TensorSpec
-from wfbp.jax.exchange import ExchangeKey, GradientExchange
-from wfbp.jax.exchanges import ExchangeRegistry
-from wfbp.runtime import world
+from wfbp.jax.gradient_sync import ExchangeKey, ExchangeRegistry, GradientExchange
+from wfbp.runtime import process
 from wfbp.runtime.engine.engine import Engine
 from wfbp.runtime.runtime import Runtime
 
@@ -131,7 +130,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Program]:
     """Makes the program of a rank."""
     monkeypatch.setattr(probe, "LONGEST_STREAM", 2)
     here = threading.local()
-    monkeypatch.setattr(world, "current", lambda what: here.runtime)
+    monkeypatch.setattr(process, "current", lambda what: here.runtime)
 
     def make(runtime: Runtime, device: SoftwareXla) -> Program:
         here.runtime = runtime

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 from wfbp.core.plan import Group, Plan
 from wfbp.core.types import Operation, Phase, TensorSpec
-from wfbp.runtime.engine.gathers import AllGatherState
+from wfbp.runtime.engine.allgather import AllGatherState
 
 SPECS = tuple(TensorSpec(f"t{k}", (4,), "float32") for k in range(2))
 WHOLE = Plan("whole", SPECS, (Group((1, 0)),))

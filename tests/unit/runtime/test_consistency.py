@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from wfbp.core.types import TensorSpec
 from wfbp.errors import DisagreementError
-from wfbp.runtime.agreement import check_equal, check_specs, encode_specs
+from wfbp.runtime.consistency import check_equal, check_specs, encode_specs
 
 A = TensorSpec("a", (3,), "float32")
 B = TensorSpec("b", (), "float64")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wfbp.runtime.progress.places import LaneStatus, RankStatus, describe_statuses, find_deadlock
+from wfbp.runtime.progress.deadlock import LaneStatus, RankStatus, describe_statuses, find_deadlock
 
 Program = list[tuple[str, int]]
 """Waits one after another: for the next call under a label, or for a lane's next collective."""

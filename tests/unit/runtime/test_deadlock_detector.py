@@ -14,9 +14,9 @@ from tests.support.trainer import Trainer, make_specs
 from wfbp.config import Config
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, StallError
-from wfbp.runtime.matching import check_consistent
-from wfbp.runtime.progress import inquiry
-from wfbp.runtime.progress.places import RankStatus
+from wfbp.runtime.consistency import check_consistent
+from wfbp.runtime.progress import deadlock
+from wfbp.runtime.progress.deadlock import RankStatus
 from wfbp.runtime.runtime import Runtime
 
 PROMPT = Config(
@@ -103,7 +103,7 @@ def test_a_rank_that_waits_for_something_else_is_not_judged() -> None:
 
 
 def test_ranks_that_do_not_answer_are_named() -> None:
-    asker = inquiry.DeadlockDetector(0, 4, "rank 0 of 4", lambda: HERE, lambda notice: None)
+    asker = deadlock.DeadlockDetector(0, 4, "rank 0 of 4", lambda: HERE, lambda notice: None)
     assert not asker.answers
     asker.ask()
     assert asker.answers.startswith("No answer came from ranks 1, 2, 3: stopped, killed")

@@ -16,14 +16,14 @@ from wfbp.config import Config
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, NotInitializedError, PeerError
 from wfbp.runtime.api import array_collectives
-from wfbp.runtime.matching import (
+from wfbp.runtime.consistency import (
     check_consistent,
     describe_array,
     dtype_key,
     flattened,
     in_native_order,
+    sharing_argument_errors,
 )
-from wfbp.runtime.refusals import sharing_argument_errors
 from wfbp.runtime.row_collectives import gather_row_bytes
 from wfbp.runtime.runtime import Runtime
 

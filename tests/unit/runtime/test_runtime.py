@@ -19,7 +19,7 @@ from wfbp.errors import (
     PeerError,
     StallError,
 )
-from wfbp.runtime import world
+from wfbp.runtime import process
 from wfbp.runtime.runtime import Runtime, describe_error
 
 
@@ -145,9 +145,9 @@ def test_what_fails_before_a_shutdown_does_not_keep_the_rank(
     def fail() -> None:
         raise ArithmeticError("as asked")
 
-    monkeypatch.setattr(world, "_finishers", [fail])
+    monkeypatch.setattr(process, "_finishers", [fail])
     wfbp.init(backend=LocalWorld(1).backend(0), config=Config())
-    runtime = world.current("test")
+    runtime = process.current("test")
     with pytest.raises(ArithmeticError, match="as asked"):
         wfbp.shutdown()
     assert not wfbp.is_initialized()

@@ -14,8 +14,8 @@ from wfbp.comm.backend import Backend, Buffer, Work
 from wfbp.comm.local import LocalBackend
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, PeerError, StallError, WfbpError
+from wfbp.runtime.process import SHARED, check_settings
 from wfbp.runtime.runtime import Runtime
-from wfbp.runtime.settings import SHARED, check_settings
 
 
 @pytest.mark.parametrize("name", SHARED)

@@ -8,7 +8,7 @@ import pytest
 
 from wfbp.config import Config
 from wfbp.errors import PeerError, StallError
-from wfbp.runtime.progress.stall import StallWatch
+from wfbp.runtime.progress.deadlock import StallWatch
 
 
 class Motion:

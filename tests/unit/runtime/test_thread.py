@@ -22,8 +22,8 @@ from wfbp.errors import (
     StallError,
     WfbpError,
 )
-from wfbp.runtime.progress.calls import Reply
-from wfbp.runtime.progress.stall import StallWatch
+from wfbp.runtime.progress.deadlock import StallWatch
+from wfbp.runtime.progress.loop import Reply
 from wfbp.runtime.progress.thread import CommunicationThread
 
 

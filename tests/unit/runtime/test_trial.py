@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from wfbp.core.plan import Group, Plan
-from wfbp.core.planners.threshold import DEFAULT_BYTES
-from wfbp.core.planners.threshold_search import MAX_SEARCHED_BYTES, MIN_SEARCHED_BYTES
+from wfbp.core.planners.baselines import DEFAULT_BYTES
+from wfbp.core.planners.dear import MAX_SEARCHED_BYTES, MIN_SEARCHED_BYTES
 from wfbp.core.types import TensorSpec
 from wfbp.runtime.tuning.trial import Elimination, Search
 

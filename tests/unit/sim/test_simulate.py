@@ -17,8 +17,7 @@ from wfbp.core.planners import PLANNERS, plan
 from wfbp.core.timeline import timeline
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import Operation, Phase, TensorSpec
-from wfbp.sim.simulate import simulate
-from wfbp.sim.simulation import Simulation
+from wfbp.sim.simulate import Simulation, simulate
 
 
 def random_plan(rng: random.Random, trace: Trace) -> Plan:

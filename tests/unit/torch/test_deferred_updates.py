@@ -16,11 +16,11 @@ import torch
 
 from wfbp.core.types import TensorSpec
 from wfbp.errors import StallError
-from wfbp.runtime import world
-from wfbp.runtime.slot import BufferView
-from wfbp.torch import exchange, pending_parameters, tensors
-from wfbp.torch.replicated_update import ReplicatedUpdate
-from wfbp.torch.wrapper import DistributedOptimizerBase
+from wfbp.runtime import process
+from wfbp.runtime.step import BufferView
+from wfbp.torch import gradient_sync, pending_parameters, tensors
+from wfbp.torch.optimizer import DistributedOptimizerBase
+from wfbp.torch.updates import ReplicatedUpdate
 
 PATIENCE_S = 10.0
 
@@ -147,10 +147,10 @@ def test_what_cannot_be_finished_is_told_once(
 
     unfinished: set[Any] = set()
     monkeypatch.setattr(pending_parameters, "unfinished", unfinished)
-    monkeypatch.setattr(world, "current", lambda call: type("Runtime", (), {"thread": thread}))
+    monkeypatch.setattr(process, "current", lambda call: type("Runtime", (), {"thread": thread}))
     caplog.set_level(logging.ERROR, "wfbp")
     for _ in range(2):  # the second time, the runtime had ended before
         unfinished |= {Stuck(), Stuck()}
-        exchange._finish()
+        gradient_sync._finish()
         assert not unfinished
     assert caplog.messages == ["parameters are not up to date at the end: rank 0 of 2 waited"]

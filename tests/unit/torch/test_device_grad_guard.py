@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wfbp.torch import witness
-from wfbp.torch.late_sample import EVERY_STEPS, FIRST_STEPS, DeviceGradientGuard
-from wfbp.torch.witness import GradientGuard
+from wfbp.torch import grad_guard
+from wfbp.torch.grad_guard import EVERY_STEPS, FIRST_STEPS, DeviceGradientGuard, GradientGuard
 
 
 class Event:
@@ -75,8 +74,8 @@ def test_a_gradient_that_is_gone_is_not_compared(sample: DeviceGradientGuard) ->
 
 def test_a_witness_tells_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device, with gradients of the host."""
-    monkeypatch.setattr(witness, "_is_elsewhere", lambda grad: True)
-    monkeypatch.setattr(witness, "DeviceGradientGuard", lambda: DeviceGradientGuard(Event))
+    monkeypatch.setattr(grad_guard, "_is_elsewhere", lambda grad: True)
+    monkeypatch.setattr(grad_guard, "DeviceGradientGuard", lambda: DeviceGradientGuard(Event))
     Event.happened = True
     param = torch.nn.Parameter(torch.ones(3))
     seen = GradientGuard("SGD", ["a"])

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from wfbp.errors import NotInitializedError
-from wfbp.runtime import world
-from wfbp.torch.devices import device_of, set_local_device
+from wfbp.runtime import process
+from wfbp.torch.tensors import device_of, set_local_device
 
 
 def named(*devices: str) -> list[tuple[str, torch.Tensor]]:
@@ -45,7 +45,7 @@ def test_more_ranks_than_gpus(count: int, advice: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     placed: Any = _Placed(2, 3)
-    monkeypatch.setattr(world, "_runtime", placed)
+    monkeypatch.setattr(process, "_runtime", placed)
     with pytest.raises(RuntimeError, match=rf"3 ranks on this host, but {count} GPUs. {advice}"):
         set_local_device()
     assert chosen == []
@@ -58,6 +58,6 @@ def test_a_rank_takes_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(NotInitializedError):
         set_local_device()
     placed: Any = _Placed(2, 3)
-    monkeypatch.setattr(world, "_runtime", placed)
+    monkeypatch.setattr(process, "_runtime", placed)
     assert set_local_device() == torch.device("cuda", 2)
     assert chosen == [2]

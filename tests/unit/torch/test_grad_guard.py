@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from wfbp.torch.witness import GradientGuard
+from wfbp.torch.grad_guard import GradientGuard
 
 Act = Callable[[torch.nn.Parameter], object]
 

@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from wfbp.torch.nature import UpdateCoupling, probe_optimizer
+from wfbp.torch.optimizer_probe import UpdateCoupling, probe_optimizer
 
 Optimizer = torch.optim.Optimizer
 SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW

@@ -2,7 +2,7 @@
 
 A collective is one call that enqueues it on the backend's stream; the host never waits for it.
 Each backend has a communicator of its own, whose id travels over the host backend. What NCCL does
-not define as :mod:`wfbp.comm.arithmetic` does (NaN in minima and maxima, averages of integers) goes
+not define as :mod:`wfbp.comm.buffers` does (NaN in minima and maxima, averages of integers) goes
 through the host; gradients never need it.
 
     equal blocks      reduce-scatter and all-gather are NCCL's own, in place
@@ -21,8 +21,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from wfbp.comm.arithmetic import INTEGER
 from wfbp.comm.backend import Backend, Buffer, Work
+from wfbp.comm.buffers import INTEGER
 from wfbp.comm.device.backend import DeviceBackend, DeviceWork
 from wfbp.comm.device.device import Device, Event
 from wfbp.comm.device.staged import StagedBackend
@@ -257,7 +257,7 @@ class Joining(Work[Any]):
 
 
 def _defines(dtype: str, op: Op) -> bool:
-    """Whether NCCL combines as ``wfbp.comm.arithmetic`` says."""
+    """Whether NCCL combines as ``wfbp.comm.buffers`` says."""
     if dtype in INTEGER:
         return op is not Op.AVERAGE
     return op not in (Op.MIN, Op.MAX)

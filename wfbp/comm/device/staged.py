@@ -1,30 +1,124 @@
-"""Collectives of a device's buffers through the host, where NCCL cannot serve.
+"""Collectives of a device's buffers through pinned memory of the host, where NCCL cannot serve.
 
-A message is cut into pieces that fit a pinned buffer of the host. Each is copied there on the
-backend's stream, travels by the host's backend, and is copied back on the stream; two pinned
-buffers take turns, so that the copies of one piece hide behind the travel of another.
-
-    stream   out 0 | out 1 |       in 0 | out 2 | in 1 | ...
-    host             travel 0      | travel 1      | travel 2 ...
-
-Pieces start on the host in the order in which they were submitted, whenever each one's copy has
-arrived: ranks never start them in different orders. ``issued()`` moves them on; it never waits.
-
-Threads: used by one thread at a time.
+Messages are cut into pieces: one is copied to the host while another travels.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from wfbp.comm.backend import Backend, Buffer, Work
 from wfbp.comm.chunking import split
 from wfbp.comm.device.backend import DeviceBackend, DeviceWork
-from wfbp.comm.device.device import Device
-from wfbp.comm.device.staged_work import Piece, StagedWork, Start
+from wfbp.comm.device.device import Device, Event
 from wfbp.core.types import Op, item_bytes
 from wfbp.errors import BackendError
+
+Start = Callable[[Buffer], Work[None]]
+
+
+@dataclass(slots=True)
+class Piece:
+    """A part of a message.
+
+    Args:
+        parts: its bytes on the device, one after the other in the pinned buffer.
+        out: which of the parts are sent.
+        back: which of them receive.
+        start: starts the collective on the pinned bytes.
+        work: what it belongs to.
+    """
+
+    parts: Sequence[Buffer]
+    out: Sequence[bool]
+    back: Sequence[bool]
+    start: Start
+    work: StagedWork
+    pinned: Buffer | None = None
+    copied: Event = None
+    travel: Work[None] | None = None
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nbytes = sum(part.nbytes for part in self.parts)
+
+    def places(self, pinned: Buffer) -> list[Buffer]:
+        """Where its parts lie in a pinned buffer."""
+        places = []
+        end = 0
+        for part in self.parts:
+            start, end = end, end + part.nbytes
+            places.append(pinned[start:end])
+        return places
+
+
+class Stage(Protocol):
+    """The backend that a message goes through."""
+
+    device: Device
+    stream: int
+
+    @property
+    def activity(self) -> int:
+        """Changes whenever anything moved on."""
+
+    def progress(self) -> None:
+        """Move everything on, without blocking."""
+
+
+class StagedWork(DeviceWork):
+    """A message of several pieces."""
+
+    def __init__(self, backend: Stage, nbytes: int) -> None:
+        self._backend = backend
+        self.nbytes = nbytes
+        self.pieces: list[Piece] = []
+        self._missing = 0
+        self._copies: list[tuple[Buffer, Buffer]] = []
+        self._event: Event | None = None
+
+    @property
+    def activity(self) -> int:
+        return self._backend.activity
+
+    def add(self, piece: Piece) -> None:
+        """One more piece, before it is submitted."""
+        self.pieces.append(piece)
+        self._missing += 1
+
+    def arrived(self) -> None:
+        """A piece's copies back are enqueued."""
+        self._missing -= 1
+        if not self._missing:
+            self.pieces.clear()
+            self._conclude()
+
+    def _conclude(self) -> None:
+        device, stream = self._backend.device, self._backend.stream
+        for target, source in self._copies:
+            device.copy(target, source, stream)
+        self._copies.clear()
+        self._event = device.record(stream)
+
+    def issued(self) -> bool:
+        if self._event is None:
+            if not self._missing:
+                self._conclude()
+            else:
+                self._backend.progress()
+        return self._event is not None
+
+    def test(self) -> bool:
+        return self.issued() and self._backend.device.done(self._event)
+
+    def then(self, target: Buffer, source: Buffer) -> None:
+        self._copies.append((target, source))
+        if self._event is not None:
+            self._conclude()
+
 
 PIECE_BYTES = 4 << 20
 NUM_PINNED = 2

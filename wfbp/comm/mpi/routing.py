@@ -10,13 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from wfbp.comm.arithmetic import INTEGER, divide
 from wfbp.comm.backend import Buffer
-from wfbp.comm.buffers import HALF, Pieces
+from wfbp.comm.buffers import HALF, INTEGER, Pieces, divide
 from wfbp.comm.chunking import NETWORK, Chunking, chunks, scatters_directly, split, within_host
-from wfbp.comm.mpi.mpi_channel import Job, ProgressGroup
-from wfbp.comm.mpi.mpi_exchange import DirectGather, DirectReduce, Scratch
-from wfbp.comm.mpi.mpi_jobs import LibraryCollective
+from wfbp.comm.mpi.jobs import (
+    DirectGather,
+    DirectReduce,
+    Job,
+    LibraryCollective,
+    ProgressGroup,
+    Scratch,
+)
 from wfbp.core.types import Op
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from wfbp import native
-from wfbp.comm.arithmetic import combine, reduction
 from wfbp.comm.backend import Buffer
+from wfbp.comm.buffers import combine, reduction
 from wfbp.core.types import Op
 
 if TYPE_CHECKING:

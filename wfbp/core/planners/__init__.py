@@ -11,16 +11,18 @@ from typing import Any
 
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
+from wfbp.core.planners.baselines import (
+    ipart,
+    mgwfbp,
+    parameter_server,
+    parameter_server_layerwise,
+    per_tensor,
+    single,
+    threshold,
+)
 from wfbp.core.planners.dear import dear, dear_search
+from wfbp.core.planners.exact import independent, oasr
 from wfbp.core.planners.hybrid import hybrid
-from wfbp.core.planners.independent import independent
-from wfbp.core.planners.ipart import ipart
-from wfbp.core.planners.mgwfbp import mgwfbp
-from wfbp.core.planners.oasr import oasr
-from wfbp.core.planners.parameter_server import parameter_server, parameter_server_layerwise
-from wfbp.core.planners.per_tensor import per_tensor
-from wfbp.core.planners.single import single
-from wfbp.core.planners.threshold import threshold
 from wfbp.core.trace import Trace
 
 __all__ = ["ALL_REDUCE", "KEEPING", "PLANNERS", "Planner", "dear_search", "plan"]

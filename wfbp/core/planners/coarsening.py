@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from wfbp.core.planners.rows import Modes
+from wfbp.core.planners.partition import Modes
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import TensorSpec
 

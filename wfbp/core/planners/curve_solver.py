@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from wfbp.core.planners.partitions import Partition, Row
+from wfbp.core.planners.partition import Partition, Row
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

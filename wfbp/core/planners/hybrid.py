@@ -1,30 +1,182 @@
-"""Hybrid: each gradient all-reduced in backward, or scattered there and gathered in forward."""
+"""Hybrid: each gradient all-reduced in backward, or scattered there and gathered in forward.
+
+Two searches propose modes: *shared* groups, each all-reduced or decoupled as it is, and a *split*,
+which all-reduces what backward has room for and decouples the rest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
 
 from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.plan import Plan
+from wfbp.core.planners.baselines import (
+    ipart,
+    mgwfbp,
+    parameter_server,
+    parameter_server_layerwise,
+    per_tensor,
+    single,
+    threshold,
+)
 from wfbp.core.planners.coarsening import coarsened, even_progress, refined, spread_borders
 from wfbp.core.planners.dear import dear
-from wfbp.core.planners.hybrid_shared import shared_modes
-from wfbp.core.planners.hybrid_split import best_split
-from wfbp.core.planners.independent import independent
-from wfbp.core.planners.ipart import ipart
-from wfbp.core.planners.mgwfbp import mgwfbp
-from wfbp.core.planners.oasr import oasr
+from wfbp.core.planners.exact import independent, oasr
 from wfbp.core.planners.optimum import PRECISION, ROUNDING, TOLERANCE, check_tolerance
-from wfbp.core.planners.parameter_server import parameter_server, parameter_server_layerwise
-from wfbp.core.planners.partition_optimizer import PartitionOptimizer, plan_of_partitions
-from wfbp.core.planners.per_tensor import per_tensor
-from wfbp.core.planners.rows import Modes, all_by
-from wfbp.core.planners.single import single
-from wfbp.core.planners.threshold import threshold
+from wfbp.core.planners.partition import Modes, all_by
+from wfbp.core.planners.partition_optimizer import (
+    PartitionOptimizer,
+    PhasePartitions,
+    plan_of_partitions,
+)
 from wfbp.core.timeline import iteration_s
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation
+
+Floats = npt.NDArray[np.float64]
+
+MAX_BORDERS = 48
+"""Borders between which groups are sought; with no more tensors than that, all of them."""
+MAX_STATES = 48
+"""Pareto states kept per border; with more, some that lie close to others are dropped."""
+
+
+def shared_modes(trace: Trace, costs: Costs) -> Modes:
+    """Modes of the best plan whose all-gathers are of the same groups as its reduce-scatters.
+
+    A state of gradient j is (f, g): when backward's channel is free after the groups of 1..j,
+    and when their all-gathers end in forward's mirror (``Rows.forward``). A group (i, j] leads
+    from (f, g) of i to one of
+
+        all-reduced   max(f, r_j) + c_AR(P_j - P_i),   g
+        decoupled     max(f, r_j) + c_RS(P_j - P_i),   max(g, r'_j) + c_AG(P_j - P_i)
+
+    Both programmes run through the gradients in the same order, so states that another one beats
+    in both figures are dropped, and of those at j = L the one of least f + max(g, T_f) wins. With
+    interference ready times move with the busy time so far, and states are compared as without.
+
+    Exact without interference for as many tensors and states as are kept (the constants above).
+    """
+    solver = _SharedSearch(trace, costs)
+    return solver.modes()
+
+
+class _SharedSearch:
+    def __init__(self, trace: Trace, costs: Costs) -> None:
+        num_tensors = len(trace.tensors)
+        self._borders = spread_borders(even_progress(trace), 0, num_tensors, MAX_BORDERS)
+        at = np.array(self._borders)
+        backward_s = np.concatenate([[0.0], trace.ready_times_s])
+        forward_s = np.cumsum([0.0, *(t.forward_s for t in reversed(trace.tensors))])
+        self._r: Floats = backward_s[at]
+        self._left: Floats = forward_s[at]
+        self._sent: Floats = np.cumsum([0.0, *trace.backward_bytes])[at]
+        self._costs = costs
+        self._lag = costs.kappa / (1.0 + costs.kappa)
+
+    def modes(self) -> Modes:
+        """Forward over the borders, then back along the choices."""
+        # Columns of a state: f, g, busy time of backward, of forward; then where it came from.
+        fronts = [np.zeros((1, 4))]
+        origins: list[npt.NDArray[np.int64]] = [np.zeros((1, 3), dtype=np.int64)]
+        for j in range(1, len(self._borders)):
+            states, origin = self._arrivals(fronts, j)
+            kept = _pareto(states[:, 0], states[:, 1])
+            fronts.append(states[kept])
+            origins.append(origin[kept])
+        last = fronts[-1]
+        floor = self._left[-1] + self._lag * last[:, 3]
+        state = int(np.argmin(last[:, 0] + np.maximum(last[:, 1], floor)))
+        modes: list[tuple[int, Operation]] = []
+        j = len(self._borders) - 1
+        while j > 0:
+            i, before, decoupled = origins[j][state]
+            operation = Operation.REDUCE_SCATTER if decoupled else Operation.ALL_REDUCE
+            modes.append((self._borders[j], operation))
+            j, state = int(i), int(before)
+        return tuple(reversed(modes))
+
+    def _arrivals(self, fronts: Sequence[Floats], j: int) -> tuple[Floats, npt.NDArray[np.int64]]:
+        lengths = [len(front) for front in fronts]
+        i = np.repeat(np.arange(j), lengths)
+        number = np.concatenate([np.arange(n) for n in lengths])
+        f, g, busy_f, busy_g = np.concatenate(fronts).T
+        nbytes = self._sent[j] - self._sent[:j]
+        reduce_s, scatter_s, gather_s = (
+            self._costs.of(operation).many(nbytes)[i] for operation in Operation
+        )
+        start = np.maximum(f, self._r[j] + self._lag * busy_f)
+        reduced = np.stack([start + reduce_s, g, busy_f + reduce_s, busy_g], axis=1)
+        after = np.maximum(g, self._left[j] + self._lag * busy_g) + gather_s
+        apart = np.stack([start + scatter_s, after, busy_f + scatter_s, busy_g + gather_s], axis=1)
+        origin = np.stack([i, number], axis=1)
+        ways = [np.column_stack([origin, np.full(len(i), way)]) for way in (0, 1)]
+        return np.concatenate([reduced, apart]), np.concatenate(ways)
+
+
+def _pareto(f: Floats, g: Floats) -> npt.NDArray[np.int64]:
+    """Indices of states that no other beats in both figures, at most ``MAX_STATES`` of them."""
+    order = np.lexsort((g, f))
+    least = np.minimum.accumulate(g[order])
+    first = np.concatenate([[True], least[1:] < least[:-1]])
+    front: npt.NDArray[np.int64] = order[first]
+    if len(front) > MAX_STATES:
+        front = front[np.linspace(0, len(front) - 1, MAX_STATES).round().astype(np.int64)]
+    return front
+
+
+POSITIONS = 24
+"""Borders looked at in one round; with no more tensors than that, all of them."""
+
+
+def best_split(trace: Trace, settle: Callable[[Modes], PhasePartitions]) -> PhasePartitions:
+    """The best borders s <= t: gradients s+1..t are decoupled, the others all-reduced.
+
+    Backward has room early, when the channel still waits for gradients: what is all-reduced then
+    need not be gathered. And where all-reduce is cheaper than both halves of it, the last
+    gradients, which nothing can hide, are all-reduced too. First s is sought with t = L, then
+    t with that s: among evenly spread positions, and again around the best of them.
+
+    Args:
+        trace: sizes and compute times.
+        settle: the shortest iteration with given modes.
+    """
+    last = len(trace.tensors)
+    marks = even_progress(trace)
+
+    def split(s: int, t: int) -> PhasePartitions:
+        return settle(
+            (
+                (s, Operation.ALL_REDUCE),
+                (t, Operation.REDUCE_SCATTER),
+                (last, Operation.ALL_REDUCE),
+            )
+        )
+
+    first = _least(lambda s: split(s, last), marks, 0, last)
+    return _least(lambda t: split(first[0], t), marks, first[0], last)[1]
+
+
+def _least(
+    score: Callable[[int], PhasePartitions], marks: Sequence[float], low: int, high: int
+) -> tuple[int, PhasePartitions]:
+    """The border of least iteration among those looked at: narrowing around the best."""
+    found: dict[int, PhasePartitions] = {}
+    while True:
+        for position in spread_borders(marks, low, high, POSITIONS):
+            if position not in found:
+                found[position] = score(position)
+        best = min(found, key=lambda at: (found[at].seconds, at))
+        known = sorted(found)
+        at = known.index(best)
+        low, high = known[max(at - 1, 0)], known[min(at + 1, len(known) - 1)]
+        if high - best <= 1 and best - low <= 1:
+            return best, found[best]
+
 
 Planner = Callable[[Trace, Costs], Plan]
 

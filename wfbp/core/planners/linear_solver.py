@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from wfbp.core.cost import LinearCost
-from wfbp.core.planners.partitions import Partition, Row
+from wfbp.core.planners.partition import Partition, Row
 
 
 class LinearSolver:

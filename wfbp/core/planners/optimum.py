@@ -7,7 +7,7 @@ import heapq
 from wfbp.core.cost import LinearCost
 from wfbp.core.planners.curve_solver import CurveSolver
 from wfbp.core.planners.linear_solver import LinearSolver
-from wfbp.core.planners.partitions import Partition, Row, Solver
+from wfbp.core.planners.partition import Partition, Row, Solver
 
 TOLERANCE = 1e-3
 """An iteration may be this much longer than the optimum if that takes fewer groups."""

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.planners.optimum import PRECISION, ROUNDING, fewest, finish_s, optimum, solver_of
-from wfbp.core.planners.partitions import Partition, Row
+from wfbp.core.planners.partition import Modes, Partition, Row, Rows, scattered
 from wfbp.core.planners.plan_builder import plan_of_phases
-from wfbp.core.planners.rows import Modes, Rows, scattered
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from wfbp.core.plan import Group, Plan, split_by_dtype
-from wfbp.core.planners.rows import Modes, scattered
+from wfbp.core.planners.partition import Modes, scattered
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation, Phase, TensorSpec
 

@@ -17,10 +17,11 @@ import numpy as np
 from wfbp.comm.backend import Buffer
 from wfbp.core.types import Op, item_bytes
 from wfbp.errors import DisagreementError
-from wfbp.runtime import world
+from wfbp.runtime import process
 from wfbp.runtime.arguments import labelled
-from wfbp.runtime.matching import (
+from wfbp.runtime.consistency import (
     Array,
+    check_argument_errors,
     check_bytes,
     check_consistent,
     check_root,
@@ -29,8 +30,8 @@ from wfbp.runtime.matching import (
     dtype_key,
     flattened,
     in_native_order,
+    sharing_argument_errors,
 )
-from wfbp.runtime.refusals import check_argument_errors, sharing_argument_errors
 from wfbp.runtime.row_collectives import gather_rows
 from wfbp.runtime.runtime import Runtime
 
@@ -60,7 +61,7 @@ def allreduce(array: Any, name: str | None = None, op: Op = Op.AVERAGE) -> Array
         >>> wfbp.allreduce(np.float32([1, 2]), op=wfbp.Sum) / wfbp.size()
         array([1., 2.], dtype=float32)
     """
-    runtime = world.current("allreduce()")
+    runtime = process.current("allreduce()")
     result = np.array(in_native_order(np.asarray(array)), order="C", copy=True)
     reduce_in_place(runtime, flattened(result), result.dtype.name, result.shape, op, name)
     return result
@@ -107,7 +108,7 @@ def broadcast(array: Any, root_rank: int, name: str | None = None) -> Array:
         >>> wfbp.broadcast(np.arange(3), root_rank=0)
         array([0, 1, 2])
     """
-    runtime = world.current("broadcast()")
+    runtime = process.current("broadcast()")
     source = np.asarray(array)
     check_bytes("array", source)
     result = np.array(in_native_order(source), order="C", copy=True)
@@ -155,7 +156,7 @@ def broadcast_arrays(arrays: Mapping[str, Any], root_rank: int = 0) -> None:
         ValueError: no such rank, a read-only array, or one of Python objects.
         PeerError: another rank found one of these.
     """
-    runtime = world.current("broadcast_parameters()")
+    runtime = process.current("broadcast_parameters()")
     rows = []
     copies = []
     with sharing_argument_errors(runtime, MANY):
@@ -231,7 +232,7 @@ def allgather(array: Any, name: str | None = None) -> Array:
         >>> len(wfbp.allgather(np.zeros((2, 3)))) == 2 * wfbp.size()
         True
     """
-    runtime = world.current("allgather()")
+    runtime = process.current("allgather()")
     if np.ndim(array) == 0:
         raise ValueError("allgather needs at least one dimension; found a scalar")
     source = np.ascontiguousarray(in_native_order(np.asarray(array)))
@@ -247,7 +248,7 @@ def allgather_object(value: Any, name: str | None = None) -> list[Any]:
         >>> wfbp.allgather_object("me") == ["me"] * wfbp.size()
         True
     """
-    runtime = world.current("allgather_object()")
+    runtime = process.current("allgather_object()")
     label = labelled("allgather_object", name, runtime.numbers)
     check_consistent(runtime, "allgather_object", label)
     payloads = runtime.exchange(pickle.dumps(value), f"allgather_object {label}")
@@ -268,7 +269,7 @@ def broadcast_object(value: Any = None, root_rank: int = 0, name: str | None = N
         >>> wfbp.broadcast_object({"epoch": 3}, root_rank=0)
         {'epoch': 3}
     """
-    runtime = world.current("broadcast_object()")
+    runtime = process.current("broadcast_object()")
     check_root(runtime, root_rank)
     label = labelled("broadcast_object", name, runtime.numbers)
     check_consistent(runtime, "broadcast_object", label, f"root_rank={root_rank}")
@@ -278,4 +279,4 @@ def broadcast_object(value: Any = None, root_rank: int = 0, name: str | None = N
 
 def barrier() -> None:
     """Wait until every rank has come here."""
-    check_consistent(world.current("barrier()"), "barrier")
+    check_consistent(process.current("barrier()"), "barrier")

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from wfbp.core.types import Op, TensorSpec
-from wfbp.runtime import world
+from wfbp.runtime import process
 from wfbp.runtime.arguments import check_arguments
+from wfbp.runtime.consistency import in_native_order
 from wfbp.runtime.engine.engine import Engine
-from wfbp.runtime.matching import in_native_order
-from wfbp.runtime.transport.fusion import storage_dtype
+from wfbp.runtime.transport.buffers import storage_dtype
 
 Array = npt.NDArray[Any]
 
@@ -58,7 +58,7 @@ class GradientReducer:
         op: Op = Op.AVERAGE,
         name: str = "reducer",
     ) -> None:
-        runtime = world.current("GradientReducer()")
+        runtime = process.current("GradientReducer()")
         self._runtime = runtime
         if not isinstance(specs, Iterable):
             raise TypeError(f"GradientReducer needs pairs of name and array, found {specs!r}")

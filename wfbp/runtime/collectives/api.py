@@ -10,7 +10,7 @@ import numpy as np
 
 from wfbp.comm.backend import Backend
 from wfbp.config import Config
-from wfbp.runtime import world
+from wfbp.runtime import process
 from wfbp.runtime.collectives.operations import Collectives
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.collectives.request import Kind
@@ -44,9 +44,9 @@ def init(
         BackendError: MPI is missing or does not start.
         DisagreementError: ranks have different settings.
     """
-    if world.is_initialized():
+    if process.is_initialized():
         return
-    world.init(comm, backend=backend, config=config)
+    process.init(comm, backend=backend, config=config)
     if process_sets is not None and process_sets != "dynamic":
         for process_set in process_sets:
             assert not isinstance(process_set, str)
@@ -78,7 +78,7 @@ def current(call: str) -> Collectives:
     Raises:
         NotInitializedError: there is no runtime.
     """
-    runtime = world.current(call)
+    runtime = process.current(call)
     if runtime.collectives is None:
         runtime.collectives = Collectives(runtime)
     return runtime.collectives

@@ -33,7 +33,7 @@ from wfbp.runtime.collectives.request import (
     encode,
 )
 from wfbp.runtime.collectives.timeline import Timeline
-from wfbp.runtime.progress.calls import Reply
+from wfbp.runtime.progress.loop import Reply
 from wfbp.runtime.progress.thread import CommunicationThread
 from wfbp.runtime.row_collectives import equal_rows
 

@@ -19,9 +19,9 @@ from wfbp.errors import WfbpError
 from wfbp.runtime.collectives.executor import JOIN, NamedLane, Outcome, Submission
 from wfbp.runtime.collectives.request import Adaptive, Kind, Reduction, Request
 from wfbp.runtime.collectives.timeline import Timeline
-from wfbp.runtime.matching import check_consistent
-from wfbp.runtime.progress.calls import Reply
-from wfbp.runtime.progress.places import RankStatus
+from wfbp.runtime.consistency import check_consistent
+from wfbp.runtime.progress.deadlock import RankStatus
+from wfbp.runtime.progress.loop import Reply
 from wfbp.runtime.runtime import Runtime
 
 Adasum = Adaptive.ADASUM

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from wfbp.runtime import world
+from wfbp.runtime import process
 
 if TYPE_CHECKING:
     from wfbp.runtime.collectives.operations import Collectives
@@ -52,9 +52,9 @@ class ProcessSet:
         if self._ranks is not None:
             return list(self._ranks)
         if self.mpi_comm is not None:
-            self._ranks = sorted(self.mpi_comm.allgather(world.rank()))
+            self._ranks = sorted(self.mpi_comm.allgather(process.rank()))
             return list(self._ranks)
-        return list(range(world.size())) if world.is_initialized() else None
+        return list(range(process.size())) if process.is_initialized() else None
 
     def included(self) -> bool:
         """Whether this rank is one of them.
@@ -63,7 +63,7 @@ class ProcessSet:
             ValueError: the set was not added.
         """
         self.known_id()
-        return world.rank() in self._members()
+        return process.rank() in self._members()
 
     def rank(self) -> int:
         """This rank's place among them, from 0; -1 where it is none of them.
@@ -71,7 +71,7 @@ class ProcessSet:
         Raises:
             ValueError: the set was not added.
         """
-        return self._members().index(world.rank()) if self.included() else -1
+        return self._members().index(process.rank()) if self.included() else -1
 
     def size(self) -> int:
         """Number of ranks in the set.
@@ -92,7 +92,7 @@ class ProcessSet:
             ValueError: the set was not added, or was removed.
             NotInitializedError: before ``wfbp.init()``.
         """
-        runtime = world.current(call)
+        runtime = process.current(call)
         if self is global_process_set:
             return 0
         if self.process_set_id is None or self._owner is not runtime.collectives:

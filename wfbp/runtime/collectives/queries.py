@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from wfbp.runtime import world
+from wfbp.runtime import process
 from wfbp.runtime.collectives.api import current
 
 
 def cross_rank() -> int:
     """Number of this host among those that have a rank with this ``local_rank()``, from 0."""
-    runtime = world.current("cross_rank()")
+    runtime = process.current("cross_rank()")
     local = [place for place, _ in current("cross_rank()").hosts[: runtime.rank]]
     return local.count(runtime.local_rank)
 
 
 def cross_size() -> int:
     """Number of hosts that have a rank with this ``local_rank()``."""
-    runtime = world.current("cross_size()")
+    runtime = process.current("cross_size()")
     return [place for place, _ in current("cross_size()").hosts].count(runtime.local_rank)
 
 
@@ -28,7 +28,7 @@ def is_homogeneous() -> bool:
 
 def mpi_threads_supported() -> bool:
     """Whether MPI may be called by several threads: always, else ``init()`` fails."""
-    world.current("mpi_threads_supported()")
+    process.current("mpi_threads_supported()")
     return True
 
 

@@ -16,22 +16,28 @@ from typing import Any
 from wfbp.comm.device.device import Device
 from wfbp.core.plan import Plan
 from wfbp.core.types import Op, TensorSpec
-from wfbp.runtime import agreement
+from wfbp.runtime import consistency
 from wfbp.runtime.arguments import check_arguments
+from wfbp.runtime.engine.allgather import AllGatherState, GradientAssembler
 from wfbp.runtime.engine.allocator import give_back_freed_memory, keep_freed_memory
-from wfbp.runtime.engine.border import StepSynchronizer, exchange_payloads
-from wfbp.runtime.engine.gathering import GradientTracker
-from wfbp.runtime.engine.gathers import AllGatherState
-from wfbp.runtime.engine.recording import Recorder
-from wfbp.runtime.engine.report import make_report
-from wfbp.runtime.engine.whole import GradientAssembler
-from wfbp.runtime.marks import Span, StepTimestamps, Timestamp
+from wfbp.runtime.engine.recorder import Recorder, make_report
+from wfbp.runtime.engine.step_sync import StepSynchronizer, exchange_payloads
+from wfbp.runtime.engine.tracker import GradientTracker
+from wfbp.runtime.progress.channel import ControlChannel
 from wfbp.runtime.progress.executor import PlanExecutor
-from wfbp.runtime.progress.talk import ControlChannel
 from wfbp.runtime.runtime import Runtime
-from wfbp.runtime.slot import BufferView, GradientRef
-from wfbp.runtime.steps import CLOSE, DISCARD, Step, StepResult
-from wfbp.runtime.transport.shards import shard_range
+from wfbp.runtime.step import (
+    CLOSE,
+    DISCARD,
+    BufferView,
+    GradientRef,
+    Span,
+    Step,
+    StepResult,
+    StepTimestamps,
+    Timestamp,
+)
+from wfbp.runtime.transport.buffers import shard_range
 from wfbp.runtime.tuning.tuner import Tuner
 
 
@@ -100,10 +106,10 @@ class Engine:
             "tensors with gradient": [spec.name for spec in planned],
             "plan": self._tuner.plan.digest,
         }
-        payload = agreement.encode_specs(self.specs, settings)
+        payload = consistency.encode_specs(self.specs, settings)
         self._who = f"{runtime.where}: {name}"
         channel = channel or runtime.channel
-        agreement.check_specs(
+        consistency.check_specs(
             self._who, exchange_payloads(channel, name, payload, "comparing tensors")
         )
         with runtime.collective_lock.hold(channel, f"{name}: making a lane"):

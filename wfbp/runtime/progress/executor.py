@@ -13,9 +13,8 @@ from wfbp.core.plan import Plan
 from wfbp.core.sequencer import Sequencer
 from wfbp.core.types import Op, Operation
 from wfbp.errors import DisagreementError, WfbpError
-from wfbp.runtime.marks import Timestamp
-from wfbp.runtime.progress.calls import Reply
-from wfbp.runtime.steps import CLOSE, GatherRequest, GroupTime, Step, StepResult
+from wfbp.runtime.progress.loop import Reply
+from wfbp.runtime.step import CLOSE, GatherRequest, GroupTime, Step, StepResult, Timestamp
 from wfbp.runtime.transport.transport import BackwardBuffer, Transport
 
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from wfbp.comm.backend import Backend, Buffer, HostBackend, Work
 from wfbp.errors import DisagreementError, WfbpError
-from wfbp.runtime.progress.calls import Reply
+from wfbp.runtime.progress.loop import Reply
 
 _PIECE_BYTES = 64 << 20
 _TAGS = 1 << 14

@@ -19,10 +19,8 @@ from wfbp.comm.backend import Work
 from wfbp.comm.waiting import Waiter, sharp_naps
 from wfbp.config import Config
 from wfbp.errors import StallError, WfbpError
-from wfbp.runtime.progress.calls import Call, Reply
-from wfbp.runtime.progress.places import RankStatus
-from wfbp.runtime.progress.stall import StallWatch
-from wfbp.runtime.progress.turns import Lane, Message, ProgressLoop
+from wfbp.runtime.progress.deadlock import RankStatus, StallWatch
+from wfbp.runtime.progress.loop import Call, Lane, Message, ProgressLoop, Reply
 
 T = TypeVar("T")
 
@@ -40,7 +38,7 @@ class CommunicationThread:
 
     ``_turn`` is held for each turn, ``_gate`` by a training thread for as long as it drives: the
     communication thread passes the gate before every turn. It rests without either. Beside them
-    threads share the messages of :class:`~wfbp.runtime.progress.turns.ProgressLoop` and two hints:
+    threads share the messages of :class:`~wfbp.runtime.progress.loop.ProgressLoop` and two hints:
     how many threads wait, which may be read late, and ``sleeping``. Who appends an event to a lane
     and then finds ``sleeping`` true must post a message; the communication thread sets it before it
     looks at the events for the last time, so none is overlooked.

@@ -17,10 +17,9 @@ from wfbp.comm.device.backend import DeviceBackend, DeviceWork
 from wfbp.comm.device.device import Device, SlotTable
 from wfbp.core.plan import ALIGNMENT_BYTES, Plan, layout
 from wfbp.core.types import Op
-from wfbp.runtime.steps import GatherRequest, Step
-from wfbp.runtime.transport.flags import GroupFlags
-from wfbp.runtime.transport.shards import ShardTable, shard_bytes, shard_range
-from wfbp.runtime.transport.side_flags import HostFlags
+from wfbp.runtime.step import GatherRequest, Step
+from wfbp.runtime.transport.buffers import ShardTable, shard_bytes, shard_range
+from wfbp.runtime.transport.flags import GroupFlags, HostFlags
 
 
 class _Storage:

@@ -24,15 +24,23 @@ from wfbp.comm.device.backend import DeviceBackend, DeviceWork
 from wfbp.comm.device.device import Event, SlotTable
 from wfbp.core.plan import Plan
 from wfbp.core.types import Op, Operation
-from wfbp.runtime.marks import NOT_MEASURED, MeasuredStep, StepTimestamps, Timestamp, to_seconds
-from wfbp.runtime.slot import BufferView
-from wfbp.runtime.steps import GatherRequest, GroupTime, Step
+from wfbp.runtime.step import (
+    NOT_MEASURED,
+    BufferView,
+    GatherRequest,
+    GroupTime,
+    MeasuredStep,
+    Step,
+    StepTimestamps,
+    Timestamp,
+    to_seconds,
+)
 from wfbp.runtime.transport.device_buffers import (
     DeviceFusionBuffer,
     DeviceGatherBuffer,
     DeviceScatterBuffer,
 )
-from wfbp.runtime.transport.side_flags import HostFlags
+from wfbp.runtime.transport.flags import HostFlags
 from wfbp.runtime.transport.transport import BackwardBuffer, ForwardBuffer, Transport
 
 BEGUN = -1

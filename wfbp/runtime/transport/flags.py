@@ -1,13 +1,8 @@
-"""What every message says beside its tensors.
+"""What ranks say of a step beside its gradients: presence, requests, the step's number.
 
-Behind its tensors every message carries one element per tensor that says whether this rank had a
-gradient for it (a *presence flag*), and the last message of backward also the *border*: whether the
-rank asks for a round of talk at the step border, whether it discards the step, and the step's
-number, each bit as two flags, of which one says that it is set and the other that it is not. They
-cost a few bytes and no message of their own.
-
-All that is asked of a reduced flag is whether any rank had set it. The smallest share of a sum or
-average that a rank can have is above zero in every floating type, however many ranks there are.
+In the host's memory the flags travel behind the tensors of each message. On a device reading them
+would make the host wait for it in every step; so they travel on their own, through the host, in one
+small all-reduce that is started when the step's last group leaves.
 """
 
 from __future__ import annotations
@@ -17,8 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from wfbp.comm.backend import Buffer
+from wfbp.comm.backend import Backend, Buffer, Work
 from wfbp.core.plan import Plan
+from wfbp.core.types import Op
+from wfbp.runtime.step import Step
 
 _STEP_BITS = 6
 STEP_CYCLE = 1 << _STEP_BITS
@@ -106,3 +103,31 @@ def _decode(values: Buffer, dtype: str) -> list[float]:
         values = (values.astype(np.uint32) << 16).view(np.float32)
     decoded: list[float] = values.tolist()
     return decoded
+
+
+class HostFlags:
+    """The flags of all tensors of a plan. Used in turns.
+
+    Args:
+        plan: what is sent.
+        host: carries them.
+    """
+
+    def __init__(self, plan: Plan, host: Backend) -> None:
+        self._host = host
+        self._tensors = range(len(plan.tensors))
+        self._message = np.zeros(len(plan.tensors) + NUM_STEP_FLAGS, np.uint8)
+
+    def send(self, step: Step) -> Work[None]:
+        """Tell the other ranks of a step that is closed."""
+        border = [step.requested, step.discards, *step_flags(step.number)]
+        self._message[:] = [bool(address) for address in step.addresses] + border
+        return self._host.all_reduce(self._message, "uint8", Op.MAX)
+
+    def read(self, number: int) -> GroupFlags:
+        """What any rank has said."""
+        flags = self._message > 0
+        requested, discarded, *steps = flags[len(self._tensors) :].tolist()
+        agree = steps == [flag > 0 for flag in step_flags(number)]
+        present = flags[: len(self._tensors)].tolist()
+        return GroupFlags(present, requested, discarded, agree, self._tensors)

@@ -21,12 +21,18 @@ import numpy as np
 from wfbp.comm.backend import Backend, Buffer, Work
 from wfbp.core.plan import Plan
 from wfbp.core.types import Op, Operation
-from wfbp.runtime.marks import MeasuredStep, StepTimestamps, Timestamp, to_seconds
-from wfbp.runtime.slot import BufferView
-from wfbp.runtime.steps import GatherRequest, GroupTime, Step
+from wfbp.runtime.step import (
+    BufferView,
+    GatherRequest,
+    GroupTime,
+    MeasuredStep,
+    Step,
+    StepTimestamps,
+    Timestamp,
+    to_seconds,
+)
+from wfbp.runtime.transport.buffers import FusionBuffer, GatherBuffer, ScatterBuffer, aligned_bytes
 from wfbp.runtime.transport.flags import GroupFlags
-from wfbp.runtime.transport.fusion import FusionBuffer, aligned_bytes
-from wfbp.runtime.transport.shards import GatherBuffer, ScatterBuffer
 
 
 class BackwardBuffer(Protocol):

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from wfbp.core.elimination import Rule, SuccessiveElimination
 from wfbp.core.plan import Plan
-from wfbp.core.planners.threshold_search import ThresholdSearch
+from wfbp.core.planners.dear import ThresholdSearch
 
 _NOISE = 0.01
 _NUM_SEARCHED = 10

@@ -1,14 +1,5 @@
-"""Which plan runs when: measure, plan, try, keep what is fastest, and notice when it no longer is.
-
-    warm-up    steps by a plan that needs no measurement; nothing is recorded
-    profile    the same plan with communication held back, so that compute is seen undisturbed
-    trial      candidate plans in turn; the slower ones drop out from round to round. `auto` then
-               plans once more by the interference found, and tries what that brings
-    installed  one plan; a lasting change of the iteration time leads back to profile. Where the
-               plan takes longer than another one did in its trial, the two are tried again
-
-Every rank runs this machine and goes through the same states at the same steps: phases end after
-a fixed number of steps, and decisions are taken only in *rounds*, from the messages of all ranks.
+"""Which plan runs when: measure, plan, try, keep what is fastest, and notice when it no longer
+is.
 """
 
 from __future__ import annotations
@@ -40,9 +31,42 @@ from wfbp.runtime.tuning.candidates import (
     reordered,
     with_packing,
 )
-from wfbp.runtime.tuning.drift import DriftDetector
 from wfbp.runtime.tuning.profile import Profile, StepTimes, combine
 from wfbp.runtime.tuning.trial import Candidate, Elimination, Search, Times, Trial
+
+_NUM_WINDOWS = 5
+
+
+class DriftDetector:
+    """Compares each window of steps with the first one.
+
+    Args:
+        limit: relative change that counts; 0: none does.
+
+    Example:
+        >>> drift = Drift(0.25)
+        >>> for window_s in (1.0, 1.1, 2.0, 2.0, 2.0, 2.0, 2.0):
+        ...     drift.add(window_s)
+        >>> drift.lasts
+        True
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._baseline_s = 0.0
+        self._num_drifted = 0
+
+    def add(self, window_s: float) -> None:
+        """The median iteration of a window."""
+        self._baseline_s = self._baseline_s or window_s
+        change = abs(window_s - self._baseline_s) / self._baseline_s
+        self._num_drifted = self._num_drifted + 1 if 0 < self._limit < change else 0
+
+    @property
+    def has_drifted(self) -> bool:
+        """Whether some windows in a row differed from the first."""
+        return self._num_drifted >= _NUM_WINDOWS
+
 
 _WINDOW_STEPS = 20
 _MOST_STEPS = 400

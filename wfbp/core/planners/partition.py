@@ -1,0 +1,160 @@
+"""Partitions: into which runs is a row of gradients cut, in backward and in forward?
+
+The solvers answer for one :class:`Row`; :class:`Rows` are those of a trace. Interference is taken
+out by the compute clock (see ``wfbp.core.timeline``): ready times are then fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+from wfbp.core.cost import CostModel, Costs
+from wfbp.core.trace import Trace
+from wfbp.core.types import Operation
+
+Ends = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Gradients that cross the channel in this order, in runs.
+
+    Args:
+        ready_s: r_1 <= ... <= r_L, seconds from the start of the phase.
+        sizes: bytes m_1..m_L.
+        dtypes: element type of each.
+        segments: (end, cost of a message) in order, the last end being L. A run lies within one
+            segment: what is sent by different collectives cannot share a message.
+        floor_s: the phase takes at least this long, whatever is sent.
+    """
+
+    ready_s: Sequence[float]
+    sizes: Sequence[int]
+    dtypes: Sequence[str]
+    segments: Sequence[tuple[int, CostModel]]
+    floor_s: float = 0.0
+
+    def pieces(self) -> Iterator[tuple[int, int, CostModel]]:
+        """(start, end, cost) of each segment."""
+        start = 0
+        for end, cost in self.segments:
+            yield start, end, cost
+            start = end
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A partition and its two figures, seconds."""
+
+    ends: Ends
+    makespan: float
+    busy: float
+
+
+def measure(row: Row, ends: Sequence[int], kappa: float) -> Partition:
+    """A partition that somebody else made, with its figures. For one element type."""
+    speed = 1.0 / (1.0 + kappa)
+    at = busy = 0.0
+    start = 0
+    segments = iter(row.segments)
+    segment_end, cost = next(segments)
+    for end in ends:
+        while end > segment_end:
+            segment_end, cost = next(segments)
+        seconds = cost(sum(row.sizes[start:end]))
+        at = max(at, row.ready_s[end - 1]) + speed * seconds
+        busy += seconds
+        start = end
+    return Partition(tuple(ends), max(at, row.floor_s), busy)
+
+
+class Solver(Protocol):
+    """Exact answers for one row."""
+
+    def fastest(self) -> Partition:
+        """Of least makespan."""
+
+    def cheapest(self, makespan: float) -> Partition | None:
+        """Of least busy time among those of at most this makespan; None where there is none."""
+
+    def fewest(
+        self, makespan: float, accept: Callable[[Partition], bool], at_most: int
+    ) -> Partition | None:
+        """Of the fewest runs (at most ``at_most``) of at most this makespan, and accepted.
+
+        Of each number of runs only the cheapest is asked about.
+        """
+
+
+Modes = tuple[tuple[int, Operation], ...]
+"""(end, operation) of each segment of backward: gradients up to that end are sent by it."""
+
+
+class Rows:
+    """The rows of one trace under whatever modes.
+
+    Args:
+        trace: sizes and compute times.
+        costs: of the channel.
+    """
+
+    def __init__(self, trace: Trace, costs: Costs) -> None:
+        self._ready_s = trace.ready_times_s
+        self._left_s = list(accumulate(t.forward_s for t in reversed(trace.tensors)))
+        self._sizes = trace.backward_bytes
+        self._dtypes = [t.spec.dtype for t in reversed(trace.tensors)]
+        self._cost = {operation: costs.of(operation) for operation in Operation}
+
+    def backward(self, modes: Modes) -> Row:
+        """Gradients in backward order; all-reduced or reduce-scattered, segment by segment."""
+        segments = [(end, self._cost[operation]) for end, operation in modes]
+        return Row(self._ready_s, self._sizes, self._dtypes, segments, self._ready_s[-1])
+
+    def forward(self, scattered: Sequence[int]) -> Row:
+        """All-gathers of the next forward, seen from its end backward in time.
+
+        Let forward end at T. Tensor i has to be there at T - s_i, s_i being the forward compute
+        from i to the end. Run time backward from T: now the message that holds i cannot start
+        before s_i, messages follow each other from the last tensor to the first, and the last
+        one ends where forward begins. So it is backward's problem with s_i as ready times, and
+        its makespan is T.
+
+        Args:
+            scattered: positions in backward order (from 0) of what is gathered, increasing.
+        """
+        return Row(
+            [self._left_s[k] for k in scattered],
+            [self._sizes[k] for k in scattered],
+            [self._dtypes[k] for k in scattered],
+            [(len(scattered), self._cost[Operation.ALL_GATHER])],
+            self._left_s[-1],
+        )
+
+    @property
+    def num_tensors(self) -> int:
+        """Length of backward's row."""
+        return len(self._sizes)
+
+
+def all_by(operation: Operation, num_tensors: int) -> Modes:
+    """The modes that send everything in the same way."""
+    return ((num_tensors, operation),)
+
+
+def scattered(modes: Modes) -> list[int]:
+    """Positions in backward order (from 0) of what the modes reduce-scatter.
+
+    Example:
+        >>> scattered(((2, Operation.ALL_REDUCE), (4, Operation.REDUCE_SCATTER)))
+        [2, 3]
+    """
+    found: list[int] = []
+    start = 0
+    for end, operation in modes:
+        if operation is Operation.REDUCE_SCATTER:
+            found += range(start, end)
+        start = end
+    return found

@@ -1,0 +1,541 @@
+"""All exchanges of gradients of this process, and how ranks come to make the same ones.
+
+An :class:`ExchangeKey` says what is exchanged; equal ones share a :class:`GradientExchange`, which
+gives a step's announcements to its engine. The registry passes on what XLA's threads announce.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from threading import Lock
+from time import perf_counter
+from typing import Any
+
+import jax
+
+from wfbp.config import Config
+from wfbp.core.plan import Plan
+from wfbp.core.types import Op, TensorSpec
+from wfbp.errors import WfbpError
+from wfbp.jax import native
+from wfbp.jax.device import XlaStreams, check_device, programs_device
+from wfbp.jax.trees import Layout
+from wfbp.runtime import consistency, process
+from wfbp.runtime.arguments import check_arguments
+from wfbp.runtime.engine.engine import Engine
+from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.step import BufferView, GradientRef
+
+Copy = Callable[[Sequence[int], Sequence[int], Sequence[int]], None]
+
+
+def _remedy() -> str:
+    """Behind a message that a gradient came twice."""
+    remedy = (
+        ". Let one depend on the other, call jax.block_until_ready on the first, or average each "
+        "by a function of its own, with another name="
+    )
+    if (devices := jax.local_device_count()) > 1:
+        remedy += (
+            f". Or the step runs on several of this process's {devices} devices: gradients of one "
+            "device per process are exchanged; start a process for each"
+        )
+    return remedy
+
+
+@dataclass(frozen=True)
+class ExchangeKey:
+    """What a program wants to have exchanged; what is equal here shares an engine.
+
+    Args:
+        name: for messages, and to keep exchanges of equal leaves apart.
+        specs: the leaves, in the order of the tree.
+        op: ``Op.AVERAGE`` or ``Op.SUM``.
+        schedule: a planner's name, or ``auto``.
+        threshold_bytes: for the ``threshold`` planner.
+        turn: 0, or how many equal requests come before it in the same program.
+    """
+
+    name: str
+    specs: tuple[TensorSpec, ...]
+    op: Op
+    schedule: str
+    threshold_bytes: int
+    turn: int = 0
+
+    @cached_property
+    def text(self) -> str:
+        """All of it; the same in every process."""
+        rows = [[s.name, list(s.shape), s.dtype] for s in self.specs]
+        rest = [self.op.value, self.schedule, self.threshold_bytes, self.turn]
+        return json.dumps([self.name, rows, *rest])
+
+    @classmethod
+    def parse(cls, text: str) -> ExchangeKey:
+        """The request of a :attr:`text`."""
+        name, rows, op, *rest = json.loads(text)
+        specs = tuple(TensorSpec(n, tuple(shape), dtype) for n, shape, dtype in rows)
+        return cls(name, specs, Op(op), *rest)
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return f"{self.name} ({self.turn + 1})" if self.turn else self.name
+
+    @cached_property
+    def key(self) -> int:
+        """A number that stands for it in compiled programs, which may be kept on disk."""
+        digest = hashlib.sha256(self.text.encode()).digest()
+        return int.from_bytes(digest[:8], "little") >> 1
+
+
+class GradientExchange:
+    """Collects a step's announcements, and gives them to the engine.
+
+    Announcements come from the herald or from the training thread, waits from an XLA thread or
+    from the training thread. ``lock`` is shared with all other exchanges and held for every change
+    of what is known of the open step; nothing waits under it.
+
+    Args:
+        request: what is exchanged.
+        where: this rank, for messages.
+        lock: see above.
+        make: gives the engine. Collective: called in the first wait, because only execution has an
+            order that all ranks share.
+        copy: copies memory: to these addresses, from those, so many bytes each.
+        expect: is told, by leaf, the number of the group with which its gradient may leave before
+            the wait, -1 for none; only of those need announcements be passed on at once.
+    """
+
+    def __init__(
+        self,
+        request: ExchangeKey,
+        where: str,
+        lock: Lock,
+        make: Callable[[], Engine],
+        copy: Copy,
+        expect: Callable[[Sequence[int]], None],
+    ) -> None:
+        self._who = f"{where}: {request.title}"
+        self._names = [spec.name for spec in request.specs]
+        self._nbytes = [spec.nbytes for spec in request.specs]
+        self._lock = lock
+        self._make = make
+        self._copy = copy
+        self._engine: Engine | None = None
+        self._expect = expect
+        self._num_installed = 0
+        self._early: list[tuple[int, int, object, float | None]] = []
+        self._addresses = [0] * len(self._names)
+        self._closing = False
+        self._problem = ""
+        self._failed = ""
+
+    def announce(
+        self, index: int, address: int, owner: object = None, time_s: float | None = None
+    ) -> None:
+        """A gradient exists; called with the lock held.
+
+        Args:
+            index: of the leaf.
+            address: where it lies until the wait.
+            owner: kept alive until the step is over.
+            time_s: since when, as of ``time.perf_counter``; None for now.
+        """
+        if self._failed:
+            return
+        if self._addresses[index] or self._closing:
+            self._problem = self._problem or (
+                f"{self._who}: the gradient of {self._names[index]} was announced again before "
+                f"the step was over: two steps run at once{_remedy()}. Or an earlier step failed "
+                "before its end, as by a callback that raised: the ranks' halves of it cannot be "
+                "told apart from the next step; call wfbp.jax.shutdown() and wfbp.jax.init() on "
+                "every rank, and go on"
+            )
+            return
+        self._addresses[index] = address
+        self._mark(index, address, owner, time_s)
+
+    def reduce(self, inputs: Sequence[int] | None, outputs: Sequence[int]) -> None:
+        """Close the step, and wait until all reduced gradients lie where they are wanted.
+
+        Args:
+            inputs: where the gradients lie now; None for where they were announced.
+            outputs: where they are wanted, reduced; may be the same.
+
+        Raises:
+            WfbpError: two steps ran at once; or ranks disagree, failed, or did not answer in time.
+                Every later call then raises it too.
+        """
+        with self._lock:
+            if self._closing:
+                self._problem = self._problem or f"{self._who}: two steps end at once{_remedy()}"
+            self._failed = self._failed or self._problem
+            if self._failed:
+                raise WfbpError(self._failed)
+            self._closing = True
+        try:
+            if inputs is not None:
+                self._follow(inputs)
+            slots = self._synchronize(outputs)
+            rest = [
+                (to, s.address, n)
+                for to, s, n in zip(outputs, slots, self._nbytes, strict=True)
+                if s
+            ]
+            if rest:
+                self._copy(*zip(*rest, strict=True))
+            with self._lock:
+                if self._problem:
+                    raise WfbpError(self._problem)
+                self._addresses = [0] * len(self._names)
+                self._closing = False
+        except BaseException as error:
+            self._failed = str(error)
+            raise
+
+    def _follow(self, inputs: Sequence[int]) -> None:
+        """Have gradients sent (again) that lie elsewhere than they were announced, if they were.
+
+        XLA may copy a gradient behind its announcement, and use that place for something else; or,
+        where it does not change from one turn of a loop to the next, announce it once for all.
+        """
+        for index, address in enumerate(inputs):
+            if self._addresses[index] != address:
+                self._addresses[index] = address
+                self._mark(index, address, None)
+
+    def _mark(self, index: int, address: int, owner: object, time_s: float | None = None) -> None:
+        if self._engine is None:
+            self._early.append((index, address, owner, time_s))
+        else:
+            self._engine.mark_ready(index, address, owner, time_s)
+
+    def source(self, index: int) -> GradientRef | None:
+        """Where a gradient lies of which the engine expected to hear once more."""
+        address = self._addresses[index]
+        return (address, None) if address else None
+
+    def report(self) -> dict[str, Any]:
+        """The plan in use and what it costs; empty before the first step."""
+        return {} if self._engine is None else self._engine.report()
+
+    def close(self) -> None:
+        """Never exchange again."""
+        if self._engine is not None:
+            self._engine.close()
+
+    def _synchronize(self, targets: Sequence[int]) -> list[BufferView | None]:
+        engine = self._engine
+        if engine is None:
+            engine = self._make()
+            for index, address, owner, time_s in self._early:
+                engine.mark_ready(index, address, owner, time_s)
+            self._early.clear()
+            self._engine = engine
+        slots = engine.synchronize(targets=targets)
+        if engine.num_installed != self._num_installed:
+            self._num_installed = engine.num_installed
+            self._expect(early_groups(engine.plan, engine.specs))
+        return slots
+
+
+def early_groups(plan: Plan, specs: Sequence[TensorSpec]) -> list[int]:
+    """The group with which each of some tensors may leave before the step is closed, or -1.
+
+    Example:
+        >>> from wfbp.core.plan import Group
+        >>> specs = tuple(TensorSpec(name, (4,), "float32") for name in "abc")
+        >>> plan = Plan("wfbp", specs, (Group((2,)), Group((1,)), Group((0,))))
+        >>> early_groups(plan, specs)
+        [-1, 1, 0]
+    """
+    groups = dict.fromkeys(specs, -1)
+    if plan.overlap:
+        for number, group in enumerate(plan.groups[: plan.num_backward - 1]):
+            groups |= dict.fromkeys((plan.tensors[k] for k in group.tensors), number)
+    return list(groups.values())
+
+
+_MAKING = "jax: making an exchange"
+
+
+class ExchangeRegistry:
+    """Exchanges by key.
+
+    Programs are compiled in any order, and perhaps on one rank only; a request is known from
+    then on. Its engine is made when the first step of it ends. Ranks then tell each other which
+    exchange they have come to: where independent steps of one program run at once, that may not
+    be the same one everywhere. All that are wanted anywhere are made, in the order of their keys.
+
+    Any thread may call anything. ``_lock`` protects the tables and the open steps; ``_making`` is
+    held while an engine is made, and waits for other ranks.
+
+    Args:
+        handlers: the XLA handlers that announce.
+        device: that programs run on; None for the CPU.
+    """
+
+    def __init__(self, handlers: native.Handlers, device: XlaStreams | None = None) -> None:
+        self._native = handlers
+        self.device = device
+        self._lock = threading.Lock()
+        self._making = threading.Lock()
+        self._requests: dict[int, ExchangeKey] = {}
+        self._exchanges: dict[int, GradientExchange] = {}
+        self._engines: dict[int, Engine] = {}
+        self._runtime: Runtime | None = None
+        handlers.serve(self._wait)
+        threading.Thread(
+            target=self._forward_announcements, name="wfbp-herald", daemon=True
+        ).start()
+
+    def add(self, request: ExchangeKey) -> int:
+        """Know a request; its key."""
+        if process.is_initialized():
+            # XLA may run the program on a thread that has not communicated before.
+            process.current("an exchange").expect_other_threads()
+        with self._lock:
+            known = request.key in self._requests
+            self._requests[request.key] = request
+            num_known = len(self._requests)
+        if not known and num_known > 1:
+            native.wait_on_own_threads()
+        if not known:
+            self._stock(2 * len(request.specs))
+        return request.key
+
+    def announce(self, key: int, index: int, address: int, owner: object) -> None:
+        """A gradient exists outside of a compiled program."""
+        with self._lock:
+            self._get(key).announce(index, address, owner)
+
+    def reduce(self, key: int, outputs: Sequence[int]) -> None:
+        """Wait for gradients outside of a compiled program; see :meth:`Exchange.reduce`."""
+        with self._lock:
+            exchange = self._get(key)
+        exchange.reduce(None, outputs)
+
+    def report(self) -> dict[str, dict[str, Any]]:
+        """Of each exchange that has run, by name, the plan in use and what it costs."""
+        with self._lock:
+            found = [(self._requests[key].title, e) for key, e in self._exchanges.items()]
+        reports: dict[str, dict[str, Any]] = {}
+        turns: Counter[str] = Counter()
+        for name, exchange in found:
+            if report := exchange.report():
+                turns[name] += 1
+                turn = turns[name]
+                reports[name if turn == 1 else f"{name} [{turn}]"] = report
+        return reports
+
+    def _wait(
+        self,
+        key: int,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        place: tuple[int, int, int] | None,
+    ) -> None:
+        """All gradients of a compiled program exist; called on one of XLA's threads.
+
+        On a device they will, where the stream of ``place`` has come to; and what is reduced lies
+        in its place for what follows there.
+        """
+        with self._lock:
+            self._take_notes()
+            exchange = self._get(key)
+        check_device(self.device, place)
+        with self._at(place):
+            exchange.reduce(inputs, outputs)
+
+    def _forward_announcements(self) -> None:
+        """The herald: passes on what XLA's threads announce, where it may leave at once."""
+        while self._native.listen():
+            with self._lock:
+                self._take_notes()
+
+    def _take_notes(self) -> None:
+        used = 0
+        notes = self._native.take()
+        now = perf_counter()
+        for key, index, address, place, age_s in notes:
+            used += place is not None and place[2] != 0
+            try:
+                check_device(self.device, place)
+                with self._at(place):
+                    time_s = now - age_s if place is None else None
+                    self._get(key).announce(index, address, time_s=time_s)
+            except WfbpError:
+                continue  # no runtime, or another device; the wait that follows says so
+        if used:
+            self._stock(used)
+
+    def _at(self, place: tuple[int, int, int] | None) -> AbstractContextManager[None]:
+        """Within it, this thread is where a handler was called."""
+        if self.device is None or place is None:
+            return nullcontext()
+        _, stream, handle = place
+        return self.device.at(stream, self.device.recorded(handle) if handle else None)
+
+    def _stock(self, count: int) -> None:
+        """Let so many more announcements record events."""
+        if self.device is not None:
+            self._native.stock(self.device.recorder, self.device.lend(count))
+
+    def _get(self, key: int) -> GradientExchange:
+        """The exchange of a key, in the runtime that there is now."""
+        runtime = process.current("a step that was compiled before")
+        if runtime is not self._runtime:
+            for exchange in self._exchanges.values():
+                exchange.close()
+            self._exchanges.clear()
+            self._engines.clear()
+            self._runtime = runtime
+            runtime.expect_other_threads()  # the program may have been traced before init()
+        known = self._exchanges.get(key)
+        if known is None:
+            request = self._requests.get(key)
+            if request is None:
+                raise WfbpError(
+                    f"{runtime.where}: a compiled program exchanges gradients that were not "
+                    "traced in this process; wfbp's programs cannot be exported"
+                )
+            known = self._exchanges[key] = GradientExchange(
+                request,
+                runtime.where,
+                self._lock,
+                functools.partial(self._make, runtime, request),
+                self._native.copy if self.device is None else self.device.move,
+                functools.partial(self._native.expect, key),
+            )
+        return known
+
+    def _make(self, runtime: Runtime, wanted: ExchangeKey) -> Engine:
+        """The engine of a request; made together with all that other ranks have come to."""
+        with self._making:
+            if wanted.key in self._engines:
+                return self._engines[wanted.key]
+            with self._lock:
+                known = sorted(self._requests)
+            message = json.dumps({"wanted": wanted.text, "known": known}).encode()
+            replies = [json.loads(p) for p in runtime.planning_channel.exchange(message, _MAKING)]
+            requests = [ExchangeKey.parse(s["wanted"]) for s in replies]
+            everywhere = set.intersection(*(set(s["known"]) for s in replies))
+            if not everywhere.issuperset(r.key for r in requests):
+                _disagree(runtime.where, requests)
+            for _, request in sorted({r.key: r for r in requests}.items()):
+                if request.key not in self._engines:
+                    self._engines[request.key] = self._engine(runtime, request)
+            return self._engines[wanted.key]
+
+    def _engine(self, runtime: Runtime, request: ExchangeKey) -> Engine:
+        with self._lock:
+            exchange = self._get(request.key)
+        return Engine(
+            runtime,
+            request.specs,
+            schedule=request.schedule,
+            threshold_bytes=request.threshold_bytes,
+            op=request.op,
+            device=self.device,
+            fetch=exchange.source,
+            name=request.title,
+            channel=runtime.planning_channel,
+        )
+
+
+@functools.cache
+def exchange_registry() -> ExchangeRegistry:
+    """Those of this process.
+
+    Raises:
+        ImportError: there are no XLA handlers, and they cannot be compiled.
+        NotImplementedError: programs run on neither a CPU nor CUDA.
+    """
+    device = programs_device()
+    return ExchangeRegistry(native.load(), device)
+
+
+def _disagree(where: str, requests: Sequence[ExchangeKey]) -> None:
+    """Raise what ranks disagree upon.
+
+    Raises:
+        DisagreementError: on every rank.
+    """
+    settings = [
+        {"name": r.title, "op": str(r.op), "schedule": r.schedule, "bytes": r.threshold_bytes}
+        for r in requests
+    ]
+    encoded = [
+        consistency.encode_specs(r.specs, s) for r, s in zip(requests, settings, strict=True)
+    ]
+    consistency.check_specs(f"{where}: {requests[0].title}", encoded)
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeOptions:
+    """How gradients are to be exchanged; None stands for what the environment says.
+
+    Args:
+        user: the function that was called, for messages.
+        op: ``Average`` or ``Sum``.
+        schedule: a planner's name, or ``auto``.
+        threshold_bytes: group size of ``threshold``.
+        name: given by the caller, or None.
+    """
+
+    user: str
+    op: Op
+    schedule: str | None
+    threshold_bytes: int | None
+    name: str | None
+
+    def check(self, config: Config) -> None:
+        """Raise ``ValueError`` for an argument that is bad whatever the leaves are."""
+        some = TensorSpec("any", (1,), "float32")
+        check_arguments([some], *self._plan(config), self.op, 1, user=self.user)
+
+    def request(self, runtime: Runtime, layout: Layout) -> ExchangeKey:
+        """The exchange of a tree's leaves.
+
+        Raises:
+            ValueError: a bad argument.
+        """
+        schedule, limit_bytes = self._plan(runtime.config)
+        check_arguments(layout.specs, schedule, limit_bytes, self.op, 1, user=self.user)
+        return ExchangeKey(self.name or self.user, layout.specs, self.op, schedule, limit_bytes)
+
+    def _plan(self, config: Config) -> tuple[str, int]:
+        return (
+            config.schedule if self.schedule is None else self.schedule,
+            config.threshold_bytes if self.threshold_bytes is None else self.threshold_bytes,
+        )
+
+
+def report() -> dict[str, dict[str, Any]]:
+    """Of everything that exchanges gradients, by its name, the plan in use and what it costs.
+
+    Names are those given by ``name=``, else ``value_and_grad`` or ``DistributedOptimizer``. Empty
+    on one rank, and before the first step.
+
+    Returns:
+        Reports with the keys of PyTorch's ``optimizer.report()``: schedule, num_groups,
+        measured_iteration_s and so on.
+
+    Example:
+        >>> import wfbp.jax as wfbp
+        >>> wfbp.init()
+        >>> wfbp.reports() if wfbp.size() == 1 else {}
+        {}
+    """
+    if process.current("report()").size == 1:
+        return {}
+    return exchange_registry().report()

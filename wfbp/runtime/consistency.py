@@ -1,0 +1,226 @@
+"""Whether ranks are about to do the same: compared before data moves.
+
+Tensors and settings are compared once, when an engine is made, so that no step needs to negotiate.
+Synchronous collectives compare name, element type, shape and operation each time. An argument that
+one rank cannot take is told to the others, which would wait for that rank otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wfbp.comm.backend import Buffer
+from wfbp.core.types import TensorSpec
+from wfbp.errors import DisagreementError, PeerError
+from wfbp.runtime.runtime import Runtime
+
+_MAX_NAMED = 5
+
+
+def encode_specs(specs: Sequence[TensorSpec], settings: dict[str, Any]) -> bytes:
+    """What a rank says of its tensors when an engine is made."""
+    rows = [[s.name, list(s.shape), s.dtype] for s in specs]
+    return json.dumps({"tensors": rows, "settings": settings}).encode()
+
+
+def check_specs(who: str, payloads: Sequence[bytes]) -> None:
+    """Compare every rank's tensors and settings with rank 0's.
+
+    Args:
+        who: this rank and what the tensors belong to, for messages.
+        payloads: what each rank said.
+
+    Raises:
+        DisagreementError: on every rank: which ranks, which tensors, what each of the two has.
+    """
+    messages = [json.loads(p) for p in payloads]
+    problems = []
+    for rank, theirs in enumerate(messages):
+        problems += _differences(messages[0], theirs, rank)
+    if problems:
+        shown = problems[:_MAX_NAMED]
+        if len(problems) > _MAX_NAMED:
+            shown.append(f"and {len(problems) - _MAX_NAMED} more")
+        raise DisagreementError(
+            f"{who}: ranks disagree: {'; '.join(shown)}. Every rank must pass the same tensors, "
+            "in the same order, with the same settings"
+        )
+
+
+def check_equal(who: str, what: str, values: Sequence[str]) -> None:
+    """Raise unless every rank said the same.
+
+    Raises:
+        DisagreementError: naming the first rank that differs from rank 0.
+    """
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            raise DisagreementError(
+                f"{who}: ranks disagree on {what}: rank 0 has {values[0]}, rank {rank} has {value}"
+            )
+
+
+def _differences(ours: dict[str, Any], theirs: dict[str, Any], rank: int) -> list[str]:
+    differences = []
+    mine, other_rows = ours["tensors"], theirs["tensors"]
+    by_name = {row[0]: row for row in other_rows}
+    names = {row[0] for row in mine}
+    for row in mine:
+        match = by_name.get(row[0])
+        if match is None:
+            differences.append(f"{_shown(row)} of rank 0 is missing on rank {rank}")
+        elif match != row:
+            differences.append(f"{_shown(row)} on rank 0 is {_shown(match)} on rank {rank}")
+    differences += [
+        f"{_shown(row)} of rank {rank} is missing on rank 0"
+        for row in other_rows
+        if row[0] not in names
+    ]
+    if not differences and mine != other_rows:
+        place = next(k for k, (a, b) in enumerate(zip(mine, other_rows, strict=True)) if a != b)
+        differences.append(
+            f"tensor {place} is {_shown(mine[place])} on rank 0 and "
+            f"{_shown(other_rows[place])} on rank {rank} (the order differs)"
+        )
+    # Settings follow from the tensors in part, the plan from all else: report causes only.
+    for key, value in ours["settings"].items():
+        other = theirs["settings"].get(key)
+        if differences or other == value:
+            continue
+        if isinstance(value, list) and isinstance(other, list):
+            differences.append(
+                f"{key}: {_only_in(value, other)} on rank 0 only, "
+                f"{_only_in(other, value)} on rank {rank} only"
+            )
+        else:
+            differences.append(f"{key} is {value!r} on rank 0 and {other!r} on rank {rank}")
+    return differences
+
+
+def _only_in(these: list[str], those: list[str]) -> str:
+    names = [name for name in these if name not in set(those)]
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return (", ".join(names[:_MAX_NAMED]) or "none") + more
+
+
+def _shown(row: list[Any]) -> str:
+    name, shape, dtype = row
+    return f"{name} {dtype}{tuple(shape)}"
+
+
+Array = npt.NDArray[Any]
+
+
+def check_consistent(runtime: Runtime, call: str, *details: str, private: int = 0) -> list[int]:
+    """Compare what the ranks are about to do.
+
+    Args:
+        runtime: of this rank.
+        call: the operation, as programs call it.
+        details: its name and whatever else must be equal on all ranks, as messages show it.
+        private: a number that may differ.
+
+    Returns:
+        Every rank's private number.
+
+    Raises:
+        DisagreementError: on every rank, with what each of two ranks is about to do.
+    """
+    purpose = f"{call}({', '.join(details)})"
+    label = " ".join([call, *details[:1]])
+    return [int(text) for text in runtime.exchange(b"%d" % private, label, purpose)]
+
+
+def describe_array(dtype: str, shape: Sequence[int]) -> str:
+    """An array as messages show it."""
+    return f"{dtype}{tuple(shape)}"
+
+
+def check_root(runtime: Runtime, root_rank: int) -> None:
+    """Raise ``ValueError`` unless the root is a rank."""
+    if not 0 <= root_rank < runtime.size:
+        raise ValueError(f"root_rank is {root_rank}; expected 0 to {runtime.size - 1}")
+
+
+def check_bytes(name: str, array: Array) -> None:
+    """Raise ``ValueError`` unless an array's bytes mean the same on every rank."""
+    if array.dtype.hasobject:
+        raise ValueError(
+            f"{name} is of type object; expected numbers. Use broadcast_object for Python objects"
+        )
+
+
+def check_writable(name: str, array: Any) -> None:
+    """Raise unless values can be written into what was passed.
+
+    Raises:
+        TypeError: it is no array; a copy would be written to in vain.
+        ValueError: an array that is read-only, or one of Python objects.
+    """
+    if not isinstance(array, np.ndarray):
+        raise TypeError(
+            f"{name} is a {type(array).__qualname__}; expected a NumPy array, which can be filled "
+            "in place"
+        )
+    check_bytes(name, array)
+    if not array.flags.writeable:
+        raise ValueError(f"{name} is read-only; expected an array that can be filled in place")
+
+
+def in_native_order(array: Array) -> Array:
+    """The array in this machine's byte order, in which values travel; itself if it is already."""
+    if array.dtype.isnative:
+        return array
+    return array.astype(array.dtype.newbyteorder("="))
+
+
+def dtype_key(dtype: np.dtype[Any]) -> str:
+    """What ranks compare of an element type: its name, or all its fields."""
+    return dtype.name if dtype.names is None else str(dtype.descr)
+
+
+def flattened(array: Array) -> Buffer:
+    """A contiguous array as one dimension of its storage type (uint16 for bfloat16)."""
+    if array.dtype.name == "bfloat16":
+        array = array.view(np.uint16)
+    return array.reshape(-1)
+
+
+_ARGUMENT_ERROR = "refused"
+
+
+@contextmanager
+def sharing_argument_errors(runtime: Runtime, call: str) -> Iterator[None]:
+    """Within it a call checks its arguments; what it raises ends the call on every rank.
+
+    The others find out by :func:`check_refusals` on the payloads of the exchange with which the
+    call would have begun.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if runtime.size > 1:
+            runtime.exchange(json.dumps([_ARGUMENT_ERROR, str(error)]).encode(), call)
+        raise
+
+
+def check_argument_errors(runtime: Runtime, call: str, payloads: Sequence[Sequence[Any]]) -> None:
+    """Raise where another rank could not take its arguments.
+
+    Args:
+        runtime: of this rank.
+        call: the public function, for messages.
+        said: what every rank brought to the call's first exchange, decoded.
+
+    Raises:
+        PeerError: which rank, and why.
+    """
+    for rank, payload in enumerate(payloads):
+        if payload[0] == _ARGUMENT_ERROR:
+            raise PeerError(f"{runtime.where}: {call}: rank {rank}: {payload[1]}")

@@ -1,0 +1,207 @@
+"""All-gathers as the training thread sees them: who has to wait for what."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from wfbp.comm.backend import Buffer
+from wfbp.core.plan import Plan
+from wfbp.core.types import Phase, TensorSpec
+from wfbp.runtime.progress.executor import PlanExecutor
+from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.step import BufferView, GatherRequest, GroupTime, Span
+from wfbp.runtime.transport.buffers import shard_range
+from wfbp.runtime.transport.transport import Transport
+
+
+class AllGatherState:
+    """What is being gathered, by the installed plan.
+
+    Tensors are known by their index into the engine's specs. Begun by the training thread; any
+    thread may wait; ``_lock`` is held for one arrival.
+
+    Args:
+        runtime: to wait with.
+        lane: carries the gathers out.
+        transport: where tensors lie.
+        name: of the optimizer, for messages.
+    """
+
+    def __init__(
+        self, runtime: Runtime, lane: PlanExecutor, transport: Transport, name: str
+    ) -> None:
+        self._runtime = runtime
+        self._lane = lane
+        self._transport = transport
+        self._label = f"{name}: all-gather"
+        self._lock = threading.Lock()
+        self._num_groups = 0
+        self._num_arrived = 0
+        self._waits: list[Span] = []
+        self._times: list[GroupTime] = []
+        self.pending = False
+        """Whether anything has not arrived yet."""
+
+    def install(self, plan: Plan, members: Sequence[int], num_tensors: int) -> None:
+        """Follow another plan; nothing may be pending.
+
+        Args:
+            plan: what is sent.
+            members: per tensor of the plan, its index.
+            num_tensors: number of indices.
+        """
+        self._members = members
+        self._group_of = [-1] * num_tensors
+        groups = [group for group in plan.groups if group.phase is Phase.FORWARD]
+        for number, group in enumerate(groups):
+            for place in group.tensors:
+                self._group_of[members[place]] = number
+        self._num_groups = self._num_arrived = len(groups)
+        self.groups = [[members[place] for place in group.tensors] for group in groups]
+        """The tensors of each group, by index, in the order of sending."""
+
+    @property
+    def gatherable(self) -> bool:
+        """Whether the plan gathers anything."""
+        return self._num_groups > 0
+
+    def gathered(self, index: int) -> bool:
+        """Whether the plan gathers a tensor at all."""
+        return self._group_of[index] >= 0
+
+    def begin(self, addresses: Sequence[int], owners: object, count: int | None = None) -> None:
+        """Send this rank's shards, and receive the others'.
+
+        Args:
+            addresses: of whole tensors, by index; only those of gathered tensors are used.
+            owners: kept alive until all has arrived.
+            count: how many groups may go now; :meth:`go_on` lets the others follow. All by
+                default.
+        """
+        if not self._num_groups:
+            return
+        self.wait_all()
+        self._waits, self._times = [], []  # of an earlier step, that nobody has asked for
+        self._num_arrived = 0
+        self.pending = True
+        self._begun = GatherRequest(
+            [addresses[k] for k in self._members], owners, count, self._transport.dependencies()
+        )
+        self._post(self._begun)
+
+    def release_rest(self) -> None:
+        """Let the groups go that :meth:`begin` held back."""
+        self._post(replace(self._begun, count=None, dependencies=self._transport.dependencies()))
+
+    def _post(self, event: GatherRequest) -> None:
+        self._lane.events.append(event)
+        self._runtime.post(self._lane.wake)
+
+    def arrived(self, index: int) -> bool:
+        """Whether a tensor is whole.
+
+        Raises:
+            WfbpError: ranks failed.
+        """
+        group = self._group_of[index]
+        while self._num_arrived <= group and self._lane.arrivals.answered:
+            self._wait(self._num_arrived)
+        return group < self._num_arrived
+
+    def wait(self, index: int) -> None:
+        """Wait until a tensor is whole.
+
+        Raises:
+            WfbpError: ranks failed, or did not answer in time.
+        """
+        self._wait(self._group_of[index])
+
+    def take_times(self) -> tuple[list[Span], list[GroupTime]]:
+        """When threads have waited since this was last asked, and what has arrived."""
+        taken = self._waits, self._times
+        self._waits, self._times = [], []
+        return taken
+
+    def wait_all(self) -> None:
+        """Wait until everything is whole."""
+        self._wait(self._num_groups - 1)
+
+    def _wait(self, group: int) -> None:
+        # One arrival at a time: whoever waits for an early group does not wait for later ones.
+        while self.pending and self._num_arrived <= group:
+            with self._lock:
+                # Another thread may have waited meanwhile, and then the plan may have changed.
+                group = min(group, self._num_groups - 1)
+                if not self.pending or self._num_arrived > group:
+                    return
+                start = self._transport.now()
+                time = self._runtime.await_reply(self._lane.arrivals, self._label)
+                self._transport.await_arrival(time)
+                self._times.append(time)
+                self._waits.append((start, self._transport.now()))
+                self._num_arrived += 1
+                self.pending = self._num_arrived < self._num_groups
+
+
+class GradientAssembler:
+    """Storage of gathered gradients, one buffer per tensor, made when it is first needed.
+
+    Args:
+        specs: all tensors of the engine.
+        allgather: brings the other ranks' shards.
+        transport: where gradients lie.
+        rank: this rank.
+        size: number of ranks.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        allgather: AllGatherState,
+        transport: Transport,
+        rank: int,
+        size: int,
+    ) -> None:
+        self._transport = transport
+        self._specs = specs
+        self._allgather = allgather
+        self._ranges = [shard_range(spec, rank, size) for spec in specs]
+        self._storage: list[Buffer | None] = [None] * len(specs)
+
+    def forget(self) -> None:
+        """Keep no storage but what is in use, until it is needed again."""
+        self._storage = [None] * len(self._specs)
+
+    def begin(
+        self, reduced: Sequence[BufferView | None], kept: Collection[int] = ()
+    ) -> list[BufferView | None]:
+        """Gather what was scattered; the slots hold whole gradients once that has arrived.
+
+        Args:
+            reduced: per tensor its whole gradient or this rank's shard; None where no rank had a
+                gradient.
+            kept: addresses of what the program holds as its gradients: where storage was handed
+                out that lies there, it is left to the program.
+
+        Returns:
+            The same with whole gradients in place of shards.
+        """
+        whole = list(reduced)
+        addresses = [0] * len(whole)
+        for index, slot in enumerate(reduced):
+            if not self._allgather.gathered(index):
+                continue
+            storage = self._storage[index]
+            if storage is None or self._transport.view(storage).address in kept:
+                storage = self._storage[index] = self._transport.empty(self._specs[index].nbytes)
+            taken = self._transport.view(storage)
+            addresses[index] = taken.address
+            if slot is not None:
+                start, stop = self._ranges[index]
+                data = slot.data[start:stop] if slot.whole else slot.data
+                self._transport.copy(storage[start:stop], data)
+                whole[index] = taken
+        self._allgather.begin(addresses, self._storage)
+        return whole

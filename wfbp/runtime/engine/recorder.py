@@ -1,0 +1,169 @@
+"""What an engine tells of itself: its report, and the recording of its last iterations."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import re
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from wfbp.core.plan import Plan
+from wfbp.runtime.step import GroupTime
+from wfbp.runtime.tuning.profile import StepTimes
+from wfbp.runtime.tuning.tuner import Tuner
+
+
+def make_report(tuner: Tuner, num_steps: int) -> dict[str, Any]:
+    """The plan in use and what it costs; times in seconds, None where not yet known.
+
+    Args:
+        tuner: whose plan it is.
+        num_steps: steps taken so far.
+    """
+    predicted = tuner.predicted if tuner.phase == "installed" else None
+    measured_s = tuner.measured_s
+    bound_s = predicted.lower_bound_s if predicted else None
+    return {
+        "schedule": tuner.plan.schedule,
+        "phase": tuner.phase,
+        "steps": num_steps,
+        "num_groups": len(tuner.plan.groups),
+        "num_tensors": len(tuner.plan.tensors),
+        "total_bytes": tuner.plan.total_bytes,
+        "overlap": tuner.plan.overlap,
+        "kappa": tuner.costs.kappa if tuner.costs else None,
+        "predicted_iteration_s": predicted.iteration_s if predicted else None,
+        "measured_iteration_s": measured_s,
+        "predicted_exposed_s": predicted.exposed_s if predicted else None,
+        "exposed_s": tuner.exposed_s,
+        "lower_bound_s": bound_s,
+        "ratio_to_lower_bound": measured_s / bound_s if measured_s and bound_s else None,
+        "plan_digest": tuner.plan.digest,
+    }
+
+
+FORMAT = "wfbp-run/1"
+KEPT_ITERATIONS = 8
+INSTALLED = "installed"
+
+log = logging.getLogger("wfbp")
+_taken: Counter[Path] = Counter()
+
+
+class Recorder:
+    """Keeps an engine's last iterations under its plan, and writes the document now and then.
+
+    It is written when the installed plan has run for :data:`KEPT_ITERATIONS` steps, again each
+    time that number has doubled (so that writing costs nothing in the long run and never falls
+    into the steps that the tuner measures), when the engine is closed, and when the process ends.
+    Used by the engine's training thread.
+
+    Args:
+        directory: made if it does not exist; shared by the ranks.
+        name: of the engine; a second engine of that name in this process gets a number.
+        rank: of this process.
+        size: number of ranks.
+        report: gives the engine's report.
+
+    Raises:
+        OSError: the directory cannot be made.
+    """
+
+    def __init__(
+        self, directory: str, name: str, rank: int, size: int, report: Callable[[], dict[str, Any]]
+    ) -> None:
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        slug = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") or "optimizer"
+        first = folder / f"{slug}.rank{rank}.json"
+        _taken[first] += 1
+        self.name = slug if _taken[first] == 1 else f"{slug}-{_taken[first]}"
+        self.path = folder / f"{self.name}.rank{rank}.json"
+        self._rank = rank
+        self._size = size
+        self._report = report
+        self._plan: Plan | None = None
+        self._phase = ""
+        self._steps = 0
+        self._iterations: deque[tuple[StepTimes, Sequence[GroupTime]]] = deque(
+            maxlen=KEPT_ITERATIONS
+        )
+        self._tuner: Tuner | None = None
+        atexit.register(_write_if_alive, weakref.ref(self))
+
+    def after_step(self, tuner: Tuner, stamps: StepTimes, times: Sequence[GroupTime]) -> None:
+        """Take note of a step that ran by the tuner's present plan; before the tuner does."""
+        if tuner.plan is not self._plan or tuner.phase != self._phase:
+            self._plan, self._phase = tuner.plan, tuner.phase
+            self._iterations.clear()
+            self._steps = 0
+        self._tuner = tuner
+        self._iterations.append((stamps, times))
+        self._steps += 1
+        due = self._steps >= KEPT_ITERATIONS and not self._steps & (self._steps - 1)
+        if due and self._phase == INSTALLED:
+            self.write()
+
+    def write(self) -> None:
+        """Write the document, whole or not at all. What goes wrong is logged: training goes on."""
+        if self._tuner is None:
+            return
+        partial = self.path.with_suffix(".partial")
+        try:
+            partial.write_text(json.dumps(self.document(), allow_nan=False))
+            os.replace(partial, self.path)
+        except OSError as error:
+            log.warning("rank %d: the run could not be recorded: %s", self._rank, error)
+
+    def document(self) -> dict[str, Any]:
+        """The document as plain data. There must have been a step."""
+        tuner = self._tuner
+        assert tuner is not None
+        assert self._plan is not None
+        return {
+            "format": FORMAT,
+            "name": self.name,
+            "rank": self._rank,
+            "size": self._size,
+            "report": self._report(),
+            "plan": self._plan.to_json(),
+            "trace": tuner.trace.to_json() if tuner.trace else None,
+            "costs": tuner.costs.to_json() if tuner.costs else None,
+            "iterations": [_iteration(stamps, times) for stamps, times in self._iterations],
+        }
+
+
+def _iteration(stamps: StepTimes, times: Sequence[GroupTime]) -> dict[str, Any]:
+    """One iteration; seconds from its beginning, which is the end of the one before."""
+
+    def since(stamp: float) -> float | None:
+        return round(stamp - stamps.begun_s, 9) if stamp else None
+
+    return {
+        "ready_s": [since(s) for s in stamps.ready_s],
+        "forward_s": [since(s) for s in stamps.forward_s],
+        "forward_end_s": since(stamps.forward_end_s),
+        "closed_s": since(stamps.closed_s),
+        "done_s": since(stamps.done_s),
+        "groups": [
+            {
+                "group": t.group,
+                "start_s": since(t.start_s),
+                "packed_s": since(t.packed_s),
+                "end_s": since(t.end_s),
+            }
+            for t in times
+        ],
+    }
+
+
+def _write_if_alive(reference: weakref.ref[Recorder]) -> None:
+    recorder = reference()
+    if recorder is not None:
+        recorder.write()

@@ -1,0 +1,183 @@
+"""The exchange at a step's end, which happens only where some rank asks for it.
+
+A tensor that had no gradient before (frozen until now, or seldom used), or whose gradient grew
+after it was sent, is reduced here, in a message of its own; and the tuner decides about plans.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+
+from wfbp.comm.backend import Backend, Work
+from wfbp.core.cost import Costs
+from wfbp.core.plan import Plan, split_by_dtype
+from wfbp.core.types import Op, TensorSpec
+from wfbp.runtime import consistency
+from wfbp.runtime.engine.tracker import GradientTracker
+from wfbp.runtime.progress.channel import ControlChannel
+from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.step import BufferView, Step
+from wfbp.runtime.transport.transport import BackwardBuffer, Transport
+from wfbp.runtime.tuning.tuner import Tuner
+
+
+def reduce_unplanned(
+    channel: ControlChannel,
+    transport: Transport,
+    specs: Sequence[TensorSpec],
+    sources: Sequence[tuple[int, object]],
+    op: Op,
+) -> list[BufferView | None]:
+    """Reduce tensors now; collective.
+
+    Args:
+        channel: in which ranks have come to this.
+        transport: where they lie; of a lane that sends nothing now.
+        specs: equal on every rank.
+        sources: per tensor, address and owner; address 0 where this rank has no gradient.
+        op: ``Op.AVERAGE`` or ``Op.SUM``.
+
+    Returns:
+        Per tensor, where it lies reduced, in new storage; None where no rank has a gradient.
+    """
+    plan = Plan("extra", tuple(specs), split_by_dtype(specs, [range(len(specs))]))
+    step = Step(0, [address for address, _ in sources], [owner for _, owner in sources])
+    reduced: dict[int, BufferView] = {}
+    transport.close(step)
+    buffers = transport.backward(plan, op)
+    arrivals = []
+    for group, buffer in enumerate(buffers):
+        send = partial(_send_unplanned, transport, buffer, step, group)
+        channel.call(send, "gradients at the border")
+        arrivals.append(buffer.arrived(step=0))
+    transport.join()
+    present = {k: here for a in arrivals for k, here in zip(a.tensors, a.present, strict=True)}
+    for buffer, members in zip(buffers, plan.groups, strict=True):
+        for position, k in enumerate(members.tensors):
+            if present[k]:
+                reduced[k] = transport.view(buffer.slot(position))
+    return [reduced.get(k) for k in range(len(specs))]
+
+
+def _send_unplanned(
+    transport: Transport, buffer: BackwardBuffer, step: Step, group: int, _: Backend
+) -> Work[None]:
+    transport.order_after_gradients(step, group)
+    buffer.pack(step)
+    return _EnqueuedWork(transport, buffer.send(transport.carrier))
+
+
+class _EnqueuedWork(Work[None]):
+    """A work that is complete when what follows in the lane finds its result."""
+
+    def __init__(self, transport: Transport, work: Work[None]) -> None:
+        self._transport = transport
+        self._work = work
+        self.nbytes = work.nbytes
+
+    @property
+    def activity(self) -> int:
+        return self._work.activity
+
+    def test(self) -> bool:
+        return self._transport.is_enqueued(self._work)
+
+    @property
+    def result(self) -> None:
+        return None
+
+
+class StepSynchronizer:
+    """Settles at the end of a step what its plan did not.
+
+    Of engines that are used side by side, one rank may come to this one's border first and another
+    rank to that of another engine: each talks apart.
+
+    Args:
+        runtime: of this rank.
+        channel: of this engine alone.
+        tracker: knows what the plan did not carry.
+        transport: where gradients lie.
+        tuner: decides about plans.
+        op: how gradients combine.
+        name: of the optimizer, for messages.
+        who: rank and optimizer, for errors.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        channel: ControlChannel,
+        tracker: GradientTracker,
+        transport: Transport,
+        tuner: Tuner,
+        op: Op,
+        name: str,
+        who: str,
+    ) -> None:
+        self._runtime = runtime
+        self._channel = channel
+        self._tracker = tracker
+        self._transport = transport
+        self._tuner = tuner
+        self._op = op
+        self._name = name
+        self._who = who
+
+    def run(self, reduced: list[BufferView | None], wanted: bool) -> bool:
+        """Reduce what the plan did not carry; let the tuner decide. Collective.
+
+        Args:
+            reduced: per tensor of the engine, where it lies reduced; completed here.
+            wanted: whether this rank wants whole gradients.
+
+        Returns:
+            Whether any rank wants whole gradients.
+
+        Raises:
+            WfbpError: ranks disagree, failed, or did not answer in time.
+        """
+        tracker, tuner = self._tracker, self._tuner
+        due = tuner.round_due
+        told = tuner.message() if due or tuner.phase == "installed" else {}
+        mine = {"extra": sorted(tracker.unplanned), "tuner": told, "whole": wanted}
+        payloads = exchange_payloads(
+            self._channel, self._name, json.dumps(mine).encode(), "step border"
+        )
+        messages = [json.loads(p) for p in payloads]
+        extra = sorted({index for message in messages for index in message["extra"]})
+        if extra:
+            specs = [tracker.specs[k] for k in extra]
+            sources = [tracker.unplanned_gradient(k) for k in extra]
+            slots = reduce_unplanned(self._channel, self._transport, specs, sources, self._op)
+            for k, slot in zip(extra, slots, strict=True):
+                reduced[k] = slot
+        joining = [tracker.specs[k] for k in extra if tracker.place[k] < 0]
+        wished = any(message["tuner"].get("wants_round") for message in messages)
+        if joining:
+            tuner.join(joining)
+        elif due or wished:
+            tuner.decide([m["tuner"] for m in messages], self._measure_costs)
+        if joining or due or wished:
+            digests = exchange_payloads(
+                self._channel, self._name, tuner.plan.digest.encode(), "plan"
+            )
+            consistency.check_equal(self._who, "the plan", [d.decode() for d in digests])
+        return any(message["whole"] for message in messages)
+
+    def _measure_costs(self) -> Costs:
+        nbytes = sum(spec.nbytes for spec in self._tracker.specs)
+        tuner = self._tuner
+        with self._runtime.collective_lock.hold(
+            self._channel, f"{self._name}: measuring the network"
+        ):
+            return self._runtime.measure_costs(
+                nbytes, tuner.operations, tuner.doubts_costs, self._transport.carrier, self._channel
+            )
+
+
+def exchange_payloads(channel: ControlChannel, name: str, payload: bytes, what: str) -> list[bytes]:
+    """Every rank's payload; what ranks call their optimizers may differ."""
+    return channel.exchange(payload, f"{name}: {what}", what)

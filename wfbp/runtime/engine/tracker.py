@@ -1,0 +1,407 @@
+"""Tracks the gradients of the open step, on the training thread, as they appear.
+
+Counts how often each appears (accumulation is learned), checks that none lies where another one is
+averaged, and posts the events that let groups leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from wfbp.core.plan import Plan
+from wfbp.core.types import Operation, TensorSpec
+from wfbp.errors import WfbpError
+from wfbp.runtime.progress.executor import PlanExecutor
+from wfbp.runtime.progress.thread import CommunicationThread
+from wfbp.runtime.step import (
+    EMPTY_VIEW,
+    BufferView,
+    GradientRef,
+    GroupTime,
+    Span,
+    Step,
+    StepResult,
+    StepTimestamps,
+    Timestamp,
+)
+from wfbp.runtime.transport.transport import BackwardBuffer, Transport
+
+_PATIENCE_STEPS = 8
+"""So many steps in a row in which some gradient appears less often than expected are waited for."""
+
+
+class AccumulationCounter:
+    """Counts of one engine's tensors, by index. For the training thread.
+
+    ``fired`` and ``expected`` are read, and the former counted up, where each gradient appears:
+    without a call in between.
+
+    Args:
+        passes: what is expected at first.
+        num_tensors: number of indices.
+    """
+
+    def __init__(self, passes: int, num_tensors: int) -> None:
+        self.expected = [passes] * num_tensors
+        """After so many a tensor is ready."""
+        self.begin()
+        self._rarer_steps = 0
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.fired = [0] * len(self.expected)
+        """How often each gradient has appeared in the open step."""
+
+    def learn(self) -> None:
+        """Expect as many as were seen in this step: more at once, fewer after some such steps.
+
+        Example:
+            >>> passes = Passes(1, 2)
+            >>> passes.fired = [3, 0]
+            >>> passes.learn()
+            >>> passes.expected
+            [3, 1]
+        """
+        rarer = False
+        for index, fired in enumerate(self.fired):
+            if fired > self.expected[index]:
+                self.expected[index] = fired
+            elif 0 < fired < self.expected[index]:
+                rarer = True
+        self._rarer_steps = self._rarer_steps + 1 if rarer else 0
+        if self._rarer_steps >= _PATIENCE_STEPS:
+            self._rarer_steps = 0
+            self.expected = [max(1, fired) for fired in self.fired]
+
+
+class AliasCheck:
+    """The slots of a plan, each for one tensor's gradients alone.
+
+    A program that lets two tensors share one gradient may put one into the other's slot. By the
+    time that it is packed, the average may have come there, or a part of it.
+
+    Args:
+        specs: all tensors of the engine.
+        members: per tensor of the plan, its index into the specs.
+        slots: per tensor of the plan, where its gradient is averaged.
+    """
+
+    def __init__(
+        self, specs: Sequence[TensorSpec], members: Sequence[int], slots: Sequence[BufferView]
+    ) -> None:
+        self._specs = specs
+        self._members = members
+        # (Of a tensor without elements the address may be another one's.)
+        self._owners = {
+            slot.address: index
+            for index, slot in zip(members, slots, strict=True)
+            if slot.whole and specs[index].numel
+        }
+
+    def add(self, index: int, slot: BufferView) -> None:
+        """A tensor's gradient is averaged here, too."""
+        if slot.whole and self._specs[index].numel:
+            self._owners[slot.address] = index
+
+    def check(self, who: str, addresses: Sequence[int], extra: Mapping[int, GradientRef]) -> None:
+        """Raise where a gradient lies in another tensor's slot.
+
+        Args:
+            who: rank and optimizer, for messages.
+            addresses: of gradients, per tensor of the plan.
+            extra: those that the plan does not carry as they are, by index.
+
+        Raises:
+            RuntimeError: which one, and where.
+        """
+        if not self._owners.keys().isdisjoint(addresses):
+            for index, address in zip(self._members, addresses, strict=True):
+                self._check(who, index, address)
+        for index, (address, _) in extra.items():
+            self._check(who, index, address)
+
+    def _check(self, who: str, index: int, address: int) -> None:
+        owner = self._owners.get(address, index)
+        if owner != index and self._specs[index].numel:
+            raise RuntimeError(
+                f"{who}: the gradient of {self._specs[index].name} lies in memory in which that of "
+                f"{self._specs[owner].name} is averaged; give each tensor a gradient of its own, "
+                "for example by clone()"
+            )
+
+
+class GradientTracker:
+    """What is known of the open step: which gradients exist, where, and since when.
+
+    Tensors are known by their *index* into the specs, and to the lane by their *place* in the
+    plan; a tensor that the plan does not carry has place -1, and its gradient is *extra*.
+
+    Args:
+        specs: all tensors of the engine.
+        lane: gets the events.
+        transport: where gradients lie, and how moments are told there.
+        thread: is woken where it sleeps.
+        passes: how often a gradient appears per step, until something else is seen.
+        fetch: the gradient of a tensor for which no event came, or None.
+        who: rank and optimizer, for messages.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        lane: PlanExecutor,
+        transport: Transport,
+        thread: CommunicationThread,
+        passes: int,
+        fetch: Callable[[int], GradientRef | None],
+        who: str,
+    ) -> None:
+        self.specs = specs
+        self._index = {spec: k for k, spec in enumerate(specs)}
+        self._events = lane.events
+        self._transport = transport
+        self._produced = transport.produced
+        self._group_complete = transport.complete
+        self._thread = thread
+        self._post = thread.post
+        self._wake = lane.wake
+        self._fetch = fetch
+        self._who = who
+        self._accumulation = AccumulationCounter(passes, len(specs))
+
+    def install(self, plan: Plan, buffers: Sequence[BackwardBuffer]) -> None:
+        """Gather for another plan from the next :meth:`begin` on."""
+        groups = plan.groups[: plan.num_backward]
+        self.members: Sequence[int] = [self._index[spec] for spec in plan.tensors]  # by place
+        self.place = [-1] * len(self.specs)
+        self._group_of = [0] * len(plan.tensors)
+        self._slots = [EMPTY_VIEW] * len(plan.tensors)
+        for place, index in enumerate(self.members):
+            self.place[index] = place
+        for group, members in enumerate(groups):
+            whole = members.operation is Operation.ALL_REDUCE
+            for position, place in enumerate(members.tensors):
+                self._group_of[place] = group
+                self._slots[place] = self._transport.view(buffers[group].slot(position), whole)
+        self._buffers = buffers
+        self._num_moves = [buffer.num_moves for buffer in buffers]
+        self._groups = [members.tensors for members in groups]
+        self._alias_check = AliasCheck(self.specs, self.members, self._slots)
+        self._dormant = [k for k, place in enumerate(self.place) if place < 0]
+        self._sizes = [len(group.tensors) for group in groups]
+        self._overlap = plan.overlap
+
+    def release(self) -> None:
+        """Let the buffers go; nothing is sent any more."""
+        self._slots = [EMPTY_VIEW] * len(self._slots)
+
+    def begin(self, number: int, now: Timestamp, profiling: bool = False) -> None:
+        """Open a step; ``profiling`` says whether it matters when each gradient appears."""
+        count = len(self.members)
+        self.step = Step(number, [0] * count, [None] * count)
+        self._events.append(self.step)
+        self._restart(now, profiling)
+
+    def withdraw(self, now: Timestamp, profiling: bool = False) -> bool:
+        """Let it be as if no gradient had appeared in the open step, if the lane knows of none.
+
+        Returns:
+            Whether that is so. Else events may have been taken back; the step has to be closed.
+        """
+        posted = sum(self._sizes) - sum(self._left)
+        while posted:
+            try:
+                event = self._events.pop()
+            except IndexError:
+                return False
+            assert event in range(len(self.members))  # others come before the first gradient
+            posted -= 1
+        step, count = self.step, len(self.members)
+        step.addresses[:], step.owners[:] = [0] * count, [None] * count
+        step.dependencies.clear()
+        self._restart(now, profiling)
+        return True
+
+    def _restart(self, now: Timestamp, profiling: bool) -> None:
+        count = len(self.members)
+        self.begun = now
+        self._transport.begin(self.step, profiling)
+        self._accumulation.begin()
+        self._left = list(self._sizes)
+        self._ready: list[Timestamp] = [0.0] * count
+        self._forward: list[Timestamp] = [0.0] * count
+        self._forward_end: Timestamp = 0.0
+        self._closed: Timestamp = 0.0
+        self._regrown = False
+        self.unplanned: dict[int, GradientRef] = {}
+
+    def mark_ready(
+        self, index: int, address: int, owner: object, time_s: float | None = None
+    ) -> None:
+        """A tensor's gradient exists (again).
+
+        Args:
+            index: into the specs.
+            address: where it lies, contiguous.
+            owner: kept alive until the step is over.
+            time_s: since when, on the host (``time.perf_counter``); None for now.
+        """
+        passes = self._accumulation
+        counts = passes.fired
+        counts[index] = fired = counts[index] + 1
+        expected = passes.expected[index]
+        if fired != expected:
+            if fired > expected:
+                self._grown(index, address, owner)
+            return
+        place = self.place[index]
+        if place < 0:
+            self.unplanned[index] = (address, owner)
+            return
+        step = self.step
+        step.addresses[place] = address
+        step.owners[place] = owner
+        self._ready[place] = self._produced() if time_s is None else time_s
+        group = self._group_of[place]
+        left = self._left[group] - 1
+        self._left[group] = left
+        if left == 0 and self._group_complete is not None and self._may_have_left(place):
+            self._group_complete(group)
+        self._events.append(place)
+        if left == 0 and self._overlap and self._thread.sleeping:
+            self._post(self._wake)
+
+    def drop(self, index: int) -> None:
+        """A tensor's gradient that was announced is gone: this rank has none now."""
+        place = self.place[index]
+        if place < 0:
+            self.unplanned.pop(index, None)
+        elif self.step.addresses[place]:
+            if self._may_have_left(place):
+                self.unplanned[index] = (0, None)
+            else:
+                self.step.addresses[place] = 0
+                self.step.owners[place] = None
+
+    def mark_forward(self, index: int) -> None:
+        """A tensor is used for the first time in this step's forward."""
+        place = self.place[index]
+        if place >= 0 and not self._forward[place]:
+            self._forward[place] = self._transport.now()
+
+    def mark_forward_end(self) -> None:
+        """Forward has ended, as far as is known yet."""
+        self._forward_end = self._transport.now()
+
+    def slot(self, index: int) -> BufferView:
+        """Where a tensor lies in its fusion buffer; a gradient written there is not copied.
+
+        Raises:
+            KeyError: the plan does not carry the tensor, or not whole.
+        """
+        place = self.place[index]
+        if place < 0 or not self._slots[place].whole:
+            raise KeyError(f"{self.specs[index].name} is in no group, or decoupled")
+        return self._slots[place]
+
+    @property
+    def open(self) -> bool:
+        """Whether gradients have appeared since the step began."""
+        return any(self._accumulation.fired)
+
+    @property
+    def sending(self) -> bool:
+        """Whether messages of the open step are on their way, as far as this thread can tell."""
+        return self._overlap and self._left[0] == 0 and len(self._left) > 1
+
+    def close(self, targets: Sequence[int] = ()) -> None:
+        """Take up gradients for which no event came; have whole ones copied to ``targets``."""
+        step = self.step
+        self._closed = self._transport.close(step)
+        self._all_ready = all(step.addresses)
+        if not self._all_ready:
+            for place, address in enumerate(step.addresses):
+                if not address and (source := self._fetch(self.members[place])) is not None:
+                    step.addresses[place], step.owners[place] = source
+                    self._ready[place] = self._closed
+        for index in self._dormant:
+            if index not in self.unplanned and (source := self._fetch(index)) is not None:
+                self.unplanned[index] = source
+        self._alias_check.check(self._who, step.addresses, self.unplanned)
+        if targets:
+            step.targets = [0 if k in self.unplanned else targets[k] for k in self.members]
+
+    def reduced(self, present: Sequence[bool]) -> list[BufferView | None]:
+        """Where each reduced gradient lies; None where no rank had one, or it is at its target."""
+        for group, buffer in enumerate(self._buffers):
+            if buffer.num_moves != self._num_moves[group]:
+                self._move(group)
+        views: list[BufferView | None] = [None] * len(self.specs)
+        targets = self.step.targets or [0] * len(present)
+        for place, here in enumerate(present):
+            if here and not targets[place]:
+                views[self.members[place]] = self._slots[place]
+        return views
+
+    def _move(self, group: int) -> None:
+        """The tensors of a group have been reduced in other memory than before."""
+        buffer = self._buffers[group]
+        self._num_moves[group] = buffer.num_moves
+        for position, place in enumerate(self._groups[group]):
+            slot = self._transport.view(buffer.slot(position), self._slots[place].whole)
+            self._slots[place] = slot
+            self._alias_check.add(self.members[place], slot)
+
+    def timestamps(
+        self,
+        result: StepResult,
+        done: Timestamp,
+        update: Span,
+        waits: Sequence[Span],
+        allgather: Sequence[GroupTime],
+    ) -> StepTimestamps:
+        """When things happened in the step."""
+        return StepTimestamps(
+            self.begun, self._ready, self._forward, self._forward_end, self._closed,
+            done, update, waits, result.times, allgather,
+        )  # fmt: skip
+
+    def unplanned_gradient(self, index: int) -> GradientRef:
+        """All of this rank's gradient of a tensor that is reduced at the step border."""
+        if index in self.unplanned:
+            return self.unplanned[index]
+        place = self.place[index]
+        if place < 0 or not self.step.addresses[place]:
+            return 0, None
+        # It grew on another rank only; what the message brought lacks that rank's last part.
+        address = self.step.addresses[place]
+        if self.step.targets and self.step.targets[place] == address:
+            raise WfbpError(
+                f"{self._who}: another rank sends the gradient of {self.specs[index].name} anew, "
+                "and here the average has replaced it: the ranks run different programs"
+            )
+        return address, self.step.owners[place]
+
+    def learn_passes(self) -> None:
+        """Expect as many backward passes per step as were seen."""
+        if not self._all_ready or self.unplanned or self._regrown:
+            self._accumulation.learn()
+
+    def _grown(self, index: int, address: int, owner: object) -> None:
+        """A gradient grew after its tensor was posted: it is sent as it is now."""
+        place = self.place[index]
+        self._regrown = True
+        if place < 0:
+            self.unplanned[index] = (address, owner)
+            return
+        self._ready[place] = self._produced()
+        if self._may_have_left(place):
+            self.unplanned[index] = (address, owner)
+        else:
+            self.step.addresses[place] = address
+            self.step.owners[place] = owner
+
+    def _may_have_left(self, place: int) -> bool:
+        """Whether a tensor's group may be on its way."""
+        group = self._group_of[place]
+        return self._overlap and self._left[group] == 0 and group < len(self._left) - 1

@@ -1,0 +1,442 @@
+"""The progress loop: the state of communication, moved on by one thread at a time.
+
+Two kinds of work live here: *calls*, one collective each, for which a training thread waits; and
+*lanes*, which send the groups of a plan while training goes on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+from wfbp.comm.backend import Backend, Work
+from wfbp.comm.waiting import Waiter
+from wfbp.errors import WfbpError
+from wfbp.runtime.progress.deadlock import LaneStatus, RankStatus, StallWatch
+
+
+class AutoResetEvent:
+    """Wakes whoever waits for it, or the next who will; rung twice it wakes once.
+
+    Any thread may do anything. (``queue.SimpleQueue.get`` cannot serve here: where an item was
+    taken by another thread and the timeout has passed by then, it waits for ever, in CPython
+    3.11 at least; timeouts of some microseconds make that likely.)
+
+    Example:
+        >>> bell = Bell()
+        >>> bell.ring()
+        >>> bell.wait(1.0), bell.wait(0.001)
+        (True, False)
+    """
+
+    def __init__(self) -> None:
+        self._silent = threading.Lock()
+        self._silent.acquire()
+
+    def set(self) -> None:
+        """Wake."""
+        if self._silent.locked():
+            with suppress(RuntimeError):  # another thread may ring at this moment
+                self._silent.release()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it rings; False where it did not in time."""
+        return self._silent.acquire(timeout=max(timeout_s, 0.0))
+
+
+T = TypeVar("T")
+
+
+class Reply(Generic[T]):
+    """A place for one answer at a time: one thread puts, one training thread gets."""
+
+    def __init__(self) -> None:
+        self._answers: deque[tuple[T | None, BaseException | None]] = deque()
+        self._answered = AutoResetEvent()
+
+    def put(self, value: T) -> None:
+        """Answer."""
+        self._answers.append((value, None))
+        self._answered.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Answer with an error."""
+        self._answers.append((None, error))
+        self._answered.set()
+
+    @property
+    def answered(self) -> bool:
+        """Whether :meth:`get` would return at once."""
+        return bool(self._answers)
+
+    def get(self, timeout_s: float) -> T:
+        """The answer.
+
+        Raises:
+            TimeoutError: none came in time.
+            BaseException: what :meth:`fail` was given.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._answers:  # the bell may have been rung for an answer that was taken
+            if not self._answered.wait(deadline - time.monotonic()) and not self._answers:
+                raise TimeoutError
+        value, error = self._answers.popleft()
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]
+
+
+@dataclass
+class Call:
+    """One collective to run.
+
+    Args:
+        label: what it is, for messages.
+        start: starts it.
+        reply: where its result goes.
+        line: calls of one line follow one another: those on one backend.
+        since: when it was asked for (``time.monotonic``).
+        work: once it is started.
+    """
+
+    label: str
+    start: Callable[[], Work[Any]]
+    reply: Reply[Any]
+    line: object = None
+    since: float = field(default_factory=time.monotonic)
+    work: Work[Any] | None = None
+
+
+class Calls:
+    """Runs the calls of a line in the order in which they were asked for, and lines side by side.
+
+    For the communication thread.
+    """
+
+    def __init__(self) -> None:
+        self._lines: dict[object, deque[Call]] = {}  # those in which a call waits
+        self.num_begun = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
+    @property
+    def under_way(self) -> list[Call]:
+        """The first call of each line, the line that has been busy longest first."""
+        return [waiting[0] for waiting in self._lines.values()]
+
+    def add(self, call: Call) -> None:
+        """Run a call after those before it in its line."""
+        self._lines.setdefault(call.line, deque()).append(call)
+
+    def advance(self) -> bool:
+        """Move the first call of each line on; True where any ended."""
+        ended = False
+        for call in self.under_way if self._lines else ():
+            ended |= self._move(call)
+        return ended
+
+    def _move(self, call: Call) -> bool:
+        try:
+            if call.work is None:
+                self.num_begun += 1
+                call.work = call.start()
+            if not call.work.test():
+                return False
+            result = call.work.result
+        except Exception as error:
+            answer = partial(call.reply.fail, error)
+        else:
+            answer = partial(call.reply.put, result)
+        waiting = self._lines.get(call.line)
+        if waiting:  # else the runtime ended meanwhile, and all calls were answered
+            waiting.popleft()
+            if not waiting:
+                del self._lines[call.line]
+            answer()
+        return True
+
+    def fail(self, error: WfbpError) -> None:
+        """Answer all calls with an error."""
+        lines, self._lines = self._lines, {}
+        for waiting in lines.values():
+            for call in waiting:
+                call.reply.fail(error)
+
+
+TICK_S = 0.05
+_TESTS_PER_SPIN = 32
+_REST_S = 5e-3
+
+Message = Callable[[], None]
+
+
+class Lane(Protocol):
+    """What sends a plan's groups; all methods run in a turn."""
+
+    backend: Backend
+
+    def advance(self) -> bool:
+        """Move on; True where something was started or completed."""
+
+    def may_progress(self) -> bool:
+        """Whether what is under way could move on now."""
+
+    def rest(self, nap_s: float, most_s: float) -> bool:
+        """Sleep until what is under way may have moved on; see ``Backend.rest``."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a collective is under way."""
+
+    @property
+    def owes_work(self) -> bool:
+        """Whether other ranks wait for something that has been promised to them."""
+
+    @property
+    def has_events(self) -> bool:
+        """Whether events wait to be read."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a group that became ready now could start."""
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many collectives were started, and how many of these have completed."""
+
+    @property
+    def expected_s(self) -> float | None:
+        """How long what is under way should take, where that is known."""
+
+    @property
+    def waiting_since(self) -> float | None:
+        """When the oldest collective under way was started (``time.monotonic``)."""
+
+    def describe(self) -> str:
+        """Where the lane is, for people."""
+
+    def fail(self, error: WfbpError) -> None:
+        """Give up the step and tell whoever waits for it why."""
+
+
+class ProgressLoop:
+    """Reads messages, moves calls and lanes on, and says how long nothing need be done.
+
+    For one thread at a time. Other threads may only append to ``messages``, then ring the
+    ``bell`` where somebody may be resting, and read ``error``.
+
+    Args:
+        waiter: how to wait.
+        on_tick: called some times a second, for notices from other ranks.
+        stall: judges waits that last.
+        where: who this is, for messages ("rank 1 of 4").
+    """
+
+    def __init__(
+        self, waiter: Waiter, on_tick: Callable[[], None], stall: StallWatch, where: str
+    ) -> None:
+        self.wakeup = AutoResetEvent()
+        self.messages: deque[Message] = deque()
+        self.error: WfbpError | None = None
+        self._waiter = waiter
+        self._on_tick = on_tick
+        self._stall = stall
+        self._where = where
+        self._calls = Calls()
+        self._lanes: list[Lane] = []
+        self._next_tick = 0.0
+
+    def progress(self, urgent: bool) -> float:
+        """Take a turn; whatever fails in it ends the runtime.
+
+        Args:
+            urgent: whether a training thread is blocked.
+
+        Returns:
+            Seconds that may pass before the next turn unless the bell rings; 0 for none.
+        """
+        return self._guarded(self._progress, urgent)
+
+    def poll(self) -> float:
+        """Look up between two naps while training computes, which costs less than a turn.
+
+        For who may take one. A turn's long way through the interpreter takes caches from training.
+
+        Returns:
+            Seconds that may pass before the next look; 0 where a turn is due.
+        """
+        return self._guarded(self._poll)
+
+    def rest(self, nap_s: float) -> None:
+        """Sleep between two turns, for the thread that waits for what is under way.
+
+        Where the backend can sleep by itself, it looks every ``nap_s`` seconds and the interpreter
+        is not needed until something has arrived. The bell, which may ring for the other thread,
+        is not heard meanwhile: so this takes some milliseconds at most.
+
+        Args:
+            nap_s: as :meth:`take` has returned it.
+        """
+        busy = [lane for lane in self._lanes if lane.busy]
+        alone = len(busy) == 1 and not self._calls and not self.messages
+        if not (alone and self._guarded(busy[0].rest, nap_s, _REST_S)):
+            self.wakeup.wait(min(nap_s, _REST_S))
+
+    @property
+    def wakeable(self) -> bool:
+        """Whether an event that came now could be acted upon at once."""
+        return self.error is None and (
+            not self._lanes or any(lane.has_room for lane in self._lanes)
+        )
+
+    @property
+    def has_events(self) -> bool:
+        """Whether events wait in a lane."""
+        return any(lane.has_events for lane in self._lanes)
+
+    @property
+    def owes_work(self) -> bool:
+        """Whether a lane owes other ranks anything."""
+        return any(lane.owes_work for lane in self._lanes)
+
+    def enqueue(self, call: Call) -> None:
+        """Run a call after those before it in its line."""
+        if self.error is not None:
+            call.reply.fail(self.error)
+        else:
+            self._calls.add(call)
+
+    def add_lane(self, lane: Lane) -> None:
+        """Serve a lane from now on."""
+        if self.error is not None:
+            lane.fail(self.error)
+        self._lanes.append(lane)
+
+    def remove_lane(self, lane: Lane) -> None:
+        """No longer serve a lane."""
+        self._lanes = [other for other in self._lanes if other is not lane]
+
+    def fail(self, error: WfbpError) -> None:
+        """Keep the first error and end with it everything that waits, now and later."""
+        if self.error is not None:
+            return
+        # Before anybody hears of it, who may then use buffers that other ranks still read.
+        for lane in self._lanes:
+            lane.backend.give_up()
+        self.error = error
+        self._calls.fail(error)
+        for lane in self._lanes:
+            lane.fail(error)
+
+    def describe(self) -> str:
+        """What is under way, for people."""
+        calls = [f"in {call.label}" for call in self._calls.under_way]
+        return (
+            "; ".join(
+                calls + [description for lane in self._lanes if (description := lane.describe())]
+            )
+            or "idle"
+        )
+
+    def status(
+        self, waits: bool, num_waits: int, number: Callable[[Lane], int | None]
+    ) -> RankStatus:
+        """Where this rank is.
+
+        Args:
+            waits: whether all that could begin a collective is in a wait.
+            num_waits: waits begun so far.
+            number: of a lane, the same on every rank; None of one that follows no plan.
+        """
+        lanes = []
+        for lane in self._lanes:
+            if (index := number(lane)) is None:
+                continue
+            started, completed = lane.counts
+            dry = not (lane.busy or lane.has_events or lane.owes_work)
+            lanes.append(LaneStatus(index, started, completed, dry))
+        call = next((call.label for call in self._calls.under_way), "")
+        begun = self._calls.num_begun
+        return RankStatus(self.describe(), waits, num_waits, begun, call, tuple(lanes))
+
+    def _guarded(self, act: Callable[..., float], *arguments: Any) -> float:
+        try:
+            return act(*arguments)
+        except WfbpError as error:
+            self.fail(error)
+        except Exception as error:
+            failure = WfbpError(f"{self._where}: the communication thread failed: {error!r}")
+            failure.__cause__ = error
+            self.fail(failure)
+        return 0.0
+
+    def _poll(self) -> float:
+        due = self.messages or self._calls or time.monotonic() >= self._next_tick
+        if (
+            due
+            or self.error is not None
+            or any(lane.busy and lane.may_progress() for lane in self._lanes)
+        ):
+            return 0.0
+        return self._nap_s(urgent=False)
+
+    def _progress(self, urgent: bool) -> float:
+        progressed = self._read() | self._advance()
+        now = time.monotonic()
+        if now >= self._next_tick:
+            self._next_tick = now + TICK_S
+            self._on_tick()
+            self._check_stall(now)
+        if progressed:
+            self._waiter.progressed()
+            return 0.0
+        if self.error is not None or not (self._calls or any(lane.busy for lane in self._lanes)):
+            return TICK_S
+        nap_s = self._nap_s(urgent)
+        if nap_s <= 0:
+            self._spin()
+        return nap_s
+
+    def _nap_s(self, urgent: bool) -> float:
+        expected = [e for lane in self._lanes if (e := lane.expected_s) is not None]
+        return self._waiter.nap_s(urgent, max(expected, default=None))
+
+    def _read(self) -> bool:
+        messages = self.messages
+        if not messages:
+            return False
+        while messages:
+            messages.popleft()()
+        return True
+
+    def _advance(self) -> bool:
+        if self.error is not None:
+            return False
+        progressed = self._calls.advance()
+        for lane in self._lanes:
+            progressed |= lane.advance()
+        return progressed
+
+    def _spin(self) -> None:
+        """Test many times in a row: large messages in shared memory move a little per test."""
+        for _ in range(_TESTS_PER_SPIN):
+            if self._advance():
+                self._waiter.progressed()
+                return
+        self._waiter.offer_core()
+
+    def _check_stall(self, now: float) -> None:
+        waits = [(call.since, call.label) for call in self._calls.under_way]
+        for lane in self._lanes:
+            if (since := lane.waiting_since) is not None:
+                waits.append((since, lane.describe()))
+        error = self._stall.check(waits, now)
+        if error is not None:
+            self.fail(error)

@@ -1,0 +1,452 @@
+"""Fusion buffers on the host: where the tensors of each group lie while they travel.
+
+A message's start-up is shared by copying small tensors into one buffer. For a large tensor the
+copy costs more than a message of its own, so the backend is told where it lies instead. Large
+tensors come first in a buffer, so that the small ones and the flags behind them stay one piece.
+Decoupled groups travel as shards: each rank gets one part of every tensor, and all ranks' parts lie
+one behind the other in the buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from wfbp import native
+from wfbp.comm.backend import Backend, Buffer, Segment, Work
+from wfbp.comm.device.device import SlotTable
+from wfbp.comm.pages import zeroed
+from wfbp.core.plan import ALIGNMENT_BYTES, Plan, layout
+from wfbp.core.types import Op, TensorSpec, item_bytes
+from wfbp.runtime.step import GatherRequest, Step
+from wfbp.runtime.transport.flags import FlagCodec, GroupFlags
+
+
+class BufferLayout:
+    """Where a group's tensors lie in a buffer, or in each of its blocks.
+
+    Args:
+        places: bytes that each tensor takes there.
+        nbytes: bytes of each tensor.
+        zero_copy_min_bytes: size from which a tensor is large.
+
+    Example:
+        >>> found = Arrangement([8, 1024, 40], [8, 1024, 40], 256)
+        >>> found.large, found.small, found.offsets
+        ([1], [0, 2], [1024, 0, 1040])
+    """
+
+    def __init__(
+        self, places: Sequence[int], nbytes: Sequence[int], zero_copy_min_bytes: int
+    ) -> None:
+        self.large = [k for k, size in enumerate(nbytes) if size >= zero_copy_min_bytes]
+        """Positions of the tensors that are not packed."""
+        self.small = [k for k, size in enumerate(nbytes) if size < zero_copy_min_bytes]
+        """Positions of the others."""
+        order = self.large + self.small
+        starts, self.end = layout([places[k] for k in order])
+        self.offsets = [0] * len(order)
+        for position, start in zip(order, starts, strict=True):
+            self.offsets[position] = start
+
+
+class _Memory:
+    """Memory at an address, as NumPy wants it described."""
+
+    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+        self.owner = owner
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def memory_at(address: int, nbytes: int, owner: object) -> Buffer:
+    """The bytes at an address, which keep their owner alive; zeros for address 0."""
+    if not address:
+        return np.zeros(nbytes, np.uint8)
+    return np.asarray(_Memory(address, nbytes, owner))
+
+
+_STORAGE = {"bfloat16": np.dtype(np.uint16)}
+_LINE_BYTES = 64
+
+
+class _Storage:
+    """Memory in which a group's tensors lie, with its flags behind them."""
+
+    def __init__(
+        self, offsets: Sequence[int], nbytes: Sequence[int], flags: int, dtype: str, end: int,
+        carrier: Backend | None,
+    ) -> None:  # fmt: skip
+        width = item_bytes(dtype)
+        self.bytes = aligned_bytes(end + flags * width, carrier)
+        self.buffer: Buffer = self.bytes.view(storage_dtype(dtype))
+        self.tail = self.buffer[end // width :]
+        self.address: int = self.bytes.__array_interface__["data"][0]
+        self.delivers = carrier is not None and carrier.delivers(self.buffer)
+        self.slots = frozenset(
+            self.address + start for start, size in zip(offsets, nbytes, strict=True) if size
+        )
+        self.table = native.PackTable(
+            self.bytes,
+            np.asarray(offsets, dtype=np.int64),
+            np.asarray(nbytes, dtype=np.int64),
+            dtype,
+        )
+
+
+class FusionBuffer:
+    """Storage of one all-reduced group, and the packing into it.
+
+    Used by one thread at a time; the views of its tensors belong to the training thread between
+    the completion of the group and the next step's first gradient.
+
+    Results never come to where a gradient of this rank lies: it may still grow, and be sent again.
+    A program that accumulates into what the step before has brought makes the buffer go to other
+    storage, and back again in the step behind.
+
+    Args:
+        plan: what to send.
+        group: index of the group whose storage this is.
+        op: ``Op.AVERAGE`` or ``Op.SUM``.
+        size: number of ranks.
+        zero_copy_min_bytes: tensors of at least this size are not packed.
+        carrier: that will be asked to send, where it is known.
+
+    Attributes:
+        num_moves: how often the buffer has gone to other storage, so that slots lie elsewhere.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        group: int,
+        op: Op,
+        size: int,
+        zero_copy_min_bytes: int,
+        carrier: Backend | None = None,
+    ) -> None:
+        self.dtype = plan.dtype(group)
+        self._op = op
+        self._flags = FlagCodec(plan, group)
+        self._members = plan.groups[group].tensors
+        self._nbytes = [plan.tensors[k].nbytes for k in self._members]
+        buffer_layout = BufferLayout(self._nbytes, self._nbytes, zero_copy_min_bytes)
+        self._offsets = buffer_layout.offsets
+        self._large = buffer_layout.large
+        self._segments: list[Segment] = []
+        self._end = -(-buffer_layout.end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._carrier = carrier
+        self._delivered: set[int] = set()
+        self.num_moves = 0
+        self._storage = self._made()
+        self._other: _Storage | None = None
+
+    def _made(self) -> _Storage:
+        return _Storage(
+            self._offsets, self._nbytes, self._flags.count, self.dtype, self._end, self._carrier
+        )
+
+    @property
+    def buffer(self) -> Buffer:
+        """What is sent: the tensors and the flags, as elements."""
+        return self._storage.buffer
+
+    def slot(self, position: int) -> Buffer:
+        """The bytes of the group's tensor at ``position``, as uint8."""
+        start = self._offsets[position]
+        return self._storage.bytes[start : start + self._nbytes[position]]
+
+    def _make_way(self, sources: Sequence[int]) -> None:
+        """Go to storage in which none of these gradients lies."""
+        other = self._other
+        if other is None or not other.slots.isdisjoint(sources):
+            other = self._made()  # gradients in the one before keep that alive
+        self._other, self._storage = self._storage, other
+        self.num_moves += 1
+
+    def pack(self, step: Step) -> None:
+        """Copy small tensors, and note where the large ones lie; zeros for what is absent.
+
+        Memory without an owner may be freed where a step fails. It is copied too, unless the
+        backend would not read it afterwards; then results go where they are wanted, if that is
+        known by now.
+        """
+        sources = [step.addresses[k] for k in self._members]
+        if not self._storage.slots.isdisjoint(sources):
+            self._make_way(sources)
+        storage = self._storage
+        flags = self._flags.values(sources, step.requested, step.number, step.discards)
+        self._delivered.clear()
+        for position in self._large:
+            k = self._members[position]
+            offset, nbytes = self._offsets[position], self._nbytes[position]
+            slot = storage.address + offset
+            data = self.slot(position)
+            owner = step.owners[k]
+            if sources[position] and (storage.delivers or owner is not None):
+                data = memory_at(sources[position], nbytes, owner)
+                sources[position] = slot
+            result = None
+            if storage.delivers and step.targets and step.targets[k]:
+                result = memory_at(step.targets[k], nbytes, None)
+                self._delivered.add(k)
+            self._segments.append(Segment(offset, data, (), result))
+        storage.table.pointers[:] = sources
+        storage.table.pack()
+        storage.tail[:] = flags
+
+    def unpack(self, addresses: Sequence[int]) -> None:
+        """Copy the tensors to these addresses, indexed by tensor; 0: not that one.
+
+        Those that the backend has delivered are there already.
+        """
+        table = self._storage.table
+        table.pointers[:] = [0 if k in self._delivered else addresses[k] for k in self._members]
+        table.unpack()
+
+    def send(self, backend: Backend) -> Work[None]:
+        """Reduce it; called once after each :meth:`pack`."""
+        segments, self._segments = self._segments, []
+        return backend.all_reduce(self.buffer, self.dtype, self._op, segments)
+
+    def arrived(self, step: int) -> GroupFlags:
+        """Read the flags of the reduced message.
+
+        Args:
+            step: this rank's step number.
+        """
+        return self._flags.read(self._storage.tail, step)
+
+
+def aligned_bytes(size: int, carrier: Backend | None = None) -> Buffer:
+    """Zeroed bytes that start at a cache line, where the carrier wants them."""
+    size_of_all = size + _LINE_BYTES
+    raw = zeroed(size_of_all) if carrier is None else carrier.zeros(size_of_all)
+    start = -raw.__array_interface__["data"][0] % _LINE_BYTES
+    return raw[start : start + size]
+
+
+def storage_dtype(dtype: str) -> np.dtype[Any]:
+    """The NumPy type that holds elements of ``dtype`` (uint16 for bfloat16)."""
+    return _STORAGE.get(dtype) or np.dtype(dtype)
+
+
+def shard_bytes(spec: TensorSpec, size: int) -> int:
+    """Bytes of the first and largest shard of a tensor, a multiple of the alignment.
+
+    >>> shard_bytes(TensorSpec("w", (10,), "float32"), 2)
+    32
+    """
+    equal = -(-spec.numel // size) * item_bytes(spec.dtype)
+    return -(-equal // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def shard_range(spec: TensorSpec, rank: int, size: int) -> tuple[int, int]:
+    """First byte of a rank's shard in its tensor, and the byte behind its last.
+
+    >>> spec = TensorSpec("w", (10,), "float32")
+    >>> [shard_range(spec, rank, 3) for rank in range(3)]
+    [(0, 16), (16, 32), (32, 40)]
+    """
+    length = shard_bytes(spec, size)
+    return min(rank * length, spec.nbytes), min((rank + 1) * length, spec.nbytes)
+
+
+class _ShardBlocks:
+    """The layout of a group's shards in one buffer, all ranks' blocks behind each other.
+
+    Args:
+        plan: what is sent.
+        group: index of the group.
+        size: number of ranks.
+        zero_copy_min_bytes: tensors of at least this size are not packed.
+        tail_bytes: to be left free at the end of each block.
+    """
+
+    def __init__(
+        self, plan: Plan, group: int, size: int, zero_copy_min_bytes: int, tail_bytes: int = 0
+    ) -> None:
+        self.members = plan.groups[group].tensors
+        self.dtype = plan.dtype(group)
+        self._specs = [plan.tensors[k] for k in self.members]
+        self._size = size
+        places = [shard_bytes(spec, size) for spec in self._specs]
+        buffer_layout = BufferLayout(
+            places, [spec.nbytes for spec in self._specs], zero_copy_min_bytes
+        )
+        self._offsets, self._small = buffer_layout.offsets, buffer_layout.small
+        ranges = [[shard_range(spec, r, size) for r in range(size)] for spec in self._specs]
+        self._large = [
+            (k, [stop - start for start, stop in ranges[k]]) for k in buffer_layout.large
+        ]
+        self.tail = -(-buffer_layout.end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self.block_bytes = -(-(self.tail + tail_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self.counts = [self.block_bytes] * size
+        self.bytes = aligned_bytes(self.block_bytes * size)
+
+    def block(self, rank: int) -> Buffer:
+        """A rank's block."""
+        return self.bytes[rank * self.block_bytes : (rank + 1) * self.block_bytes]
+
+    def shard(self, position: int, rank: int) -> Buffer:
+        """The bytes of a rank's shard of the group's tensor at ``position``."""
+        start, stop = shard_range(self._specs[position], rank, self._size)
+        offset = self._offsets[position]
+        return self.block(rank)[offset : offset + stop - start]
+
+    def segments(self, addresses: Sequence[int], owners: Sequence[object]) -> list[Segment]:
+        """The large tensors where they lie; zeros for those at address 0."""
+        segments = []
+        for position, counts in self._large:
+            k = self.members[position]
+            data = memory_at(addresses[k], self._specs[position].nbytes, owners[k])
+            segments.append(Segment(self._offsets[position], data, counts))
+        return segments
+
+    def table(self, ranks: Sequence[int]) -> ShardTable:
+        """A table of some ranks' shards of the small tensors."""
+        offsets, nbytes, starts = [], [], []
+        for rank in ranks:
+            for position in self._small:
+                start, stop = shard_range(self._specs[position], rank, self._size)
+                offsets.append(rank * self.block_bytes + self._offsets[position])
+                nbytes.append(stop - start)
+                starts.append(start)
+        small = [self.members[position] for position in self._small]
+        table = native.PackTable(
+            self.bytes,
+            np.asarray(offsets, dtype=np.int64),
+            np.asarray(nbytes, dtype=np.int64),
+            self.dtype,
+        )
+        return ShardTable(table, small, starts, len(ranks))
+
+
+class ShardTable:
+    """Copies shards between tensors and their places in a buffer.
+
+    Args:
+        table: of the places, those of one rank after those of another.
+        members: the tensors of each rank's places.
+        starts: per place, where its shard begins in its tensor.
+        times: number of ranks.
+    """
+
+    def __init__(
+        self, table: SlotTable, members: Sequence[int], starts: Sequence[int], times: int
+    ) -> None:
+        self._table = table
+        self._members = members
+        self._starts = np.asarray(starts, dtype=np.int64)
+        self._times = times
+
+    def pack(self, addresses: Sequence[int]) -> None:
+        """Fill the buffer from the tensors at these addresses, indexed by tensor; 0: zeros."""
+        self._point(addresses)
+        self._table.pack()
+
+    def unpack(self, addresses: Sequence[int]) -> None:
+        """Copy from the buffer to the tensors at these addresses, indexed by tensor."""
+        self._point(addresses)
+        self._table.unpack()
+
+    def _point(self, addresses: Sequence[int]) -> None:
+        own = np.asarray([addresses[k] for k in self._members], dtype=np.int64)
+        bases = np.tile(own, self._times)
+        self._table.pointers[:] = np.where(bases == 0, 0, bases + self._starts)
+
+
+class ScatterBuffer:
+    """Storage of one reduce-scattered group; the counterpart of ``FusionBuffer``.
+
+    Args:
+        plan: what to send.
+        group: index of the group whose storage this is.
+        op: ``Op.AVERAGE`` or ``Op.SUM``.
+        rank: this rank.
+        size: number of ranks.
+        zero_copy_min_bytes: tensors of at least this size are not packed.
+    """
+
+    def __init__(
+        self, plan: Plan, group: int, op: Op, rank: int, size: int, zero_copy_min_bytes: int
+    ) -> None:
+        self.num_moves = 0
+        self._op = op
+        self._rank = rank
+        self._flags = FlagCodec(plan, group)
+        self.dtype = plan.dtype(group)
+        tail_bytes = self._flags.count * item_bytes(self.dtype)
+        self._blocks = blocks = _ShardBlocks(plan, group, size, zero_copy_min_bytes, tail_bytes)
+        self._table = blocks.table(range(size))
+        end = blocks.tail + tail_bytes
+        self._tails = [
+            blocks.block(r)[blocks.tail : end].view(storage_dtype(self.dtype)) for r in range(size)
+        ]
+
+    def slot(self, position: int) -> Buffer:
+        """The bytes of this rank's shard of the group's tensor at ``position``, as uint8."""
+        return self._blocks.shard(position, self._rank)
+
+    def pack(self, step: Step) -> None:
+        """Copy small tensors, and note where the large ones lie; zeros for what is absent."""
+        self._table.pack(step.addresses)
+        self._segments = self._blocks.segments(step.addresses, step.owners)
+        sources = [step.addresses[k] for k in self._blocks.members]
+        flags = self._flags.values(sources, step.requested, step.number, step.discards)
+        for tail in self._tails:
+            tail[:] = flags
+
+    def unpack(self, addresses: Sequence[int]) -> None:
+        """Nothing: shards stay where they are."""
+
+    def send(self, backend: Backend) -> Work[None]:
+        """Reduce it, each rank its block; called once after each :meth:`pack`."""
+        blocks = self._blocks
+        data = blocks.bytes.view(storage_dtype(self.dtype))
+        segments, self._segments = self._segments, []
+        return backend.reduce_scatter(data, blocks.counts, self.dtype, self._op, segments)
+
+    def arrived(self, step: int) -> GroupFlags:
+        """Read the flags of the reduced message, as ``FusionBuffer.arrived``."""
+        return self._flags.read(self._tails[self._rank], step)
+
+
+class GatherBuffer:
+    """Storage of one all-gathered group.
+
+    Args:
+        plan: what to send.
+        group: index of the group whose storage this is.
+        rank: this rank.
+        size: number of ranks.
+        zero_copy_min_bytes: tensors of at least this size are not packed.
+    """
+
+    def __init__(
+        self, plan: Plan, group: int, rank: int, size: int, zero_copy_min_bytes: int
+    ) -> None:
+        self._blocks = blocks = _ShardBlocks(plan, group, size, zero_copy_min_bytes)
+        self._own = blocks.table([rank])
+        self._others = blocks.table([r for r in range(size) if r != rank])
+
+    def pack(self, gather: GatherRequest) -> None:
+        """Copy this rank's shards of small tensors, and note where the large ones lie."""
+        self._own.pack(gather.addresses)
+        owners = [gather.owners] * len(gather.addresses)
+        self._segments = self._blocks.segments(gather.addresses, owners)
+
+    def send(self, backend: Backend) -> Work[None]:
+        """Gather it; called once after each :meth:`pack`."""
+        segments, self._segments = self._segments, []
+        return backend.all_gather(self._blocks.bytes, self._blocks.counts, segments)
+
+    def unpack(self, addresses: Sequence[int]) -> None:
+        """Copy the other ranks' shards to the small tensors at these addresses."""
+        self._others.unpack(addresses)

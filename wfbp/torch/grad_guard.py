@@ -1,0 +1,371 @@
+"""Notices gradients that were changed between their hooks and their reduction.
+
+On the host a few bytes are compared at once. On a device samples are compared there, and the host
+hears of it without waiting.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from wfbp.torch.tensors import is_dense
+
+SAMPLED = 16
+"""Elements."""
+
+FIRST_STEPS, EVERY_STEPS = 8, 64
+"""Steps that are looked at: a program that changes gradients mostly does so in every step."""
+
+
+class DeviceGradientGuard:
+    """The first elements of one gradient, before and after; used by the training thread and by
+    backward's.
+
+    Args:
+        make_event: makes an event of the device that can be recorded and queried.
+    """
+
+    def __init__(self, make_event: Callable[[], Any] = torch.cuda.Event) -> None:
+        self._make_event = make_event
+        self._before: torch.Tensor | None = None
+        self._told: deque[tuple[Any, torch.Tensor, int]] = deque()
+        self._num_steps = 0
+
+    def take(self, grad: torch.Tensor) -> None:
+        """Remember a gradient as it is where the stream has come to, in some steps."""
+        number = self._num_steps
+        if number < FIRST_STEPS or number % EVERY_STEPS == 0:
+            self._before = _first(grad).clone()
+
+    def compare(self, index: int, grad: torch.Tensor) -> None:
+        """Compare it with what it has become; the answer comes later."""
+        before, self._before = self._before, None
+        if before is None:
+            return
+        changed = (_first(grad) != before).any()
+        if before.is_cuda:  # made on backward's stream, which may be another one
+            before.record_stream(torch.cuda.current_stream())
+        told = torch.empty((), dtype=torch.bool, pin_memory=grad.is_cuda)
+        told.copy_(changed, non_blocking=True)
+        event = self._make_event()
+        event.record()
+        self._told.append((event, told, index))
+
+    def end_step(self) -> None:
+        """What was remembered and not compared is forgotten."""
+        self._before = None
+        self._num_steps += 1
+
+    def found(self) -> int | None:
+        """The index of a gradient that was changed in some earlier step, as far as is known."""
+        while self._told and self._told[0][0].query():
+            _, told, index = self._told.popleft()
+            if told:
+                return index
+        return None
+
+
+def _first(grad: torch.Tensor) -> torch.Tensor:
+    """Its first elements in memory, as bytes, which compare equal where NaN would not."""
+    count = min(SAMPLED, grad.numel()) if grad.is_contiguous() else 1
+    return torch.as_strided(grad.detach(), (count,), (1,)).view(torch.uint8)
+
+
+_SAMPLE_BYTES = 64
+_NUM_SAMPLED = 4
+_LOOKED_AT = 16
+"""Places at which bytes that are not zero are looked for, and gradients in which."""
+
+_COLUMNS = 1024
+
+Sums = list[torch.Tensor]
+
+
+class Watched(torch.Tensor):
+    """A gradient that nobody but its optimizer should change now. It is a tensor like others."""
+
+    witness: Any = None
+    """A weak reference, of the class made for each witness."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _TELLING or "out" in kwargs:
+            for grad in _watched((args, kwargs)):
+                guard = type(grad).witness()
+                grad.__class__ = torch.Tensor  # type: ignore[assignment]
+                if guard is not None:
+                    guard.used(grad, func, kwargs.get("out") is not None)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+class GradientGuard:
+    """Gradients as their hooks saw them. Used by the training thread and by backward's.
+
+    Args:
+        name: of the optimizer, for messages.
+        names: of its parameters.
+    """
+
+    def __init__(self, name: str, names: Sequence[str]) -> None:
+        self._name = name
+        self._names = names
+        self.grads: list[torch.Tensor | None] = [None] * len(names)
+        """By index, written by the hooks; None where no hook has run."""
+        self.versions = [0] * len(names)
+        """How often each had been changed in place by then."""
+        self.watched = type("Watched", (Watched,), {"witness": weakref.ref(self)})
+        """The class of these gradients."""
+        self.wanted: set[int] = set()
+        """Those of which a sample is to be taken."""
+        self.uses: dict[int, tuple[str, torch.Tensor | None, Sums]] = {}
+        """By index, of gradients that were used since: how, where they lay, and what was there. A
+        hook that sees one again removes it."""
+        self._indices: dict[int, int] = {}
+        self._samples: dict[int, tuple[int, bytes]] = {}
+        self._num_steps = 0
+        self._device_guard = DeviceGradientGuard()
+        self._late_index = -1
+        self._clean = self.grads[:]
+        self._choose()
+
+    def sample(self, index: int, grad: torch.Tensor) -> None:
+        """Remember some bytes of a gradient, which are not all zero.
+
+        Where they are, another gradient is taken in its place.
+        """
+        if _is_elsewhere(grad):
+            if self._late_index in (-1, index):
+                self._late_index = index
+                self._device_guard.take(grad)
+            return
+        self._samples.pop(index, None)
+        found = _telling_bytes(grad)
+        if found is not None:
+            self._samples[index] = found
+        elif len(self.wanted) < _NUM_SAMPLED + _LOOKED_AT:
+            self.wanted.update(((index - 1) % len(self._names), (index + 1) % len(self._names)))
+
+    def used(self, grad: torch.Tensor, func: Any, replaces: bool) -> None:
+        """A program is about to do something with a gradient that its hook has seen."""
+        index = self._indices.get(id(grad), -1)
+        if index < 0 or self.grads[index] is not grad:
+            self._indices = {id(seen): k for k, seen in enumerate(self.grads)}
+            index = self._indices.get(id(grad), -1)
+        if index < 0 or index in self.uses:
+            return
+        name = getattr(func, "__name__", str(func)).partition(".")[0]
+        if name in ("__get__", "__set__"):  # of an attribute, whose name is wanted
+            name = getattr(getattr(func, "__self__", func), "__name__", name)
+        if replaces or _is_in_place(name):
+            self.uses[index] = name, None, []
+        else:
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                kept = grad if grad.is_sparse else grad.detach()
+                self.uses[index] = name, kept, _sums(kept)
+
+    def check(self, params: Sequence[torch.Tensor]) -> list[int]:
+        """Compare every gradient with what its hook saw.
+
+        Returns:
+            Indices of parameters whose gradients are gone.
+
+        Raises:
+            RuntimeError: a gradient was changed or replaced, here or, on a device, in an earlier
+                step.
+        """
+        late = self._device_guard.found()
+        if late is not None:
+            raise self._touched(late, "changed in place, some steps ago,")
+        gone = []
+        tensor, watched = torch.Tensor, self.watched
+        for index, (seen, param) in enumerate(zip(self.grads, params, strict=True)):
+            if seen is None:
+                continue
+            if type(seen) is watched:
+                seen.__class__ = tensor
+            grad = param.grad
+            if grad is seen:
+                if seen._version != self.versions[index]:
+                    raise self._touched(index, "changed in place")
+            elif grad is None:
+                gone.append(index)
+            else:
+                raise self._touched(index, "replaced")
+        self._compare_uses(gone)
+        for index, (place, sample) in self._samples.items():
+            seen = self.grads[index]
+            if seen is None or index in gone:
+                continue
+            if ctypes.string_at(seen.data_ptr() + place, len(sample)) != sample:
+                raise self._touched(index, "changed in place")
+        index = self._late_index
+        if index >= 0 and index not in gone and (seen := self.grads[index]) is not None:
+            self._device_guard.compare(index, seen)
+        return gone
+
+    def clear(self) -> None:
+        """Forget all gradients. The lists stay the same ones."""
+        tensor, watched = torch.Tensor, self.watched
+        for seen in self.grads:
+            if type(seen) is watched:
+                seen.__class__ = tensor
+        self.grads[:] = self._clean
+        self.uses.clear()
+        self._samples.clear()
+        self._late_index = -1
+        self._device_guard.end_step()
+        self._num_steps += 1
+        self._choose()
+
+    def _choose(self) -> None:
+        """Have gradients sampled that are spread over all, and so over the groups."""
+        count = len(self._names)
+        stride = max(1, count // _NUM_SAMPLED)
+        self.wanted.clear()
+        self.wanted.update(range(self._num_steps % stride, count, stride))
+
+    def _compare_uses(self, gone: Sequence[int]) -> None:
+        for index, (name, kept, before) in self.uses.items():
+            seen = self.grads[index]
+            if seen is None or index in gone:
+                continue
+            if kept is None:
+                raise self._touched(index, f"changed in place, by {name}(),")
+            same_memory = seen.is_sparse or seen.data_ptr() == kept.data_ptr()
+            now = _sums(kept)
+            if not (
+                same_memory
+                and len(now) == len(before)
+                and all(torch.equal(a, b) for a, b in zip(now, before, strict=True))
+            ):
+                raise self._touched(index, f"changed in place, since a use of {name},")
+
+    def _touched(self, index: int, how: str) -> RuntimeError:
+        return RuntimeError(
+            f"{self._name}: the gradient of {self._names[index]} was {how} after backward and "
+            "before it was averaged over the ranks. Call optimizer.synchronize() first, then "
+            "change gradients, then step inside 'with optimizer.skip_synchronize():'; to forget "
+            "gradients, call optimizer.zero_grad()"
+        )
+
+
+def _watched(value: Any) -> Iterator[Watched]:
+    """The watched tensors in an operation's arguments."""
+    if isinstance(value, Watched):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _watched(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _watched(inner)
+
+
+def _is_in_place(name: str) -> bool:
+    """Whether an operation of this name changes its tensor, or one of them, in any case."""
+    if name.startswith("__"):
+        return name == "__setitem__" or name in _IN_PLACE_OPERATORS
+    return name.endswith("_") and name != "requires_grad_"
+
+
+_IN_PLACE_OPERATORS = frozenset(
+    f"__i{op}__"
+    for op in (
+        "add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or", "xor",
+        "lshift", "rshift",
+    )
+)  # fmt: skip
+
+_TELLING = frozenset(
+    [
+        *(
+            getattr(torch.Tensor, name).__get__
+            for name in (
+                "shape", "dtype", "device", "layout", "ndim", "is_sparse", "is_cuda", "is_leaf",
+                "requires_grad", "grad_fn", "nbytes", "itemsize",
+            )
+        ),
+        *(
+            getattr(torch.Tensor, name)
+            for name in (
+                "size", "stride", "dim", "numel", "nelement", "element_size", "is_contiguous",
+                "storage_offset", "is_floating_point", "is_complex", "norm", "sum", "mean", "abs",
+                "max", "min", "isfinite", "isnan", "isinf", "square", "clone", "__len__",
+            )
+        ),
+        torch.norm, torch.linalg.vector_norm, torch._foreach_norm, torch.sum, torch.mean,
+        torch.abs, torch.max, torch.min, torch.isfinite, torch.isnan, torch.isinf, torch.square,
+        torch.clone, torch.is_floating_point, torch.is_complex,
+    ]
+)  # fmt: skip
+"""Operations after which a gradient is as it was, and which lead to nothing in its memory."""
+
+
+def _sums(grad: torch.Tensor) -> Sums:
+    """What tells of any change: of most bytes sums along rows and columns, the rest as they are.
+
+    (Of each an element would have to change, and others against it, in the row and the column.)
+    """
+    if grad.is_sparse:
+        return [*_sums(grad._values()), *_sums(grad._indices())]
+    if not grad.numel():
+        return []
+    flat = _in_memory_order(grad)
+    wide = flat
+    if flat.element_size() < 8 and flat.storage_offset() * flat.element_size() % 8 == 0:
+        whole = flat.numel() * flat.element_size() // 8 * 8 // flat.element_size()
+        wide, rest = flat[:whole], flat[whole:]
+        wide = wide.view(torch.int64)
+    else:
+        rest = flat[:0]
+        wide = flat.view(_INTEGERS[flat.element_size()])
+    rows = wide.numel() // _COLUMNS
+    found = [wide[rows * _COLUMNS :].clone(), rest.clone().view(_INTEGERS[rest.element_size()])]
+    if rows:
+        table = wide[: rows * _COLUMNS].view(rows, _COLUMNS)
+        per_row = table.sum(1, dtype=torch.int64)
+        places = torch.arange(1, rows + 1, device=grad.device)
+        found += [table.sum(0, dtype=torch.int64), (per_row * places).sum(), per_row.sum()]
+    return found
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _in_memory_order(grad: torch.Tensor) -> torch.Tensor:
+    """All elements as one row; shared, where they fill their memory."""
+    if is_dense(grad):
+        return torch.as_strided(grad, (grad.numel(),), (1,))
+    return grad.contiguous().view(-1)
+
+
+def _is_elsewhere(grad: torch.Tensor) -> bool:
+    """Whether the host would have to wait for a gradient's values."""
+    return grad.device.type != "cpu" and not grad.is_sparse and bool(grad.numel())
+
+
+def _telling_bytes(grad: torch.Tensor) -> tuple[int, bytes] | None:
+    """Bytes of a gradient of which not all are zero, behind how many others; None if none is near.
+
+    They are looked for at places all over its memory.
+    """
+    if grad.is_sparse or grad.device.type != "cpu" or not grad.is_contiguous():
+        return None
+    address, nbytes = grad.data_ptr(), grad.numel() * grad.element_size()
+    length = min(_SAMPLE_BYTES, nbytes)
+    step = max(length, (nbytes - length) // (_LOOKED_AT - 1)) if nbytes else 1
+    for place in range(0, nbytes - length + 1, step) if nbytes else ():
+        found = ctypes.string_at(address + place, length)
+        if any(found):
+            return place, found
+    return None

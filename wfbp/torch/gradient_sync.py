@@ -1,0 +1,598 @@
+"""What one distributed optimizer does together with other ranks.
+
+:class:`GradientHooks` ties parameters to an engine: hooks announce gradients, and results become
+``p.grad``. :class:`OptimizerSync` closes steps, has the optimizer updated, and sees that parameters
+are read up to date. The numbers by which ranks update are compared before the first update.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import struct
+import weakref
+from collections.abc import Callable, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+
+from wfbp.core.types import Op
+from wfbp.errors import DisagreementError, WfbpError
+from wfbp.runtime import process
+from wfbp.runtime.engine.engine import Engine
+from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.step import BufferView, GradientRef
+from wfbp.torch import pending_parameters, tensors
+from wfbp.torch.clipping import Limit, clip
+from wfbp.torch.forward_profiler import ForwardProfiler
+from wfbp.torch.grad_guard import GradientGuard
+from wfbp.torch.optimizer_probe import UpdateCoupling
+from wfbp.torch.state_sharding import State, StateSharding
+from wfbp.torch.tensors import device_of
+from wfbp.torch.uncompiled import uncompiled
+from wfbp.torch.updates import Reduced, ReplicatedUpdate, ShardedUpdate, Step, Update
+
+_EMPTY = 1
+"""Stands for the address of a tensor without elements, which has none; 0 means no gradient."""
+
+
+class GradientHooks:
+    """The gradients of one optimizer's parameters.
+
+    Used by the training thread. Hooks run in the thread that called ``backward()``.
+
+    Args:
+        runtime: with more than one rank.
+        named: names and parameters, equal on every rank.
+        schedule: a planner's name, or ``auto``.
+        threshold_bytes: for the ``threshold`` planner, and for what others begin with.
+        op: ``Op.AVERAGE`` or ``Op.SUM``.
+        passes: backward passes per step.
+        sparse_as_dense: whether sparse gradients are made dense; they are an error otherwise.
+        name: of the optimizer, for messages.
+        kind: the optimizer's class, which must be the same on every rank.
+        decouples: whether the optimizer can do with shards of gradients.
+        shares_update: whether each rank then updates its shards only.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        named: Sequence[tuple[str, torch.Tensor]],
+        *,
+        schedule: str,
+        threshold_bytes: int,
+        op: Op,
+        passes: int,
+        sparse_as_dense: bool,
+        name: str,
+        kind: type,
+        decouples: bool = False,
+        shares_update: bool = False,
+    ) -> None:
+        self._names = [n for n, _ in named]
+        self.params = self._params = [p for _, p in named]
+        self._sparse_as_dense = sparse_as_dense
+        self._name = name
+        self._views: list[torch.Tensor | None] = [None] * len(named)
+        self._moved: list[dict[int, torch.Tensor]] = [{} for _ in named]
+        self._views_of = 0
+        self._successor = ""
+        self.before_release: Callable[[], None] = lambda: None
+        """Called before another object takes over."""
+        self.specs = self._specs = specs = [tensors.spec(n, p) for n, p in named]
+        # Data travels in the order that parameters have now, whatever becomes of them.
+        self._layouts = [tensors.Layout.of(p) for p in self._params]
+        self.engine = self._engine = engine = Engine(
+            runtime,
+            specs,
+            schedule=schedule,
+            threshold_bytes=threshold_bytes,
+            op=op,
+            passes=passes,
+            active=[p.requires_grad for p in self._params],
+            decouples=decouples,
+            shares_update=shares_update,
+            compared={
+                "the optimizer's class": f"{kind.__module__}.{kind.__qualname__}",
+                "memory order": [
+                    f"{n} {order}" for n, p in named if (order := tensors.unusual_order(p))
+                ],
+            },
+            device=device_of(name, named),
+            fetch=_fetcher(weakref.ref(self)),
+            name=name,
+        )
+        self._guard = GradientGuard(name, self._names)
+        self.report = engine.report
+        self._forward = ForwardProfiler(engine, self._params)
+        self._hooks: dict[int, Any] = {}
+        for index, param in enumerate(self._params):
+            previous = _owners.get(id(param))
+            if previous is not None:
+                previous.hand_over(self._names[index])
+            _owners[id(param)] = self
+            if param.requires_grad:
+                self._hook(index)
+        weakref.finalize(self, _remove, self._hooks, self._engine, self._forward)
+
+    @property
+    def open(self) -> bool:
+        """Whether gradients have appeared that no step has taken."""
+        return self._engine.open
+
+    def reduce(self, whole: bool, wanted: bool = False) -> list[BufferView | None]:
+        """Close the step, wait, and let ``p.grad`` be the reduced gradient of each parameter.
+
+        Args:
+            whole: whether the optimizer cannot do with shards; the same on every rank.
+            wanted: whether this rank's program cannot, of which the others do not know.
+
+        Returns:
+            Where each gradient lies; where it is a shard, ``p.grad`` is left as it is.
+
+        Raises:
+            RuntimeError: gradients were changed since backward, or a parameter has been wrapped
+                again.
+            WfbpError: ranks disagree, failed, or did not answer in time.
+        """
+        if self._successor:
+            raise RuntimeError(
+                f"{self._name}: another DistributedOptimizer was made of {self._successor}; use "
+                "that one. A parameter's gradient can be exchanged by one of them only"
+            )
+        for index in self._guard.check(self._params):
+            self._engine.drop(index)
+        if self._views_of != self._engine.num_installed:  # they hold another plan's buffers
+            self._views_of = self._engine.num_installed
+            self._views = [None] * len(self._params)
+            self._moved = [{} for _ in self._params]
+        reduced = self._engine.synchronize(whole, wanted)
+        self._guard.clear()
+        self.take(reduced)
+        self._forward.follow()
+        return reduced
+
+    def take(self, reduced: Sequence[BufferView | None]) -> None:
+        """Let ``p.grad`` be what is whole of the reduced gradients."""
+        views, params, layouts = self._views, self._params, self._layouts
+        for index, slot in enumerate(reduced):
+            if slot is None or not slot.whole:
+                continue
+            held = views[index]
+            # Whoever has a gradient may let it be another memory, or reorder it.
+            if (
+                held is None
+                or held.data_ptr() != slot.address
+                or held.stride() != layouts[index].stride
+            ):
+                if held is not None and params[index].grad is held:
+                    # Programs that accumulate into it may hold it, too: it stays the same object.
+                    moved = self._moved[index]
+                    if slot.address not in moved:
+                        moved[slot.address] = tensors.view(slot.data, layouts[index])
+                    held.data = moved[slot.address]
+                    continue
+                held = views[index] = tensors.view(slot.data, layouts[index])
+            if params[index].grad is not held:
+                params[index].grad = held
+
+    def leave_buffers(self) -> None:
+        """Let ``p.grad`` be memory of its own: the engine's goes at ``shutdown()``."""
+        for param, view in zip(self._params, self._views, strict=True):
+            if view is not None and param.grad is view:
+                param.grad = view.clone()
+        self._views = [None] * len(self._params)
+
+    def discard(self) -> None:
+        """Forget gradients that appeared since the last step."""
+        self._guard.clear()
+        if not self._successor:
+            self._engine.discard()
+
+    def hand_over(self, shared: str) -> None:
+        """Let the parameters go, up to date, because another object takes over one of them."""
+        self.before_release()
+        self.release()
+        self._successor = shared
+
+    def release(self) -> None:
+        """Let the parameters go: their gradients are no longer exchanged by this object."""
+        self._successor = "these parameters"
+        _remove(self._hooks, self._engine, self._forward)
+
+    def source(self, index: int) -> GradientRef | None:
+        """Where a parameter's gradient lies now, or None."""
+        param = self._params[index]
+        if param.requires_grad and index not in self._hooks:
+            self._hook(index)
+        grad = param.grad
+        return None if grad is None else self._source(index, grad)
+
+    def _source(self, index: int, grad: torch.Tensor) -> GradientRef:
+        """A gradient's address, in the memory order and element type of its parameter."""
+        layout = self._layouts[index]
+        if grad.is_sparse:
+            if not self._sparse_as_dense:
+                raise ValueError(
+                    f"{self._name}: the gradient of {self._names[index]} is sparse; make its layer "
+                    "with sparse=False, or pass sparse_as_dense=True to DistributedOptimizer"
+                )
+            grad = grad.to_dense()
+        layout.check(self._params[index], grad, f"{self._name}: {self._names[index]}")
+        if grad.stride() != layout.stride or grad.dtype is not layout.dtype:
+            grad = layout.empty(grad.device).copy_(grad)
+        return grad.data_ptr() or _EMPTY, grad
+
+    def _hook(self, index: int) -> None:
+        """Announce the parameter's gradient from now on, whenever backward has accumulated it."""
+        param = self._params[index]
+        mark_ready = self._engine.mark_ready
+        dtype = param.dtype
+        count = param.numel() if param.is_contiguous() else -1
+        this = weakref.ref(self)
+        guard = self._guard
+        grads, versions, sample = guard.grads, guard.versions, guard.sample
+        wanted, uses, tensor, watched = guard.wanted, guard.uses, torch.Tensor, guard.watched
+
+        @uncompiled
+        def announce(param: torch.Tensor) -> None:
+            grad = param.grad
+            assert grad is not None
+            kind = type(grad)
+            if kind is watched:
+                grad.__class__ = kind = tensor
+            # A sparse gradient is never contiguous.
+            if grad.is_contiguous() and grad.numel() == count and grad.dtype is dtype:
+                mark_ready(index, grad.data_ptr() or _EMPTY, grad)
+            else:
+                address, owner = this()._source(index, grad)  # type: ignore[union-attr]
+                mark_ready(index, address, owner)
+            grads[index] = grad
+            versions[index] = grad._version
+            if index in wanted:
+                sample(index, grad)
+            if uses:
+                uses.pop(index, None)
+            if kind is tensor:
+                grad.__class__ = watched
+
+        handle = param.register_post_accumulate_grad_hook(announce)  # type: ignore[no-untyped-call]
+        self._hooks[index] = handle
+
+
+def _fetcher(this: weakref.ref[GradientHooks]) -> Callable[[int], GradientRef | None]:
+    def fetch(index: int) -> GradientRef | None:
+        gradients = this()
+        return None if gradients is None else gradients.source(index)
+
+    return fetch
+
+
+_owners: weakref.WeakValueDictionary[int, GradientHooks] = weakref.WeakValueDictionary()
+"""Whose hooks a parameter has, by the parameter's id, which its owner keeps alive.
+
+(An attribute of the parameter would be pickled with it.)
+"""
+
+
+def _leave_buffers() -> None:
+    for gradients in list(_owners.values()):
+        gradients.leave_buffers()
+
+
+process.before_shutdown(_leave_buffers)
+
+
+def _remove(hooks: dict[int, Any], engine: Engine, forward: ForwardProfiler) -> None:
+    forward.stop()
+    for handle in hooks.values():
+        handle.remove()
+    hooks.clear()
+    engine.close()
+
+
+def check_equal_on_ranks(runtime: Runtime, optimizer: torch.optim.Optimizer, name: str) -> None:
+    """Raise unless every rank's parameter groups have the same hyperparameters; a collective.
+
+    Those that the optimizer knows defaults for are compared, as far as they are plain values.
+
+    Args:
+        runtime: of this rank.
+        optimizer: of the same class on every rank.
+        name: of the optimizer, for messages.
+
+    Raises:
+        DisagreementError: on every rank: which hyperparameter, and what two ranks have.
+    """
+    mine = _hyperparameters(optimizer)
+    label = f"{name}: comparing learning rates and the like"
+    by_rank = [json.loads(text) for text in runtime.exchange(json.dumps(mine).encode(), label)]
+    for rank, theirs in enumerate(by_rank):
+        for what in {**by_rank[0], **theirs}:
+            first, other = by_rank[0].get(what), theirs.get(what)
+            if first != other:
+                raise DisagreementError(
+                    f"{runtime.where}: {name}: ranks disagree: {what} is {first} on rank 0 and "
+                    f"{other} on rank {rank}. Give every rank the same, or rank 0's by "
+                    "broadcast_optimizer_state(optimizer, root_rank=0) before the first step"
+                )
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What is compared, by what messages call it."""
+    groups = optimizer.param_groups
+    # An optimizer that never called its base class's constructor has none.
+    known = getattr(optimizer, "defaults", {})
+    numbers: dict[str, Any] = {"the number of parameter groups": len(groups)}
+    for number, group in enumerate(groups):
+        for key in known:
+            numbers[f"{key} of parameter group {number}"] = _plain(group.get(key))
+    return numbers
+
+
+def _plain(value: Any) -> Any:
+    """A value as it can be compared; None for one that cannot."""
+    if isinstance(value, bool | str):
+        return value
+    if isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return float(value)
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return None
+
+
+log = logging.getLogger("wfbp")
+
+
+def _finish() -> None:
+    """Before a shutdown: nobody could have parameters brought up to date behind it."""
+    runtime = process.current("shutdown()")
+    for pending in list(pending_parameters.unfinished):
+        told = runtime.thread.error is not None  # to whoever has called anything since
+        try:
+            pending.wait_all()
+        except Exception as error:
+            if not told or not isinstance(error, WfbpError):
+                log.error("parameters are not up to date at the end: %s", error)
+        pending.release()
+
+
+process.before_shutdown(_finish)
+
+
+class OptimizerSync:
+    """Reduces gradients, has the optimizer updated, and sees that parameters are read up to date.
+
+    Between :meth:`reduce` and :meth:`step` it holds what was reduced, which may be shards.
+
+    Args:
+        runtime: with more than one rank.
+        optimizer: the distributed one.
+        named: names and parameters, equal on every rank.
+        nature: what the optimizer does to its tensors; decides how it is updated.
+        step: the optimizer's own step.
+        settings: what ``GradientHooks`` takes beside.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        optimizer: torch.optim.Optimizer,
+        named: Sequence[tuple[str, torch.Tensor]],
+        nature: UpdateCoupling,
+        step: Step,
+        **settings: Any,
+    ) -> None:
+        self.runtime = runtime
+        self._name = settings["name"]
+        self._op: Op = settings["op"]
+        self._optimizer = optimizer
+        decouples = nature is not UpdateCoupling.COUPLED
+        sharded = nature is UpdateCoupling.ELEMENTWISE
+        self._gradients = gradients = GradientHooks(
+            runtime,
+            named,
+            decouples=decouples,
+            shares_update=sharded,
+            **settings,
+        )
+        self._engine = engine = gradients.engine
+        self._params = params = gradients.params
+        self._held: Reduced | None = None
+        self._compared = False
+        self._sharding: StateSharding | None = None
+        if sharded:
+            self._sharding = StateSharding(runtime, gradients.specs, params, optimizer)
+            self._update: Update = ShardedUpdate(
+                engine, optimizer, params, step, sharding=self._sharding
+            )
+        else:
+            self._update = ReplicatedUpdate(engine, optimizer, params, step)
+        gradients.before_release = _letting_go(self._update)
+        self.report = engine.report
+
+    @property
+    def open(self) -> bool:
+        """Whether gradients have appeared that no step has taken."""
+        return self._gradients.open
+
+    @property
+    def shares_state(self) -> bool:
+        """Whether this rank has shards of the optimizer's state."""
+        return self._sharding is not None and bool(self._sharding.indices)
+
+    @property
+    def holds_shards(self) -> bool:
+        """Whether gradients were reduced that ``p.grad`` does not show."""
+        return self._held is not None
+
+    def reduce(self, wanted: bool = False) -> None:
+        """Close the step and wait for what the optimizer needs of its gradients.
+
+        Args:
+            wanted: whether the program is about to look at them all.
+        """
+        self._compare()
+        self._update.settle()
+        reduced = self._gradients.reduce(whole=False, wanted=wanted)
+        shards = any(slot is not None and not slot.whole for slot in reduced)
+        self._held = reduced if shards else None
+
+    def synchronize(self) -> bool:
+        """Close the step, unless that was done, and have whole gradients and parameters.
+
+        Returns:
+            Whether any rank had a gradient.
+        """
+        self._compare()
+        self._update.flush()
+        if self._held is not None:
+            self.check_settled()
+            whole = self._engine.gather_gradients(self._held)
+            self._engine.flush()
+            self._gradients.take(whole)
+        else:
+            whole = self._gradients.reduce(whole=True)
+        self._held = None
+        return any(slot is not None for slot in whole)
+
+    def flush(self) -> None:
+        """Have all parameters up to date."""
+        self._update.flush()
+
+    def check_settled(self) -> None:
+        """Raise unless no gradients have appeared since they were reduced.
+
+        Raises:
+            RuntimeError: there are some; whether other ranks have any, this one cannot know.
+        """
+        if self.open:
+            raise RuntimeError(
+                f"{self._name}: gradients have appeared since they were averaged. Every backward() "
+                "must come before synchronize() or clip_grad_norm_(); a program that leaves out a "
+                "step after these must call optimizer.zero_grad(), on every rank, before the next "
+                "backward()"
+            )
+
+    def step(self) -> Any:
+        """Let the optimizer step with what was reduced; what is decoupled travels from here on."""
+        reduced, self._held = self._held, None
+        try:
+            return self._update.apply(reduced)
+        finally:
+            if self._engine.profiling:
+                self._update.flush()  # nothing travels where compute is measured
+            else:
+                self._update.pending.wait_for_exposed()
+
+    def clip_grad_norm_(self, limit: Limit) -> torch.Tensor:
+        """Scale what was reduced; see the optimizer's method of that name."""
+        norm = clip(self.runtime, limit, *self._reduced_tensors())
+        wide = functools.reduce(torch.promote_types, {p.dtype for p in self._params})
+        return torch.tensor(norm, dtype=wide, device=self._params[0].device)
+
+    def combined_loss(self, loss: Any) -> Any:
+        """The loss of all ranks, combined as their gradients are; a collective.
+
+        An optimizer that looks at the loss, as in a line search, must find on every rank what
+        belongs to the gradients that it finds there.
+
+        Args:
+            loss: what a closure returned here; only real numbers and tensors of one are combined,
+                over the ranks that have one.
+
+        Returns:
+            The same kind of value, the same bits on every rank; anything else as it is.
+        """
+        held = loss.detach() if isinstance(loss, torch.Tensor) else None
+        if held is None:
+            number = isinstance(loss, Real) and not isinstance(loss, bool)
+        else:
+            number = held.numel() == 1 and not held.is_complex()
+        mine = struct.pack("d", float(loss if held is None else held)) if number else b""
+        losses = self.runtime.exchange(mine, f"{self._name}: the loss of step(closure)")
+        if not number:
+            return loss
+        values = [struct.unpack("d", text)[0] for text in losses if text]
+        result = sum(values) / (len(values) if self._op is Op.AVERAGE else 1)
+        if held is None:
+            return result
+        return torch.full_like(
+            held, result, dtype=None if held.is_floating_point() else torch.float
+        )
+
+    def prepare_whole(self) -> None:
+        """For a step with a closure: whole parameters, whole state, whole gradients."""
+        self._update.flush()
+        self._held = None
+        if isinstance(self._update, ShardedUpdate):
+            self._update.join()
+
+    def whole_state(self) -> State:
+        """The optimizer's state as it would be without other ranks; any rank may ask, alone."""
+        self._update.flush()
+        if self._sharding is None:
+            return self._optimizer.state
+        return self._sharding.whole_state()
+
+    def take_whole_state(self) -> None:
+        """Let the state be whole here; on the other ranks it is about to be replaced by this."""
+        self._update.flush()
+        if isinstance(self._update, ShardedUpdate):
+            self._update.sharding.take_whole_state()
+            self._update.forget()
+
+    def before_another_state(self, state: State) -> None:
+        """The optimizer is given other state: updates that are due belong to that before."""
+        if self._update.pending.updates_here:  # what an optimizer does itself is its own affair
+            return
+        self.flush()
+        if self._sharding is not None and not self._sharding.lies_in(state):
+            self.forget_state()
+
+    def forget_state(self) -> None:
+        """Another state has been loaded, on every rank; nothing was under way."""
+        if isinstance(self._update, ShardedUpdate):
+            self._update.forget()
+
+    def discard(self) -> None:
+        """Forget gradients that appeared since the last step."""
+        self._held = None
+        self._gradients.discard()
+
+    def release(self) -> None:
+        """Let the parameters go, up to date, and the state, whole; a collective."""
+        self.prepare_whole()
+        self._update.pending.release()
+        self._gradients.release()
+
+    def _compare(self) -> None:
+        """Before anything else of the first step: see that ranks update by the same numbers."""
+        if not self._compared:
+            check_equal_on_ranks(self.runtime, self._optimizer, self._name)
+            self._compared = True
+
+    def _reduced_tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The shards of reduced gradients, and the whole ones."""
+        if self._held is None:
+            return [], [p.grad for p in self._params if p.grad is not None]
+        shards, whole = [], []
+        for param, slot in zip(self._params, self._held, strict=True):
+            if slot is None:
+                continue
+            if slot.whole and param.grad is not None:
+                whole.append(param.grad)
+            elif not slot.whole and len(slot.data):
+                shards.append(tensors.shared(slot.data).view(param.dtype))
+        return shards, whole
+
+
+def _letting_go(update: Update) -> Callable[[], None]:
+    def let_go() -> None:
+        update.flush()
+        update.pending.release()
+
+    return let_go

@@ -1,0 +1,362 @@
+"""What follows when gradients have been reduced: the optimizer's update.
+
+Either every rank updates every parameter, what is decoupled when it is about to be read; or each
+rank updates its shards, and the parameters are gathered while the next forward runs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
+
+import torch
+
+from wfbp.runtime.engine.engine import Engine
+from wfbp.runtime.step import BufferView
+from wfbp.torch import tensors
+from wfbp.torch.pending_parameters import PendingParameters
+from wfbp.torch.state_sharding import StateSharding, flat, ordered
+
+Reduced = Sequence[BufferView | None]
+Step = Callable[[], Any]
+Group = dict[str, Any]
+Targets = list[torch.Tensor]
+
+STEPPED = "_wfbp_stepped"
+"""Attribute of a distributed optimizer: a thread, and the groups that it steps."""
+
+
+class Update(ABC):
+    """Steps an optimizer whose gradients an engine reduces.
+
+    The training thread steps. Whoever reads a parameter waits, through ``pending``, and carries
+    out what is left to do.
+
+    Args:
+        engine: has reduced the gradients.
+        optimizer: whose ``param_groups`` say what is stepped, and how.
+        params: the engine's tensors, by index.
+        step: the optimizer's own step.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        params: Sequence[torch.Tensor],
+        step: Step,
+    ) -> None:
+        self._engine = engine
+        self._optimizer = optimizer
+        self._params = params
+        self._index = {id(p): k for k, p in enumerate(params)}
+        self._own_step = step
+        self.pending = PendingParameters(params, self)
+
+    @abstractmethod
+    def apply(self, reduced: Reduced | None) -> Any:
+        """Step, and let what the plan decouples be gathered.
+
+        Args:
+            reduced: what the engine has reduced, shards among it; None where every ``p.grad``
+                is whole.
+
+        Returns:
+            What the optimizer's step returned.
+        """
+
+    def settle(self) -> None:
+        """Do what must be done before anything else is reduced."""
+        self.pending.wait_all()
+
+    def flush(self) -> None:
+        """Wait until every parameter is up to date, and all that was gathered has arrived."""
+        self.pending.wait_all()
+        self._engine.flush()
+
+    def await_arrival(self, index: int) -> None:
+        """Wait for what is gathered for a parameter; any thread."""
+        self._engine.await_tensor(index)
+
+    def complete(self, indices: Collection[int]) -> None:  # noqa: B027 - most have nothing to do
+        """Do what is left to do before these parameters are read."""
+
+    def _step(self) -> Any:
+        with self.pending.updating():
+            return self._own_step()
+
+    def _run(self, groups: Sequence[Group], targets: Callable[[torch.Tensor], Targets]) -> Any:
+        """Step some tensors by the hyperparameters of these groups.
+
+        What the optimizer changes in its groups (some count steps there) is kept. Groups without
+        tensors it does not see.
+
+        Args:
+            groups: as they were when the step was asked for; left as they are.
+            targets: what is stepped for a parameter.
+        """
+        parts = copied_groups(groups)
+        for part in parts:
+            part["params"] = [t for p in part["params"] for t in targets(p)]
+        before = [dict(part) for part in parts]
+        own = self._optimizer.param_groups
+        with stepped_groups(self._optimizer, [part for part in parts if part["params"]]):
+            result = self._own_step()
+        for group, asked, old, new in zip(own, groups, before, parts, strict=True):
+            for key, value in new.items():
+                if key not in old or value is not old[key]:  # some count in a key of their own
+                    group[key] = value
+                elif isinstance(value, torch.Tensor) and not torch.equal(value, asked[key]):
+                    group[key].copy_(value)
+        return result
+
+
+@contextmanager
+def stepped_groups(optimizer: torch.optim.Optimizer, groups: list[Group]) -> Iterator[None]:
+    """Within it an optimizer has these groups, as the calling thread sees it.
+
+    Other threads may read and set its own meanwhile, as learning-rate schedulers do.
+    """
+    held = optimizer.__dict__
+    within, held[STEPPED] = held.get(STEPPED), (get_ident(), groups)
+    try:
+        yield
+    finally:
+        held[STEPPED] = within
+
+
+def copied_groups(groups: Sequence[Group]) -> list[Group]:
+    """Copies of groups that change neither with them nor they with these, as tensors would."""
+    return [
+        {key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in group.items()}
+        for group in groups
+    ]
+
+
+class ReplicatedUpdate(Update):
+    """Every rank updates every parameter; what the plan decouples just before it is read.
+
+    The thread that reads carries the update out, under the lock of ``pending``.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._layouts = [tensors.Layout.of(p) for p in self._params]
+        self._gradients: dict[int, torch.Tensor] = {}
+        self._groups: list[Group] = []
+
+    def apply(self, reduced: Reduced | None) -> Any:
+        self.flush()
+        engine = self._engine
+        if reduced is None or not engine.decoupled:
+            return self._timed(self._step)
+        # The program may go on with its own gradients where an earlier step left averages.
+        grads = (p.grad for p in self._params)
+        own = {g.data_ptr() for g in grads if g is not None and g.layout is torch.strided}
+        addresses = [p.data_ptr() for p in self._params]
+        whole = engine.gather_gradients(reduced, own)
+        self._groups = copied_groups(self._optimizer.param_groups)
+        now = []
+        with self.pending.updating():
+            for index, slot in enumerate(whole):
+                if not engine.decouples_tensor(index):
+                    now.append(index)
+                elif slot is not None:
+                    self._gradients[index] = tensors.view(slot.data, self._layouts[index])
+            waiting = list(self._gradients)
+            self.pending.begin(
+                waiting, groups=engine.gather_groups, changed=waiting, addresses=addresses
+            )
+            return self._timed(lambda: self._update(now, {}))
+
+    def complete(self, indices: Collection[int]) -> None:
+        # All that has arrived with the one that is read, and no more: were the optimizer to raise,
+        # ranks would lose different updates.
+        self._update(indices, {k: self._gradients.pop(k) for k in indices})
+
+    def _timed(self, step: Step) -> Any:
+        now = self._engine.now
+        start = now()
+        result = step()
+        self._engine.update = start, now()
+        return result
+
+    def _update(self, indices: Iterable[int], gradients: dict[int, torch.Tensor]) -> Any:
+        """Step some parameters as the groups were when the step was asked for."""
+        chosen = {id(self._params[k]) for k in indices}
+
+        def step() -> Any:
+            # Whoever reads a parameter may do so in a mode that step() was not called in.
+            with (
+                self.pending.lent(),
+                torch.inference_mode(False),
+                torch.no_grad(),
+                torch.autocast(self._params[0].device.type, enabled=False),
+                _as_if_nothing_compiled(),
+            ):
+                return self._run(self._groups, lambda p: [p] if id(p) in chosen else [])
+
+        self.pending.gradients = {id(self._params[k]): g for k, g in gradients.items()}
+        try:
+            return _apart_from_modes(step)
+        finally:
+            self.pending.gradients = {}
+
+
+def _apart_from_modes(act: Callable[[], Any]) -> Any:
+    """Call a function where no mode and no transform (``torch.func``) turns tensors into others.
+
+    They belong to threads, so it is called in another one where any is at work.
+    """
+    functorch: Any = torch._C._functorch
+    counts: Any = torch._C
+    if functorch.peek_interpreter_stack() is None and not (
+        counts._len_torch_dispatch_stack() or counts._len_torch_function_stack()
+    ):
+        return act()
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(act).result()
+
+
+@contextmanager
+def _as_if_nothing_compiled() -> Iterator[None]:
+    """Within it, PyTorch's optimizers compute as they do in ``step()``.
+
+    While ``torch.compile`` looks at a function it may read parameters itself; optimizers that find
+    it at work keep numbers in float32 tensors.
+    """
+    compiler: Any = torch.compiler
+    found = getattr(compiler, "_is_compiling_flag", False)
+    if found:
+        compiler._is_compiling_flag = False
+    try:
+        yield
+    finally:
+        if found:
+            compiler._is_compiling_flag = True
+
+
+_EARLY = 8
+"""The first groups that hold this part of what is gathered are updated before the rest."""
+
+
+class ShardedUpdate(Update):
+    """Each rank updates its shards of what the plan decouples; the parameters are gathered.
+
+    Args:
+        sharding: of the optimizer's state.
+    """
+
+    def __init__(self, *args: Any, sharding: StateSharding) -> None:
+        super().__init__(*args)
+        self.sharding = sharding
+        self._installed = 0
+        self._early: tuple[set[int], int] = set(), 0
+
+    def apply(self, reduced: Reduced | None) -> Any:
+        try:
+            return self._apply(reduced)
+        finally:
+            self.sharding.publish()
+
+    def _apply(self, reduced: Reduced | None) -> Any:
+        engine, sharding = self._engine, self.sharding
+        self.settle()
+        self._follow()
+        sharding.check()
+        start = engine.now()
+        if not sharding:
+            result = self._step()
+            engine.update = start, engine.now()
+            return result
+        groups = copied_groups(self._optimizer.param_groups)
+        addresses = [p.data_ptr() for p in self._params]
+        early, count = self._early
+        gathers = False
+        with self.pending.updating():
+            try:
+                targets = {
+                    id(p): self._target(p, reduced) for group in groups for p in group["params"]
+                }
+                # Another thread that reads a parameter waits from here on: its shard changes.
+                self.pending.begin(
+                    sharding.indices,
+                    groups=engine.gather_groups,
+                    changed=self._stepped(reduced),
+                    addresses=addresses,
+                    views=sharding.indices,
+                    view_of=sharding.shard,
+                )
+                if early:
+                    self._run(groups, lambda p: targets[id(p)] if id(p) in early else [])
+                engine.gather(addresses, self._params, count)
+                gathers = True
+                result = self._run(groups, lambda p: [] if id(p) in early else targets[id(p)])
+            finally:
+                # Whatever the optimizer raised: what it did to its shards, every rank must see.
+                if gathers:
+                    engine.gather_rest()
+                else:
+                    engine.gather(addresses, self._params)
+                sharding.drop_gradients()
+        engine.update = start, engine.now()
+        return result
+
+    def join(self) -> None:
+        """Have whole state on every rank, and whole updates until the next :meth:`apply`."""
+        self.sharding.follow([])
+        self._installed = 0
+
+    def forget(self) -> None:
+        """The optimizer's state is whole, because another one is being loaded."""
+        self.sharding.forget()
+        self._installed = 0
+
+    def _follow(self) -> None:
+        if self._installed != self._engine.num_installed:
+            self._installed = self._engine.num_installed
+            # What has no elements is stepped on every rank: optimizers have state for it, too.
+            some = [k for k, p in enumerate(self._params) if p.numel()]
+            self.sharding.follow([k for k in some if self._engine.decouples_tensor(k)])
+            self._early = self._first_groups()
+
+    def _first_groups(self) -> tuple[set[int], int]:
+        """The parameters that forward needs first, by their ids, and how many groups they fill.
+
+        These are updated first, so that the others' update hides behind their all-gathers.
+        """
+        groups = self._engine.gather_groups
+        sizes = [sum(self._params[k].nbytes for k in group) for group in groups]
+        count = 0
+        while sum(sizes[:count]) * _EARLY < sum(sizes) and count < len(sizes) - 1:
+            count += 1
+        return {id(self._params[k]) for group in groups[:count] for k in group}, count
+
+    def _stepped(self, reduced: Reduced | None) -> set[int]:
+        """The sharded parameters that have changed on any rank."""
+        found: Sequence[object] = [p.grad for p in self._params] if reduced is None else reduced
+        return {k for k in self.sharding.indices if found[k] is not None}
+
+    def _target(self, param: torch.Tensor, reduced: Reduced | None) -> Targets:
+        """What the optimizer steps for a parameter: itself or its shard.
+
+        It sees empty shards, too, as tensors without gradient: it may count the steps of a group.
+        """
+        index = self._index.get(id(param), -1)
+        if index not in self.sharding:
+            if not param.numel() and param.grad is None and reduced and reduced[index] is not None:
+                param.grad = torch.empty_like(param)  # as where another rank has it
+            return [param]
+        shard = self.sharding.shard(index)
+        slot = None if reduced is None else reduced[index]
+        if not shard.numel():
+            return [shard]
+        if slot is not None and not slot.whole:
+            shard.grad = tensors.shared(slot.data).view(param.dtype)
+        elif param.grad is not None and (reduced is None or slot is not None):
+            shard.grad = self.sharding.part(index, flat(ordered(param, param.grad)))
+        return [shard]
