@@ -12,10 +12,33 @@ from typing import Any
 
 from wfbp.core.checks import one_of
 from wfbp.core.planners import PLANNERS
+from wfbp.deprecation import warn_renamed
+
+RENAMED = {
+    "direct_bytes": "zero_copy_min_bytes",
+    "drift": "replan_threshold",
+    "probe_s": "probe_budget_s",
+    "trial_s": "trial_min_s",
+    "run_dir": "record_dir",
+}
+"""Settings that had other names in 0.1; these work, with a warning, until the next version."""
+
+
+class _RenamedSettings(type):
+    """Takes settings under their old names, too."""
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        for old in RENAMED.keys() & values.keys():
+            new = RENAMED[old]
+            if new in values:
+                raise TypeError(f"{old} and {new} are one setting: leave out {old}")
+            warn_renamed(f"Config({old}=)", f"Config({new}=)")
+            values[new] = values.pop(old)
+        return super().__call__(*args, **values)
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(metaclass=_RenamedSettings):
     """Settings, each with its environment variable: ``WFBP_`` and the field's name in capitals.
 
     Args:
@@ -72,6 +95,13 @@ class Config:
         one_of("schedule", self.schedule, SCHEDULES)
         one_of("log_level", self.log_level, LOG_LEVELS)
 
+    def __getattr__(self, name: str) -> Any:
+        new = RENAMED.get(name)
+        if new is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        warn_renamed(f"Config.{name}", f"Config.{new}")
+        return getattr(self, new)
+
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Config:
         """The settings that the environment asks for.
@@ -85,8 +115,14 @@ class Config:
         """
         source = os.environ if environment is None else environment
         values: dict[str, Any] = {}
+        before = {new: old for old, new in RENAMED.items()}
         for field in fields(cls):
             variable = f"WFBP_{field.name.upper()}"
+            old = f"WFBP_{before[field.name].upper()}" if field.name in before else ""
+            if old in source:  # init() logs what it is called now
+                if variable in source:
+                    raise ValueError(f"{old} and {variable} are both set: unset {old}")
+                variable = old
             text = source.get(variable)
             if text is None:
                 continue
@@ -134,10 +170,14 @@ def unknown_variables(environment: Mapping[str, str] | None = None) -> str:
     source = os.environ if environment is None else environment
     known = [f"WFBP_{field.name.upper()}" for field in fields(Config)]
     parts = []
+    renamed = {f"WFBP_{old.upper()}": f"WFBP_{new.upper()}" for old, new in RENAMED.items()}
+    known += renamed
     for name in (n for n in variables(source) if n not in known):
         near = get_close_matches(name, known, 1)
         parts.append(f"{name} (did you mean {near[0]}?)" if near else name)
-    return f"not a setting, and ignored: {', '.join(parts)}" if parts else ""
+    ignored = [f"not a setting, and ignored: {', '.join(parts)}"] if parts else []
+    told = [f"{old} is deprecated: use {new}" for old, new in renamed.items() if old in source]
+    return "; ".join([*told, *ignored])
 
 
 def _switch(text: str) -> bool:

@@ -14,7 +14,7 @@ from wfbp.core.types import TensorSpec
 from wfbp.runtime.engine.engine import Engine
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import GradientRef
-from wfbp.runtime.transport.buffers import storage_dtype
+from wfbp.runtime.transport.buffers import shard_range, storage_dtype
 
 Array = np.ndarray[Any, Any]
 
@@ -139,7 +139,7 @@ class DeviceTrainer:
         """Subtract whole gradients from parameters, shards from shards, and gather these."""
         engine = self.engine
         for index, slot in enumerate(slots):
-            start, stop = engine.shard_ranges[index]
+            start, stop = shard_range(engine.specs[index], self.rank, self.size)
             if not engine.decouples_tensor(index):
                 start, stop = 0, self.specs[index].nbytes
             if slot is None:

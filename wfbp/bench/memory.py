@@ -25,6 +25,7 @@ import torch
 import wfbp.torch as wfbp
 from wfbp.bench.tables import print_table
 
+SHARDING = {"auto": None, "sharded": True, "replicated": False}
 UPDATES = ("sharded", "replicated", "baseline")
 MIB = 2**20
 
@@ -79,7 +80,7 @@ def _train(arguments: argparse.Namespace) -> dict[str, Any]:
         torch.optim.Adam(model.parameters(), lr=1e-4),
         model.named_parameters(),
         schedule="threshold" if baseline else arguments.schedule,
-        update="auto" if baseline else arguments.update,
+        optimizer_sharding=SHARDING["auto" if baseline else arguments.update],
     )
     data = torch.randn(4, width)
     left = arguments.steps

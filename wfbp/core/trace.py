@@ -92,10 +92,6 @@ class Trace:
         """T_b, seconds: the last ready time."""
         return self.ready_times_s[-1]
 
-    def backward_index(self, k: int) -> int:
-        """Index into ``tensors`` of the k-th gradient (from 0) of backward."""
-        return len(self.tensors) - 1 - k
-
     def to_json(self) -> dict[str, Any]:
         """The trace as plain data, format ``wfbp-trace/1``."""
         return {

@@ -67,11 +67,6 @@ class Iteration:
         """Length of the iteration."""
         return self.end_s - self.start_s
 
-    @property
-    def backward_start_s(self) -> float:
-        """When backward began."""
-        return next(span.start_s for span in self.compute if span.phase is Phase.BACKWARD)
-
 
 @dataclass(frozen=True, slots=True)
 class Simulation:

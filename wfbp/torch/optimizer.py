@@ -14,6 +14,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from wfbp.core.types import Op
+from wfbp.deprecation import warn_renamed
 from wfbp.runtime import process
 from wfbp.runtime.arguments import check_arguments
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
@@ -27,16 +28,33 @@ from wfbp.torch.optimizer_probe import UpdateCoupling, probe_optimizer
 from wfbp.torch.uncompiled import uncompiled
 from wfbp.torch.updates import STEPPED
 
-UPDATES = ("auto", "sharded", "replicated")
+UPDATES: dict[str, bool | None] = {"auto": None, "sharded": True, "replicated": False}
+"""Values of the deprecated argument ``update``, and of ``optimizer_sharding``."""
 
 
-def check_update(update: str) -> None:
-    """Raise ``ValueError`` unless there is such an update."""
+def optimizer_sharding_of(sharding: bool | None, update: str | None) -> bool | None:
+    """What a caller asks for, under the argument's present name or the one before.
+
+    Raises:
+        ValueError: there is no such value, or both names are used.
+    """
+    if not any(sharding is value for value in (True, False, None)):
+        raise ValueError(f"optimizer_sharding is {sharding!r}; expected True, False or None")
+    if update is None:
+        return sharding
     if update not in UPDATES:
         raise ValueError(f"update is {update!r}; expected one of {', '.join(UPDATES)}")
+    if sharding is not None:
+        raise ValueError("update and optimizer_sharding say the same: leave out update")
+    warn_renamed(
+        f"DistributedOptimizer(update={update!r})",
+        f"optimizer_sharding={UPDATES[update]}",
+        stacklevel=4,
+    )
+    return UPDATES[update]
 
 
-def chosen_coupling(optimizer: torch.optim.Optimizer, update: str) -> UpdateCoupling:
+def chosen_coupling(optimizer: torch.optim.Optimizer, sharding: bool | None) -> UpdateCoupling:
     """What the optimizer does to its tensors, as far as the caller lets that count.
 
     Raises:
@@ -46,12 +64,13 @@ def chosen_coupling(optimizer: torch.optim.Optimizer, update: str) -> UpdateCoup
     if not all(tensors.is_dense(p) for p in params):
         return UpdateCoupling.COUPLED
     nature = probe_optimizer(optimizer)
-    if update == "sharded" and nature is not UpdateCoupling.ELEMENTWISE:
+    if sharding is True and nature is not UpdateCoupling.ELEMENTWISE:
         raise ValueError(
-            f"update is 'sharded', but {type(optimizer).__name__} does not treat every element by "
-            f"itself (it is {nature.value}); use 'auto' or 'replicated'"
+            f"optimizer_sharding is True, but {type(optimizer).__name__} does not treat every "
+            "element by "
+            f"itself (it is {nature.value}); use None or False"
         )
-    if update == "replicated" and nature is UpdateCoupling.ELEMENTWISE:
+    if sharding is False and nature is UpdateCoupling.ELEMENTWISE:
         return UpdateCoupling.PER_TENSOR
     return nature
 
@@ -566,7 +585,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     *,
     schedule: str | None = None,
     threshold_bytes: int | None = None,
-    update: str = "auto",
+    optimizer_sharding: bool | None = None,
+    update: str | None = None,
 ) -> Any:
     """Wrap an optimizer so that it averages gradients over all ranks while backward computes.
 
@@ -595,9 +615,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             ``WFBP_SCHEDULE`` says, or ``auto``.
         threshold_bytes: group size of ``threshold``, and of what schedules that have to measure
             begin with; by default ``WFBP_THRESHOLD_BYTES`` or 25 MiB.
-        update: what follows decoupled gradients: ``sharded``, each rank updates its shard of
-            each tensor and holds the state of it alone; ``replicated``, every rank updates all;
-            or ``auto``, what the optimizer allows, which is found by experiment.
+        optimizer_sharding: what follows decoupled gradients. True: each rank updates its shard
+            of each tensor and holds the state of it alone. False: every rank updates all. By
+            default what the optimizer allows, which is found by experiment.
+        update: deprecated; ``sharded``, ``replicated`` or ``auto`` stand for
+            ``optimizer_sharding`` True, False or None.
 
     Returns:
         The distributed optimizer.
@@ -645,7 +667,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         specs = [tensors.spec(name, p) for name, p in named]
         check_arguments(specs, planner, limit_bytes, op, passes(), decouples=True)
 
-    check_update(update)
+    sharding = optimizer_sharding_of(optimizer_sharding, update)
     check(named_params(optimizer, known, complete=True))
     # What can be refused without looking at the bare optimizer has been: an earlier one goes on.
     previous = optimizer.__dict__.pop(_WRAPPED, None)
@@ -655,7 +677,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     wrapped: Any = object.__new__(type(kind.__name__, (DistributedOptimizerBase, kind), {}))
     # A scheduler made before may have put its own step() on the instance: ours must be found.
     wrapped.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in PATCHED})
-    nature = chosen_coupling(optimizer, update)
+    nature = chosen_coupling(optimizer, sharding)
     decouples = nature is not UpdateCoupling.COUPLED
     check_schedule(planner, decouples, kind.__name__)
 

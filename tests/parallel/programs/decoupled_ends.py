@@ -22,6 +22,7 @@ import wfbp
 import wfbp.torch
 from tests.parallel.programs.further_optimizers import Normalized
 from tests.parallel.programs.training import averaged, mlp, same, square
+from tests.support.sharding import SHARDING
 from wfbp.config import Config
 
 SETTINGS = Config(warmup_steps=1, profile_steps=1, probe_budget_s=0.02, timeout_s=20.0)
@@ -59,7 +60,7 @@ class Training:
         self.reference.load_state_dict(self.model.state_dict())
         self.held = list(self.model.parameters())
         self.optimizer: Any = wfbp.torch.DistributedOptimizer(
-            make(self.held), update=update, schedule=schedule
+            make(self.held), optimizer_sharding=SHARDING[update], schedule=schedule
         )
         self.plain = plain = make(self.reference.parameters())
         for step in range(STEPS):

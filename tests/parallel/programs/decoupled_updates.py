@@ -25,6 +25,7 @@ from tests.parallel.programs.equality import param_groups
 from tests.parallel.programs.further_optimizers import Normalized
 from tests.parallel.programs.harness import Checks
 from tests.parallel.programs.training import check_training, data, mlp, momentum, same
+from tests.support.sharding import SHARDING
 from wfbp.runtime import process as runtimes
 from wfbp.runtime.tuning import trial
 
@@ -159,7 +160,7 @@ def together(schedule: str, kind: str, habits: Habits) -> Program:
     optimizer = wfbp.torch.DistributedOptimizer(
         make(model),
         model.named_parameters(),
-        update=update,
+        optimizer_sharding=SHARDING[update],
         backward_passes_per_step=habits.passes,
         **SCHEDULES[schedule],
     )

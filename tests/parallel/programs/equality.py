@@ -36,7 +36,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "hybrid": {"schedule": "hybrid"},
     "ps": {"schedule": "ps"},
     "ps_layerwise": {"schedule": "ps_layerwise"},
-    "replicated": {"schedule": "ps_layerwise", "update": "replicated"},
+    "replicated": {"schedule": "ps_layerwise", "optimizer_sharding": False},
 }
 MIN_STEPS = 20
 MAX_STEPS = 120

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 import wfbp
+from tests.support.sharding import SHARDING
 
 FOREVER_S = 300.0
 
@@ -131,7 +132,9 @@ def behind_a_decoupled_step(deed: Callable[[], None]) -> None:
     models = [torch.nn.Sequential(torch.nn.Linear(3, 40), torch.nn.Linear(40, 2)) for _ in "ab"]
     optimizers = [
         wfbp.torch.DistributedOptimizer(
-            torch.optim.Adam(model.parameters()), schedule="ps_layerwise", update=update
+            torch.optim.Adam(model.parameters()),
+            schedule="ps_layerwise",
+            optimizer_sharding=SHARDING[update],
         )
         for model, update in zip(models, ("sharded", "replicated"), strict=True)
     ]

@@ -22,6 +22,7 @@ from tests.parallel.programs.training import (
     same,
     square,
 )
+from tests.support.sharding import SHARDING
 from wfbp.core import planners
 
 check = Checks()
@@ -42,7 +43,7 @@ def beside(
     """Train beside one process; parameters are compared at the end, and not read before."""
     wfbp.broadcast_parameters(model.state_dict())
     reference = copy.deepcopy(model)
-    optimizer = wfbp.torch.DistributedOptimizer(make(model), update=update)
+    optimizer = wfbp.torch.DistributedOptimizer(make(model), optimizer_sharding=SHARDING[update])
     plain = make(reference)
     for step in range(steps):
         optimizer.zero_grad()
@@ -203,7 +204,7 @@ def an_optimizer_that_raises() -> None:
         model = mlp(5, 7, 7, 3)
         wfbp.broadcast_parameters(model.state_dict())
         inner = Failing(model.parameters())
-        optimizer: Any = wfbp.torch.DistributedOptimizer(inner, update=update)
+        optimizer: Any = wfbp.torch.DistributedOptimizer(inner, optimizer_sharding=SHARDING[update])
         for step in range(12):
             optimizer.zero_grad()
             square(model, wfbp.rank(), step)

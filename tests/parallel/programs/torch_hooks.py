@@ -12,6 +12,7 @@ import wfbp
 import wfbp.torch
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.training import averaged, compare, mlp, momentum, square
+from tests.support.sharding import SHARDING
 
 check = Checks()
 
@@ -26,7 +27,9 @@ def count(optimizer: torch.optim.Optimizer) -> int:
 def step_hooks_run_once_a_step() -> None:
     for update in UPDATES:
         model = mlp(5, 7, 7, 3)
-        optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()), update=update)
+        optimizer = wfbp.torch.DistributedOptimizer(
+            momentum(model.parameters()), optimizer_sharding=SHARDING[update]
+        )
         seen: list[tuple[str, int]] = []
         optimizer.register_step_pre_hook(lambda o, *_, s=seen: s.append(("before", count(o))))
         optimizer.register_step_post_hook(lambda o, *_, s=seen: s.append(("after", count(o))))
@@ -64,7 +67,7 @@ def step_hooks_see_what_one_process_would() -> None:
         wfbp.broadcast_parameters(model.state_dict())
         reference = copy.deepcopy(model)
         inner = make(list(model.parameters()))
-        optimizer = wfbp.torch.DistributedOptimizer(inner, update=update)
+        optimizer = wfbp.torch.DistributedOptimizer(inner, optimizer_sharding=SHARDING[update])
         plain = make(list(reference.parameters()))
         for step in range(12):
             optimizer.zero_grad()
@@ -82,7 +85,9 @@ def a_step_hook_on_one_rank() -> None:
         model = mlp(5, 7, 3)
         wfbp.broadcast_parameters(model.state_dict())
         reference = copy.deepcopy(model)
-        optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()), update=update)
+        optimizer = wfbp.torch.DistributedOptimizer(
+            momentum(model.parameters()), optimizer_sharding=SHARDING[update]
+        )
         plain = momentum(reference.parameters())
         norms: list[float] = []
         if wfbp.rank() == 0:

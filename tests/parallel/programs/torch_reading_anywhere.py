@@ -26,6 +26,7 @@ from torch import nn
 
 import wfbp.torch as wfbp
 from tests.parallel.programs.harness import mixed
+from tests.support.sharding import SHARDING
 from wfbp.config import Config
 from wfbp.runtime.tuning import tuner
 
@@ -85,7 +86,7 @@ class Side:
             torch.optim.SGD(self.params, lr=0.5, momentum=0.9),
             self.model.named_parameters(),
             schedule=schedule,
-            update=update,
+            optimizer_sharding=SHARDING[update],
         )
 
     def backward(self, step: int) -> None:

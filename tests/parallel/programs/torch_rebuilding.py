@@ -29,6 +29,7 @@ from tests.parallel.programs.training import (
     square,
     step_both,
 )
+from tests.support.sharding import SHARDING
 
 check = Checks()
 
@@ -44,7 +45,7 @@ def decoupled(
         make(model.parameters()),
         model.named_parameters(),
         schedule="ps_layerwise",
-        update=update,
+        optimizer_sharding=SHARDING[update],
     )
 
 
@@ -311,7 +312,10 @@ def another_state_and_another_wrapper() -> None:
         original, plain = adamw(model.parameters()), adamw(reference.parameters())
         for number in range(2):
             optimizer = wfbp.torch.DistributedOptimizer(
-                original, model.named_parameters(), schedule="ps_layerwise", update=update
+                original,
+                model.named_parameters(),
+                schedule="ps_layerwise",
+                optimizer_sharding=SHARDING[update],
             )
             for step in range(LATE):
                 if step == LATE - 2 and number == 0:

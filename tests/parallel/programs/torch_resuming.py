@@ -23,6 +23,7 @@ from tests.parallel.programs.training import (
     same,
     square,
 )
+from tests.support.sharding import SHARDING
 from wfbp.runtime import process as runtimes
 
 check = Checks()
@@ -40,7 +41,9 @@ def part(model: nn.Module, rank: int, step: int, size: int) -> None:
 def run(saved: bytes, size: int, first: int, make: Any, update: str) -> bytes:
     """Load on ``size`` ranks, go on, and save; from rank 0."""
     model = mlp(5, 7, 3)
-    optimizer = wfbp.torch.DistributedOptimizer(make(model.parameters()), update=update)
+    optimizer = wfbp.torch.DistributedOptimizer(
+        make(model.parameters()), optimizer_sharding=SHARDING[update]
+    )
     if saved:
         state = torch.load(io.BytesIO(saved), weights_only=True)
         model.load_state_dict(state["model"])
@@ -129,7 +132,9 @@ def an_optimizer_that_is_dropped_sees_its_parameters_home() -> None:
         model = mlp(5, 7, 7, 3)
         wfbp.broadcast_parameters(model.state_dict())
         reference = copy.deepcopy(model)
-        optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()), update=update)
+        optimizer = wfbp.torch.DistributedOptimizer(
+            momentum(model.parameters()), optimizer_sharding=SHARDING[update]
+        )
         plain = momentum(reference.parameters())
         for step in range(8):
             optimizer.zero_grad()

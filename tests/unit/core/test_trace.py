@@ -33,7 +33,6 @@ def test_backward_order_is_the_reverse_of_forward_order() -> None:
     trace = Trace("t", tuple(rows))
     assert trace.backward_bytes == [2, 1, 0]
     assert trace.ready_times_s == [2.0, 3.0, 3.0]
-    assert [trace.backward_index(k) for k in range(3)] == [2, 1, 0]
     assert trace.forward_s == 3.0
 
 

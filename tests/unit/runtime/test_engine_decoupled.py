@@ -22,6 +22,7 @@ from wfbp.core.plan import Plan
 from wfbp.core.types import Op, Operation
 from wfbp.runtime.engine.engine import Engine
 from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.transport.buffers import shard_range
 from wfbp.runtime.tuning import trial
 from wfbp.runtime.tuning.candidates import DECOUPLED
 from wfbp.runtime.tuning.trial import Elimination, Times
@@ -38,7 +39,7 @@ class Updater(Trainer):
         """Update whole tensors wholly and shards shard by shard, and let them be gathered."""
         engine = self.engine
         for index, slot in enumerate(engine.synchronize(whole)):
-            start, stop = engine.shard_ranges[index]
+            start, stop = shard_range(engine.specs[index], self.rank, self.size)
             if not engine.decouples_tensor(index):
                 start, stop = 0, self.specs[index].nbytes
             if slot is None:

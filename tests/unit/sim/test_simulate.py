@@ -48,7 +48,7 @@ def check_against_timeline(found: Simulation, trace: Trace, costs: Costs) -> Non
     for iteration in found.iterations[1:]:
         assert iteration.seconds == pytest.approx(predicted.iteration_s, rel=1e-9, abs=1e-12)
     before, last = found.iterations[-2:]
-    origin_s = before.backward_start_s
+    origin_s = next(s.start_s for s in before.compute if s.phase is Phase.BACKWARD)
     gathers = len(made.groups) - made.num_backward
     messages = before.messages[gathers:] + last.messages[:gathers]
     assert [m.group for m in messages] == list(range(len(made.groups)))

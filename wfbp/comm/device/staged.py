@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from wfbp.comm.backend import Backend, Buffer, Work
 from wfbp.comm.chunking import split
@@ -55,24 +54,10 @@ class Piece:
         return places
 
 
-class Stage(Protocol):
-    """The backend that a message goes through."""
-
-    device: Device
-    stream: int
-
-    @property
-    def activity(self) -> int:
-        """Changes whenever anything moved on."""
-
-    def progress(self) -> None:
-        """Move everything on, without blocking."""
-
-
 class StagedWork(DeviceWork):
     """A message of several pieces."""
 
-    def __init__(self, backend: Stage, nbytes: int) -> None:
+    def __init__(self, backend: StagedBackend, nbytes: int) -> None:
         self._backend = backend
         self.nbytes = nbytes
         self.pieces: list[Piece] = []

@@ -37,7 +37,6 @@ from wfbp.runtime.step import (
     StepTimestamps,
     Timestamp,
 )
-from wfbp.runtime.transport.buffers import shard_range
 from wfbp.runtime.tuning.tuner import Tuner
 
 
@@ -128,7 +127,6 @@ class Engine:
             self.specs, allgather, transport, runtime.rank, runtime.size
         )
         self.gather_gradients = self._assembler.begin
-        self.shard_ranges = [shard_range(s, runtime.rank, runtime.size) for s in self.specs]
         self.gather = allgather.begin
         self.gather_rest = allgather.release_rest
         self.arrived = allgather.arrived
