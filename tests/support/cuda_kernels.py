@@ -17,7 +17,7 @@ import pytest
 from wfbp.cuda.kernels import ARGUMENTS, TILE
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE = ROOT / "tests" / "cuda_host" / "run_kernels.cc"
+SOURCE = Path(__file__).with_name("cuda_host") / "run_kernels.cc"
 
 ROOM = 200
 

@@ -38,7 +38,10 @@ def test_without_noise_the_least_is_found_at_once(times_s: list[float]) -> None:
     assert all(times_s[k] <= limit_s for k in comparison.equal)
 
 
-@given(alternatives, st.lists(st.floats(0.2, 5.0), min_size=14, max_size=14))
+# Powers of two: other factors round, and a ratio on the very limit falls to the other side.
+@given(
+    alternatives, st.lists(st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0]), min_size=14, max_size=14)
+)
 def test_what_slows_all_alike_changes_nothing(times_s: list[float], slow: list[float]) -> None:
     undisturbed, comparison = (SuccessiveElimination(len(times_s)) for _ in range(2))
     rounds = run(undisturbed, times_s, {})
