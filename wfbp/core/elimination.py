@@ -13,9 +13,12 @@ median absolute deviation. Of few rounds it is often too small by chance: so it 
 than is usual among the alternatives.) An alternative is dropped where ``d`` is larger than
 ``2 se`` and than ``margin``.
 The comparison is over when one is left, when no other can be better by more than ``margin``, or
-after ``most_rounds``. After Even-Dar, Mannor and Mansour, "Action elimination and stopping
-conditions for the multi-armed bandit", JMLR 7 (2006), with medians in place of means, because
-iteration times have heavy tails and are disturbed for seconds at a time.
+after ``most_rounds``. Where measurements are scarce, :meth:`SuccessiveElimination.narrow` drops
+alternatives by what is known, however uncertain.
+
+After Even-Dar, Mannor and Mansour, "Action elimination and stopping conditions for the multi-armed
+bandit", JMLR 7 (2006), with medians in place of means, because iteration times have heavy tails and
+are disturbed for seconds at a time.
 """
 
 from __future__ import annotations
@@ -101,6 +104,28 @@ class SuccessiveElimination:
             for i, (difference, error) in differences.items()
             if i in kept and i != best
         )
+
+    def narrow(self, limit: float, most: int) -> list[int]:
+        """Drop alternatives by their differences alone, however uncertain these are.
+
+        Args:
+            limit: who is slower than the best one by a larger share is dropped.
+            most: alternatives that stay, the fastest ones; at least one.
+
+        Returns:
+            Who was dropped, the fastest first.
+        """
+        best = self.best
+        differences = {i: self._difference(i, best)[0] for i in self.alive}
+        order = sorted(self.alive, key=lambda i: (differences[i], i != best, i))
+        kept = {i for i in order[:most] if differences[i] <= math.log1p(limit)}
+        self.alive = [i for i in self.alive if i in kept]
+        return [i for i in order if i not in kept]
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds taken in."""
+        return self._num_rounds
 
     @property
     def best(self) -> int:

@@ -15,6 +15,7 @@ from wfbp.core.cost import Costs, PiecewiseCost
 from wfbp.core.plan import Plan
 from wfbp.core.timeline import iteration_s
 from wfbp.core.types import TensorSpec
+from wfbp.runtime.engine.recorder import make_report
 from wfbp.runtime.tuning.candidates import DECOUPLED, SCHEDULES, auto_candidates, reordered
 from wfbp.runtime.tuning.profile import StepTimes
 from wfbp.runtime.tuning.tuner import Tuner
@@ -436,6 +437,62 @@ def test_without_drift_nothing_is_returned_to(schedule: str) -> None:
     for _ in range(200):
         job.step()
     assert job.phases() == ["installed"]
+
+
+def noisy(job: Job, noise: float) -> Seconds:
+    """Each plan's own seconds, one plan's less than the others', under noise common to all ranks.
+
+    Rank 0's tuner draws; ``Job.step`` asks once per step.
+    """
+    chance = random.Random(7)
+    base: dict[str, float] = {}
+
+    def seconds(plan: Plan) -> float:
+        own = base.setdefault(plan.digest, 0.6 + 0.01 * (len(base) % 5))
+        return own * (1 + noise * chance.random())
+
+    return seconds
+
+
+def test_trials_of_long_iterations_are_a_quarter_of_300_steps() -> None:
+    """Under noise that three rounds do not see through; what they leave open is looked at again."""
+    job = Job("auto", alike, costs=Costs(PiecewiseCost(((4.0, 0.02), (32000.0, 0.3)))))
+    job.seconds = noisy(job, 0.3)
+    for _ in range(100):
+        job.step()
+    trial = [phase for phase, _ in job.ran].count("trial")
+    assert 20 < trial <= 18 * CONFIG.trial_steps
+    assert job.phases() == ["warm-up", "profile", "trial", "installed"]
+    for _ in range(200):
+        job.step()
+    assert [phase for phase, _ in job.ran].count("trial") <= 75
+    for _ in range(300):
+        job.step()
+    assert job.phases().count("trial") >= 2, "what was undecided is compared again"
+
+
+def test_every_plan_has_a_forecast_once_there_are_a_profile_and_costs() -> None:
+    """In trial, at its first step, installed, drifted and tried again."""
+    slow = [1.0]
+    job = Job("auto", lambda plan: slow[0] * {8: 0.85, 1: 0.9}.get(len(plan.groups), 1.3))
+    seen = set()
+    for step in range(400):
+        slow[0] = 1.0 if step < 200 else 2.0
+        job.step()
+        tuner = job.tuner
+        if tuner.costs is None:
+            continue
+        report = make_report(tuner, step)
+        seen.add(tuner.phase)
+        trace = tuner.trace
+        assert trace is not None
+        assert report["predicted_iteration_s"] == pytest.approx(
+            iteration_s(reordered(tuner.plan, trace), trace, tuner.costs)
+        )
+        assert report["predicted_exposed_s"] is not None
+        assert report["lower_bound_s"] > 0
+        assert report["ratio_to_lower_bound"] > 0
+    assert seen == {"trial", "installed", "profile"}
 
 
 # Starting over.

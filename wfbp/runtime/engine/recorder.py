@@ -26,9 +26,11 @@ def make_report(tuner: Tuner, num_steps: int) -> dict[str, Any]:
         tuner: whose plan it is.
         num_steps: steps taken so far.
     """
-    predicted = tuner.predicted if tuner.phase == "installed" else None
-    measured_s = tuner.measured_s
+    predicted = tuner.predicted
     bound_s = predicted.lower_bound_s if predicted else None
+    measured_s = tuner.measured_s
+    # Before the plan has run at all, what is predicted stands for what will be measured.
+    latest_s = measured_s or (predicted.iteration_s if predicted else None)
     return {
         "schedule": tuner.plan.schedule,
         "phase": tuner.phase,
@@ -43,7 +45,7 @@ def make_report(tuner: Tuner, num_steps: int) -> dict[str, Any]:
         "predicted_exposed_s": predicted.exposed_s if predicted else None,
         "exposed_s": tuner.exposed_s,
         "lower_bound_s": bound_s,
-        "ratio_to_lower_bound": measured_s / bound_s if measured_s and bound_s else None,
+        "ratio_to_lower_bound": latest_s / bound_s if latest_s and bound_s else None,
         "plan_digest": tuner.plan.digest,
     }
 

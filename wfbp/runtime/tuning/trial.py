@@ -17,6 +17,10 @@ from wfbp.core.planners.dear import ThresholdSearch
 
 _NOISE = 0.01
 _NUM_SEARCHED = 10
+_MOST_COLD = 3
+_LIMITS = (0.15, 0.1, 0.08, 0.06)
+"""By round: who is slower than the fastest by more is dropped where steps are limited. By
+simulation, docs/benchmarks/regret.md."""
 
 Times = Sequence[Sequence[float]]
 """Seconds per iteration: by plan of the round, then by step."""
@@ -38,6 +42,11 @@ class Candidate:
         self._rounds.append(list(times_s))
 
     @property
+    def was_measured(self) -> bool:
+        """Whether there was a round."""
+        return bool(self._rounds)
+
+    @property
     def measured_s(self) -> float:
         """The median over rounds of their medians: one that was disturbed changes little."""
         return statistics.median(map(statistics.median, self._rounds))
@@ -49,6 +58,8 @@ class Trial(Protocol):
     plans: list[Plan]
     num_steps: int
     candidates: list[Candidate]
+    undecided: list[Plan]
+    """Of a trial that is over, plans that might be as fast as the chosen one."""
 
     def conclude(self, ranks: Sequence[Times]) -> Plan | None:
         """End a round.
@@ -61,6 +72,12 @@ class Trial(Protocol):
         """
 
 
+def num_cold(num_steps: int) -> int:
+    """Steps behind a change of plans that do not count, as they find cold memory; more where steps
+    are short, and so many are measured."""
+    return max(1, min(_MOST_COLD, num_steps // 2))
+
+
 class Elimination:
     """The slower ones drop out from round to round: see :mod:`wfbp.core.elimination`.
 
@@ -70,16 +87,24 @@ class Elimination:
     Args:
         plans: at least one; the first is in use.
         num_steps: for each plan in two rounds.
+        most_steps: the trial may take, about; at least the first round is run. Where that is too
+            few for all plans, those that seem slow by the first rounds leave early, and become
+            :attr:`undecided`.
     """
 
-    def __init__(self, plans: Sequence[Plan], num_steps: int) -> None:
+    def __init__(
+        self, plans: Sequence[Plan], num_steps: int, most_steps: int | None = None
+    ) -> None:
         self.candidates = [Candidate(plan) for plan in plans]
         self.num_steps = (num_steps + 1) // 2
+        self.undecided: list[Plan] = []
+        self._steps_left = most_steps
         # Where few steps are wanted, or affordable because they are long, rounds are few, too.
         rule = Rule()
         most = min(rule.most_rounds, 2 * num_steps)
         least = min(rule.least_rounds, most)
         rule = replace(rule, least_rounds=least, most_rounds=most)
+        self._rule = rule
         self._comparison = SuccessiveElimination(len(plans), rule)
         self._forward = False
         self._begin()
@@ -91,11 +116,34 @@ class Elimination:
         running = [self.candidates[k] for k in self._comparison.alive]
         for candidate, seconds in zip(running, times, strict=True):
             candidate.add(seconds)
-        if not self._comparison.add(times):
+        decided = self._comparison.add(times)
+        if not decided and self._affordable(len(times)):
             self._begin()
             return None
         equal = [self.candidates[k] for k in self._comparison.equal]
-        return _preferred(equal, self.candidates[0])
+        chosen = _preferred(equal, self.candidates[0])
+        if not decided:
+            alive = [self.candidates[k].plan for k in self._comparison.alive]
+            self.undecided[:0] = [plan for plan in alive if plan is not chosen]
+        return chosen
+
+    def _affordable(self, num_plans: int) -> bool:
+        """Whether another round can be afforded, if with fewer plans."""
+        if self._steps_left is None:
+            return True
+        each = self.num_steps + num_cold(self.num_steps)
+        self._steps_left -= each * num_plans
+        num_affordable = self._steps_left // each
+        num_rounds = self._comparison.num_rounds
+        num_wanted = len(self._comparison.alive) * max(1, self._rule.least_rounds - num_rounds)
+        if num_affordable >= num_wanted:
+            return True
+        if num_affordable < 2:
+            return False
+        limit = _LIMITS[min(num_rounds, len(_LIMITS)) - 1]
+        dropped = self._comparison.narrow(limit, num_affordable)
+        self.undecided += [self.candidates[k].plan for k in dropped]
+        return len(self._comparison.alive) > 1
 
     def _begin(self) -> None:
         self._forward = not self._forward
@@ -118,6 +166,7 @@ class Search:
 
     def __init__(self, make: Callable[[int], Plan], first_bytes: int, num_steps: int) -> None:
         self.candidates: list[Candidate] = []
+        self.undecided: list[Plan] = []
         self.num_steps = num_steps
         self._make = make
         self._search = ThresholdSearch(first_bytes)

@@ -32,7 +32,7 @@ from wfbp.runtime.tuning.candidates import (
     with_packing,
 )
 from wfbp.runtime.tuning.profile import Profile, StepTimes, combine
-from wfbp.runtime.tuning.trial import Candidate, Elimination, Search, Times, Trial
+from wfbp.runtime.tuning.trial import Candidate, Elimination, Search, Times, Trial, num_cold
 
 _NUM_WINDOWS = 5
 
@@ -44,10 +44,10 @@ class DriftDetector:
         limit: relative change that counts; 0: none does.
 
     Example:
-        >>> drift = Drift(0.25)
+        >>> drift = DriftDetector(0.25)
         >>> for window_s in (1.0, 1.1, 2.0, 2.0, 2.0, 2.0, 2.0):
         ...     drift.add(window_s)
-        >>> drift.lasts
+        >>> drift.has_drifted
         True
     """
 
@@ -63,6 +63,11 @@ class DriftDetector:
         self._num_drifted = self._num_drifted + 1 if 0 < self._limit < change else 0
 
     @property
+    def is_drifting(self) -> bool:
+        """Whether the latest window differed from the first."""
+        return self._num_drifted > 0
+
+    @property
     def has_drifted(self) -> bool:
         """Whether some windows in a row differed from the first."""
         return self._num_drifted >= _NUM_WINDOWS
@@ -70,7 +75,16 @@ class DriftDetector:
 
 _WINDOW_STEPS = 20
 _MOST_STEPS = 400
-_MOST_COLD = 3
+_LIMIT_STEPS = 18
+_LIMIT_S = 25
+"""All trials of a choice take at most so many times the steps and seconds that a plan is tried for
+in two rounds, about, whichever is longer."""
+_FIRST_SHARE = 0.75
+"""Of these, for the plans that are made before interference is known."""
+_TRY_AGAIN = 4
+"""Plans are compared again once the installed one has run for so many times the steps of all
+trials."""
+_CLOSE = 1.25
 _REGRET = 0.02
 _REGRET_WINDOWS = 3
 _MOST_RIVALS = 3
@@ -124,10 +138,12 @@ class Tuner:
     def _begin(self, specs: Sequence[TensorSpec]) -> None:
         self.trace: Trace | None = None
         self.costs: Costs | None = None
-        self.predicted: Timeline | None = None
+        self._prediction: tuple[tuple[Plan, Trace, Costs], Timeline] | None = None
         self._incumbent: Plan | None = None
         self._trial: Trial | None = None
         self._tried: list[Candidate] = []
+        self._num_trial_steps = 0
+        self._undecided: list[Plan] = []
         self._regret_windows = _REGRET_WINDOWS
         self._enter("warm-up", first_plan(self._schedule, specs, self._threshold_bytes))
 
@@ -140,8 +156,11 @@ class Tuner:
             return
         if self._seen > self._num_cold:  # a plan's first steps find cold memory
             self._steps.append(stamps)
+        else:
+            self._cold_s = stamps.done_s - stamps.begun_s
         if self.phase == "trial":
             assert self._trial is not None
+            self._num_trial_steps += 1
             if len(self._steps) < self._trial.num_steps:
                 return
             self._times.append([s.done_s - s.begun_s for s in self._steps])
@@ -152,11 +171,11 @@ class Tuner:
 
     @property
     def _num_cold(self) -> int:
-        """Steps after a change of plans that tell nothing; more where steps are short."""
+        """Steps after a change of plans that tell nothing."""
         if self.phase != "trial":
             return 1
         assert self._trial is not None
-        return max(1, min(_MOST_COLD, self._trial.num_steps // 2))
+        return num_cold(self._trial.num_steps)
 
     @property
     def operations(self) -> tuple[Operation, ...]:
@@ -180,11 +199,26 @@ class Tuner:
 
     @property
     def wants_round(self) -> bool:
-        """Whether this rank asks for a round: the iteration time has changed, or another plan was
-        faster in its trial than the installed one is now."""
+        """Whether this rank asks for a round: the iteration time has changed, another plan was
+        faster in its trial than the installed one is now, or it is time to look again at what a
+        trial could not tell apart."""
         return self.phase == "installed" and (
-            self._drift_detector.has_drifted or bool(self._rivals(self._now_s))
+            self._drift_detector.has_drifted or self._looks_again or bool(self._rivals(self._now_s))
         )
+
+    @property
+    def _looks_again(self) -> bool:
+        return (
+            self.phase == "installed"
+            and bool(self._undecided)
+            and self._can_try_again
+            and self._config.replan_threshold > 0
+        )
+
+    @property
+    def _can_try_again(self) -> bool:
+        """Whether the installed plan has run for so long that trials are a small part of all."""
+        return self._seen >= _TRY_AGAIN * self._num_trial_steps
 
     def message(self) -> dict[str, Any]:
         """What this rank brings to a round."""
@@ -195,6 +229,7 @@ class Tuner:
         return {
             "wants_round": self.wants_round,
             "drifted": self._drift_detector.has_drifted,
+            "looks_again": self._looks_again,
             "now_s": self._now_s,
         }
 
@@ -215,15 +250,46 @@ class Tuner:
         elif any(m["drifted"] for m in messages):
             self._incumbent = self.plan
             self._enter("profile", held(self.plan))
+        elif any(m["looks_again"] for m in messages):
+            self._return_to(self._undecided)
         elif rivals := self._rivals(max(m["now_s"] for m in messages)):
-            self._return_to(rivals)
+            # Perhaps everything takes longer now; each time it is therefore watched for twice as
+            # long before the next return.
+            self._regret_windows *= 2
+            self._return_to([c.plan for c in rivals])
         return self.plan
 
     @property
+    def predicted(self) -> Timeline | None:
+        """The prediction for the plan in use; None before compute and network are measured."""
+        if self.trace is None or self.costs is None:
+            return None
+        key = self.plan, self.trace, self.costs
+        if self._prediction is None or any(
+            a is not b for a, b in zip(self._prediction[0], key, strict=True)
+        ):
+            if set(self.plan.tensors) != set(self.trace.specs):
+                return None
+            plan = reordered(self.plan, self.trace)
+            other_s = max(0.0, self.trace.other_s - self._saved_s(plan))
+            trace = replace(self.trace, other_s=other_s)
+            self._prediction = key, timeline(plan, trace, self.costs)
+        return self._prediction[1]
+
+    @property
     def measured_s(self) -> float | None:
-        """Median iteration time by the current plan, where it was seen."""
+        """Median iteration time by the current plan, where it was seen: of late, in its trial, or
+        in the first step, which finds cold memory."""
         recent = self._steps[-_WINDOW_STEPS:]
-        return statistics.median(s.done_s - s.begun_s for s in recent) if recent else None
+        if recent:
+            return statistics.median(s.done_s - s.begun_s for s in recent)
+        tried = [c.measured_s for c in self._tried_so_far if c.plan.digest == self.plan.digest]
+        return tried[-1] if tried else self._cold_s
+
+    @property
+    def _tried_so_far(self) -> list[Candidate]:
+        under_way = self._trial.candidates if self.phase == "trial" and self._trial else []
+        return [c for c in (*self._tried, *under_way) if c.was_measured]
 
     @property
     def exposed_s(self) -> float | None:
@@ -237,6 +303,7 @@ class Tuner:
         self.phase = phase
         self.plan = plan
         self._seen = 0
+        self._cold_s: float | None = None
         self._steps: list[StepTimes] = []
         self._drift_detector = DriftDetector(self._config.replan_threshold)
         self._windows_s: list[float] = []
@@ -251,6 +318,8 @@ class Tuner:
             self._enter("warm-up", replace(self.plan, overlap=True))
             return
         self._tried = []
+        self._num_trial_steps = 0
+        self._undecided = []
         self._regret_windows = _REGRET_WINDOWS
         packing_s = max(p.packing_s for p in profiles)
         update_s = max(p.update_s for p in profiles)
@@ -275,15 +344,34 @@ class Tuner:
         if len(plans) == 1:
             self._install(plans[0])
         else:
-            self._try(Elimination(plans, self._trial_steps(plans[0])))
+            self._eliminate(plans, _FIRST_SHARE if self._schedule == AUTO else 1.0)
 
     def _trial_steps(self, plan: Plan) -> int:
-        """Steps per candidate and round: as many as the configured time holds of this plan's."""
+        """Steps per candidate in two rounds: as many as the configured time holds."""
+        enough = self._steps_in(self._config.trial_min_s, plan)
+        return max(self._config.trial_steps, min(enough, _MOST_STEPS))
+
+    def _most_steps(self, plan: Plan) -> int:
+        """Steps that trials may take in all, about."""
+        enough = self._steps_in(_LIMIT_S * self._config.trial_min_s, plan)
+        return max(_LIMIT_STEPS * self._config.trial_steps, enough)
+
+    def _steps_in(self, seconds: float, plan: Plan) -> int:
         assert self.trace is not None
         assert self.costs is not None
         expected_s = timeline(plan, self.trace, self.costs).iteration_s
-        enough = math.ceil(self._config.trial_min_s / expected_s) if expected_s > 0 else 0
-        return max(self._config.trial_steps, min(enough, _MOST_STEPS))
+        return math.ceil(seconds / expected_s) if expected_s > 0 else 0
+
+    def _eliminate(self, plans: Sequence[Plan], share: float = 1.0, spent: int = 0) -> None:
+        """Compare plans, the first of which is in use.
+
+        Args:
+            plans: at least one.
+            share: of the steps that trials may take.
+            spent: how many they have taken.
+        """
+        most = round(share * self._most_steps(plans[0])) - spent
+        self._try(Elimination(plans, self._trial_steps(plans[0]), most))
 
     def _try(self, trial: Trial) -> None:
         self._trial = trial
@@ -302,6 +390,9 @@ class Tuner:
         again = {c.plan.digest for c in self._trial.candidates}
         self._tried = [c for c in self._tried if c.plan.digest not in again]
         self._tried += self._trial.candidates
+        close_s = _CLOSE * min(c.measured_s for c in self._trial.candidates)
+        near = {c.plan.digest for c in self._trial.candidates if c.measured_s <= close_s}
+        self._undecided += [p for p in self._trial.undecided if p.digest in near]
         overlapped = [
             (c.plan, c.measured_s + self._saved_s(c.plan)) for c in self._tried if c.plan.overlap
         ]
@@ -312,15 +403,12 @@ class Tuner:
             tried = [c.plan for c in self._tried]
             further = further_candidates(tried, chosen, self.trace, self.costs, self._decouples)
             if further:
-                self._try(Elimination([chosen, *further], self._trial_steps(chosen)))
+                self._eliminate([chosen, *further], spent=self._num_trial_steps)
                 return
         self._install(chosen)
 
     def _install(self, plan: Plan) -> None:
-        assert self.trace is not None
-        assert self.costs is not None
-        other_s = max(0.0, self.trace.other_s - self._saved_s(plan))
-        self.predicted = timeline(plan, replace(self.trace, other_s=other_s), self.costs)
+        self._undecided = [p for p in self._undecided if p.digest != plan.digest][:_MOST_RIVALS]
         self._incumbent = None
         self._enter("installed", plan)
 
@@ -340,7 +428,9 @@ class Tuner:
     @property
     def _now_s(self) -> float:
         """What an iteration by the installed plan takes now; 0 while that is not known."""
-        if len(self._windows_s) < self._regret_windows or not self._config.replan_threshold:
+        known = len(self._windows_s) >= self._regret_windows and self._can_try_again
+        # Where it begins to drift, all plans may take another time now: that is measured anew.
+        if not known or self._drift_detector.is_drifting or not self._config.replan_threshold:
             return 0.0
         return statistics.median(self._windows_s)
 
@@ -353,12 +443,7 @@ class Tuner:
         ]
         return sorted(rivals, key=lambda c: c.measured_s)[:_MOST_RIVALS]
 
-    def _return_to(self, rivals: Sequence[Candidate]) -> None:
-        """Try plans again beside the installed one.
-
-        A disturbed trial may have dropped the best. Perhaps everything takes longer now; each time
-        it is therefore watched for twice as long before the next return.
-        """
-        self._regret_windows *= 2
-        plans = [self.plan, *(c.plan for c in rivals)]
-        self._try(Elimination(plans, self._trial_steps(self.plan)))
+    def _return_to(self, rivals: Sequence[Plan]) -> None:
+        """Try plans again beside the installed one: a disturbed trial may have dropped the best."""
+        self._undecided = []
+        self._eliminate([self.plan, *rivals])
