@@ -124,6 +124,7 @@ class Tuner:
         self._schedule = schedule
         self._threshold_bytes = threshold_bytes
         self._num_joined: Counter[TensorSpec] = Counter()
+        self._cold_s: float | None = None  # the plan's latest step that does not count
         self._begin(specs)
 
     def join(self, specs: Sequence[TensorSpec]) -> None:
@@ -303,7 +304,7 @@ class Tuner:
         self.phase = phase
         self.plan = plan
         self._seen = 0
-        self._cold_s: float | None = None
+        self._cold_s = None
         self._steps: list[StepTimes] = []
         self._drift_detector = DriftDetector(self._config.replan_threshold)
         self._windows_s: list[float] = []
