@@ -18,6 +18,7 @@ from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.trace import Trace
 from wfbp.core.types import TensorSpec
+from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.engine.engine import Engine
 from wfbp.runtime.engine.recorder import KEPT_ITERATIONS
 from wfbp.runtime.runtime import Runtime
@@ -38,8 +39,7 @@ def train(num_ranks: int, steps: int, folder: Path, names: tuple[str, ...] = ("S
         runtime = Runtime(world.backend(rank), config)
         try:
             engines = [
-                Engine(runtime, SPECS, schedule="oasr", threshold_bytes=1 << 20, name=name)
-                for name in names
+                Engine(runtime, SPECS, EngineOptions("oasr", 1 << 20, name=name)) for name in names
             ]
             gradients = [np.full(spec.shape, rank, np.float32) for spec in SPECS]
             for _ in range(steps):

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from tests.support.software_device import SoftwareDevice
-from tests.support.trainer import address
+from tests.support.trainer import address, make_engine
 from wfbp.core.types import TensorSpec
-from wfbp.runtime.engine.engine import Engine
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import GradientRef
 from wfbp.runtime.transport.buffers import shard_range, storage_dtype
@@ -68,9 +67,8 @@ class DeviceTrainer:
         self.grads: list[Any] = [None] * len(specs)
         self.params = [np.zeros(spec.nbytes, np.uint8) for spec in specs]
         self.told: list[tuple[str, Array, float | None]] = []
-        options = {"schedule": "auto", "threshold_bytes": 64, **options}
         with device.on(self.main):
-            self.engine = Engine(runtime, specs, device=device, fetch=self._fetch, **options)
+            self.engine = make_engine(runtime, specs, device=device, fetch=self._fetch, **options)
 
     def _fetch(self, index: int) -> GradientRef | None:
         grad = self.grads[index]

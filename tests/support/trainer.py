@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
 from wfbp.core.types import TensorSpec
+from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.engine.engine import Engine
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import BufferView, GradientRef
@@ -16,6 +19,14 @@ from wfbp.runtime.transport.buffers import storage_dtype
 def make_specs(sizes: list[int], dtype: str = "float64") -> list[TensorSpec]:
     """Vectors of these sizes."""
     return [TensorSpec(f"t{k}", (n,), dtype) for k, n in enumerate(sizes)]
+
+
+def make_engine(runtime: Runtime, specs: Sequence[TensorSpec], **settings: Any) -> Engine:
+    """An engine from fields of its options and from its own arguments."""
+    names = {field.name for field in fields(EngineOptions)}
+    options = {k: settings.pop(k) for k in list(settings) if k in names}
+    options = {"schedule": "auto", "threshold_bytes": 64, **options}
+    return Engine(runtime, specs, EngineOptions(**options), **settings)
 
 
 class Trainer:
@@ -28,8 +39,7 @@ class Trainer:
         self.rank, self.size = runtime.rank, runtime.size
         self.specs = specs
         self.grads: list[np.ndarray[Any, Any] | None] = [None] * len(specs)
-        options = {"schedule": "auto", "threshold_bytes": 64, **options}
-        self.engine = Engine(runtime, specs, fetch=self.fetch, **options)
+        self.engine = make_engine(runtime, specs, fetch=self.fetch, **options)
 
     def fetch(self, index: int) -> GradientRef | None:
         grad = self.grads[index]

@@ -37,6 +37,7 @@ from wfbp.core.cost import CostModel, Costs, LinearCost
 from wfbp.core.timeline import timeline
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation, TensorSpec
+from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.engine.engine import Engine
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import BufferView
@@ -137,10 +138,12 @@ def replay(
         engine = Engine(
             runtime,
             held.specs,
-            schedule=schedule,
-            threshold_bytes=THRESHOLD_BYTES // shrink,
-            decouples=schedule not in planners.ALL_REDUCE,
-            name=trace.model,
+            EngineOptions(
+                schedule,
+                THRESHOLD_BYTES // shrink,
+                decouples=schedule not in planners.ALL_REDUCE,
+                name=trace.model,
+            ),
         )
         tensors = [aligned_bytes(spec.nbytes) for spec in held.specs]
         with sharp_naps():
@@ -185,7 +188,7 @@ def _iterate(engine: Engine, trace: Trace, tensors: Sequence[Buffer]) -> float:
     start_s = time.perf_counter()
     due_s = start_s
     for index, tensor in enumerate(trace.tensors):
-        if engine.gather_pending and not engine.arrived(index):
+        if engine.gather_pending and not engine._allgather.arrived(index):
             engine.await_tensor(index)
             due_s = max(due_s, time.perf_counter())
         engine.mark_forward(index)
@@ -193,9 +196,10 @@ def _iterate(engine: Engine, trace: Trace, tensors: Sequence[Buffer]) -> float:
     engine.mark_forward_end()
     for index in reversed(range(len(trace.tensors))):
         due_s = _sleep_until(due_s + trace.tensors[index].backward_s)
-        slot = (
-            BufferView.of(tensors[index]) if engine.decouples_tensor(index) else engine.slot(index)
-        )
+        if engine.decouples_tensor(index):
+            slot = BufferView.of(tensors[index])
+        else:  # where it is averaged, so that nothing is copied
+            slot = engine._tracker.slot(index)
         engine.mark_ready(index, slot.address, slot.data)
     engine.synchronize(whole=False)
     if engine.decoupled:

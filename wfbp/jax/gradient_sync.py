@@ -29,7 +29,7 @@ from wfbp.jax import native
 from wfbp.jax.device import XlaStreams, check_device, programs_device
 from wfbp.jax.trees import Layout
 from wfbp.runtime import consistency, process
-from wfbp.runtime.arguments import check_arguments
+from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.engine.engine import Engine
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import BufferView, GradientRef
@@ -89,6 +89,11 @@ class ExchangeKey:
     def title(self) -> str:
         """What messages call it."""
         return f"{self.name} ({self.turn + 1})" if self.turn else self.name
+
+    @property
+    def options(self) -> EngineOptions:
+        """Of the engine that serves it."""
+        return EngineOptions(self.schedule, self.threshold_bytes, self.op, name=self.title)
 
     @cached_property
     def key(self) -> int:
@@ -442,12 +447,9 @@ class ExchangeRegistry:
         return Engine(
             runtime,
             request.specs,
-            schedule=request.schedule,
-            threshold_bytes=request.threshold_bytes,
-            op=request.op,
+            request.options,
             device=self.device,
             fetch=exchange.source,
-            name=request.title,
             channel=runtime.planning_channel,
         )
 
@@ -501,7 +503,7 @@ class ExchangeOptions:
     def check(self, config: Config) -> None:
         """Raise ``ValueError`` for an argument that is bad whatever the leaves are."""
         some = TensorSpec("any", (1,), "float32")
-        check_arguments([some], *self._plan(config), self.op, 1, user=self.user)
+        EngineOptions(*self._plan(config), self.op).check([some], self.user)
 
     def request(self, runtime: Runtime, layout: Layout) -> ExchangeKey:
         """The exchange of a tree's leaves.
@@ -510,7 +512,7 @@ class ExchangeOptions:
             ValueError: a bad argument.
         """
         schedule, limit_bytes = self._plan(runtime.config)
-        check_arguments(layout.specs, schedule, limit_bytes, self.op, 1, user=self.user)
+        EngineOptions(schedule, limit_bytes, self.op).check(layout.specs, self.user)
         return ExchangeKey(self.name or self.user, layout.specs, self.op, schedule, limit_bytes)
 
     def _plan(self, config: Config) -> tuple[str, int]:

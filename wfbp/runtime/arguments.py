@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 
 from wfbp.core.planners.dear import ThresholdSearch
@@ -13,50 +14,62 @@ from wfbp.runtime.tuning.candidates import check_schedule
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 
 
-def check_arguments(
-    specs: Sequence[TensorSpec],
-    schedule: str,
-    threshold_bytes: int,
-    op: Op,
-    passes: int,
-    decouples: bool = False,
-    user: str = "",
-) -> None:
-    """Raise unless gradients can be reduced so.
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How an engine reduces gradients; the same on every rank.
 
     Args:
-        specs: the tensors.
         schedule: a planner's name, or ``auto``.
-        threshold_bytes: for the ``threshold`` planner.
-        op: how ranks are combined.
-        passes: backward passes per step.
-        decouples: whether schedules that decouple all-reduce can be served.
-        user: who needs whole gradients where they cannot, for messages.
-
-    Raises:
-        ImportError: ``dear`` without the ``search`` extra.
-        TypeError: not a whole number where one is expected.
-        ValueError: the argument, what it is, and what it may be.
+        threshold_bytes: for the ``threshold`` planner, and for what others begin with.
+        op: ``Op.AVERAGE`` or ``Op.SUM``.
+        passes: backward passes per step: a tensor is ready when its gradient has appeared so often.
+            One whose gradient appears more often is waited for as often from the next step on.
+        decouples: whether the caller can do with shards of gradients, and ``Engine.gather``.
+        sharded_update: whether each rank then updates its shards only.
+        name: of the optimizer, for messages.
     """
-    check_schedule(schedule, decouples, user)
-    if schedule == "dear":
-        ThresholdSearch()  # a missing library is told now and not in the middle of training
-    _check_whole("threshold_bytes", threshold_bytes)
-    _check_whole("backward_passes_per_step", passes)
-    if threshold_bytes < 1:
-        raise ValueError(f"threshold_bytes is {threshold_bytes}; expected at least 1")
-    if op not in (Op.AVERAGE, Op.SUM):
-        raise ValueError(f"op is {op}; gradients can be combined by {Op.AVERAGE} or {Op.SUM}")
-    if passes < 1:
-        raise ValueError(f"backward_passes_per_step is {passes}; expected at least 1")
-    if not specs:
-        raise ValueError("there are no tensors to reduce")
-    twice = [name for name, times in Counter(s.name for s in specs).items() if times > 1]
-    if twice:
-        raise ValueError(f"tensor names must be unique; found twice: {', '.join(twice)}")
-    for spec in specs:
-        if spec.dtype not in FLOATING:
-            raise ValueError(f"{spec.name} is {spec.dtype}; expected one of {FLOATING}")
+
+    schedule: str
+    threshold_bytes: int
+    op: Op = Op.AVERAGE
+    passes: int = 1
+    decouples: bool = False
+    sharded_update: bool = False
+    name: str = "optimizer"
+
+    def check(self, specs: Sequence[TensorSpec], user: str = "") -> None:
+        """Raise unless the gradients of these tensors can be reduced so.
+
+        Args:
+            specs: the tensors.
+            user: who needs whole gradients where ``decouples`` is False, for messages.
+
+        Raises:
+            ImportError: ``dear`` without the ``search`` extra.
+            TypeError: not a whole number where one is expected.
+            ValueError: the argument, what it is, and what it may be.
+        """
+        check_schedule(self.schedule, self.decouples, user)
+        if self.schedule == "dear":
+            ThresholdSearch()  # a missing library is told now and not in the middle of training
+        _check_whole("threshold_bytes", self.threshold_bytes)
+        _check_whole("backward_passes_per_step", self.passes)
+        if self.threshold_bytes < 1:
+            raise ValueError(f"threshold_bytes is {self.threshold_bytes}; expected at least 1")
+        if self.op not in (Op.AVERAGE, Op.SUM):
+            raise ValueError(
+                f"op is {self.op}; gradients can be combined by {Op.AVERAGE} or {Op.SUM}"
+            )
+        if self.passes < 1:
+            raise ValueError(f"backward_passes_per_step is {self.passes}; expected at least 1")
+        if not specs:
+            raise ValueError("there are no tensors to reduce")
+        twice = [name for name, times in Counter(s.name for s in specs).items() if times > 1]
+        if twice:
+            raise ValueError(f"tensor names must be unique; found twice: {', '.join(twice)}")
+        for spec in specs:
+            if spec.dtype not in FLOATING:
+                raise ValueError(f"{spec.name} is {spec.dtype}; expected one of {FLOATING}")
 
 
 def labelled(kind: str, name: str | None, numbers: Iterator[int]) -> str:

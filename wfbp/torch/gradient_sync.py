@@ -13,6 +13,7 @@ import logging
 import struct
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime import process
+from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.engine.engine import Engine
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import BufferView, GradientRef
@@ -46,36 +48,24 @@ class GradientHooks:
     Args:
         runtime: with more than one rank.
         named: names and parameters, equal on every rank.
-        schedule: a planner's name, or ``auto``.
-        threshold_bytes: for the ``threshold`` planner, and for what others begin with.
-        op: ``Op.AVERAGE`` or ``Op.SUM``.
-        passes: backward passes per step.
+        options: how gradients are reduced; equal on every rank.
         sparse_as_dense: whether sparse gradients are made dense; they are an error otherwise.
-        name: of the optimizer, for messages.
         kind: the optimizer's class, which must be the same on every rank.
-        decouples: whether the optimizer can do with shards of gradients.
-        shares_update: whether each rank then updates its shards only.
     """
 
     def __init__(
         self,
         runtime: Runtime,
         named: Sequence[tuple[str, torch.Tensor]],
+        options: EngineOptions,
         *,
-        schedule: str,
-        threshold_bytes: int,
-        op: Op,
-        passes: int,
         sparse_as_dense: bool,
-        name: str,
         kind: type,
-        decouples: bool = False,
-        shares_update: bool = False,
     ) -> None:
         self._names = [n for n, _ in named]
         self.params = self._params = [p for _, p in named]
         self._sparse_as_dense = sparse_as_dense
-        self._name = name
+        self._name = name = options.name
         self._views: list[torch.Tensor | None] = [None] * len(named)
         self._moved: list[dict[int, torch.Tensor]] = [{} for _ in named]
         self._views_of = 0
@@ -88,13 +78,8 @@ class GradientHooks:
         self.engine = self._engine = engine = Engine(
             runtime,
             specs,
-            schedule=schedule,
-            threshold_bytes=threshold_bytes,
-            op=op,
-            passes=passes,
+            options,
             active=[p.requires_grad for p in self._params],
-            decouples=decouples,
-            shares_update=shares_update,
             compared={
                 "the optimizer's class": f"{kind.__module__}.{kind.__qualname__}",
                 "memory order": [
@@ -103,7 +88,6 @@ class GradientHooks:
             },
             device=device_of(name, named),
             fetch=_fetcher(weakref.ref(self)),
-            name=name,
         )
         self._guard = GradientGuard(name, self._names)
         self.report = engine.report
@@ -372,9 +356,11 @@ class OptimizerSync:
         runtime: with more than one rank.
         optimizer: the distributed one.
         named: names and parameters, equal on every rank.
-        nature: what the optimizer does to its tensors; decides how it is updated.
+        options: how gradients are reduced; equal on every rank.
+        coupling: what the optimizer does to its tensors; decides how it is updated.
         step: the optimizer's own step.
-        settings: what ``GradientHooks`` takes beside.
+        sparse_as_dense: whether sparse gradients are made dense; they are an error otherwise.
+        kind: the optimizer's own class.
     """
 
     def __init__(
@@ -382,22 +368,23 @@ class OptimizerSync:
         runtime: Runtime,
         optimizer: torch.optim.Optimizer,
         named: Sequence[tuple[str, torch.Tensor]],
-        nature: UpdateCoupling,
+        options: EngineOptions,
+        *,
+        coupling: UpdateCoupling,
         step: Step,
-        **settings: Any,
+        sparse_as_dense: bool,
+        kind: type,
     ) -> None:
         self.runtime = runtime
-        self._name = settings["name"]
-        self._op: Op = settings["op"]
+        self._name = options.name
+        self._op = options.op
         self._optimizer = optimizer
-        decouples = nature is not UpdateCoupling.COUPLED
-        sharded = nature is UpdateCoupling.ELEMENTWISE
+        sharded = coupling is UpdateCoupling.ELEMENTWISE
+        options = replace(
+            options, decouples=coupling is not UpdateCoupling.COUPLED, sharded_update=sharded
+        )
         self._gradients = gradients = GradientHooks(
-            runtime,
-            named,
-            decouples=decouples,
-            shares_update=sharded,
-            **settings,
+            runtime, named, options, sparse_as_dense=sparse_as_dense, kind=kind
         )
         self._engine = engine = gradients.engine
         self._params = params = gradients.params

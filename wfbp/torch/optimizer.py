@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from threading import get_ident
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from torch.optim import optimizer as torch_optimizer
 from wfbp.core.types import Op
 from wfbp.deprecation import warn_renamed
 from wfbp.runtime import process
-from wfbp.runtime.arguments import check_arguments
+from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.tuning.candidates import check_schedule
@@ -133,6 +133,19 @@ def named_params(
     return [*first.values(), *missing]
 
 
+def check_params(named: Sequence[tuple[str, torch.Tensor]], options: EngineOptions) -> None:
+    """Raise unless the gradients of these parameters can be reduced so.
+
+    Raises:
+        ImportError: ``dear`` without the ``search`` extra.
+        TypeError: not a whole number where one is expected.
+        ValueError: a bad option, or a parameter that cannot be sent.
+    """
+    for name, param in named:
+        tensors.check(name, param)
+    options.check([tensors.spec(name, param) for name, param in named])
+
+
 def param_ids(optimizer: torch.optim.Optimizer) -> frozenset[int]:
     """The ids of the parameters in an optimizer's groups."""
     return frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
@@ -223,15 +236,63 @@ class SyncState(enum.Enum):
 class DistributedOptimizerBase(torch.optim.Optimizer):
     """What is laid over the user's optimizer class: gradients are reduced before a step."""
 
-    _wfbp_original: torch.optim.Optimizer
-    _wfbp_sync: OptimizerSync | None
-    _wfbp_check: Callable[[], object]
-    _wfbp_make: Callable[[], OptimizerSync | None]
-    _wfbp_sync_state: SyncState
-    _wfbp_named: Callable[[], list[tuple[str, torch.Tensor]]]
-    _wfbp_passes: int
-    _wfbp_skip: bool
-    _wfbp_known: frozenset[int]
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An object that :meth:`__init__` fills; what the user's class makes of it is not asked."""
+        return object.__new__(cls)
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        original: torch.optim.Optimizer,
+        known: list[tuple[str, torch.Tensor]] | None,
+        options: EngineOptions,
+        *,
+        coupling: UpdateCoupling,
+        sparse_as_dense: bool,
+    ) -> None:
+        """Take over the original's parameter groups and state; a collective.
+
+        Args:
+            runtime: of this rank.
+            original: of the class over which this one is laid.
+            known: names and parameters as the user gave them, or None.
+            options: how gradients are reduced; equal on every rank.
+            coupling: what the optimizer does to its tensors.
+            sparse_as_dense: whether sparse gradients are made dense.
+        """
+        # A scheduler made before may have put its own step() on the instance: ours must be found.
+        self.__dict__.update({k: v for k, v in original.__dict__.items() if k not in PATCHED})
+        self._wfbp_runtime = runtime
+        self._wfbp_original = original
+        self._wfbp_known = known
+        self._wfbp_options = options
+        self._wfbp_coupling = coupling
+        self._wfbp_sparse_as_dense = sparse_as_dense
+        self._wfbp_skip = False
+        self._wfbp_sync: OptimizerSync | None = None
+        self._wfbp_renew(complete=True)
+
+    def _wfbp_renew(self, complete: bool = False) -> None:
+        """Exchange gradients anew; what was before has let the parameters go. A collective."""
+        named = named_params(self, self._wfbp_known, complete)
+        options, kind = self._wfbp_options, type(self._wfbp_original)
+        self._wfbp_sync_state = SyncState.NOBODY
+        if self._wfbp_runtime.size > 1:
+            self._wfbp_sync = OptimizerSync(
+                self._wfbp_runtime,
+                self,
+                named,
+                options,
+                coupling=self._wfbp_coupling,
+                step=bare_step(self, kind),
+                sparse_as_dense=self._wfbp_sparse_as_dense,
+                kind=kind,
+            )
+        self._wfbp_ids = param_ids(self)
+
+    def _wfbp_check(self, options: EngineOptions) -> None:
+        """Raise unless the gradients of all parameters can be reduced so."""
+        check_params(named_params(self, self._wfbp_known, complete=False), options)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -346,7 +407,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         """
         exchange = self._wfbp_sync
         if exchange is not None:
-            check_known(self, self._wfbp_known)
+            check_known(self, self._wfbp_ids)
         # A scheduler made before wrapping watches the original for calls of step().
         self._wfbp_original._opt_called = True  # type: ignore[attr-defined]
         if closure is not None:
@@ -449,7 +510,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         if exchange is None:
             return
         try:
-            self._wfbp_check()
+            self._wfbp_check(self._wfbp_options)
         finally:
             added = groups[count:]
             del groups[count:]  # what is under way is of those before
@@ -466,12 +527,9 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             TypeError: not a whole number.
             ValueError: less than 1.
         """
-        before, self._wfbp_passes = self._wfbp_passes, passes
-        try:
-            self._wfbp_check()
-        except (TypeError, ValueError):
-            self._wfbp_passes = before
-            raise
+        options = replace(self._wfbp_options, passes=passes)
+        self._wfbp_check(options)
+        self._wfbp_options = options
         if self._wfbp_sync is not None:
             self._wfbp_sync.release()
             self._wfbp_renew()
@@ -479,13 +537,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
     @property
     def _parameter_names(self) -> dict[torch.Tensor, str]:
         """Names by which ranks match parameters; some programs for Horovod read this."""
-        return {param: name for name, param in self._wfbp_named()}
-
-    def _wfbp_renew(self) -> None:
-        """Exchange gradients anew; what was before has let the parameters go."""
-        self._wfbp_sync_state = SyncState.NOBODY
-        self._wfbp_sync = self._wfbp_make()
-        self._wfbp_known = param_ids(self)
+        named = named_params(self, self._wfbp_known, complete=False)
+        return {param: name for name, param in named}
 
     @uncompiled
     def __setattr__(self, name: str, value: Any) -> None:
@@ -654,64 +707,23 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     config = runtime.config
     planner = config.schedule if schedule is None else schedule
     limit_bytes = config.threshold_bytes if threshold_bytes is None else threshold_bytes
-    made: list[Any] = []
+    options = EngineOptions(
+        planner, limit_bytes, op, backward_passes_per_step, decouples=True, name=kind.__name__
+    )
     known = None if named_parameters is None else named_pairs(named_parameters)
-
-    def passes() -> int:
-        given: int = made[0]._wfbp_passes if made else backward_passes_per_step
-        return given
-
-    def check(named: list[tuple[str, torch.Tensor]]) -> None:
-        for name, param in named:
-            tensors.check(name, param)
-        specs = [tensors.spec(name, p) for name, p in named]
-        check_arguments(specs, planner, limit_bytes, op, passes(), decouples=True)
-
     sharding = optimizer_sharding_of(optimizer_sharding, update)
-    check(named_params(optimizer, known, complete=True))
+    check_params(named_params(optimizer, known, complete=True), options)
     # What can be refused without looking at the bare optimizer has been: an earlier one goes on.
     previous = optimizer.__dict__.pop(_WRAPPED, None)
     if previous is not None:
         previous._wfbp_release(runtime)
         restore_original(optimizer)
-    wrapped: Any = object.__new__(type(kind.__name__, (DistributedOptimizerBase, kind), {}))
-    # A scheduler made before may have put its own step() on the instance: ours must be found.
-    wrapped.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in PATCHED})
-    nature = chosen_coupling(optimizer, sharding)
-    decouples = nature is not UpdateCoupling.COUPLED
-    check_schedule(planner, decouples, kind.__name__)
-
-    def make() -> OptimizerSync | None:
-        named = named_params(wrapped, known, complete=wrapped._wfbp_sync is None)
-        if runtime.size == 1:
-            check(named)
-            return None
-        return OptimizerSync(
-            runtime,
-            wrapped,
-            named,
-            nature,
-            bare_step(wrapped, kind),
-            schedule=planner,
-            threshold_bytes=limit_bytes,
-            op=op,
-            passes=wrapped._wfbp_passes,
-            sparse_as_dense=sparse_as_dense,
-            name=kind.__name__,
-            kind=kind,
-        )
-
-    wrapped._wfbp_original = optimizer
-    wrapped._wfbp_sync_state = SyncState.NOBODY
-    wrapped._wfbp_skip = False
-    wrapped._wfbp_passes = backward_passes_per_step
-    wrapped._wfbp_sync = None
-    wrapped._wfbp_sync = make()
-    wrapped._wfbp_known = param_ids(wrapped)
-    made.append(wrapped)
-    wrapped._wfbp_named = lambda: named_params(wrapped, known, complete=False)
-    wrapped._wfbp_check = lambda: check(wrapped._wfbp_named())
-    wrapped._wfbp_make = make
+    coupling = chosen_coupling(optimizer, sharding)
+    check_schedule(planner, coupling is not UpdateCoupling.COUPLED, kind.__name__)
+    made = type(kind.__name__, (DistributedOptimizerBase, kind), {})
+    wrapped: Any = made(
+        runtime, optimizer, known, options, coupling=coupling, sparse_as_dense=sparse_as_dense
+    )
     optimizer.__dict__[_WRAPPED] = wrapped
     if runtime.size > 1:
         patch_original(optimizer, wrapped)

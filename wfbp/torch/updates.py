@@ -179,10 +179,9 @@ class ReplicatedUpdate(Update):
         self._update(indices, {k: self._gradients.pop(k) for k in indices})
 
     def _timed(self, step: Step) -> Any:
-        now = self._engine.now
-        start = now()
+        start = self._engine.now()
         result = step()
-        self._engine.update = start, now()
+        self._engine.mark_update(start)
         return result
 
     def _update(self, indices: Iterable[int], gradients: dict[int, torch.Tensor]) -> Any:
@@ -271,7 +270,7 @@ class ShardedUpdate(Update):
         start = engine.now()
         if not sharding:
             result = self._step()
-            engine.update = start, engine.now()
+            engine.mark_update(start)
             return result
         groups = copied_groups(self._optimizer.param_groups)
         addresses = [p.data_ptr() for p in self._params]
@@ -303,7 +302,7 @@ class ShardedUpdate(Update):
                 else:
                     engine.gather(addresses, self._params)
                 sharding.drop_gradients()
-        engine.update = start, engine.now()
+        engine.mark_update(start)
         return result
 
     def join(self) -> None:

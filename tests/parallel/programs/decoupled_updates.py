@@ -216,7 +216,12 @@ def sparse_gradients() -> None:
     for make, update in kinds:
         model = nn.Sequential(nn.Embedding(9, 5, sparse=True), nn.Linear(5, 2)).double()
         _, optimizer = check_training(
-            model, backward, make, schedule="ipart", update=update, sparse_as_dense=True
+            model,
+            backward,
+            make,
+            schedule="ipart",
+            optimizer_sharding=SHARDING[update],
+            sparse_as_dense=True,
         )
         assert optimizer._wfbp_sync._engine.decoupled, update
 

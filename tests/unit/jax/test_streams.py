@@ -20,6 +20,7 @@ from wfbp.config import Config
 from wfbp.core.types import Op, TensorSpec
 from wfbp.jax.gradient_sync import ExchangeKey, ExchangeRegistry, GradientExchange
 from wfbp.runtime import process
+from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.engine.engine import Engine
 from wfbp.runtime.runtime import Runtime
 
@@ -84,11 +85,9 @@ class Program:
         return Engine(
             self.runtime,
             SPECS,
-            schedule=self.exchange_schedule,
-            threshold_bytes=100,
+            EngineOptions(self.exchange_schedule, 100, name="test"),
             device=self.device,
             fetch=self.exchange.source,
-            name="test",
         )
 
     exchange_schedule = "wfbp"
@@ -216,7 +215,7 @@ def test_gradients_leave_at_the_place_of_their_announcement(
         transport.close = close_and_tell  # type: ignore[method-assign]
         runtime.post(lambda: (closed.wait(20.0), None)[1])  # the lane comes late
         step(program, 5.0, lambda: gates[runtime.rank].wait(20.0))
-        reduced = engine.slot(3).data.view(np.float32)
+        reduced = engine._tracker.slot(3).data.view(np.float32)
         nap = threading.Event()
         for _ in range(1000):
             if (reduced == 5.0).all():

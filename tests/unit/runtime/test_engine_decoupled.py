@@ -20,6 +20,7 @@ from wfbp.config import Config
 from wfbp.core.cost import Costs, PiecewiseCost
 from wfbp.core.plan import Plan
 from wfbp.core.types import Op, Operation
+from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.engine.engine import Engine
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.transport.buffers import shard_range
@@ -159,7 +160,7 @@ def test_gradients_forgotten_behind_a_gather_tell_nothing_of_it(
     arrays = [np.zeros(spec.numel) for spec in specs]
     phases = []
     try:
-        engine = Engine(runtime, specs, schedule="independent", threshold_bytes=1, decouples=True)
+        engine = Engine(runtime, specs, EngineOptions("independent", 1, decouples=True))
         for _ in range(8):
             for forgotten in (True, False):
                 for index in (2, 1, 0):

@@ -151,7 +151,7 @@ def test_wrapping_what_is_wrapped() -> None:
     "wrong",
     [
         {"schedule": "typo"},
-        {"update": "typo"},
+        {"optimizer_sharding": "typo"},
         {"threshold_bytes": 0},
         {"backward_passes_per_step": 0},
         {"named_parameters": [("w", torch.nn.Parameter(torch.ones(1)))]},

@@ -29,8 +29,6 @@ class Arrived:
     """An engine that has gathered everything: a group for each parameter."""
 
     decoupled = True
-    gathering = False
-    update = (0.0, 0.0)
 
     def __init__(self, count: int) -> None:
         self.gather_groups = [[k] for k in range(count)]
@@ -38,6 +36,8 @@ class Arrived:
 
     def now(self) -> float:
         return 0.0
+
+    def mark_update(self, start: float) -> None: ...
 
     def flush(self) -> None: ...
 

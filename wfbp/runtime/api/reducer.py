@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from wfbp.core.types import Op, TensorSpec
 from wfbp.runtime import process
-from wfbp.runtime.arguments import check_arguments
+from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.consistency import in_native_order
 from wfbp.runtime.engine.engine import Engine
 from wfbp.runtime.transport.buffers import storage_dtype
@@ -68,16 +68,10 @@ class GradientReducer:
         config = runtime.config
         schedule = config.schedule if schedule is None else schedule
         limit_bytes = config.threshold_bytes if threshold_bytes is None else threshold_bytes
-        check_arguments(self.specs, schedule, limit_bytes, op, passes=1, user="GradientReducer")
+        options = EngineOptions(schedule, limit_bytes, op, name=name)
+        options.check(self.specs, user="GradientReducer")
         if runtime.size > 1:
-            self._engine = Engine(
-                runtime,
-                self.specs,
-                schedule=schedule,
-                threshold_bytes=limit_bytes,
-                op=op,
-                name=name,
-            )
+            self._engine = Engine(runtime, self.specs, options)
             weakref.finalize(self, self._engine.close)
 
     def mark_ready(self, index: int, array: Array) -> None:

@@ -9,15 +9,15 @@ them to use, and calls ``Engine.gather``, which brings the others' while the nex
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from wfbp.comm.device.device import Device
 from wfbp.core.plan import Plan
-from wfbp.core.types import Op, TensorSpec
+from wfbp.core.types import TensorSpec
 from wfbp.runtime import consistency
-from wfbp.runtime.arguments import check_arguments
+from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.engine.allgather import AllGatherState, GradientAssembler
 from wfbp.runtime.engine.allocator import give_back_freed_memory, keep_freed_memory
 from wfbp.runtime.engine.recorder import Recorder, make_report
@@ -48,19 +48,12 @@ class Engine:
     Args:
         runtime: an initialised runtime with more than one rank.
         specs: the tensors, in forward order as far as it is known; equal on every rank.
-        schedule: a planner's name, or ``auto``.
-        threshold_bytes: for the ``threshold`` planner, and for what others begin with.
-        op: ``Op.AVERAGE`` or ``Op.SUM``.
-        passes: gradients to be accumulated per step before a tensor is ready; one whose gradient
-            appears more often is waited for as often from the next step on.
+        options: how they are reduced; equal on every rank.
         active: per tensor, whether a gradient is expected; the others join when one appears.
-        decouples: whether the caller can do with shards of gradients, and ``gather``.
-        shares_update: whether each rank then updates its shards only.
         compared: what else must be the same on every rank, by what messages call it.
         device: on which all tensors lie; the host by default.
         fetch: returns the gradient of a tensor for which no event came, or None; called when the
             step closes.
-        name: of the optimizer, for messages.
         channel: in which ranks have come to this; the runtime's own by default.
 
     Raises:
@@ -73,35 +66,35 @@ class Engine:
         self,
         runtime: Runtime,
         specs: Sequence[TensorSpec],
+        options: EngineOptions,
         *,
-        schedule: str,
-        threshold_bytes: int,
-        op: Op = Op.AVERAGE,
-        passes: int = 1,
         active: Sequence[bool] | None = None,
-        decouples: bool = False,
-        shares_update: bool = False,
         compared: Mapping[str, Any] = MappingProxyType({}),
         device: Device | None = None,
         fetch: Callable[[int], GradientRef | None] = lambda index: None,
-        name: str = "optimizer",
         channel: ControlChannel | None = None,
     ) -> None:
-        check_arguments(specs, schedule, threshold_bytes, op, passes, decouples)
+        options.check(specs)
         self.specs = tuple(specs)
         self._runtime = runtime
-        self._name = name
+        self._name = name = options.name
         chosen = [k for k in range(len(specs)) if active is None or active[k]] or [0]
         planned = [specs[k] for k in chosen]
-        updaters = runtime.size if shares_update else 1
-        self._tuner = Tuner(runtime.config, schedule, threshold_bytes, planned, decouples, updaters)
+        self._tuner = Tuner(
+            runtime.config,
+            options.schedule,
+            options.threshold_bytes,
+            planned,
+            options.decouples,
+            runtime.size if options.sharded_update else 1,
+        )
         settings = {
             **compared,
-            "schedule": schedule,
-            "threshold_bytes": threshold_bytes,
-            "op": str(op),
-            "decouples": decouples,
-            "shares the update": shares_update,
+            "schedule": options.schedule,
+            "threshold_bytes": options.threshold_bytes,
+            "op": str(options.op),
+            "decouples": options.decouples,
+            "shares the update": options.sharded_update,
             "tensors with gradient": [spec.name for spec in planned],
             "plan": self._tuner.plan.digest,
         }
@@ -114,37 +107,34 @@ class Engine:
         with runtime.collective_lock.hold(channel, f"{name}: making a lane"):
             backend = runtime.lease(channel)
             self._transport = transport = runtime.make_transport(backend, device, channel)
-        self._lane = PlanExecutor(backend, transport, op, name)
+        self._lane = PlanExecutor(backend, transport, options.op, name)
         self._tracker = tracker = GradientTracker(
-            self.specs, self._lane, transport, runtime.thread, passes, fetch, self._who
+            self.specs, self._lane, transport, runtime.thread, options.passes, fetch, self._who
         )
         own = runtime.channel_on(backend)
         self._step_sync = StepSynchronizer(
-            runtime, own, tracker, transport, self._tuner, op, name, self._who
+            runtime, own, tracker, transport, self._tuner, options.op, name, self._who
         )
-        self._allgather = allgather = AllGatherState(runtime, self._lane, transport, name)
+        self._allgather = AllGatherState(runtime, self._lane, transport, name)
         self._assembler = GradientAssembler(
-            self.specs, allgather, transport, runtime.rank, runtime.size
+            self.specs, self._allgather, transport, runtime.rank, runtime.size
         )
-        self.gather_gradients = self._assembler.begin
-        self.gather = allgather.begin
-        self.gather_rest = allgather.release_rest
-        self.arrived = allgather.arrived
-        self.await_tensor = allgather.wait
-        self.flush = allgather.wait_all
-        self.decouples_tensor = allgather.gathered
-        # Called for every gradient: without a call in between.
+        # Called for every tensor, in every step: without a call in between.
         self.mark_ready = tracker.mark_ready
         self.mark_forward = tracker.mark_forward
-        self.mark_forward_end = tracker.mark_forward_end
-        self.slot = tracker.slot
-        self.drop = tracker.drop
-        self._steps = self._number = self._num_unread = self.num_installed = 0
-        self.now = transport.now
-        self.update: Span = (0.0, 0.0)
+        self.await_tensor = self._allgather.wait
+        self.num_installed = 0
+        """How many plans have been taken into use."""
+        self.profiling = False
+        """Whether this step's times will be used to plan."""
+        self._steps = 0
+        self._number = 0
+        self._num_unread = 0
+        self._update: Span = (0.0, 0.0)
         self._kept: deque[StepTimestamps] = deque()
         self._unread: list[Step] = []
-        self.profiling = self._closed = self._settling = False
+        self._closed = False
+        self._settling = False
         keep_freed_memory()
         self._install()
         runtime.add_lane(self._lane)
@@ -153,6 +143,51 @@ class Engine:
         if folder := runtime.config.record_dir:
             self._recorder = Recorder(folder, name, runtime.rank, runtime.size, self.report)
         tracker.begin(self._number, transport.now(), self.profiling)
+
+    def now(self) -> Timestamp:
+        """This moment, on the clock of the tensors' device."""
+        return self._transport.now()
+
+    def mark_forward_end(self) -> None:
+        """Forward has ended, as far as is known yet."""
+        self._tracker.mark_forward_end()
+
+    def mark_update(self, start: Timestamp) -> None:
+        """The optimizer's update, begun at ``start`` (:meth:`now`), has ended."""
+        self._update = start, self._transport.now()
+
+    def drop(self, index: int) -> None:
+        """A tensor's gradient that was announced is gone: this rank has none now."""
+        self._tracker.drop(index)
+
+    def gather(self, addresses: Sequence[int], owners: object, count: int | None = None) -> None:
+        """Send this rank's shards of decoupled tensors, and receive the others' shards.
+
+        Args:
+            addresses: of whole tensors, by index; only those of decoupled tensors are used.
+            owners: kept alive until all has arrived.
+            count: how many groups may go now; :meth:`gather_rest` lets the others follow. All by
+                default.
+        """
+        self._allgather.begin(addresses, owners, count)
+
+    def gather_rest(self) -> None:
+        """Let the groups go that :meth:`gather` held back."""
+        self._allgather.release_rest()
+
+    def gather_gradients(
+        self, reduced: Sequence[BufferView | None], kept: Collection[int] = ()
+    ) -> list[BufferView | None]:
+        """Gather what was scattered; see :meth:`GradientAssembler.begin`."""
+        return self._assembler.begin(reduced, kept)
+
+    def flush(self) -> None:
+        """Wait until everything that is gathered has arrived."""
+        self._allgather.wait_all()
+
+    def decouples_tensor(self, index: int) -> bool:
+        """Whether the plan decouples a tensor."""
+        return self._allgather.gathered(index)
 
     @property
     def open(self) -> bool:
@@ -244,7 +279,7 @@ class Engine:
         """Count a step, and let the tuner know what it took."""
         self._steps += 1
         times = self._allgather.take_times()
-        self._kept.append(self._tracker.timestamps(result, done, self.update, *times))
+        self._kept.append(self._tracker.timestamps(result, done, self._update, *times))
         for measured in self._transport.take_measured(self._kept, self._tuner.phase):
             if self._recorder is not None:
                 self._recorder.after_step(self._tuner, *measured)
