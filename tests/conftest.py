@@ -2,11 +2,47 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections.abc import Callable
 
 import pytest
 
 from tests.support import launcher
+from tests.support.shared import FOLDER
+
+RUN_PARAMETERS = ("ranks", "num_ranks", "n", "mpi", "mode", "library")
+"""Parameters by which tests of one function differ in the MPI job that answers them."""
+
+
+def pytest_configure() -> None:
+    """The first process of a session makes the folder that all its processes share."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        os.environ[FOLDER] = tempfile.mkdtemp(prefix="wfbp-tests-")
+
+
+def pytest_unconfigure() -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(os.environ.pop(FOLDER), ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Share the tests out among processes (pytest-xdist): what one job answers goes together.
+
+    Jobs come first: they take long, and the many short files behind them fill every process.
+    """
+    jobs, others = [], []
+    for item in items:
+        group = item.path.as_posix()
+        parallel = item.get_closest_marker("parallel") is not None
+        if parallel and isinstance(item, pytest.Function):
+            parameters = item.callspec.params if hasattr(item, "callspec") else {}
+            values = [str(v) for k, v in parameters.items() if k in RUN_PARAMETERS]
+            group = "-".join([group, item.originalname, *values])
+        item.add_marker(pytest.mark.xdist_group(group))
+        (jobs if parallel else others).append(item)
+    items[:] = jobs + others
 
 
 @pytest.fixture(params=["mpich", "openmpi"])

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.support import launcher
+from tests.support.shared import once
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -35,12 +36,17 @@ def outcome(
 
     Skips the calling test where the MPI library is not installed.
     """
-    with tempfile.TemporaryDirectory() as out:
-        try:
-            run = launcher.mpirun(
+
+    def run() -> Outcome:
+        with tempfile.TemporaryDirectory() as out:
+            done = launcher.mpirun(
                 n, PROGRAMS / f"{program}.py", out, *args, mpi=mpi, timeout=timeout, env=dict(env)
             )
-        except FileNotFoundError as error:
-            pytest.skip(str(error))
-        files = [Path(out, f"rank{r}.json") for r in range(n)]
-        return Outcome(run, [json.loads(f.read_text()) if f.exists() else None for f in files])
+            files = [Path(out, f"rank{r}.json") for r in range(n)]
+            told = [json.loads(file.read_text()) if file.exists() else None for file in files]
+            return Outcome(done, told)
+
+    try:
+        return once((program, n, args, mpi, timeout, env), run)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.support.shared import compiled
 from wfbp.cuda.kernels import ARGUMENTS, TILE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,12 +22,11 @@ SOURCE = Path(__file__).with_name("cuda_host") / "run_kernels.cc"
 ROOM = 200
 
 
-def build(folder: Path) -> ctypes.CDLL:
+def build() -> ctypes.CDLL:
     """Compile the kernels; skips the test where there is no C++ compiler."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler was found")
-    library = folder / "kernels.so"
     flags = [
         "-std=c++17",
         "-O1",
@@ -37,12 +36,7 @@ def build(folder: Path) -> ctypes.CDLL:
         "-fno-strict-aliasing",
     ]
     command = [compiler, *flags, "-shared", "-fPIC", f"-I{ROOT / 'csrc'}", str(SOURCE)]
-    done = subprocess.run(
-        [*command, "-o", str(library)], capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr, done.stderr
-    loaded = ctypes.CDLL(str(library))
+    loaded = ctypes.CDLL(str(compiled(command)))
     loaded.run_kernel.restype = ctypes.c_int64
     return loaded
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from tests.support.shared import compiled
 from tests.support.software_device import HOST, SoftwareDevice, SoftwareEvent, memory
 from wfbp.jax import native
 from wfbp.jax.device import XlaStreams
@@ -59,20 +59,17 @@ class SoftwareXla(XlaStreams, SoftwareDevice):
             self.copy(memory(target, size), memory(origin, size), self.current_stream())
 
 
-def stand_in(folder: Path, stream: int = HOST) -> Any:
+def stand_in(stream: int = HOST) -> Any:
     """The module of handlers, in which those for CUDA stand for those of the CPU.
 
     Args:
-        folder: to compile in.
         stream: that they are told.
     """
     compiler = shutil.which("g++") or shutil.which("clang++")
     assert compiler is not None, "needs a C++ compiler"
-    library = folder / "streams.so"
     include = f"-I{jax.ffi.include_dir()}"
     command = [compiler, "-std=c++17", "-shared", "-fPIC", include, str(SOURCE)]
-    subprocess.run([*command, "-o", str(library)], check=True, timeout=60)
-    streams = ctypes.CDLL(str(library))
+    streams = ctypes.CDLL(str(compiled(command)))
     real: Any = native._built() or native._compiled()
     for_cuda = real.handlers()["CUDA"]
     pointer = ctypes.pythonapi.PyCapsule_GetPointer

@@ -87,9 +87,9 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
     return fake
 
 
-def test_a_step_only_launches(cupy: FakeCupy, tmp_path: Path) -> None:
+def test_a_step_only_launches(cupy: FakeCupy) -> None:
     """Through all layers down to the driver, whose part the kernels compiled as C++ play."""
-    host = HostKernels(build(tmp_path))
+    host = HostKernels(build())
     cupy.launch = host.launch
     device = CudaKernels()
     for _ in range(2):

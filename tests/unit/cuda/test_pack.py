@@ -26,8 +26,8 @@ from wfbp.cuda.pack import LARGEST_TILE_BYTES, SMALLEST_TILE_BYTES, DevicePackTa
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return build(tmp_path_factory.mktemp("kernels"))
+def library() -> ctypes.CDLL:
+    return build()
 
 
 def run_on_host(case: Case, library: ctypes.CDLL, backwards: bool = False) -> HostKernels:
