@@ -1,0 +1,348 @@
+"""The defects: a flipped comparison, a dropped wait, a wrong index, a forgotten case.
+
+Each stands for a mistake that somebody could make; its tests are the nearest ones that should
+notice it, not all that do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """One defect.
+
+    Args:
+        path: of the file, in the package.
+        old: what stands there, once.
+        new: what stands there instead.
+        tests: arguments of pytest: the tests that fail then, or run into their time limit.
+    """
+
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+def unit(*files: str) -> tuple[str, ...]:
+    return tuple(f"tests/unit/{file}.py" for file in files)
+
+
+CORE = [
+    Mutation(
+        "core/elimination.py",
+        "<= max(margin, differences[i][1])",
+        "<= min(margin, differences[i][1])",
+        unit("runtime/test_elimination"),
+    ),
+    Mutation(
+        "core/sequencer.py",
+        "or group == self._num_backward - 1)",
+        "or group == self._num_backward)",
+        unit("core/test_sequencer"),
+    ),
+    Mutation(
+        "core/sequencer.py",
+        "if group != self._started:",
+        "if group < self._started:",
+        unit("core/test_sequencer"),
+    ),
+    Mutation(
+        "core/sequencer.py",
+        "held = group >= self._num_groups - self._num_held",
+        "held = group > self._num_groups - self._num_held",
+        unit("core/test_sequencer_gathers"),
+    ),
+    Mutation(
+        "core/timeline.py",
+        "left_s[min(group.tensors)]",
+        "left_s[max(group.tensors)]",
+        unit("core/test_timeline"),
+    ),
+    Mutation(
+        "core/timeline.py",
+        "ready = max(ready_clock[k] for",
+        "ready = min(ready_clock[k] for",
+        unit("core/test_timeline"),
+    ),
+    Mutation(
+        "core/cost.py",
+        "((nbytes - size) / (next_size - size))",
+        "((next_size - nbytes) / (next_size - size))",
+        unit("core/test_cost"),
+    ),
+    Mutation(
+        "core/fit.py",
+        "weights = np.minimum(1.0, limit",
+        "weights = np.maximum(1.0, limit",
+        unit("core/test_fit"),
+    ),
+    Mutation(
+        "core/planners/baselines.py",
+        "if held >= threshold_bytes or",
+        "if held > threshold_bytes or",
+        unit("core/test_planners"),
+    ),
+    Mutation(
+        "core/planners/baselines.py",
+        "or ready[k] - start < alpha)",
+        "or ready[k] - start > alpha)",
+        unit("core/test_planners"),
+    ),
+    Mutation(
+        "core/planners/optimum.py",
+        "if bound >= finish_s(best, lag) - slack:",
+        "if bound <= finish_s(best, lag) - slack:",
+        unit("core/test_planners_oasr"),
+    ),
+    Mutation(
+        "core/planners/hybrid.py",
+        "after = np.maximum(g, self._left[j]",
+        "after = np.minimum(g, self._left[j]",
+        unit("core/test_planners_hybrid"),
+    ),
+    Mutation(
+        "core/planners/partition.py",
+        "row.ready_s[end - 1]) + speed",
+        "row.ready_s[start]) + speed",
+        unit("core/test_planners_oasr", "core/test_planners_decoupled"),
+    ),
+]
+
+RUNTIME = [
+    Mutation(
+        "runtime/engine/allgather.py",
+        "while self.pending and self._num_arrived <= group:",
+        "while self.pending and self._num_arrived < group:",
+        unit("runtime/test_allgather", "runtime/test_engine_decoupled"),
+    ),
+    Mutation(
+        "runtime/engine/allgather.py",
+        "        self.wait_all()\n        self._waits, self._times = [], []",
+        "        self._waits, self._times = [], []",
+        unit("runtime/test_allgather", "runtime/test_engine_decoupled"),
+    ),
+    Mutation(
+        "runtime/transport/flags.py",
+        "present = [value > 0 for value in flags[: self._num_tensors]]",
+        "present = [value > 0.5 for value in flags[: self._num_tensors]]",
+        unit("runtime/test_engine", "runtime/test_fusion"),
+    ),
+    Mutation(
+        "runtime/transport/flags.py",
+        "agree = all((s > 0) == (own > 0)",
+        "agree = any((s > 0) == (own > 0)",
+        unit("runtime/test_engine_errors", "runtime/test_mistakes", "runtime/test_fusion"),
+    ),
+    Mutation(
+        "runtime/engine/tracker.py",
+        "            if fired > expected:\n",
+        "            if fired > expected + 1:\n",
+        unit("runtime/test_engine"),
+    ),
+    Mutation(
+        "runtime/engine/tracker.py",
+        "if owner != index and self._specs",
+        "if owner == index and self._specs",
+        unit("runtime/test_engine"),
+    ),
+    Mutation(
+        "runtime/engine/tracker.py",
+        "if self._may_have_left(place):\n                self.unplanned[index] = (0, None)",
+        "if False:\n                self.unplanned[index] = (0, None)",
+        unit("runtime/test_engine"),
+    ),
+    Mutation(
+        "runtime/tuning/tuner.py",
+        "return self._num_drifted >= _NUM_WINDOWS",
+        "return self._num_drifted > _NUM_WINDOWS",
+        unit("runtime/test_tuner"),
+    ),
+    Mutation(
+        "runtime/tuning/tuner.py",
+        "if self._seen > self._num_cold:",
+        "if self._seen >= self._num_cold:",
+        unit("runtime/test_tuner"),
+    ),
+    Mutation(
+        "runtime/tuning/trial.py",
+        "[max(times) for times in zip(*per_rank, strict=True)]",
+        "[min(times) for times in zip(*per_rank, strict=True)]",
+        unit("runtime/test_trial"),
+    ),
+    Mutation(
+        "runtime/tuning/trial.py",
+        "            times.reverse()\n",
+        "            pass\n",
+        unit("runtime/test_trial"),
+    ),
+    Mutation(
+        "runtime/tuning/profile.py",
+        "ready_s = max(t if t >= 0 else closed_s for t in times)",
+        "ready_s = min(t if t >= 0 else closed_s for t in times)",
+        unit("runtime/test_profile"),
+    ),
+    Mutation(
+        "runtime/row_collectives.py",
+        "start = sum(counts[: runtime.rank])",
+        "start = sum(counts[: runtime.rank + 1])",
+        unit("runtime/test_row_collectives", "runtime/test_operations"),
+    ),
+    Mutation(
+        "runtime/transport/buffers.py",
+        "            self._make_way(sources)\n",
+        "            pass\n",
+        unit("runtime/test_engine", "runtime/test_fusion"),
+    ),
+    Mutation(
+        "runtime/transport/buffers.py",
+        "min((rank + 1) * length, spec.nbytes)",
+        "(rank + 1) * length",
+        unit("runtime/test_engine_decoupled", "runtime/test_fusion"),
+    ),
+    Mutation(
+        "runtime/progress/channel.py",
+        "if purpose != first:",
+        "if purpose < first:",
+        unit("runtime/test_channel"),
+    ),
+    Mutation(
+        "runtime/progress/executor.py",
+        "if sequencer.reduced:  # this begins",
+        "if sequencer.done:  # this begins",
+        unit("runtime/test_engine_decoupled"),
+    ),
+]
+
+COMM = [
+    Mutation(
+        "comm/chunking.py",
+        "max(1, -(-numel * item_bytes // chunk_bytes))",
+        "max(1, numel * item_bytes // chunk_bytes)",
+        unit("comm/test_comm_parts"),
+    ),
+    Mutation(
+        "comm/mpi/shm_allreduce.py",
+        "if before > 0 and not all(",
+        "if before > 0 and not any(",
+        unit("comm/test_shm_allreduce"),
+    ),
+    Mutation(
+        "comm/mpi/shm_allreduce.py",
+        "if not all(board.reached(peer, number, READY) for peer in board.peers):",
+        "if not any(board.reached(peer, number, READY) for peer in board.peers):",
+        unit("comm/test_shm_allreduce"),
+    ),
+    Mutation(
+        "comm/mpi/shm_allreduce.py",
+        "return all(board.reached(peer, number, TAKEN) for peer in board.peers)",
+        "return True",
+        unit("comm/test_shm_allreduce"),
+    ),
+    Mutation(
+        "comm/waiting.py",
+        "if waited_s < self.spin_s and",
+        "if waited_s > self.spin_s and",
+        unit("comm/test_waiting"),
+    ),
+    Mutation(
+        "comm/device/staged.py",
+        "if not self.device.done(piece.copied):",
+        "if False:",
+        unit("comm/test_device_backends"),
+    ),
+    Mutation(
+        "comm/device/staged.py",
+        "others = [not mine for mine in own]",
+        "others = own",
+        unit("comm/test_device_backends"),
+    ),
+    Mutation(
+        "comm/emulated.py",
+        "self.free_s = max(self.free_s, time.perf_counter()) +",
+        "self.free_s = time.perf_counter() +",
+        unit("comm/test_emulated"),
+    ),
+]
+
+TORCH = [
+    Mutation(
+        "torch/grad_guard.py",
+        "if seen._version != self.versions[index]:",
+        "if seen._version < self.versions[index]:",
+        unit("torch/test_grad_guard"),
+    ),
+    Mutation(
+        "torch/pending_parameters.py",
+        "self._group_of[index] + 1\n",
+        "self._group_of[index]\n",
+        unit("torch/test_pending_parameters"),
+    ),
+    Mutation(
+        "torch/pending_parameters.py",
+        "exposed = self._compiled | self._unheard",
+        "exposed = set(self._compiled)",
+        unit("torch/test_pending_parameters"),
+    ),
+    Mutation(
+        "torch/clipping.py",
+        "whole if runtime.rank == 0 else ()",
+        "whole",
+        ("tests/parallel/test_torch.py", "-k", "clipping and 2-overlap"),
+    ),
+    Mutation(
+        "torch/batch_norm.py",
+        "apart = counts * (means - mean_of_all).square()",
+        "apart = (means - mean_of_all).square()",
+        ("tests/parallel/test_torch.py", "-k", "norm and 2-overlap"),
+    ),
+    Mutation(
+        "torch/updates.py",
+        "[] if id(p) in early else targets[id(p)]",
+        "targets[id(p)]",
+        ("tests/parallel/test_torch.py", "-k", "optimizer and 3-ps_layerwise"),
+    ),
+    Mutation(
+        "torch/state_sharding.py",
+        "start = sum(self._counts[index][:rank])",
+        "start = sum(self._counts[index][: max(rank - 1, 0)])",
+        ("tests/parallel/test_decoupled.py", "-k", "test_state and 3-mixed"),
+    ),
+]
+
+JAX = [
+    Mutation(
+        "jax/trees.py",
+        "for place, value in zip(self.places, changed, strict=True):",
+        "for place, value in enumerate(changed):",
+        unit("jax/test_trees"),
+    ),
+    Mutation(
+        "jax/gradients.py",
+        "-count <= number < count",
+        "-count <= number <= count",
+        unit("jax/test_arguments"),
+    ),
+    Mutation(
+        "jax/gradient_sync.py",
+        "if self._addresses[index] or self._closing:",
+        "if self._closing:",
+        unit("jax/test_gradient_sync"),
+    ),
+    Mutation(
+        "jax/gradient_sync.py",
+        "plan.groups[: plan.num_backward - 1]",
+        "plan.groups[: plan.num_backward]",
+        unit("jax/test_gradient_sync"),
+    ),
+    Mutation(
+        "jax/metrics.py",
+        "flat[end - array.size : end].reshape",
+        "flat[: array.size].reshape",
+        ("tests/parallel/test_jax_operations.py", "-k", "metrics and 3-mpich"),
+    ),
+]
+
+ALL = {"core": CORE, "runtime": RUNTIME, "comm": COMM, "torch": TORCH, "jax": JAX}
