@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.parallel import runs
 from tests.support import launcher
 from tests.support.shared import FOLDER
 
@@ -40,9 +41,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             parameters = item.callspec.params if hasattr(item, "callspec") else {}
             values = [str(v) for k, v in parameters.items() if k in RUN_PARAMETERS]
             group = "-".join([group, item.originalname, *values])
+            if isinstance(job := parameters.get("job"), runs.Job):  # also for other files
+                group = f"{job.program}-{job}"
         item.add_marker(pytest.mark.xdist_group(group))
         (jobs if parallel else others).append(item)
     items[:] = jobs + others
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Jobs have those checks alone of which there are tests."""
+    for item in session.items:
+        parameters = getattr(item, "callspec", None) and item.callspec.params
+        if parameters and isinstance(parameters.get("job"), runs.Job):
+            runs.selected[parameters["job"]].add(parameters["name"])
 
 
 @pytest.fixture(params=["mpich", "openmpi"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,3 +51,46 @@ def outcome(
         return once((program, n, args, mpi, timeout, env), run)
     except FileNotFoundError as error:
         pytest.skip(str(error))
+
+
+class Job(NamedTuple):
+    """Checks of a program (``programs.harness``), one after another on the same ranks.
+
+    Tests of several files may ask for checks of one job, which then has all of them.
+
+    Args:
+        program: below ``programs``.
+        ranks: number of ranks.
+        mode: of ``harness.MODES``.
+        mpi: ``mpich`` or ``openmpi``.
+        last: arguments behind the checks' names.
+    """
+
+    program: str
+    ranks: int
+    mode: str
+    mpi: str = "mpich"
+    last: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        kind = "" if self.mpi == "mpich" else f"-{self.mpi}"
+        return "-".join([f"{self.ranks}", self.mode, *self.last]) + kind
+
+    def passes(self, name: str) -> None:
+        """A check finds nothing wrong on any rank."""
+        names = sorted(selected[self])
+        found = outcome(
+            self.program, self.ranks, self.mode, *names, *self.last, mpi=self.mpi, timeout=JOB_S
+        )
+        for rank, results in enumerate(found.ranks):
+            assert results is not None, found.run
+            assert name in results, found.run
+            assert not results[name], f"rank {rank}: {results[name]}"
+        assert found.run.rc == 0, found.run
+
+
+JOB_S = 280.0
+"""A job may take so long."""
+
+selected: defaultdict[Job, set[str]] = defaultdict(set)
+"""The checks of which this session has tests."""

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.programs.collective_program import check
-from tests.parallel.runs import outcome
+from tests.parallel.programs.torch.collectives import check
+from tests.parallel.runs import Job
 
-pytestmark = [pytest.mark.parallel, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(300)]
 
-RUNS = [(1, "overlap", "mpich"), (3, "changing", "mpich"), (2, "overlap", "openmpi")]
+JOBS = [
+    Job("torch/program", 1, "overlap"),
+    Job("torch/program", 3, "changing"),
+    Job("torch/program", 2, "overlap", "openmpi"),
+]
 
 
 @pytest.mark.parametrize("name", check.all)
-@pytest.mark.parametrize(("ranks", "mode", "mpi"), RUNS)
-def test_collective(ranks: int, mode: str, mpi: str, name: str) -> None:
-    found = outcome("collective_program", ranks, mode, mpi=mpi, timeout=140)
-    for rank, results in enumerate(found.ranks):
-        assert results is not None, found.run
-        assert name in results, found.run
-        assert not results[name], f"rank {rank}: {results[name]}"
-    assert found.run.rc == 0, found.run
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_collective(job: Job, name: str) -> None:
+    job.passes(name)

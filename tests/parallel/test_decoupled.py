@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.programs import torch_state
-from tests.parallel.programs.decoupled_updates import check
-from tests.parallel.programs.torch_reading_anywhere import KINDS
-from tests.parallel.runs import outcome
+from tests.parallel.programs.torch import decoupled_updates, state
+from tests.parallel.programs.torch.reading_anywhere import KINDS
+from tests.parallel.runs import Job, outcome
 
-pytestmark = [pytest.mark.parallel, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("name", check.all)
-def test_updates(name: str) -> None:
-    """All in one run; ``mixed``: hybrids decouple every other tensor, whatever that costs."""
-    found = outcome("decoupled_updates", 3, "mixed", timeout=180)
-    for rank, results in enumerate(found.ranks):
-        assert results is not None, found.run
-        assert not results[name], f"rank {rank}: {results[name]}"
-    assert found.run.rc == 0, found.run
+ALL = Job("torch/decoupled", 3, "mixed")
+"""``mixed``: hybrids decouple every other tensor, whatever that costs."""
+
+
+@pytest.mark.parametrize("name", decoupled_updates.check.all)
+@pytest.mark.parametrize("job", [ALL], ids=str)
+def test_updates(job: Job, name: str) -> None:
+    job.passes(name)
 
 
 @pytest.mark.parametrize("end", ["shutdown", "exit"])
 def test_ends(end: str) -> None:
     """Parameters are the final ones wherever they are read, and nobody complains."""
-    found = outcome("decoupled_ends", 2, timeout=60)
+    found = outcome("torch/decoupled_ends", 2, timeout=60)
     assert found.run.rc == 0, found.run
     assert not found.run.stderr
     for rank, wrong in enumerate(found.ranks):
@@ -33,23 +32,17 @@ def test_ends(end: str) -> None:
         assert "state" not in wrong, f"rank {rank}: {wrong['state']}"
 
 
-@pytest.mark.parametrize("name", torch_state.check.all)
-@pytest.mark.parametrize(
-    ("ranks", "mode", "mpi"), [(3, "mixed", "mpich"), (2, "changing", "openmpi")]
-)
-def test_state(ranks: int, mode: str, mpi: str, name: str) -> None:
+@pytest.mark.parametrize("name", state.check.all)
+@pytest.mark.parametrize("job", [ALL, Job("torch/decoupled", 2, "changing", "openmpi")], ids=str)
+def test_state(job: Job, name: str) -> None:
     """What one rank asks for alone, and what is broadcast in mid-training."""
-    found = outcome("torch_state", ranks, mode, mpi=mpi, timeout=180)
-    for rank, results in enumerate(found.ranks):
-        assert results is not None, found.run
-        assert not results[name], f"rank {rank}: {results[name]}"
-    assert found.run.rc == 0, found.run
+    job.passes(name)
 
 
 @pytest.mark.parametrize(("schedule", "update"), KINDS)
 def test_parameters_are_read_anywhere(schedule: str, update: str) -> None:
     """Right behind a step, from the program's own lists and by other threads."""
-    found = outcome("torch_reading_anywhere", 2, timeout=150)
+    found = outcome("torch/reading_anywhere", 2, timeout=150)
     for rank, results in enumerate(found.ranks):
         assert results is not None, found.run
         assert not results[f"{schedule} {update}"], f"rank {rank}"

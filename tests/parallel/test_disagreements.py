@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.programs import disagreements
-from tests.parallel.runs import outcome
+from tests.parallel.programs.torch import disagreements
+from tests.parallel.runs import Job
 
-pytestmark = [pytest.mark.parallel, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("name", disagreements.check.all)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_disagreement(ranks: int, name: str) -> None:
-    found = outcome("disagreements", ranks, "overlap", timeout=110)
-    for rank, results in enumerate(found.ranks):
-        assert results is not None, found.run
-        assert not results[name], f"rank {rank}: {results[name]}"
-    assert found.run.rc == 0, found.run
+@pytest.mark.parametrize(
+    "job", [Job("torch/program", ranks, "overlap") for ranks in (2, 3)], ids=str
+)
+def test_disagreement(job: Job, name: str) -> None:
+    job.passes(name)

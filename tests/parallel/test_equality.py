@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel.programs import equality, further_optimizers
+from tests.parallel.programs.torch import equality, further_optimizers
 from tests.parallel.runs import outcome
 from wfbp.core.planners import ALL_REDUCE
 
@@ -18,7 +18,7 @@ TOLERANCE = {"float32": 1e-5, "float64": 1e-13}
 
 
 def records(ranks: int, mpi: str, schedules: str) -> list[Any]:
-    found = outcome("equality", ranks, schedules, mpi=mpi, timeout=180)
+    found = outcome("torch/equality", ranks, schedules, mpi=mpi, timeout=180)
     assert found.run.rc == 0, found.run
     assert None not in found.ranks, found.run
     return found.ranks
@@ -61,7 +61,7 @@ def test_equals_one_process_under_open_mpi(schedule: str) -> None:
 def test_further_optimizers_equal_one_process(optimizer: str) -> None:
     """Under a schedule that decouples every tensor; what can be shared out is."""
     names = ",".join(further_optimizers.ALL)
-    found = outcome("equality", 3, "dear", names, timeout=180)
+    found = outcome("torch/equality", 3, "dear", names, timeout=180)
     assert found.run.rc == 0, found.run
     for rank, rows in enumerate(found.ranks):
         (row,) = [r for r in rows if r["optimizer"] == optimizer]

@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("jax")
 
-from tests.parallel.programs.jax_equality import WAYS
-from tests.parallel.programs.jax_program import check
-from tests.parallel.runs import Outcome, outcome
+from tests.parallel.programs.jax.equality import WAYS
+from tests.parallel.programs.jax.program import check
+from tests.parallel.runs import Job, Outcome, outcome
 
-pytestmark = [pytest.mark.parallel, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(300)]
 
 REPLANNED = (
     "recompilation",
@@ -34,7 +34,7 @@ REPLANNED = (
 @pytest.mark.parametrize(("way", "schedule"), WAYS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_equals_one_process(ranks: int, way: str, schedule: str) -> None:
-    found = outcome("jax_equality", ranks, timeout=180)
+    found = outcome("jax/equality", ranks, timeout=180)
     assert found.run.rc == 0, found.run
     for rows in found.ranks:
         (row,) = [r for r in rows if (r["way"], r["schedule"]) == (way, schedule)]
@@ -45,28 +45,21 @@ def test_equals_one_process(ranks: int, way: str, schedule: str) -> None:
         assert row["num_compiled"] == 1, row
 
 
-def passes(ranks: int, mode: str, name: str, *only: str) -> None:
-    found = outcome("jax_program", ranks, mode, *only, timeout=180)
-    for rank, results in enumerate(found.ranks):
-        assert results is not None, found.run
-        assert name in results, found.run
-        assert not results[name], f"rank {rank}: {results[name]}"
-    assert found.run.rc == 0, found.run
-
-
 @pytest.mark.parametrize("name", check.all)
-def test_program(name: str) -> None:
-    passes(2, "overlap", name)
+@pytest.mark.parametrize("job", [Job("jax/program", 2, "overlap")], ids=str)
+def test_program(job: Job, name: str) -> None:
+    job.passes(name)
 
 
 @pytest.mark.parametrize("name", REPLANNED)
-def test_program_while_plans_change(name: str) -> None:
-    passes(3, "changing", name, *REPLANNED)
+@pytest.mark.parametrize("job", [Job("jax/program", 3, "changing")], ids=str)
+def test_program_while_plans_change(job: Job, name: str) -> None:
+    job.passes(name)
 
 
 def ended(case: str, **options: Any) -> Outcome:
     """The job ended by itself, long before its time limits (600 s), and not well."""
-    found = outcome("jax_faults", 2, case, timeout=60, **options)
+    found = outcome("jax/faults", 2, case, timeout=60, **options)
     assert found.run.rc not in (0, None), found.run
     return found
 
@@ -136,6 +129,6 @@ def test_a_step_on_several_devices_is_refused() -> None:
 
 @pytest.mark.parametrize("case", ["unawaited", "again"])
 def test_a_program_that_ends_with_steps_under_way(case: str) -> None:
-    found = outcome("jax_faults", 2, case, timeout=60)
+    found = outcome("jax/faults", 2, case, timeout=60)
     assert found.run.rc == 0, found.run
     assert "Error" not in found.run.stderr

@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("jax")
 
-from tests.parallel.runs import outcome
+from tests.parallel.runs import Job
 
-pytestmark = [pytest.mark.parallel, pytest.mark.timeout(100)]
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(300)]
 
 CHECKS = (
     "recompilation",
@@ -23,11 +23,13 @@ CHECKS = (
 )
 
 
-@pytest.mark.parametrize(("mode", "library"), [("overlap", "NCCL"), ("changing", "STAGED")])
+JOBS = [
+    Job("jax/device", 2, "overlap", last=("NCCL",)),
+    Job("jax/device", 2, "changing", last=("STAGED",)),
+]
+
+
 @pytest.mark.parametrize("name", CHECKS)
-def test_program(name: str, mode: str, library: str) -> None:
-    found = outcome("jax_device", 2, mode, *CHECKS, library, timeout=90)
-    for rank, results in enumerate(found.ranks):
-        assert results is not None, found.run
-        assert not results[name], f"rank {rank}: {results[name]}"
-    assert found.run.rc == 0, found.run
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_program(job: Job, name: str) -> None:
+    job.passes(name)

@@ -6,12 +6,16 @@ import pytest
 
 pytest.importorskip("jax")
 
-from tests.parallel.programs.jax_operations import check
-from tests.parallel.runs import outcome
+from tests.parallel.programs.jax.operations import check
+from tests.parallel.runs import Job
 
-pytestmark = [pytest.mark.parallel, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(300)]
 
-RUNS = [(1, "mpich"), (2, "openmpi"), (3, "mpich")]
+JOBS = [
+    Job("jax/operations", 1, "overlap"),
+    Job("jax/operations", 2, "overlap", "openmpi"),
+    Job("jax/operations", 3, "overlap"),
+]
 
 AT_FOUR = (
     "values_inside_jit_and_outside",
@@ -23,21 +27,13 @@ AT_FOUR = (
 """Checks that also run on four ranks; compiling the others four times takes long."""
 
 
-def passes(ranks: int, mpi: str, name: str, *only: str) -> None:
-    found = outcome("jax_operations", ranks, "overlap", *only, mpi=mpi, timeout=110)
-    for rank, results in enumerate(found.ranks):
-        assert results is not None, found.run
-        assert name in results, found.run
-        assert not results[name], f"rank {rank}: {results[name]}"
-    assert found.run.rc == 0, found.run
-
-
 @pytest.mark.parametrize("name", check.all)
-@pytest.mark.parametrize(("ranks", "mpi"), RUNS)
-def test_operation(ranks: int, mpi: str, name: str) -> None:
-    passes(ranks, mpi, name)
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_operation(job: Job, name: str) -> None:
+    job.passes(name)
 
 
 @pytest.mark.parametrize("name", AT_FOUR)
-def test_operation_on_four_ranks(name: str) -> None:
-    passes(4, "mpich", name, *AT_FOUR)
+@pytest.mark.parametrize("job", [Job("jax/operations", 4, "overlap")], ids=str)
+def test_operation_on_four_ranks(job: Job, name: str) -> None:
+    job.passes(name)

@@ -6,30 +6,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.programs.named_operations import check
-from tests.parallel.runs import PROGRAMS, outcome
+from tests.parallel.programs.torch.named_operations import check
+from tests.parallel.runs import PROGRAMS, Job
 from tests.support.launcher import mpirun
 
-pytestmark = [pytest.mark.parallel, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(300)]
 
-RUNS = [(1, "mpich"), (3, "mpich"), (4, "mpich"), (2, "openmpi")]
+JOBS = [
+    *(Job("torch/program", ranks, "overlap") for ranks in (1, 3, 4)),
+    Job("torch/program", 2, "overlap", "openmpi"),
+]
 
 
 @pytest.mark.parametrize("name", check.all)
-@pytest.mark.parametrize(("ranks", "mpi"), RUNS)
-def test_named_operation(ranks: int, mpi: str, name: str) -> None:
-    found = outcome("named_operations", ranks, "overlap", mpi=mpi, timeout=140)
-    for rank, results in enumerate(found.ranks):
-        assert results is not None, found.run
-        assert name in results, found.run
-        assert not results[name], f"rank {rank}: {results[name]}"
-    assert found.run.rc == 0, found.run
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_named_operation(job: Job, name: str) -> None:
+    job.passes(name)
 
 
 @pytest.mark.parametrize(("ranks", "mpi"), [(1, "mpich"), (2, "mpich"), (2, "openmpi")])
 def test_a_program_written_for_horovod(ranks: int, mpi: str, tmp_path: Path) -> None:
+    script = PROGRAMS / "torch" / "horovod_script.py"
     try:
-        run = mpirun(ranks, "-m", "wfbp.horovod", PROGRAMS / "horovod_script.py", tmp_path, mpi=mpi)
+        run = mpirun(ranks, "-m", "wfbp.horovod", script, tmp_path, mpi=mpi)
     except FileNotFoundError as error:
         pytest.skip(str(error))
     assert run.rc == 0, run

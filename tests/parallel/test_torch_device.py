@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.programs.torch_device import OPTIMIZERS
+from tests.parallel.programs.torch.device import OPTIMIZERS
 from tests.parallel.runs import outcome
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(100)]
@@ -15,7 +15,7 @@ SCHEDULES = ("auto", "wfbp", "single", "independent", "hybrid", "ps_layerwise", 
 @pytest.mark.parametrize("library", ["NCCL", "STAGED"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_equals_one_process(schedule: str, library: str) -> None:
-    found = outcome("torch_device", 2, ",".join(SCHEDULES), library, timeout=90)
+    found = outcome("torch/device", 2, ",".join(SCHEDULES), library, timeout=90)
     assert found.run.rc == 0, found.run
     for rows in found.ranks:
         mine = [row for row in rows if row["schedule"] == schedule]

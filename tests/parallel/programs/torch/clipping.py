@@ -1,0 +1,229 @@
+"""What happens between backward and step."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import wfbp
+import wfbp.torch
+from tests.parallel.programs.harness import Checks, raises
+from tests.parallel.programs.torch.training import (
+    adamw,
+    averaged,
+    check_training,
+    compare,
+    data,
+    mlp,
+    momentum,
+    same,
+    square,
+)
+
+check = Checks()
+
+
+@check
+def clipping() -> None:
+    model, reference = mlp(5, 7, 3), mlp(5, 7, 3)
+    reference.load_state_dict(model.state_dict())
+    optimizer = wfbp.torch.DistributedOptimizer(adamw(model.parameters()))
+    plain = adamw(reference.parameters())
+    for step in range(12):
+        optimizer.zero_grad()
+        square(model, wfbp.rank(), step)
+        optimizer.synchronize()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        averaged(reference, square, step, wfbp.size())
+        wanted = nn.utils.clip_grad_norm_(reference.parameters(), 1e-3)
+        plain.step()
+        same(norm, wanted, "norm", 1e-12)
+        compare(model, reference, f"step {step}", 1e-12)
+
+
+@check
+def clipping_before_averaging_is_an_error() -> None:
+    for unused_first in (False, True):
+        model = nn.ModuleList([nn.Linear(2, 2).double(), mlp(5, 7, 3)])
+        optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
+        square(model[1], wfbp.rank(), 0)
+        if not unused_first:
+            model[0](data(0, 0, 2)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        raises(
+            RuntimeError,
+            "changed in place",
+            "optimizer.synchronize()",
+            "skip_synchronize",
+            act=optimizer.step,
+        )
+
+
+@check
+def skip_synchronize_needs_synchronize() -> None:
+    model = mlp(5, 7, 3)
+    optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
+    square(model, wfbp.rank(), 0)
+
+    def act() -> None:
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    raises(RuntimeError, "synchronize()", act=act)
+    optimizer.step()
+
+
+@check
+def synchronize_then_step() -> None:
+    model, reference = mlp(5, 7, 3), mlp(5, 7, 3)
+    reference.load_state_dict(model.state_dict())
+    optimizer = wfbp.torch.DistributedOptimizer(adamw(model.parameters()))
+    plain = adamw(reference.parameters())
+    for step in range(6):
+        optimizer.zero_grad()
+        square(model, wfbp.rank(), step)
+        optimizer.synchronize()
+        optimizer.step()
+        averaged(reference, square, step, wfbp.size())
+        plain.step()
+        compare(model, reference, f"step {step}", 1e-12)
+
+
+@check
+def named_operations_between_hooks_and_step() -> None:
+    def backward(model: nn.Module, rank: int, step: int) -> None:
+        square(model, rank, step)
+
+    def zero(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        mean = wfbp.allreduce(torch.tensor([float(wfbp.rank())]), name="loss")
+        assert mean.item() == (wfbp.size() - 1) / 2
+
+    check_training(mlp(5, 7, 3), backward, momentum, zero=zero)
+    model = mlp(5, 7, 3)
+    optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = model(data(step, wfbp.rank(), 4, 5)).square().mean()
+        loss.backward()
+        wfbp.allreduce(loss.detach(), name="loss")
+        wfbp.barrier()
+        optimizer.step()
+
+
+@check
+def clipping_by_the_optimizer() -> None:
+    """Norms of averages that lie in shards, clipped and unclipped, with and without gradients."""
+
+    def backward(net: nn.Module, rank: int, step: int) -> None:
+        if step % 4 != 3 or rank == 1:
+            square(net, rank, step)
+
+    for norm_type in (2.0, 1.0, float("inf")):
+        model, reference = mlp(5, 7, 3), mlp(5, 7, 3)
+        reference.load_state_dict(model.state_dict())
+        optimizer = wfbp.torch.DistributedOptimizer(adamw(model.parameters()))
+        plain = adamw(reference.parameters())
+        for step in range(12):
+            limit = 1e-3 if step % 3 else 1e3
+            optimizer.zero_grad()
+            backward(model, wfbp.rank(), step)
+            norm = optimizer.clip_grad_norm_(limit, norm_type)
+            optimizer.step()
+            averaged(reference, backward, step, wfbp.size())
+            wanted = nn.utils.clip_grad_norm_(reference.parameters(), limit, norm_type)
+            plain.step()
+            same(norm.double(), wanted, "norm", 1e-6)
+            compare(model, reference, f"norm {norm_type}, step {step}", 1e-6)
+
+
+@check
+def clipping_a_norm_that_is_no_number() -> None:
+    """All ranks hear of it, so that all can leave the step out."""
+    model = mlp(5, 7, 3)
+    optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
+    for step in range(12):
+        square(model, wfbp.rank(), step)
+        if step % 3 == 2 and wfbp.rank() == 1:
+            optimizer.zero_grad()
+            (model(data(step, 1, 4, 5)) * float("nan")).sum().backward()
+        norm = optimizer.clip_grad_norm_(1.0, float("inf") if step % 2 else 2.0)
+        assert torch.isfinite(norm).item() is (step % 3 != 2)
+        if step % 3 != 2:
+            optimizer.step()
+        else:
+            raises(
+                RuntimeError,
+                "norm of the gradients is nan",
+                act=lambda: optimizer.clip_grad_norm_(1.0, 2.0, error_if_nonfinite=True),
+            )
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    states = wfbp.allgather_object([p.detach().tolist() for p in model.parameters()])
+    assert all(state == states[0] for state in states)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@check
+def norms_that_are_none() -> None:
+    optimizer = wfbp.torch.DistributedOptimizer(momentum(mlp(5, 7, 3).parameters()))
+    for norm_type in (0.0, -2.0, float("-inf"), float("nan")):
+        raises(ValueError, "above 0", act=lambda p=norm_type: optimizer.clip_grad_norm_(1.0, p))
+
+
+@check
+def changing_averages_before_a_step() -> None:
+    """Between synchronize() and the step a program may do with gradients what it likes."""
+
+    def change(net: nn.Module) -> None:
+        for k, p in enumerate(net.parameters()):
+            if p.grad is not None and k % 3 == 0:
+                p.grad = torch.clamp(p.grad, -1e-2, 1e-2)
+            elif p.grad is not None and k % 3 == 1:
+                p.grad.mul_(0.5)
+            else:
+                p.grad = None
+
+    model, reference = mlp(5, 7, 7, 3), mlp(5, 7, 7, 3)
+    reference.load_state_dict(model.state_dict())
+    optimizer = wfbp.torch.DistributedOptimizer(adamw(model.parameters()))
+    plain = adamw(reference.parameters())
+    for step in range(12):
+        optimizer.zero_grad()
+        square(model, wfbp.rank(), step)
+        optimizer.synchronize()
+        change(model)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        averaged(reference, square, step, wfbp.size())
+        change(reference)
+        plain.step()
+        compare(model, reference, f"step {step}", 1e-12)
+
+
+@check
+def clipping_where_a_rank_has_no_elements() -> None:
+    """Shards of so small a model are empty on all ranks but the first."""
+    torch.manual_seed(4)
+    model, reference = nn.Linear(3, 1), nn.Linear(3, 1)
+    reference.load_state_dict(model.state_dict())
+    optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
+    plain = momentum(reference.parameters())
+
+    def backward(net: nn.Module, rank: int, step: int) -> None:
+        net(data(step, rank, 4, 3).float()).square().mean().backward()
+
+    for step in range(8):
+        optimizer.zero_grad()
+        backward(model, wfbp.rank(), step)
+        norm = optimizer.clip_grad_norm_(0.1, float("inf") if step % 2 else 2.0)
+        optimizer.step()
+        averaged(reference, backward, step, wfbp.size())
+        wanted = nn.utils.clip_grad_norm_(
+            reference.parameters(), 0.1, float("inf") if step % 2 else 2.0
+        )
+        plain.step()
+        same(norm, wanted, "norm", 1e-5)
+        compare(model, reference, f"step {step}", 1e-5)

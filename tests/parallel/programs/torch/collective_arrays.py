@@ -1,0 +1,142 @@
+"""Collectives on arrays and objects."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import nn
+
+import wfbp
+import wfbp.torch
+from tests.parallel.programs.harness import Checks, raises
+from tests.parallel.programs.torch.collective_values import NUMPY_DTYPES, combined, values
+from tests.parallel.programs.torch.training import mlp
+from wfbp.core.types import Op
+from wfbp.errors import PeerError
+
+check = Checks()
+
+
+@check
+def allreduce_of_arrays() -> None:
+    for name in NUMPY_DTYPES:
+        dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+        for op in Op:
+            array = np.array(values(wfbp.rank())).astype(dtype)
+            found = wfbp.allreduce(array, op=op)
+            integer = np.issubdtype(dtype, np.integer)
+            wanted = np.array(combined(op, wfbp.size(), integer)).astype(dtype)
+            assert found.dtype == dtype
+            assert np.array_equal(found, wanted), (name, op, found, wanted)
+            assert np.array_equal(array, np.array(values(wfbp.rank())).astype(dtype))
+    assert wfbp.allreduce(3.0, op=wfbp.Sum) == 3.0 * wfbp.size()
+    assert wfbp.allreduce(np.float32(3)).shape == ()
+    assert wfbp.allreduce([1.0, 2.0]).tolist() == [1.0, 2.0]
+    assert wfbp.allreduce(np.zeros((0, 3))).shape == (0, 3)
+    transposed = np.arange(6.0).reshape(2, 3).T
+    assert np.array_equal(wfbp.allreduce(transposed), transposed)
+    raises(ValueError, "complex128", act=lambda: wfbp.allreduce(np.zeros(2) * 1j))
+    raises(ValueError, "object", act=lambda: wfbp.broadcast(np.array([object()]), 0))
+
+
+@check
+def broadcast_and_allgather_of_arrays() -> None:
+    rank, size = wfbp.rank(), wfbp.size()
+    for dtype in (*NUMPY_DTYPES[:1], "float64", "int64", "bool", "complex64"):
+        array = np.array(values(rank)).astype(dtype)
+        found = wfbp.broadcast(array, size - 1)
+        assert np.array_equal(found, np.array(values(size - 1)).astype(dtype))
+    assert wfbp.broadcast(np.float64(rank), 0).shape == ()
+    assert wfbp.broadcast(np.float64(rank), size - 1) == size - 1
+    found = wfbp.allgather(np.full((rank, 2), rank, ml_dtypes.bfloat16))
+    assert found.dtype == ml_dtypes.bfloat16
+    wanted = np.concatenate([np.full((r, 2), r, np.float32) for r in range(size)])
+    assert np.array_equal(found.astype(np.float32), wanted)
+    raises(ValueError, "scalar", act=lambda: wfbp.allgather(np.float64(1)))
+    raises(ValueError, "type object", act=lambda: wfbp.allgather(np.array([rank, None])))
+    assert wfbp.allgather(np.full(rank, True)).tolist() == [True] * sum(range(size))
+    arrays = {
+        "a": np.array(values(rank), np.float32),
+        "scalar": np.array(float(rank)),
+        "columns": np.full((4, 3), rank).T[::2],
+    }
+    wfbp.broadcast_parameters(arrays, root_rank=size - 1)
+    assert np.array_equal(arrays["a"], np.array(values(size - 1), np.float32))
+    assert arrays["scalar"] == size - 1
+    assert (arrays["columns"] == size - 1).all()
+
+
+@check
+def byte_orders() -> None:
+    """Also where they differ between ranks."""
+    rank, size = wfbp.rank(), wfbp.size()
+    for name in ("f4", "f8", "i8"):
+        mine = np.array(values(rank), (">" if rank else "<") + name)
+        wanted = combined(Op.SUM, size, integer=False)
+        assert wfbp.allreduce(mine, op=wfbp.Sum).tolist() == wanted
+        assert wfbp.broadcast(mine, size - 1).tolist() == values(size - 1)
+        found = wfbp.allgather(mine)
+        assert found.tolist() == [v for r in range(size) for v in values(r)]
+        assert found.dtype == np.dtype(name)
+        wfbp.broadcast_parameters({"a": mine}, root_rank=size - 1)
+        assert mine.tolist() == values(size - 1)
+    mine = np.array(values(rank), (">" if rank else "<") + "f4")
+    reducer = wfbp.GradientReducer([("a", mine)], op=wfbp.Sum)
+    reducer.mark_ready(0, mine)
+    reduced = reducer.wait()[0]
+    assert reduced is not None
+    assert reduced.tolist() == combined(Op.SUM, size, integer=False)
+
+
+@check
+def what_one_rank_cannot_fill_is_told_to_all() -> None:
+    array = np.zeros(3)
+    if wfbp.rank() == wfbp.size() - 1:
+        array.flags.writeable = False
+        raises(ValueError, "w is read-only", act=lambda: wfbp.broadcast_parameters({"w": array}))
+    else:
+        raises(
+            PeerError,
+            f"rank {wfbp.size() - 1}: w is read-only",
+            act=lambda: wfbp.broadcast_parameters({"w": array}),
+        )
+    wfbp.barrier()
+
+
+@check
+def the_top_level_chooses_by_type() -> None:
+    assert isinstance(wfbp.allreduce(torch.ones(2)), torch.Tensor)
+    assert isinstance(wfbp.allreduce(np.ones(2)), np.ndarray)
+    assert isinstance(wfbp.broadcast(nn.Parameter(torch.ones(2)), 0), torch.Tensor)
+    assert isinstance(wfbp.allgather(torch.ones(2)), torch.Tensor)
+    assert wfbp.allgather(torch.ones(2)).shape == (2 * wfbp.size(),)
+    model = mlp(5, 7, 3)
+    optimizer = wfbp.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+    )
+    assert isinstance(optimizer, torch.optim.SGD)
+    wfbp.broadcast_parameters(model.state_dict(), root_rank=0)
+    wfbp.broadcast_optimizer_state(optimizer, root_rank=0)
+    raises(TypeError, "dict", "GradientReducer", act=lambda: wfbp.DistributedOptimizer({}))
+    raises(TypeError, "dict", act=lambda: wfbp.broadcast_optimizer_state({}))
+
+
+@check
+def objects() -> None:
+    rank, size = wfbp.rank(), wfbp.size()
+    value = {"epoch": 3, "text": "x" * 100_000} if rank == 0 else None
+    assert wfbp.broadcast_object(value, root_rank=0)["epoch"] == 3
+    assert wfbp.broadcast_object(("last", rank), root_rank=size - 1) == ("last", size - 1)
+    assert wfbp.allgather_object({"rank": rank}) == [{"rank": r} for r in range(size)]
+    wfbp.barrier()
+
+
+@check
+def places() -> None:
+    assert 0 <= wfbp.rank() < wfbp.size()
+    assert wfbp.local_size() == wfbp.size()
+    assert wfbp.allgather_object(wfbp.local_rank()) == list(range(wfbp.size()))
+    assert wfbp.is_initialized()
+    wfbp.init()  # again: nothing happens
+    assert wfbp.torch.rank() == wfbp.rank()

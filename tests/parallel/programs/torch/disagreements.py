@@ -1,0 +1,357 @@
+"""Ranks that do not do the same: every rank gets an error that says who, which tensor and what."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import wfbp
+import wfbp.torch
+from tests.parallel.programs.harness import Checks, raises
+from wfbp.errors import DisagreementError, WfbpError
+
+check = Checks()
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+def odd() -> bool:
+    """Whether this is the rank that differs: the last one."""
+    return wfbp.rank() == wfbp.size() - 1
+
+
+def last() -> str:
+    return f"rank {wfbp.size() - 1}"
+
+
+def wrap(named: Named, **options: Any) -> Any:
+    optimizer = torch.optim.SGD([p for _, p in named], lr=0.1)
+    return wfbp.torch.DistributedOptimizer(optimizer, named, **options)
+
+
+def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(*shape, dtype=dtype))
+
+
+# Tensors of an optimizer.
+
+
+@check
+def shapes() -> None:
+    named: Named = [("a", parameter(3)), ("b", parameter(2, 5 if odd() else 4))]
+    raises(
+        DisagreementError,
+        "b float32(2, 4) on rank 0",
+        f"b float32(2, 5) on {last()}",
+        act=lambda: wrap(named),
+    )
+
+
+@check
+def element_types() -> None:
+    dtype = torch.float64 if odd() else torch.float32
+    named: Named = [("a", parameter(3, dtype=dtype)), ("b", parameter(2))]
+    raises(
+        DisagreementError, "a float32(3,)", f"a float64(3,) on {last()}", act=lambda: wrap(named)
+    )
+
+
+@check
+def counts() -> None:
+    named: Named = [("a", parameter(3)), ("b", parameter(2))]
+    raises(
+        DisagreementError,
+        "b float32(2,) of rank 0 is missing",
+        last(),
+        act=lambda: wrap(named[:1] if odd() else named),
+    )
+    raises(
+        DisagreementError,
+        f"b float32(2,) of {last()} is missing on rank 0",
+        act=lambda: wrap(named if odd() else named[:1]),
+    )
+
+
+@check
+def orders() -> None:
+    named: Named = [("a", parameter(3)), ("b", parameter(2)), ("c", parameter(1))]
+    raises(
+        DisagreementError,
+        "tensor 1 is b float32(2,) on rank 0",
+        f"c float32(1,) on {last()}",
+        "order",
+        act=lambda: wrap([named[0], named[2], named[1]] if odd() else named),
+    )
+
+
+@check
+def names() -> None:
+    named: Named = [("z" if odd() else "a", parameter(3))]
+    raises(DisagreementError, "a float32(3,)", "z float32(3,)", last(), act=lambda: wrap(named))
+
+
+@check
+def settings() -> None:
+    def act(**options: Any) -> None:
+        wrap([("a", parameter(3))], **options)
+
+    schedule = "single" if odd() else "wfbp"
+    raises(DisagreementError, "schedule", "single", last(), act=lambda: act(schedule=schedule))
+    op = wfbp.Sum if odd() else wfbp.Average
+    told = f"op is 'wfbp.Average' on rank 0 and 'wfbp.Sum' on {last()}"
+    raises(DisagreementError, told, act=lambda: act(op=op))
+    limit = 100 if odd() else 200
+    raises(
+        DisagreementError,
+        "threshold_bytes is 200 on rank 0 and 100",
+        act=lambda: act(schedule="threshold", threshold_bytes=limit),
+    )
+
+
+@check
+def classes() -> None:
+    kind = torch.optim.Adam if odd() else torch.optim.SGD
+    optimizer = kind([parameter(3)], lr=0.1)
+    raises(
+        DisagreementError,
+        "the optimizer's class is 'torch.optim.sgd.SGD' on rank 0 and 'torch.optim.adam.Adam'",
+        act=lambda: wfbp.torch.DistributedOptimizer(optimizer),
+    )
+
+
+@check
+def learning_rates() -> None:
+    """They may differ until the first step: one rank may have loaded a checkpoint."""
+    for first in ("step", "synchronize", "clip_grad_norm_"):
+        p = parameter(3)
+        groups = [{"params": [parameter(1)]}, {"params": [p], "lr": 0.3 if odd() else 0.2}]
+        optimizer = wfbp.torch.DistributedOptimizer(torch.optim.SGD(groups, lr=0.1))
+        p.sum().backward()
+        arguments = (1.0,) if first == "clip_grad_norm_" else ()
+        raises(
+            DisagreementError,
+            f"lr of parameter group 1 is 0.2 on rank 0 and 0.3 on {last()}",
+            "broadcast_optimizer_state(optimizer, root_rank=0)",
+            act=lambda o=optimizer, f=first, a=arguments: getattr(o, f)(*a),
+        )
+        wfbp.broadcast_optimizer_state(optimizer, 0)
+        optimizer.step()
+        optimizer.param_groups[1]["lr"] *= (
+            wfbp.rank() + 1
+        )  # from here on it is the program's affair
+        optimizer.step()
+
+
+@check
+def limits_of_clipping() -> None:
+    p = parameter(3)
+    optimizer = wrap([("p", p)])
+    for usual, other, told in (
+        ((1.0,), (2.0,), "max_norm is 1 on rank 0 and 2 on"),
+        ((1.0,), (1.0, float("inf")), "norm_type is 2 on rank 0 and inf on"),
+        ((1.0,), (1.0, 2, True), "error_if_nonfinite is 0 on rank 0 and 1 on"),
+    ):
+        p.sum().backward()
+        arguments = other if odd() else usual
+        raises(
+            DisagreementError,
+            f"rank {wfbp.rank()} of {wfbp.size()}: optimizer.clip_grad_norm_(): ranks disagree",
+            told,
+            last(),
+            act=lambda a=arguments: optimizer.clip_grad_norm_(*a),
+        )
+        optimizer.zero_grad()
+
+
+@check
+def frozen_tensors() -> None:
+    named: Named = [("a", parameter(3)), ("b", parameter(2))]
+    named[0][1].requires_grad_(odd())
+    raises(
+        DisagreementError,
+        "gradient: none on rank 0 only",
+        f"a on {last()} only",
+        act=lambda: wrap(named),
+    )
+
+
+@check
+def many_differences_are_cut_short() -> None:
+    named: Named = [(f"p{k}", parameter(4 if odd() else 3)) for k in range(300)]
+    raises(DisagreementError, "p0 ", "and 295 more", act=lambda: wrap(named))
+
+
+@check
+def a_reducer_disagrees() -> None:
+    raises(
+        DisagreementError,
+        "w float32(3,)",
+        f"w float32(4,) on {last()}",
+        act=lambda: wfbp.GradientReducer([("w", np.zeros(4 if odd() else 3, np.float32))]),
+    )
+
+
+# Operations.
+
+
+@check
+def allreduce() -> None:
+    def act(shape: int = 3, name: str = "x", dtype: str = "float32", op: Any = wfbp.Sum) -> None:
+        wfbp.allreduce(np.zeros(shape, dtype), name=name, op=op)
+
+    for options, found in (
+        ({"shape": 4}, "allreduce(x, float32(4,), op=wfbp.Sum)"),
+        ({"dtype": "float64"}, "allreduce(x, float64(3,), op=wfbp.Sum)"),
+        ({"name": "y"}, "allreduce(y, float32(3,), op=wfbp.Sum)"),
+        ({"op": wfbp.Max}, "allreduce(x, float32(3,), op=wfbp.Max)"),
+    ):
+        mine: dict[str, Any] = options if odd() else {}
+        told = f"allreduce(x, float32(3,), op=wfbp.Sum) on rank 0, {found} on {last()}"
+        raises(DisagreementError, told, act=lambda m=mine: act(**m))
+    tensor = torch.zeros(4 if odd() else 3)
+    raises(DisagreementError, "(3,)", "(4,)", last(), act=lambda: wfbp.torch.allreduce(tensor))
+
+
+@check
+def different_operations() -> None:
+    array = np.zeros(3)
+    raises(
+        DisagreementError,
+        "allreduce",
+        "broadcast",
+        last(),
+        act=lambda: wfbp.broadcast(array, 0, "x") if odd() else wfbp.allreduce(array, "x"),
+    )
+    raises(
+        DisagreementError,
+        "barrier",
+        "allgather",
+        act=lambda: wfbp.allgather(array) if odd() else wfbp.barrier(),
+    )
+    raises(
+        DisagreementError,
+        "broadcast_object",
+        act=lambda: wfbp.broadcast_object(1, root_rank=1 if odd() else 0),
+    )
+    raises(
+        DisagreementError,
+        f"comparing tensors on rank 0, barrier() on {last()}",
+        act=lambda: wfbp.barrier() if odd() else wrap([("a", parameter(3))]),
+    )
+    state = {"a": torch.zeros(3)}
+    raises(
+        DisagreementError,
+        "broadcast_parameters",
+        act=lambda: wfbp.barrier() if odd() else wfbp.torch.broadcast_parameters(state),
+    )
+    raises(
+        DisagreementError,
+        "allgather(x, rows of float64(3,))",
+        "allgather(x, rows of float64(4,))",
+        act=lambda: wfbp.allgather(np.zeros((2, 4 if odd() else 3)), name="x"),
+    )
+
+
+@check
+def parameters() -> None:
+    def act(arrays: dict[str, Any], root: int = 0) -> None:
+        wfbp.broadcast_parameters(arrays, root)
+
+    def mine(usual: Any, other: Any) -> Any:
+        return other if odd() else usual
+
+    three, four = np.zeros(3), np.zeros(4)
+    told = f"a float64(3,) on rank 0, a float64(4,) on {last()}"
+    raises(DisagreementError, told, act=lambda: act({"a": mine(three, four)}))
+    raises(DisagreementError, "b float64(3,)", last(), act=lambda: act({mine("a", "b"): three}))
+    raises(
+        DisagreementError,
+        f"no more on rank 0, b float64(4,) on {last()}",
+        act=lambda: act(mine({"a": three}, {"a": three, "b": four})),
+    )
+    raises(
+        DisagreementError,
+        "root_rank=0 on rank 0",
+        last(),
+        act=lambda: act({"a": three}, mine(0, 1)),
+    )
+    state = {"a": torch.zeros(3, dtype=mine(torch.float32, torch.float64))}
+    raises(DisagreementError, "float64", act=lambda: wfbp.torch.broadcast_parameters(state))
+
+
+# Steps: these end the runtime, so each begins another.
+
+
+def fresh(config: wfbp.Config) -> None:
+    wfbp.shutdown()
+    wfbp.init(config=config)
+
+
+def stepping(
+    act_of_the_last: Any,
+    act_of_the_others: Any,
+    kind: type[Exception],
+    warmup_steps: int,
+    stall_warning_s: float = 60.0,
+) -> str:
+    config = wfbp.Config(
+        schedule="wfbp",
+        warmup_steps=warmup_steps,
+        profile_steps=100,
+        stall_warning_s=stall_warning_s,
+        timeout_s=5.0,
+    )
+    fresh(config)
+    model = nn.Linear(3, 2)
+    optimizer = wrap(list(model.named_parameters()))
+    text = ""
+    try:
+        for step in range(6):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            if step == 3:
+                (act_of_the_last if odd() else act_of_the_others)(optimizer)
+            else:
+                optimizer.step()
+    except kind as error:
+        text = str(error)
+    fresh(config)
+    return text
+
+
+@check
+def one_rank_steps_less_often() -> None:
+    for warmup_steps in (1, 100):  # messages held back, messages under way
+        text = stepping(lambda o: o.zero_grad(), lambda o: o.step(), WfbpError, warmup_steps)
+        assert f"{last()} has left" in text or odd(), text
+
+
+@check
+def one_rank_steps_more_often() -> None:
+    text = stepping(lambda o: (o.step(), o.step()), lambda o: o.step(), WfbpError, 100)
+    assert "rank 0 has left" in text or not odd(), text
+
+
+@check
+def one_rank_is_in_another_collective() -> None:
+    for warmup_steps, act, place in (
+        (1, lambda _: wfbp.barrier(), "in barrier"),
+        (100, lambda o: o.clip_grad_norm_(1.0), "in optimizer.clip_grad_norm_()"),
+    ):
+        text = stepping(act, lambda o: o.zero_grad(), DisagreementError, warmup_steps, 0.3)
+        assert "ranks wait for each other in different places: " in text, text
+        assert f"{last()}: {place}" in text, text
+
+
+@check
+def a_deadlock_beside_jax_is_told() -> None:
+    importlib.import_module("jax")
+    wfbp.broadcast_parameters({"weight": np.ones(3)})
+    assert "wfbp.jax" in sys.modules, "which has looked for JAX's arrays"
+    text = stepping(lambda _: wfbp.barrier(), lambda o: o.zero_grad(), DisagreementError, 100, 0.3)
+    assert "ranks wait for each other in different places: " in text, text

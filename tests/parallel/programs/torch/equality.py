@@ -1,0 +1,195 @@
+"""Training on N ranks against one process on the concatenated batch, for every schedule.
+
+Usage: mpirun -n N python equality.py OUT [SCHEDULES [FURTHER]], both separated by commas; writes
+OUT/rank<r>.json, a list of one record per combination of schedule, optimizer and element type. With
+FURTHER the optimizers are these of ``further_optimizers``.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import wfbp
+import wfbp.torch
+from tests.parallel.programs.torch import further_optimizers
+from wfbp.config import Config
+from wfbp.runtime.tuning import trial
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "auto": {"schedule": "auto"},
+    "oasr": {"schedule": "oasr"},
+    "mgwfbp": {"schedule": "mgwfbp"},
+    "wfbp": {"schedule": "wfbp"},
+    "single": {"schedule": "single"},
+    "threshold": {"schedule": "threshold", "threshold_bytes": 200},
+    "dear": {"schedule": "dear", "threshold_bytes": 300},
+    "ipart": {"schedule": "ipart"},
+    "independent": {"schedule": "independent"},
+    "hybrid": {"schedule": "hybrid"},
+    "ps": {"schedule": "ps"},
+    "ps_layerwise": {"schedule": "ps_layerwise"},
+    "replicated": {"schedule": "ps_layerwise", "optimizer_sharding": False},
+}
+MIN_STEPS = 20
+MAX_STEPS = 120
+BATCH = 6
+
+
+class Model(torch.nn.Module):
+    """Odd sizes, a module used twice, one never used, a scalar parameter, a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(7, 13)
+        self.shared = torch.nn.Linear(13, 13)
+        self.norm = torch.nn.LayerNorm(13)
+        self.unused = torch.nn.Linear(5, 3)
+        self.frozen = torch.nn.Linear(13, 13)
+        self.frozen.requires_grad_(False)
+        self.temperature = torch.nn.Parameter(torch.tensor(1.5))
+        self.last = torch.nn.Linear(13, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        x = torch.tanh(self.shared(x))
+        x = self.norm(self.frozen(torch.tanh(self.shared(x))))
+        out: torch.Tensor = self.last(x) * self.temperature
+        return out
+
+
+def param_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Two groups with different hyperparameters."""
+    flat = [p for p in model.parameters() if p.dim() < 2]
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    return [
+        {"params": matrices, "lr": 0.02, "weight_decay": 0.05},
+        {"params": flat, "lr": 0.005, "weight_decay": 0.0},
+    ]
+
+
+OPTIMIZERS: dict[str, Callable[[torch.nn.Module], torch.optim.Optimizer]] = {
+    "momentum": lambda m: torch.optim.SGD(param_groups(m), momentum=0.9),
+    "nesterov": lambda m: torch.optim.SGD(param_groups(m), momentum=0.9, nesterov=True),
+    # A larger epsilon: the default turns rounding errors of gradients near 0 into full steps.
+    "adamw": lambda m: torch.optim.AdamW(param_groups(m), eps=1e-4),
+    # In float64 these errors are too small for that.
+    "adamw with its default epsilon": lambda m: torch.optim.AdamW(param_groups(m)),
+}
+
+
+DTYPES = {
+    "momentum": (torch.float32,),
+    "nesterov": (torch.float32,),
+    "adamw": (torch.float32,),
+    "adamw with its default epsilon": (torch.float64,),
+}
+
+
+def distance(one: Model, other: Model) -> float:
+    """Largest difference of a parameter, relative to the largest entry of its tensor."""
+    differences = [
+        (a - b).abs().max() / b.abs().max().clamp(min=1e-30)
+        for a, b in zip(one.parameters(), other.parameters(), strict=True)
+    ]
+    return torch.stack(differences).max().item()  # no number where any is none
+
+
+def batch(step: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The batch of all ranks together."""
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(BATCH * size, 7, generator=generator, dtype=torch.float64)
+    y = torch.stack([x[:, 0] * x[:, 1], x[:, 2].sin(), x[:, 3:].sum(1)], 1)
+    return x.to(dtype), y.to(dtype)
+
+
+def loss_of(model: Model, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(model(x), y)
+
+
+def fingerprint(model: Model) -> str:
+    state = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    return hashlib.sha256(state).hexdigest()
+
+
+def train(
+    schedule: str, optimizer_name: str, make: further_optimizers.Make, dtype: torch.dtype
+) -> dict[str, Any]:
+    rank, size = wfbp.rank(), wfbp.size()
+    torch.manual_seed(7)
+    reference = Model().to(dtype)
+    model = copy.deepcopy(reference)
+    before = copy.deepcopy(reference)
+    optimizer = wfbp.torch.DistributedOptimizer(
+        make(model), model.named_parameters(), **SCHEDULES[schedule]
+    )
+    plain = make(reference)
+    phases: list[str] = []
+    after_twenty = float("inf")
+    steps = 0
+    for step in range(MAX_STEPS):
+        x, y = batch(step, size, dtype)
+        plain.zero_grad()
+        loss_of(reference, x, y).backward()
+        plain.step()
+        optimizer.zero_grad()
+        mine = slice(rank * BATCH, (rank + 1) * BATCH)
+        loss_of(model, x[mine], y[mine]).backward()
+        optimizer.step()
+        steps = step + 1
+        phase = optimizer.report().get("phase", "installed")
+        if phase not in phases:
+            phases.append(phase)
+        if steps == MIN_STEPS:
+            after_twenty = distance(model, reference)
+        if steps >= MIN_STEPS and phase == "installed":
+            break
+    everybody = wfbp.allgather_object(fingerprint(model))
+    exchange = optimizer._wfbp_sync
+    return {
+        "schedule": schedule,
+        "optimizer": optimizer_name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "steps": steps,
+        "phases": phases,
+        "plan": optimizer.report().get("schedule"),
+        "shares_state": exchange is not None and exchange.shares_state,
+        "num_groups": optimizer.report().get("num_groups"),
+        "decoupled": exchange is not None and exchange._engine.decoupled,
+        "after_twenty": after_twenty,
+        "at_the_end": distance(model, reference),
+        "moved": (model.first.weight - before.first.weight).abs().max().item(),
+        "ranks_equal": len(set(everybody)) == 1,
+        "unused_has_gradient": model.unused.weight.grad is not None,
+        "unused_moved": not torch.equal(model.unused.weight, before.unused.weight),
+        "frozen_moved": not torch.equal(model.frozen.weight, before.frozen.weight),
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    wfbp.init(
+        config=Config(
+            warmup_steps=1, profile_steps=1, trial_steps=2, trial_min_s=0.0, probe_budget_s=0.05
+        )
+    )
+    only = sys.argv[2].split(",") if len(sys.argv) > 2 else list(SCHEDULES)
+    runs = [(n, make, d) for n, make in OPTIMIZERS.items() for d in DTYPES[n]]
+    if len(sys.argv) > 3 or wfbp.size() > 2:
+        trial._NUM_SEARCHED = 2  # of dear: elsewhere all are searched, which takes long
+    if len(sys.argv) > 3:
+        further = further_optimizers.made(param_groups)
+        runs = [(n, further[n], torch.float64) for n in sys.argv[3].split(",")]
+    records = [train(schedule, *run) for schedule in only for run in runs]
+    Path(sys.argv[1], f"rank{wfbp.rank()}.json").write_text(json.dumps(records))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""Parameters that are frozen, shared, sparse, empty, or oddly laid out."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+import wfbp
+import wfbp.torch
+from tests.parallel.programs.harness import Checks, raises
+from tests.parallel.programs.torch.training import (
+    adamw,
+    averaged,
+    check_training,
+    data,
+    mlp,
+    momentum,
+    passes,
+    same,
+    square,
+)
+
+check = Checks()
+
+
+def thaw(start: int, end: int = 10**9) -> object:
+    def before(model: nn.Module, step: int) -> None:
+        model[0].requires_grad_(start <= step < end)  # type: ignore[index]
+
+    return before
+
+
+@check
+def frozen_then_unfrozen() -> None:
+    for start in range(1, 8):
+        model = mlp(5, 7, 3)
+        model[0].requires_grad_(False)
+        check_training(model, square, adamw, before=thaw(start), steps=14)  # type: ignore[arg-type]
+
+
+@check
+def unfrozen_for_a_while() -> None:
+    model = mlp(5, 7, 3)
+    model[0].requires_grad_(False)
+    check_training(model, square, adamw, before=thaw(3, 8), steps=24)  # type: ignore[arg-type]
+
+
+@check
+def unfrozen_on_one_rank_only() -> None:
+    def backward(model: nn.Module, rank: int, step: int) -> None:
+        model[0].requires_grad_(rank == 0 and step >= 4)  # type: ignore[index]
+        square(model, rank, step)
+
+    model = mlp(5, 7, 3)
+    model[0].requires_grad_(False)
+    check_training(model, backward, adamw, steps=14)
+
+
+@check
+def unfrozen_with_accumulation() -> None:
+    model = mlp(5, 7, 3)
+    model[0].requires_grad_(False)
+    check_training(
+        model,
+        lambda m, r, s: passes(m, r, s, 2),
+        adamw,
+        before=thaw(4),  # type: ignore[arg-type]
+        backward_passes_per_step=2,
+    )
+
+
+@check
+def frozen_from_the_start_to_the_end() -> None:
+    model = mlp(5, 7, 3)
+    model.requires_grad_(False)
+    model[2].requires_grad_(True)
+    check_training(model, square, adamw)
+
+
+@check
+def tied_weights() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(9, 5)
+            self.head = nn.Linear(5, 9, bias=False)
+            self.head.weight = self.embed.weight
+            self.double()
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.head(torch.tanh(self.embed(tokens)))
+            return out
+
+    def backward(model: nn.Module, rank: int, step: int) -> None:
+        tokens = torch.arange(4) + rank + step
+        nn.functional.cross_entropy(model(tokens % 9), (tokens + 1) % 9).backward()
+
+    check_training(Tied(), backward, adamw)
+
+
+@check
+def mixed_element_types() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            kinds = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+            self.weights = nn.ParameterList(
+                nn.Parameter(torch.randn(3 + k % 4, 3).to(kinds[k % 4])) for k in range(8)
+            )
+
+        def forward(self, rank: int, step: int) -> torch.Tensor:
+            terms = [
+                (w * data(step, rank, *w.shape).to(w.dtype)).double().square().sum()
+                for w in self.weights
+            ]
+            return torch.stack(terms).sum()
+
+    def backward(model: nn.Module, rank: int, step: int) -> None:
+        model(rank, step).backward()
+
+    def plain(params: object) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.01)  # type: ignore[arg-type]
+
+    # Averages are rounded once to 8 bits: a step of one unit in the last place is allowed.
+    check_training(Mixed(), backward, plain, tolerance=2.0**-7, steps=6)
+
+
+@check
+def channels_last() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 5, 3),
+        nn.Tanh(),
+        nn.Conv2d(5, 4, (2, 3)),
+        nn.Flatten(),
+        nn.Linear(4 * 5 * 4, 2),
+    ).double()
+    model = model.to(memory_format=torch.channels_last)
+    assert not model[0].weight.is_contiguous()
+
+    def backward(model: nn.Module, rank: int, step: int) -> None:
+        x = data(step, rank, 2, 3, 8, 8).to(memory_format=torch.channels_last)
+        model(x).square().mean().backward()
+
+    check_training(model, backward, momentum)
+    check_training(model, backward, momentum, zero=lambda m, opt: opt.zero_grad(set_to_none=False))
+
+
+@check
+def transposed_parameter() -> None:
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 5, dtype=torch.float64).t())
+            self.gaps = nn.Parameter(torch.randn(4, 6, dtype=torch.float64)[:, ::2])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ self.weight).square().mean() + self.gaps.square().sum() * x.sum()
+
+    def backward(model: nn.Module, rank: int, step: int) -> None:
+        model(data(step, rank, 4, 5)).backward()
+
+    check_training(Transposed(), backward, momentum, schedule="auto")
+
+
+@check
+def empty_and_scalar_parameters() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.empty = nn.Parameter(torch.zeros(0, 3, dtype=torch.float64))
+            self.scalar = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+            self.one = nn.Parameter(torch.ones(1, 1, dtype=torch.float64))
+            self.nothing = nn.Parameter(torch.zeros(0, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            used = self.empty.sum() + self.nothing.sum()
+            return (x * self.scalar + self.one).square().mean() + used
+
+    def backward(model: nn.Module, rank: int, step: int) -> None:
+        model(data(step, rank, 4)).backward()
+
+    check_training(Odd(), backward, momentum)
+
+
+@check
+def sparse_gradients() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Embedding(9, 5, sparse=True), nn.Linear(5, 2)).double()
+
+    def backward(model: nn.Module, rank: int, step: int) -> None:
+        model(torch.tensor([rank, step % 9])).square().sum().backward()
+
+    def plain(params: object) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1)  # type: ignore[arg-type]
+
+    check_training(make(), backward, plain, sparse_as_dense=True)
+    model = make()
+    optimizer = wfbp.torch.DistributedOptimizer(plain(model.parameters()), model.named_parameters())
+    raises(
+        ValueError,
+        "0.weight is sparse",
+        "sparse_as_dense=True",
+        act=lambda: (backward(model, wfbp.rank(), 0), optimizer.step()),
+    )
+
+
+@check
+def sum_instead_of_average() -> None:
+    model = mlp(5, 7, 3)
+    optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()), op=wfbp.Sum)
+    for step in range(8):
+        optimizer.zero_grad()
+        square(model, wfbp.rank(), step)
+        optimizer.synchronize()
+        other = mlp(5, 7, 3)
+        other.load_state_dict(model.state_dict())
+        averaged(other, square, step, wfbp.size())
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            same(p.grad, q.grad * wfbp.size(), "sum", 1e-12)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+
+@check
+def gradients_replaced_in_another_order() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2)).double()
+    model = model.to(memory_format=torch.channels_last)
+    wfbp.broadcast_parameters(model.state_dict())
+    reference = copy.deepcopy(model)
+    optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
+    plain = momentum(reference.parameters())
+
+    def backward(net: nn.Module, rank: int, step: int) -> None:
+        net(data(step, rank, 2, 3, 4, 4)).square().mean().backward()
+
+    def replace(net: nn.Module, step: int) -> None:
+        for p in net.parameters():
+            assert p.grad is not None
+            p.grad = p.grad.mean().expand_as(p) if step % 2 else p.grad.contiguous() * 2
+
+    for step in range(10):
+        optimizer.zero_grad()
+        backward(model, wfbp.rank(), step)
+        optimizer.synchronize()
+        replace(model, step)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        averaged(reference, backward, step, wfbp.size())
+        replace(reference, step)
+        plain.step()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        same(p.detach(), q.detach(), "at the end", 1e-11)

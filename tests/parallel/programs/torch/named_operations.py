@@ -1,0 +1,394 @@
+"""Named operations on tensors: ``named_operations.py OUT MODE [NAME ...]`` under mpirun."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+
+import wfbp.torch as wfbp
+from tests.parallel.programs.harness import Checks, raises
+from wfbp.errors import WfbpError
+
+check = Checks()
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def ranks_sum() -> int:
+    return sum(range(wfbp.size()))
+
+
+@check
+def every_type_and_shape() -> None:
+    rank, size = wfbp.rank(), wfbp.size()
+    for dtype in (*INTEGERS, *FLOATS):
+        for shape in ((), (0,), (3, 2), (4, 0, 2)):
+            tensor = torch.full(shape, rank + 1).to(dtype)
+            for op, want in (
+                (wfbp.Sum, size + ranks_sum()),
+                (wfbp.Min, 1),
+                (wfbp.Max, size),
+            ):
+                found = wfbp.allreduce(tensor, op=op)
+                assert found.dtype == dtype
+                assert found.shape == tensor.shape
+                assert (found == want).all()
+            mean = wfbp.allreduce(tensor)
+            exact = 1 + ranks_sum() / size
+            assert (mean == (exact if dtype in FLOATS else int(exact))).all()
+            found = wfbp.broadcast(tensor, size - 1)
+            assert (found == size).all()
+            if shape:
+                gathered = wfbp.allgather(tensor)
+                assert gathered.shape == (size * shape[0], *shape[1:])
+                assert wfbp.reducescatter(tensor, op=wfbp.Sum).shape[1:] == shape[1:]
+                assert wfbp.alltoall(tensor, [shape[0]] + [0] * (size - 1))[0].dtype == dtype
+    flags = torch.tensor([rank == 0, True])
+    assert wfbp.allreduce(flags, op=wfbp.Sum).tolist() == [True, True]
+    assert wfbp.allreduce(flags, op=wfbp.Min).tolist() == [size == 1, True]
+    assert wfbp.allgather(flags).dtype == torch.bool
+    raises(ValueError, "bool has no average", act=lambda: wfbp.allreduce(flags))
+    raises(ValueError, "complex64", act=lambda: wfbp.allreduce(torch.ones(1) * 1j))
+
+
+@check
+def memory_in_another_order() -> None:
+    size = wfbp.size()
+    whole = torch.arange(12.0).view(3, 4)
+    assert torch.equal(wfbp.allreduce(whole.t()), whole.t())
+    wfbp.allreduce_(whole.t()[::2], op=wfbp.Sum)
+    assert whole.tolist() == [
+        [r * 4 + c if c % 2 else (r * 4 + c) * size for c in range(4)] for r in range(3)
+    ]
+    target = torch.full((2, 3), float(wfbp.rank())).t()
+    assert wfbp.broadcast_(target, 0) is target
+    assert not target.any()
+
+
+@check
+def scaled() -> None:
+    size = wfbp.size()
+    for dtype in INTEGERS[1:]:
+        tensor = torch.tensor([-3, 3, 5], dtype=dtype)
+        found = wfbp.allreduce(tensor, op=wfbp.Sum, prescale_factor=0.5)
+        assert found.tolist() == [-size, size, 2 * size]
+    half = torch.tensor([1.0, 3.0], dtype=torch.float16)
+    assert wfbp.allreduce(half, op=wfbp.Sum, postscale_factor=0.1).dtype == torch.float16
+    found = wfbp.allreduce(torch.ones(2), prescale_factor=2.0, postscale_factor=3.0)
+    assert found.tolist() == [6.0, 6.0]
+    part = wfbp.reducescatter(torch.ones(size), op=wfbp.Sum, postscale_factor=0.5)
+    assert part.tolist() == [size / 2]
+
+
+@check
+def compressed() -> None:
+    for compression in (wfbp.Compression.fp16, wfbp.Compression.bf16):
+        tensor = torch.full((4,), wfbp.rank() + 1.0, requires_grad=True)
+        found = wfbp.allreduce(tensor, compression=compression, op=wfbp.Sum)
+        assert found.dtype == torch.float32
+        assert found.tolist() == [wfbp.size() + ranks_sum()] * 4
+        found.sum().backward()
+        assert tensor.grad is not None
+        assert tensor.grad.tolist() == [wfbp.size()] * 4
+        whole = wfbp.allreduce(torch.ones(2, dtype=torch.int64), compression=compression)
+        assert whole.dtype == torch.int64
+
+
+@check
+def names_in_any_order() -> None:
+    rank, size = wfbp.rank(), wfbp.size()
+    names = [f"n{k}" for k in range(300)]
+    random.Random(rank).shuffle(names)
+    handles = {}
+    for name in names:
+        k = int(name[1:])
+        if k % 10 == 0:
+            handles[name] = wfbp.allgather_async(torch.full((rank + k % 3,), k), name)
+        elif k % 10 == 1:
+            handles[name] = wfbp.broadcast_async(torch.full((2,), k + rank), k % size, name)
+        else:
+            handles[name] = wfbp.allreduce_async(torch.full((k,), float(k + rank)), name=name)
+    random.Random(100 + rank).shuffle(names)
+    wfbp.barrier()
+    for name in names:
+        k = int(name[1:])
+        found = wfbp.synchronize(handles[name])
+        if k % 10 == 0:
+            assert found.tolist() == [k] * sum(r + k % 3 for r in range(size))
+        elif k % 10 == 1:
+            assert found.tolist() == [k + k % size] * 2
+        else:
+            assert found.shape == (k,)
+            assert (found - (k + ranks_sum() / size)).abs().max() < 1e-3 if k else True
+
+
+@check
+def handles() -> None:
+    tensor = torch.ones(2)
+    handle = wfbp.allreduce_async_(tensor, name="mine", op=wfbp.Sum)
+    raises(ValueError, "'mine' is pending", act=lambda: wfbp.allreduce_async(tensor, name="mine"))
+    while not wfbp.poll(handle):
+        time.sleep(1e-4)
+    raises(ValueError, "'mine' is pending", act=lambda: wfbp.allreduce_async(tensor, name="mine"))
+    # What is complete keeps its name from operations of its kind alone.
+    wfbp.barrier()
+    assert wfbp.allgather(torch.ones(1), "mine").tolist() == [1.0] * wfbp.size()
+    assert wfbp.synchronize(handle) is tensor
+    assert tensor.tolist() == [wfbp.size()] * 2
+    raises(ValueError, "of no pending operation", act=lambda: wfbp.synchronize(handle))
+    raises(ValueError, "of no pending operation", act=lambda: wfbp.poll(handle))
+    assert wfbp.allreduce(torch.ones(1), name="mine").tolist() == [1.0]
+    raises(ValueError, "average and op", act=lambda: wfbp.allreduce(tensor, True, op=wfbp.Sum))
+
+
+@check
+def poll_does_not_claim_too_early() -> None:
+    rank, size = wfbp.rank(), wfbp.size()
+    handle = -1
+    if rank < size - 1:
+        handle = wfbp.allreduce_async(torch.ones(1), name="late")
+        for _ in range(50):
+            assert not wfbp.poll(handle)
+    wfbp.barrier()
+    if rank == size - 1:
+        handle = wfbp.allreduce_async(torch.ones(1), name="late")
+    assert wfbp.synchronize(handle).tolist() == [1.0]
+
+
+@check
+def what_does_not_match_is_an_error_on_all_ranks() -> None:
+    rank, size = wfbp.rank(), wfbp.size()
+    if size == 1:
+        return
+    odd = rank == size - 1
+    others = " 0" if size == 2 else "s " + ", ".join(map(str, range(size - 1)))
+    zeros = torch.zeros(2), 0
+    for text, act in (
+        ("shape", lambda: wfbp.allreduce(torch.ones(2 + odd), name="x")),
+        (
+            "the element type",
+            lambda: wfbp.allreduce(torch.ones(2, dtype=INTEGERS[3 + odd]), name="x"),
+        ),
+        ("op", lambda: wfbp.allreduce(torch.ones(2), name="x", op=wfbp.Max if odd else wfbp.Sum)),
+        ("root_rank", lambda: wfbp.broadcast(torch.ones(2), int(odd), "x")),
+        ("all dimensions but the first", lambda: wfbp.allgather(torch.ones(2, 2 + odd), "x")),
+        (
+            "the operation",
+            lambda: wfbp.allgather(torch.ones(2), "x") if odd else wfbp.broadcast(*zeros, "x"),
+        ),
+    ):
+        who = f"rank{others}: ", f"rank {size - 1}: "
+        raises(RuntimeError, f"disagree on {text}", "'x'", *who, act=act)
+    # The runtime goes on.
+    assert wfbp.allreduce(torch.ones(1), name="x").tolist() == [1.0]
+
+
+@check
+def all_to_all() -> None:
+    rank, size = wfbp.rank(), wfbp.size()
+    rows = torch.arange(size * (rank + 1), dtype=torch.float64)[:, None].expand(-1, 2)
+    found, received = wfbp.alltoall(rows, torch.tensor([rank + 1] * size))
+    assert received.tolist() == list(range(1, size + 1))
+    assert received.dtype == torch.int32
+    want = [float(rank * (r + 1) + k) for r in range(size) for k in range(r + 1)]
+    assert found[:, 1].tolist() == want
+    raises(ValueError, "add up to", act=lambda: wfbp.alltoall(torch.ones(3), [1] * size + [1]))
+    raises(ValueError, "float32", act=lambda: wfbp.alltoall(torch.ones(3), torch.ones(size)))
+    if size > 1:
+        raises(ValueError, "no equal parts", act=lambda: wfbp.alltoall(torch.ones(size + 1)))
+
+
+@check
+def gradients_as_in_horovod() -> None:
+    rank, size = wfbp.rank(), wfbp.size()
+    weight = float(rank + 1)
+    total = sum(range(1, size + 1))
+
+    def grad_of(act: object, rows: int = 2) -> list[float]:
+        tensor = torch.ones(rows, requires_grad=True)
+        (act(tensor) * weight).sum().backward()  # type: ignore[operator]
+        assert tensor.grad is not None
+        return tensor.grad.tolist()
+
+    assert grad_of(lambda t: wfbp.allreduce(t, op=wfbp.Sum)) == [total] * 2
+    assert grad_of(lambda t: wfbp.allreduce(t)) == pytest.approx([total / size] * 2)
+    assert grad_of(lambda t: wfbp.allreduce(t, op=wfbp.Sum, prescale_factor=3)) == [3 * total] * 2
+    assert grad_of(wfbp.allgather) == pytest.approx([total / size] * 2)
+    own = total / size if rank == 0 else 0
+    assert grad_of(lambda t: wfbp.broadcast(t, 0)) == pytest.approx([own] * 2)
+    found = grad_of(lambda t: wfbp.alltoall(t, [1] * size)[0], size)
+    assert found == [r + 1.0 for r in range(size)]
+    found = grad_of(lambda t: wfbp.reducescatter(t, op=wfbp.Sum), size)
+    assert found == [size * (r + 1.0) for r in range(size)]
+    assert grad_of(wfbp.reducescatter, size) == [r + 1.0 for r in range(size)]
+    assert (
+        grad_of(lambda t: sum(wfbp.grouped_allreduce([t, 2 * t], op=wfbp.Sum))) == [3 * total] * 2
+    )
+    assert grad_of(lambda t: torch.cat(wfbp.grouped_allgather([t, t]))) == pytest.approx(
+        [2 * total / size] * 2
+    )
+    found = grad_of(lambda t: torch.cat(wfbp.grouped_reducescatter([t, t])), size)
+    assert found == [2 * (r + 1.0) for r in range(size)]
+    with pytest.raises(RuntimeError, match="has no gradient"):
+        grad_of(lambda t: wfbp.allreduce(t, op=wfbp.Max))
+    # A second derivative: of the sum over ranks of the cube of the sum over ranks.
+    x = torch.tensor([1.0], requires_grad=True)
+    (first,) = torch.autograd.grad(wfbp.allreduce(x, op=wfbp.Sum) ** 3, x, create_graph=True)
+    first.backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [6.0 * size**3]
+
+
+@check
+def gradients_that_only_one_rank_wants() -> None:
+    rank = wfbp.rank()
+    tensor = torch.ones(2, requires_grad=rank == 0)
+    found = wfbp.allgather(3 * tensor)
+    assert found.requires_grad
+    found.sum().backward()
+    assert (tensor.grad is None) == (rank > 0)
+    if rank == 0:
+        assert tensor.grad is not None
+        assert tensor.grad.tolist() == [3.0] * 2
+    assert not wfbp.allgather(tensor.detach()).requires_grad
+    with torch.no_grad():
+        assert not wfbp.allreduce(tensor).requires_grad
+    assert not wfbp.allreduce(torch.ones(1, dtype=torch.int32)).requires_grad
+
+
+@check
+def contrastive_training() -> None:
+    """Features gathered inside the loss: the encoder learns, as in one process with all data."""
+    rank, size = wfbp.rank(), wfbp.size()
+    torch.manual_seed(3)
+    encoder = torch.nn.Linear(4, 3)
+    data = torch.randn(2 * size, 4)
+
+    def loss(features: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(features @ features.t(), torch.arange(2 * size))
+
+    loss(encoder(data)).backward()
+    want = encoder.weight.grad
+    assert want is not None
+    encoder.weight.grad = None
+    loss(wfbp.allgather(encoder(data[2 * rank : 2 * rank + 2]))).backward()
+    # Each rank's loss is that of all data, and its gradient the part that its own features have.
+    assert encoder.weight.grad is not None
+    found = wfbp.allreduce(encoder.weight.grad, op=wfbp.Sum)
+    assert torch.allclose(found, want, atol=1e-5)
+
+
+@check
+def sparse() -> None:
+    rank, size = wfbp.rank(), wfbp.size()
+    dense = torch.zeros(5, 2)
+    dense[rank % 5] = rank + 1.0
+    found = wfbp.sparse_allreduce_async(dense.to_sparse(), "rows", wfbp.Average)()
+    assert torch.allclose(found.to_dense(), wfbp.allreduce(dense))
+    found = wfbp.sparse_allreduce_async(dense.to_sparse(), op=wfbp.Sum)()
+    assert torch.equal(found.to_dense(), wfbp.allreduce(dense, op=wfbp.Sum))
+    assert size
+
+
+@check
+def adasum() -> None:
+    rank, size = wfbp.rank(), wfbp.size()
+    if size & (size - 1):
+        raises(
+            ValueError, "power of two", act=lambda: wfbp.allreduce(torch.ones(2), op=wfbp.Adasum)
+        )
+        return
+    alike = wfbp.allreduce(torch.full((3,), 2.0), op=wfbp.Adasum)
+    assert alike.tolist() == [2.0] * 3
+    apart = torch.zeros(size)
+    apart[rank] = rank + 1.0
+    assert wfbp.allreduce(apart, op=wfbp.Adasum).tolist() == [r + 1.0 for r in range(size)]
+    raises(RuntimeError, "only allreduce", act=lambda: wfbp.reducescatter(apart, op=wfbp.Adasum))
+
+
+@check
+def groups_in_place() -> None:
+    group = [torch.full((k,), float(wfbp.rank())) for k in range(4)]
+    found = wfbp.grouped_allreduce_(group, name="all of them", op=wfbp.Sum)
+    assert [t.tolist() for t in found] == [[float(ranks_sum())] * k for k in range(4)]
+    assert all(a is b for a, b in zip(found, group, strict=True))
+    handle = wfbp.grouped_reducescatter_async([torch.ones(wfbp.size())] * 2, op=wfbp.Sum)
+    assert [t.tolist() for t in wfbp.synchronize(handle)] == [[float(wfbp.size())]] * 2
+
+
+@check
+def process_sets() -> None:
+    rank, size = wfbp.rank(), wfbp.size()
+    assert wfbp.global_process_set.process_set_id == 0
+    assert wfbp.global_process_set.ranks == list(range(size))
+    raises(ValueError, "exists already", act=lambda: wfbp.add_process_set(range(size)))
+    raises(ValueError, "expected different ones", act=lambda: wfbp.add_process_set([0, size]))
+    stranger = wfbp.ProcessSet([0])
+    raises(ValueError, "add_process_set()", act=stranger.size)
+    if size == 1:
+        return
+    last = wfbp.add_process_set(wfbp.ProcessSet([size - 1]))
+    raises(ValueError, "exists already", act=lambda: wfbp.add_process_set([size - 1]))
+    even = wfbp.add_process_set(range(0, size, 2)) if size > 2 else last
+    assert even.included() == (rank in even.ranks)
+    if even.included():
+        found = wfbp.allreduce(torch.tensor(rank), op=wfbp.Sum, process_set=even)
+        assert found == sum(even.ranks)
+        assert even.ranks[even.rank()] == rank
+        found = wfbp.allgather(torch.tensor([rank]), process_set=even)
+        assert found.tolist() == even.ranks
+        found = wfbp.broadcast(torch.tensor(rank), even.ranks[-1], process_set=even)
+        assert found == even.ranks[-1]
+        handle = wfbp.allreduce_async(torch.ones(1), name="mine", process_set=even)
+        # Names are those of a set.
+        other = wfbp.allreduce_async(torch.ones(1), name="mine")
+        wfbp.synchronize(handle)
+        wfbp.barrier(even)
+    else:
+        raises(ValueError, "is not in the process set", act=lambda: wfbp.barrier(even))
+        assert even.rank() == -1
+        other = wfbp.allreduce_async(torch.ones(1), name="mine")
+    wfbp.synchronize(other)
+    wfbp.remove_process_set(last)
+    raises(ValueError, "add_process_set()", act=last.size)
+    if even is not last:
+        assert wfbp.remove_process_set(even)
+    assert not wfbp.remove_process_set(wfbp.global_process_set)
+
+
+@check
+def uneven_data() -> None:
+    rank, size = wfbp.rank(), wfbp.size()
+    ones = torch.ones(2)
+    for first in range(size):
+        if rank != first:
+            assert wfbp.allreduce(ones, op=wfbp.Sum).tolist() == [size - 1.0] * 2
+            found = wfbp.allreduce(torch.ones(3), op=wfbp.Sum, name="step")
+            assert found.tolist() == [size - 1.0] * 3
+            if size > 1:
+                raises(WfbpError, f"rank {first} called join()", act=lambda: wfbp.allgather(ones))
+        last = wfbp.join()
+        assert last != first or size == 1
+        assert set(wfbp.allgather(torch.tensor([last])).tolist()) == {last}
+
+
+@check
+def barriers_and_pending_operations() -> None:
+    handles = [
+        wfbp.broadcast_async(torch.eye(3), 0),
+        wfbp.allgather_async(torch.eye(5)),
+        wfbp.allreduce_async(torch.eye(5)),
+    ]
+    if wfbp.rank() == 0:
+        wfbp.barrier()
+        late = wfbp.allreduce_async(torch.ones(1), name="late")
+    else:
+        late = wfbp.allreduce_async(torch.ones(1), name="late")
+        wfbp.barrier()
+    assert torch.equal(wfbp.synchronize(handles[2]), torch.eye(5))
+    for handle in (*handles[:2], late):
+        wfbp.synchronize(handle)

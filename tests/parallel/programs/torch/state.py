@@ -1,0 +1,230 @@
+"""Optimizer state that one rank asks for alone, and that is broadcast in mid-training."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import wfbp
+import wfbp.torch
+from tests.parallel.programs.harness import Checks
+from tests.parallel.programs.torch.training import (
+    adamw,
+    averaged,
+    compare,
+    data,
+    mlp,
+    momentum,
+    same,
+    square,
+    step_both,
+)
+
+check = Checks()
+
+SCHEDULES = (None, "independent", "ps_layerwise")
+"""The mode's own, and such as decouple from the first step on."""
+
+
+def twins() -> tuple[nn.Sequential, nn.Sequential]:
+    """Two models with the same parameters, on all ranks; some shards of some ranks are empty."""
+    model = mlp(5, 7, 3)
+    wfbp.broadcast_parameters(model.state_dict())
+    return model, copy.deepcopy(model)
+
+
+def wrapped(model: nn.Module, make: Callable[[Any], Any], **options: Any) -> Any:
+    return wfbp.torch.DistributedOptimizer(
+        make(model.parameters()), model.named_parameters(), **options
+    )
+
+
+def alike(found: dict[str, Any], plain: torch.optim.Optimizer, where: str) -> None:
+    """A whole state is that of one process."""
+    wanted = plain.state_dict()["state"]
+    assert found["state"].keys() == wanted.keys(), where
+    for k, values in wanted.items():
+        assert found["state"][k].keys() == values.keys(), where
+        for key, value in values.items():
+            mine = torch.as_tensor(found["state"][k][key])
+            same(mine, torch.as_tensor(value), f"{where}: {key} of {k}", 1e-11)
+
+
+@check
+def one_rank_alone_takes_the_state() -> None:
+    """Rank 0 and the last one in turns, early and late, while others go on, also slow ones."""
+    rank, size = wfbp.rank(), wfbp.size()
+    for schedule in SCHEDULES:
+        for make in (adamw, momentum):
+            model, reference = twins()
+            optimizer, plain = wrapped(model, make, schedule=schedule), make(reference.parameters())
+            for step in range(9):
+                step_both(model, optimizer, reference, plain, step)
+                if step % 4 == 3 and rank == 1:
+                    time.sleep(0.1)
+                for asks in (0, size - 1):
+                    if rank == asks and step % 2 == asks % 2:
+                        where = f"{schedule}, step {step}, rank {rank}"
+                        alike(optimizer.state_dict(), plain, where)
+                if step % 3 == 2:
+                    compare(model, reference, f"{schedule}, step {step}", 1e-11)
+            alike(optimizer.state_dict(), plain, f"{schedule}: at the end, on all")
+            if rank == 0:
+                alike(optimizer.state_dict(), plain, f"{schedule}: behind the last step")
+
+
+@check
+def state_that_was_taken_is_a_copy() -> None:
+    """Counts of steps, too: a plain optimizer that has loaded it steps on by itself."""
+    rank = wfbp.rank()
+    model, reference = twins()
+    optimizer, plain = wrapped(model, adamw, schedule="independent"), adamw(reference.parameters())
+    for step in range(4):
+        step_both(model, optimizer, reference, plain, step)
+    if rank == 0:
+        taken = optimizer.state_dict()
+        for values in taken["state"].values():
+            for value in values.values():
+                value.add_(1.0)
+    wfbp.barrier()
+    alike(optimizer.state_dict(), plain, "another rank has changed what it had taken")
+
+
+@check
+def state_is_asked_for_when_others_have_let_it_go() -> None:
+    """The other ranks have loaded, emptied or dropped what rank 0 still wants to save."""
+    rank = wfbp.rank()
+    for lets_go in ("load", "empty", "replace", "drop", "wrap"):
+        model, reference = twins()
+        original = adamw(model.parameters())
+        optimizer = wfbp.torch.DistributedOptimizer(original, schedule="independent")
+        plain = adamw(reference.parameters())
+        for step in range(4):
+            step_both(model, optimizer, reference, plain, step)
+        empty = torch.optim.AdamW(mlp(5, 7, 3).parameters(), lr=0.01, weight_decay=0.1)
+        if rank == 0:
+            time.sleep(0.2)
+            alike(optimizer.state_dict(), plain, lets_go)
+        if lets_go == "load":
+            optimizer.load_state_dict(empty.state_dict())
+        elif lets_go == "empty":
+            optimizer.state.clear()
+        elif lets_go == "replace":
+            optimizer.state = copy.copy(empty.state)
+        elif lets_go == "drop":
+            del optimizer, original
+            continue
+        else:
+            optimizer = wfbp.torch.DistributedOptimizer(original, schedule="ipart")
+        if lets_go != "wrap":
+            assert optimizer.state_dict()["state"] == {}, lets_go
+            plain.state.clear()
+        for step in range(4, 8):
+            step_both(model, optimizer, reference, plain, step)
+        compare(model, reference, lets_go, 1e-11)
+        if rank == wfbp.size() - 1:
+            alike(optimizer.state_dict(), plain, lets_go)
+
+
+@check
+def state_is_broadcast_in_mid_training() -> None:
+    """And then whatever a program may do."""
+    for schedule in SCHEDULES:
+        model, reference = twins()
+        make = adamw
+        optimizer, plain = wrapped(model, make, schedule=schedule), make(reference.parameters())
+        extra, twin = (nn.Parameter(torch.ones(4, dtype=torch.float64)) for _ in range(2))
+
+        def backward(net: nn.Module, rank: int, step: int, twin: Any = None) -> None:
+            square(net, rank, step)
+
+        step = 0
+        for then in ("nothing", "state_dict", "broadcast", "closure", "load", "group", "wrap"):
+            for _ in range(3):
+                step_both(model, optimizer, reference, plain, step, backward)
+                step += 1
+            wfbp.broadcast_optimizer_state(optimizer, root_rank=step % wfbp.size())
+            where = f"{schedule}, {then}"
+            if then == "state_dict":
+                alike(optimizer.state_dict(), plain, where)
+            elif then == "broadcast":
+                wfbp.broadcast_optimizer_state(optimizer, root_rank=0)
+            elif then == "closure":
+
+                def closure(
+                    step: int = step, optimizer: Any = optimizer, model: Any = model
+                ) -> Any:
+                    optimizer.zero_grad()
+                    loss = model(data(step, wfbp.rank(), 4, 5)).square().mean()
+                    loss.backward()
+                    return loss
+
+                optimizer.step(closure)
+                averaged(reference, square, step, wfbp.size())
+                plain.step()
+                step += 1
+            elif then == "load":
+                optimizer.load_state_dict(optimizer.state_dict())
+            elif then == "group":
+                optimizer.add_param_group({"params": [extra]})
+                plain.add_param_group({"params": [twin]})
+            elif then == "wrap":
+                optimizer = wfbp.torch.DistributedOptimizer(
+                    getattr(optimizer, "_wfbp_original", optimizer), schedule=schedule
+                )
+            compare(model, reference, where, 1e-11)
+        for _ in range(3):
+            step_both(model, optimizer, reference, plain, step, backward)
+            step += 1
+        compare(model, reference, f"{schedule}: at the end", 1e-11)
+        alike(optimizer.state_dict(), plain, f"{schedule}: at the end")
+
+
+class WideState(torch.optim.Optimizer):
+    """Momentum in float32, whatever the parameters are."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    wide = torch.zeros_like(p, dtype=torch.float32)
+                    mean = self.state[p].setdefault("mean", wide)
+                    mean.mul_(0.9).add_(p.grad.float())
+                    p.copy_(p.float() - group["lr"] * mean)
+
+
+@check
+def state_that_is_wider_than_its_parameters() -> None:
+    """Equal types and bits on all ranks behind a broadcast, and from then on."""
+    for schedule in SCHEDULES:
+        for distributed in (True, False):
+            model = mlp(5, 7, 3).bfloat16()
+            wfbp.broadcast_parameters(model.state_dict())
+            plain = WideState(model.parameters())
+            optimizer: Any = plain
+            if distributed:
+                optimizer = wfbp.torch.DistributedOptimizer(plain, schedule=schedule)
+            for step in range(8):
+                if step == 5:
+                    wfbp.broadcast_optimizer_state(optimizer, root_rank=0)
+                    for k, values in optimizer.state_dict()["state"].items():
+                        mean = values["mean"]
+                        assert mean.dtype is torch.float32, f"{schedule}: {k} on {wfbp.rank()}"
+                        for theirs in wfbp.allgather(mean[None]):
+                            same(theirs, mean, f"{schedule}: state {k}")
+                optimizer.zero_grad()
+                rank = wfbp.rank() if distributed else 0
+                model(data(step, rank, 4, 5, dtype=torch.bfloat16)).square().mean().backward()
+                optimizer.step()
+            for p in model.parameters():
+                for theirs in wfbp.allgather(p.detach().float()[None]):
+                    same(theirs, p.detach().float(), f"{schedule}: parameters")
