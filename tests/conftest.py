@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,32 +31,48 @@ def pytest_unconfigure() -> None:
         shutil.rmtree(os.environ.pop(FOLDER), ignore_errors=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Share the tests out among processes (pytest-xdist): what one job answers goes together.
-
-    Jobs come first: they take long, and the many short files behind them fill every process.
-    """
-    jobs, others = [], []
-    for item in items:
-        group = item.path.as_posix()
-        parallel = item.get_closest_marker("parallel") is not None
-        if parallel and isinstance(item, pytest.Function):
-            parameters = item.callspec.params if hasattr(item, "callspec") else {}
-            values = [str(v) for k, v in parameters.items() if k in RUN_PARAMETERS]
-            group = "-".join([group, item.originalname, *values])
-            if isinstance(job := parameters.get("job"), runs.Job):  # also for other files
-                group = f"{job.program}-{job}"
-        item.add_marker(pytest.mark.xdist_group(group))
-        (jobs if parallel else others).append(item)
-    items[:] = jobs + others
+def group_of(item: pytest.Item) -> str:
+    """Tests of one group run in one process: those that an MPI job answers, or one file's."""
+    if item.get_closest_marker("parallel") is None or not isinstance(item, pytest.Function):
+        return str(item.path)
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    if isinstance(job := parameters.get("job"), runs.Job):  # also for other files
+        return f"{job.program}-{job}"
+    values = [str(value) for key, value in parameters.items() if key in RUN_PARAMETERS]
+    return "-".join([str(item.path), item.originalname, *values])
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Jobs have those checks alone of which there are tests."""
+    """Jobs have those checks alone of which there are tests, and come first.
+
+    They take long; the many short files behind them fill every process.
+    """
     for item in session.items:
-        parameters = getattr(item, "callspec", None) and item.callspec.params
-        if parameters and isinstance(parameters.get("job"), runs.Job):
-            runs.selected[parameters["job"]].add(parameters["name"])
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if isinstance(job := parameters.get("job"), runs.Job):
+            runs.selected[job].add(parameters["name"])
+    groups = {item.nodeid: group_of(item) for item in session.items}
+    session.items.sort(key=lambda item: item.get_closest_marker("parallel") is None)
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        Path(os.environ[FOLDER], f"groups-{worker}.json").write_text(json.dumps(groups))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Share the tests out among processes (``pytest -n 2``), group by group, in their order."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        groups: dict[str, str] | None = None
+
+        def _split_scope(self, nodeid: str) -> str:
+            if self.groups is None:  # as the processes that have collected the tests tell
+                (file, *_) = Path(os.environ[FOLDER]).glob("groups-*.json")
+                self.groups = json.loads(file.read_text())
+            return self.groups[nodeid]
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
 
 
 @pytest.fixture(params=["mpich", "openmpi"])
