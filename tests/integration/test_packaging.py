@@ -77,6 +77,15 @@ def pip(python: Path, *arguments: str | Path, cwd: Path, **environment: str) -> 
 
 
 @pytest.fixture
+def quick(tmp_path: Path) -> dict[str, str]:
+    """Variables of a compiler that optimizes nothing; what it builds is not timed here."""
+    wrapper = tmp_path / "compiler"
+    wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("c++")} "$@" -O0\n')
+    wrapper.chmod(0o755)
+    return {"CC": str(wrapper), "CXX": str(wrapper)}
+
+
+@pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A copy of the sources, so that nothing is built inside the checkout."""
     return Path(shutil.copytree(ROOT, tmp_path / "source", ignore=NOT_SOURCE))
@@ -89,10 +98,10 @@ def empty(tmp_path: Path) -> Path:
     return tmp_path / "env" / "bin" / "python"
 
 
-def test_sdist_and_wheel(source: Path, empty: Path, tmp_path: Path) -> None:
+def test_sdist_and_wheel(source: Path, empty: Path, tmp_path: Path, quick: dict[str, str]) -> None:
     dist = tmp_path / "dist"
     # Without a choice, the wheel is built from the sdist: so the sdist is complete.
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", dist, cwd=source)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", dist, cwd=source, **quick)
     (sdist,), (wheel,) = dist.glob("*.tar.gz"), dist.glob("*.whl")
     with tarfile.open(sdist) as archive:
         shipped = {name.partition("/")[2] for name in archive.getnames()}
@@ -117,7 +126,9 @@ def test_sdist_and_wheel(source: Path, empty: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["plain", "editable"])
-def test_install_without_a_compiler(source: Path, empty: Path, tmp_path: Path, how: str) -> None:
+def test_install_without_a_compiler(
+    source: Path, empty: Path, tmp_path: Path, quick: dict[str, str], how: str
+) -> None:
     needs = ("setuptools", "pybind11", "numpy")
     pip(empty, "install", "-c", ROOT / "constraints.txt", *needs, cwd=tmp_path)
     what = ("-e", source) if how == "editable" else (source,)
@@ -129,7 +140,7 @@ def test_install_without_a_compiler(source: Path, empty: Path, tmp_path: Path, h
     assert told.count("packing goes through NumPy") == 1, told
     assert f"from={source if how == 'editable' else empty.parents[1]}" in told
     if how == "editable":  # with a compiler, the next installation has it
-        told = pip(empty, "install", *options, *what, cwd=tmp_path)
+        told = pip(empty, "install", *options, *what, cwd=tmp_path, **quick)
         assert SAYS_SO not in told
         assert "available=True" in run(empty, "-I", "-c", SMOKE, cwd=tmp_path)
 
