@@ -105,12 +105,13 @@ class SuccessiveElimination:
             if i in kept and i != best
         )
 
-    def narrow(self, limit: float, most: int) -> list[int]:
+    def narrow(self, limit: float, most: int, least: int = 1) -> list[int]:
         """Drop alternatives by their differences alone, however uncertain these are.
 
         Args:
             limit: who is slower than the best one by a larger share is dropped.
             most: alternatives that stay, the fastest ones; at least one.
+            least: alternatives that stay in any case, if no more than ``most``.
 
         Returns:
             Who was dropped, the fastest first.
@@ -118,7 +119,8 @@ class SuccessiveElimination:
         best = self.best
         differences = {i: self._difference(i, best)[0] for i in self.alive}
         order = sorted(self.alive, key=lambda i: (differences[i], i != best, i))
-        kept = {i for i in order[:most] if differences[i] <= math.log1p(limit)}
+        near = sum(difference <= math.log1p(limit) for difference in differences.values())
+        kept = set(order[: min(most, max(near, least))])
         self.alive = [i for i in self.alive if i in kept]
         return [i for i in order if i not in kept]
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from wfbp.core.checks import number
 from wfbp.core.cost import CostModel, Costs, Floats, LinearCost
 from wfbp.core.plan import Plan
-from wfbp.core.timeline import iteration_s
+from wfbp.core.timeline import iteration_by_kappa
 from wfbp.core.trace import Trace
 
 MAX_KAPPA = 9.0
@@ -117,7 +117,9 @@ def fit_kappa(trace: Trace, costs: Costs, measured: Sequence[tuple[Plan, float]]
         ValueError: nothing measured, or a time that is not above 0.
 
     Example:
+        >>> from dataclasses import replace
         >>> from wfbp.core.planners import plan
+        >>> from wfbp.core.timeline import iteration_s
         >>> from wfbp.core.trace import TraceTensor
         >>> from wfbp.core.types import TensorSpec
         >>> trace = Trace("t", tuple(
@@ -134,12 +136,11 @@ def fit_kappa(trace: Trace, costs: Costs, measured: Sequence[tuple[Plan, float]]
         if not number(f"measured[{index}] seconds", seconds) > 0:
             raise ValueError(f"measured[{index}] seconds: expected more than 0, found {seconds!r}")
 
+    predictions = [(iteration_by_kappa(plan, trace, costs), seconds) for plan, seconds in measured]
+
     def error(slowdown: float) -> float:
-        with_kappa = replace(costs, kappa=slowdown / (1.0 - slowdown))
-        return sum(
-            (iteration_s(plan, trace, with_kappa) / seconds - 1.0) ** 2
-            for plan, seconds in measured
-        )
+        kappa = slowdown / (1.0 - slowdown)
+        return sum((predict(kappa) / seconds - 1.0) ** 2 for predict, seconds in predictions)
 
     highest = MAX_KAPPA / (1.0 + MAX_KAPPA)
     grid = [highest * k / (_GRID - 1) for k in range(_GRID)]

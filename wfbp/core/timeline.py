@@ -5,8 +5,10 @@ Backward and forward are phases: groups leave in order, each when it is ready an
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,7 +18,7 @@ from wfbp.core.plan import Plan
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation
 
-__all__ = ["GroupTiming", "Timeline", "iteration_s", "timeline"]
+__all__ = ["GroupTiming", "Timeline", "iteration_by_kappa", "iteration_s", "timeline"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +62,48 @@ def backward_phase(plan: Plan, trace: Trace, costs: Costs) -> PhaseTiming:
     Raises:
         ValueError: plan and trace are not of the same tensors.
     """
+    rows = _backward_rows(plan, trace, costs)
+    spans, clocks, walls = _send_in_backward(rows, costs.kappa)
+    ready_s = [row.ready_s for row in rows] + [trace.backward_s]
+    if costs.kappa > 0.0:
+        ready_s = np.interp(ready_s, clocks, walls).tolist()
+    timings = tuple(
+        GroupTiming(at, start, end, row.nbytes)
+        for at, (start, end), row in zip(ready_s, spans, rows, strict=False)
+    )
+    return PhaseTiming(timings, ready_s[-1], max(walls[-1], ready_s[-1]))
+
+
+class _BackwardRow(NamedTuple):
+    """A group of backward: when it is ready on the compute clock, and its channel time."""
+
+    ready_s: float
+    cost_s: float
+    nbytes: int
+
+
+def _backward_rows(plan: Plan, trace: Trace, costs: Costs) -> list[_BackwardRow]:
     check_same_tensors(plan, trace)
     ready_clock = trace.ready_times_s[::-1]
     sizes = [t.spec.nbytes for t in trace.tensors]
-    backward_s = ready_clock[0]
-    lag = costs.kappa / (1.0 + costs.kappa)
     cost_of = {operation: costs.of(operation) for operation in Operation}
-    free_clock = end_s = busy_s = 0.0
-    clocks, walls = [0.0], [0.0]
     rows = []
     for group in plan.groups[: plan.num_backward]:
         nbytes = sum(sizes[k] for k in group.tensors)
-        cost_s = cost_of[group.operation](nbytes)
-        ready = max(ready_clock[k] for k in group.tensors) if plan.overlap else backward_s
+        ready_s = max(ready_clock[k] for k in group.tensors) if plan.overlap else ready_clock[0]
+        rows.append(_BackwardRow(ready_s, cost_of[group.operation](nbytes), nbytes))
+    return rows
+
+
+def _send_in_backward(
+    rows: Sequence[_BackwardRow], kappa: float
+) -> tuple[list[tuple[float, float]], list[float], list[float]]:
+    """When each group starts and ends, and points of the compute clock with their wall times."""
+    lag = kappa / (1.0 + kappa)
+    free_clock = end_s = busy_s = 0.0
+    clocks, walls = [0.0], [0.0]
+    spans = []
+    for ready, cost_s, _ in rows:
         if free_clock >= ready:
             start_clock, start_s = free_clock, end_s
         else:
@@ -82,15 +113,8 @@ def backward_phase(plan: Plan, trace: Trace, costs: Costs) -> PhaseTiming:
         busy_s += cost_s
         clocks += (start_clock, free_clock)
         walls += (start_s, end_s)
-        rows.append((ready, start_s, end_s, nbytes))
-    ready_s = [row[0] for row in rows] + [backward_s]
-    if costs.kappa > 0.0:
-        ready_s = np.interp(ready_s, clocks, walls).tolist()
-    timings = tuple(
-        GroupTiming(at, start, end, nbytes)
-        for at, (_, start, end, nbytes) in zip(ready_s, rows, strict=False)
-    )
-    return PhaseTiming(timings, ready_s[-1], max(end_s, ready_s[-1]))
+        spans.append((start_s, end_s))
+    return spans, clocks, walls
 
 
 def forward_phase(plan: Plan, trace: Trace, costs: Costs) -> PhaseTiming:
@@ -99,20 +123,45 @@ def forward_phase(plan: Plan, trace: Trace, costs: Costs) -> PhaseTiming:
     What is left of forward at a tensor follows its all-gather, so on the compute clock forward
     ends at the latest of all (arrival + forward compute from there on), and never before T_f.
     """
+    rows = _forward_rows(plan, trace, costs)
+    timings = []
+    end_s = 0.0
+    for cost_s, _, nbytes in rows:
+        start_s, end_s = end_s, end_s + cost_s
+        timings.append(GroupTiming(0.0, start_s, end_s, nbytes))
+    finish_s = _forward_end_s(rows, trace.forward_s, costs.kappa)
+    return PhaseTiming(tuple(timings), finish_s, finish_s)
+
+
+class _ForwardRow(NamedTuple):
+    """A group of forward: its channel time, and the compute from its first tensor on."""
+
+    cost_s: float
+    left_s: float
+    nbytes: int
+
+
+def _forward_rows(plan: Plan, trace: Trace, costs: Costs) -> list[_ForwardRow]:
     groups = plan.groups[plan.num_backward :]
     if not groups:
-        return PhaseTiming((), trace.forward_s, trace.forward_s)
+        return []
     left_s = list(accumulate(t.forward_s for t in reversed(trace.tensors)))[::-1]
-    speed = 1.0 / (1.0 + costs.kappa)
     rows = []
-    end_s, clock = 0.0, trace.forward_s
     for group in groups:
         nbytes = sum(trace.tensors[k].spec.nbytes for k in group.tensors)
-        start_s, end_s = end_s, end_s + costs.of(group.operation)(nbytes)
-        rows.append(GroupTiming(0.0, start_s, end_s, nbytes))
-        clock = max(clock, end_s * speed + left_s[min(group.tensors)])
-    finish_s = clock + (1.0 - speed) * end_s
-    return PhaseTiming(tuple(rows), finish_s, finish_s)
+        rows.append(
+            _ForwardRow(costs.of(group.operation)(nbytes), left_s[min(group.tensors)], nbytes)
+        )
+    return rows
+
+
+def _forward_end_s(rows: Sequence[_ForwardRow], forward_s: float, kappa: float) -> float:
+    speed = 1.0 / (1.0 + kappa)
+    end_s, clock = 0.0, forward_s
+    for cost_s, left_s, _ in rows:
+        end_s += cost_s
+        clock = max(clock, end_s * speed + left_s)
+    return clock + (1.0 - speed) * end_s
 
 
 def check_same_tensors(plan: Plan, trace: Trace) -> None:
@@ -220,5 +269,22 @@ def iteration_s(plan: Plan, trace: Trace, costs: Costs) -> float:
     Raises:
         ValueError: as :func:`timeline`.
     """
-    backward = backward_phase(plan, trace, costs)
-    return forward_phase(plan, trace, costs).end_s + backward.end_s + trace.other_s
+    return iteration_by_kappa(plan, trace, costs)(costs.kappa)
+
+
+def iteration_by_kappa(plan: Plan, trace: Trace, costs: Costs) -> Callable[[float], float]:
+    """:func:`iteration_s` for any interference; what does not depend on that is computed once.
+
+    Raises:
+        ValueError: as :func:`timeline`.
+    """
+    backward, forward = _backward_rows(plan, trace, costs), _forward_rows(plan, trace, costs)
+    backward_s, forward_s, other_s = trace.backward_s, trace.forward_s, trace.other_s
+
+    def seconds(kappa: float) -> float:
+        _, clocks, walls = _send_in_backward(backward, kappa)
+        through_s = float(np.interp(backward_s, clocks, walls)) if kappa > 0.0 else backward_s
+        end_s = max(walls[-1], through_s)
+        return _forward_end_s(forward, forward_s, kappa) + end_s + other_s
+
+    return seconds

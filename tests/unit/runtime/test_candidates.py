@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import random
+import time
+from dataclasses import replace
 
 import pytest
 
 from tests.support import reference
+from wfbp.bench.plan import make_cost, make_trace
 from wfbp.core import planners
-from wfbp.core.cost import Costs, LinearCost
+from wfbp.core.cost import Costs, LinearCost, PiecewiseCost
+from wfbp.core.fit import fit_kappa
 from wfbp.core.plan import Plan
 from wfbp.core.timeline import iteration_s
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import TensorSpec
-from wfbp.runtime.tuning.candidates import DECOUPLED, auto_candidates, make
+from wfbp.runtime.tuning.candidates import (
+    DECOUPLED,
+    auto_candidates,
+    further_candidates,
+    make,
+)
 
 THRESHOLD_BYTES = 40
 
@@ -74,3 +83,48 @@ def test_what_leaves_behind_backward_is_among_them() -> None:
         assert len(late) == 1
         assert not decouples(late[0])
         assert len(late[0].groups) < len(found[0].groups)
+
+
+def large(num_tensors: int, dtypes: tuple[str, ...] = ("float32",)) -> tuple[Trace, Costs]:
+    """A model of very many tensors, and a measured network that takes about as long as backward."""
+    made = make_trace(num_tensors)
+    rows = tuple(
+        TraceTensor(replace(row.spec, dtype=dtypes[k % len(dtypes)]), row.forward_s, row.backward_s)
+        for k, row in enumerate(made.tensors)
+    )
+    curve = make_cost("curve", made)
+    assert isinstance(curve, PiecewiseCost)
+    half = PiecewiseCost(tuple((size, 0.55 * seconds) for size, seconds in curve.points))
+    return Trace(made.model, rows), Costs(curve, half, half)
+
+
+@pytest.mark.parametrize("kappa", [0.0, 0.5])
+def test_plans_of_joined_tensors_are_nearly_as_good(kappa: float) -> None:
+    trace, costs = large(400)
+    costs = replace(costs, kappa=kappa)
+    for name in ("oasr", "ipart", "independent", "hybrid"):
+        exact_s = iteration_s(planners.plan(name, trace, costs), trace, costs)
+        joined = make(name, trace, costs, THRESHOLD_BYTES)
+        assert joined.schedule == name
+        assert iteration_s(joined, trace, costs) <= 1.005 * exact_s, name
+
+
+def test_several_element_types_are_joined_too() -> None:
+    """Each message still has one type; a plan checks that, and that it covers every tensor."""
+    trace, costs = large(500, ("float32", "bfloat16", "float32"))
+    for name in ("oasr", "ipart", "independent", "hybrid"):
+        found = make(name, trace, costs, THRESHOLD_BYTES)
+        ready = [min(g.tensors) for g in found.groups[: found.num_backward]]
+        assert ready[-1] == 0 or trace.tensors[ready[-1]].spec.dtype != trace.tensors[0].spec.dtype
+    assert decouples(make("independent", trace, costs, THRESHOLD_BYTES))
+
+
+def test_planning_for_thousands_of_tensors_hardly_holds_training_up() -> None:
+    """Exactly it would take 6 s, and four times as much for twice as many."""
+    trace, costs = large(2000)
+    begin_s = time.process_time()
+    found = auto_candidates(trace, costs, 25 * 2**20, decouples=True)
+    learnt_s = [(p, 1.2 * iteration_s(p, trace, costs)) for p in found]
+    kappa = fit_kappa(trace, costs, learnt_s)
+    further_candidates(found, found[0], trace, replace(costs, kappa=kappa), decouples=True)
+    assert time.process_time() - begin_s < 2.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -493,6 +494,40 @@ def test_every_plan_has_a_forecast_once_there_are_a_profile_and_costs() -> None:
         assert report["lower_bound_s"] > 0
         assert report["ratio_to_lower_bound"] > 0
     assert seen == {"trial", "installed", "profile"}
+
+
+# Planning.
+
+
+def test_rank_0_plans_for_all() -> None:
+    """Ranks that share cores would plan all at once, and might come to different plans."""
+    costs = Costs(PiecewiseCost(((4.0, 0.02), (32000.0, 0.3))))
+    job = Job("auto", alike, costs=costs, size=3)
+    job.seconds = lambda plan: 1.0 - 0.01 * len(plan.groups) * plan.overlap
+    computed: list[int] = []
+
+    def meet() -> None:
+        if not (job.tuner.round_due or any(t.wants_round for t in job.tuners)):
+            return
+        messages = [t.message() for t in job.tuners]
+        shared: list[str] = []
+
+        def lead(compute: Callable[[], object]) -> object:
+            computed.append(0)
+            shared.append(json.dumps(compute()))
+            return json.loads(shared[-1])
+
+        job.tuners[0].decide(messages, lambda: job.costs, lead)
+        for tuner in job.tuners[1:]:
+            answers = [json.loads(text) for text in reversed(shared)]
+            tuner.decide(messages, lambda: job.costs, lambda _, left=answers: left.pop())
+            assert not answers
+
+    job.meet = meet  # type: ignore[method-assign]
+    job.run("installed")
+    assert len(computed) >= 2, "plans, and what the trial has taught"
+    assert len({repr(t.costs) for t in job.tuners}) == 1
+    assert len({t.predicted.iteration_s for t in job.tuners if t.predicted}) == 1
 
 
 # Starting over.

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+from wfbp.core.plan import Group, Plan, split_by_dtype
 from wfbp.core.planners.partition import Modes
 from wfbp.core.trace import Trace, TraceTensor
-from wfbp.core.types import TensorSpec
+from wfbp.core.types import Phase, TensorSpec
 
 
 def even_progress(trace: Trace) -> list[float]:
@@ -60,3 +61,22 @@ def coarsened(trace: Trace, borders: Sequence[int]) -> Trace:
 def refined(modes: Modes, borders: Sequence[int]) -> Modes:
     """Modes of a coarsened trace as modes of the one that it came from."""
     return tuple((borders[end], operation) for end, operation in modes)
+
+
+def expanded(plan: Plan, trace: Trace, borders: Sequence[int]) -> Plan:
+    """A plan of a coarsened trace as one of the trace that it came from: what was one tensor
+    travels together.
+
+    Args:
+        plan: of ``coarsened(trace, borders)``.
+        trace: of all tensors.
+        borders: counted in backward order, from 0 to the number of tensors.
+    """
+    last = len(trace.tensors) - 1
+    blocks = [range(last - start, last - end, -1) for start, end in pairwise(borders)][::-1]
+    groups: list[Group] = []
+    for group in plan.groups:
+        order = 1 if group.phase is Phase.BACKWARD else -1
+        run = [k for block in group.tensors for k in blocks[block][::order]]
+        groups += split_by_dtype(trace.specs, [run], group.operation, group.phase)
+    return Plan(plan.schedule, trace.specs, tuple(groups), plan.overlap)

@@ -7,8 +7,9 @@ after it was sent, is reduced here, in a message of its own; and the tuner decid
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from wfbp.comm.backend import Backend, Work
 from wfbp.core.cost import Costs
@@ -159,7 +160,7 @@ class StepSynchronizer:
         if joining:
             tuner.join(joining)
         elif due or wished:
-            tuner.decide([m["tuner"] for m in messages], self._measure_costs)
+            tuner.decide([m["tuner"] for m in messages], self._measure_costs, self._share)
         if joining or due or wished:
             digests = exchange_payloads(
                 self._channel, self._name, tuner.plan.digest.encode(), "plan"
@@ -176,6 +177,11 @@ class StepSynchronizer:
             return self._runtime.measure_costs(
                 nbytes, tuner.operations, tuner.doubts_costs, self._transport.carrier, self._channel
             )
+
+    def _share(self, compute: Callable[[], Any]) -> Any:
+        """What rank 0 computes, in JSON's types; collective."""
+        payload = json.dumps(compute()).encode() if self._runtime.rank == 0 else b""
+        return json.loads(exchange_payloads(self._channel, self._name, payload, "planning")[0])
 
 
 def exchange_payloads(channel: ControlChannel, name: str, payload: bytes, what: str) -> list[bytes]:

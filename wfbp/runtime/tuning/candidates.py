@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from wfbp.core import planners
 from wfbp.core.checks import one_of
 from wfbp.core.cost import CostModel, Costs, LinearCost, PiecewiseCost
-from wfbp.core.plan import Plan
+from wfbp.core.plan import Group, Plan
+from wfbp.core.planners.coarsening import coarsened, even_progress, expanded, spread_borders
 from wfbp.core.timeline import timeline
 from wfbp.core.trace import Trace, TraceTensor
-from wfbp.core.types import TensorSpec
+from wfbp.core.types import Operation, Phase, TensorSpec
 
 AUTO = "auto"
 UNMEASURED = ("single", "threshold", "wfbp")
@@ -20,6 +22,11 @@ UNMEASURED = ("single", "threshold", "wfbp")
 SCHEDULES = (AUTO, *planners.ALL_REDUCE)
 DECOUPLED = tuple(name for name in planners.PLANNERS if name not in planners.ALL_REDUCE)
 """Schedules that scatter in backward and gather in the next forward."""
+
+MAX_EXACT = 192
+"""Planners whose time grows with the square of the number of tensors join neighbours beyond this,
+so that training is not held up; docs/benchmarks/plan.md says what that costs and saves."""
+_SLOW = ("oasr", "ipart", "independent", "hybrid")
 
 _BASELINES = ("ps", "ps_layerwise")
 _HOPELESS = 1.5
@@ -63,7 +70,40 @@ def first_plan(schedule: str, specs: Sequence[TensorSpec], threshold_bytes: int)
 def make(name: str, trace: Trace, costs: Costs, threshold_bytes: int) -> Plan:
     """The plan of a schedule; ``threshold_bytes`` is for ``threshold`` alone."""
     options = {"threshold_bytes": threshold_bytes} if name == "threshold" else {}
-    return planners.plan(name, trace, costs, **options)
+    num_tensors = len(trace.tensors)
+    if num_tensors <= MAX_EXACT or name not in _SLOW:
+        return planners.plan(name, trace, costs, **options)
+    borders = spread_borders(even_progress(trace), 0, num_tensors, MAX_EXACT)
+    return expanded(planners.plan(name, coarsened(trace, borders), costs), trace, borders)
+
+
+def encode_groups(plans: Sequence[Plan]) -> list[dict[str, Any]]:
+    """Plans as plain data, without the tensors, which all ranks know."""
+    documents = [plan.to_json() for plan in plans]
+    return [{key: d[key] for key in d if key != "tensors"} for d in documents]
+
+
+def decode_groups(documents: Sequence[dict[str, Any]], trace: Trace) -> list[Plan]:
+    """The plans that :func:`encode_groups` wrote, of a trace's tensors.
+
+    >>> specs = [TensorSpec("w", (9,), "float32")]
+    >>> plan = first_plan("wfbp", specs, 1)
+    >>> trace = Trace("t", (TraceTensor(specs[0], 0.0, 1.0),))
+    >>> decode_groups(encode_groups([plan]), trace) == [plan]
+    True
+    """
+    return [
+        Plan(
+            d["schedule"],
+            trace.specs,
+            tuple(
+                Group(tuple(g["tensors"]), Operation(g["operation"]), Phase(g["phase"]))
+                for g in d["groups"]
+            ),
+            d["overlap"],
+        )
+        for d in documents
+    ]
 
 
 def auto_candidates(
@@ -106,7 +146,7 @@ def further_candidates(
         A few, the one predicted to be fastest first.
     """
     names = [name for name in _names(decouples) if name not in UNMEASURED]
-    plans = distinct([*tried, *(planners.plan(name, trace, costs) for name in names)])[len(tried) :]
+    plans = distinct([*tried, *(make(name, trace, costs, 0) for name in names)])[len(tried) :]
     limit_s = timeline(chosen, trace, costs).iteration_s
     predicted = [(timeline(plan, trace, costs).iteration_s, k) for k, plan in enumerate(plans)]
     better = sorted((seconds, k) for seconds, k in predicted if seconds < limit_s)

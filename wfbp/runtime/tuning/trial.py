@@ -21,6 +21,8 @@ _MOST_COLD = 3
 _LIMITS = (0.15, 0.1, 0.08, 0.06)
 """By round: who is slower than the fastest by more is dropped where steps are limited. By
 simulation, docs/benchmarks/regret.md."""
+_LEAST_NARROWED = 3
+"""But one round alone does not decide."""
 
 Times = Sequence[Sequence[float]]
 """Seconds per iteration: by plan of the round, then by step."""
@@ -141,7 +143,7 @@ class Elimination:
         if num_affordable < 2:
             return False
         limit = _LIMITS[min(num_rounds, len(_LIMITS)) - 1]
-        dropped = self._comparison.narrow(limit, num_affordable)
+        dropped = self._comparison.narrow(limit, num_affordable, _LEAST_NARROWED)
         self.undecided += [self.candidates[k].plan for k in dropped]
         return len(self._comparison.alive) > 1
 

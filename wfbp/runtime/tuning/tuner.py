@@ -23,7 +23,9 @@ from wfbp.runtime.tuning.candidates import (
     AUTO,
     auto_candidates,
     check_schedule,
+    decode_groups,
     distinct,
+    encode_groups,
     first_plan,
     further_candidates,
     held,
@@ -33,6 +35,9 @@ from wfbp.runtime.tuning.candidates import (
 )
 from wfbp.runtime.tuning.profile import Profile, StepTimes, combine
 from wfbp.runtime.tuning.trial import Candidate, Elimination, Search, Times, Trial, num_cold
+
+Share = Callable[[Callable[[], Any]], Any]
+"""Returns on every rank what the function returns on rank 0."""
 
 _NUM_WINDOWS = 5
 
@@ -234,20 +239,27 @@ class Tuner:
             "now_s": self._now_s,
         }
 
-    def decide(self, messages: Sequence[dict[str, Any]], measure: Callable[[], Costs]) -> Plan:
+    def decide(
+        self,
+        messages: Sequence[dict[str, Any]],
+        measure: Callable[[], Costs],
+        share: Share = lambda compute: compute(),
+    ) -> Plan:
         """Conclude a round; the same on every rank.
 
         Args:
             messages: what each rank brought, in rank order.
             measure: measures the network's costs; a collective.
+            share: what rank 0 computes, in JSON's types; a collective. So ranks that share cores do
+                not plan at once, and agree whatever machines they run on.
 
         Returns:
             The plan to run from here on.
         """
         if self.phase == "profile":
-            self._plan_anew(messages, measure)
+            self._plan_anew(messages, measure, share)
         elif self.phase == "trial":
-            self._conclude_round([m["times_s"] for m in messages])
+            self._conclude_round([m["times_s"] for m in messages], share)
         elif any(m["drifted"] for m in messages):
             self._incumbent = self.plan
             self._enter("profile", held(self.plan))
@@ -311,7 +323,9 @@ class Tuner:
         if phase != "trial":
             self._times: list[list[float]] = []
 
-    def _plan_anew(self, messages: Sequence[dict[str, Any]], measure: Callable[[], Costs]) -> None:
+    def _plan_anew(
+        self, messages: Sequence[dict[str, Any]], measure: Callable[[], Costs], share: Share
+    ) -> None:
         profiles = [Profile(**m["profile"]) for m in messages]
         kept = {spec for spec, times in self._num_joined.items() if times > 1}
         trace = combine(self.plan.tensors, profiles, kept)
@@ -336,10 +350,15 @@ class Tuner:
             first_bytes = self._threshold_bytes
             self._try(Search(dear, first_bytes, self._trial_steps(dear(first_bytes))))
             return
-        if self._schedule == AUTO:
-            plans = auto_candidates(trace, self.costs, self._threshold_bytes, self._decouples)
-        else:
-            plans = [make(self._schedule, trace, self.costs, self._threshold_bytes)]
+
+        def plan() -> list[dict[str, Any]]:
+            if self._schedule == AUTO:
+                plans = auto_candidates(trace, costs, self._threshold_bytes, self._decouples)
+            else:
+                plans = [make(self._schedule, trace, costs, self._threshold_bytes)]
+            return encode_groups(plans)
+
+        plans = decode_groups(share(plan), trace)
         if self._incumbent is not None and set(self._incumbent.tensors) == set(trace.specs):
             plans = distinct([reordered(self._incumbent, trace), *plans])
         if len(plans) == 1:
@@ -379,7 +398,7 @@ class Tuner:
         self._times = []
         self._enter("trial", trial.plans[0])
 
-    def _conclude_round(self, ranks: Sequence[Times]) -> None:
+    def _conclude_round(self, ranks: Sequence[Times], share: Share) -> None:
         assert self._trial is not None
         assert self.trace is not None
         assert self.costs is not None
@@ -394,18 +413,26 @@ class Tuner:
         close_s = _CLOSE * min(c.measured_s for c in self._trial.candidates)
         near = {c.plan.digest for c in self._trial.candidates if c.measured_s <= close_s}
         self._undecided += [p for p in self._trial.undecided if p.digest in near]
+        trace, costs = self.trace, self.costs
         overlapped = [
             (c.plan, c.measured_s + self._saved_s(c.plan)) for c in self._tried if c.plan.overlap
         ]
-        if overlapped:
-            self._kappa = fit_kappa(self.trace, self.costs, overlapped)
-            self.costs = replace(self.costs, kappa=self._kappa)
-        if self._schedule == AUTO and is_first:
-            tried = [c.plan for c in self._tried]
-            further = further_candidates(tried, chosen, self.trace, self.costs, self._decouples)
-            if further:
-                self._eliminate([chosen, *further], spent=self._num_trial_steps)
-                return
+
+        def plan() -> tuple[float, list[dict[str, Any]]]:
+            kappa = fit_kappa(trace, costs, overlapped) if overlapped else self._kappa
+            further: list[Plan] = []
+            if self._schedule == AUTO and is_first:
+                tried = [c.plan for c in self._tried]
+                learnt = replace(costs, kappa=kappa)
+                further = further_candidates(tried, chosen, trace, learnt, self._decouples)
+            return kappa, encode_groups(further)
+
+        self._kappa, further = share(plan)
+        self.costs = replace(costs, kappa=self._kappa)
+        if further:
+            plans = [chosen, *decode_groups(further, trace)]
+            self._eliminate(plans, spent=self._num_trial_steps)
+            return
         self._install(chosen)
 
     def _install(self, plan: Plan) -> None:
