@@ -6,7 +6,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,13 +15,11 @@ from wfbp.comm.backend import Backend, Buffer, Finished, HostBackend
 from wfbp.comm.device.backend import DeviceBackend
 from wfbp.comm.device.connection import connect
 from wfbp.comm.device.device import Device
-from wfbp.comm.waiting import Waiter
 from wfbp.config import Config
 from wfbp.core.cost import Costs
 from wfbp.core.types import Op, Operation
 from wfbp.errors import NotInitializedError, PeerError, WfbpError
 from wfbp.runtime.progress.channel import CollectiveLock, ControlChannel
-from wfbp.runtime.progress.deadlock import DeadlockDetector, RankStatus, StallWatch
 from wfbp.runtime.progress.fetching import Fetched, Fetches, Store
 from wfbp.runtime.progress.loop import TICK_S, Lane, Reply
 from wfbp.runtime.progress.thread import CommunicationThread
@@ -44,8 +41,7 @@ class Releasable(Protocol):
 class Runtime:
     """Everything a rank needs to work with the others.
 
-    Public methods may be called by training threads. Notices from other ranks are read on the
-    communication thread, some times a second.
+    Public methods may be called by training threads.
 
     Args:
         backend: over all ranks; from here on only the communication thread speaks to it.
@@ -71,13 +67,10 @@ class Runtime:
         )
         self._carriers: dict[tuple[int, int], DeviceBackend] = {}
         self._closed = False
-        self._next_check = 0.0
-        self._acknowledged: set[int] = set()
         # Backends made for lanes, in the order of making, the same on every rank; and which of
         # them no lane uses. The communication thread adds to those, a training thread takes.
         self._leased: list[Backend] = []
         self._idle: set[int] = set()
-        self._retiring: list[Lane] = []
         self._users: WeakSet[Releasable] = WeakSet()
         # Of operations without a name. Not of the process: after init() ranks count alike.
         self.numbers = count()
@@ -85,18 +78,14 @@ class Runtime:
         self.collectives: Collectives | None = None
         self._num_stores = count()
         self.where = f"rank {self.rank} of {self.size}"
-        self._stall = StallWatch(config, self.where, lambda: backend.activity)
-        self.thread = CommunicationThread(
-            config, Waiter.watching(backend), self._read_notices, self._stall, self.where
-        )
-        self._deadlock_detector = detector = DeadlockDetector(
-            self.rank, self.size, self.where, self._status, self._send
-        )
+        self.thread = CommunicationThread(backend, config, self.where)
+        self._loop = loop = self.thread.loop
         assert isinstance(backend, HostBackend), "the runtime's own backend is one of the host"
-        self._fetches = Fetches(backend, self.where)
-        self.thread.add_lane(self._fetches)  # which has not been started yet
-        self._stall.on_stall = detector.ask
-        self._stall.answers = lambda: detector.answers
+        self._fetches = fetches = Fetches(backend, self.where)
+        loop.add_lane(fetches)  # the thread has not been started yet
+        loop.handle_notices("fetch", fetches.hear)
+        loop.handle_notices("fetch dropped", fetches.hear)
+        loop.extend_status(fetches.extend_status)
         self.post = self.thread.post
         self.await_reply: Callable[[Reply[Any], str], Any] = self.thread.await_reply
         self.collective_lock = CollectiveLock(self.rank)
@@ -243,7 +232,7 @@ class Runtime:
 
         A rank of which this is so is never found to wait for others in a circle.
         """
-        self._deadlock_detector.other_threads = True
+        self._loop.detector.other_threads = True
 
     def add_user(self, user: Releasable) -> None:
         """Have ``user`` let its buffers go at :meth:`shutdown`; it is not kept for that."""
@@ -251,11 +240,13 @@ class Runtime:
 
     def add_lane(self, lane: Lane) -> None:
         """Serve a lane from now on."""
-        self.post(lambda: self.thread.add_lane(lane))
+        number = self._leased.index(lane.backend)
+        self.post(lambda: self._loop.add_lane(lane, number))
 
     def remove_lane(self, lane: Lane) -> None:
         """No longer serve a lane, and take its backend back."""
-        self.post(lambda: self._retire(lane))
+        number = self._leased.index(lane.backend)
+        self.post(lambda: self._loop.retire_lane(lane, lambda: self._idle.add(number)))
 
     def shutdown(self) -> None:
         """Leave: tell the others, wait until they leave too, and give everything back.
@@ -269,8 +260,9 @@ class Runtime:
         self._wait_until(lambda: not self.thread.owes_work, self.config.timeout_s)
         self._tell({"kind": "bye"})
         if self.thread.error is None:
+            gone, num_others = self._loop.detector.gone, self.size - 1
             self._wait_until(
-                lambda: len(self._stall.gone) >= self.size - 1 or self.thread.error is not None,
+                lambda: len(gone) >= num_others or self.thread.error is not None,
                 self.config.timeout_s,
             )
         self.post(self._give_back if self.thread.error is None else self._give_up)
@@ -288,14 +280,13 @@ class Runtime:
         secondary = isinstance(self.thread.error, PeerError)
         self._tell({"kind": "failed", "reason": reason, "secondary": secondary})
         patience_s = self.config.abort_grace_s * (2 if secondary else 1)
-        self._wait_until(lambda: len(self._acknowledged) >= self.size - 1, patience_s)
+        self._wait_until(lambda: len(self._loop.ended) >= self.size - 1, patience_s)
         self.post(lambda: self._backend.abort(1))
         time.sleep(1.0)
         self._backend.abort(1)  # the communication thread is stuck; nothing is left to protect
 
     def _tell(self, notice: dict[str, Any]) -> None:
-        payload = json.dumps(notice).encode()
-        self.post(lambda: self._backend.send_notice(payload))
+        self.post(lambda: self._loop.send_notice(notice))
 
     def _wait_until(self, done: Callable[[], bool], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -320,62 +311,8 @@ class Runtime:
             carrier.give_up()
         self._backend.give_up()
 
-    def _retire(self, lane: Lane) -> None:
-        if lane.owes_work and self.thread.error is None:
-            self._retiring.append(lane)
-            return
-        self.thread.remove_lane(lane)
-        if not lane.busy:  # what is under way would meet the next user's messages
-            self._idle.add(self._leased.index(lane.backend))
-
-    def _read_notices(self) -> None:
-        retiring, self._retiring = self._retiring, []
-        for lane in retiring:
-            self._retire(lane)
-        for sender, payload in self._backend.poll_notices():
-            notice = json.loads(payload)
-            kind = notice["kind"]
-            if kind == "failed":
-                self._acknowledged.add(sender)
-                if not notice["secondary"]:
-                    self.thread.fail(
-                        PeerError(f"{self.where}: rank {sender} failed: {notice['reason']}")
-                    )
-            elif kind == "bye":
-                self._acknowledged.add(sender)
-                self._stall.note_gone(sender, "has left (its program ended or called shutdown)")
-            elif kind.startswith("fetch"):
-                self._fetches.hear(sender, notice)
-            elif (error := self._deadlock_detector.handle_notice(sender, notice)) is not None:
-                self.thread.fail(error)
-
     def _check_measurement(self, label: str, waited_s: float) -> None:
-        """What a turn does some times a second; a measurement is one long turn."""
-        now = time.monotonic()
-        if now < self._next_check:
-            return
-        self._next_check = now + TICK_S
-        self._read_notices()
-        error = self.thread.error or self._stall.check([(now - waited_s, label)], now)
-        if error is not None:
-            self.thread.fail(error)
-            raise error
-
-    def _status(self) -> RankStatus:
-        leased = self._leased
-
-        def number(lane: Lane) -> int | None:
-            own = lane is not self._fetches and lane.backend in leased
-            return leased.index(lane.backend) if own else None
-
-        place = self.thread.status(number)
-        if self._fetches.fetching:
-            # The others' communication threads answer by themselves: such a wait is in no circle.
-            return replace(place, waits=False)
-        return self.collectives.tell(place, self.thread.awaited) if self.collectives else place
-
-    def _send(self, notice: dict[str, Any]) -> None:
-        self._backend.send_notice(json.dumps(notice).encode())
+        self._loop.check_measurement(label, waited_s)
 
 
 def describe_error(error: BaseException) -> str:

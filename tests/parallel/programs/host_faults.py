@@ -78,7 +78,7 @@ def main() -> None:
     if case == "refused" and MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1:
         shm_memory.open_map = refuse
     wfbp.init()
-    watch = process.current("this program")._stall
+    watch = process.current("this program").thread.loop.detector
     watch._config = replace(watch._config, stall_warning_s=0.3, timeout_s=1.0)
     rank, last = wfbp.rank(), wfbp.size() - 1
     pids = wfbp.allgather_object(os.getpid())

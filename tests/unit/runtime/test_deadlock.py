@@ -133,7 +133,7 @@ def test_a_journey() -> None:
 
 def test_told() -> None:
     assert (
-        describe_statuses([STEP, BARRIER, STEP], [0, 1, 2]) == "ranks 0, 2: SGD; rank 1: in barrier"
+        describe_statuses({0: STEP, 1: BARRIER, 2: STEP}) == "ranks 0, 2: SGD; rank 1: in barrier"
     )
     many = [replace(STEP, text=str(k)) for k in range(9)]
-    assert describe_statuses(many, range(9)).endswith("rank 3: 3; and 5 more places")
+    assert describe_statuses(dict(enumerate(many))).endswith("rank 3: 3; and 5 more places")

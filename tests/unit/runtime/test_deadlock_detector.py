@@ -15,8 +15,7 @@ from wfbp.config import Config
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, StallError
 from wfbp.runtime.consistency import check_consistent
-from wfbp.runtime.progress import deadlock
-from wfbp.runtime.progress.deadlock import RankStatus
+from wfbp.runtime.progress.deadlock import DeadlockDetector, RankStatus
 from wfbp.runtime.runtime import Runtime
 
 PROMPT = Config(
@@ -103,11 +102,12 @@ def test_a_rank_that_waits_for_something_else_is_not_judged() -> None:
 
 
 def test_ranks_that_do_not_answer_are_named() -> None:
-    asker = deadlock.DeadlockDetector(0, 4, "rank 0 of 4", lambda: HERE, lambda notice: None)
+    asker = DeadlockDetector(0, 4, PROMPT, "rank 0 of 4", lambda notice: None)
     assert not asker.answers
-    asker.ask()
+    assert asker.check([(0.0, "barrier")], 1.0) is None
     assert asker.answers.startswith("No answer came from ranks 1, 2, 3: stopped, killed")
-    asker.handle_notice(2, {"kind": "here", "to": 0, "number": 1, "place": HERE.encode()})
+    answer = {"kind": "here", "to": 0, "number": 1, "status": HERE.encode()}
+    asker.handle_notice(2, answer, HERE)
     assert asker.answers.startswith(
         "When they were asked, others were here: rank 2: idle. No answer came from ranks 1, 3: "
     )

@@ -89,7 +89,7 @@ def test_a_measurement_does_not_wait_for_ever() -> None:
             with pytest.raises(StallError):  # it has ended the runtime
                 runtime.exchange(b"", "next")
         else:
-            runtime.thread._loop.wakeup.wait(1.5)
+            runtime.thread.loop.wakeup.wait(1.5)
 
     all_well(run_ranks(2, body, configs={0: replace(QUICK, timeout_s=0.6)}))
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 
 from wfbp.config import Config
 from wfbp.errors import PeerError, StallError
-from wfbp.runtime.progress.deadlock import StallWatch
+from wfbp.runtime.progress.deadlock import DeadlockDetector
 
 
 class Motion:
@@ -24,7 +25,8 @@ class Motion:
 def test_who_left_is_no_trouble_while_something_moves(moving_s: float) -> None:
     """It may have done its part of a long collective; the grace begins when motion ends."""
     motion = Motion()
-    watch = StallWatch(Config(), "rank 2 of 3", motion)
+    sent: list[Any] = []
+    watch = DeadlockDetector(2, 3, Config(), "rank 2 of 3", sent.append, motion)
     watch.note_gone(0, "has left")
     start = time.monotonic()
     waits = [(start, "allreduce of x")]
@@ -42,7 +44,8 @@ def test_who_left_is_no_trouble_while_something_moves(moving_s: float) -> None:
 
 def test_motion_between_waits_counts_for_none() -> None:
     motion = Motion()
-    watch = StallWatch(Config(), "rank 2 of 3", motion)
+    sent: list[Any] = []
+    watch = DeadlockDetector(2, 3, Config(), "rank 2 of 3", sent.append, motion)
     watch.note_gone(0, "has left")
     now = time.monotonic()
     motion.value += 1
@@ -53,6 +56,8 @@ def test_motion_between_waits_counts_for_none() -> None:
 
 def test_motion_does_not_lift_the_time_limit() -> None:
     motion = Motion()
-    watch = StallWatch(Config(timeout_s=5.0, stall_warning_s=60.0), "rank 0 of 2", motion)
+    sent: list[Any] = []
+    config = Config(timeout_s=5.0, stall_warning_s=60.0)
+    watch = DeadlockDetector(0, 2, config, "rank 0 of 2", sent.append, motion)
     motion.value += 1
     assert isinstance(watch.check([(0.0, "barrier")], 5.5), StallError)

@@ -13,7 +13,6 @@ import pytest
 
 from wfbp.comm.backend import Backend, Finished, Work
 from wfbp.comm.local import LocalWorld
-from wfbp.comm.waiting import Waiter
 from wfbp.config import Config
 from wfbp.errors import (
     BackendError,
@@ -22,7 +21,6 @@ from wfbp.errors import (
     StallError,
     WfbpError,
 )
-from wfbp.runtime.progress.deadlock import StallWatch
 from wfbp.runtime.progress.loop import Reply
 from wfbp.runtime.progress.thread import CommunicationThread
 
@@ -93,11 +91,8 @@ def make() -> Iterator[Make]:
     made = []
 
     def thread(**settings: Any) -> CommunicationThread:
-        waiter = Waiter.watching(LocalWorld(1).backend(0))
-        config, where = Config(**settings), "rank 0 of 2"
-        watch = StallWatch(config, where)
-        made.append(CommunicationThread(config, waiter, lambda: None, watch, where))
-        made[-1].watch = watch
+        backend = LocalWorld(1).backend(0)
+        made.append(CommunicationThread(backend, Config(**settings), "rank 0 of 2"))
         made[-1].start()
         return made[-1]
 
@@ -160,7 +155,7 @@ def test_calls_run_one_after_another_in_their_order(make: Make) -> None:
 def test_calls_of_different_lines_do_not_wait_for_each_other(make: Make) -> None:
     thread, slow = make(), Slow()
     caller, found = in_thread(lambda: thread.call(lambda: slow, "slow", line="one"))
-    until(lambda: thread.describe() == "in slow")
+    until(lambda: thread.loop.describe() == "in slow")
     assert thread.call(lambda: Finished(7), "seven", line="other") == 7
     assert found == []
     slow.go.set()
@@ -202,7 +197,7 @@ def test_who_waits_for_a_lane_sleeps_in_its_backend(make: Make) -> None:
         return True
 
     lane.on_rest, lane.busy = rest, True
-    thread.post(lambda: thread.add_lane(lane))
+    thread.post(lambda: thread.loop.add_lane(lane))
     assert thread.await_reply(reply, "the lane") == 7
     assert names == ["MainThread"]
 
@@ -272,7 +267,7 @@ def test_a_forked_process_is_not_held_up_by_a_turn_of_its_parent(make: Make) -> 
 
 def test_after_a_drive_the_thread_works_on(make: Make) -> None:
     thread, lane = make(), StubLane()
-    thread.post(lambda: thread.add_lane(lane))
+    thread.post(lambda: thread.loop.add_lane(lane))
     thread.call(lambda: Finished(0), "drive")
     loop = lane.turns
     thread.post(lambda: None)
@@ -315,12 +310,12 @@ def test_an_interrupt_while_another_drives_ends_the_runtime_too(make: Make) -> N
 
 def test_the_first_error_ends_what_waits_and_what_comes(make: Make) -> None:
     thread, lane, slow = make(), StubLane(), Slow()
-    thread.post(lambda: thread.add_lane(lane))
+    thread.post(lambda: thread.loop.add_lane(lane))
     caller, found = in_thread(lambda: thread.call(lambda: slow, "slow"))
     first = PeerError("rank 1 failed")
     until(lambda: lane.turns)
-    thread.post(lambda: thread.fail(first))
-    thread.post(lambda: thread.fail(StallError("later")))
+    thread.post(lambda: thread.loop.fail(first))
+    thread.post(lambda: thread.loop.fail(StallError("later")))
     caller.join(5)
     assert found == [first]
     assert lane.error is first
@@ -328,7 +323,7 @@ def test_the_first_error_ends_what_waits_and_what_comes(make: Make) -> None:
     with pytest.raises(PeerError, match="rank 1 failed"):
         thread.call(lambda: Finished(1), "next")
     late = StubLane()
-    thread.post(lambda: thread.add_lane(late))
+    thread.post(lambda: thread.loop.add_lane(late))
     until(lambda: late.error)
     assert late.error is first
 
@@ -346,7 +341,7 @@ def test_trouble_in_a_lane_is_kept(
     thread, lane, slow = make(), StubLane(), Slow()
     lane.trouble = trouble
     caller, found = in_thread(lambda: thread.call(lambda: slow, "slow"))
-    thread.post(lambda: thread.add_lane(lane))
+    thread.post(lambda: thread.loop.add_lane(lane))
     caller.join(5)
     assert isinstance(found[0], kind)
     with pytest.raises(kind, match=told):
@@ -356,9 +351,9 @@ def test_trouble_in_a_lane_is_kept(
 
 def test_a_lane_that_was_removed_has_no_more_turns(make: Make) -> None:
     thread, lane = make(), StubLane()
-    thread.post(lambda: thread.add_lane(lane))
+    thread.post(lambda: thread.loop.add_lane(lane))
     until(lambda: lane.turns)
-    thread.post(lambda: thread.remove_lane(lane))
+    thread.post(lambda: thread.loop.remove_lane(lane))
     thread.call(lambda: Finished(0), "after it")
     loop = lane.turns
     for _ in range(20):
@@ -369,12 +364,12 @@ def test_a_lane_that_was_removed_has_no_more_turns(make: Make) -> None:
 def test_idle_it_sleeps_also_after_an_error(make: Make) -> None:
     """Events that nobody reads any more must not keep it awake."""
     thread, lane = make(), StubLane()
-    thread.post(lambda: thread.add_lane(lane))
-    thread.post(lambda: thread.fail(PeerError("over")))
+    thread.post(lambda: thread.loop.add_lane(lane))
+    thread.post(lambda: thread.loop.fail(PeerError("over")))
     until(lambda: thread.error)
     lane.has_events = True
     loop: list[int] = []
-    thread._loop._on_tick = lambda: loop.append(1)
+    thread.loop._tick = lambda now: loop.append(1)  # type: ignore[method-assign]
     started, cpu = time.monotonic(), time.process_time()
     time.sleep(0.5)
     assert loop
@@ -387,7 +382,7 @@ def test_idle_it_sleeps_also_after_an_error(make: Make) -> None:
 
 def test_a_standstill_is_reported_then_ended(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     thread, asked = make(timeout_s=0.6, stall_warning_s=0.1), []
-    thread.watch.on_stall = lambda: asked.append(1)
+    thread.loop.detector._ask = lambda second: asked.append(1)  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING, "wfbp"), pytest.raises(StallError) as caught:
         thread.call(Slow, "allreduce of x")
     assert "rank 0 of 2 waited 1 s (allreduce of x)" in str(caught.value)
@@ -403,7 +398,7 @@ def test_a_lane_stands_still(make: Make) -> None:
     thread, lane = make(timeout_s=0.2), StubLane()
     lane.busy = True
     lane.waiting_since = time.monotonic()
-    thread.post(lambda: thread.add_lane(lane))
+    thread.post(lambda: thread.loop.add_lane(lane))
     until(lambda: lane.error)
     assert "rank 0 of 2 waited 0 s (stub lane)" in str(lane.error)
 
@@ -413,7 +408,7 @@ def test_waiting_for_one_who_left(make: Make) -> None:
     caller, found = in_thread(lambda: thread.call(lambda: slow, "barrier"))
 
     def left() -> None:
-        thread.watch.note_gone(1, "has left")
+        thread.loop.detector.note_gone(1, "has left")
 
     thread.post(left)
     caller.join(10)
@@ -423,7 +418,7 @@ def test_waiting_for_one_who_left(make: Make) -> None:
 
 def test_one_who_left_is_no_trouble_where_nobody_waits(make: Make) -> None:
     thread = make()
-    thread.watch.note_gone(1, "has left")
+    thread.loop.detector.note_gone(1, "has left")
     time.sleep(0.2)
     assert thread.call(lambda: Finished(1), "own") == 1
     assert thread.error is None
@@ -431,9 +426,9 @@ def test_one_who_left_is_no_trouble_where_nobody_waits(make: Make) -> None:
 
 def test_describe(make: Make) -> None:
     thread, slow = make(), Slow()
-    assert thread.describe() == "idle"
+    assert thread.loop.describe() == "idle"
     caller, _ = in_thread(lambda: thread.call(lambda: slow, "barrier"))
-    until(lambda: "barrier" in thread.describe())
+    until(lambda: "barrier" in thread.loop.describe())
     slow.go.set()
     caller.join(5)
 

@@ -124,7 +124,7 @@ class NamedLane:
         self._outbox.append(submission.request)
         if not self._served:
             self._served = True
-            self._thread.add_lane(self)
+            self._thread.loop.add_lane(self)
 
     def advance(self) -> bool:
         progressed = self._negotiate()
@@ -141,7 +141,7 @@ class NamedLane:
             self._moved_s = time.monotonic()
         elif self._served and not self.busy:
             self._served = False
-            self._thread.remove_lane(self)
+            self._thread.loop.remove_lane(self)
         return progressed
 
     def close(self) -> None:

@@ -76,6 +76,7 @@ class Collectives:
         ]
         """Of every rank, its number on its host and how many there are."""
         self._timeline: Timeline | None = None
+        runtime.thread.loop.extend_status(self.extend_status)
         self._make_set(tuple(range(runtime.size)))
 
     # Process sets.
@@ -298,8 +299,8 @@ class Collectives:
 
     # On the communication thread.
 
-    def tell(self, place: RankStatus, awaited: Reply[Any]) -> RankStatus:
-        """Where this rank is, with its named operations."""
+    def extend_status(self, status: RankStatus, awaited: Reply[Any]) -> RankStatus:
+        """This rank's status, with its named operations."""
         awaits = ""
         submitted: list[str] = []
         outside: list[int] = []
@@ -311,7 +312,7 @@ class Collectives:
             if name := found.lane.awaited(awaited):
                 awaits = f"{number}:{name}"
         return replace(
-            place, awaits=awaits, submitted=tuple(sorted(submitted)), outside=tuple(outside)
+            status, awaits=awaits, submitted=tuple(sorted(submitted)), outside=tuple(outside)
         )
 
     def close(self) -> None:

@@ -9,14 +9,14 @@ go on; a rank that is only slow is in no circle, because it does not wait.
 A rank that has waited for long asks all others, reports their answers, and where these show a
 circle, asks once more. Every first answer was given before the second question, every second one
 after it: where none has changed, all were true at once. Then nothing can move any of these ranks
-any more, and the asker tells all. :class:`StallWatch` judges every other wait by its length.
+any more, and the asker tells all. Every other wait is judged by its length.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -50,7 +50,7 @@ class RankStatus:
     Args:
         text: for people.
         waits: whether all that could begin a collective here is in a wait.
-        num_waits: waits begun so far; two equal places with equal counts are one wait.
+        num_waits: waits begun so far; two equal statuses with equal counts are one wait.
         calls: begun so far.
         call: label of the one under way, if any; labels are the same on every rank.
         lanes: of all engines.
@@ -100,36 +100,36 @@ class RankStatus:
         return cls(**{**encoded, "lanes": lanes, "submitted": submitted, "outside": outside})
 
 
-def find_deadlock(places: Sequence[RankStatus]) -> list[int]:
+def find_deadlock(statuses: Sequence[RankStatus]) -> list[int]:
     """The ranks that can never go on, because they need one another in a circle.
 
     Args:
-        places: of all ranks, at one time.
+        statuses: of all ranks, at one time.
 
     Returns:
         Those in a circle and those that need one of these; none while any rank does not wait.
 
     Example:
-        >>> barrier = Place("in barrier", True, 3, 2, "barrier")
-        >>> step = Place("SGD", True, 3, 1, "", (LanePlace(0, 5, 4, False),))
-        >>> entangled([step, barrier])
+        >>> barrier = RankStatus("in barrier", True, 3, 2, "barrier")
+        >>> step = RankStatus("SGD", True, 3, 1, "", (LaneStatus(0, 5, 4, False),))
+        >>> find_deadlock([step, barrier])
         []
     """
-    if not all(place.waits for place in places):
+    if not all(status.waits for status in statuses):
         return []
-    left = list(range(len(places)))
+    left = list(range(len(statuses)))
     while True:
-        kept = [r for r in left if any(places[r].needs(places[s]) for s in left if s != r)]
+        kept = [r for r in left if any(statuses[r].needs(statuses[s]) for s in left if s != r)]
         if len(kept) == len(left):
             return kept
         left = kept
 
 
-def describe_statuses(places: Sequence[RankStatus], ranks: Sequence[int]) -> str:
-    """Where some ranks are, those in the same place together."""
+def describe_statuses(statuses: Mapping[int, RankStatus]) -> str:
+    """Where ranks are, those in the same place together."""
     holders: dict[str, list[str]] = {}
-    for rank in ranks:
-        holders.setdefault(places[rank].text, []).append(str(rank))
+    for rank, status in sorted(statuses.items()):
+        holders.setdefault(status.text, []).append(str(rank))
     parts = [
         f"rank{'s' * (len(who) > 1)} {', '.join(who)}: {text}" for text, who in holders.items()
     ]
@@ -139,19 +139,26 @@ def describe_statuses(places: Sequence[RankStatus], ranks: Sequence[int]) -> str
 
 log = logging.getLogger("wfbp")
 
+_LEFT_GRACE_S = 2.0
+
 
 class DeadlockDetector:
-    """One rank's questions and answers. For turns.
+    """Judges what a rank waits for: by its length, by who has left, and by who waits for whom.
+
+    Owned by the progress loop, and called under its lock.
 
     Args:
         rank: of this process.
         size: number of ranks.
+        config: after how long to warn and to give up.
         where: who this is, for messages ("rank 1 of 4").
-        place: where this rank is.
         send: sends a notice to all other ranks.
+        activity: a number that changes whenever anything moved on (``Backend.activity``): a rank
+            that has left may have done its part, and the others be in the middle of theirs.
 
     Attributes:
-        other_threads: whether anything may be begun on threads that have not communicated before.
+        gone: ranks that take part in nothing any more, and how they left.
+        other_threads: whether threads that have not communicated yet may begin a collective.
             Whether this rank can go on by itself is then not known, and it is never judged.
     """
 
@@ -159,126 +166,36 @@ class DeadlockDetector:
         self,
         rank: int,
         size: int,
+        config: Config,
         where: str,
-        place: Callable[[], RankStatus],
         send: Callable[[dict[str, Any]], None],
+        activity: Callable[[], int] = lambda: 0,
     ) -> None:
         self._rank = rank
         self._size = size
-        self._where = where
-        self._own_status = place
-        self._send = send
-        self.other_threads = False
-        self._number = 0
-        self._again = False
-        self._answers: dict[int, RankStatus] = {}
-        self._before: list[RankStatus] = []
-
-    def ask(self) -> None:
-        """Ask, because a wait lasts; an earlier question is dropped."""
-        self._ask(again=False)
-
-    def handle_notice(self, sender: int, notice: dict[str, Any]) -> DisagreementError | None:
-        """A question, an answer or a verdict of another rank.
-
-        Returns:
-            What this rank has to end with, if all is known.
-        """
-        if notice["kind"] == "where":
-            answer = {"kind": "here", "to": sender, "number": notice["number"]}
-            self._send({**answer, "place": self._here().encode()})
-        elif notice["kind"] == "entangled":
-            return DisagreementError(f"{self._where}: {notice['text']}")
-        elif notice["to"] == self._rank and notice["number"] == self._number:
-            return self._note(sender, RankStatus.decode(notice["place"]))
-        return None
-
-    @property
-    def answers(self) -> str:
-        """Where the others were when they were asked, in sentences; empty if they were not."""
-        if not self._number:
-            return ""
-        sentences = []
-        if self._answers:
-            places = [self._answers.get(rank) or self._here() for rank in range(self._size)]
-            known = describe_statuses(places, sorted(self._answers))
-            sentences.append(f"When they were asked, others were here: {known}.")
-        silent = [str(r) for r in range(self._size) if r not in self._answers and r != self._rank]
-        if silent:
-            sentences.append(
-                f"No answer came from rank{'s' * (len(silent) > 1)} {', '.join(silent)}: stopped, "
-                "killed, or busy without letting other threads run."
-            )
-        return " ".join(sentences)
-
-    def _here(self) -> RankStatus:
-        place = self._own_status()
-        return replace(place, waits=False) if self.other_threads else place
-
-    def _ask(self, again: bool) -> None:
-        self._number += 1
-        self._again = again
-        self._answers = {}
-        self._send({"kind": "where", "number": self._number})
-
-    def _note(self, sender: int, place: RankStatus) -> DisagreementError | None:
-        self._answers[sender] = place
-        if not self._again:
-            log.warning("%s hears from rank %d: %s", self._where, sender, place.text)
-        if len(self._answers) < self._size - 1:
-            return None
-        places = [self._answers.get(rank) or self._here() for rank in range(self._size)]
-        ranks = find_deadlock(places)
-        if not ranks:
-            return None
-        if not self._again:
-            self._before = places
-            self._ask(again=True)
-            return None
-        if places != self._before:
-            return None
-        text = (
-            f"ranks wait for each other in different places: {describe_statuses(places, ranks)}. "
-            "Every rank "
-            "must make the same calls in the same order: look for one that only some ranks make, "
-            "such as under `if rank() == 0`, or with fewer batches"
-        )
-        self._send({"kind": "entangled", "text": text})
-        return DisagreementError(f"{self._where}: {text}")
-
-
-_LEFT_GRACE_S = 2.0
-
-
-class StallWatch:
-    """Judges what a rank waits for. For the communication thread.
-
-    Args:
-        config: after how long to warn and to give up.
-        where: who this is, for messages ("rank 1 of 4").
-        activity: a number that changes whenever anything moved on (``Backend.activity``): who
-            has left may have done its part, and the others be in the middle of theirs.
-    """
-
-    def __init__(self, config: Config, where: str, activity: Callable[[], int] = lambda: 0) -> None:
         self._config = config
         self._where = where
-        self._next_s: dict[str, float] = {}
+        self._send = send
         self._activity = activity
-        self._seen = activity()
-        self._quiet_since = 0.0
         self.gone: dict[int, str] = {}
-        self.on_stall: Callable[[], None] = lambda: None
-        self.answers: Callable[[], str] = lambda: ""
-        """What the other ranks said when they were asked, in sentences."""
+        self.other_threads = False
+        # How long things have been waited for.
+        self._next_warning_s: dict[str, float] = {}
+        self._last_activity = activity()
+        self._quiet_since = 0.0
+        # The last question to the other ranks, and their answers.
+        self._question = 0
+        self._is_second = False
+        self._answers: dict[int, RankStatus] = {}
+        self._first_statuses: list[RankStatus] = []
 
     def note_gone(self, rank: int, how: str) -> None:
-        """A rank will take part in nothing any more."""
+        """A rank takes part in nothing any more."""
         self._quiet_since = time.monotonic()
         self.gone[rank] = how
 
     def check(self, waits: Sequence[tuple[float, str]], now: float) -> WfbpError | None:
-        """Look at what is waited for.
+        """Look at what is waited for; where that lasts, warn and ask the other ranks.
 
         Args:
             waits: since when, and for what.
@@ -288,11 +205,11 @@ class StallWatch:
             The error to end with, if the wait is hopeless or too long.
         """
         activity = self._activity()
-        if activity != self._seen:
-            self._seen = activity
+        if activity != self._last_activity:
+            self._last_activity = activity
             self._quiet_since = now
         if not waits:
-            self._next_s.clear()
+            self._next_warning_s.clear()
             return None
         since, what = min(waits)
         waited = now - since
@@ -303,16 +220,94 @@ class StallWatch:
                 "let none end earlier, with fewer batches or steps than the others"
             )
         if waited > self._config.timeout_s:
-            answers = self.answers()
-            asked = f" {answers}" if answers else ""
+            asked = f" {self.answers}" if self.answers else ""
             return StallError(
                 f"{self._where} waited {waited:.0f} s ({what}); some rank does not take part."
                 f"{asked} Look for a call that only some ranks make, and at what the ranks "
                 "reported above; WFBP_TIMEOUT_S sets the limit."
             )
-        if waited > self._next_s.get(what, self._config.stall_warning_s):
+        if waited > self._next_warning_s.get(what, self._config.stall_warning_s):
             # Again and again, ever more seldom: another rank may have come to its wait only now.
-            self._next_s[what] = 2 * waited
+            self._next_warning_s[what] = 2 * waited
             log.warning("%s has waited %.0f s: %s", self._where, waited, what)
-            self.on_stall()
+            self._ask(second=False)
         return None
+
+    def handle_notice(
+        self, sender: int, notice: dict[str, Any], own: RankStatus
+    ) -> DisagreementError | None:
+        """A question, an answer or a verdict of another rank.
+
+        Args:
+            sender: who sent it.
+            notice: of a kind in :data:`NOTICES`.
+            own: this rank's status now.
+
+        Returns:
+            What this rank has to end with, if all is known.
+        """
+        if self.other_threads:
+            own = replace(own, waits=False)
+        if notice["kind"] == "where":
+            answer = {"kind": "here", "to": sender, "number": notice["number"]}
+            self._send({**answer, "status": own.encode()})
+        elif notice["kind"] == "deadlock":
+            return DisagreementError(f"{self._where}: {notice['text']}")
+        elif notice["to"] == self._rank and notice["number"] == self._question:
+            return self._note_answer(sender, RankStatus.decode(notice["status"]), own)
+        return None
+
+    @property
+    def answers(self) -> str:
+        """Where the others were when they were asked, in sentences; empty if they were not."""
+        if not self._question:
+            return ""
+        sentences = []
+        if self._answers:
+            known = describe_statuses(self._answers)
+            sentences.append(f"When they were asked, others were here: {known}.")
+        silent = [str(r) for r in range(self._size) if r not in self._answers and r != self._rank]
+        if silent:
+            sentences.append(
+                f"No answer came from rank{'s' * (len(silent) > 1)} {', '.join(silent)}: stopped, "
+                "killed, or busy without letting other threads run."
+            )
+        return " ".join(sentences)
+
+    def _ask(self, second: bool) -> None:
+        """Ask all ranks where they are; an earlier question is dropped."""
+        self._question += 1
+        self._is_second = second
+        self._answers = {}
+        self._send({"kind": "where", "number": self._question})
+
+    def _note_answer(
+        self, sender: int, status: RankStatus, own: RankStatus
+    ) -> DisagreementError | None:
+        self._answers[sender] = status
+        if not self._is_second:
+            log.warning("%s hears from rank %d: %s", self._where, sender, status.text)
+        if len(self._answers) < self._size - 1:
+            return None
+        statuses = [self._answers.get(rank, own) for rank in range(self._size)]
+        ranks = find_deadlock(statuses)
+        if not ranks:
+            return None
+        if not self._is_second:
+            self._first_statuses = statuses
+            self._ask(second=True)
+            return None
+        if statuses != self._first_statuses:
+            return None
+        text = (
+            "ranks wait for each other in different places: "
+            f"{describe_statuses({rank: statuses[rank] for rank in ranks})}. Every rank must make "
+            "the same calls in the same order: look for one that only some ranks make, such as "
+            "under `if rank() == 0`, or with fewer batches"
+        )
+        self._send({"kind": "deadlock", "text": text})
+        return DisagreementError(f"{self._where}: {text}")
+
+
+NOTICES = ("where", "here", "deadlock")
+"""Kinds of notices by which detectors talk."""

@@ -16,13 +16,14 @@ import json
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from wfbp.comm.backend import Backend, Buffer, HostBackend, Work
 from wfbp.errors import DisagreementError, WfbpError
+from wfbp.runtime.progress.deadlock import RankStatus
 from wfbp.runtime.progress.loop import Reply
 
 _PIECE_BYTES = 64 << 20
@@ -196,10 +197,9 @@ class Fetches:
     def rest(self, nap_s: float, most_s: float) -> bool:
         return False  # what other ranks have to say has to be read
 
-    @property
-    def fetching(self) -> bool:
-        """Whether this rank waits for others."""
-        return bool(self._fetches)
+    def extend_status(self, status: RankStatus, awaited: Reply[Any]) -> RankStatus:
+        """A rank that fetches is in no deadlock: the others' communication threads answer."""
+        return replace(status, waits=False) if self._fetches else status
 
     @property
     def busy(self) -> bool:

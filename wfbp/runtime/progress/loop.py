@@ -1,11 +1,14 @@
 """The progress loop: the state of communication, moved on by one thread at a time.
 
 Two kinds of work live here: *calls*, one collective each, for which a training thread waits; and
-*lanes*, which send the groups of a plan while training goes on.
+*lanes*, which send the groups of a plan, or named operations, while training goes on. Beside them
+ranks send each other short *notices*, which are read some times a second: that one fails or
+leaves, where one is, and which state it wants to fetch.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import deque
@@ -17,37 +20,38 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from wfbp.comm.backend import Backend, Work
 from wfbp.comm.waiting import Waiter
-from wfbp.errors import WfbpError
-from wfbp.runtime.progress.deadlock import LaneStatus, RankStatus, StallWatch
+from wfbp.config import Config
+from wfbp.errors import PeerError, WfbpError
+from wfbp.runtime.progress.deadlock import NOTICES, DeadlockDetector, LaneStatus, RankStatus
 
 
 class AutoResetEvent:
-    """Wakes whoever waits for it, or the next who will; rung twice it wakes once.
+    """An event that one waiting thread takes; repeated :meth:`set` calls coalesce.
 
     Any thread may do anything. (``queue.SimpleQueue.get`` cannot serve here: where an item was
     taken by another thread and the timeout has passed by then, it waits for ever, in CPython
     3.11 at least; timeouts of some microseconds make that likely.)
 
     Example:
-        >>> bell = Bell()
-        >>> bell.ring()
-        >>> bell.wait(1.0), bell.wait(0.001)
+        >>> event = AutoResetEvent()
+        >>> event.set()
+        >>> event.wait(1.0), event.wait(0.001)
         (True, False)
     """
 
     def __init__(self) -> None:
-        self._silent = threading.Lock()
-        self._silent.acquire()
+        self._unset = threading.Lock()
+        self._unset.acquire()
 
     def set(self) -> None:
-        """Wake."""
-        if self._silent.locked():
-            with suppress(RuntimeError):  # another thread may ring at this moment
-                self._silent.release()
+        """Let the thread that waits go on, or the next one that will."""
+        if self._unset.locked():
+            with suppress(RuntimeError):  # another thread may set it at this moment
+                self._unset.release()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it rings; False where it did not in time."""
-        return self._silent.acquire(timeout=max(timeout_s, 0.0))
+        """Wait until it is set, and reset it; False where it was not set in time."""
+        return self._unset.acquire(timeout=max(timeout_s, 0.0))
 
 
 T = TypeVar("T")
@@ -83,7 +87,7 @@ class Reply(Generic[T]):
             BaseException: what :meth:`fail` was given.
         """
         deadline = time.monotonic() + timeout_s
-        while not self._answers:  # the bell may have been rung for an answer that was taken
+        while not self._answers:  # it may have been set for an answer that was taken
             if not self._answered.wait(deadline - time.monotonic()) and not self._answers:
                 raise TimeoutError
         value, error = self._answers.popleft()
@@ -178,7 +182,7 @@ Message = Callable[[], None]
 
 
 class Lane(Protocol):
-    """What sends a plan's groups; all methods run in a turn."""
+    """What moves communication of one kind on; all methods run under the progress lock."""
 
     backend: Backend
 
@@ -226,68 +230,127 @@ class Lane(Protocol):
         """Give up the step and tell whoever waits for it why."""
 
 
-class ProgressLoop:
-    """Reads messages, moves calls and lanes on, and says how long nothing need be done.
+class ThreadWaits:
+    """The waits of training threads, which they write and the loop tells other ranks about."""
 
-    For one thread at a time. Other threads may only append to ``messages``, then ring the
-    ``bell`` where somebody may be resting, and read ``error``.
+    def __init__(self) -> None:
+        self.num_waiting = 0
+        self.num_begun = 0
+        self.awaited: Reply[Any] = Reply()
+        """What was waited for last."""
+        self._threads: set[int] = set()
+
+    def begin(self, reply: Reply[Any]) -> None:
+        """The calling thread is about to wait for this reply."""
+        self._threads.add(threading.get_ident())
+        self.awaited = reply
+        self.num_begun += 1
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether the only thread that has ever communicated waits for what has not come.
+
+        Of several threads, one might yet begin what another rank waits for.
+        """
+        alone = len(self._threads) == 1 and self.num_waiting == 1
+        return alone and not self.awaited.answered
+
+
+NoticeHandler = Callable[[int, dict[str, Any]], None]
+StatusPart = Callable[[RankStatus, Reply[Any]], RankStatus]
+
+
+class ProgressLoop:
+    """Reads messages and notices, moves calls and lanes on, and says how long nothing need be done.
+
+    For one thread at a time. Other threads may only append to ``messages``, then set ``wakeup``
+    where a thread may be resting, write ``waits``, and read ``error``.
 
     Args:
-        waiter: how to wait.
-        on_tick: called some times a second, for notices from other ranks.
-        stall: judges waits that last.
+        backend: over all ranks.
+        config: timeouts.
         where: who this is, for messages ("rank 1 of 4").
+
+    Attributes:
+        detector: judges waits that last.
+        ended: ranks that have said that they leave or have failed.
     """
 
-    def __init__(
-        self, waiter: Waiter, on_tick: Callable[[], None], stall: StallWatch, where: str
-    ) -> None:
+    def __init__(self, backend: Backend, config: Config, where: str) -> None:
         self.wakeup = AutoResetEvent()
         self.messages: deque[Message] = deque()
+        self.waits = ThreadWaits()
         self.error: WfbpError | None = None
-        self._waiter = waiter
-        self._on_tick = on_tick
-        self._stall = stall
+        self.ended: set[int] = set()
+        self._backend = backend
         self._where = where
+        self._waiter = Waiter.watching(backend)
+        self.detector = DeadlockDetector(
+            backend.rank, backend.size, config, where, self.send_notice, lambda: backend.activity
+        )
+        self._handlers: dict[str, NoticeHandler] = {}
+        self._status_parts: list[StatusPart] = []
         self._calls = Calls()
         self._lanes: list[Lane] = []
+        self._numbers: dict[Lane, int] = {}
+        self._retiring: list[tuple[Lane, Message]] = []
         self._next_tick = 0.0
 
     def progress(self, urgent: bool) -> float:
-        """Take a turn; whatever fails in it ends the runtime.
+        """Move everything on once; whatever fails in it ends the runtime.
 
         Args:
             urgent: whether a training thread is blocked.
 
         Returns:
-            Seconds that may pass before the next turn unless the bell rings; 0 for none.
+            Seconds that may pass before the next call unless ``wakeup`` is set; 0 for none.
         """
         return self._guarded(self._progress, urgent)
 
     def poll(self) -> float:
-        """Look up between two naps while training computes, which costs less than a turn.
+        """Look, between two naps while training computes, whether :meth:`progress` is due.
 
-        For who may take one. A turn's long way through the interpreter takes caches from training.
+        It costs less: a call's long way through the interpreter takes caches from training.
 
         Returns:
-            Seconds that may pass before the next look; 0 where a turn is due.
+            Seconds that may pass before the next look; 0 where :meth:`progress` is due.
         """
         return self._guarded(self._poll)
 
     def rest(self, nap_s: float) -> None:
-        """Sleep between two turns, for the thread that waits for what is under way.
+        """Sleep between two calls, for the thread that waits for what is under way.
 
         Where the backend can sleep by itself, it looks every ``nap_s`` seconds and the interpreter
-        is not needed until something has arrived. The bell, which may ring for the other thread,
-        is not heard meanwhile: so this takes some milliseconds at most.
+        is not needed until something has arrived. ``wakeup``, which may be set for the other
+        thread, is not noticed meanwhile: so this takes some milliseconds at most.
 
         Args:
-            nap_s: as :meth:`take` has returned it.
+            nap_s: as :meth:`progress` has returned it.
         """
         busy = [lane for lane in self._lanes if lane.busy]
         alone = len(busy) == 1 and not self._calls and not self.messages
         if not (alone and self._guarded(busy[0].rest, nap_s, _REST_S)):
             self.wakeup.wait(min(nap_s, _REST_S))
+
+    def check_measurement(self, label: str, waited_s: float) -> None:
+        """Do within a long measurement what :meth:`progress` does some times a second.
+
+        Args:
+            label: what is measured.
+            waited_s: for how long it has waited for other ranks.
+
+        Raises:
+            WfbpError: what ends the runtime.
+        """
+        now = time.monotonic()
+        if now < self._next_tick:
+            return
+        self._next_tick = now + TICK_S
+        self._read_notices()
+        error = self.error or self.detector.check([(now - waited_s, label)], now)
+        if error is not None:
+            self.fail(error)
+            raise error
 
     @property
     def wakeable(self) -> bool:
@@ -313,15 +376,50 @@ class ProgressLoop:
         else:
             self._calls.add(call)
 
-    def add_lane(self, lane: Lane) -> None:
-        """Serve a lane from now on."""
+    def add_lane(self, lane: Lane, number: int | None = None) -> None:
+        """Serve a lane from now on.
+
+        Args:
+            lane: that no other thread uses any more.
+            number: of a lane that follows a plan, the same on every rank.
+        """
         if self.error is not None:
             lane.fail(self.error)
         self._lanes.append(lane)
+        if number is not None:
+            self._numbers[lane] = number
 
     def remove_lane(self, lane: Lane) -> None:
         """No longer serve a lane."""
         self._lanes = [other for other in self._lanes if other is not lane]
+        self._numbers.pop(lane, None)
+
+    def retire_lane(self, lane: Lane, idle: Message) -> None:
+        """No longer serve a lane, once it has done what other ranks wait for.
+
+        Args:
+            lane: that gets no events any more.
+            idle: called then, unless messages of the lane are still under way, which would meet
+                those of the next user of its backend.
+        """
+        if lane.owes_work and self.error is None:
+            self._retiring.append((lane, idle))
+            return
+        self.remove_lane(lane)
+        if not lane.busy:
+            idle()
+
+    def send_notice(self, notice: dict[str, Any]) -> None:
+        """Tell all other ranks something; they read it within :data:`TICK_S`."""
+        self._backend.send_notice(json.dumps(notice).encode())
+
+    def handle_notices(self, kind: str, handler: NoticeHandler) -> None:
+        """Have notices of a kind given to this handler: the sender's rank, and the notice."""
+        self._handlers[kind] = handler
+
+    def extend_status(self, part: StatusPart) -> None:
+        """Have this rank's status, when other ranks ask for it, completed by ``part``."""
+        self._status_parts.append(part)
 
     def fail(self, error: WfbpError) -> None:
         """Keep the first error and end with it everything that waits, now and later."""
@@ -345,26 +443,54 @@ class ProgressLoop:
             or "idle"
         )
 
-    def status(
-        self, waits: bool, num_waits: int, number: Callable[[Lane], int | None]
-    ) -> RankStatus:
-        """Where this rank is.
-
-        Args:
-            waits: whether all that could begin a collective is in a wait.
-            num_waits: waits begun so far.
-            number: of a lane, the same on every rank; None of one that follows no plan.
-        """
+    def _status(self) -> RankStatus:
+        """Where this rank is."""
         lanes = []
-        for lane in self._lanes:
-            if (index := number(lane)) is None:
-                continue
+        for lane, number in self._numbers.items():
             started, completed = lane.counts
             dry = not (lane.busy or lane.has_events or lane.owes_work)
-            lanes.append(LaneStatus(index, started, completed, dry))
+            lanes.append(LaneStatus(number, started, completed, dry))
         call = next((call.label for call in self._calls.under_way), "")
-        begun = self._calls.num_begun
-        return RankStatus(self.describe(), waits, num_waits, begun, call, tuple(lanes))
+        waits = self.waits
+        status = RankStatus(
+            self.describe(),
+            waits.stands_still,
+            waits.num_begun,
+            self._calls.num_begun,
+            call,
+            tuple(lanes),
+        )
+        for part in self._status_parts:
+            status = part(status, waits.awaited)
+        return status
+
+    def _tick(self, now: float) -> None:
+        """What is due some times a second."""
+        retiring, self._retiring = self._retiring, []
+        for lane, idle in retiring:
+            self.retire_lane(lane, idle)
+        self._read_notices()
+        self._check_waits(now)
+
+    def _read_notices(self) -> None:
+        for sender, payload in self._backend.poll_notices():
+            notice = json.loads(payload)
+            kind = notice["kind"]
+            if kind == "failed":
+                self.ended.add(sender)
+                if not notice["secondary"]:
+                    reason = notice["reason"]
+                    self.fail(PeerError(f"{self._where}: rank {sender} failed: {reason}"))
+            elif kind == "bye":
+                self.ended.add(sender)
+                how = "has left (its program ended or called shutdown)"
+                self.detector.note_gone(sender, how)
+            elif kind in NOTICES:
+                error = self.detector.handle_notice(sender, notice, self._status())
+                if error is not None:
+                    self.fail(error)
+            else:
+                self._handlers[kind](sender, notice)
 
     def _guarded(self, act: Callable[..., float], *arguments: Any) -> float:
         try:
@@ -392,8 +518,7 @@ class ProgressLoop:
         now = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
-            self._on_tick()
-            self._check_stall(now)
+            self._tick(now)
         if progressed:
             self._waiter.progressed()
             return 0.0
@@ -432,11 +557,11 @@ class ProgressLoop:
                 return
         self._waiter.offer_core()
 
-    def _check_stall(self, now: float) -> None:
+    def _check_waits(self, now: float) -> None:
         waits = [(call.since, call.label) for call in self._calls.under_way]
         for lane in self._lanes:
             if (since := lane.waiting_since) is not None:
                 waits.append((since, lane.describe()))
-        error = self._stall.check(waits, now)
+        error = self.detector.check(waits, now)
         if error is not None:
             self.fail(error)

@@ -1,9 +1,9 @@
-"""The communication thread, and the baton that decides who speaks to the backend.
+"""The communication thread, and the lock that decides which thread speaks to the backend.
 
 Training threads post messages; the communication thread acts on them, moves collectives on and
 waits for them without taking the core that training needs. A training thread that has to wait
-for a result takes the baton and moves communication on itself until it has come: what it waits for
-is not handed from thread to thread and core to core, and its caches stay warm.
+for a result takes the driver lock and moves communication on itself until the result has come: it
+is not handed from thread to thread and core to core, and caches stay warm.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from wfbp.comm.backend import Work
-from wfbp.comm.waiting import Waiter, sharp_naps
+from wfbp.comm.backend import Backend, Work
+from wfbp.comm.waiting import sharp_naps
 from wfbp.config import Config
 from wfbp.errors import StallError, WfbpError
-from wfbp.runtime.progress.deadlock import RankStatus, StallWatch
-from wfbp.runtime.progress.loop import Call, Lane, Message, ProgressLoop, Reply
+from wfbp.runtime.progress.loop import Call, Message, ProgressLoop, Reply
 
 T = TypeVar("T")
 
@@ -34,57 +33,41 @@ class CommunicationThread:
     """Runs calls and lanes on one backend.
 
     :meth:`post`, :meth:`call`, :meth:`await_reply` and :meth:`stop` may be called by any thread
-    but this one; everything else in a turn only.
+    but this one; everything else under the progress lock only.
 
-    ``_turn`` is held for each turn, ``_gate`` by a training thread for as long as it drives: the
-    communication thread passes the gate before every turn. It rests without either. Beside them
-    threads share the messages of :class:`~wfbp.runtime.progress.loop.ProgressLoop` and two hints:
-    how many threads wait, which may be read late, and ``sleeping``. Who appends an event to a lane
-    and then finds ``sleeping`` true must post a message; the communication thread sets it before it
-    looks at the events for the last time, so none is overlooked.
+    ``_progress_lock`` is held whenever the loop is called, ``_driver_lock`` by a training thread
+    for as long as it drives: the communication thread takes and releases it before every call of
+    the loop. It rests without either. Beside them threads share the messages of
+    :class:`~wfbp.runtime.progress.loop.ProgressLoop` and two hints: how many threads wait, which
+    may be read late, and ``sleeping``. A thread that appends an event to a lane and then finds
+    ``sleeping`` true must post a message; the communication thread sets it before it looks at the
+    events for the last time, so none is overlooked.
 
     Args:
+        backend: over all ranks; from here on only this thread and threads that drive use it.
         config: timeouts.
-        waiter: how to wait.
-        on_tick: called some times a second, for notices from other ranks.
-        stall: judges waits that last.
         where: who this is, for messages ("rank 1 of 4").
     """
 
-    def __init__(
-        self,
-        config: Config,
-        waiter: Waiter,
-        on_tick: Callable[[], None],
-        stall: StallWatch,
-        where: str,
-    ) -> None:
+    def __init__(self, backend: Backend, config: Config, where: str) -> None:
         self._config = config
         self._where = where
-        self._loop = loop = ProgressLoop(waiter, on_tick, stall, where)
+        self.loop = ProgressLoop(backend, config, where)
         self._driver_lock = threading.Lock()
         self._progress_lock = threading.Lock()
         self._running = True
-        self._num_waiting = 0
-        self._num_waits = 0
-        self._users: set[int] = set()
-        self._awaited: Reply[Any] = Reply()
         self._here = threading.local()
         self.sleeping = False
-        self.add_lane: Callable[[Lane], None] = loop.add_lane
-        self.remove_lane: Callable[[Lane], None] = loop.remove_lane
-        self.fail: Callable[[WfbpError], None] = loop.fail
-        self.describe: Callable[[], str] = loop.describe
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
     def start(self) -> None:
-        """Begin; from here on ``on_tick`` may be called."""
+        """Begin."""
         self._thread.start()
 
     @property
     def error(self) -> WfbpError | None:
         """What has ended the runtime, if anything has."""
-        return self._loop.error
+        return self.loop.error
 
     def fail_in_fork(self, error: WfbpError) -> None:
         """In a forked process, where no other thread runs: every call raises this from now on.
@@ -92,22 +75,17 @@ class CommunicationThread:
         Whoever held the locks there will never release them.
         """
         self._driver_lock, self._progress_lock = threading.Lock(), threading.Lock()
-        self._loop.error = error
+        self.loop.error = error
 
     @property
     def owes_work(self) -> bool:
         """Whether other ranks wait for something that this one has promised."""
-        return self.error is None and self._loop.owes_work
+        return self.error is None and self.loop.owes_work
 
     @property
     def is_used_here(self) -> bool:
         """Whether the thread that asks has ever waited for communication."""
         return getattr(self._here, "used", False)
-
-    @property
-    def awaited(self) -> Reply[Any]:
-        """What was waited for last; in a turn only."""
-        return self._awaited
 
     def progress(self) -> None:
         """Move communication on without waiting, unless another thread is doing that."""
@@ -115,37 +93,24 @@ class CommunicationThread:
             try:
                 if self._progress_lock.acquire(blocking=False):
                     try:
-                        self._loop.progress(urgent=False)
+                        self.loop.progress(urgent=False)
                     finally:
                         self._progress_lock.release()
             finally:
                 self._driver_lock.release()
         else:
-            self._loop.wakeup.set()
-
-    def status(self, number: Callable[[Lane], int | None]) -> RankStatus:
-        """Where this rank is; in a turn only.
-
-        It is said to wait where the only thread that has ever communicated does: of several, one
-        might yet begin what another rank waits for.
-
-        Args:
-            number: of a lane, the same on every rank; None of one that follows no plan.
-        """
-        alone = len(self._users) == 1 and self._num_waiting == 1
-        waits = alone and not self._awaited.answered  # else it is about to go on
-        return self._loop.status(waits, self._num_waits, number)
+            self.loop.wakeup.set()
 
     def post(self, message: Message) -> None:
-        """Have ``message`` called in a turn soon."""
-        self._loop.messages.append(message)
-        self._loop.wakeup.set()
+        """Have ``message`` called soon, under the progress lock."""
+        self.loop.messages.append(message)
+        self.loop.wakeup.set()
 
     def call(self, start: Callable[[], Work[T]], label: str, line: object = None) -> T:
         """Run one collective and wait for its result.
 
         Args:
-            start: starts the collective; called in a turn.
+            start: starts the collective; called under the progress lock.
             label: what it is, for messages.
             line: calls of different lines do not wait for each other.
 
@@ -154,18 +119,17 @@ class CommunicationThread:
         """
         reply: Reply[T] = Reply()
         call = Call(label, start, reply, line)
-        self._loop.messages.append(lambda: self._loop.enqueue(call))
+        self.loop.messages.append(lambda: self.loop.enqueue(call))
         return self.await_reply(reply, label)
 
     def await_reply(self, reply: Reply[T], label: str) -> T:
         """Wait for an answer to what was appended or posted before; drive, unless another does."""
         self._here.used = True
-        self._users.add(threading.get_ident())
-        self._awaited = reply
-        self._num_waits += 1
+        waits = self.loop.waits
+        waits.begin(reply)
         if reply.answered:
             return reply.get(timeout_s=0.0)
-        self._num_waiting += 1
+        waits.num_waiting += 1
         try:
             if self._driver_lock.acquire(timeout=_DRIVER_POLL_S):
                 try:
@@ -173,10 +137,10 @@ class CommunicationThread:
                         return self._drive(reply)
                 finally:
                     self._driver_lock.release()
-            self._loop.wakeup.set()
+            self.loop.wakeup.set()
             return self._await_others(reply, label)
         finally:
-            self._num_waiting -= 1
+            waits.num_waiting -= 1
 
     def stop(self, timeout_s: float) -> bool:
         """End the thread once its messages are worked off; whether it has ended in time."""
@@ -185,7 +149,7 @@ class CommunicationThread:
         return not self._thread.is_alive()
 
     def _drive(self, reply: Reply[T]) -> T:
-        loop = self._loop
+        loop = self.loop
         try:
             while not reply.answered:
                 if loop.error is not None:
@@ -205,7 +169,7 @@ class CommunicationThread:
             try:
                 return reply.get(timeout_s=1.0)
             except KeyboardInterrupt:
-                self.post(lambda: self._loop.fail(self._interrupted()))
+                self.post(lambda: self.loop.fail(self._interrupted()))
                 raise
             except TimeoutError:
                 if self.error is not None:
@@ -231,21 +195,19 @@ class CommunicationThread:
                 with self._driver_lock:
                     pass
                 with self._progress_lock:
-                    nap_s = self._loop.progress(self._num_waiting > 0)
-                    wakeable = nap_s > 0 and self._loop.wakeable
+                    nap_s = self.loop.progress(self.loop.waits.num_waiting > 0)
+                    wakeable = nap_s > 0 and self.loop.wakeable
                 if nap_s > 0:
                     self._rest(nap_s, wakeable)
 
     def _rest(self, nap_s: float, wakeable: bool) -> None:
-        """Sleep until the bell rings or a turn is due.
-
-        Not at all where an event came before ``sleeping`` said so.
-        """
-        loop = self._loop
+        """Sleep until the loop is woken or due; not at all if an event came just before."""
+        loop = self.loop
         self.sleeping = wakeable
         if not (wakeable and loop.has_events):
             while nap_s > 0 and not loop.wakeup.wait(nap_s):
-                if self._num_waiting > 0 or not self._progress_lock.acquire(blocking=False):
+                waited_for = loop.waits.num_waiting > 0
+                if waited_for or not self._progress_lock.acquire(blocking=False):
                     break
                 try:
                     nap_s = loop.poll()
