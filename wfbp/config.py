@@ -62,6 +62,7 @@ class Config(metaclass=_RenamedSettings):
         timeout_s: a wait this long ends in a ``StallError`` on every rank.
         abort_grace_s: how long a rank that failed lets the others report before it ends the job.
         log_level: of the logger ``wfbp``.
+        summary_steps: rank 0 logs one line of each optimizer's stats after so many steps; 0: none.
         record_dir: directory in which every rank records its run, for ``wfbp report``; none if
             empty.
 
@@ -85,6 +86,7 @@ class Config(metaclass=_RenamedSettings):
     timeout_s: float = 600.0
     abort_grace_s: float = 5.0
     log_level: str = "warning"
+    summary_steps: int = 0
     record_dir: str = ""
 
     def __post_init__(self) -> None:
@@ -212,6 +214,7 @@ _LEAST = {
     "trial_steps": 1,
     "trial_min_s": 0.0,
     "replan_threshold": 0,
+    "summary_steps": 0,
     "probe_budget_s": 0.0,
     "stall_warning_s": 0.01,
     "timeout_s": 0.01,

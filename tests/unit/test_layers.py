@@ -23,6 +23,7 @@ BELOW: dict[str, set[str]] = {
     "comm": {"config", "core", "errors", "native"},
     "cuda": {"comm", "config", "core", "errors"},
     "runtime": {"comm", "config", "core", "errors", "native", "sim"},
+    "monitoring": {"runtime"},
 }
 """What each part may import besides itself."""
 

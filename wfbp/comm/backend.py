@@ -83,6 +83,8 @@ class Backend(ABC):
     size: int
     local_rank: int
     local_size: int
+    library: str = "no MPI"
+    """What carries messages, for people."""
 
     @property
     def activity(self) -> int:

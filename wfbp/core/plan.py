@@ -140,6 +140,18 @@ class Plan:
         """How much of all bytes theirs are, from 0 to 1."""
         return sum(spec.nbytes for spec in self.decoupled) / max(1, self.total_bytes)
 
+    @property
+    def summary(self) -> str:
+        """In a few words, for people.
+
+        >>> specs = (TensorSpec("w", (3,), "float32"),)
+        >>> Plan("single", specs, (Group((0,)),), overlap=False).summary
+        'single, 1 group after backward'
+        """
+        num_groups = len(self.groups)
+        late = "" if self.overlap else " after backward"
+        return f"{self.schedule}, {num_groups} group{'s' * (num_groups != 1)}{late}"
+
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the plan's canonical JSON: equal exactly where the plans are equal."""

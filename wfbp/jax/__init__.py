@@ -24,7 +24,7 @@ from wfbp.core.types import Op
 from wfbp.deprecation import warn_renamed
 from wfbp.jax.collectives import allgather, allreduce, alltoall, broadcast, reducescatter
 from wfbp.jax.device import set_local_device
-from wfbp.jax.gradient_sync import report
+from wfbp.jax.gradient_sync import report, stats
 from wfbp.jax.gradients import grad, value_and_grad
 from wfbp.jax.metrics import average_metrics
 from wfbp.jax.optimizer import DistributedOptimizer
@@ -78,5 +78,6 @@ __all__ = [
     "set_local_device",
     "shutdown",
     "size",
+    "stats",
     "value_and_grad",
 ]

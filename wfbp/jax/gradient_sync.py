@@ -233,6 +233,10 @@ class GradientExchange:
         """The plan in use and what it costs; empty before the first step."""
         return {} if self._engine is None else self._engine.report()
 
+    def stats(self) -> dict[str, Any]:
+        """How training goes; empty before the first step."""
+        return {} if self._engine is None else self._engine.stats()
+
     def close(self) -> None:
         """Never exchange again."""
         if self._engine is not None:
@@ -331,16 +335,25 @@ class ExchangeRegistry:
 
     def report(self) -> dict[str, dict[str, Any]]:
         """Of each exchange that has run, by name, the plan in use and what it costs."""
+        return self._ask_each(GradientExchange.report)
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """Of each exchange that has run, by name, how training goes."""
+        return self._ask_each(GradientExchange.stats)
+
+    def _ask_each(
+        self, ask: Callable[[GradientExchange], dict[str, Any]]
+    ) -> dict[str, dict[str, Any]]:
         with self._lock:
             found = [(self._requests[key].title, e) for key, e in self._exchanges.items()]
-        reports: dict[str, dict[str, Any]] = {}
+        answers: dict[str, dict[str, Any]] = {}
         turns: Counter[str] = Counter()
         for name, exchange in found:
-            if report := exchange.report():
+            if answer := ask(exchange):
                 turns[name] += 1
                 turn = turns[name]
-                reports[name if turn == 1 else f"{name} [{turn}]"] = report
-        return reports
+                answers[name if turn == 1 else f"{name} [{turn}]"] = answer
+        return answers
 
     def _wait(
         self,
@@ -541,3 +554,23 @@ def report() -> dict[str, dict[str, Any]]:
     if process.current("report()").size == 1:
         return {}
     return exchange_registry().report()
+
+
+def stats() -> dict[str, dict[str, Any]]:
+    """Of everything that exchanges gradients, by its name, how training goes.
+
+    Names as of :func:`report`. Empty on one rank, and before the first step.
+
+    Returns:
+        Stats with the keys of PyTorch's ``optimizer.stats()``: iteration, iteration_s, exposed_s,
+        bytes, ratio_to_lower_bound, predicted_s, plan and phase.
+
+    Example:
+        >>> import wfbp.jax as wfbp
+        >>> wfbp.init()
+        >>> wfbp.stats() if wfbp.size() == 1 else {}
+        {}
+    """
+    if process.current("stats()").size == 1:
+        return {}
+    return exchange_registry().stats()

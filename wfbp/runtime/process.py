@@ -10,9 +10,11 @@ import atexit
 import json
 import logging
 import os
+import platform
 import sys
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -162,6 +164,7 @@ if hasattr(os, "register_at_fork"):
 def _set_up_logging(config: Config) -> None:
     logger = logging.getLogger("wfbp")
     logger.setLevel(config.log_level.upper())
+    logging.getLogger("wfbp.summary").setLevel(logging.INFO)
     if not logger.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("wfbp: %(levelname)s: %(message)s"))
@@ -179,6 +182,7 @@ SHARED = (
 )
 """Fields of ``Config``. The schedule and its threshold are compared per optimizer."""
 
+_MOST_HOSTS = 8
 _LABEL = "init(): comparing settings"
 
 
@@ -193,9 +197,10 @@ def check_settings(runtime: Runtime) -> None:
     with sharing_argument_errors(runtime, _LABEL):
         _make_folder(runtime.config.record_dir)
     mine = {name: getattr(runtime.config, name) for name in SHARED}
-    payloads = [json.loads(p) for p in runtime.exchange(json.dumps(["", mine]).encode(), _LABEL)]
+    payload = json.dumps(["", mine, platform.node()]).encode()
+    payloads = [json.loads(p) for p in runtime.exchange(payload, _LABEL)]
     check_argument_errors(runtime, "init()", payloads)
-    settings_by_rank = [settings for _, settings in payloads]
+    settings_by_rank = [settings for _, settings, _ in payloads]
     differing = [
         name
         for name in SHARED
@@ -209,6 +214,25 @@ def check_settings(runtime: Runtime) -> None:
             f"{runtime.where}: init(): ranks disagree on {shown}. Set it to the same value on "
             "every rank; mpirun passes variables on to all of them"
         )
+    if runtime.rank == 0:
+        _tell_who_takes_part(runtime, [host for _, _, host in payloads])
+
+
+def _tell_who_takes_part(runtime: Runtime, hosts: Sequence[str]) -> None:
+    """Log ranks, hosts and library in one line."""
+    per_host = Counter(hosts)
+    shown = [f"{host} ({number})" for host, number in per_host.most_common(_MOST_HOSTS)]
+    more = len(per_host) - len(shown)
+    logging.getLogger("wfbp").info(
+        "%d rank%s on %d host%s: %s%s; %s",
+        runtime.size,
+        "s" * (runtime.size > 1),
+        len(per_host),
+        "s" * (len(per_host) > 1),
+        ", ".join(shown),
+        f" and {more} more" if more else "",
+        runtime.library,
+    )
 
 
 def _make_folder(folder: str) -> None:

@@ -61,6 +61,7 @@ class Runtime:
         self.size = backend.size
         self.local_rank = backend.local_rank
         self.local_size = backend.local_size
+        self.library = backend.library
         self._backend = backend
         self._network = NetworkCosts(
             config.probe_budget_s, self._check_measurement, backend.rank == 0

@@ -91,6 +91,7 @@ class GradientHooks:
         )
         self._guard = GradientGuard(name, self._names)
         self.report = engine.report
+        self.stats = engine.stats
         self._forward = ForwardProfiler(engine, self._params)
         self._hooks: dict[int, Any] = {}
         for index, param in enumerate(self._params):
@@ -400,6 +401,7 @@ class OptimizerSync:
             self._update = ReplicatedUpdate(engine, optimizer, params, step)
         gradients.before_release = _letting_go(self._update)
         self.report = engine.report
+        self.stats = engine.stats
 
     @property
     def open(self) -> bool:

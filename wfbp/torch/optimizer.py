@@ -566,6 +566,18 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         """
         return self._wfbp_sync.report() if self._wfbp_sync is not None else {}
 
+    @uncompiled
+    def stats(self) -> dict[str, Any]:
+        """How training goes, for logs and monitors; empty with one rank.
+
+        Returns:
+            ``iteration``: steps so far; ``iteration_s`` and ``exposed_s``: the median of the last
+            steps, and how much of it training waited for communication, in seconds; ``bytes`` of
+            gradients per step; ``ratio_to_lower_bound``: T/LB; ``predicted_s``; ``plan`` in words;
+            ``phase``. None where not yet known. :mod:`wfbp.monitoring` passes them on.
+        """
+        return self._wfbp_sync.stats() if self._wfbp_sync is not None else {}
+
     @property
     @uncompiled
     def _step_supports_amp_scaling(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -304,18 +305,25 @@ def test_half_precision_is_accumulated_in_float32() -> None:
     assert all_well(run_ranks(4, body)) == [60000.0] * 4
 
 
-def test_the_report() -> None:
+def test_the_report(caplog: pytest.LogCaptureFixture) -> None:
+    """And stats, and what rank 0 says at level info."""
+    caplog.set_level("INFO", logger="wfbp")
+    stats: list[dict[str, Any]] = []
+
     def body(runtime: Runtime) -> list[dict[str, Any]]:
         trainer = Trainer(runtime, make_specs([3, 4, 5]), schedule="oasr")
         reports = [trainer.engine.report()]
+        stats.append(trainer.engine.stats())
         for _ in range(30):
             trainer.zero()
             for k in (2, 1, 0):
                 trainer.accumulate(k, 1.0)
             trainer.synchronize()
+        if runtime.rank == 0:
+            stats.append(trainer.engine.stats())
         return [*reports, trainer.engine.report()]
 
-    reports = all_well(run_ranks(2, body))
+    reports = all_well(run_ranks(2, body, replace(QUICK, summary_steps=10)))
     before, after = reports[0]
     assert before["phase"] == "warm-up"
     assert before["steps"] == 0
@@ -332,3 +340,26 @@ def test_the_report() -> None:
         after["measured_iteration_s"] / after["lower_bound_s"]
     )
     assert after["plan_digest"] == reports[1][1]["plan_digest"]
+
+    assert (stats[0]["iteration"], stats[0]["iteration_s"]) == (0, None)
+    last = stats[-1]
+    assert last["iteration"] == 30
+    assert last["iteration_s"] == after["measured_iteration_s"]
+    assert last["exposed_s"] == after["exposed_s"]
+    assert last["bytes"] == 12 * 8
+    assert last["ratio_to_lower_bound"] == after["ratio_to_lower_bound"]
+    assert last["plan"].startswith("oasr, ")
+
+    said = [record.getMessage() for record in caplog.records]
+    for line in ("measuring compute for", "measured compute of 3 tensors", "network: all_reduce"):
+        assert sum(line in text for text in said) == 1, (line, said)
+    (installed,) = [text for text in said if "installed oasr" in text]
+    assert "predicted" in installed
+    assert "T/LB" in installed
+    summaries = [r.getMessage() for r in caplog.records if r.name == "wfbp.summary"]
+    assert [text.partition(": step ")[2].partition(":")[0] for text in summaries] == [
+        "10",
+        "20",
+        "30",
+    ], "on rank 0 only"
+    assert "exposed communication" in summaries[-1]

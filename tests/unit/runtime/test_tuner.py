@@ -57,7 +57,17 @@ class Job:
     ) -> None:
         self.costs = costs
         self.tuners = [
-            Tuner(config, schedule, 25 * 2**20, SPECS, decouples, num_updaters) for _ in range(size)
+            Tuner(
+                config,
+                schedule,
+                25 * 2**20,
+                SPECS,
+                decouples,
+                num_updaters,
+                tells=rank == 0,
+                name="Adam",
+            )
+            for rank in range(size)
         ]
         self.update_s = update_s
         self.seconds = seconds
@@ -494,6 +504,41 @@ def test_every_plan_has_a_forecast_once_there_are_a_profile_and_costs() -> None:
         assert report["lower_bound_s"] > 0
         assert report["ratio_to_lower_bound"] > 0
     assert seen == {"trial", "installed", "profile"}
+
+
+# What it says.
+
+
+def test_rank_0_says_what_happens(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="wfbp")
+    slow = [1.0]
+    job = Job("auto", lambda plan: slow[0] * (0.9 if plan.schedule == "wfbp" else 1.0))
+    job.run("installed")
+    for _ in range(60):
+        job.step()
+    slow[0] = 2.0
+    job.run("profile")
+    job.run("installed")
+    said = [record.getMessage() for record in caplog.records]
+    assert all(text.startswith("Adam: ") for text in said)
+    expected = [
+        "measuring compute for 3 steps, by threshold, 1 group",
+        "measured compute of 8 tensors",
+        "trial of ",
+        "wfbp, 8 groups 900.0 ms",
+        "installed wfbp, 8 groups: predicted ",
+        "the iteration time has changed for long",
+        "measuring compute for 3 steps, by wfbp",
+        "trial of ",
+        "wfbp, 8 groups 1800.0 ms",
+        "installed wfbp, 8 groups: predicted ",
+    ]
+    left = iter(said)
+    for line in expected:
+        assert any(line in text for text in left), (line, said)
+    rounds = [text for text in said if "steps so far" in text]
+    assert 2 <= len(rounds) <= len(said) - 9
+    assert "T/LB" in said[-1]
 
 
 # Planning.

@@ -177,6 +177,7 @@ class MpiBackend(HostBackend):
         self._who = f"rank {self.rank} of {self.size}"
         self.local_rank = self._topology.local_rank
         self.local_size = self._topology.local_size
+        self.library = mpi.Get_library_version().strip("\0").splitlines()[0].strip()
         self._is_original = _original is None
         self._family: ProgressGroup = (
             ProgressGroup(find_transfers(mpi, tells=self.local_rank == 0), self._who)

@@ -131,6 +131,13 @@ class GradientReducer:
         """The plan in use and what it costs; empty with one rank."""
         return self._engine.report() if self._engine is not None else {}
 
+    def stats(self) -> dict[str, Any]:
+        """How training goes, for logs and monitors; empty with one rank.
+
+        Keys as of PyTorch's ``optimizer.stats()``.
+        """
+        return self._engine.stats() if self._engine is not None else {}
+
 
 def _spec(item: TensorSpec | tuple[str, Any]) -> TensorSpec:
     if isinstance(item, TensorSpec):

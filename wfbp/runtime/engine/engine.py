@@ -20,7 +20,7 @@ from wfbp.runtime import consistency
 from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.engine.allgather import AllGatherState, GradientAssembler
 from wfbp.runtime.engine.allocator import give_back_freed_memory, keep_freed_memory
-from wfbp.runtime.engine.recorder import Recorder, make_report
+from wfbp.runtime.engine.recorder import Recorder, log_summary, make_report, make_stats
 from wfbp.runtime.engine.step_sync import StepSynchronizer, exchange_payloads
 from wfbp.runtime.engine.tracker import GradientTracker
 from wfbp.runtime.progress.channel import ControlChannel
@@ -87,6 +87,8 @@ class Engine:
             planned,
             options.decouples,
             runtime.size if options.sharded_update else 1,
+            tells=runtime.rank == 0,
+            name=name,
         )
         settings = {
             **compared,
@@ -131,6 +133,7 @@ class Engine:
         self._number = 0
         self._num_unread = 0
         self._update: Span = (0.0, 0.0)
+        self._summary_steps = runtime.config.summary_steps if runtime.rank == 0 else 0
         self._kept: deque[StepTimestamps] = deque()
         self._unread: list[Step] = []
         self._closed = False
@@ -284,6 +287,8 @@ class Engine:
             if self._recorder is not None:
                 self._recorder.after_step(self._tuner, *measured)
             self._tuner.after_step(measured.stamps)
+        if self._summary_steps and self._steps % self._summary_steps == 0:
+            log_summary(self._name, self.stats())
 
     def discard(self) -> None:
         """Forget the gradients of the open step (they were zeroed before they were used).
@@ -332,6 +337,10 @@ class Engine:
     def report(self) -> dict[str, Any]:
         """The installed plan and what it costs; times in seconds, None where not yet known."""
         return make_report(self._tuner, self._steps)
+
+    def stats(self) -> dict[str, Any]:
+        """How training goes, for logs and monitors; see :func:`make_stats`."""
+        return make_stats(self._tuner, self._steps)
 
     def _install(self) -> None:
         """Take the tuner's plan into use; no step is under way."""

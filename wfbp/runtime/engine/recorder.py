@@ -50,11 +50,59 @@ def make_report(tuner: Tuner, num_steps: int) -> dict[str, Any]:
     }
 
 
+def make_stats(tuner: Tuner, num_steps: int) -> dict[str, Any]:
+    """How training goes: plain numbers, and the plan in words.
+
+    Args:
+        tuner: whose plan it is.
+        num_steps: steps taken so far.
+
+    Returns:
+        ``iteration``: steps so far; ``iteration_s`` and ``exposed_s``: the median of the last
+        steps, and how much of it training waited for communication; ``bytes``: of gradients per
+        step; ``ratio_to_lower_bound``: T/LB; ``predicted_s``: of the plan; ``plan`` and
+        ``phase``. None where not yet known.
+    """
+    report = make_report(tuner, num_steps)
+    return {
+        "iteration": num_steps,
+        "iteration_s": report["measured_iteration_s"],
+        "exposed_s": report["exposed_s"],
+        "bytes": report["total_bytes"],
+        "ratio_to_lower_bound": report["ratio_to_lower_bound"],
+        "predicted_s": report["predicted_iteration_s"],
+        "plan": tuner.plan.summary,
+        "phase": tuner.phase,
+    }
+
+
+def log_summary(name: str, stats: dict[str, Any]) -> None:
+    """Stats in one line, for people."""
+
+    def milliseconds(key: str) -> str:
+        return "-" if stats[key] is None else f"{stats[key] * 1e3:.1f} ms"
+
+    ratio = stats["ratio_to_lower_bound"]
+    summary.info(
+        "%s: step %d: %s, of which %s exposed communication; %.1f MB; T/LB %s; %s (%s)",
+        name,
+        stats["iteration"],
+        milliseconds("iteration_s"),
+        milliseconds("exposed_s"),
+        stats["bytes"] * 1e-6,
+        "-" if ratio is None else f"{ratio:.3f}",
+        stats["plan"],
+        stats["phase"],
+    )
+
+
 FORMAT = "wfbp-run/1"
 KEPT_ITERATIONS = 8
 INSTALLED = "installed"
 
 log = logging.getLogger("wfbp")
+summary = logging.getLogger("wfbp.summary")
+"""Of its own, because who asks for summaries wants to see them whatever the level is."""
 _taken: Counter[Path] = Counter()
 
 

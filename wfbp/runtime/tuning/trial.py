@@ -60,6 +60,8 @@ class Trial(Protocol):
     plans: list[Plan]
     num_steps: int
     candidates: list[Candidate]
+    spent_s: float
+    """Seconds that its rounds took, steps that do not count included, about."""
     undecided: list[Plan]
     """Of a trial that is over, plans that might be as fast as the chosen one."""
 
@@ -92,15 +94,22 @@ class Elimination:
         most_steps: the trial may take, about; at least the first round is run. Where that is too
             few for all plans, those that seem slow by the first rounds leave early, and become
             :attr:`undecided`.
+        most_s: seconds that it may take, about, if those are more steps.
     """
 
     def __init__(
-        self, plans: Sequence[Plan], num_steps: int, most_steps: int | None = None
+        self,
+        plans: Sequence[Plan],
+        num_steps: int,
+        most_steps: int | None = None,
+        most_s: float = 0.0,
     ) -> None:
         self.candidates = [Candidate(plan) for plan in plans]
         self.num_steps = (num_steps + 1) // 2
         self.undecided: list[Plan] = []
         self._steps_left = most_steps
+        self._seconds_left = most_s
+        self.spent_s = 0.0
         # Where few steps are wanted, or affordable because they are long, rounds are few, too.
         rule = Rule()
         most = min(rule.most_rounds, 2 * num_steps)
@@ -119,7 +128,10 @@ class Elimination:
         for candidate, seconds in zip(running, times, strict=True):
             candidate.add(seconds)
         decided = self._comparison.add(times)
-        if not decided and self._affordable(len(times)):
+        each_s = [statistics.median(seconds) * self._num_run for seconds in times]
+        self.spent_s += sum(each_s)
+        self._seconds_left -= sum(each_s)
+        if not decided and self._affordable(each_s):
             self._begin()
             return None
         equal = [self.candidates[k] for k in self._comparison.equal]
@@ -129,13 +141,24 @@ class Elimination:
             self.undecided[:0] = [plan for plan in alive if plan is not chosen]
         return chosen
 
-    def _affordable(self, num_plans: int) -> bool:
-        """Whether another round can be afforded, if with fewer plans."""
+    @property
+    def _num_run(self) -> int:
+        """Steps of a plan in a round."""
+        return self.num_steps + num_cold(self.num_steps)
+
+    def _affordable(self, each_s: Sequence[float]) -> bool:
+        """Whether another round can be afforded, if with fewer plans.
+
+        Args:
+            each_s: what each plan of the round took.
+        """
         if self._steps_left is None:
             return True
-        each = self.num_steps + num_cold(self.num_steps)
-        self._steps_left -= each * num_plans
-        num_affordable = self._steps_left // each
+        self._steps_left -= self._num_run * len(each_s)
+        num_affordable = max(
+            self._steps_left // self._num_run,
+            int(self._seconds_left / max(statistics.fmean(each_s), 1e-9)),
+        )
         num_rounds = self._comparison.num_rounds
         num_wanted = len(self._comparison.alive) * max(1, self._rule.least_rounds - num_rounds)
         if num_affordable >= num_wanted:
@@ -169,6 +192,7 @@ class Search:
     def __init__(self, make: Callable[[int], Plan], first_bytes: int, num_steps: int) -> None:
         self.candidates: list[Candidate] = []
         self.undecided: list[Plan] = []
+        self.spent_s = 0.0
         self.num_steps = num_steps
         self._make = make
         self._search = ThresholdSearch(first_bytes)

@@ -4,6 +4,7 @@ is.
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections import Counter
@@ -35,6 +36,8 @@ from wfbp.runtime.tuning.candidates import (
 )
 from wfbp.runtime.tuning.profile import Profile, StepTimes, combine
 from wfbp.runtime.tuning.trial import Candidate, Elimination, Search, Times, Trial, num_cold
+
+log = logging.getLogger("wfbp")
 
 Share = Callable[[Callable[[], Any]], Any]
 """Returns on every rank what the function returns on rank 0."""
@@ -106,6 +109,8 @@ class Tuner:
         specs: the tensors to plan, in forward order as far as it is known.
         decouples: whether schedules that decouple all-reduce can be served.
         num_updaters: ranks that share the update of a decoupled tensor; 1 where each does all.
+        tells: whether what happens is logged; by one rank.
+        name: of the optimizer, for that.
 
     Raises:
         ValueError: no such schedule.
@@ -119,7 +124,12 @@ class Tuner:
         specs: Sequence[TensorSpec],
         decouples: bool = False,
         num_updaters: int = 1,
+        *,
+        tells: bool = False,
+        name: str = "optimizer",
     ) -> None:
+        self._tells = tells
+        self._name = name
         check_schedule(schedule, decouples)
         self._decouples = decouples and schedule not in planners.ALL_REDUCE
         self._spared = 1.0 - 1.0 / num_updaters
@@ -153,12 +163,16 @@ class Tuner:
         self._regret_windows = _REGRET_WINDOWS
         self._enter("warm-up", first_plan(self._schedule, specs, self._threshold_bytes))
 
+    def _tell(self, message: str, *values: object) -> None:
+        if self._tells:
+            log.info(f"%s: {message}", self._name, *values)
+
     def after_step(self, stamps: StepTimes) -> None:
         """Take note of a step; :attr:`plan` may change, on every rank at the same step."""
         self._seen += 1
         if self.phase == "warm-up":
             if self._seen >= self._config.warmup_steps:
-                self._enter("profile", held(self.plan))
+                self._profile()
             return
         if self._seen > self._num_cold:  # a plan's first steps find cold memory
             self._steps.append(stamps)
@@ -262,13 +276,16 @@ class Tuner:
             self._conclude_round([m["times_s"] for m in messages], share)
         elif any(m["drifted"] for m in messages):
             self._incumbent = self.plan
-            self._enter("profile", held(self.plan))
+            self._tell("the iteration time has changed for long: measuring and planning anew")
+            self._profile()
         elif any(m["looks_again"] for m in messages):
+            self._tell("comparing again what an earlier trial could not tell apart")
             self._return_to(self._undecided)
         elif rivals := self._rivals(max(m["now_s"] for m in messages)):
             # Perhaps everything takes longer now; each time it is therefore watched for twice as
             # long before the next return.
             self._regret_windows *= 2
+            self._tell("other plans were faster in their trial than this one is now")
             self._return_to([c.plan for c in rivals])
         return self.plan
 
@@ -323,6 +340,12 @@ class Tuner:
         if phase != "trial":
             self._times: list[list[float]] = []
 
+    def _profile(self) -> None:
+        self._tell(
+            "measuring compute for %d steps, by %s", self._config.profile_steps, self.plan.summary
+        )
+        self._enter("profile", held(self.plan))
+
     def _plan_anew(
         self, messages: Sequence[dict[str, Any]], measure: Callable[[], Costs], share: Share
     ) -> None:
@@ -340,6 +363,14 @@ class Tuner:
         update_s = max(p.update_s for p in profiles)
         self._update_s = update_s / (1.0 - self._spared * self.plan.decoupled_part)
         self.trace = trace = replace(trace, other_s=trace.other_s + self._update_s - update_s)
+        self._tell(
+            "measured compute of %d tensors, %.1f MB: forward %.1f ms, backward %.1f, other %.1f",
+            len(trace.tensors),
+            self.plan.total_bytes * 1e-6,
+            trace.forward_s * 1e3,
+            trace.backward_s * 1e3,
+            trace.other_s * 1e3,
+        )
         costs = with_packing(measure(), packing_s / max(1, self.plan.total_bytes))
         self.costs = costs = replace(costs, kappa=self._kappa)
         if self._schedule == "dear":
@@ -371,27 +402,28 @@ class Tuner:
         enough = self._steps_in(self._config.trial_min_s, plan)
         return max(self._config.trial_steps, min(enough, _MOST_STEPS))
 
-    def _most_steps(self, plan: Plan) -> int:
-        """Steps that trials may take in all, about."""
-        enough = self._steps_in(_LIMIT_S * self._config.trial_min_s, plan)
-        return max(_LIMIT_STEPS * self._config.trial_steps, enough)
-
     def _steps_in(self, seconds: float, plan: Plan) -> int:
         assert self.trace is not None
         assert self.costs is not None
         expected_s = timeline(plan, self.trace, self.costs).iteration_s
         return math.ceil(seconds / expected_s) if expected_s > 0 else 0
 
-    def _eliminate(self, plans: Sequence[Plan], share: float = 1.0, spent: int = 0) -> None:
+    def _eliminate(
+        self, plans: Sequence[Plan], share: float = 1.0, spent: tuple[int, float] = (0, 0.0)
+    ) -> None:
         """Compare plans, the first of which is in use.
 
         Args:
             plans: at least one.
-            share: of the steps that trials may take.
+            share: of the steps and seconds that trials may take.
             spent: how many they have taken.
         """
-        most = round(share * self._most_steps(plans[0])) - spent
-        self._try(Elimination(plans, self._trial_steps(plans[0]), most))
+        most_steps = round(share * _LIMIT_STEPS * self._config.trial_steps) - spent[0]
+        most_s = share * _LIMIT_S * self._config.trial_min_s - spent[1]
+        self._tell(
+            "trial of %d plans, of at most %d steps or %.1f s", len(plans), most_steps, most_s
+        )
+        self._try(Elimination(plans, self._trial_steps(plans[0]), most_steps, most_s))
 
     def _try(self, trial: Trial) -> None:
         self._trial = trial
@@ -403,6 +435,12 @@ class Tuner:
         assert self.trace is not None
         assert self.costs is not None
         chosen = self._trial.conclude(ranks)
+        times = sorted((c for c in self._trial.candidates if c.was_measured), key=_measured_s)
+        self._tell(
+            "trial, %d steps so far: %s",
+            self._num_trial_steps,
+            "; ".join(f"{c.plan.summary} {c.measured_s * 1e3:.1f} ms" for c in times),
+        )
         if chosen is None:
             self._try(self._trial)
             return
@@ -431,7 +469,7 @@ class Tuner:
         self.costs = replace(costs, kappa=self._kappa)
         if further:
             plans = [chosen, *decode_groups(further, trace)]
-            self._eliminate(plans, spent=self._num_trial_steps)
+            self._eliminate(plans, spent=(self._num_trial_steps, self._trial.spent_s))
             return
         self._install(chosen)
 
@@ -439,6 +477,14 @@ class Tuner:
         self._undecided = [p for p in self._undecided if p.digest != plan.digest][:_MOST_RIVALS]
         self._incumbent = None
         self._enter("installed", plan)
+        assert self.predicted is not None
+        self._tell(
+            "installed %s: predicted %.1f ms, T/LB %.3f%s",
+            plan.summary,
+            self.predicted.iteration_s * 1e3,
+            self.predicted.ratio_to_lower_bound,
+            "" if self.measured_s is None else f"; {self.measured_s * 1e3:.1f} ms in its trial",
+        )
 
     def _saved_s(self, plan: Plan) -> float:
         """What ranks save that update their shards of decoupled tensors only."""
@@ -475,3 +521,7 @@ class Tuner:
         """Try plans again beside the installed one: a disturbed trial may have dropped the best."""
         self._undecided = []
         self._eliminate([self.plan, *rivals])
+
+
+def _measured_s(candidate: Candidate) -> float:
+    return candidate.measured_s

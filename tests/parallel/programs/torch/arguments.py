@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import wfbp
+import wfbp.monitoring
 import wfbp.torch
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.training import (
@@ -122,6 +123,10 @@ def parameters_that_are_integers_are_left_alone() -> None:
             square(model, wfbp.rank(), step)
             optimizer.step()
         assert optimizer.report()["num_tensors"] == 4
+        stats = optimizer.stats()
+        assert stats["iteration"] == 6
+        assert stats["bytes"] == optimizer.report()["total_bytes"]
+        assert wfbp.monitoring.prometheus_text(stats, rank=str(wfbp.rank()))
 
 
 @check
