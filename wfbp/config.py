@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from wfbp.core.checks import one_of
-from wfbp.core.planners import PLANNERS
+from wfbp.core.types import SCHEDULES
 from wfbp.deprecation import warn_renamed
 
 RENAMED = {
@@ -202,7 +202,6 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
 }
 """How a variable is read, by field or by the type of its default, and what is expected there."""
 
-SCHEDULES = ("auto", *PLANNERS)
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from wfbp.comm.buffers import storage_dtype
 from wfbp.core.types import TensorSpec
 from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.engine.engine import Engine
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import BufferView, GradientRef
-from wfbp.runtime.transport.buffers import storage_dtype
 
 
 def make_specs(sizes: list[int], dtype: str = "float64") -> list[TensorSpec]:

@@ -36,13 +36,13 @@ from wfbp.core import planners
 from wfbp.core.cost import CostModel, Costs, LinearCost
 from wfbp.core.timeline import timeline
 from wfbp.core.trace import Trace
-from wfbp.core.types import Operation, TensorSpec
+from wfbp.core.types import ALL_REDUCE_SCHEDULES, SCHEDULES, Operation, TensorSpec
 from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.engine.engine import Engine
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import BufferView
 from wfbp.runtime.transport.buffers import aligned_bytes
-from wfbp.runtime.tuning.candidates import DECOUPLED, SCHEDULES, reordered
+from wfbp.runtime.tuning.candidates import reordered
 
 THRESHOLD_BYTES = 25 * 2**20
 SHRINK = 32
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--cost", type=Path, help="a wfbp-cost/1 file")
     parser.add_argument("--clusters", type=Path, help="a wfbp-clusters/1 file, with --cluster")
     parser.add_argument("--cluster", action="append", default=[], help="a name in it")
-    parser.add_argument("--schedule", action="append", choices=(*SCHEDULES, *DECOUPLED))
+    parser.add_argument("--schedule", action="append", choices=SCHEDULES)
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument(
         "--shrink",
@@ -141,7 +141,7 @@ def replay(
             EngineOptions(
                 schedule,
                 THRESHOLD_BYTES // shrink,
-                decouples=schedule not in planners.ALL_REDUCE,
+                decouples=schedule not in ALL_REDUCE_SCHEDULES,
                 name=trace.model,
             ),
         )

@@ -6,18 +6,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from wfbp import native
 from wfbp.comm.backend import Buffer, Segment
-from wfbp.core.types import ITEM_BYTES, Op, item_bytes
+from wfbp.core.types import Op, item_bytes
 
 HALF = frozenset({"float16", "bfloat16"})
 """Element types that are accumulated in float32."""
 
-STORAGE = {name: np.dtype("uint16" if name in HALF else name) for name in ITEM_BYTES}
-"""The NumPy type in which each element type lies in a buffer."""
+_WORDS = {name: np.dtype("uint16") for name in HALF}
+
+
+def word_dtype(dtype: str) -> np.dtype[Any]:
+    """The NumPy type by which kernels are given elements: halves of both kinds as uint16."""
+    return _WORDS.get(dtype) or np.dtype(dtype)
+
+
+def storage_dtype(dtype: str) -> np.dtype[Any]:
+    """The NumPy type that holds elements: their own, or uint16 for bfloat16, which NumPy lacks."""
+    return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
 def typed(buffer: Buffer, dtype: str, writeable: bool = True) -> Buffer:
@@ -45,7 +55,8 @@ def typed(buffer: Buffer, dtype: str, writeable: bool = True) -> Buffer:
         raise ValueError("a buffer that receives must be writeable")
     if buffer.nbytes % size:
         raise ValueError(f"a buffer of {buffer.nbytes} bytes holds no whole number of {dtype}")
-    return buffer if buffer.dtype == STORAGE[dtype] else buffer.view(STORAGE[dtype])
+    words = word_dtype(dtype)
+    return buffer if buffer.dtype == words else buffer.view(words)
 
 
 def blocks(

@@ -16,10 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
-import numpy as np
 import torch
 
-from wfbp.comm.buffers import STORAGE
+from wfbp.comm.buffers import word_dtype
 from wfbp.core.types import Op
 from wfbp.runtime import process
 from wfbp.runtime.collectives import api
@@ -741,7 +740,7 @@ class _Submission:
     def _rows_of(self, count: int, outcome: Outcome) -> torch.Tensor:
         """So many rows of what was gathered or received, as a new tensor."""
         tensor = self._tensor
-        elements = torch.from_numpy(outcome.data.view(_storage(NAMES[tensor.dtype])))
+        elements = torch.from_numpy(outcome.data.view(word_dtype(NAMES[tensor.dtype])))
         return elements.view(tensor.dtype).view(count, *tensor.shape[1:]).to(tensor.device)
 
     def _all_rows(self, outcome: Outcome) -> torch.Tensor:
@@ -768,7 +767,7 @@ class _Submission:
             kind,
             self._name,
             number,
-            raw(whole).view(_storage(NAMES[whole.dtype])),
+            raw(whole).view(word_dtype(NAMES[whole.dtype])),
             finish_all,
             dtype=NAMES[whole.dtype],
             shape=tuple(whole.shape),
@@ -778,10 +777,6 @@ class _Submission:
         )
         name = operations.name_of(handle)
         return handle
-
-
-def _storage(dtype: str) -> np.dtype[Any]:
-    return STORAGE.get(dtype) or np.dtype(dtype)
 
 
 def _compressed(tensor: torch.Tensor, compression: type[Compressor]) -> tuple[torch.Tensor, Any]:

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from wfbp.comm.backend import Buffer
+from wfbp.comm.buffers import storage_dtype
 from wfbp.comm.device.device import Device
 from wfbp.core.types import TensorSpec
 from wfbp.cuda.local_device import check_local_rank
 from wfbp.runtime import process
-from wfbp.runtime.transport.buffers import storage_dtype
 
 NAMES = {
     torch.float16: "float16",

@@ -11,9 +11,10 @@ import pytest
 from tests.support import reference
 from wfbp.core.bound import lower_bound_s
 from wfbp.core.cost import CostModel, Costs, LinearCost
-from wfbp.core.planners import ALL_REDUCE, PLANNERS, plan
+from wfbp.core.planners import PLANNERS, plan
 from wfbp.core.timeline import timeline
 from wfbp.core.trace import Trace, TraceTensor
+from wfbp.core.types import ALL_REDUCE_SCHEDULES as ALL_REDUCE
 from wfbp.core.types import TensorSpec
 
 DECOUPLED = ("ps", "ps_layerwise", "ipart", "dear", "independent")

@@ -16,9 +16,9 @@ from wfbp.core.fit import fit_kappa
 from wfbp.core.plan import Plan
 from wfbp.core.timeline import iteration_s
 from wfbp.core.trace import Trace, TraceTensor
-from wfbp.core.types import TensorSpec
+from wfbp.core.types import ALL_REDUCE_SCHEDULES, TensorSpec
+from wfbp.core.types import DECOUPLED_SCHEDULES as DECOUPLED
 from wfbp.runtime.tuning.candidates import (
-    DECOUPLED,
     auto_candidates,
     further_candidates,
     make,
@@ -42,7 +42,7 @@ def test_candidates_of_random_traces(decoupled: bool) -> None:
         assert len({(p.groups, p.overlap) for p in found}) == len(found)
         assert found[0].groups == make("threshold", trace, costs, THRESHOLD_BYTES).groups
 
-        names = [n for n in planners.PLANNERS if decoupled or n in planners.ALL_REDUCE]
+        names = [n for n in planners.PLANNERS if decoupled or n in ALL_REDUCE_SCHEDULES]
         rivals = [make(n, trace, costs, THRESHOLD_BYTES) for n in names if not n.startswith("ps")]
         best_s = min(iteration_s(p, trace, costs) for p in rivals)
         predicted = [iteration_s(p, trace, costs) for p in found]

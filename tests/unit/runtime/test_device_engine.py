@@ -22,11 +22,11 @@ from wfbp.comm import probe
 from wfbp.comm.backend import Backend
 from wfbp.comm.local import LocalWorld
 from wfbp.config import Config
+from wfbp.core.types import DECOUPLED_SCHEDULES as DECOUPLED
 from wfbp.core.types import Op
 from wfbp.errors import WfbpError
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.tuning import trial
-from wfbp.runtime.tuning.candidates import DECOUPLED
 
 STEADY = Config(schedule="wfbp", warmup_steps=10**6, timeout_s=20.0)
 ALL_REDUCE = ("auto", "oasr", "mgwfbp", "wfbp", "single", "threshold")

@@ -19,13 +19,13 @@ from wfbp.comm.emulated import EmulatedLink
 from wfbp.config import Config
 from wfbp.core.cost import Costs, PiecewiseCost
 from wfbp.core.plan import Plan
+from wfbp.core.types import DECOUPLED_SCHEDULES as DECOUPLED
 from wfbp.core.types import Op, Operation
 from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.engine.engine import Engine
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.transport.buffers import shard_range
 from wfbp.runtime.tuning import trial
-from wfbp.runtime.tuning.candidates import DECOUPLED
 from wfbp.runtime.tuning.trial import Elimination, Times
 
 

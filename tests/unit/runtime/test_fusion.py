@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wfbp.comm.backend import Buffer
+from wfbp.comm.buffers import storage_dtype
 from wfbp.comm.local import LocalWorld
 from wfbp.core.plan import ALIGNMENT_BYTES, Group, Plan
 from wfbp.core.types import Op, TensorSpec
 from wfbp.runtime.step import Step
-from wfbp.runtime.transport.buffers import FusionBuffer, aligned_bytes, storage_dtype
+from wfbp.runtime.transport.buffers import FusionBuffer, aligned_bytes
 from wfbp.runtime.transport.flags import NUM_STEP_FLAGS, STEP_CYCLE
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")

@@ -15,9 +15,10 @@ from wfbp.config import Config
 from wfbp.core.cost import Costs, PiecewiseCost
 from wfbp.core.plan import Plan
 from wfbp.core.timeline import iteration_s
-from wfbp.core.types import TensorSpec
+from wfbp.core.types import ALL_REDUCE_SCHEDULES, AUTO, TensorSpec
+from wfbp.core.types import DECOUPLED_SCHEDULES as DECOUPLED
 from wfbp.runtime.engine.recorder import make_report
-from wfbp.runtime.tuning.candidates import DECOUPLED, SCHEDULES, auto_candidates, reordered
+from wfbp.runtime.tuning.candidates import auto_candidates, reordered
 from wfbp.runtime.tuning.profile import StepTimes
 from wfbp.runtime.tuning.tuner import Tuner
 
@@ -132,7 +133,7 @@ def groups(plan: Plan) -> set[frozenset[str]]:
     return {frozenset(plan.tensors[k].name for k in g.tensors) for g in plan.groups}
 
 
-@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s != "auto"])
+@pytest.mark.parametrize("schedule", ALL_REDUCE_SCHEDULES)
 def test_a_fixed_schedule_is_measured_for_and_installed(schedule: str) -> None:
     job = Job(schedule, alike)
     job.run("installed")
@@ -260,7 +261,7 @@ def test_the_slowest_rank_counts() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.sampled_from(SCHEDULES),
+    st.sampled_from((AUTO, *ALL_REDUCE_SCHEDULES)),
     st.integers(1, 4),
     st.floats(0.0, 2.0),
     st.integers(0, 2**32),

@@ -25,7 +25,7 @@ from wfbp.core.planners.exact import independent, oasr
 from wfbp.core.planners.hybrid import hybrid
 from wfbp.core.trace import Trace
 
-__all__ = ["ALL_REDUCE", "KEEPING", "PLANNERS", "Planner", "dear_search", "plan"]
+__all__ = ["KEEPING", "PLANNERS", "Planner", "dear_search", "plan"]
 
 Planner = Callable[..., Plan]
 """A function ``(trace, costs, **options) -> Plan``."""
@@ -46,10 +46,6 @@ PLANNERS: Mapping[str, Planner] = MappingProxyType(
     }
 )
 """Every planner by the name of its schedule."""
-
-ALL_REDUCE = ("wfbp", "single", "threshold", "mgwfbp", "oasr")
-"""Planners whose plans use all-reduce alone, and so need nothing of the next forward."""
-
 
 KEEPING = (oasr, independent)
 """Planners that keep their latest plans (``functools.lru_cache``)."""

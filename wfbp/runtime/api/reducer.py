@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from wfbp.comm.buffers import storage_dtype
 from wfbp.core.types import Op, TensorSpec
 from wfbp.runtime import process
 from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.consistency import in_native_order
 from wfbp.runtime.engine.engine import Engine
-from wfbp.runtime.transport.buffers import storage_dtype
 
 Array = npt.NDArray[Any]
 

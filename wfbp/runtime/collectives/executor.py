@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from wfbp.comm.backend import Backend, Buffer, Finished, HostBackend, Mailbox, Work
-from wfbp.comm.buffers import STORAGE
+from wfbp.comm.buffers import word_dtype
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime.collectives.arithmetic import ITEM, adasum, carried, scale
@@ -267,8 +267,7 @@ class NamedLane:
         if request.name in self._pending:
             return self._pending.pop(request.name)
         numel = int(np.prod(request.shape, dtype=np.int64))
-        storage = STORAGE.get(request.dtype) or np.dtype(request.dtype or "uint8")
-        return Submission(request, np.zeros(numel, storage))
+        return Submission(request, np.zeros(numel, word_dtype(request.dtype or "uint8")))
 
     def _run(self, work: Work[None], finish: _Finish, found: Sequence[Submission]) -> None:
         timeline = self.timeline

@@ -10,12 +10,12 @@ one behind the other in the buffer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from wfbp import native
 from wfbp.comm.backend import Backend, Buffer, Segment, Work
+from wfbp.comm.buffers import storage_dtype
 from wfbp.comm.device.device import SlotTable
 from wfbp.comm.pages import zeroed
 from wfbp.core.plan import ALIGNMENT_BYTES, Plan, layout
@@ -72,7 +72,6 @@ def memory_at(address: int, nbytes: int, owner: object) -> Buffer:
     return np.asarray(_Memory(address, nbytes, owner))
 
 
-_STORAGE = {"bfloat16": np.dtype(np.uint16)}
 _LINE_BYTES = 64
 
 
@@ -230,11 +229,6 @@ def aligned_bytes(size: int, carrier: Backend | None = None) -> Buffer:
     raw = zeroed(size_of_all) if carrier is None else carrier.zeros(size_of_all)
     start = -raw.__array_interface__["data"][0] % _LINE_BYTES
     return raw[start : start + size]
-
-
-def storage_dtype(dtype: str) -> np.dtype[Any]:
-    """The NumPy type that holds elements of ``dtype`` (uint16 for bfloat16)."""
-    return _STORAGE.get(dtype) or np.dtype(dtype)
 
 
 def shard_bytes(spec: TensorSpec, size: int) -> int:

@@ -13,15 +13,18 @@ from wfbp.core.plan import Group, Plan
 from wfbp.core.planners.coarsening import coarsened, even_progress, expanded, spread_borders
 from wfbp.core.timeline import timeline
 from wfbp.core.trace import Trace, TraceTensor
-from wfbp.core.types import Operation, Phase, TensorSpec
+from wfbp.core.types import (
+    ALL_REDUCE_SCHEDULES,
+    AUTO,
+    DECOUPLED_SCHEDULES,
+    SCHEDULES,
+    Operation,
+    Phase,
+    TensorSpec,
+)
 
-AUTO = "auto"
 UNMEASURED = ("single", "threshold", "wfbp")
 """Planners that look at sizes only."""
-
-SCHEDULES = (AUTO, *planners.ALL_REDUCE)
-DECOUPLED = tuple(name for name in planners.PLANNERS if name not in planners.ALL_REDUCE)
-"""Schedules that scatter in backward and gather in the next forward."""
 
 MAX_EXACT = 192
 """Planners whose time grows with the square of the number of tensors join neighbours beyond this,
@@ -44,8 +47,10 @@ def check_schedule(schedule: str, decouples: bool, user: str = "") -> None:
     Raises:
         ValueError: what it is, and what it may be.
     """
-    known = (*SCHEDULES, *DECOUPLED) if decouples else SCHEDULES
-    why = f": {user or 'the caller'} needs whole gradients" if schedule in DECOUPLED else ""
+    known = SCHEDULES if decouples else (AUTO, *ALL_REDUCE_SCHEDULES)
+    why = ""
+    if schedule in DECOUPLED_SCHEDULES:
+        why = f": {user or 'the caller'} needs whole gradients"
     one_of("schedule", schedule, known, why)
 
 
@@ -61,7 +66,7 @@ def first_plan(schedule: str, specs: Sequence[TensorSpec], threshold_bytes: int)
     """
     nominal = Trace("unmeasured", tuple(TraceTensor(spec, 0.0, 0.0) for spec in specs))
     costs = Costs(LinearCost(0.0, 0.0))
-    if schedule in DECOUPLED:
+    if schedule in DECOUPLED_SCHEDULES:
         return planners.plan("dear", nominal, costs, threshold_bytes=threshold_bytes)
     name = schedule if schedule in UNMEASURED else "threshold"
     return make(name, nominal, costs, threshold_bytes)
@@ -155,8 +160,8 @@ def further_candidates(
 
 def _names(decouples: bool) -> list[str]:
     """The schedules that ``auto`` asks for plans."""
-    others = [name for name in DECOUPLED if name not in _BASELINES] if decouples else []
-    return [*planners.ALL_REDUCE, *others]
+    others = [name for name in DECOUPLED_SCHEDULES if name not in _BASELINES] if decouples else []
+    return [*ALL_REDUCE_SCHEDULES, *others]
 
 
 def held(plan: Plan) -> Plan:

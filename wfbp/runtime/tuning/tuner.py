@@ -19,9 +19,8 @@ from wfbp.core.fit import fit_kappa
 from wfbp.core.plan import Plan
 from wfbp.core.timeline import Timeline, timeline
 from wfbp.core.trace import Trace
-from wfbp.core.types import Operation, TensorSpec
+from wfbp.core.types import ALL_REDUCE_SCHEDULES, AUTO, Operation, TensorSpec
 from wfbp.runtime.tuning.candidates import (
-    AUTO,
     auto_candidates,
     check_schedule,
     decode_groups,
@@ -131,7 +130,7 @@ class Tuner:
         self._tells = tells
         self._name = name
         check_schedule(schedule, decouples)
-        self._decouples = decouples and schedule not in planners.ALL_REDUCE
+        self._decouples = decouples and schedule not in ALL_REDUCE_SCHEDULES
         self._spared = 1.0 - 1.0 / num_updaters
         self._update_s = 0.0
         self._kappa = 0.0  # as the last trial showed it; what is planned next counts on it
