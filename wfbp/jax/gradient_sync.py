@@ -28,7 +28,7 @@ from wfbp.errors import WfbpError
 from wfbp.jax import native
 from wfbp.jax.device import XlaStreams, check_device, programs_device
 from wfbp.jax.trees import Layout
-from wfbp.runtime import consistency, process
+from wfbp.runtime import consistency, process, signals
 from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.engine.engine import Engine
 from wfbp.runtime.runtime import Runtime
@@ -331,7 +331,8 @@ class ExchangeRegistry:
         """Wait for gradients outside of a compiled program; see :meth:`Exchange.reduce`."""
         with self._lock:
             exchange = self._get(key)
-        exchange.reduce(None, outputs)
+        with signals.postponed, signals.firm:
+            exchange.reduce(None, outputs)
 
     def report(self) -> dict[str, dict[str, Any]]:
         """Of each exchange that has run, by name, the plan in use and what it costs."""
@@ -371,7 +372,7 @@ class ExchangeRegistry:
             self._take_notes()
             exchange = self._get(key)
         check_device(self.device, place)
-        with self._at(place):
+        with signals.postponed, signals.firm, self._at(place):
             exchange.reduce(inputs, outputs)
 
     def _forward_announcements(self) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from wfbp.comm.backend import Buffer
 from wfbp.core.types import Op, item_bytes
+from wfbp.runtime import signals
 from wfbp.runtime.arguments import labelled
 from wfbp.runtime.consistency import (
     Array,
@@ -72,6 +73,7 @@ def gather_rows(
     return result
 
 
+@signals.postponing
 def gather_row_bytes(
     runtime: Runtime,
     raw: Buffer,
@@ -108,6 +110,7 @@ def gather_row_bytes(
     return gathered, sum(shapes)
 
 
+@signals.postponing
 def scatter_rows(
     runtime: Runtime, array: Array, rows: Sequence[int], op: Op, name: str | None = None
 ) -> Array:
@@ -142,6 +145,7 @@ def scatter_rows(
     return mine
 
 
+@signals.postponing
 def exchange_blocks(runtime: Runtime, array: Array, name: str | None = None) -> Array:
     """Block r of every rank's array, concatenated in rank order, on rank r.
 

@@ -88,7 +88,7 @@ class Runtime:
         loop.handle_notices("fetch dropped", fetches.hear)
         loop.extend_status(fetches.extend_status)
         self.post = self.thread.post
-        self.await_reply: Callable[[Reply[Any], str], Any] = self.thread.await_reply
+        self.await_reply = self.thread.await_reply
         self.collective_lock = CollectiveLock(self.rank)
         self.channel = self.channel_on(backend)
         self.call = self.channel.call

@@ -21,7 +21,7 @@ import torch
 
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, WfbpError
-from wfbp.runtime import process
+from wfbp.runtime import process, signals
 from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.engine.engine import Engine
 from wfbp.runtime.runtime import Runtime
@@ -108,6 +108,12 @@ class GradientHooks:
         """Whether gradients have appeared that no step has taken."""
         return self._engine.open
 
+    @property
+    def gone(self) -> list[torch.Tensor]:
+        """Parameters that have no gradient any more."""
+        seen = zip(self._guard.grads, self._params, strict=True)
+        return [p for grad, p in seen if grad is not None and p.grad is None]
+
     def reduce(self, whole: bool, wanted: bool = False) -> list[BufferView | None]:
         """Close the step, wait, and let ``p.grad`` be the reduced gradient of each parameter.
 
@@ -128,8 +134,10 @@ class GradientHooks:
                 f"{self._name}: another DistributedOptimizer was made of {self._successor}; use "
                 "that one. A parameter's gradient can be exchanged by one of them only"
             )
-        for index in self._guard.check(self._params):
-            self._engine.drop(index)
+        gone = self._guard.check(self._params)
+        if not self._engine.unfinished:  # else they are on their way, and were there
+            for index in gone:
+                self._engine.drop(index)
         if self._views_of != self._engine.num_installed:  # they hold another plan's buffers
             self._views_of = self._engine.num_installed
             self._views = [None] * len(self._params)
@@ -391,6 +399,9 @@ class OptimizerSync:
         self._params = params = gradients.params
         self._held: Reduced | None = None
         self._compared = False
+        self.stepped = False
+        """Set by :meth:`step` where the optimizer has stepped."""
+        self._result: Any = None
         self._sharding: StateSharding | None = None
         if sharded:
             self._sharding = StateSharding(runtime, gradients.specs, params, optimizer)
@@ -407,6 +418,11 @@ class OptimizerSync:
     def open(self) -> bool:
         """Whether gradients have appeared that no step has taken."""
         return self._gradients.open
+
+    @property
+    def gone(self) -> list[torch.Tensor]:
+        """Parameters whose gradients the program has forgotten while they are averaged."""
+        return self._gradients.gone
 
     @property
     def shares_state(self) -> bool:
@@ -469,13 +485,25 @@ class OptimizerSync:
     def step(self) -> Any:
         """Let the optimizer step with what was reduced; what is decoupled travels from here on."""
         reduced, self._held = self._held, None
+        self.stepped = True  # whatever the optimizer raises: it has changed something
         try:
-            return self._update.apply(reduced)
+            with signals.firm:
+                self._result = self._update.apply(reduced)
         finally:
-            if self._engine.profiling:
-                self._update.flush()  # nothing travels where compute is measured
-            else:
-                self._update.pending.wait_for_exposed()
+            result = self.rest_of_step()
+        return result
+
+    def rest_of_step(self) -> Any:
+        """Wait for what may not be read unheard, or not be measured; what the optimizer returned.
+
+        It can be left, and called again.
+        """
+        if self._engine.profiling:
+            self._update.flush()  # nothing travels where compute is measured
+        else:
+            self._update.pending.wait_for_exposed()
+        result, self._result = self._result, None
+        return result
 
     def clip_grad_norm_(self, limit: Limit) -> torch.Tensor:
         """Scale what was reduced; see the optimizer's method of that name."""

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import enum
+import functools
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 from threading import get_ident
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import optimizer as torch_optimizer
 
 from wfbp.core.types import Op
 from wfbp.deprecation import warn_renamed
-from wfbp.runtime import process
+from wfbp.runtime import process, signals
 from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.runtime import Runtime
@@ -233,6 +236,71 @@ class SyncState(enum.Enum):
     """``synchronize()``, when no rank had any gradient: those that come are averaged anew."""
 
 
+@dataclass(slots=True)
+class _Left:
+    """A call that was left because the handler of a signal raised in it, or right behind it.
+
+    Args:
+        name: of the method.
+        finish: does the rest, and returns what the call would have; None where all is done.
+        result: where all is done.
+        hook: has it finished before the next forward.
+    """
+
+    name: str
+    finish: Callable[[], Any] | None = None
+    result: Any = None
+    hook: Any = None
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def resuming(name: str = "") -> Callable[[F], F]:
+    """Let a method begin with the rest of a call that was left; for decorating.
+
+    Args:
+        name: of a method that every rank must carry out as often as the others. Once it is left,
+            calling it again completes the call, as does anything else that needs it.
+    """
+
+    def decorate(method: F) -> F:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            sync = self._wfbp_sync
+            if sync is None:
+                return method(self, *args, **kwargs)
+            if not signals.enter():  # another thread, or within another operation
+                if signals.serving():
+                    self._wfbp_finish()
+                return method(self, *args, **kwargs)
+            fields = self.__dict__
+            act = functools.partial(method, self, *args, **kwargs)
+            try:
+                sync.stepped = False
+                result = self._wfbp_resume(name, act) if fields[_LEFT] is not None else act()
+                if name:  # handlers may raise from here on
+                    fields[_LEFT] = _Left(name, result=result)
+                signals.leave()
+                if name:
+                    fields[_LEFT] = None
+                return result
+            except BaseException as error:
+                if name and fields[_LEFT] is None and signals.came_from_handler(error):
+                    self._wfbp_leave(_Left(name, act))
+                signals.forget_error()
+                signals.leave()
+                raise
+
+        uncompiled(call)
+        return cast(F, functools.update_wrapper(call, method))
+
+    return decorate
+
+
+_LEFT = "_wfbp_left"
+"""Attribute of a distributed optimizer: the call that was left."""
+
+
 class DistributedOptimizerBase(torch.optim.Optimizer):
     """What is laid over the user's optimizer class: gradients are reduced before a step."""
 
@@ -269,6 +337,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         self._wfbp_coupling = coupling
         self._wfbp_sparse_as_dense = sparse_as_dense
         self._wfbp_skip = False
+        self._wfbp_left: _Left | None = None
         self._wfbp_sync: OptimizerSync | None = None
         self._wfbp_renew(complete=True)
 
@@ -310,6 +379,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         self.__dict__["param_groups"] = groups
 
     @uncompiled
+    @resuming("synchronize")
     def synchronize(self) -> None:
         """Wait until all gradients of this step are averaged; ``p.grad`` then holds the averages.
 
@@ -325,6 +395,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         self._wfbp_sync_state = SyncState.PROGRAM if found else SyncState.IN_VAIN
 
     @uncompiled
+    @resuming()
     def synchronize_parameters(self) -> None:
         """Wait until all parameters are up to date.
 
@@ -346,6 +417,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         Raises:
             RuntimeError: :meth:`synchronize` was not called since backward.
         """
+        self._wfbp_finish_first()
         pending = self._wfbp_sync is not None and self._wfbp_sync.open
         if self._wfbp_sync_state is SyncState.NOBODY or pending:
             raise RuntimeError("call optimizer.synchronize() before skip_synchronize()")
@@ -356,6 +428,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             self._wfbp_skip = False
 
     @uncompiled
+    @resuming("clip_grad_norm_")
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -389,8 +462,13 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         return self._wfbp_sync.clip_grad_norm_(limit)
 
     @uncompiled
+    @resuming("step")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average the gradients, unless that was done, and let the optimizer step.
+
+        What the handler of a signal raises meanwhile, such as ``KeyboardInterrupt`` or a time-out's
+        exception, comes out of here. The step is completed by calling this again, or else before
+        the next forward; so ranks stay equal, also where only one of them got the signal.
 
         Args:
             closure: computes the loss of this rank's data and its gradients; called by the
@@ -411,10 +489,11 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         # A scheduler made before wrapping watches the original for calls of step().
         self._wfbp_original._opt_called = True  # type: ignore[attr-defined]
         if closure is not None:
-            if exchange is not None:
-                exchange.prepare_whole()
             try:
-                return super().step(lambda: self._wfbp_evaluate(closure))
+                with signals.firm:  # nothing can be taken up again within the optimizer
+                    if exchange is not None:
+                        exchange.prepare_whole()
+                    return super().step(lambda: self._wfbp_evaluate(closure))
             finally:
                 self._wfbp_sync_state = SyncState.NOBODY
         if not self._wfbp_skip:
@@ -435,8 +514,10 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         """What the hooks of a step are called around: once, however it is carried out."""
         exchange = self._wfbp_sync
         assert exchange is not None
-        result = exchange.step()
-        if self._optimizer_step_post_hooks or torch_optimizer._global_optimizer_post_hooks:
+        if not (self._optimizer_step_post_hooks or torch_optimizer._global_optimizer_post_hooks):
+            return exchange.step()
+        with signals.firm:  # the hooks are still to come
+            result = exchange.step()
             exchange.flush()
         return result
 
@@ -447,6 +528,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         return bool(own or torch_optimizer._global_optimizer_pre_hooks)
 
     @uncompiled
+    @resuming()
     def state_dict(self) -> dict[str, Any]:
         """The state in the ordinary form, whatever the schedule.
 
@@ -472,6 +554,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             self._wfbp_sync.take_whole_state()
 
     @uncompiled
+    @resuming()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state into the groups and the state that the wrapped optimizer shares.
 
@@ -491,6 +574,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         self.param_groups, self.state = groups, state
 
     @uncompiled
+    @resuming()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those on their way."""
         if self._wfbp_sync is not None:
@@ -499,6 +583,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     @uncompiled
+    @resuming()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; every rank must add the same ones.
 
@@ -518,6 +603,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         groups += added
         self._wfbp_renew()
 
+    @resuming()
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Have another number of ``backward()`` calls precede each step from now on.
 
@@ -585,6 +671,16 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
 
         They must be averaged by then, so that an infinity on one rank makes every rank skip.
         """
+        left = self._wfbp_left
+        if left is not None and left.name == "step" and self._wfbp_is_again(left, "step"):
+            self._wfbp_finish_first()  # the scaler is about to call step() again
+            self.__dict__[_LEFT] = left
+        else:
+            self._wfbp_average_for_scaler()
+        return bool(getattr(super(), "_step_supports_amp_scaling", False))
+
+    @resuming("_wfbp_average_for_scaler")
+    def _wfbp_average_for_scaler(self) -> None:
         exchange = self._wfbp_sync
         if exchange is not None:
             if self._wfbp_sync_state is not SyncState.PROGRAM:
@@ -595,7 +691,54 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
                     exchange.synchronize()
         if self._wfbp_sync_state is not SyncState.PROGRAM:
             self._wfbp_sync_state = SyncState.SCALER
-        return bool(getattr(super(), "_step_supports_amp_scaling", False))
+
+    def _wfbp_leave(self, left: _Left) -> None:
+        """Keep a call that a handler has left, to be finished before anything that needs it."""
+        if left.name == "step" and self._wfbp_sync is not None and self._wfbp_sync.stepped:
+            left.finish = self._wfbp_sync.rest_of_step
+        self.__dict__[_LEFT] = left
+        this = weakref.ref(self)
+
+        def before_forward(*_: object) -> None:
+            if (optimizer := this()) is not None:
+                optimizer._wfbp_finish_first()
+
+        left.hook = register_module_forward_pre_hook(before_forward)
+
+    def _wfbp_is_again(self, left: _Left, name: str) -> bool:
+        """Whether a call is one that was left, once more."""
+        assert self._wfbp_sync is not None
+        return left.name == name and (left.finish is not None or not self._wfbp_sync.open)
+
+    def _wfbp_resume(self, name: str, act: Callable[[], Any]) -> Any:
+        """Finish the call that was left, and carry out another unless it is the same."""
+        left = self._wfbp_left
+        assert left is not None
+        again = self._wfbp_is_again(left, name)
+        self._wfbp_finish(again)
+        return left.result if again else act()
+
+    def _wfbp_finish(self, again: bool = False) -> None:
+        left, self.__dict__[_LEFT] = self._wfbp_left, None
+        if left is None or left.finish is None:
+            return
+        assert self._wfbp_sync is not None
+        gone = [] if again else self._wfbp_sync.gone
+        try:
+            left.result = left.finish()
+            left.finish = None
+            for param in gone:  # the program is about to compute other gradients
+                param.grad = None
+        except BaseException as error:
+            if signals.came_from_handler(error):
+                self._wfbp_leave(left)
+            raise
+        finally:
+            left.hook.remove()
+
+    @resuming()
+    def _wfbp_finish_first(self) -> None:
+        """Finish the call that was left, if any was."""
 
     def _wfbp_reduce(self) -> None:
         """Close the step, unless that was done."""
@@ -617,6 +760,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         exchange = self._wfbp_sync
         if exchange is None:
             return
+        self._wfbp_finish_first()
         if exchange.runtime is runtime:
             exchange.release()
         elif exchange.shares_state:

@@ -38,6 +38,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import optimizer as torch_optimizer
 
+from wfbp.runtime import signals
+
 _Base: Any = torch._C.TensorBase
 _set_class: Any = object.__dict__["__class__"].__set__
 _as_plain_tensors: Any = torch._C.DisableTorchFunctionSubclass
@@ -237,6 +239,10 @@ class PendingParameters:
         """
         if self.updates_here:
             return
+        with signals.postponed:
+            self._wait(index)
+
+    def _wait(self, index: int) -> None:
         while True:
             with self._lock:  # a step that has begun in another thread ends first
                 if index not in self._left:

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from wfbp.runtime import process
+from wfbp.runtime import process, signals
 from wfbp.runtime.api import array_collectives
 from wfbp.runtime.consistency import check_root, sharing_argument_errors
 from wfbp.torch import tensors
 
 
+@signals.postponing
 def broadcast_parameters(
     parameters: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int = 0
 ) -> None:
@@ -61,6 +62,7 @@ def _tensors_of(parameters: Any) -> dict[str, torch.Tensor]:
     return {k: v for k, v in named.items() if isinstance(v, torch.Tensor)}
 
 
+@signals.postponing
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int = 0, model: torch.nn.Module | None = None
 ) -> None:

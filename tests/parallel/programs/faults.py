@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,11 @@ def sleep() -> None:
 
 
 def nothing() -> None: ...
+
+
+def interrupted() -> None:
+    """This rank sleeps; and the one before it, which waits, is interrupted from the keyboard."""
+    sleep()
 
 
 def while_others_step(deed: Callable[[], None]) -> None:
@@ -148,7 +154,7 @@ def behind_a_decoupled_step(deed: Callable[[], None]) -> None:
             deed()
 
 
-DEEDS = {"fail": fail, "leave": leave, "die": die, "sleep": sleep}
+DEEDS = {"fail": fail, "leave": leave, "die": die, "sleep": sleep, "interrupted": interrupted}
 PLACES = {
     "step": while_others_step,
     "reduce": while_others_reduce,
@@ -168,6 +174,12 @@ def main() -> None:
     logging.getLogger().addHandler(logging.StreamHandler())
     wfbp.init()
     mine = who == "all" or wfbp.rank() == int(who)
+    if deed == "interrupted" and not mine:
+        main_thread = threading.main_thread().ident
+        assert main_thread is not None
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        interrupt = partial(signal.pthread_kill, main_thread, signal.SIGINT)
+        threading.Timer(3.0, interrupt).start()
     try:
         PLACES[place](DEEDS[deed] if mine else nothing)
     except Exception as error:

@@ -17,7 +17,7 @@ import numpy as np
 from wfbp.comm.backend import Buffer
 from wfbp.core.types import Op, item_bytes
 from wfbp.errors import DisagreementError
-from wfbp.runtime import process
+from wfbp.runtime import process, signals
 from wfbp.runtime.arguments import labelled
 from wfbp.runtime.consistency import (
     Array,
@@ -67,6 +67,7 @@ def allreduce(array: Any, name: str | None = None, op: Op = Op.AVERAGE) -> Array
     return result
 
 
+@signals.postponing
 def reduce_in_place(
     runtime: Runtime,
     buffer: Buffer,
@@ -123,6 +124,7 @@ def broadcast(array: Any, root_rank: int, name: str | None = None) -> Array:
     return result
 
 
+@signals.postponing
 def broadcast_in_place(
     runtime: Runtime,
     buffer: Buffer,
@@ -143,6 +145,7 @@ def broadcast_in_place(
     _broadcast_one(runtime, buffer, root_rank, f"broadcast of {label}")
 
 
+@signals.postponing
 def broadcast_arrays(arrays: Mapping[str, Any], root_rank: int = 0) -> None:
     """Copy the root's arrays to every rank, in place.
 
@@ -171,6 +174,7 @@ def broadcast_arrays(arrays: Mapping[str, Any], root_rank: int = 0) -> None:
             np.copyto(array, copy)
 
 
+@signals.postponing
 def broadcast_buffers(
     runtime: Runtime,
     rows: Sequence[tuple[str, str, Sequence[int]]],
@@ -239,6 +243,7 @@ def allgather(array: Any, name: str | None = None) -> Array:
     return gather_rows(runtime, source, None, name)
 
 
+@signals.postponing
 def allgather_object(value: Any, name: str | None = None) -> list[Any]:
     """Every rank's object, in rank order; any object that can be pickled.
 
@@ -255,6 +260,7 @@ def allgather_object(value: Any, name: str | None = None) -> list[Any]:
     return [pickle.loads(payload) for payload in payloads]
 
 
+@signals.postponing
 def broadcast_object(value: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
     """The root's object, on every rank; any object that can be pickled.
 
@@ -277,6 +283,7 @@ def broadcast_object(value: Any = None, root_rank: int = 0, name: str | None = N
     return pickle.loads(runtime.exchange(payload, f"broadcast_object {label}")[root_rank])
 
 
+@signals.postponing
 def barrier() -> None:
     """Wait until every rank has come here."""
     check_consistent(process.current("barrier()"), "barrier")

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from wfbp.comm.buffers import storage_dtype
 from wfbp.core.types import Op, TensorSpec
-from wfbp.runtime import process
+from wfbp.runtime import process, signals
 from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.consistency import in_native_order
 from wfbp.runtime.engine.engine import Engine
@@ -65,6 +65,7 @@ class GradientReducer:
         self.specs = tuple(_spec(item) for item in specs)
         self._arrays: dict[int, Array] = {}
         self._engine: Engine | None = None
+        self._unread: list[Array | None] | None = None
         config = runtime.config
         schedule = config.schedule if schedule is None else schedule
         limit_bytes = config.threshold_bytes if threshold_bytes is None else threshold_bytes
@@ -99,6 +100,8 @@ class GradientReducer:
                 f"{spec.name}: expected {spec.dtype}{spec.shape}, "
                 f"found {array.dtype.name}{array.shape}"
             )
+        if self._engine is not None and (self._engine.unfinished or self._unread is not None):
+            self.wait()  # the step before was left, and nobody has asked for it again
         if index in self._arrays:
             raise ValueError(f"{spec.name} was marked ready twice; call wait() once per step")
         array = np.asarray(
@@ -111,6 +114,9 @@ class GradientReducer:
     def wait(self) -> list[Array | None]:
         """Close the step and wait until every gradient is reduced.
 
+        Where the handler of a signal raises meanwhile, that comes out of here. Another call then
+        completes the same step; :meth:`mark_ready` does, too, and drops what it brings.
+
         Returns:
             Per tensor the reduced gradient, valid until the next step's first ``mark_ready``;
             None where no rank had one.
@@ -122,10 +128,15 @@ class GradientReducer:
         if self._engine is None:
             self._runtime.check()
             return [arrays.get(index) for index in range(len(self.specs))]
-        return [
-            None if slot is None else _array(slot.data, spec)
-            for slot, spec in zip(self._engine.synchronize(), self.specs, strict=True)
-        ]
+        with signals.postponed:
+            if self._unread is None:
+                slots = self._engine.synchronize()
+                self._unread = [
+                    None if slot is None else _array(slot.data, spec)
+                    for slot, spec in zip(slots, self.specs, strict=True)
+                ]
+        reduced, self._unread = self._unread, None
+        return reduced
 
     def report(self) -> dict[str, Any]:
         """The plan in use and what it costs; empty with one rank."""

@@ -16,6 +16,7 @@ import numpy as np
 from wfbp.comm.backend import Backend, Buffer, Finished, HostBackend, Mailbox
 from wfbp.core.types import Op
 from wfbp.errors import WfbpError
+from wfbp.runtime import signals
 from wfbp.runtime.collectives.executor import JOIN, NamedLane, Outcome, Submission
 from wfbp.runtime.collectives.request import Adaptive, Kind, Reduction, Request
 from wfbp.runtime.collectives.timeline import Timeline
@@ -29,15 +30,19 @@ Adasum = Adaptive.ADASUM
 _FLOATING = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Handle:
-    """An operation that was submitted and not waited for yet."""
+    """An operation that was submitted and not waited for yet.
+
+    ``left`` says that what a signal's handler raised has ended the wait.
+    """
 
     key: tuple[int, str]
     kind: Kind
     label: str
     reply: Reply[Outcome]
     finish: Callable[[Outcome], Any]
+    left: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,8 @@ class Collectives:
         self._runtime = runtime
         self._handles: dict[int, _Handle] = {}
         self._groups: dict[int, tuple[int, ...]] = {}
+        self._results: dict[int, list[Any]] = {}  # of groups that were left in mid-wait
+        self._unread: dict[int, Any] = {}  # of handles, that a handler's exception came before
         self._numbers = count(1)
         self._reserved: dict[tuple[int, str], int] = {}
         self._unnamed: defaultdict[tuple[int, Kind], count[int]] = defaultdict(count)
@@ -81,6 +88,7 @@ class Collectives:
 
     # Process sets.
 
+    @signals.postponing
     def add_set(self, ranks: Iterable[int]) -> int:
         """Make a process set; collective over all ranks.
 
@@ -100,6 +108,7 @@ class Collectives:
         check_consistent(self._runtime, "add_process_set", str(list(chosen)))
         return self._make_set(chosen)
 
+    @signals.postponing
     def remove_set(self, number: int) -> None:
         """Give a process set back; collective over all ranks.
 
@@ -142,6 +151,7 @@ class Collectives:
 
     # Operations.
 
+    @signals.postponing
     def submit(
         self,
         kind: Kind,
@@ -212,6 +222,8 @@ class Collectives:
         Raises:
             ValueError: no such operation, or it was synchronized already.
         """
+        if handle in self._unread:
+            return True
         if handle in self._groups:
             return all(self.poll(member) for member in self._groups[handle])
         reply = self._find(handle).reply
@@ -227,27 +239,47 @@ class Collectives:
             DisagreementError: ranks submitted operations of this name that do not match.
             WfbpError: communication failed.
         """
-        if handle in self._groups:
-            return self._synchronize_all(self._groups.pop(handle))
-        entry = self._find(handle)
-        try:
-            outcome = self._runtime.await_reply(entry.reply, entry.label)
-        finally:
-            self._handles.pop(handle, None)
-            if self._reserved.get(entry.key) == handle:
-                del self._reserved[entry.key]
-        return entry.finish(outcome)
+        with signals.postponed:
+            if handle not in self._unread:
+                result = self._await(handle)
+                self._unread[handle] = result  # until no signal's handler can come between
+        return self._unread.pop(handle)
 
-    def _synchronize_all(self, handles: Sequence[int]) -> list[Any]:
-        """Wait for all, so that every name is free again, and raise the first error."""
-        results, errors = [], []
-        for handle in handles:
+    def _await(self, handle: int) -> Any:
+        if handle in self._groups:
+            return self._await_all(handle)
+        entry = self._find(handle)
+        while True:
             try:
-                results.append(self.synchronize(handle))
+                outcome = self._runtime.await_reply(entry.reply, entry.label, leavable=True)
+            except signals.HandlersDue:
+                entry.left = True
+                signals.run_handlers()  # what one raises leaves the handle as it is
+                continue
+            except BaseException:
+                self._release(handle, entry)
+                raise
+            self._release(handle, entry)
+            return entry.finish(outcome)
+
+    def _release(self, handle: int, entry: _Handle) -> None:
+        self._handles.pop(handle, None)
+        if self._reserved.get(entry.key) == handle:
+            del self._reserved[entry.key]
+
+    def _await_all(self, group: int) -> list[Any]:
+        """Wait for all, so that every name is free again, and raise the first error."""
+        results = self._results.setdefault(group, [])
+        handles = self._groups[group]
+        while len(results) < len(handles):
+            try:
+                results.append(self._await(handles[len(results)]))
             except WfbpError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+                results.append(error)
+        del self._groups[group], self._results[group]
+        for result in results:
+            if isinstance(result, WfbpError):
+                raise result
         return results
 
     def join(self) -> int:
@@ -285,9 +317,12 @@ class Collectives:
         return self._find(handle).key[1]
 
     def _gives_way(self, holder: int, kind: Kind) -> bool:
-        """Whether an operation lets one of another kind have its name: once it is complete."""
+        """Whether an operation lets one of another kind have its name, or any if its wait was left:
+        once it is complete."""
         entry = self._handles.get(holder)
-        return entry is not None and entry.kind is not kind and entry.reply.answered
+        if entry is None or not entry.reply.answered:
+            return False
+        return entry.kind is not kind or entry.left
 
     def _find(self, handle: int) -> _Handle:
         entry = self._handles.get(handle)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from wfbp.comm.backend import Buffer
 from wfbp.core.plan import Plan
 from wfbp.core.types import Phase, TensorSpec
+from wfbp.runtime import signals
 from wfbp.runtime.progress.executor import PlanExecutor
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import BufferView, GatherRequest, GroupTime, Span
@@ -131,18 +132,24 @@ class AllGatherState:
     def _wait(self, group: int) -> None:
         # One arrival at a time: whoever waits for an early group does not wait for later ones.
         while self.pending and self._num_arrived <= group:
-            with self._lock:
-                # Another thread may have waited meanwhile, and then the plan may have changed.
-                group = min(group, self._num_groups - 1)
-                if not self.pending or self._num_arrived > group:
-                    return
-                start = self._transport.now()
-                time = self._runtime.await_reply(self._lane.arrivals, self._label)
-                self._transport.await_arrival(time)
-                self._times.append(time)
-                self._waits.append((start, self._transport.now()))
-                self._num_arrived += 1
-                self.pending = self._num_arrived < self._num_groups
+            try:
+                self._await_next(group)
+            except signals.HandlersDue:
+                signals.run_handlers()
+
+    def _await_next(self, group: int) -> None:
+        with self._lock:
+            # Another thread may have waited meanwhile, and then the plan may have changed.
+            group = min(group, self._num_groups - 1)
+            if not self.pending or self._num_arrived > group:
+                return
+            start = self._transport.now()
+            time = self._runtime.await_reply(self._lane.arrivals, self._label, leavable=True)
+            self._transport.await_arrival(time)
+            self._times.append(time)
+            self._waits.append((start, self._transport.now()))
+            self._num_arrived += 1
+            self.pending = self._num_arrived < self._num_groups
 
 
 class GradientAssembler:

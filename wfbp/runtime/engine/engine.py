@@ -16,7 +16,7 @@ from typing import Any
 from wfbp.comm.device.device import Device
 from wfbp.core.plan import Plan
 from wfbp.core.types import TensorSpec
-from wfbp.runtime import consistency
+from wfbp.runtime import consistency, signals
 from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.engine.allgather import AllGatherState, GradientAssembler
 from wfbp.runtime.engine.allocator import give_back_freed_memory, keep_freed_memory
@@ -138,6 +138,7 @@ class Engine:
         self._unread: list[Step] = []
         self._closed = False
         self._settling = False
+        self._closing: tuple[bool, bool] | None = None
         keep_freed_memory()
         self._install()
         runtime.add_lane(self._lane)
@@ -198,6 +199,12 @@ class Engine:
         return self._tracker.open
 
     @property
+    def unfinished(self) -> bool:
+        """Whether a step was closed whose gradients nobody has taken, because a signal's handler
+        raised in :meth:`synchronize`."""
+        return self._closing is not None
+
+    @property
     def gather_groups(self) -> Sequence[Sequence[int]]:
         """The tensors of each all-gather, by index, in the order of sending."""
         return self._allgather.groups
@@ -222,6 +229,9 @@ class Engine:
     ) -> list[BufferView | None]:
         """Close the step and wait until every gradient is reduced.
 
+        What the handler of a signal raises may end the wait. The step is :attr:`unfinished` then,
+        and to be taken up by another call before anything else; its arguments are ignored.
+
         Args:
             whole: whether shards do not do; the same on every rank. Where another plan decouples
                 other tensors, all gradients are whole anyway.
@@ -239,15 +249,26 @@ class Engine:
             WfbpError: ranks disagree, failed, or did not answer in time.
         """
         tracker = self._tracker
-        tracker.close(targets)
-        wanted = wanted and self._allgather.gatherable
-        tracker.step.requested = wanted or bool(tracker.unplanned) or self._tuner.wants_round
-        result = self._await_close()
+        if self._closing is None:
+            tracker.close(targets)
+            wanted = wanted and self._allgather.gatherable
+            tracker.step.requested = wanted or bool(tracker.unplanned) or self._tuner.wants_round
+            self._close()
+            self._closing = whole, wanted
+        result = self._await_result()
         while result.discarded:
             # That rank had gradients before zero_grad() that this rank had not, or not all.
             self._number += 1
             tracker.step.number = self._number
-            result = self._await_close()
+            self._close()
+            result = self._await_result()
+        (whole, wanted), self._closing = self._closing, None
+        with signals.firm:
+            return self._conclude(result, whole, wanted)
+
+    def _conclude(self, result: StepResult, whole: bool, wanted: bool) -> list[BufferView | None]:
+        """The step's messages have come in: settle the rest, and begin the next step."""
+        tracker = self._tracker
         if self._settling:  # the first step by the plan that stays: nothing is left of others
             self._settling = False
             give_back_freed_memory()
@@ -353,12 +374,23 @@ class Engine:
         self._kept.clear()  # these ran by another plan
         self.profiling = self._tuner.phase == "profile"
 
-    def _await_close(self) -> StepResult:
-        """Close the step; its result, behind those that nobody read."""
+    def _close(self) -> None:
         self._runtime.check()
         self._lane.events.append(CLOSE)
-        while self._num_unread:
-            self._runtime.await_reply(self._lane.reply, self._name)
-            self._num_unread -= 1
-        result: StepResult = self._runtime.await_reply(self._lane.reply, self._name)
-        return result
+
+    def _await_result(self) -> StepResult:
+        """What the closed step brought, behind what nobody read of steps before."""
+        while True:
+            try:
+                while self._num_unread:
+                    self._runtime.await_reply(self._lane.reply, self._name, leavable=True)
+                    self._num_unread -= 1
+                result: StepResult = self._runtime.await_reply(
+                    self._lane.reply, self._name, leavable=True
+                )
+            except signals.HandlersDue:
+                self._tracker.seal()
+                signals.run_handlers()
+            else:
+                self._tracker.unseal()
+                return result

@@ -19,6 +19,7 @@ from wfbp.comm.backend import Backend, Work
 from wfbp.comm.waiting import sharp_naps
 from wfbp.config import Config
 from wfbp.errors import StallError, WfbpError
+from wfbp.runtime import signals
 from wfbp.runtime.progress.loop import Call, Message, ProgressLoop, Reply
 
 T = TypeVar("T")
@@ -26,6 +27,7 @@ T = TypeVar("T")
 THREAD_NAME = "wfbp-comm"
 _BACKSTOP_S = 10.0
 _DRIVER_POLL_S = 5e-4
+_REPLY_POLL_S = 0.1
 _PR_SET_NAME = 15
 
 
@@ -122,25 +124,56 @@ class CommunicationThread:
         self.loop.messages.append(lambda: self.loop.enqueue(call))
         return self.await_reply(reply, label)
 
-    def await_reply(self, reply: Reply[T], label: str) -> T:
-        """Wait for an answer to what was appended or posted before; drive, unless another does."""
+    def await_reply(self, reply: Reply[T], label: str, leavable: bool = False) -> T:
+        """Wait for an answer to what was appended or posted before; drive, unless another does.
+
+        Args:
+            reply: where the answer comes.
+            label: what is waited for, for messages.
+            leavable: whether the caller can wait again after ``HandlersDue``, unless it is
+                ``firm``; else handlers of signals run here once they are overdue, and what they
+                raise ends the runtime.
+
+        Raises:
+            HandlersDue: signals have come to the main thread, and their handlers are to run.
+            WfbpError: ranks failed, or did not answer in time.
+        """
         self._here.used = True
-        waits = self.loop.waits
-        waits.begin(reply)
+        self.loop.waits.begin(reply)
         if reply.answered:
             return reply.get(timeout_s=0.0)
-        waits.num_waiting += 1
+        with signals.postponed:
+            leavable = leavable and not signals.firm.depth
+            while True:
+                try:
+                    return self._await(reply, label, leavable)
+                except signals.HandlersDue:
+                    if leavable:
+                        raise
+                    self._run_handlers()
+
+    def _await(self, reply: Reply[T], label: str, leavable: bool) -> T:
+        self.loop.waits.num_waiting += 1
         try:
             if self._driver_lock.acquire(timeout=_DRIVER_POLL_S):
                 try:
                     with self._progress_lock, sharp_naps():
-                        return self._drive(reply)
+                        return self._drive(reply, leavable)
                 finally:
                     self._driver_lock.release()
             self.loop.wakeup.set()
-            return self._await_others(reply, label)
+            return self._await_others(reply, label, leavable)
         finally:
-            waits.num_waiting -= 1
+            self.loop.waits.num_waiting -= 1
+
+    def _run_handlers(self) -> None:
+        """In a wait that cannot be left and taken up again."""
+        try:
+            signals.run_handlers()
+        except BaseException:
+            signals.forget_error()  # it ends the runtime: there is nothing to take up again
+            self.post(lambda: self.loop.fail(self._interrupted()))
+            raise
 
     def stop(self, timeout_s: float) -> bool:
         """End the thread once its messages are worked off; whether it has ended in time."""
@@ -148,32 +181,38 @@ class CommunicationThread:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _drive(self, reply: Reply[T]) -> T:
+    def _drive(self, reply: Reply[T], leavable: bool) -> T:
         loop = self.loop
+        serving, since = signals.serving(), time.monotonic()
         try:
             while not reply.answered:
                 if loop.error is not None:
                     raise loop.error
+                if serving and signals.due(leavable, since):
+                    raise signals.HandlersDue
                 nap_s = loop.progress(urgent=True)
                 if nap_s > 0 and not reply.answered:
                     loop.rest(nap_s)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # that would not wait for the end of a turn
             loop.fail(self._interrupted())
             raise
         return reply.get(timeout_s=0.0)
 
-    def _await_others(self, reply: Reply[T], label: str) -> T:
+    def _await_others(self, reply: Reply[T], label: str, leavable: bool) -> T:
         """Another training thread drives, and this one's work with it."""
         deadline = time.monotonic() + self._config.timeout_s + _BACKSTOP_S
+        serving, since = signals.serving(), time.monotonic()
         while True:
             try:
-                return reply.get(timeout_s=1.0)
+                return reply.get(timeout_s=_REPLY_POLL_S)
             except KeyboardInterrupt:
                 self.post(lambda: self.loop.fail(self._interrupted()))
                 raise
             except TimeoutError:
                 if self.error is not None:
                     raise self.error from None
+                if serving and signals.due(leavable, since):
+                    raise signals.HandlersDue from None
                 if not self._thread.is_alive() or time.monotonic() > deadline:
                     raise StallError(
                         f"{self._where}: {label}: the communication thread does not answer"

@@ -1,0 +1,44 @@
+"""What the handler of a signal raises reaches the program, and ranks stay equal."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parallel.programs import signals
+from tests.parallel.runs import outcome
+
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(120)]
+
+DECOUPLED = (
+    ("WFBP_WARMUP_STEPS", "1"),
+    ("WFBP_PROFILE_STEPS", "1"),
+    ("WFBP_PROBE_BUDGET_S", "0.02"),
+    ("WFBP_TIMEOUT_S", "20"),
+)
+PROMPT = (("WFBP_TIMEOUT_S", "100"), ("WFBP_ABORT_GRACE_S", "1"))
+
+
+@pytest.mark.parametrize(
+    ("n", "mpi", "name"),
+    [
+        *[(2, "mpich", name) for name in signals.CHECKS],
+        *[(3, "mpich", name) for name in signals.CHECKS],
+        *[(2, "openmpi", name) for name in ("go on independent", "operations")],
+    ],
+)
+def test_handlers_that_raise(n: int, mpi: str, name: str) -> None:
+    """On one rank, at any moment of what waits for the others."""
+    names = signals.CHECKS if mpi == "mpich" else ("go on independent", "operations")
+    found = outcome("signals", n, 20, *names, mpi=mpi, timeout=100, env=DECOUPLED)
+    for rank, results in enumerate(found.ranks):
+        assert results is not None, found.run
+        assert not results.get(name, "not run"), f"rank {rank}: {results}"
+    assert found.run.rc == 0, found.run
+
+
+@pytest.mark.parametrize("place", ["step", "reduce", "torch"])
+def test_an_interrupt_ends_the_job_though_another_rank_is_stuck(place: str) -> None:
+    """Where the wait could be taken up again, and where not."""
+    found = outcome("faults", 2, "interrupted", place, 1, timeout=20, env=PROMPT)
+    assert found.run.rc not in (0, None), found.run
+    assert "KeyboardInterrupt" in found.run.stderr
