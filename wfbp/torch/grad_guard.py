@@ -135,8 +135,27 @@ class GradientGuard:
         self._num_steps = 0
         self._device_guard = DeviceGradientGuard()
         self._late_index = -1
+        self._is_averaged = False
         self._clean = self.grads[:]
         self._choose()
+
+    def watch(self, index: int, grad: torch.Tensor) -> None:
+        """From now on: a gradient that has been averaged, and whose average lies elsewhere."""
+        self._is_averaged = True
+        self.grads[index] = grad
+        self.versions[index] = grad._version
+        if index in self.wanted:
+            self.sample(index, grad)
+        if type(grad) is torch.Tensor:
+            grad.__class__ = self.watched
+
+    def refuse(self, index: int, how: str) -> None:
+        """Raise because a gradient was changed.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise self._touched(index, how)
 
     def sample(self, index: int, grad: torch.Tensor) -> None:
         """Remember some bytes of a gradient, which are not all zero.
@@ -223,6 +242,7 @@ class GradientGuard:
         self.uses.clear()
         self._samples.clear()
         self._late_index = -1
+        self._is_averaged = False
         self._device_guard.end_step()
         self._num_steps += 1
         self._choose()
@@ -251,6 +271,13 @@ class GradientGuard:
                 raise self._touched(index, f"changed in place, since a use of {name},")
 
     def _touched(self, index: int, how: str) -> RuntimeError:
+        if self._is_averaged:
+            return RuntimeError(
+                f"{self._name}: the gradient of {self._names[index]} was {how} behind "
+                "clip_grad_norm_(), where the schedule leaves averages in shards that p.grad does "
+                "not show. Call optimizer.synchronize() before clip_grad_norm_(), then change "
+                "gradients; to forget gradients, call optimizer.zero_grad()"
+            )
         return RuntimeError(
             f"{self._name}: the gradient of {self._names[index]} was {how} after backward and "
             "before it was averaged over the ranks. Call optimizer.synchronize() first, then "

@@ -172,6 +172,29 @@ class GradientHooks:
             if params[index].grad is not held:
                 params[index].grad = held
 
+    def watch_shards(self, reduced: Sequence[BufferView | None]) -> None:
+        """Have :meth:`check_shards` notice changes of gradients of which there are shards."""
+        self._guard.clear()
+        for index, slot in enumerate(reduced):
+            grad = self._params[index].grad
+            if slot is not None and not slot.whole and grad is not None:
+                self._guard.watch(index, grad)
+
+    def check_shards(self, reduced: Sequence[BufferView | None]) -> None:
+        """Raise if the program has changed what it sees of gradients of which there are shards.
+
+        Raises:
+            RuntimeError: which one, and what to do.
+        """
+        guard = self._guard
+        for index in guard.check(self._params):
+            guard.refuse(index, "removed")
+        for index, slot in enumerate(reduced):
+            shard = slot is not None and not slot.whole
+            if shard and guard.grads[index] is None and self._params[index].grad is not None:
+                guard.refuse(index, "set")
+        guard.clear()
+
     def leave_buffers(self) -> None:
         """Let ``p.grad`` be memory of its own: the engine's goes at ``shutdown()``."""
         for param, view in zip(self._params, self._views, strict=True):
@@ -399,6 +422,7 @@ class OptimizerSync:
         self._params = params = gradients.params
         self._held: Reduced | None = None
         self._compared = False
+        self._is_clipped = False
         self.stepped = False
         """Set by :meth:`step` where the optimizer has stepped."""
         self._result: Any = None
@@ -445,6 +469,7 @@ class OptimizerSync:
         reduced = self._gradients.reduce(whole=False, wanted=wanted)
         shards = any(slot is not None and not slot.whole for slot in reduced)
         self._held = reduced if shards else None
+        self._is_clipped = False
 
     def synchronize(self) -> bool:
         """Close the step, unless that was done, and have whole gradients and parameters.
@@ -456,6 +481,7 @@ class OptimizerSync:
         self._update.flush()
         if self._held is not None:
             self.check_settled()
+            self._check_clipped()
             whole = self._engine.gather_gradients(self._held)
             self._engine.flush()
             self._gradients.take(whole)
@@ -484,6 +510,7 @@ class OptimizerSync:
 
     def step(self) -> Any:
         """Let the optimizer step with what was reduced; what is decoupled travels from here on."""
+        self._check_clipped()
         reduced, self._held = self._held, None
         self.stepped = True  # whatever the optimizer raises: it has changed something
         try:
@@ -507,7 +534,11 @@ class OptimizerSync:
 
     def clip_grad_norm_(self, limit: Limit) -> torch.Tensor:
         """Scale what was reduced; see the optimizer's method of that name."""
+        self._check_clipped()
         norm = clip(self.runtime, limit, *self._reduced_tensors())
+        if self._held is not None:
+            self._gradients.watch_shards(self._held)
+            self._is_clipped = True
         wide = functools.reduce(torch.promote_types, {p.dtype for p in self._params})
         return torch.tensor(norm, dtype=wide, device=self._params[0].device)
 
@@ -578,6 +609,7 @@ class OptimizerSync:
     def discard(self) -> None:
         """Forget gradients that appeared since the last step."""
         self._held = None
+        self._is_clipped = False
         self._gradients.discard()
 
     def release(self) -> None:
@@ -585,6 +617,12 @@ class OptimizerSync:
         self.prepare_whole()
         self._update.pending.release()
         self._gradients.release()
+
+    def _check_clipped(self) -> None:
+        """Raise if the program has changed gradients behind :meth:`clip_grad_norm_`, in vain."""
+        if self._is_clipped and self._held is not None:
+            self._gradients.check_shards(self._held)
+        self._is_clipped = False
 
     def _compare(self) -> None:
         """Before anything else of the first step: see that ranks update by the same numbers."""

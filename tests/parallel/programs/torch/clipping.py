@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -137,6 +139,54 @@ def clipping_by_the_optimizer() -> None:
             plain.step()
             same(norm.double(), wanted, "norm", 1e-6)
             compare(model, reference, f"norm {norm_type}, step {step}", 1e-6)
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], None]] = {
+    "in place": lambda p: p.grad.mul_(0.5),
+    "data": lambda p: p.grad.data.clamp_(-1e-4, 1e-4),
+    "replaced": lambda p: setattr(p, "grad", p.grad * 0.5),
+    "removed": lambda p: setattr(p, "grad", None),
+}
+
+
+@check
+def changing_gradients_behind_clipping() -> None:
+    """What is changed counts; or, where p.grad does not show the averages, that is an error."""
+    for what, change in CHANGES.items():
+        model, reference = mlp(5, 7, 3), mlp(5, 7, 3)
+        reference.load_state_dict(model.state_dict())
+        optimizer = wfbp.torch.DistributedOptimizer(adamw(model.parameters()))
+        plain = adamw(reference.parameters())
+        refused = 0
+        for step in range(8):
+            optimizer.zero_grad()
+            square(model, wfbp.rank(), step)
+            optimizer.clip_grad_norm_(1e-3)
+            held = optimizer._wfbp_sync.holds_shards
+            for p in model.parameters():
+                change(p)
+            if held:
+                raises(
+                    RuntimeError,
+                    "behind clip_grad_norm_()",
+                    "optimizer.synchronize() before",
+                    act=optimizer.step,
+                )
+                refused += 1
+                optimizer.zero_grad()
+                square(model, wfbp.rank(), step)
+                optimizer.synchronize()
+                optimizer.clip_grad_norm_(1e-3)
+                for p in model.parameters():
+                    change(p)
+            optimizer.step()
+            averaged(reference, square, step, wfbp.size())
+            nn.utils.clip_grad_norm_(reference.parameters(), 1e-3)
+            for p in reference.parameters():
+                change(p)
+            plain.step()
+            compare(model, reference, f"{what}, step {step}, {refused} refused", 1e-6)
+        assert bool(refused) == optimizer._wfbp_sync._engine.decoupled
 
 
 @check
