@@ -149,6 +149,7 @@ def is_environment(node: ast.expr) -> bool:
 
 
 RUNTIME = (
+    "signals",
     "tuning",
     "arguments",
     "step",
