@@ -106,7 +106,7 @@ class Backend(ABC):
     def carries_itself(self) -> bool:
         """Whether data travel between tests too, as the kernel moves them over a network.
 
-        In memory that ranks share tests do the copying, so whoever does not test waits longer.
+        In memory that ranks share tests do the copying, so a rank that does not test waits longer.
         """
         return False
 
@@ -215,7 +215,7 @@ class Backend(ABC):
     def give_up(self) -> None:  # noqa: B027 - nothing, unless ranks read each other's memory
         """This rank waits for nothing that is under way any more, here or on a duplicate.
 
-        From here on buffers may change or go: whoever still reads them elsewhere fails.
+        From here on buffers may change or go: ranks that still read them fail.
         """
 
     def release(self) -> None:  # noqa: B027 - nothing, unless ranks read each other's memory

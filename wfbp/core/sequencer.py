@@ -20,11 +20,11 @@ class Sequencer:
     Ready groups wait in a priority queue, the plan's order being the priority. The order is the
     same on every rank whatever arrives first here, so ranks never start different collectives;
     that is why a ready group waits for an unready one before it. The last group of backward
-    carries the ranks' requests for the step border, so it goes only once the step is closed.
+    carries the ranks' requests to synchronize, so it goes only once the step is closed.
 
     All-gathers become ready together, by :meth:`gather`, once what was reduced has been put to use.
-    They may cross the border: :meth:`next_step` keeps them, and they go before all groups of the
-    step that follows.
+    They may last into the next step: :meth:`next_step` keeps them, and they go before all groups of
+    the step that follows.
 
     Not safe for use from several threads at once.
 

@@ -105,8 +105,8 @@ class ExchangeKey:
 class GradientExchange:
     """Collects a step's announcements, and gives them to the engine.
 
-    Announcements come from the herald or from the training thread, waits from an XLA thread or
-    from the training thread. ``lock`` is shared with all other exchanges and held for every change
+    Announcements come from the announcement thread or from the training thread, waits from an XLA
+    thread or from the training thread. ``lock`` is shared with all other exchanges and held for every change
     of what is known of the open step; nothing waits under it.
 
     Args:
@@ -304,7 +304,7 @@ class ExchangeRegistry:
         self._runtime: Runtime | None = None
         handlers.serve(self._wait)
         threading.Thread(
-            target=self._forward_announcements, name="wfbp-herald", daemon=True
+            target=self._forward_announcements, name="wfbp-announce", daemon=True
         ).start()
 
     def add(self, request: ExchangeKey) -> int:
@@ -376,7 +376,7 @@ class ExchangeRegistry:
             exchange.reduce(inputs, outputs)
 
     def _forward_announcements(self) -> None:
-        """The herald: passes on what XLA's threads announce, where it may leave at once."""
+        """The announcement thread: passes on what XLA announces, where it may leave at once."""
         while self._native.listen():
             with self._lock:
                 self._take_notes()

@@ -33,7 +33,7 @@ class Step:
         addresses: where the gradients lie; 0 where there is none.
         owners: kept alive until the step is over; None where the memory is somebody else's, who
             keeps it only until the step is over or fails.
-        requested: whether this rank asks for talk at the step border.
+        requested: whether this rank asks to synchronize at the end of the step.
         discards: whether it discards the step.
         targets: where all-reduced gradients are copied to as they arrive, from the close on; 0 for
             those that stay in their fusion buffer.
@@ -86,7 +86,7 @@ class StepResult:
 
     Args:
         present: per tensor of the plan, whether any rank had a gradient.
-        requested: whether any rank asks for talk at the step border.
+        requested: whether any rank asks to synchronize at the end of the step.
         discarded: whether any rank discards the step.
         times: when each group travelled.
     """

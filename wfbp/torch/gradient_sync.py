@@ -155,7 +155,7 @@ class GradientHooks:
             if slot is None or not slot.whole:
                 continue
             held = views[index]
-            # Whoever has a gradient may let it be another memory, or reorder it.
+            # The program may have let the gradient be another memory, or reordered it.
             if (
                 held is None
                 or held.data_ptr() != slot.address
@@ -367,7 +367,7 @@ def _finish() -> None:
     """Before a shutdown: nobody could have parameters brought up to date behind it."""
     runtime = process.current("shutdown()")
     for pending in list(pending_parameters.unfinished):
-        told = runtime.thread.error is not None  # to whoever has called anything since
+        told = runtime.thread.error is not None  # to the program, by any call since
         try:
             pending.wait_all()
         except Exception as error:

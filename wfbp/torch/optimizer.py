@@ -399,8 +399,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
     def synchronize_parameters(self) -> None:
         """Wait until all parameters are up to date.
 
-        By a schedule that decouples they may still travel after :meth:`step`. Whoever reads one
-        waits for it, so this is needed only before code that PyTorch does not hear of, such as
+        By a schedule that decouples they may still travel after :meth:`step`. A thread that reads
+        one waits for it, so this is needed only before code that PyTorch does not hear of, such as
         CUDA graphs or addresses kept elsewhere. Any rank may call it, alone.
 
         Raises:

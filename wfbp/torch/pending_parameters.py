@@ -1,4 +1,4 @@
-"""Parameters that have not arrived yet: whoever reads one waits for it, in any thread.
+"""Parameters that have not arrived yet: a thread that reads one waits for it.
 
 After a decoupled step parameters are gathered while the program goes on. One that has not arrived
 is *pending*. It then has another class, the *stand-in* of its own: every use of the tensor from
@@ -186,7 +186,7 @@ class PendingParameters:
         Args:
             indices: of these.
             groups: indices that arrive together, in the order of their arrival.
-            changed: those whose values change, as whoever has kept one for its backward is to
+            changed: those whose values change, as a graph that has kept one for its backward is to
                 hear.
             addresses: where all parameters lie now, by index.
             views: indices of parameters of which the optimizer keeps a view.

@@ -33,8 +33,8 @@ STEPPED = "_wfbp_stepped"
 class Update(ABC):
     """Steps an optimizer whose gradients an engine reduces.
 
-    The training thread steps. Whoever reads a parameter waits, through ``pending``, and carries
-    out what is left to do.
+    The training thread steps. A thread that reads a parameter waits, through ``pending``, and
+    carries out what is left to do.
 
     Args:
         engine: has reduced the gradients.
@@ -189,7 +189,7 @@ class ReplicatedUpdate(Update):
         chosen = {id(self._params[k]) for k in indices}
 
         def step() -> Any:
-            # Whoever reads a parameter may do so in a mode that step() was not called in.
+            # The thread that reads a parameter may be in a mode that step() was not called in.
             with (
                 self.pending.lent(),
                 torch.inference_mode(False),

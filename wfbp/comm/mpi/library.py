@@ -84,7 +84,7 @@ def _ending_after(timeout_s: float | None) -> Iterator[None]:
     """End the process if the block takes longer, with the reason and a traceback of where it is.
 
     By the fault handler's timer, which needs no interpreter; there is one per process, and
-    whoever had set it loses it. The reason comes from a process of its own.
+    a handler that the program had set is lost. The reason comes from a process of its own.
     """
     output = sys.__stderr__
     if timeout_s is None or output is None:

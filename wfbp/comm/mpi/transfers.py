@@ -57,7 +57,7 @@ class Transfer(Protocol):
 class Transfers(Protocol):
     """The transfers of a backend and its duplicates. For one thread.
 
-    Whoever begins one keeps its memory: until it is done or, after an error, for ever. After an
+    The caller keeps its memory: until it is done or, after an error, for ever. After an
     error of the library nothing more is asked of it.
     """
 

@@ -86,7 +86,7 @@ _Finish = Callable[[], None]
 class NamedLane:
     """A lane of the communication thread for the named operations of one process set.
 
-    :meth:`submit` and all others run in a turn. It is served only while something is pending.
+    All methods run under the progress lock. It is served only while something is pending.
 
     Args:
         thread: serves it.

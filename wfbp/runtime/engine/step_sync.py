@@ -51,7 +51,7 @@ def reduce_unplanned(
     arrivals = []
     for group, buffer in enumerate(buffers):
         send = partial(_send_unplanned, transport, buffer, step, group)
-        channel.call(send, "gradients at the border")
+        channel.call(send, "gradients outside of the plan")
         arrivals.append(buffer.arrived(step=0))
     transport.join()
     present = {k: here for a in arrivals for k, here in zip(a.tensors, a.present, strict=True)}
@@ -93,8 +93,8 @@ class _EnqueuedWork(Work[None]):
 class StepSynchronizer:
     """Settles at the end of a step what its plan did not.
 
-    Of engines that are used side by side, one rank may come to this one's border first and another
-    rank to that of another engine: each talks apart.
+    Of engines that are used side by side, one rank may come to the end of this one's step first and another
+    rank to that of another engine: each has a channel of its own.
 
     Args:
         runtime: of this rank.
@@ -145,7 +145,7 @@ class StepSynchronizer:
         told = tuner.message() if due or tuner.phase == "installed" else {}
         mine = {"extra": sorted(tracker.unplanned), "tuner": told, "whole": wanted}
         payloads = exchange_payloads(
-            self._channel, self._name, json.dumps(mine).encode(), "step border"
+            self._channel, self._name, json.dumps(mine).encode(), "end of the step"
         )
         messages = [json.loads(p) for p in payloads]
         extra = sorted({index for message in messages for index in message["extra"]})

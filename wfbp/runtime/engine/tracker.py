@@ -56,10 +56,10 @@ class AccumulationCounter:
         """Expect as many as were seen in this step: more at once, fewer after some such steps.
 
         Example:
-            >>> passes = Passes(1, 2)
-            >>> passes.fired = [3, 0]
-            >>> passes.learn()
-            >>> passes.expected
+            >>> counter = AccumulationCounter(1, 2)
+            >>> counter.fired = [3, 0]
+            >>> counter.learn()
+            >>> counter.expected
             [3, 1]
         """
         rarer = False
@@ -368,7 +368,7 @@ class GradientTracker:
         )  # fmt: skip
 
     def unplanned_gradient(self, index: int) -> GradientRef:
-        """All of this rank's gradient of a tensor that is reduced at the step border."""
+        """All of this rank's gradient of a tensor that is reduced at the end of the step."""
         if index in self.unplanned:
             return self.unplanned[index]
         place = self.place[index]

@@ -91,7 +91,7 @@ class ControlChannel:
         return self._thread.call(lambda: start(backend), label, backend)
 
     def close(self) -> None:
-        """Give the backend back; in a turn, and nothing may be under way."""
+        """Give the backend back; under the progress lock, and nothing may be under way."""
         self._backend.close()
 
     def exchange(self, payload: bytes, label: str, purpose: str = "") -> list[bytes]:

@@ -31,9 +31,9 @@ class _InFlight:
 class PlanExecutor:
     """Feeds ready events to the sequencer and carries out what it says.
 
-    ``events``, ``reply`` and ``arrivals`` are the border between threads: the training thread
+    ``events``, ``reply`` and ``arrivals`` are what threads share: the training thread
     appends events (``deque.append`` is atomic) and installs plans only while nothing is under
-    way; everything else happens in turns. A step's events are the :class:`Step`, the tensors that
+    way; everything else happens under the progress lock. A step's events are the :class:`Step`, the tensors that
     become ready, and ``CLOSE`` (or ``DISCARD``: nothing has left). The next step's may follow at
     once: they are read when its messages have come in. :class:`Gather` lets the plan's all-gathers
     go, which may last into the next step; it comes before any tensor of that is ready.
@@ -70,12 +70,12 @@ class PlanExecutor:
         return self._buffers
 
     def release(self) -> None:
-        """Let the buffers go; no turn is taken any more."""
+        """Let the buffers go; the loop has stopped."""
         self._buffers.clear()
         self._gather_buffers.clear()
 
     def wake(self) -> None:
-        """Message that events are waiting; the turn that reads it advances the lane."""
+        """Message that events are waiting; the loop advances the lane after it has read it."""
 
     def advance(self) -> bool:
         self._transport.poll()

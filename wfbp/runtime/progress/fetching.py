@@ -59,7 +59,7 @@ class Store:
 
         Args:
             version: larger than those before.
-            collect: called in a turn with what a rank asks for; its parts may not change before
+            collect: called under the progress lock with what a rank asks for; its parts may not change before
                 the next version is published. Raises :class:`RefusalError`.
         """
         self.published = version, collect

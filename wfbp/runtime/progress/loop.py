@@ -120,7 +120,7 @@ class Call:
 class Calls:
     """Runs the calls of a line in the order in which they were asked for, and lines side by side.
 
-    For the communication thread.
+    Used under the progress lock.
     """
 
     def __init__(self) -> None:
@@ -227,7 +227,7 @@ class Lane(Protocol):
         """Where the lane is, for people."""
 
     def fail(self, error: WfbpError) -> None:
-        """Give up the step and tell whoever waits for it why."""
+        """Give up the step and tell the thread that waits for it why."""
 
 
 class ThreadWaits:

@@ -74,7 +74,7 @@ class CommunicationThread:
     def fail_in_fork(self, error: WfbpError) -> None:
         """In a forked process, where no other thread runs: every call raises this from now on.
 
-        Whoever held the locks there will never release them.
+        The threads that held the locks there will never release them.
         """
         self._driver_lock, self._progress_lock = threading.Lock(), threading.Lock()
         self.loop.error = error

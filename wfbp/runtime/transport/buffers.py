@@ -33,8 +33,8 @@ class BufferLayout:
         zero_copy_min_bytes: size from which a tensor is large.
 
     Example:
-        >>> found = Arrangement([8, 1024, 40], [8, 1024, 40], 256)
-        >>> found.large, found.small, found.offsets
+        >>> layout = BufferLayout([8, 1024, 40], [8, 1024, 40], 256)
+        >>> layout.large, layout.small, layout.offsets
         ([1], [0, 2], [1024, 0, 1040])
     """
 

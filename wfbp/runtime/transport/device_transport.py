@@ -92,7 +92,7 @@ class DeviceTransport(Transport):
         self.produced = self._produced
         self.complete = self._complete
 
-    # In a turn.
+    # Under the progress lock.
 
     def backward(self, plan: Plan, op: Op) -> list[BackwardBuffer]:
         self._await_home()

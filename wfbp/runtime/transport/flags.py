@@ -30,7 +30,7 @@ class GroupFlags:
 
     Args:
         present: per tensor of the group, whether any rank had a gradient for it.
-        requested: whether any rank asks for talk at the step border (last group only).
+        requested: whether any rank asks to synchronize at the end of the step (last group only).
         discarded: whether any rank discards the step (last group only).
         steps_agree: whether all ranks are at the same step (last group only).
         tensors: which tensors of the plan ``present`` tells of.
@@ -66,7 +66,7 @@ class FlagCodec:
 
         Args:
             addresses: of the group's gradients; 0 where there is none.
-            requested: whether the rank asks for talk at the step border.
+            requested: whether the rank asks to synchronize at the end of the step.
             step: its number.
             discards: whether the rank discards the step.
         """

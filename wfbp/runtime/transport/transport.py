@@ -86,7 +86,7 @@ class Transport(ABC):
     def __init__(self, carrier: Backend) -> None:
         self.carrier = carrier
 
-    # In a turn.
+    # Under the progress lock.
 
     @abstractmethod
     def backward(self, plan: Plan, op: Op) -> list[BackwardBuffer]:
