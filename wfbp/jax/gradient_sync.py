@@ -106,8 +106,8 @@ class GradientExchange:
     """Collects a step's announcements, and gives them to the engine.
 
     Announcements come from the announcement thread or from the training thread, waits from an XLA
-    thread or from the training thread. ``lock`` is shared with all other exchanges and held for every change
-    of what is known of the open step; nothing waits under it.
+    thread or from the training thread. ``lock`` is shared with all other exchanges and held for
+    every change of what is known of the open step; nothing waits under it.
 
     Args:
         request: what is exchanged.

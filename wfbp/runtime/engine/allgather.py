@@ -130,7 +130,7 @@ class AllGatherState:
         self._wait(self._num_groups - 1)
 
     def _wait(self, group: int) -> None:
-        # One arrival at a time: a thread that waits for an early group does not wait for later ones.
+        # One arrival at a time: who waits for an early group does not wait for later ones.
         while self.pending and self._num_arrived <= group:
             try:
                 self._await_next(group)

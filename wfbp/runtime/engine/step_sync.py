@@ -93,8 +93,8 @@ class _EnqueuedWork(Work[None]):
 class StepSynchronizer:
     """Settles at the end of a step what its plan did not.
 
-    Of engines that are used side by side, one rank may come to the end of this one's step first and another
-    rank to that of another engine: each has a channel of its own.
+    Of engines that are used side by side, one rank may come to the end of this one's step first and
+    another rank to that of another engine: each has a channel of its own.
 
     Args:
         runtime: of this rank.

@@ -33,10 +33,11 @@ class PlanExecutor:
 
     ``events``, ``reply`` and ``arrivals`` are what threads share: the training thread
     appends events (``deque.append`` is atomic) and installs plans only while nothing is under
-    way; everything else happens under the progress lock. A step's events are the :class:`Step`, the tensors that
-    become ready, and ``CLOSE`` (or ``DISCARD``: nothing has left). The next step's may follow at
-    once: they are read when its messages have come in. :class:`Gather` lets the plan's all-gathers
-    go, which may last into the next step; it comes before any tensor of that is ready.
+    way; everything else happens under the progress lock. A step's events are the :class:`Step`,
+    the tensors that become ready, and ``CLOSE`` (or ``DISCARD``: nothing has left). The next
+    step's may follow at once: they are read when this step's messages have come in. A
+    :class:`GatherRequest` lets the plan's all-gathers go, which may last into the next step; it
+    comes before any tensor of that step is ready.
     """
 
     def __init__(self, backend: Backend, transport: Transport, op: Op, name: str) -> None:

@@ -59,8 +59,8 @@ class Store:
 
         Args:
             version: larger than those before.
-            collect: called under the progress lock with what a rank asks for; its parts may not change before
-                the next version is published. Raises :class:`RefusalError`.
+            collect: called under the progress lock with what a rank asks for; its parts may not
+                change before the next version is published. Raises :class:`RefusalError`.
         """
         self.published = version, collect
 
