@@ -42,6 +42,7 @@ def group_of(item: pytest.Item) -> str:
     return "-".join([str(item.path), item.originalname, *values])
 
 
+@pytest.hookimpl(tryfirst=True)  # before this process tells pytest-xdist what there is
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Jobs have those checks alone of which there are tests, and come first.
 
