@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
+from pathlib import Path
+
 import pytest
 
 from tests.support import launcher
@@ -39,7 +43,19 @@ wfbp.init()
 """
 
 
+def segments_of_nobody() -> set[str]:
+    """What MPICH has left in ``/dev/shm`` and no process uses."""
+    maps = []
+    for file in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # it has ended
+            maps.append(file.read_text())
+    used = "".join(maps)
+    found = {str(file) for file in Path("/dev/shm").glob("mpich_*")}
+    return {name for name in found if name not in used}
+
+
 def test_a_rank_that_ends_before_init_is_not_waited_for_for_ever() -> None:
+    before = segments_of_nobody()
     run = launcher.mpirun(3, "-c", ABSENT, timeout=40, env={"WFBP_TIMEOUT_S": "3"})
     assert run.rc != 0, run
     assert "gone before init()" in run.stderr
@@ -48,6 +64,10 @@ def test_a_rank_that_ends_before_init_is_not_waited_for_for_ever() -> None:
     assert "Missing: rank 1, which has ended; rank 2, which is still elsewhere." in reason
     assert "let every rank call wfbp.init()" in reason
     assert "_start_which_waits_for_every_rank" in stack, run
+    deadline = time.monotonic() + 10
+    while left := segments_of_nobody() - before:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
 
 
 ALONE = """

@@ -113,4 +113,4 @@ def _noticing(timeout_s: float) -> Iterator[None]:
     try:
         yield
     finally:
-        notice.communicate()
+        notice.communicate(start_notice.OVER)

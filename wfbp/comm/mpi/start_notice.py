@@ -2,7 +2,8 @@
 
 While MPI starts, no Python code of the rank itself can run. Usage:
 ``python start_notice.py SECONDS``. It ends when its standard input is closed: because MPI has
-started, or because the rank has ended. Run by path, it can import the standard library alone.
+started, which it is told before, or because the rank has ended. Nobody else removes what MPICH has
+put into ``/dev/shm`` for such a rank. Run by path, it can import the standard library alone.
 """
 
 from __future__ import annotations
@@ -10,11 +11,19 @@ from __future__ import annotations
 import os
 import select
 import sys
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 _RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 _SIZE = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")
 _LOCAL_SIZE = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
+
+
+OVER = b"over"
+"""What the rank writes when MPI has started, or could not be."""
+
+_LOOK_S, _MOST_LOOK_S = 0.05, 1.0
 
 
 def number(names: tuple[str, ...], environment: Mapping[str, str]) -> int | None:
@@ -30,10 +39,30 @@ def under_launcher() -> bool:
 
 
 def main() -> None:
-    """Wait; if that takes too long, tell."""
+    """Wait; if that takes too long, tell; tidy up behind a rank that ends meanwhile."""
     limit_s = float(sys.argv[1])
-    if select.select([sys.stdin], [], [], limit_s)[0]:
-        return
+    begun_s, look_s, told, rank = time.monotonic(), _LOOK_S, False, os.getppid()
+    segments: set[str] = set()
+    while not select.select([sys.stdin], [], [], look_s)[0]:
+        look_s = min(2 * look_s, _MOST_LOOK_S)
+        segments |= _segments(rank)
+        if not told and time.monotonic() - begun_s >= limit_s:
+            told = True
+            _tell(limit_s)
+    if sys.stdin.buffer.read() != OVER:
+        for name in segments:
+            with suppress(OSError):  # another rank's was faster
+                os.unlink(name)
+
+
+def _segments(rank: int) -> set[str]:
+    """The memory that a rank's MPICH shares with others, by name, as far as it has mapped it."""
+    lines = _read(rank, "maps").decode(errors="replace").splitlines()
+    names = {line.split(maxsplit=5)[-1] for line in lines if "/dev/shm/mpich_" in line}
+    return {name for name in names if os.path.exists(name)}
+
+
+def _tell(limit_s: float) -> None:
     rank, size = number(_RANK, os.environ), number(_SIZE, os.environ)
     who = f"rank {rank}" + ("" if size is None else f" of {size}")
     missing = _missing()
@@ -44,7 +73,6 @@ def main() -> None:
         f"call wfbp.init(); WFBP_TIMEOUT_S sets the limit. {known}Where this rank waits:\n"
     )
     sys.stderr.flush()
-    sys.stdin.read()  # others may look for this process
 
 
 def _missing() -> str:
