@@ -37,6 +37,7 @@ def stand_in() -> None:
     if present is not None and not getattr(present, "__wfbp__", False):
         raise ImportError("Horovod itself has been imported already; call stand_in() before")
     surface = import_module("wfbp.torch")
+    import_module("wfbp.torch.gradient_sync").follows_horovod = True  # type: ignore[attr-defined]
     names = {
         "horovod.torch": surface,
         "horovod.torch.mpi_ops": surface,

@@ -11,6 +11,7 @@ import functools
 import json
 import logging
 import struct
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -38,6 +39,12 @@ from wfbp.torch.updates import Reduced, ReplicatedUpdate, ShardedUpdate, Step, U
 
 _EMPTY = 1
 """Stands for the address of a tensor without elements, which has none; 0 means no gradient."""
+
+follows_horovod = False
+"""Whether programs find what Horovod's do, where that is another habit and not an error:
+hyperparameters that differ between ranks are a warning, and ``broadcast_optimizer_state()`` leaves
+zeros where there is no gradient. ``wfbp.horovod`` sets it, on every rank.
+"""
 
 
 class GradientHooks:
@@ -68,6 +75,7 @@ class GradientHooks:
         self._name = name = options.name
         self._views: list[torch.Tensor | None] = [None] * len(named)
         self._moved: list[dict[int, torch.Tensor]] = [{} for _ in named]
+        self._zeros: dict[int, tuple[torch.Tensor, int]] = {}
         self._views_of = 0
         self._successor = ""
         self.before_release: Callable[[], None] = lambda: None
@@ -144,6 +152,7 @@ class GradientHooks:
             self._moved = [{} for _ in self._params]
         reduced = self._engine.synchronize(whole, wanted)
         self._guard.clear()
+        self._zeros.clear()
         self.take(reduced)
         self._forward.follow()
         return reduced
@@ -208,6 +217,16 @@ class GradientHooks:
         if not self._successor:
             self._engine.discard()
 
+    def show_zeros(self) -> None:
+        """Let ``p.grad`` be zeros where there is none.
+
+        They count as none, until the next step, unless something is added or written to them.
+        """
+        for index, param in enumerate(self._params):
+            if param.requires_grad and param.grad is None:
+                param.grad = zeros = torch.zeros_like(param)
+                self._zeros[index] = zeros, zeros._version
+
     def hand_over(self, shared: str) -> None:
         """Let the parameters go, up to date, because another object takes over one of them."""
         self.before_release()
@@ -225,6 +244,9 @@ class GradientHooks:
         if param.requires_grad and index not in self._hooks:
             self._hook(index)
         grad = param.grad
+        zeros, version = self._zeros.pop(index, (None, 0))
+        if zeros is not None and grad is zeros and grad._version == version:
+            param.grad = grad = None
         return None if grad is None else self._source(index, grad)
 
     def _source(self, index: int, grad: torch.Tensor) -> GradientRef:
@@ -606,6 +628,10 @@ class OptimizerSync:
         if isinstance(self._update, ShardedUpdate):
             self._update.forget()
 
+    def show_zeros(self) -> None:
+        """Zeros in place of missing gradients; see :meth:`GradientHooks.show_zeros`."""
+        self._gradients.show_zeros()
+
     def discard(self) -> None:
         """Forget gradients that appeared since the last step."""
         self._held = None
@@ -627,7 +653,12 @@ class OptimizerSync:
     def _compare(self) -> None:
         """Before anything else of the first step: see that ranks update by the same numbers."""
         if not self._compared:
-            check_equal_on_ranks(self.runtime, self._optimizer, self._name)
+            try:
+                check_equal_on_ranks(self.runtime, self._optimizer, self._name)
+            except DisagreementError as error:
+                if not follows_horovod:
+                    raise
+                warnings.warn(str(error), stacklevel=2)
             self._compared = True
 
     def _reduced_tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

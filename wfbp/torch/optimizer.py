@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -338,6 +339,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         self._wfbp_sparse_as_dense = sparse_as_dense
         self._wfbp_skip = False
         self._wfbp_left: _Left | None = None
+        self._wfbp_synchronized = False  # by synchronize() itself, since the step before
         self._wfbp_sync: OptimizerSync | None = None
         self._wfbp_renew(complete=True)
 
@@ -393,6 +395,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         """
         found = self._wfbp_sync is None or self._wfbp_sync.synchronize()
         self._wfbp_sync_state = SyncState.PROGRAM if found else SyncState.IN_VAIN
+        self._wfbp_synchronized = found
 
     @uncompiled
     @resuming()
@@ -495,12 +498,19 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
                         exchange.prepare_whole()
                     return super().step(lambda: self._wfbp_evaluate(closure))
             finally:
-                self._wfbp_sync_state = SyncState.NOBODY
+                self._wfbp_forget_sync()
         if not self._wfbp_skip:
+            if self._wfbp_synchronized and exchange is not None:
+                warnings.warn(
+                    f"{type(self).__name__}: step() follows synchronize() outside of "
+                    "skip_synchronize(). Here gradients are not averaged twice, but under Horovod "
+                    "they are: write `with optimizer.skip_synchronize(): optimizer.step()`",
+                    stacklevel=2,
+                )
             self._wfbp_reduce()
         elif exchange is not None:
             exchange.check_settled()
-        self._wfbp_sync_state = SyncState.NOBODY
+        self._wfbp_forget_sync()
         if exchange is None:
             return super().step()
         # An optimizer that never called its base class's constructor has no hooks.
@@ -553,6 +563,11 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         if self._wfbp_sync is not None:
             self._wfbp_sync.take_whole_state()
 
+    def _wfbp_show_zeros(self) -> None:
+        """Zeros in place of missing gradients; they count as missing."""
+        if self._wfbp_sync is not None:
+            self._wfbp_sync.show_zeros()
+
     @uncompiled
     @resuming()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -579,7 +594,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         """Forget all gradients, also those on their way."""
         if self._wfbp_sync is not None:
             self._wfbp_sync.discard()
-        self._wfbp_sync_state = SyncState.NOBODY
+        self._wfbp_forget_sync()
         super().zero_grad(set_to_none)
 
     @uncompiled
@@ -739,6 +754,11 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
     @resuming()
     def _wfbp_finish_first(self) -> None:
         """Finish the call that was left, if any was."""
+
+    def _wfbp_forget_sync(self) -> None:
+        """What was averaged has been used, or is not going to be."""
+        self._wfbp_sync_state = SyncState.NOBODY
+        self._wfbp_synchronized = False
 
     def _wfbp_reduce(self) -> None:
         """Close the step, unless that was done."""

@@ -11,7 +11,7 @@ import torch
 from wfbp.runtime import process, signals
 from wfbp.runtime.api import array_collectives
 from wfbp.runtime.consistency import check_root, sharing_argument_errors
-from wfbp.torch import tensors
+from wfbp.torch import gradient_sync, tensors
 
 
 @signals.postponing
@@ -98,6 +98,8 @@ def broadcast_optimizer_state(
         state = _put_together(outline["tree"], contents)
         optimizer.load_state_dict(state)
         _restore_types(optimizer, state)
+    if gradient_sync.follows_horovod:
+        getattr(_distributed(optimizer), "_wfbp_show_zeros", lambda: None)()
 
 
 def _distributed(optimizer: torch.optim.Optimizer) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from pathlib import Path
 
 import horovod
@@ -81,6 +82,40 @@ try:
     optimizer.set_backward_passes_per_step(0)
 except ValueError as error:
     assert "at least 1" in str(error)  # noqa: PT017
+
+# Averages that are asked for twice are a warning, and zeros stand for gradients that are missing.
+pair = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(pair, lr=1.0 + rank, weight_decay=0.5))
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+assert optimizer.param_groups[0]["lr"] == 1.0
+if size > 1:
+    assert [p.grad.tolist() for p in pair] == [[0.0] * 3] * 2
+for skip in (False, False, True):
+    pair[0].sum().backward()
+    optimizer.synchronize()
+    optimizer.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if skip:
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
+    assert len(caught) == (size > 1 and not skip), caught
+    assert all("skip_synchronize()" in str(w.message) for w in caught)
+    assert caught == [] or caught[0].filename == __file__
+    optimizer.zero_grad()
+assert pair[0].tolist() == [-1.625] * 3
+assert pair[1].tolist() == [1.0] * 3  # no weight decay: nobody has had a gradient for it
+
+# Learning rates that differ are a warning here.
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(pair, lr=1.0 + rank))
+pair[0].sum().backward()
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    optimizer.step()
+assert len(caught) == (size > 1), caught
+assert all("ranks disagree: lr" in str(w.message) for w in caught)
 
 # Training that an operation breaks once goes on from its last commit.
 torch.manual_seed(rank)
