@@ -462,6 +462,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             params = [p for group in self.param_groups for p in group["params"]]
             return torch.nn.utils.clip_grad_norm_(params, *astuple(limit))
         self._wfbp_reduce()
+        self._wfbp_synchronized = False  # Horovod has no such method: nothing is to be told of it
         return self._wfbp_sync.clip_grad_norm_(limit)
 
     @uncompiled
@@ -505,7 +506,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
                     f"{type(self).__name__}: step() follows synchronize() outside of "
                     "skip_synchronize(). Here gradients are not averaged twice, but under Horovod "
                     "they are: write `with optimizer.skip_synchronize(): optimizer.step()`",
-                    stacklevel=2,
+                    stacklevel=3,
                 )
             self._wfbp_reduce()
         elif exchange is not None:

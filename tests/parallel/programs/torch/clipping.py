@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -87,7 +88,11 @@ def synchronize_then_step() -> None:
         optimizer.zero_grad()
         square(model, wfbp.rank(), step)
         optimizer.synchronize()
-        optimizer.step()
+        optimizer.synchronize()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        assert ["skip_synchronize()" in str(w.message) for w in caught] == [True]
         averaged(reference, square, step, wfbp.size())
         plain.step()
         compare(model, reference, f"step {step}", 1e-12)
