@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.machine import Machine
 from wfbp.config import Config
 from wfbp.core.cost import Costs, PiecewiseCost
 from wfbp.core.plan import Plan
@@ -18,7 +20,7 @@ from wfbp.core.timeline import iteration_s
 from wfbp.core.types import ALL_REDUCE_SCHEDULES, AUTO, TensorSpec
 from wfbp.core.types import DECOUPLED_SCHEDULES as DECOUPLED
 from wfbp.runtime.engine.recorder import make_report
-from wfbp.runtime.tuning.candidates import auto_candidates, reordered
+from wfbp.runtime.tuning.candidates import auto_candidates, make, reordered
 from wfbp.runtime.tuning.profile import StepTimes
 from wfbp.runtime.tuning.tuner import Tuner
 
@@ -466,21 +468,68 @@ def noisy(job: Job, noise: float) -> Seconds:
     return seconds
 
 
-def test_trials_of_long_iterations_are_a_quarter_of_300_steps() -> None:
+def test_trials_of_long_iterations_are_a_third_of_300_steps() -> None:
     """Under noise that three rounds do not see through; what they leave open is looked at again."""
     job = Job("auto", alike, costs=Costs(PiecewiseCost(((4.0, 0.02), (32000.0, 0.3)))))
     job.seconds = noisy(job, 0.3)
-    for _ in range(100):
+    for _ in range(110):
         job.step()
     trial = [phase for phase, _ in job.ran].count("trial")
-    assert 20 < trial <= 18 * CONFIG.trial_steps
+    assert 20 < trial <= 24 * CONFIG.trial_steps
     assert job.phases() == ["warm-up", "profile", "trial", "installed"]
-    for _ in range(200):
+    for _ in range(190):
         job.step()
-    assert [phase for phase, _ in job.ran].count("trial") <= 75
-    for _ in range(300):
+    assert [phase for phase, _ in job.ran].count("trial") == trial
+    for _ in range(400):
         job.step()
     assert job.phases().count("trial") >= 2, "what was undecided is compared again"
+
+
+def chosen_on_a_disturbed_machine(seed: int) -> tuple[float, float]:
+    """Time of the plan installed first, and of that 500 steps later, over the least of
+    all fixed schedules'.
+
+    Plans take what is predicted with an interference that nobody knows, each up to some per cent
+    more or less; the machine has heavy tails, is disturbed for some steps, and drifts.
+    """
+    machine = Machine(seed)
+    chance = machine.chance
+    start_s, size_s = 0.02 * chance.random(), 0.1 + 0.5 * chance.random()
+    half = PiecewiseCost(((4.0, 0.6 * start_s), (32000.0, 0.55 * size_s)))
+    costs = Costs(PiecewiseCost(((4.0, start_s), (32000.0, size_s))), half, half)
+    hidden = replace(costs, kappa=chance.choice([0.0, 0.2, 0.5, 1.0]))
+    truth: dict[object, float] = {}
+
+    def true_s(plan: Plan) -> float:
+        trace = job.tuner.trace
+        assert trace is not None
+        plan = reordered(plan, trace)
+        key = plan.groups, plan.overlap
+        if key not in truth:
+            truth[key] = iteration_s(plan, trace, hidden) * math.exp(chance.gauss(0, 0.05))
+        return truth[key]
+
+    def seconds(plan: Plan) -> float:
+        return 1.0 if job.tuner.trace is None else machine.step(true_s(plan))
+
+    job = Job("auto", seconds, size=1, costs=costs, decouples=True)
+    job.run("installed")
+    first_s = true_s(job.tuner.plan)
+    for _ in range(500):
+        job.step()
+    job.run("installed", limit=2000)
+    trace = job.tuner.trace
+    assert trace is not None
+    names = ["threshold", "oasr", "mgwfbp", "wfbp", "single", "hybrid", "independent", "ipart"]
+    least_s = min(true_s(make(name, trace, costs, 25 * 2**20)) for name in names)
+    return first_s / least_s, true_s(job.tuner.plan) / least_s
+
+
+def test_a_disturbed_machine_seldom_makes_auto_choose_wrongly() -> None:
+    """At first nine of ten choices are within 3% of the best fixed schedule, and later as many."""
+    found = [chosen_on_a_disturbed_machine(seed) for seed in range(100, 120)]
+    for regrets in zip(*found, strict=True):
+        assert sum(regret <= 1.03 for regret in regrets) >= 0.9 * len(regrets), sorted(regrets)
 
 
 def test_every_plan_has_a_forecast_once_there_are_a_profile_and_costs() -> None:

@@ -44,9 +44,9 @@ class Candidate:
         self._rounds.append(list(times_s))
 
     @property
-    def was_measured(self) -> bool:
-        """Whether there was a round."""
-        return bool(self._rounds)
+    def num_rounds(self) -> int:
+        """Rounds taken in."""
+        return len(self._rounds)
 
     @property
     def measured_s(self) -> float:

@@ -17,7 +17,7 @@ from wfbp.core import planners
 from wfbp.core.cost import Costs
 from wfbp.core.fit import fit_kappa
 from wfbp.core.plan import Plan
-from wfbp.core.timeline import Timeline, timeline
+from wfbp.core.timeline import Timeline, iteration_by_kappa, timeline
 from wfbp.core.trace import Trace
 from wfbp.core.types import ALL_REDUCE_SCHEDULES, AUTO, Operation, TensorSpec
 from wfbp.runtime.tuning.candidates import (
@@ -82,8 +82,8 @@ class DriftDetector:
 
 _WINDOW_STEPS = 20
 _MOST_STEPS = 400
-_LIMIT_STEPS = 18
-_LIMIT_S = 25
+_LIMIT_STEPS = 24
+_LIMIT_S = 32
 """All trials of a choice take at most so many times the steps and seconds that a plan is tried for
 in two rounds, about, whichever is longer."""
 _FIRST_SHARE = 0.75
@@ -92,6 +92,11 @@ _TRY_AGAIN = 4
 """Plans are compared again once the installed one has run for so many times the steps of all
 trials."""
 _CLOSE = 1.25
+_DISTURBED = 1.1
+_FEW_ROUNDS = 3
+"""A plan that took so many times its forecast, and was dropped after so few rounds, may have been
+disturbed; it is compared again if its forecast is less than what the chosen plan took."""
+_MOST_UNDECIDED = 4
 _REGRET = 0.02
 _REGRET_WINDOWS = 3
 _MOST_RIVALS = 3
@@ -318,7 +323,7 @@ class Tuner:
     @property
     def _tried_so_far(self) -> list[Candidate]:
         under_way = self._trial.candidates if self.phase == "trial" and self._trial else []
-        return [c for c in (*self._tried, *under_way) if c.was_measured]
+        return [c for c in (*self._tried, *under_way) if c.num_rounds]
 
     @property
     def exposed_s(self) -> float | None:
@@ -434,7 +439,7 @@ class Tuner:
         assert self.trace is not None
         assert self.costs is not None
         chosen = self._trial.conclude(ranks)
-        times = sorted((c for c in self._trial.candidates if c.was_measured), key=_measured_s)
+        times = sorted((c for c in self._trial.candidates if c.num_rounds), key=_measured_s)
         self._tell(
             "trial, %d steps so far: %s",
             self._num_trial_steps,
@@ -455,17 +460,27 @@ class Tuner:
             (c.plan, c.measured_s + self._saved_s(c.plan)) for c in self._tried if c.plan.overlap
         ]
 
-        def plan() -> tuple[float, list[dict[str, Any]]]:
+        chosen_s = next(c.measured_s for c in self._trial.candidates if c.plan is chosen)
+
+        def plan() -> tuple[float, list[dict[str, Any]], list[int]]:
             kappa = fit_kappa(trace, costs, overlapped) if overlapped else self._kappa
             further: list[Plan] = []
             if self._schedule == AUTO and is_first:
                 tried = [c.plan for c in self._tried]
                 learnt = replace(costs, kappa=kappa)
                 further = further_candidates(tried, chosen, trace, learnt, self._decouples)
-            return kappa, encode_groups(further)
+            disturbed = []
+            for k, c in enumerate(self._tried):
+                forecast_s = iteration_by_kappa(c.plan, trace, costs)(kappa)
+                forecast_s -= min(self._saved_s(c.plan), trace.other_s)
+                slow = c.num_rounds < _FEW_ROUNDS and c.measured_s > _DISTURBED * forecast_s
+                if slow and forecast_s < chosen_s:
+                    disturbed.append((forecast_s, k))
+            return kappa, encode_groups(further), [k for _, k in sorted(disturbed)]
 
-        self._kappa, further = share(plan)
+        self._kappa, further, disturbed = share(plan)
         self.costs = replace(costs, kappa=self._kappa)
+        self._undecided += [self._tried[k].plan for k in disturbed]
         if further:
             plans = [chosen, *decode_groups(further, trace)]
             self._eliminate(plans, spent=(self._num_trial_steps, self._trial.spent_s))
@@ -473,7 +488,8 @@ class Tuner:
         self._install(chosen)
 
     def _install(self, plan: Plan) -> None:
-        self._undecided = [p for p in self._undecided if p.digest != plan.digest][:_MOST_RIVALS]
+        rivals = {p.digest: p for p in self._undecided if p.digest != plan.digest}
+        self._undecided = list(rivals.values())[:_MOST_UNDECIDED]
         self._incumbent = None
         self._enter("installed", plan)
         assert self.predicted is not None
