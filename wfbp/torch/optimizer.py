@@ -501,6 +501,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             finally:
                 self._wfbp_forget_sync()
         if not self._wfbp_skip:
+            self._wfbp_reduce()
             if self._wfbp_synchronized and exchange is not None:
                 warnings.warn(
                     f"{type(self).__name__}: step() follows synchronize() outside of "
@@ -508,7 +509,6 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
                     "they are: write `with optimizer.skip_synchronize(): optimizer.step()`",
                     stacklevel=3,
                 )
-            self._wfbp_reduce()
         elif exchange is not None:
             exchange.check_settled()
         self._wfbp_forget_sync()
