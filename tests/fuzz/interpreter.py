@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import wfbp.torch as wfbp
-from tests.fuzz.models import SPARSE, Network, ProgramError
+from tests.fuzz.models import DTYPES, SPARSE, Network, ProgramError
 from tests.fuzz.optimizers import KINDS
 from tests.fuzz.program import Act, Layer, Optimizer, Program, Step, used
 
@@ -97,7 +97,7 @@ class Run:
         for k, about in enumerate(program.optimizers):
             self._make(k, about)
         self._hook_all(late=True)
-        self._make_scaler(program.scale)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=program.scale, growth_interval=2)
         if spread:
             for model in self.models:
                 wfbp.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -140,9 +140,6 @@ class Run:
             scheduler = torch.optim.lr_scheduler.StepLR(self.optimizers[k], 2, 0.7)
         self.schedulers.append(scheduler)
         self._step_hooks(k, about)
-
-    def _make_scaler(self, scale: float) -> None:
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
 
     def _step_hooks(self, k: int, about: Optimizer) -> None:
         optimizer = self.optimizers[k]
@@ -313,7 +310,7 @@ class Run:
 
         def closure() -> torch.Tensor:
             self.optimizers[k].zero_grad()
-            loss = torch.zeros(())
+            loss = torch.zeros((), dtype=DTYPES[self.program.dtype])
             for n in range(max(step.passes[: self.program.ranks])):
                 loss = self._backward(step, n, [r for r in self.ranks if step.passes[r] > n])
             return loss
@@ -323,7 +320,7 @@ class Run:
     def _backward(self, step: Step, n: int, ranks: Sequence[int], error: str = "") -> torch.Tensor:
         """One pass; in one process, of all these ranks together."""
         if not ranks:
-            return torch.zeros(())
+            return torch.zeros((), dtype=DTYPES[self.program.dtype])
         models = sorted(
             {self.program.optimizers[k].model for k in step.optimizers} | {*step.others}
         )
@@ -400,7 +397,7 @@ class Run:
                     raise
                 self.refused.add((self._number, k))
         self.optimizers[k].zero_grad()
-        self._make_scaler(self.scaler.get_scale())
+        self.scaler._per_optimizer_states.pop(id(self.optimizers[k]), None)
         return True
 
     def _end(self, step: Step, k: int) -> None:
@@ -579,8 +576,6 @@ class Run:
             root = self.program.ranks - 1 if act.how == "last" else 0
             wfbp.broadcast_parameters(model.state_dict(), root_rank=root)
             wfbp.broadcast_optimizer_state(optimizer, root_rank=root)
-        else:  # every rank gets what load_state_dict makes of the root's state
-            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
     def do_clear(self, act: Act) -> None:
         self.optimizers[act.optimizer].state.clear()
@@ -668,8 +663,9 @@ def _touch(how: str, params: list[torch.Tensor]) -> None:
             p.grad.data.mul_(0.5)
         elif how == "touch replace":
             p.grad = p.grad * 0.5
-        elif how == "touch clamp":
-            p.grad.data.clamp_(-0.01, 0.01)
+        elif how == "touch clamp":  # so that it changes something on every rank
+            limit = 0.5 * float(p.grad.data.abs().max()) if p.numel() else 1.0
+            p.grad.data.clamp_(-limit, limit)
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

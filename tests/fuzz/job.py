@@ -62,8 +62,8 @@ def digest(values: Any) -> str:
 
 def unequal(world: MPI.Intracomm, run: Run) -> str:
     """Where ranks have observed different bits; empty where they have not."""
-    mine = [(label, digest(values)) for label, values in run.seen] + [
-        (f"refused {sorted(run.refused)}", "")
+    mine = [(label, [digest([v]) for v in values]) for label, values in run.seen] + [
+        (f"refused {sorted(run.refused)}", [])
     ]
     every = world.allgather(mine)
     for rank, theirs in enumerate(every):
@@ -71,8 +71,13 @@ def unequal(world: MPI.Intracomm, run: Run) -> str:
             if one != other:
                 if one[0] != other[0]:
                     return f"rank 0: {one[0]}, rank {rank}: {other[0]}"
-                (shown,) = [values for label, values in run.seen if label == one[0]][:1]
-                return f"{one[0]}: ranks 0 and {rank} differ; here {str(shown)[:300]}"
+                pairs = zip(one[1], other[1], strict=False)
+                at = next((n for n, (a, b) in enumerate(pairs) if a != b), -1)
+                values = next(values for label, values in run.seen if label == one[0])
+                return (
+                    f"{one[0]}: ranks 0 and {rank} differ in [{at}] of {len(one[1])} and "
+                    f"{len(other[1])}; here {str(values[max(at - 1, 0) : at + 1])[:400]}"
+                )
         if len(theirs) != len(every[0]):
             return f"rank {rank} observed {len(theirs)} times, rank 0 {len(every[0])} times"
     return ""

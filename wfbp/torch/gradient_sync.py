@@ -615,6 +615,11 @@ class OptimizerSync:
             self._update.sharding.take_whole_state()
             self._update.forget()
 
+    def before_state_is_used(self) -> None:
+        """The program or the optimizer looks up state: updates that are due come first."""
+        if self._update.due and not self._update.pending.updates_here:
+            self._update.pending.wait_all()
+
     def before_another_state(self, state: State) -> None:
         """The optimizer is given other state: updates that are due belong to that before."""
         if self._update.pending.updates_here:  # what an optimizer does itself is its own affair

@@ -380,6 +380,24 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self.__dict__["param_groups"] = groups
 
+    @property
+    def state(self) -> Any:
+        """The state by parameter, after all updates that are due.
+
+        Where ranks update shards, it is by shard; :meth:`state_dict` has the whole.
+        """
+        held = self.__dict__
+        exchange = held.get("_wfbp_sync")
+        if exchange is not None:
+            exchange.before_state_is_used()
+        if "state" not in held:
+            raise AttributeError("state")
+        return held["state"]
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.__dict__["state"] = state
+
     @uncompiled
     @resuming("synchronize")
     def synchronize(self) -> None:
@@ -461,6 +479,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         if self._wfbp_sync is None:
             params = [p for group in self.param_groups for p in group["params"]]
             return torch.nn.utils.clip_grad_norm_(params, *astuple(limit))
+        if self._wfbp_sync_state is SyncState.SCALER:  # a scaler that has skipped its step
+            self._wfbp_sync_state = SyncState.NOBODY
         self._wfbp_reduce()
         self._wfbp_synchronized = False  # Horovod has no such method: nothing is to be told of it
         return self._wfbp_sync.clip_grad_norm_(limit)
@@ -606,6 +626,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         Those that ``named_parameters`` did not name go by their place in the optimizer.
         """
         groups, exchange = self.param_groups, self._wfbp_sync
+        if exchange is not None:
+            exchange.flush()  # updates that are due are of the groups before
         count = len(groups)
         super().add_param_group(param_group)  # where it refuses the group, all goes on as before
         if exchange is None:
@@ -705,8 +727,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
                 exchange.check_settled()
                 if exchange.holds_shards:
                     exchange.synchronize()
-        if self._wfbp_sync_state is not SyncState.PROGRAM:
-            self._wfbp_sync_state = SyncState.SCALER
+        self._wfbp_sync_state = SyncState.SCALER
 
     def _wfbp_leave(self, left: _Left) -> None:
         """Keep a call that a handler has left, to be finished before anything that needs it."""

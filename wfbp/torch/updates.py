@@ -57,6 +57,11 @@ class Update(ABC):
         self._own_step = step
         self.pending = PendingParameters(params, self)
 
+    @property
+    def due(self) -> bool:
+        """Whether state is still as before the last step, of some parameters."""
+        return False
+
     @abstractmethod
     def apply(self, reduced: Reduced | None) -> Any:
         """Step, and let what the plan decouples be gathered.
@@ -148,6 +153,10 @@ class ReplicatedUpdate(Update):
         self._layouts = [tensors.Layout.of(p) for p in self._params]
         self._gradients: dict[int, torch.Tensor] = {}
         self._groups: list[Group] = []
+
+    @property
+    def due(self) -> bool:
+        return bool(self.pending)
 
     def apply(self, reduced: Reduced | None) -> Any:
         self.flush()
