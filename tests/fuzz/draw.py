@@ -23,6 +23,7 @@ _BY_RANK = ("first", "last", "turn", "chance")
 _ACTS = (
     *("eval", "observe", "observe", "ema", "clamp", "freeze", "thaw", "add", "lr", "save", "load"),
     *("reload", "broadcast", "clear", "rewrap", "renew", "alone", "metric", "discard", "thread"),
+    *("move", "passes", "add"),
 )
 _NOT_TWICE_DIFFERENTIABLE = ("attention", "lstm", "gru", "sparse embedding", "sparse bag")
 
@@ -68,13 +69,21 @@ class _Drawing:
         ]
         self.layers, self.optimizers = layers, optimizers
         self.passes = 1
+        self.declared = False
         if self.likely(0.3):
             self.passes = chance.choice([2, 3])
             if self.likely(0.5):
+                self.declared = True
                 optimizers[:] = [replace(o, passes=self.passes) for o in optimizers]
         whole = all(o.part == "all" and not KINDS[o.kind].closure for o in optimizers)
         self.scaled = whole and self.likely(0.15)
         self.compiled = self.likely(0.03)
+        narrow = {part.dtype or dtype for part in layers} == {"float32"}
+        self.autocast = (
+            narrow
+            and self.likely(0.2)
+            and not any(KINDS[o.kind].rough or KINDS[o.kind].closure for o in optimizers)
+        )
         self.hooked = any(part.hook.startswith("late") for part in layers)
         # They change what earlier passes have left: to average, ranks must have equally many.
         self.counted = any(part.hook.split()[-1:] in (["place"], ["replace"]) for part in layers)
@@ -128,7 +137,7 @@ class _Drawing:
                 part = Layer(kind, model, size)
                 if dtype == "float64" and self.likely(0.04) and kind not in SPARSE:
                     part = replace(part, dtype=chance.choice(["float32", "bfloat16"]))
-                if self.likely(0.07):
+                if self.likely(0.1):
                     part = replace(part, late=True)
                 elif self.likely(0.07):
                     part = replace(part, trainable=False)
@@ -181,6 +190,8 @@ class _Drawing:
             update = chance.choice(["auto", "auto", "sharded", "replicated"])
         elif kind.nature in ("tensor", "own") and decouples:
             update = chance.choice(["auto", "replicated", "sharded"])
+        scheduler = chance.choice(["before", "after"]) if self.likely(0.2) else ""
+        rates = chance.choice(["", "cosine", "one cycle", "chained"]) if scheduler else ""
         return Optimizer(
             name,
             model,
@@ -191,7 +202,8 @@ class _Drawing:
             threshold_bytes=chance.choice([1, 100, 2000, 25 * 2**20]),
             op=op,
             named=self.likely(0.85),
-            scheduler=chance.choice(["before", "after"]) if self.likely(0.2) else "",
+            scheduler=scheduler,
+            rates=rates,
             step_hooks=chance.choice(["pre", "post", "both"]) if self.likely(0.1) else "",
         )
 
@@ -229,14 +241,16 @@ class _Drawing:
         sparse = any(part.kind in SPARSE for part in self.layers)
         empty = any(part.kind == "empty" for part in self.layers)
         if self.scaled and sure:
-            ways = ["plain", "plain", "unscale", "clip"] + (["bare"] if alike and not sparse else [])
+            ways = ["plain", "plain", "unscale", "clip", "own clip"] + (
+                ["bare"] if alike and not sparse else []
+            )
             way = chance.choice(ways)
             step = replace(step, scaler=way)
             if way != "bare" and self.likely(0.15):
                 step = replace(step, infinite_on=chance.randrange(self.ranks))
         elif self.likely(0.45):
             ways = ["clip", "clip", "sync norm", "sync value", "sync scale", "sync look", "sync"]
-            ways += ["sync replace", "clip twice", "sync clip"]
+            ways += ["sync replace", "clip twice", "sync clip", "sync total"]
             if alike and not sparse and self.likely(0.3):
                 ways = ["touch scale", "touch data", "touch replace", "touch clamp"]
             step = replace(
@@ -267,6 +281,9 @@ class _Drawing:
         forward = "call"
         if self.compiled:
             forward = "compiled"
+            step = replace(step, compiled=not step.scaler and self.likely(0.5))
+        elif self.autocast:
+            forward = "autocast"
         elif self.likely(0.08):
             forward = chance.choice(["functional", "twice"])
             if forward == "functional" and kinds & {"lstm", "gru", "tied", "old weight norm"}:
@@ -275,7 +292,7 @@ class _Drawing:
         return replace(step, forward=forward, read=self.likely(0.12), saliency=saliency)
 
     def _passes(self, least: int) -> tuple[int, ...]:
-        free = all(o.passes == 1 for o in self.optimizers) and not self.counted
+        free = not self.declared and not self.counted
         if free and self.likely(0.3):
             return tuple(self.chance.randint(least, self.passes) for _ in range(3))
         return (self.passes,) * 3
@@ -300,7 +317,7 @@ class _Drawing:
             for n, part in enumerate(self.layers)
             if part.kind not in ("again", "tied") and n not in heads
         ]
-        do = chance.choice(_ACTS)
+        do = "passes" if self.declared and self.likely(0.15) else chance.choice(_ACTS)
         act = replace(act, do=do)
         kinds = {part.kind for part in self.layers}
         if do == "eval":
@@ -311,9 +328,16 @@ class _Drawing:
             how = chance.choice(ways)
             return replace(act, how=how)
         if do == "ema":
-            return replace(
-                act, how=chance.choice(["module", "list", "synchronized list", "foreach list"])
-            )
+            ways = ["module", "list", "synchronized list", "foreach list"]
+            ways += [] if "old weight norm" in kinds else ["averaged model"]
+            return replace(act, how=chance.choice(ways))
+        if do == "clamp":
+            return replace(act, how=chance.choice(["", "list", "foreach list"]))
+        if do == "passes":
+            if not self.declared:
+                return None
+            self.passes = chance.randint(1, 3)
+            return replace(act, value=float(self.passes))
         if do in ("freeze", "thaw"):
             never = [n for n in own if not self.layers[n].hook]
             if not never:
@@ -324,7 +348,7 @@ class _Drawing:
         if do == "add":
             late = [n for n in own if self.layers[n].late and n not in self.added]
             late = [n for n in late if self.layers[n].model == about.model]
-            if not late or KINDS[about.kind].matrices or KINDS[about.kind].closure:
+            if not late or KINDS[about.kind].matrices or KINDS[about.kind].closure or about.rates:
                 return None
             n = chance.choice(late)
             self.added.add(n)
@@ -376,7 +400,7 @@ def without(program: Program, names: Collection[str]) -> Program:
             if "scaler" in names and action.scaler:
                 action = replace(action, scaler="", infinite_on=-1)
             if "compiled" in names and action.forward == "compiled":
-                action = replace(action, forward="call")
+                action = replace(action, forward="call", compiled=False)
             if "closure" in names and action.closure:
                 action = replace(action, closure=False)
             if action.gradients in names or action.error in names:

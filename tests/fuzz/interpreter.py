@@ -83,6 +83,7 @@ class Run:
         self._optimizer_of: dict[int, int] = {}
         self._saved: Any = None
         self._ema: list[torch.Tensor] | None = None
+        self._averaged: dict[int, torch.optim.swa_utils.AveragedModel] = {}
         self._thread: Thread | None = None
         self._compiled: dict[int, Any] = {}
         spread = program.start == "broadcast" and self.parallel
@@ -126,6 +127,8 @@ class Run:
             self._observe(f"model {k}", *model.state_dict().values())
         if self._ema is not None:
             self._observe("moving average", *self._ema)
+        for k, averaged in self._averaged.items():
+            self._observe(f"average of model {k}", *averaged.state_dict().values())
 
     # What a program is made of
 
@@ -133,11 +136,11 @@ class Run:
         optimizer = KINDS[about.kind].make(self._groups(about))
         scheduler = None
         if about.scheduler == "before":
-            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
+            scheduler = _scheduler(about.rates, optimizer)
         self.plain.append(optimizer)
         self.optimizers.append(self._wrap(k, about, optimizer, about.schedule))
         if about.scheduler == "after":
-            scheduler = torch.optim.lr_scheduler.StepLR(self.optimizers[k], 2, 0.7)
+            scheduler = _scheduler(about.rates, self.optimizers[k])
         self.schedulers.append(scheduler)
         self._step_hooks(k, about)
 
@@ -186,7 +189,7 @@ class Run:
             "backward_passes_per_step": about.passes,
             "op": wfbp.Sum if about.op == "sum" else wfbp.Average,
             "sparse_as_dense": any(part.kind in SPARSE for part in self.program.layers),
-            "update": about.update,
+            "optimizer_sharding": _SHARDING[about.update],
         }
         try:
             return wfbp.DistributedOptimizer(optimizer, named, **options)
@@ -196,7 +199,7 @@ class Run:
                 raise
             self.notes.append(f"{about.kind}: {error}")
             named = self.models[about.model].named_parameters() if about.named else None
-            options.update(schedule="auto", update="auto")
+            options.update(schedule="auto", optimizer_sharding=None)
             return wfbp.DistributedOptimizer(optimizer, named, **options)
 
     def _hook_all(self, late: bool) -> None:
@@ -369,6 +372,10 @@ class Run:
         if step.forward == "functional":
             tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
             y = torch.func.functional_call(model, tensors, arguments)
+        elif step.forward == "autocast":
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = model(*arguments)
+            y = y.to(model.dtype)
         elif step.forward == "compiled":
             which = self.models.index(model)
             if which not in self._compiled:
@@ -405,12 +412,14 @@ class Run:
         params = _params(optimizer)
         how = step.gradients
         skip: Any = nullcontext
-        if step.scaler in ("unscale", "clip"):
+        if step.scaler in ("unscale", "clip", "own clip"):
             self._synchronize(optimizer)
             self.scaler.unscale_(optimizer)
             skip = optimizer.skip_synchronize if self.parallel else nullcontext
             if step.scaler == "clip":
                 nn.utils.clip_grad_norm_(params, step.max_norm)
+            elif step.scaler == "own clip":
+                self._observe("norm", float(self._clip(optimizer, params, step)))
         elif step.scaler == "bare":
             self.scaler.unscale_(optimizer)
         elif how == "clip" or how == "clip twice":
@@ -421,6 +430,11 @@ class Run:
             skip = optimizer.skip_synchronize if self.parallel else nullcontext
             if how == "sync norm":
                 norm = nn.utils.clip_grad_norm_(params, step.max_norm, step.norm_type)
+                self._observe("norm", float(norm))
+            elif how == "sync total":
+                found = [p.grad for p in params if p.grad is not None]
+                norm = nn.utils.get_total_norm(found, step.norm_type)
+                nn.utils.clip_grads_with_norm_(params, step.max_norm, norm)
                 self._observe("norm", float(norm))
             elif how == "sync value":
                 if any(p.grad is not None for p in params):
@@ -446,6 +460,8 @@ class Run:
         with skip():
             if step.scaler:
                 self.scaler.step(optimizer)
+            elif step.compiled and self.parallel:
+                torch.compile(lambda: optimizer.step(), backend="eager")()
             else:
                 optimizer.step()
 
@@ -509,6 +525,12 @@ class Run:
 
     def do_ema(self, act: Act) -> None:
         """A moving average of weights."""
+        if act.how == "averaged model":
+            model = self.models[act.model]
+            if act.model not in self._averaged:
+                self._averaged[act.model] = torch.optim.swa_utils.AveragedModel(model)
+            self._averaged[act.model].update_parameters(model)
+            return
         if act.how == "synchronized list" and self.parallel:
             for optimizer in self.optimizers:
                 optimizer.synchronize_parameters()
@@ -525,10 +547,26 @@ class Run:
                 mean.lerp_(p.detach(), 0.3)
 
     def do_clamp(self, act: Act) -> None:
-        """Change weights in place, read through the module."""
+        """Change weights in place, by the module or a list of the program's own."""
+        params = self.lists[act.model] if act.how else list(self.models[act.model].parameters())
         with torch.no_grad():
-            for p in self.models[act.model].parameters():
+            if act.how == "foreach list":
+                torch._foreach_mul_(params, 0.95)
+                return
+            for p in params:
                 p.clamp_(-0.9, 0.9)
+
+    def do_move(self, act: Act) -> None:
+        """Give parameters other memory, as ``model.to()`` does."""
+        for p in self.models[act.model].parameters():
+            p.data = p.data.clone()
+
+    def do_passes(self, act: Act) -> None:
+        """Declare another number of backward passes per step."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+            if self.parallel:
+                optimizer.set_backward_passes_per_step(int(act.value))
 
     def do_freeze(self, act: Act) -> None:
         self._module(act.layer).requires_grad_(False)
@@ -652,6 +690,24 @@ class Run:
         self.seen.append((f"{self.place}: {label}", kept))
 
 
+_SHARDING = {"auto": None, "sharded": True, "replicated": False}
+
+
+def _scheduler(rates: str, optimizer: Any) -> Any:
+    from torch.optim import lr_scheduler
+
+    if rates == "cosine":
+        return lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3)
+    if rates == "one cycle":
+        return lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=200, cycle_momentum=False)
+    if rates == "chained":
+        first = lr_scheduler.ConstantLR(optimizer, 0.5, 3)
+        return lr_scheduler.SequentialLR(
+            optimizer, [first, lr_scheduler.ExponentialLR(optimizer, 0.8)], [3]
+        )
+    return lr_scheduler.StepLR(optimizer, 2, 0.7)
+
+
 def _touch(how: str, params: list[torch.Tensor]) -> None:
     """Change gradients behind wfbp's back."""
     for p in params:
@@ -690,6 +746,8 @@ def _flat(state: Any, path: str = "") -> list[Any]:
 def tolerance(program: Program) -> float:
     """Largest difference from the reference, relative to the largest entry of a tensor."""
     names = {program.dtype, *(part.dtype for part in program.layers if part.dtype)}
+    if any(isinstance(a, Step) and a.forward == "autocast" for a in program.actions):
+        names.add("bfloat16")
     by_type = {"float64": 1e-7, "float32": 2e-3, "bfloat16": 0.15}
     return max(*(by_type[n] for n in names), *(KINDS[o.kind].rough for o in program.optimizers))
 

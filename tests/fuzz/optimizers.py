@@ -156,6 +156,10 @@ KINDS: dict[str, Kind] = {
     "dampened": Kind(lambda g: optim.SGD(g, 0.05, momentum=0.5, dampening=0.3, maximize=True)),
     "fused sgd": Kind(lambda g: optim.SGD(g, 0.05, fused=True)),
     "adam": Kind(lambda g: optim.Adam(g, 0.02, **_E)),
+    "rate in a tensor": Kind(lambda g: optim.AdamW(g, torch.tensor(0.02), foreach=False, **_E)),
+    "decoupled decay": Kind(
+        lambda g: optim.NAdam(g, 0.02, weight_decay=0.05, decoupled_weight_decay=True, **_E)
+    ),
     "amsgrad": Kind(lambda g: optim.Adam(g, 0.02, amsgrad=True, foreach=False, **_E)),
     "fused adam": Kind(lambda g: optim.Adam(g, 0.02, fused=True, **_E)),
     "adamw": Kind(lambda g: optim.AdamW(g, 0.02, weight_decay=0.1, **_E)),

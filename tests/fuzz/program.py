@@ -58,6 +58,8 @@ class Optimizer:
     named: bool = True
     scheduler: str = ""
     """A learning-rate scheduler made ``before`` or ``after`` wrapping."""
+    rates: str = ""
+    """How its rate goes: empty for steps of 0.7, or ``cosine``, ``one cycle``, ``chained``."""
     step_hooks: str = ""
     """``pre``, ``post`` or ``both``."""
 
@@ -83,7 +85,7 @@ class Step:
     max_norm: float = 0.1
     norm_type: float = 2.0
     scaler: str = ""
-    """``plain``, ``unscale`` or ``clip``: the ways that docs/usage.md shows."""
+    """``plain``, ``unscale``, ``clip`` or ``own clip``: the ways that docs/usage.md shows."""
     infinite_on: int = -1
     read: bool = False
     """Whether the program looks at the norm of its own gradients before the step."""
@@ -94,7 +96,9 @@ class Step:
     """``forward``, ``backward``, ``retry``: an exception that the program catches."""
     error_on: tuple[int, ...] = (0, 1, 2)
     forward: str = "call"
-    """``call``, ``functional``, ``compiled`` or ``twice``."""
+    """``call``, ``functional``, ``compiled``, ``autocast`` or ``twice``."""
+    compiled: bool = False
+    """Whether the optimizer's step is called by a function that is compiled."""
     penalty: bool = False
     """A gradient penalty: backward through a backward."""
 
