@@ -171,6 +171,11 @@ class _Drawing:
             cannot |= {"lbfgs", "wolfe"}
         if "empty" in has:
             cannot |= {"adafactor"}
+        if has & {
+            "attention",
+            "norm",
+        }:  # some gradients are 0 but for rounding, whose sign it takes
+            cannot |= {"rprop"}
         kinds = [
             name
             for name, kind in KINDS.items()
