@@ -801,7 +801,7 @@ def _differs(a: Any, b: Any, limit: float) -> str:
             )
         return ""
     if isinstance(a, float) and isinstance(b, float):
-        same = a == b or abs(a - b) <= limit * (abs(b) + 1e-2)
+        same = a == b or (a != a and b != b) or abs(a - b) <= limit * (abs(b) + 1e-2)
     else:
         same = a == b
     return "" if same else f"{a!r}, in one process {b!r}"
