@@ -99,11 +99,9 @@ class Run:
             self._make(k, about)
         self._hook_all(late=True)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=program.scale, growth_interval=2)
-        if spread:
-            for model in self.models:
-                wfbp.broadcast_parameters(model.state_dict(), root_rank=0)
-            for optimizer in self.optimizers:
-                wfbp.broadcast_optimizer_state(optimizer, root_rank=0)
+        if program.start == "broadcast":
+            for k in range(len(self.optimizers)):
+                self._broadcast(k, 0)
 
     def run(self) -> None:
         """All of it."""
@@ -143,6 +141,16 @@ class Run:
             scheduler = _scheduler(about.rates, self.optimizers[k])
         self.schedulers.append(scheduler)
         self._step_hooks(k, about)
+
+    def _broadcast(self, k: int, root: int) -> None:
+        """A model and its optimizer's state, as they are on one rank."""
+        optimizer = self.optimizers[k]
+        model = self.models[self.program.optimizers[k].model]
+        if self.parallel:
+            wfbp.broadcast_parameters(model.state_dict(), root_rank=root)
+            wfbp.broadcast_optimizer_state(optimizer, root_rank=root)
+        else:  # all ranks get the optimizer that ranks get that load the root's state
+            torch.optim.Optimizer.__setstate__(optimizer, {})
 
     def _step_hooks(self, k: int, about: Optimizer) -> None:
         optimizer = self.optimizers[k]
@@ -608,12 +616,7 @@ class Run:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
     def do_broadcast(self, act: Act) -> None:
-        optimizer = self.optimizers[act.optimizer]
-        model = self.models[self.program.optimizers[act.optimizer].model]
-        if self.parallel:
-            root = self.program.ranks - 1 if act.how == "last" else 0
-            wfbp.broadcast_parameters(model.state_dict(), root_rank=root)
-            wfbp.broadcast_optimizer_state(optimizer, root_rank=root)
+        self._broadcast(act.optimizer, self.program.ranks - 1 if act.how == "last" else 0)
 
     def do_clear(self, act: Act) -> None:
         self.optimizers[act.optimizer].state.clear()

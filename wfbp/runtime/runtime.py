@@ -298,6 +298,7 @@ class Runtime:
     # On the communication thread.
 
     def _give_back(self) -> None:
+        self._loop.give_back()
         for carrier in self._carriers.values():  # in the order of making, the same on every rank
             carrier.close()
         if self.planning_channel is not self.channel:

@@ -98,6 +98,9 @@ def broadcast_optimizer_state(
         state = _put_together(outline["tree"], contents)
         optimizer.load_state_dict(state)
         _restore_types(optimizer, state)
+    elif hasattr(optimizer, "defaults"):
+        # Whoever loads a state has PyTorch add to the optimizer's defaults, which new groups get.
+        torch.optim.Optimizer.__setstate__(optimizer, {})
     if gradient_sync.follows_horovod:
         getattr(_distributed(optimizer), "_wfbp_show_zeros", lambda: None)()
 

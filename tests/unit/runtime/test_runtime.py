@@ -101,6 +101,25 @@ def test_nothing_works_after_shutdown() -> None:
         runtime.exchange(b"", "late")
 
 
+def test_no_notices_are_read_once_the_backend_is_given_back() -> None:
+    """The communicator is gone: Open MPI ends the job there. The same turn may be to read some."""
+    backend = LocalWorld(1).backend(0)
+    runtime = Runtime(backend, Config())
+    told = []
+
+    def close() -> None:
+        told.append("closed")
+        runtime.thread._loop._next_tick = 0.0
+
+    def poll() -> list[tuple[int, bytes]]:
+        told.append("polled")
+        return []
+
+    backend.close, backend.poll_notices = close, poll  # type: ignore[method-assign]
+    runtime.shutdown()
+    assert told[-1] == "closed"
+
+
 def test_a_failing_rank_tells_the_others() -> None:
     """fail_job ends the world at last; before, everybody has had the reason."""
 

@@ -282,6 +282,7 @@ class ProgressLoop:
         self.waits = ThreadWaits()
         self.error: WfbpError | None = None
         self.ended: set[int] = set()
+        self._given_back = False
         self._backend = backend
         self._where = where
         self._waiter = Waiter.watching(backend)
@@ -464,8 +465,14 @@ class ProgressLoop:
             status = part(status, waits.awaited)
         return status
 
+    def give_back(self) -> None:
+        """The backend is about to be closed; nothing is read from it in the rest of this turn."""
+        self._given_back = True
+
     def _tick(self, now: float) -> None:
         """What is due some times a second."""
+        if self._given_back:
+            return
         retiring, self._retiring = self._retiring, []
         for lane, idle in retiring:
             self.retire_lane(lane, idle)
