@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.ranks import run_ranks
+from wfbp.comm.local import LocalWorld
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError
 from wfbp.runtime.collectives.arithmetic import adasum, scale
 from wfbp.runtime.collectives.coordinator import Coordinator
-from wfbp.runtime.collectives.executor import JOIN
+from wfbp.runtime.collectives.executor import JOIN, NamedLane, Submission
 from wfbp.runtime.collectives.operations import Collectives
 from wfbp.runtime.collectives.request import (
     Kind,
@@ -53,6 +55,19 @@ def test_everything_becomes_ready_once_whatever_the_order(
         assert new == ([name] if len(come[name]) == size else [])
         answered += new
     assert sorted(answered) == sorted(come)
+
+
+def test_a_lane_that_is_closed_is_not_served() -> None:
+    """Its communicators are gone, and the thread may have more to do in this turn."""
+    served: list[object] = []
+    loop = SimpleNamespace(add_lane=served.append, remove_lane=served.remove)
+    backend = LocalWorld(1).backend(0)
+    thread: Any = SimpleNamespace(loop=loop)
+    lane = NamedLane(thread, backend, backend.mailbox(), "", "rank 0 of 1")
+    lane.submit(Submission(Request(Kind.BARRIER, "a"), np.zeros(0, np.uint8)))
+    assert served == [lane]
+    lane.close()
+    assert not served
 
 
 def test_requests_and_responses_survive_the_journey() -> None:

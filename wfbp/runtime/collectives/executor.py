@@ -148,7 +148,7 @@ class NamedLane:
         """Give the communicators back; collective over the set, and nothing may be pending."""
         if self._served:  # since its last operation there was no turn that found nothing to do
             self._served = False
-            self._thread.remove_lane(self)
+            self._thread.loop.remove_lane(self)
         self._mailbox.close()
         self.backend.close()
 
