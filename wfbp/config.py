@@ -65,6 +65,10 @@ class Config(metaclass=_RenamedSettings):
         summary_steps: rank 0 logs one line of each optimizer's stats after so many steps; 0: none.
         record_dir: directory in which every rank records its run, for ``wfbp report``; none if
             empty.
+        timeline: directory in which every rank writes a timeline of its steps and operations, for
+            Perfetto; none if empty.
+        timeline_steps: the first and the last step that the timeline has; as a variable
+            ``100-120``.
 
     Example:
         >>> Config.from_environment({"WFBP_SCHEDULE": "oasr"}).schedule
@@ -88,6 +92,8 @@ class Config(metaclass=_RenamedSettings):
     log_level: str = "warning"
     summary_steps: int = 0
     record_dir: str = ""
+    timeline: str = ""
+    timeline_steps: tuple[int, int] = (0, 2**62)
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -192,7 +198,16 @@ _SIZE = re.compile(r"(\d+|\d+\.\d+(?=\s*[KMG]))\s*([KMG]?)((?<=[KMG])i?B|)", re.
 
 _SIZE_READER = num_bytes, "a size in bytes, such as 4096, 25M, 25MiB or 25MB"
 
+
+def _steps(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    if int(first) > int(last):
+        raise ValueError(text)
+    return int(first), int(last)
+
+
 _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "timeline_steps": (_steps, "the first and the last step, such as 100-120"),
     "threshold_bytes": _SIZE_READER,
     "zero_copy_min_bytes": _SIZE_READER,
     "int": (int, "a whole number"),

@@ -20,6 +20,7 @@ def test_every_field_has_a_variable_of_its_type() -> None:
         int: ("7", 7),
         float: ("7.5", 7.5),
         bool: ("0", False),
+        tuple: ("7-12", (7, 12)),
     }
     for field in fields(Config):
         if field.name == "schedule":

@@ -153,6 +153,7 @@ RUNTIME = (
     "tuning",
     "arguments",
     "step",
+    "timeline",
     "transport",
     "progress",
     "runtime",

@@ -23,6 +23,7 @@ from wfbp import native
 from wfbp.comm.backend import Backend
 from wfbp.config import Config, unknown_variables
 from wfbp.errors import DisagreementError, NotInitializedError, WfbpError
+from wfbp.runtime import timeline
 from wfbp.runtime.collectives.operations import Collectives
 from wfbp.runtime.consistency import check_argument_errors, sharing_argument_errors
 from wfbp.runtime.runtime import Runtime, describe_error
@@ -74,6 +75,8 @@ def init(comm: Any = None, *, backend: Backend | None = None, config: Config | N
     try:
         check_settings(runtime)
         runtime.collectives = Collectives(runtime)
+        if config.timeline:
+            _start_timeline(runtime)
         if runtime.size > 1:
             runtime.separate_planning()
     except BaseException:
@@ -96,7 +99,33 @@ def shutdown() -> None:
         runtime, _runtime = _runtime, None
         atexit.unregister(shutdown)
         uninstall()
+        if runtime.collectives is not None:
+            runtime.collectives.record(None)
         runtime.shutdown()
+        if runtime.config.timeline and runtime.rank == 0:
+            _merge_timelines(runtime)
+
+
+def _start_timeline(runtime: Runtime) -> None:
+    """Record all ranks' steps and operations; collective."""
+    assert runtime.collectives is not None
+    config, rank = runtime.config, runtime.rank
+    path = timeline.rank_file(config.timeline, rank)
+    offset_s = timeline.clock_offset_s(runtime)
+    steps = config.timeline_steps
+    runtime.collectives.record(timeline.Timeline(path, rank, offset_s=offset_s, steps=steps))
+
+
+def _merge_timelines(runtime: Runtime) -> None:
+    """Make one file of all ranks' that are found here. What goes wrong is logged."""
+    folder = Path(runtime.config.timeline)
+    paths = [timeline.rank_file(folder, rank) for rank in range(runtime.size)]
+    try:
+        documents = [timeline.load(path) for path in paths if path.exists()]
+        merged = folder / "timeline.json"
+        merged.write_text(json.dumps(timeline.merge(documents)))
+    except (OSError, ValueError) as error:
+        logging.getLogger("wfbp").warning("the timelines were not merged: %s", error)
 
 
 def before_shutdown(finish: Callable[[], None]) -> None:
@@ -179,6 +208,8 @@ SHARED = (
     "trial_min_s",
     "replan_threshold",
     "probe_budget_s",
+    "timeline",
+    "timeline_steps",
 )
 """Fields of ``Config``. The schedule and its threshold are compared per optimizer."""
 
@@ -195,7 +226,8 @@ def check_settings(runtime: Runtime) -> None:
         DisagreementError: on every rank; which settings differ, and who has what.
     """
     with sharing_argument_errors(runtime, _LABEL):
-        _make_folder(runtime.config.record_dir)
+        _make_folder("WFBP_RECORD_DIR", runtime.config.record_dir)
+        _make_folder("WFBP_TIMELINE", runtime.config.timeline)
     mine = {name: getattr(runtime.config, name) for name in SHARED}
     payload = json.dumps(["", mine, platform.node()]).encode()
     payloads = [json.loads(p) for p in runtime.exchange(payload, _LABEL)]
@@ -235,8 +267,8 @@ def _tell_who_takes_part(runtime: Runtime, hosts: Sequence[str]) -> None:
     )
 
 
-def _make_folder(folder: str) -> None:
-    """Make the directory that runs are recorded in, if there is to be one."""
+def _make_folder(variable: str, folder: str) -> None:
+    """Make the directory that a setting names, if it names one."""
     problem = ""
     try:
         if folder:
@@ -246,8 +278,7 @@ def _make_folder(folder: str) -> None:
         problem = f"it cannot be made: {error.strerror}"
     if problem:
         raise ValueError(
-            f"WFBP_RECORD_DIR is {folder!r}, but {problem}. Name a directory in which every rank "
-            "can "
+            f"{variable} is {folder!r}, but {problem}. Name a directory in which every rank can "
             "write, or none"
         )
 

@@ -23,6 +23,7 @@ from wfbp.runtime.progress.channel import CollectiveLock, ControlChannel
 from wfbp.runtime.progress.fetching import Fetched, Fetches, Store
 from wfbp.runtime.progress.loop import TICK_S, Lane, Reply
 from wfbp.runtime.progress.thread import CommunicationThread
+from wfbp.runtime.timeline import Timeline
 from wfbp.runtime.transport.device_transport import DeviceTransport
 from wfbp.runtime.transport.transport import HostTransport, Transport
 from wfbp.runtime.tuning.network import NetworkCosts
@@ -75,6 +76,8 @@ class Runtime:
         self._users: WeakSet[Releasable] = WeakSet()
         # Of operations without a name. Not of the process: after init() ranks count alike.
         self.numbers = count()
+        self.timeline: Timeline | None = None
+        """Where steps are recorded, while anybody wants that."""
         # Named operations; init() makes them, on every rank.
         self.collectives: Collectives | None = None
         self._num_stores = count()

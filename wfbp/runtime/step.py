@@ -155,10 +155,13 @@ class StepTimestamps:
 
 
 class MeasuredStep(NamedTuple):
-    """The same in seconds, and when all groups travelled, gathers first."""
+    """The same in seconds: when all groups travelled (gathers first), and when training waited for
+    gathers and updated."""
 
     stamps: StepTimes
     times: list[GroupTime]
+    waits: list[tuple[float, float]] = []  # noqa: RUF012 - never changed
+    update: tuple[float, float] = (0.0, 0.0)
 
 
 NOT_MEASURED = MeasuredStep(StepTimes(0.0, [], []), [])
@@ -186,7 +189,11 @@ def to_seconds(marks: StepTimestamps, at: Callable[[Timestamp], float]) -> Measu
         _length([marks.update], at, begun_s),
         _length(marks.waits, at, begun_s),
     )
-    return MeasuredStep(stamps, [*(_seconds(time, at) for time in marks.gathers), *times])
+    gathers = [_seconds(time, at) for time in marks.gathers]
+    waits = [(at(start), at(end)) for start, end in marks.waits]
+    return MeasuredStep(
+        stamps, [*gathers, *times], waits, (at(marks.update[0]), at(marks.update[1]))
+    )
 
 
 def _seconds(time: GroupTime, at: Callable[[Timestamp], float]) -> GroupTime:

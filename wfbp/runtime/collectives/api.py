@@ -14,6 +14,7 @@ from wfbp.runtime import process
 from wfbp.runtime.collectives.operations import Collectives
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.collectives.request import Kind
+from wfbp.runtime.timeline import Timeline
 
 
 def init(
@@ -54,22 +55,30 @@ def init(
 
 
 def start_timeline(file_path: str | Path, mark_cycles: bool = False) -> None:
-    """Record named operations from now on, for ``chrome://tracing`` or Perfetto.
+    """Record training steps and named operations from now on, for Perfetto or ``chrome://tracing``.
+
+    Any rank may call it. ``WFBP_TIMELINE=directory`` does the same for all ranks from ``init()``
+    on, and compares the clocks of hosts. What is being recorded already is written first.
 
     Args:
-        file_path: what rank 0 writes at :func:`stop_timeline`.
+        file_path: what rank 0 writes; rank 3 writes ``NAME.rank3.json`` beside ``NAME.json``. It is
+            complete JSON at any time; ``wfbp timeline`` merges the files of all ranks.
         mark_cycles: whether the coordinator's answers are marked, as Horovod's cycles are.
+
+    Raises:
+        OSError: the file cannot be written.
     """
-    current("start_timeline()").start_timeline(file_path, mark_cycles)
+    collectives = current("start_timeline()")
+    path, rank = Path(file_path), collectives.rank
+    if rank:
+        path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+    collectives.record(None)
+    collectives.record(Timeline(path, rank, mark_cycles=mark_cycles))
 
 
 def stop_timeline() -> None:
-    """Record no more, and write the file.
-
-    Raises:
-        OSError: on rank 0; it cannot be written.
-    """
-    current("stop_timeline()").stop_timeline()
+    """Write what is left of the timeline, and record no more."""
+    current("stop_timeline()").record(None)
 
 
 def current(call: str) -> Collectives:

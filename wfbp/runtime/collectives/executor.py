@@ -32,10 +32,10 @@ from wfbp.runtime.collectives.request import (
     decode_responses,
     encode,
 )
-from wfbp.runtime.collectives.timeline import Timeline
 from wfbp.runtime.progress.loop import Reply
 from wfbp.runtime.progress.thread import CommunicationThread
 from wfbp.runtime.row_collectives import equal_rows
+from wfbp.runtime.timeline import Timeline
 
 _FUSED_BYTES = 1 << 20
 """Reductions that become ready together travel as one message of up to this size."""

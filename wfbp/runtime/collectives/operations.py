@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,11 @@ from wfbp.errors import WfbpError
 from wfbp.runtime import signals
 from wfbp.runtime.collectives.executor import JOIN, NamedLane, Outcome, Submission
 from wfbp.runtime.collectives.request import Adaptive, Kind, Reduction, Request
-from wfbp.runtime.collectives.timeline import Timeline
 from wfbp.runtime.consistency import check_consistent
 from wfbp.runtime.progress.deadlock import RankStatus
 from wfbp.runtime.progress.loop import Reply
 from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.timeline import Timeline
 
 Adasum = Adaptive.ADASUM
 
@@ -82,7 +81,6 @@ class Collectives:
             tuple(json.loads(said)) for said in runtime.exchange(mine, "init(): comparing hosts")
         ]
         """Of every rank, its number on its host and how many there are."""
-        self._timeline: Timeline | None = None
         runtime.thread.loop.extend_status(self.extend_status)
         self._make_set(tuple(range(runtime.size)))
 
@@ -145,7 +143,7 @@ class Collectives:
         if made is not None:
             name = "" if len(ranks) == runtime.size else f"process set {list(ranks)}"
             lane = NamedLane(runtime.thread, *made, name, runtime.where)
-            lane.timeline = self._timeline
+            lane.timeline = runtime.timeline
         self._sets[number] = _Set(ranks, lane)
         return number
 
@@ -294,23 +292,15 @@ class Collectives:
             del self._unnamed[key]
         return last
 
-    def start_timeline(self, path: str | Path, mark_cycles: bool) -> None:
-        """Record operations from now on; what was recorded before is written first."""
-        self.stop_timeline()
-        self._record(Timeline(path, mark_cycles))
-
-    def stop_timeline(self) -> None:
-        """Write what was recorded on rank 0, and record no more."""
-        timeline = self._timeline
-        self._record(None)
-        if timeline is not None and self.rank == 0:
-            timeline.write()
-
-    def _record(self, timeline: Timeline | None) -> None:
-        self._timeline = timeline
+    def record(self, timeline: Timeline | None) -> None:
+        """Record steps and operations in another timeline from now on, or in none; the one before
+        is closed."""
+        before, self._runtime.timeline = self._runtime.timeline, timeline
         for found in self._sets.values():
             if found.lane is not None:
                 found.lane.timeline = timeline
+        if before is not None:
+            before.close()
 
     def name_of(self, handle: int) -> str:
         """By which name ranks find an operation."""

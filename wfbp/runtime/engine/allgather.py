@@ -60,6 +60,7 @@ class AllGatherState:
             for place in group.tensors:
                 self._group_of[members[place]] = number
         self._num_groups = self._num_arrived = len(groups)
+        self._times = []  # of the groups of the plan before
         self.groups = [[members[place] for place in group.tensors] for group in groups]
         """The tensors of each group, by index, in the order of sending."""
 

@@ -306,7 +306,10 @@ class Engine:
         self._kept.append(self._tracker.timestamps(result, done, self._update, *times))
         for measured in self._transport.take_measured(self._kept, self._tuner.phase):
             if self._recorder is not None:
-                self._recorder.after_step(self._tuner, *measured)
+                self._recorder.after_step(self._tuner, measured.stamps, measured.times)
+            if self._runtime.timeline is not None and measured.stamps.done_s:
+                plan = self._tuner.plan
+                self._runtime.timeline.step(self._name, self._steps, plan, measured)
             self._tuner.after_step(measured.stamps)
         if self._summary_steps and self._steps % self._summary_steps == 0:
             log_summary(self._name, self.stats())

@@ -1,0 +1,90 @@
+"""``wfbp timeline``: the timelines of all ranks as one file, and what steps took."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from wfbp.cli.tables import Column, print_table
+from wfbp.runtime.timeline import load, merge, summarize
+
+MERGED = "timeline.json"
+
+
+@click.command("timeline")
+@click.argument(
+    "places", metavar="FOLDER|FILE...", nargs=-1, required=True, type=click.Path(exists=True)
+)
+@click.option(
+    "--output", metavar="FILE", help=f"Where the merged file goes  [default: FOLDER/{MERGED}]."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(places: tuple[str, ...], output: str | None, as_json: bool) -> None:
+    """Merge the timelines of all ranks, and tell what their steps took.
+
+    FOLDER is what WFBP_TIMELINE was set to while training; files are what start_timeline() wrote on
+    several ranks. The merged file opens in Perfetto
+    (https://ui.perfetto.dev) and chrome://tracing. Where a job ended well, rank 0 has merged them
+    already; a job that was killed has left the ranks' files, which this merges.
+    """
+    folder = Path(places[0])
+    found = [Path(place) for place in places]
+    if folder.is_dir():
+        found = sorted(folder.glob("timeline.rank*.json"))
+        if not found:
+            raise ValueError(f"{folder}: no timelines; expected files such as timeline.rank0.json")
+    else:
+        folder = folder.parent
+    document = merge([load(path) for path in found])
+    target = Path(output) if output else folder / MERGED
+    target.write_text(json.dumps(document))
+    rows = summarize(document)
+    if as_json:
+        click.echo(json.dumps({"file": str(target), "ranks": rows}))
+        return
+    print_table(
+        f"Medians of {len(found)} timelines, in ms",
+        [
+            Column("rank"),
+            Column("optimizer", "left", cut=True),
+            Column("steps"),
+            Column("iteration"),
+            Column("forward"),
+            Column("backward"),
+            Column("update"),
+            Column("exposed"),
+            Column("sending"),
+            Column("hidden"),
+        ],
+        [
+            [
+                str(row["rank"]),
+                row["optimizer"],
+                str(row["steps"]),
+                *(_milliseconds(row[key]) for key in _TIMES),
+                "-" if row["hidden"] is None else f"{row['hidden']:.0%}",
+            ]
+            for row in rows
+        ],
+        [
+            "exposed: training waits for communication; hidden: the part of sending that holds",
+            "nothing up. Where forward is 0, backward has both.",
+            str(target),
+        ],
+    )
+
+
+_TIMES = (
+    "iteration_s",
+    "forward_s",
+    "backward_s",
+    "update_s",
+    "exposed_s",
+    "communication_s",
+)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.2f}"

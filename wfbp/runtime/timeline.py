@@ -1,0 +1,420 @@
+"""A timeline of training steps and named operations, which Perfetto and ``chrome://tracing`` show.
+
+Every rank writes a file of its own; :func:`merge` makes one of them, on one clock. Each optimizer
+has rows for training (forward, backward, waits, updates), for the moments at which gradients are
+ready, and for groups on their way; each named operation has a row. Clocks of hosts are compared
+when the timeline is begun for all ranks, by the moments at which the same collective ends.
+
+The format is Chrome's trace event format (JSON object form). What is appended replaces the closing
+brackets, so that the file is complete JSON after every write, whatever becomes of the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import socket
+import statistics
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wfbp.core.plan import Plan
+from wfbp.runtime.step import MeasuredStep
+
+if TYPE_CHECKING:
+    from wfbp.runtime.runtime import Runtime
+
+FLUSH_S = 0.5
+"""So much may be lost where a process is killed."""
+
+log = logging.getLogger("wfbp")
+
+_TAIL = b"\n]}\n"
+_ROWS = 8
+"""Rows of one optimizer, of which some are free."""
+_TRAINING, _GRADIENTS, _GROUPS = range(3)
+_NUM_GROUP_ROWS = 2  # groups travel two at a time
+_FIRST_OPERATION = 1000
+
+
+class Timeline:
+    """Writes the timeline of one rank.
+
+    Training threads and the communication thread record, which appends to a deque and needs no
+    lock; a thread of its own turns records into text and writes them.
+
+    Args:
+        path: of the file; its folder is made.
+        rank: of this process.
+        offset_s: by how much this host's clock is ahead of rank 0's.
+        steps: the first and the last step of each optimizer that are recorded.
+        mark_cycles: whether answers of the coordinator of named operations are marked.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        rank: int = 0,
+        *,
+        offset_s: float = 0.0,
+        steps: tuple[int, int] = (0, 2**62),
+        mark_cycles: bool = False,
+    ) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._rank = rank
+        self._steps = steps
+        self._mark_cycles = mark_cycles
+        # All stamps are of time.perf_counter and time.monotonic, which tick alike.
+        self._start_s = time.perf_counter()
+        self._monotonic_s = time.monotonic() - self._start_s
+        start_us = int((time.time() - offset_s) * 1e6)
+        self._records: deque[tuple[Any, ...]] = deque()
+        self._engines: dict[str, int] = {}
+        self._operations: dict[str, int] = {}
+        self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115 - closed by close()
+        header = {"start_time_since_epoch_in_micros": start_us, "rank": rank, "pid": os.getpid()}
+        head = json.dumps({"otherData": {**header, "host": socket.gethostname()}})
+        self._file.write(head[:-1].encode() + b', "traceEvents": [\n' + _TAIL)
+        self._end = self._file.tell() - len(_TAIL)
+        self._is_first = True
+        self._pending: list[str] = []
+        self._name("process_name", 0, f"rank {rank}")
+        self._flush()
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(
+            target=_flush_until_closed,
+            args=(weakref.ref(self), self._closing),
+            name="wfbp-timeline",
+            daemon=True,
+        )
+        self._thread.start()
+        atexit.register(_close_if_alive, weakref.ref(self))
+
+    def step(self, engine: str, number: int, plan: Plan, measured: MeasuredStep) -> None:
+        """A step of training is over; on its training thread.
+
+        Args:
+            engine: name of the optimizer.
+            number: of the step.
+            plan: by which it ran.
+            measured: its times.
+        """
+        if self._steps[0] <= number <= self._steps[1]:
+            self._records.append((engine, number, plan, measured))
+
+    def cycle(self) -> None:
+        """The coordinator of named operations has answered."""
+        if self._mark_cycles:
+            self._records.append((time.monotonic(),))
+
+    def operation(self, kind: str, name: str, submitted_s: float, ready_s: float) -> None:
+        """A named operation ends now that was submitted and became ready at these moments.
+
+        Args:
+            kind: of the operation.
+            name: of the operation.
+            submitted_s: ``time.monotonic``.
+            ready_s: all ranks had submitted it, as this rank has heard (``time.monotonic``).
+        """
+        self._records.append((kind, name, submitted_s, ready_s, time.monotonic()))
+
+    def close(self) -> None:
+        """Write what is left, and record no more."""
+        self._closing.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        try:
+            self.flush()
+        except OSError as error:
+            log.warning("the timeline %s is not complete: %s", self.path, error)
+        with self._lock:
+            self._file.close()
+
+    def flush(self) -> None:
+        """Write what has been recorded."""
+        with self._lock:
+            if self._file.closed:
+                return
+            while self._records:
+                record = self._records.popleft()
+                if len(record) == 4:
+                    self._write_step(*record)
+                elif len(record) == 5:
+                    self._write_operation(*record)
+                else:
+                    self._add("CYCLE_START", "i", _FIRST_OPERATION, record[0] - self._monotonic_s)
+            self._flush()
+
+    def _write_step(self, engine: str, number: int, plan: Plan, measured: MeasuredStep) -> None:
+        first = self._engines.get(engine)
+        if first is None:
+            first = self._engines[engine] = 1 + len(self._engines) * _ROWS
+            self._name_rows(engine, first)
+        stamps = measured.stamps
+        training = first + _TRAINING
+        step = {"step": number}
+        forward_s = stamps.begun_s
+        start_s, end_s = measured.update
+        if end_s > start_s >= stamps.begun_s:
+            self._span("update", training, start_s, end_s, step)
+            forward_s = end_s
+        if stamps.forward_end_s:
+            self._span("forward", training, forward_s, stamps.forward_end_s, step)
+            self._span("backward", training, stamps.forward_end_s, stamps.closed_s, step)
+        else:  # the adapter cannot tell where forward ended
+            self._span("forward and backward", training, forward_s, stamps.closed_s, step)
+        for start_s, end_s in measured.waits:
+            if end_s > start_s:
+                self._span("wait for parameters", training, start_s, end_s, step)
+        self._span("wait for gradients", training, stamps.closed_s, stamps.done_s, step)
+        for spec, time_s in zip(plan.tensors, stamps.ready_s, strict=True):
+            if time_s:
+                self._add(spec.name, "i", first + _GRADIENTS, time_s, step)
+        for time_of in measured.times:
+            group = plan.groups[time_of.group]
+            row = first + _GROUPS + time_of.group % _NUM_GROUP_ROWS
+            nbytes = sum(plan.tensors[k].nbytes for k in group.tensors)
+            facts = {**step, "group": time_of.group, "bytes": nbytes, "tensors": len(group.tensors)}
+            self._span("pack", row, time_of.start_s, time_of.packed_s, facts)
+            self._span(group.operation.value, row, time_of.packed_s, time_of.end_s, facts)
+
+    def _write_operation(
+        self, kind: str, name: str, submitted_s: float, ready_s: float, end_s: float
+    ) -> None:
+        label = name if name.startswith(f"{kind}.") else f"{kind}.{name}"
+        row = self._operations.get(label)
+        if row is None:
+            row = self._operations[label] = _FIRST_OPERATION + 1 + len(self._operations)
+            self._name("thread_name", row, label)
+        shift_s = self._monotonic_s
+        self._span(f"NEGOTIATE_{kind.upper()}", row, submitted_s - shift_s, ready_s - shift_s)
+        self._span(kind.upper(), row, ready_s - shift_s, end_s - shift_s)
+
+    def _name_rows(self, engine: str, first: int) -> None:
+        self._name("thread_name", first + _TRAINING, f"{engine}: training")
+        self._name("thread_name", first + _GRADIENTS, f"{engine}: gradients ready")
+        for row in range(_NUM_GROUP_ROWS):
+            self._name("thread_name", first + _GROUPS + row, f"{engine}: groups {row + 1}")
+
+    def _name(self, what: str, row: int, name: str) -> None:
+        self._pending.append(
+            json.dumps(
+                {"name": what, "ph": "M", "pid": self._rank, "tid": row, "args": {"name": name}}
+            )
+        )
+
+    def _span(
+        self, name: str, row: int, start_s: float, end_s: float, facts: dict[str, Any] | None = None
+    ) -> None:
+        self._add(name, "X", row, start_s, facts, max(end_s - start_s, 0.0))
+
+    def _add(
+        self,
+        name: str,
+        phase: str,
+        row: int,
+        at_s: float,
+        facts: dict[str, Any] | None = None,
+        length_s: float | None = None,
+    ) -> None:
+        event: dict[str, Any] = {"name": name, "ph": phase, "pid": self._rank, "tid": row}
+        event["ts"] = round((at_s - self._start_s) * 1e6, 3)
+        if length_s is not None:
+            event["dur"] = round(length_s * 1e6, 3)
+        else:
+            event["s"] = "t"
+        if facts:
+            event["args"] = facts
+        self._pending.append(json.dumps(event))
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        text = ("" if self._is_first else ",\n") + ",\n".join(self._pending)
+        self._pending.clear()
+        self._is_first = False
+        data = text.encode()
+        self._file.seek(self._end)
+        self._file.write(data + _TAIL)
+        self._end += len(data)
+
+
+def _flush_until_closed(this: weakref.ref[Timeline], closing: threading.Event) -> None:
+    while not closing.wait(FLUSH_S):
+        timeline = this()
+        if timeline is None:
+            return
+        try:
+            timeline.flush()
+        except OSError as error:
+            log.warning("the timeline %s ends here: %s", timeline.path, error)
+            return
+        del timeline
+
+
+def _close_if_alive(this: weakref.ref[Timeline]) -> None:
+    if (timeline := this()) is not None:
+        timeline.close()
+
+
+_ROUNDS = 9
+
+
+def clock_offset_s(runtime: Runtime) -> float:
+    """By how much this host's clock is ahead of rank 0's; collective.
+
+    A small collective ends at about the same moment on all ranks: the median difference over some
+    of them is good to about a message's latency.
+
+    Args:
+        runtime: of this rank.
+
+    Returns:
+        Seconds; 0 where all ranks share a host.
+    """
+    if runtime.local_size == runtime.size:
+        return 0.0
+    ends_s = []
+    for _ in range(_ROUNDS):
+        runtime.exchange(b"", "comparing clocks")
+        ends_s.append(time.time())
+    theirs = runtime.exchange(json.dumps(ends_s).encode(), "comparing clocks")
+    first: list[float] = json.loads(theirs[0])
+    return statistics.median(own - other for own, other in zip(ends_s, first, strict=True))
+
+
+def rank_file(folder: str | Path, rank: int) -> Path:
+    """Where a rank writes its timeline in a folder for all."""
+    return Path(folder) / f"timeline.rank{rank}.json"
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """The document of one rank.
+
+    A machine that fails in the middle of a write may leave a part of an event at the end of a file,
+    which is left out.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no timeline.
+    """
+    text = Path(path).read_text()
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError:
+        whole = text[: text.rfind(",\n")] if ",\n" in text else text
+        try:
+            document = json.loads(whole + "\n]}")
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: no timeline: {error}") from None
+    if not (isinstance(document, dict) and "traceEvents" in document and "otherData" in document):
+        raise ValueError(f"{path}: no timeline: expected traceEvents and otherData")
+    return document
+
+
+def merge(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One document of several ranks', on the clock of the first.
+
+    Args:
+        documents: as :func:`load` returns them.
+
+    Returns:
+        The same format; stamps count from the earliest beginning.
+    """
+    starts_us = [d["otherData"]["start_time_since_epoch_in_micros"] for d in documents]
+    earliest_us = min(starts_us, default=0)
+    events = []
+    for document, start_us in zip(documents, starts_us, strict=True):
+        for event in document["traceEvents"]:
+            if "ts" in event:
+                event = {**event, "ts": round(event["ts"] + start_us - earliest_us, 3)}
+            events.append(event)
+    return {"otherData": {"start_time_since_epoch_in_micros": earliest_us}, "traceEvents": events}
+
+
+def summarize(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """What steps took, by rank and optimizer.
+
+    Args:
+        document: of one rank or of several.
+
+    Returns:
+        For each the ``rank``, ``optimizer``, the number of ``steps``, and in seconds the medians
+        ``iteration_s``, ``forward_s``, ``backward_s``, ``update_s``, ``exposed_s`` (waits for
+        communication) and ``communication_s`` (groups on their way); ``hidden`` is the part of the
+        communication during which training went on. None where there is nothing to tell.
+    """
+    names: dict[tuple[int, int], str] = {}
+    events: dict[tuple[int, str], dict[int, list[dict[str, Any]]]] = {}
+    for event in document["traceEvents"]:
+        if event["ph"] == "M" and event["name"] == "thread_name":
+            names[event["pid"], event["tid"]] = event["args"]["name"]
+    for event in document["traceEvents"]:
+        step = event.get("args", {}).get("step")
+        if event["ph"] == "X" and step is not None:
+            engine = names[event["pid"], event["tid"]].rpartition(":")[0]
+            steps = events.setdefault((event["pid"], engine), {})
+            steps.setdefault(step, []).append(event)
+    rows = []
+    for (rank, engine), steps in sorted(events.items()):
+        taken = [_times_of(found) for _, found in sorted(steps.items())]
+        ends = {step: times["end_s"] for step, times in zip(sorted(steps), taken, strict=True)}
+        lengths = [ends[step] - ends[step - 1] for step in ends if step - 1 in ends]
+        row: dict[str, Any] = {"rank": rank, "optimizer": engine, "steps": len(steps)}
+        row["iteration_s"] = statistics.median(lengths) if lengths else None
+        for key in ("forward_s", "backward_s", "update_s", "exposed_s", "communication_s"):
+            row[key] = statistics.median(times[key] for times in taken)
+        sent_s = sum(times["communication_s"] for times in taken)
+        exposed_s = sum(times["exposed_s"] for times in taken)
+        row["hidden"] = max(0.0, 1.0 - exposed_s / sent_s) if sent_s else None
+        rows.append(row)
+    return rows
+
+
+_WAITS = ("wait for gradients", "wait for parameters")
+_COMPUTE = ("forward", "backward", "update", "forward and backward", "pack")
+
+
+def _times_of(events: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Seconds of one step's events by what they are."""
+    times = dict.fromkeys(("forward_s", "backward_s", "update_s", "exposed_s", "end_s"), 0.0)
+    spans = []
+    for event in events:
+        name, length_s = event["name"], event["dur"] * 1e-6
+        if name in _WAITS:
+            times["exposed_s"] += length_s
+        elif name not in _COMPUTE:
+            spans.append((event["ts"] * 1e-6, event["ts"] * 1e-6 + length_s))
+        elif name == "forward and backward":
+            times["backward_s"] += length_s
+        elif name != "pack":
+            times[f"{name}_s"] += length_s
+        if name == "wait for gradients":
+            times["end_s"] = event["ts"] * 1e-6 + length_s
+    times["communication_s"] = _covered_s(spans)
+    return times
+
+
+def _covered_s(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of some spans.
+
+    >>> _covered_s([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)])
+    4.0
+    """
+    covered_s, last_s = 0.0, float("-inf")
+    for start_s, end_s in sorted(spans):
+        covered_s += max(0.0, end_s - max(start_s, last_s))
+        last_s = max(last_s, end_s)
+    return covered_s
