@@ -85,7 +85,7 @@ test-quick: lint
 	$(PYTEST) -m "quick or not (parallel or slow)"
 
 bench-%: install
-	$(BIN)/python -m wfbp.bench $*
+	$(BIN)/python -m tests.benchmarks $*
 
 wheel: install
 	$(BIN)/python -m build --no-isolation

@@ -1,4 +1,4 @@
-"""``python -m wfbp.bench memory`` on two ranks."""
+"""``python -m tests.benchmarks memory`` on two ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUICK = {"WFBP_WARMUP_STEPS": "1", "WFBP_PROFILE_STEPS": "1", "WFBP_PROBE_BUDGET
 
 ONE_AFTER_ANOTHER = """
 import sys
-from wfbp.bench.__main__ import main
+from tests.benchmarks.__main__ import main
 options = sys.argv[1:]
 for update in ("sharded", "replicated", "baseline"):
     sys.argv[1:] = ["memory", "--update", update, "--json", *options]
@@ -60,7 +60,7 @@ def test_sharded_training_never_holds_what_other_ranks_update(
     rows = {}
     for update in ("sharded", "replicated"):
         options = ("--update", update, "--layers", 8, "--steps", 2, "--json")
-        run = mpirun(2, "-m", "wfbp.bench", "memory", *options, env=QUICK | exact, timeout=60)
+        run = mpirun(2, "-m", "tests.benchmarks", "memory", *options, env=QUICK | exact, timeout=60)
         assert run.rc == 0, run
         rows[update] = json.loads(run.stdout)
     parameter_bytes = rows["sharded"]["parameter_bytes"]

@@ -54,7 +54,7 @@ def test_a_library_error_is_translated_and_abort_ends_every_rank(
 @pytest.mark.parallel
 @pytest.mark.slow
 def test_benchmark(mpirun: Callable[..., Run], mpi: str) -> None:
-    arguments = ("wfbp.bench", "comm", "--json", "--rounds", 2, "--max-bytes", 65536)
+    arguments = ("tests.benchmarks", "comm", "--json", "--rounds", 2, "--max-bytes", 65536)
     run = mpirun(2, "-m", *arguments, "--gbit", 10, mpi=mpi)
     assert run.rc == 0, run.stderr
     document = json.loads(run.stdout)

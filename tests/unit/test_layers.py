@@ -30,15 +30,15 @@ BELOW: dict[str, set[str]] = {
 TOP: dict[str, set[str]] = {
     "torch": set(),
     "jax": set(),
-    "cli": set(),
+    "cli": {"bench"},
     "__main__": {"cli"},
     "dispatch": {"torch", "jax"},
     "horovod": {"torch"},
-    "bench": {"torch", "jax", "cli"},
+    "bench": {"torch"},
 }
 """At the top: each may import all of the above, and of each other only what is stated."""
 
-FRAMEWORKS = {"torch": {"torch", "bench"}, "jax": {"jax", "bench"}, "mpi4py": {"comm", "bench"}}
+FRAMEWORKS = {"torch": {"torch", "bench"}, "jax": {"jax"}, "mpi4py": {"comm", "bench"}}
 """Which parts may import these foreign packages."""
 
 FILES = sorted(PACKAGE.rglob("*.py"))

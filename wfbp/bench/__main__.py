@@ -1,38 +1,23 @@
-"""``python -m wfbp.bench NAME ...``: run a benchmark by its name."""
+"""``python -m wfbp.bench NAME``: says where a benchmark is now."""
 
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 
-BENCHMARKS = {
-    "pack": "fusion buffers filled by the extension, by NumPy, and by memcpy",
-    "hooks": "cost of a gradient hook on the training thread",
-    "plan": "time to plan, by planner and number of tensors",
-    "answer": "time of wfbp plan as a whole process, by schedule and kind of cost",
-    "scaling": "every schedule from 4 to 2048 workers, and the time to predict it",
-    "validation": "the model against published measurements and claims",
-    "comm": "collectives of the MPI backend: latency, bandwidth, CPU use",
-    "training": "whole iterations against other ways of data-parallel training",
-    "regret": "how much slower auto ends than the best fixed schedule, in fresh starts",
-    "jax": "iterations of jitted steps against other ways; overlap; cost per leaf",
-    "memory": "optimizer state and peak memory with sharded updates",
-    "gpu": "packing and training on a CUDA device",
-    "replay": "the real runtime on a trace and an emulated link, against the prediction",
-}
-"""What each does; ``main(argv)`` of the module of that name runs it."""
+IN_PACKAGE = ("training", "comm")
 
 
 def main() -> int:
-    """Hand the rest of the command line to the benchmark that the first word names."""
-    if len(sys.argv) < 2 or sys.argv[1] not in BENCHMARKS:
-        print("usage: python -m wfbp.bench NAME [--help] ...", file=sys.stderr)
-        for name, purpose in BENCHMARKS.items():
-            print(f"  {name:<10} {purpose}", file=sys.stderr)
-        return 2
-    # Imported only now: a benchmark may need a framework that others do without.
-    status: int | None = import_module(f"wfbp.bench.{sys.argv[1]}").main(sys.argv[2:])
-    return status or 0
+    """Name the command that took this one's place."""
+    name = next(iter(sys.argv[1:]), "NAME")
+    print(
+        f"wfbp's own benchmarks have left the package: in a checkout, python -m tests.benchmarks "
+        f"{name}, with the same options",
+        file=sys.stderr,
+    )
+    if name in IN_PACKAGE:
+        print(f"To compare on your own cluster: mpirun -np N wfbp bench {name}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -1,207 +1,339 @@
-"""``python -m wfbp.bench training``: iteration times of wfbp and its peers, interleaved.
+"""Whole training iterations of wfbp, PyTorch DDP and plain MPI, in turns, on this job's ranks.
 
-At two ranks with one thread each, on four models, over shared memory or an emulated link:
-no communication, one MPI all-reduce per tensor or one for all after backward, PyTorch DDP on
-gloo with three bucket sizes, and wfbp with each schedule. Parameters are compared before
-anything is timed; iterations during which others used the machine are dropped.
+All contestants train the same model from the same state, and their parameters are compared before
+anything is timed. Then each has a block of iterations per round, in an order shuffled anew each
+round, so that foreign load meets them all. A time is the mean of all ranks'.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import shlex
-import shutil
-import sys
-import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
-from types import MappingProxyType
+import random
+import socket
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from itertools import accumulate
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import torch
+from mpi4py import MPI
+from torch import nn
 
-from wfbp.bench import child
-from wfbp.bench.models import FURTHER_MODELS, MODELS
-from wfbp.bench.training_contestants import CONTESTANTS, DEFAULTS, PER_TENSOR
-from wfbp.bench.training_results import ModelResult, document
-from wfbp.bench.training_settings import Settings
-from wfbp.bench.training_table import model_table, target_table
+import wfbp.torch
 
-TABLE_WIDTH = 160
-LINKS = ("none", "1gbit", "5gbit")
-LINK_SCRIPT = Path(__file__).parents[2] / "launch" / "link.py"
-LINK_INTERFACE = "wl0"
+Batch = tuple[Any, ...]
+Make = Callable[[], tuple[nn.Module, Callable[[int], Batch]]]
+"""Makes a model, whose ``model(*batch)`` is the loss, and a function from a seed to a batch."""
 
-
-def main(words: Sequence[str]) -> int:
-    """Run the models one after another and print a table for each; exit status."""
-    options = arguments(words)
-    return run_models(options, "training_worker", (model_table, target_table, document))
-
-
-def run_models(
-    options: argparse.Namespace,
-    worker: str,
-    shown: tuple[
-        Callable[[ModelResult], Table],
-        Callable[[Sequence[ModelResult]], Table],
-        Callable[[Sequence[ModelResult]], dict[str, Any]],
-    ],
-    environment: Mapping[str, str] = MappingProxyType({}),
-) -> int:
-    """Run the models one after another and print a table for each.
-
-    Args:
-        options: the command line.
-        worker: module of ``wfbp.bench`` that each rank runs.
-        shown: makes the table of a model, that of the targets, and the document of all samples.
-        environment: variables of the ranks, on top of the usual ones.
-
-    Returns:
-        The exit status.
-    """
-    table, targets, samples = shown
-    results: list[ModelResult] = []
-    console = Console() if sys.stdout.isatty() else Console(width=TABLE_WIDTH)
-    for model in options.models:
-        result = run_model(model, options, worker, environment)
-        if result is None:
-            return 1
-        results.append(result)
-        console.print(table(result))
-        if options.json:
-            Path(options.json).write_text(json.dumps(samples(results)))
-    console.print(targets(results))
-    return 0
+NUM_BATCHES = 4
+NUM_STEPS = 3
+"""Steps after which parameters are compared."""
+LEARNING_RATE = 0.01
+TIMED_RATE = 1e-6
+"""Many steps on few batches must stay numerically tame."""
+TOLERANCE = 1e-4
+"""Of the norm of the parameters' change."""
+MOST_WARM_UP_STEPS = 2000
+BLOCK_S = 0.5
+"""A block lasts about so long."""
 
 
-def run_model(
-    model: str,
-    options: argparse.Namespace,
-    worker: str,
-    environment: Mapping[str, str] = MappingProxyType({}),
-) -> ModelResult | None:
-    """Start the ranks for one model; None where they failed (they have said why).
+class _WithLoss(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
 
-    Args:
-        model: key of the registry of models.
-        options: the command line.
-        worker: module of ``wfbp.bench`` that each rank runs.
-        environment: variables of the ranks, on top of the usual ones.
-    """
-    with tempfile.TemporaryDirectory(prefix="wfbp-bench-") as directory:
-        result = Path(directory) / "result.json"
-        file = Path(directory) / "settings.json"
-        Settings(
-            model=model,
-            contestants=tuple(options.contestants),
-            iterations=options.iterations,
-            patience=options.patience,
-            max_foreign_cores=options.max_foreign,
-            warm_up_steps=options.warm_up_steps,
-            link=options.link,
-            interface="" if options.link == "none" else LINK_INTERFACE,
-            result=str(result),
-        ).save(file)
-        program = [sys.executable, "-m", f"wfbp.bench.{worker}", str(file)]
-        command = [*launch_command(options.link, options.np), *program]
-        variables = {**rank_environment(), **environment}
-        status = child.run(command, variables)
-        if status or not result.exists():
-            print(f"{model}: failed with status {status}: {shlex.join(command)}", file=sys.stderr)
-            return None
-        return ModelResult.from_json(json.loads(result.read_text()))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.body(x).square().mean()
+        return loss
 
 
-def launch_command(link: str, ranks: int) -> list[str]:
-    """What to put before the program: ``mpirun``, or the link's script for a link of that rate.
+def mlp() -> tuple[nn.Module, Callable[[int], Batch]]:
+    """60 linear layers of 256: many small tensors."""
+    layers = [part for _ in range(60) for part in (nn.Linear(256, 256), nn.ReLU())]
+    return _WithLoss(nn.Sequential(*layers)), lambda seed: (_random(seed, 64, 256),)
+
+
+def transformer() -> tuple[nn.Module, Callable[[int], Batch]]:
+    """Six encoder layers of width 512: tensors of mixed size, 19 million elements."""
+    layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
+    body = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+    return _WithLoss(body), lambda seed: (_random(seed, 4, 64, 512),)
+
+
+MODELS: dict[str, Make] = {"mlp": mlp, "transformer": transformer}
+
+
+def _random(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def model_named(text: str) -> Make:
+    """A model of :data:`MODELS`, or of a program: ``module:function``.
 
     Raises:
-        SystemExit: the launcher is missing.
+        ValueError: neither.
     """
-    if link == "none":
-        beside = Path(sys.executable).with_name("mpirun")
-        mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
-        if mpirun is None:
-            raise SystemExit("mpirun not found: pip install mpich")
-        return [mpirun, "-np", str(ranks)]
-    if not LINK_SCRIPT.exists():
-        raise SystemExit(f"--link needs a checkout of the project: {LINK_SCRIPT} not found")
-    return [sys.executable, str(LINK_SCRIPT), "run", "--rate", link, "-np", str(ranks), "--"]
+    if text in MODELS:
+        return MODELS[text]
+    module, _, name = text.partition(":")
+    if not name:
+        raise ValueError(f"model {text!r}: expected {', '.join(MODELS)} or MODULE:FUNCTION")
+    try:
+        made: Make = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"model {text!r}: {error}") from error
+    return made
 
 
-def rank_environment() -> dict[str, str]:
-    """One compute thread per rank; Open MPI may start as root and put ranks where it likes."""
-    defaults = {
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        "PRTE_MCA_hwloc_default_binding_policy": "none",
-    }
-    return defaults | os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+@dataclass(slots=True)
+class Contestant:
+    """One copy of the model with one way to exchange its gradients.
+
+    Args:
+        name: for tables.
+        model: whose parameters are compared.
+        sgd: the plain optimizer.
+        module: what is called in forward.
+        optimizer: whose ``zero_grad`` and ``step`` are called.
+        exchange: called between backward and step.
+        phase: "installed" once it has chosen how to communicate.
+    """
+
+    name: str
+    model: nn.Module
+    sgd: torch.optim.SGD
+    module: nn.Module
+    optimizer: Any
+    exchange: Callable[[], None] = lambda: None
+    phase: Callable[[], str] = lambda: "installed"
+    seconds: list[float] = field(default_factory=list)
+    """Per iteration, one figure per block."""
+
+    def step(self, batch: Batch) -> None:
+        """One training iteration."""
+        self.optimizer.zero_grad()
+        self.module(*batch).backward()
+        self.exchange()
+        self.optimizer.step()
+
+    def reset(self, state: dict[str, Any], learning_rate: float) -> None:
+        """Back to a model state, without momentum."""
+        self.model.load_state_dict(state)
+        self.sgd.state.clear()
+        for group in self.sgd.param_groups:
+            group["lr"] = learning_rate
+
+    def finish(self) -> None:
+        """Leave nothing under way."""
+        self.optimizer.zero_grad()
+        for parameter in self.model.parameters():  # to read one is to wait for what travels
+            parameter.detach()
+        if next(self.model.parameters()).is_cuda:
+            torch.cuda.synchronize()
 
 
-def arguments(words: Sequence[str]) -> argparse.Namespace:
-    """The command line; names are checked, and the reference is always among the contestants."""
-    parser = argparse.ArgumentParser(prog="python -m wfbp.bench training", description=__doc__)
-    add_arguments(parser, MODELS, CONTESTANTS, DEFAULTS, warm_up_steps=400)
-    return completed(parser.parse_args(words), CONTESTANTS, PER_TENSOR)
+def alone(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contestant:
+    """No communication: what any exchange costs comes on top of this."""
+    return Contestant(name, model, sgd, model, sgd)
 
 
-def add_arguments(
-    parser: argparse.ArgumentParser,
-    models: Collection[str],
-    contestants: Collection[str],
-    usual: Sequence[str],
-    warm_up_steps: int,
+def flat_mpi(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contestant:
+    """One blocking all-reduce of all gradients in one buffer in host memory, after backward."""
+    parameters = list(model.parameters())
+    flat = torch.empty(sum(p.numel() for p in parameters))
+    ends = accumulate(p.numel() for p in parameters)
+    parts = [
+        flat[end - p.numel() : end].view_as(p) for end, p in zip(ends, parameters, strict=True)
+    ]
+
+    def exchange() -> None:
+        gradients = [p.grad for p in parameters]
+        for part, gradient in zip(parts, gradients, strict=True):
+            part.zero_() if gradient is None else part.copy_(gradient)
+        MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, flat.numpy())
+        flat.div_(MPI.COMM_WORLD.size)
+        for part, gradient in zip(parts, gradients, strict=True):
+            if gradient is not None:
+                gradient.copy_(part)
+
+    return Contestant(name, model, sgd, model, sgd, exchange)
+
+
+def ddp(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contestant:
+    """PyTorch's DistributedDataParallel with its default buckets."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # an option has two names over versions
+        module = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    return Contestant(name, model, sgd, module, sgd)
+
+
+def ours(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contestant:
+    """wfbp, with the schedule behind the dash."""
+    optimizer = wfbp.torch.DistributedOptimizer(
+        sgd, named_parameters=model.named_parameters(), schedule=name.partition("-")[2]
+    )
+    return Contestant(
+        name, model, sgd, model, optimizer, phase=lambda: str(optimizer.report()["phase"])
+    )
+
+
+CONTESTANTS = {"none": alone, "mpi-flat": flat_mpi, "ddp": ddp, "wfbp-auto": ours}
+"""What competes; ``wfbp-SCHEDULE`` may, too."""
+REFERENCE = "mpi-flat"
+
+
+def maker(name: str) -> Callable[[str, nn.Module, torch.optim.SGD], Contestant]:
+    """Who makes a contestant of this name.
+
+    Raises:
+        ValueError: nobody.
+    """
+    made = ours if name.startswith("wfbp-") else CONTESTANTS.get(name)
+    if made is None:
+        raise ValueError(f"contestant {name!r}: expected {', '.join(CONTESTANTS)}, wfbp-SCHEDULE")
+    return made
+
+
+def run(
+    make: Make, names: Sequence[str], rounds: int, device: str, say: Callable[[str], None]
+) -> list[Contestant]:
+    """Compare contestants; collective.
+
+    Args:
+        make: of the model.
+        names: of contestants.
+        rounds: blocks per contestant.
+        device: of the model, as ``cpu`` or ``cuda``.
+        say: shows progress.
+
+    Returns:
+        The contestants, with the seconds per iteration of their blocks.
+
+    Raises:
+        RuntimeError: one of them trains something else, or finds no plan.
+    """
+    world = MPI.COMM_WORLD
+    wfbp.torch.init()
+    if device == "cuda":
+        torch.cuda.set_device(wfbp.torch.local_rank())
+    names = list(dict.fromkeys([*names, REFERENCE]))
+    if "ddp" in names:
+        _start_ddp(device)
+    contestants = []
+    for name in names:
+        torch.manual_seed(0)
+        model, batch_of = make()
+        model.to(device)
+        sgd = torch.optim.SGD(model.parameters(), lr=TIMED_RATE, momentum=0.9)
+        contestants.append(maker(name)(name, model, sgd))
+    batches = [
+        tuple(t.to(device) if isinstance(t, torch.Tensor) else t for t in batch_of(seed))
+        for seed in range(NUM_BATCHES * world.rank, NUM_BATCHES * (world.rank + 1))
+    ]
+    state = {k: v.clone() for k, v in contestants[0].model.state_dict().items()}
+    for contestant in contestants:
+        contestant.reset(state, TIMED_RATE)
+        steps = _warm_up(contestant, batches)
+        say(f"{contestant.name}: ready after {steps} steps")
+    _compare(contestants, state, batches)
+    length = max(2, round(BLOCK_S / _time(contestants[0], batches, 2)))
+    length = world.bcast(length)
+    for contestant in contestants:
+        contestant.reset(state, TIMED_RATE)
+    order, shuffle = list(contestants), random.Random(0).shuffle  # the same on every rank
+    for number in range(rounds):
+        shuffle(order)
+        for contestant in order:
+            _time(contestant, batches, max(1, length // 10))  # brings its data back
+            contestant.seconds.append(_time(contestant, batches, length))
+            contestant.finish()
+        say(f"round {number + 1} of {rounds}: {length} iterations each")
+    if "ddp" in names:
+        torch.distributed.destroy_process_group()
+    wfbp.torch.shutdown()
+    return contestants
+
+
+def quartiles(seconds: Sequence[float]) -> tuple[float, float, float]:
+    """First quartile, median, third quartile."""
+    if len(seconds) < 2:
+        return seconds[0], seconds[0], seconds[0]
+    first, middle, third = statistics.quantiles(seconds, n=4, method="inclusive")
+    return first, middle, third
+
+
+def _start_ddp(device: str) -> None:
+    world = MPI.COMM_WORLD
+    with socket.socket() as free:
+        free.bind(("", 0))
+        address = world.bcast((_own_address(), free.getsockname()[1]))
+    torch.distributed.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"tcp://{address[0]}:{address[1]}",
+        rank=world.rank,
+        world_size=world.size,
+    )
+
+
+def _own_address() -> str:
+    """Under which ranks on other hosts reach this one."""
+    if wfbp.torch.local_size() == wfbp.torch.size():
+        return "127.0.0.1"
+    return socket.gethostbyname(socket.gethostname())
+
+
+def _warm_up(contestant: Contestant, batches: Sequence[Batch]) -> int:
+    """Steps until it has chosen how to communicate, on every rank."""
+    steps = 0
+    while steps < NUM_STEPS or not MPI.COMM_WORLD.allreduce(
+        contestant.phase() == "installed", MPI.LAND
+    ):
+        if steps >= MOST_WARM_UP_STEPS:
+            raise RuntimeError(f"{contestant.name} has no plan after {steps} steps")
+        contestant.step(batches[steps % len(batches)])
+        steps += 1
+    contestant.finish()
+    return steps
+
+
+def _compare(
+    contestants: Sequence[Contestant], state: dict[str, Any], batches: Sequence[Batch]
 ) -> None:
-    """What every benchmark of this kind takes; ``usual`` compete where nobody is named."""
-    usual_models = [name for name in models if name not in FURTHER_MODELS]
-    parser.add_argument("--models", type=names(models), default=usual_models)
-    parser.add_argument("--contestants", type=names(contestants), default=list(usual))
-    parser.add_argument("--iterations", type=int, default=40, help="to keep, per contestant")
-    parser.add_argument("--link", choices=LINKS, default="none", help="none: shared memory")
-    parser.add_argument("--json", help="file for all samples")
-    parser.add_argument("--np", type=int, default=2, help="number of ranks")
-    parser.add_argument(
-        "--max-foreign",
-        type=float,
-        help="drop blocks while others keep more cores busy (default 0.1; 0.2 over a link)",
-    )
-    parser.add_argument(
-        "--patience", type=float, default=3.0, help="times the rounds that a quiet machine needs"
-    )
-    parser.add_argument(
-        "--warm-up-steps", type=int, default=warm_up_steps, help="limit, per contestant"
-    )
+    def trained(contestant: Contestant) -> torch.Tensor:
+        contestant.reset(state, LEARNING_RATE)
+        for number in range(NUM_STEPS):
+            contestant.step(batches[number % len(batches)])
+        contestant.finish()
+        return torch.cat([p.detach().flatten().cpu() for p in contestant.model.parameters()])
 
-
-def completed(
-    options: argparse.Namespace, contestants: Collection[str], reference: str
-) -> argparse.Namespace:
-    """The options with what was left open; the reference is among the contestants."""
-    if options.max_foreign is None:
-        # Interrupts of our own traffic on an otherwise idle core look foreign.
-        options.max_foreign = 0.1 if options.link == "none" else 0.2
-    wanted = {*options.contestants, reference}
-    options.contestants = [name for name in contestants if name in wanted]
-    return options
-
-
-def names(known: Collection[str]) -> Callable[[str], list[str]]:
-    """A parser of comma-separated names out of a registry."""
-
-    def parse(text: str) -> list[str]:
-        found = [name for name in text.split(",") if name]
-        unknown = [name for name in found if name not in known]
-        if unknown or not found:
-            raise argparse.ArgumentTypeError(
-                f"unknown: {', '.join(unknown)}; expected some of {', '.join(known)}"
+    (reference,) = (c for c in contestants if c.name == REFERENCE)
+    wanted = trained(reference)
+    reference.reset(state, LEARNING_RATE)
+    start = torch.cat([p.detach().flatten().cpu() for p in reference.model.parameters()])
+    for contestant in contestants:
+        if contestant.name == "none":
+            continue
+        change = float((trained(contestant) - wanted).norm() / (wanted - start).norm())
+        worst: float = MPI.COMM_WORLD.allreduce(change, MPI.MAX)
+        if not worst <= TOLERANCE:  # written so that no number fails
+            raise RuntimeError(
+                f"{contestant.name} trains something else than {REFERENCE}: after {NUM_STEPS} "
+                f"steps parameters differ by {worst:.1e} of their change, expected at most "
+                f"{TOLERANCE:.0e}. Does the model draw random numbers, as by dropout?"
             )
-        return found
 
-    return parse
+
+def _time(contestant: Contestant, batches: Sequence[Batch], count: int) -> float:
+    """Seconds per iteration, the mean of all ranks."""
+    MPI.COMM_WORLD.Barrier()
+    start = time.perf_counter()
+    for number in range(count):
+        contestant.step(batches[number % len(batches)])
+    if next(contestant.model.parameters()).is_cuda:
+        torch.cuda.synchronize()
+    took_s: float = MPI.COMM_WORLD.allreduce(time.perf_counter() - start)
+    return took_s / MPI.COMM_WORLD.size / count

@@ -15,7 +15,7 @@ import click
 
 from wfbp.errors import WfbpError
 
-COMMANDS = ("run", "doctor", "plan", "simulate", "probe", "report", "timeline")
+COMMANDS = ("run", "doctor", "plan", "simulate", "probe", "report", "timeline", "bench")
 BAD_INPUT = 2
 FAILURE = 1
 INTERRUPTED = 130

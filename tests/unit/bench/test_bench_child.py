@@ -22,7 +22,7 @@ JOB = """
 """
 BENCHMARK = """
 import os, signal, sys
-from wfbp.bench import child
+from tests.benchmarks import machine as child
 # As in a terminal: what a script starts in the background is born deaf to it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 child.run(sys.argv[1:], os.environ)

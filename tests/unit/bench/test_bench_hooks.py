@@ -11,7 +11,7 @@ import wfbp
 from wfbp.comm.local import LocalWorld
 from wfbp.config import Config
 
-hooks = pytest.importorskip("wfbp.bench.hooks")
+hooks = pytest.importorskip("tests.benchmarks.hooks")
 
 
 @pytest.fixture(autouse=True)

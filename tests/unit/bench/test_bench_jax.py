@@ -15,12 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from wfbp.bench import jax as benchmark
-from wfbp.bench.jax_contestants import CONTESTANTS, FLAT, Contestant, update
-from wfbp.bench.jax_models import MODELS, mlp
-from wfbp.bench.jax_overlap import timeline
-from wfbp.bench.jax_table import best_peer, model_table, target_table
-from wfbp.bench.training_results import Block, ContestantResult, ModelResult
+from tests.benchmarks import jax as benchmark
+from tests.benchmarks.harness import Block, ContestantResult, ModelResult
+from tests.benchmarks.jax import best_peer, model_table, target_table
+from tests.benchmarks.jax_contestants import CONTESTANTS, FLAT, MODELS, Contestant, mlp, update
+from tests.benchmarks.jax_overlap import timeline
 
 
 def result(**seconds: float) -> ModelResult:

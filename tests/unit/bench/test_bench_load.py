@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from wfbp.bench.load import Usage, busy_seconds, process_seconds, sent_bytes, thread_seconds, usage
+from tests.benchmarks.machine import (
+    Usage,
+    busy_seconds,
+    process_seconds,
+    sent_bytes,
+    thread_seconds,
+    usage,
+)
 
 TICKS = os.sysconf("SC_CLK_TCK")
 

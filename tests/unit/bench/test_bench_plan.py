@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from wfbp.bench import plan as bench
+from tests.benchmarks import plan as bench
 
 
 def test_prints_a_row_per_case(

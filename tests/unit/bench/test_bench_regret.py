@@ -10,9 +10,9 @@ pytest.importorskip("torch")
 pytest.importorskip("rich")
 pytest.importorskip("mpi4py")
 
-from wfbp.bench import regret
-from wfbp.bench.models import MODELS
-from wfbp.bench.training_results import Block, ContestantResult, ModelResult
+from tests.benchmarks import regret
+from tests.benchmarks.harness import Block, ContestantResult, ModelResult
+from tests.benchmarks.torch_contestants import MODELS
 
 
 def result(model: str, link: str = "none", foreign: float = 0.0, **seconds: float) -> ModelResult:

@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("rich")
 
+from tests.benchmarks import replay
+from tests.benchmarks.__main__ import main
 from tests.support.cli_runs import cost_file
-from wfbp.bench import replay
-from wfbp.bench.__main__ import main
 from wfbp.config import Config
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import TensorSpec

@@ -14,12 +14,19 @@ pytest.importorskip("mpi4py")
 
 from rich.console import Console
 
-from wfbp.bench import training
-from wfbp.bench.training_contestants import DEFAULTS, PER_TENSOR
-from wfbp.bench.training_results import Block, ContestantResult, ModelResult
-from wfbp.bench.training_table import model_table, target_table
-from wfbp.bench.training_targets import Target, prediction_error, ratios, targets
-from wfbp.bench.training_timing import check_link_carried
+from tests.benchmarks import training
+from tests.benchmarks.harness import (
+    Block,
+    ContestantResult,
+    ModelResult,
+    Target,
+    check_link_carried,
+    prediction_error,
+    ratios,
+    targets,
+)
+from tests.benchmarks.torch_contestants import DEFAULTS, PER_TENSOR
+from tests.benchmarks.training import model_table, target_table
 
 
 def block(

@@ -10,11 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from wfbp.bench import gpu
-from wfbp.bench.gpu_pack import LARGE, PACK, TINY, UNPACK, Timing
-from wfbp.bench.gpu_targets import DDP, ENOUGH_ROUNDS, Training, pack_targets, training_targets
-from wfbp.bench.training_contestants import NO_COMMUNICATION
-from wfbp.bench.training_targets import AUTO
+from tests.benchmarks import gpu
+from tests.benchmarks.gpu import (
+    DDP,
+    ENOUGH_ROUNDS,
+    LARGE,
+    PACK,
+    TINY,
+    UNPACK,
+    Timing,
+    Training,
+    pack_targets,
+    training_targets,
+)
+from tests.benchmarks.harness import AUTO
+from tests.benchmarks.torch_contestants import NO_COMMUNICATION
 
 
 def training(num_ranks: int = 1, **step_s: tuple[float, ...]) -> Training:
@@ -84,7 +94,7 @@ def test_mistakes(words: list[str]) -> None:
 def test_rehearsal(tmp_path: Path) -> None:
     """The ranks start, agree with the reference, and hand back what is shown and written."""
     file = tmp_path / "all.json"
-    command = [sys.executable, "-m", "wfbp.bench", "gpu", "--rehearse", "--parts", "one"]
+    command = [sys.executable, "-m", "tests.benchmarks", "gpu", "--rehearse", "--parts", "one"]
     done = subprocess.run(
         [*command, "--rounds", "2", "--json", str(file)],
         env={**os.environ, "WFBP_TRIAL_MIN_S": "0.05"},

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from wfbp.bench import validation
-from wfbp.bench import validation_claims as claims
-from wfbp.bench.scaling import DATA
-from wfbp.bench.validation_architectures import densenet, resnet
-from wfbp.bench.validation_measured import (
+from tests.benchmarks import validation
+from tests.benchmarks.scaling import DATA
+from tests.benchmarks.validation import claims
+from tests.benchmarks.validation.architectures import densenet, resnet
+from tests.benchmarks.validation.measured import (
     CLUSTERS,
     fit,
     mean_absolute_error,
     measured_rows,
     predict,
 )
-from wfbp.bench.validation_ratios import clusters, models, over_the_bound, over_the_optimum
-from wfbp.bench.validation_tables import TABLES
+from tests.benchmarks.validation.ratios import clusters, models, over_the_bound, over_the_optimum
+from tests.benchmarks.validation.tables import TABLES
 from wfbp.core.cost import Costs
 from wfbp.core.trace import Trace
 

@@ -1,0 +1,405 @@
+"""``mpirun -n N python -m tests.benchmarks comm``: collectives of the MPI backend, and its CPU use.
+
+Contestants take turns, round by round, so that foreign load meets them all: the library's
+blocking all-reduce of the whole message, the same in chunks of 1 and 4 MiB, the backend's; and
+reduce-scatters and all-gathers of the library and the backend, by bytes of the whole buffer. The
+ranks start each together; a time is the slowest rank's. Then the CPU time of the runtime's
+communication thread: with nothing to do, and waiting for a rank that is late. With ``--gbit``,
+streams of messages on a link of that rate, too (``launch/link.py`` makes one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from wfbp.comm.backend import Backend, Buffer
+from wfbp.comm.chunking import split
+from wfbp.comm.waiting import Waiter, wait
+from wfbp.core.types import Op, Operation
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+import argparse
+import json
+import os
+import platform
+import re
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.benchmarks.machine import print_table, thread_seconds, usage
+from wfbp.comm.backend import Work
+from wfbp.comm.chunking import Chunking
+from wfbp.comm.mpi.backend import MpiBackend
+from wfbp.comm.waiting import Policy, sharp_naps
+from wfbp.config import Config
+from wfbp.runtime.progress.thread import THREAD_NAME
+from wfbp.runtime.runtime import Runtime
+
+CHUNKS = (1 << 20, 4 << 20)
+BACKEND = "wfbp"
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """One way to carry out a collective.
+
+    Args:
+        name: for tables.
+        operation: what it carries out.
+        act: does it on a buffer that every rank has filled with its rank + 1; the equal blocks of
+            a reduce-scatter or an all-gather are those of ``split``.
+        result: what this rank then has to look at.
+    """
+
+    name: str
+    operation: Operation
+    act: Callable[[Buffer], object]
+    result: Callable[[Buffer], Buffer]
+
+
+def wanted(operation: Operation, numel: int, rank: int, size: int) -> Buffer:
+    """What a contestant's result has to be, for ``numel`` elements."""
+    ranges = split(numel, size)
+    if operation is Operation.ALL_GATHER:
+        return np.repeat(np.arange(1.0, size + 1), [b - a for a, b in ranges])
+    start, end = ranges[rank]
+    length = end - start if operation is Operation.REDUCE_SCATTER else numel
+    return np.full(length, float(sum(range(1, size + 1))))
+
+
+def contestants(comm: MPI.Comm, backend: Backend) -> list[Contestant]:
+    """The library's blocking collectives, all-reduce also in chunks, and the backend's."""
+    from mpi4py import MPI
+
+    waiter = Waiter.watching(backend)
+    rank, size = backend.rank, backend.size
+    reduce, scatter, gather = Operation
+
+    def lengths(numel: int) -> list[int]:
+        return [b - a for a, b in split(numel, size)]
+
+    def own(data: Buffer) -> Buffer:
+        start, end = split(data.size, size)[rank]
+        return data[start:end]
+
+    @cache
+    def apart(numel: int) -> Buffer:
+        """Where the library's reduce-scatter puts its result: its own way in place is to put it
+        first, whichever block it is."""
+        return np.zeros(lengths(numel)[rank], np.float32)
+
+    def in_chunks(data: Buffer, nbytes: int) -> None:
+        for start in range(0, data.size, nbytes // 4):
+            comm.Allreduce(MPI.IN_PLACE, data[start : start + nbytes // 4])
+
+    def counts(data: Buffer) -> list[int]:
+        return [4 * length for length in lengths(data.size)]
+
+    return [
+        Contestant("MPI, whole", reduce, lambda x: comm.Allreduce(MPI.IN_PLACE, x), _all),
+        *(
+            Contestant(
+                f"MPI, {nbytes >> 20} MiB chunks",
+                reduce,
+                lambda x, nbytes=nbytes: in_chunks(x, nbytes),  # type: ignore[misc]
+                _all,
+            )
+            for nbytes in CHUNKS
+        ),
+        Contestant(
+            BACKEND, reduce, lambda x: wait(backend.all_reduce(x, "float32", Op.SUM), waiter), _all
+        ),
+        Contestant(
+            "MPI, reduce-scatter",
+            scatter,
+            lambda x: comm.Reduce_scatter(x, apart(x.size), lengths(x.size)),
+            lambda x: apart(x.size),
+        ),
+        Contestant(
+            f"{BACKEND}, reduce-scatter",
+            scatter,
+            lambda x: wait(backend.reduce_scatter(x, counts(x), "float32", Op.SUM), waiter),
+            own,
+        ),
+        Contestant(
+            "MPI, all-gather",
+            gather,
+            lambda x: comm.Allgatherv(MPI.IN_PLACE, [x, lengths(x.size)]),
+            _all,
+        ),
+        Contestant(
+            f"{BACKEND}, all-gather",
+            gather,
+            lambda x: wait(backend.all_gather(x, counts(x)), waiter),
+            _all,
+        ),
+    ]
+
+
+def _all(data: Buffer) -> Buffer:
+    return data
+
+
+TOTAL_BYTES = 32 << 20
+MESSAGE_BYTES = (256 << 10, 1 << 20, 4 << 20, TOTAL_BYTES)
+POSTED_AHEAD = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Messages of one size, one after the other.
+
+    Args:
+        urgent: whether the training thread would be blocked.
+        rate: payload bits per second over the link's, medians.
+        least_rate: the same of the slowest round.
+        cpu_share: of a core, of the thread that communicates.
+    """
+
+    nbytes: int
+    urgent: bool
+    rate: float
+    least_rate: float
+    cpu_share: float
+
+
+def measure_streams(
+    backend: Backend, bits_per_s: float, num_rounds: int, policy: Policy | None = None
+) -> Iterator[Stream]:
+    """Time streams in turns; between two hosts each byte crosses once each way.
+
+    Args:
+        backend: spoken to by this thread only.
+        bits_per_s: what the link can carry, each way.
+        num_rounds: of every kind of stream.
+        policy: how to wait, if not as the runtime does.
+    """
+    data = np.ones(TOTAL_BYTES // 4, np.float32)
+    waiter = Waiter.watching(backend, policy)
+    # Bytes that each host must send per byte of message, at the least.
+    num_hosts = max(2, backend.size // backend.local_size)
+    ideal_s = 2 * (num_hosts - 1) / num_hosts * TOTAL_BYTES * 8 / bits_per_s
+    kinds = [(nbytes, urgent) for nbytes in MESSAGE_BYTES for urgent in (False, True)]
+    times: dict[tuple[int, bool], list[tuple[float, float]]] = {kind: [] for kind in kinds}
+    for _ in range(num_rounds):
+        for nbytes, urgent in kinds:
+            wait(backend.all_gather_bytes(b""))
+            cpu_s, start_s = time.thread_time(), time.perf_counter()
+            with sharp_naps():
+                _send(backend, np.split(data, TOTAL_BYTES // nbytes), waiter, urgent, bits_per_s)
+            elapsed_s = time.perf_counter() - start_s
+            times[nbytes, urgent].append((elapsed_s, time.thread_time() - cpu_s))
+    for (nbytes, urgent), rows in times.items():
+        rates = [ideal_s / elapsed_s for elapsed_s, _ in rows]
+        share = statistics.median(cpu_s / elapsed_s for elapsed_s, cpu_s in rows)
+        yield Stream(nbytes, urgent, statistics.median(rates), min(rates), share)
+
+
+def _send(
+    backend: Backend, messages: list[Buffer], waiter: Waiter, urgent: bool, bits_per_s: float
+) -> None:
+    left = deque(messages)
+    under_way: deque[Work[None]] = deque()
+    expected_s = messages[0].nbytes * 8 / bits_per_s
+    waiter.progressed()
+    while left or under_way:
+        while left and len(under_way) < POSTED_AHEAD:
+            under_way.append(backend.all_reduce(left.popleft(), "float32", Op.AVERAGE))
+        if under_way[0].test():
+            under_way.popleft()
+            waiter.progressed()
+        else:
+            waiter.pause(urgent, expected_s)
+
+
+SIZES = tuple(4 << 10 << (2 * k) for k in range(8))
+LATE_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Microseconds per collective of one contestant at one size.
+
+    Args:
+        spread_us: between the first and the third quartile.
+    """
+
+    contestant: str
+    operation: str
+    nbytes: int
+    median_us: float
+    least_us: float
+    spread_us: float
+
+
+def measure(
+    comm: MPI.Comm, ways: Sequence[Contestant], nbytes: int, num_rounds: int
+) -> list[Timing]:
+    """Check what each contestant gives, then time them in turns."""
+    data = np.empty(nbytes // 4, np.float32)
+    times = np.zeros((len(ways), num_rounds))
+    for turn in range(-1, num_rounds):  # the first, untimed, finds cold memory
+        for row, way in enumerate(ways):
+            data.fill(comm.rank + 1)
+            comm.Barrier()
+            start_s = time.perf_counter()
+            way.act(data)
+            if turn >= 0:
+                times[row, turn] = time.perf_counter() - start_s
+                continue
+            want = wanted(way.operation, data.size, comm.rank, comm.size)
+            if not np.array_equal(way.result(data), want):
+                raise RuntimeError(f"{way.name} gave a wrong result at {nbytes} bytes")
+    slowest = np.max(comm.allgather(times), axis=0) * 1e6
+    return [_timing(way, nbytes, row.tolist()) for way, row in zip(ways, slowest, strict=True)]
+
+
+def _timing(way: Contestant, nbytes: int, values_us: list[float]) -> Timing:
+    first, median, third = statistics.quantiles(values_us, n=4)
+    return Timing(way.name, way.operation.value, nbytes, median, min(values_us), third - first)
+
+
+def cpu_shares(comm: MPI.Comm, backend: MpiBackend) -> dict[str, float]:
+    """Share of a core that the communication thread takes, on the rank where it takes most."""
+    runtime = Runtime(backend, Config())
+    try:
+        runtime.exchange(b"", "start")
+        idle = _share(lambda: time.sleep(LATE_S))
+        runtime.exchange(b"", "start")
+        if comm.rank == 0:
+            time.sleep(LATE_S)
+        late = _share(lambda: runtime.exchange(b"", "late"))
+    finally:
+        runtime.shutdown()
+    shares = comm.allgather((idle, late if comm.rank else 0.0))
+    return {"idle": max(s[0] for s in shares), "waiting for a late rank": max(s[1] for s in shares)}
+
+
+def _share(action: Callable[[], object]) -> float:
+    start_s, cpu_s = time.perf_counter(), thread_seconds(THREAD_NAME)
+    action()
+    return (thread_seconds(THREAD_NAME) - cpu_s) / (time.perf_counter() - start_s)
+
+
+def machine(comm: MPI.Comm) -> dict[str, str]:
+    """What it was measured on."""
+    from mpi4py import MPI
+
+    models = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return {
+        "ranks": str(comm.size),
+        "mpi": MPI.Get_library_version().splitlines()[0].split(",")[0].replace("\t", " ").strip(),
+        "cpu": models[0] if models else platform.machine(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "python": platform.python_version(),
+        "mpi4py": metadata.version("mpi4py"),
+        "numpy": metadata.version("numpy"),
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, and print tables or JSON on rank 0."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks comm", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15, help="at 64 MiB; more below")
+    parser.add_argument("--max-bytes", type=int, default=SIZES[-1])
+    parser.add_argument("--gbit", type=float, help="Gbit/s of the link between the ranks")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--chunk-kib", type=int, help="another size of chunks for the backend")
+    parser.add_argument("--window", type=int, default=1, help="chunks under way at once, with it")
+    parser.add_argument("--nap-us", type=int, help="naps of one length in the streams")
+    arguments = parser.parse_args(argv)
+    if arguments.rounds < 2:
+        parser.error(f"--rounds is {arguments.rounds}: expected at least 2")
+    chunking, policy = None, None
+    if arguments.chunk_kib:
+        nbytes = arguments.chunk_kib << 10
+        chunking = Chunking(chunk_bytes=nbytes, window_bytes=arguments.window * nbytes)
+    if arguments.nap_us:
+        nap_s = 1e-6 * arguments.nap_us
+        policy = Policy(spin_s=0.0, short_s=0.0, first_nap_s=nap_s, max_nap_s=nap_s)
+    backend = MpiBackend(chunking=chunking)
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD.Dup()
+    processes = comm.allgather(os.getpid())
+    ways = contestants(comm, backend)
+    before = usage(processes)
+    timings: list[Timing] = []
+    for nbytes in SIZES:
+        if nbytes <= arguments.max_bytes:
+            num_rounds = arguments.rounds * min(20, max(1, (16 << 20) // nbytes))
+            timings += measure(comm, ways, nbytes, num_rounds)
+    streams: list[Stream] = []
+    if arguments.gbit:
+        streams += measure_streams(backend, 1e9 * arguments.gbit, arguments.rounds, policy)
+    foreign = before.foreign_cores(usage(processes))
+    shares = cpu_shares(comm, backend)
+    if comm.rank == 0:
+        facts = machine(comm) | {"cores used by others": f"{foreign:.1f}"}
+        _show(facts, timings, streams, shares, arguments.json)
+    comm.Free()
+    return 0
+
+
+def _show(
+    facts: dict[str, str],
+    timings: list[Timing],
+    streams: list[Stream],
+    shares: dict[str, float],
+    as_json: bool,
+) -> None:
+    if as_json:
+        document: dict[str, Any] = {"benchmark": "comm", "machine": facts, "cpu_shares": shares}
+        document["timings"] = [asdict(t) for t in timings]
+        document["streams"] = [asdict(s) for s in streams]
+        print(json.dumps(document, indent=2))
+        return
+    print(", ".join(f"{key} {value}" for key, value in facts.items()))
+    whole = [t for t in timings if t.operation == Operation.ALL_REDUCE.value]
+    _print_timings("All-reduce", whole)
+    _print_timings("Its halves", [t for t in timings if t not in whole])
+    if streams:
+        print_table(
+            "Streams of 32 MiB: payload over what the link can carry",
+            ("message", "training", "median", "slowest", "share of a core"),
+            [
+                (_size(s.nbytes), "blocked" if s.urgent else "computes", f"{s.rate:.3f}",
+                 f"{s.least_rate:.3f}", f"{s.cpu_share:.0%}")
+                for s in streams
+            ],
+        )  # fmt: skip
+    print_table(
+        f"Communication thread, share of a core over {LATE_S:g} s",
+        ("state", "share"),
+        [(state, f"{share:.1%}") for state, share in shares.items()],
+    )
+
+
+def _print_timings(what: str, timings: Sequence[Timing]) -> None:
+    names = list(dict.fromkeys(t.contestant for t in timings))
+    by_size: dict[int, list[Timing]] = {}
+    for timing in timings:
+        by_size.setdefault(timing.nbytes, []).append(timing)
+    tables: dict[str, Callable[[Timing], str]] = {
+        "microseconds, median (spread)": lambda t: f"{t.median_us:,.0f} ({t.spread_us:,.0f})",
+        "microseconds, least": lambda t: f"{t.least_us:,.0f}",
+    }
+    for title, pick in tables.items():
+        rows = [[_size(n), *(pick(t) for t in row)] for n, row in by_size.items()]
+        print_table(f"{what}: {title}", ("size", *names), rows)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"

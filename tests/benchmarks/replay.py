@@ -1,0 +1,231 @@
+"""The real runtime on a trace and an emulated link, against the prediction.
+
+    python -m tests.benchmarks replay --trace TRACE.json --cost COST.json --schedule oasr
+
+One process plays a rank: its training thread sleeps the trace's compute times and announces
+gradients (which already lie in the fusion buffers, where they are all-reduced), and its
+communication thread sends them over an emulated link that takes exactly the cost curve's time.
+What is decoupled is packed, gathered, and waited for tensor by tensor in the next forward. Engine,
+sequencer, tuner and waiting are the ones of real training: the engine measures ready times and
+the link's costs itself, plans, and runs the plan. Printed beside the measured iteration: what the
+plan was predicted to take by the engine, from what it measured, and by the planner, from the trace
+and costs given.
+
+Tensors hold a part of their bytes (``--shrink``), for which the link takes as long as for all of
+them: copying the 440 MB of a BERT here would measure this machine's memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from rich.progress import track
+
+from tests.benchmarks.machine import print_table
+from wfbp.comm.backend import Buffer
+from wfbp.comm.emulated import Curve, EmulatedLink
+from wfbp.comm.waiting import sharp_naps
+from wfbp.config import Config
+from wfbp.core import planners
+from wfbp.core.cost import CostModel, Costs, LinearCost
+from wfbp.core.timeline import timeline
+from wfbp.core.trace import Trace
+from wfbp.core.types import ALL_REDUCE_SCHEDULES, SCHEDULES, Operation, TensorSpec
+from wfbp.runtime.arguments import EngineOptions
+from wfbp.runtime.engine.engine import Engine
+from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.step import BufferView
+from wfbp.runtime.transport.buffers import aligned_bytes
+from wfbp.runtime.tuning.candidates import reordered
+
+THRESHOLD_BYTES = 25 * 2**20
+SHRINK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One schedule on one trace; times in seconds.
+
+    Args:
+        measured_s: median iteration by the runtime.
+        installed_s: what the runtime predicted for the plan that it installed.
+        planned_s: what the planner predicts from the trace and costs given.
+    """
+
+    model: str
+    link: str
+    schedule: str
+    num_groups: int
+    measured_s: float
+    spread_s: float
+    installed_s: float
+    planned_s: float
+    lower_bound_s: float
+
+    @property
+    def error(self) -> float:
+        """Measured over predicted (by the runtime), minus 1."""
+        return self.measured_s / self.installed_s - 1
+
+
+def main(argv: Sequence[str]) -> None:
+    """Replay and print."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks replay", description=__doc__)
+    parser.add_argument("--trace", type=Path, action="append", required=True)
+    parser.add_argument("--cost", type=Path, help="a wfbp-cost/1 file")
+    parser.add_argument("--clusters", type=Path, help="a wfbp-clusters/1 file, with --cluster")
+    parser.add_argument("--cluster", action="append", default=[], help="a name in it")
+    parser.add_argument("--schedule", action="append", choices=SCHEDULES)
+    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument(
+        "--shrink",
+        type=int,
+        default=SHRINK,
+        help="hold this fraction of the bytes",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args(argv)
+    links = _links(arguments.cost, arguments.clusters, arguments.cluster)
+    if not links:
+        parser.error("name a link: --cost FILE, or --clusters FILE --cluster NAME")
+    cases = [
+        (trace, link, costs, schedule)
+        for trace in arguments.trace
+        for link, costs in links
+        for schedule in arguments.schedule or ["oasr"]
+    ]
+    rows = [
+        replay(Trace.load(path), link, costs, schedule, arguments.iterations, arguments.shrink)
+        for path, link, costs, schedule in track(cases, "replaying", disable=arguments.json)
+    ]
+    if arguments.json:
+        print(json.dumps([asdict(row) | {"error": row.error} for row in rows]))
+        return
+    print_table(
+        "Measured iteration against prediction",
+        ("trace", "link", "schedule", "groups", "measured ms", "spread", "predicted ms", "error",
+         "from trace ms", "T/LB"),
+        [
+            (r.model, r.link, r.schedule, str(r.num_groups), f"{r.measured_s * 1e3:.1f}",
+             f"{r.spread_s * 1e3:.1f}", f"{r.installed_s * 1e3:.1f}", f"{r.error:+.1%}",
+             f"{r.planned_s * 1e3:.1f}", f"{r.measured_s / r.lower_bound_s:.3f}")
+            for r in rows
+        ],
+    )  # fmt: skip
+
+
+def replay(
+    trace: Trace,
+    link: str,
+    costs: Costs,
+    schedule: str,
+    iterations: int,
+    shrink: int = SHRINK,
+) -> Replayed:
+    """Run one schedule on one trace until its plan is installed, then measure."""
+    held = _shrunk(trace, shrink)
+    config = replace(Config(), warmup_steps=1, profile_steps=3, replan_threshold=0.0)
+    curves = {operation: _stretched(costs.of(operation), shrink) for operation in Operation}
+    backend = EmulatedLink(curves[Operation.ALL_REDUCE], size=2, others=curves)
+    runtime = Runtime(backend, config)
+    try:
+        engine = Engine(
+            runtime,
+            held.specs,
+            EngineOptions(
+                schedule,
+                THRESHOLD_BYTES // shrink,
+                decouples=schedule not in ALL_REDUCE_SCHEDULES,
+                name=trace.model,
+            ),
+        )
+        tensors = [aligned_bytes(spec.nbytes) for spec in held.specs]
+        with sharp_naps():
+            while engine.report()["phase"] != "installed":
+                _iterate(engine, trace, tensors)
+            _iterate(engine, trace, tensors)
+            times = [_iterate(engine, trace, tensors) for _ in range(iterations)]
+        report = engine.report()
+        plan = engine.plan
+    finally:
+        runtime.shutdown()
+    name = report["schedule"]
+    if name in ("dear", "threshold"):  # by the threshold in use
+        made = replace(reordered(plan, held), tensors=trace.specs)
+    else:
+        made = planners.plan(name, trace, costs)
+    planned = timeline(made, trace, costs)
+    quarters = statistics.quantiles(times, n=4)
+    return Replayed(
+        trace.model, link, schedule, report["num_groups"], statistics.median(times),
+        quarters[2] - quarters[0], report["predicted_iteration_s"], planned.iteration_s,
+        planned.lower_bound_s,
+    )  # fmt: skip
+
+
+def _shrunk(trace: Trace, shrink: int) -> Trace:
+    """The same compute on tensors of fewer elements."""
+    tensors = tuple(
+        replace(t, spec=TensorSpec(t.spec.name, (-(-t.spec.numel // shrink),), t.spec.dtype))
+        for t in trace.tensors
+    )
+    return replace(trace, tensors=tensors)
+
+
+def _stretched(cost: CostModel, shrink: int) -> Curve:
+    """The time of a whole message for the part of it that is held."""
+    return lambda nbytes: cost(nbytes * shrink)
+
+
+def _iterate(engine: Engine, trace: Trace, tensors: Sequence[Buffer]) -> float:
+    """One iteration whose compute is sleep; its seconds."""
+    start_s = time.perf_counter()
+    due_s = start_s
+    for index, tensor in enumerate(trace.tensors):
+        if engine.gather_pending and not engine._allgather.arrived(index):
+            engine.await_tensor(index)
+            due_s = max(due_s, time.perf_counter())
+        engine.mark_forward(index)
+        due_s = _sleep_until(due_s + tensor.forward_s)
+    engine.mark_forward_end()
+    for index in reversed(range(len(trace.tensors))):
+        due_s = _sleep_until(due_s + trace.tensors[index].backward_s)
+        if engine.decouples_tensor(index):
+            slot = BufferView.of(tensors[index])
+        else:  # where it is averaged, so that nothing is copied
+            slot = engine._tracker.slot(index)
+        engine.mark_ready(index, slot.address, slot.data)
+    engine.synchronize(whole=False)
+    if engine.decoupled:
+        engine.gather([BufferView.of(t).address for t in tensors], tensors)
+        if engine.profiling:
+            engine.flush()
+    return time.perf_counter() - start_s
+
+
+def _sleep_until(due_s: float) -> float:
+    """Sleep to a time of ``perf_counter``, and return it: lateness does not add up."""
+    left_s = due_s - time.perf_counter()
+    if left_s > 0:
+        time.sleep(left_s)
+    return due_s
+
+
+def _links(
+    cost: Path | None, clusters: Path | None, names: Sequence[str]
+) -> list[tuple[str, Costs]]:
+    links = [(cost.stem, Costs.load(cost))] if cost else []
+    if clusters:
+        known = {c["name"]: c for c in json.loads(clusters.read_text())["clusters"]}
+        for name in names or known:
+            if name not in known:
+                raise SystemExit(f"{clusters}: no cluster {name!r}; it has {', '.join(known)}")
+            row = known[name]
+            links.append((name, Costs(LinearCost(row["alpha_s"], row["beta_s_per_byte"]))))
+    return links

@@ -1,0 +1,153 @@
+"""``wfbp bench``: wfbp beside DDP and plain MPI, on the ranks of this job."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import click
+
+from wfbp.cli.inputs import json_option
+from wfbp.cli.tables import Column, milliseconds, print_table, size
+
+SIZES = tuple(4096 << (2 * k) for k in range(8))
+
+
+@click.group("bench")
+def command() -> None:
+    """Compare wfbp with DDP and plain MPI. Start it as training: mpirun -np N wfbp bench ..."""
+
+
+@command.command("training")
+@click.option(
+    "--model", default="mlp", show_default=True, help="mlp, transformer, MODULE:FUNCTION."
+)
+@click.option(
+    "--contestants",
+    default="none,mpi-flat,ddp,wfbp-auto",
+    show_default=True,
+    help="With commas between; wfbp-SCHEDULE, too.",
+)
+@click.option("--rounds", type=click.IntRange(1, 1000), default=20, show_default=True)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@json_option
+def training(model: str, contestants: str, rounds: int, device: str, as_json: bool) -> None:
+    """Time whole iterations in turns, once all have trained the same.
+
+    A FUNCTION returns a model, whose model(*batch) is the loss, and a function that makes a batch
+    from a seed.
+    """
+    from wfbp.bench import training as benchmark
+
+    names = [name for name in contestants.split(",") if name]
+    make = benchmark.model_named(model)
+    for name in names:
+        benchmark.maker(name)
+    results = _guarded(lambda: benchmark.run(make, names, rounds, device, _say))
+    if results is None:
+        return
+    figures = {c.name: benchmark.quartiles(c.seconds) for c in results}
+    _, base_s, _ = figures[benchmark.REFERENCE]
+    document = {
+        **_machine(),
+        "model": model,
+        "device": device,
+        "seconds": {c.name: c.seconds for c in results},
+    }
+    rows = [
+        [name, *map(milliseconds, (middle, third - first)), f"{base_s / middle:.2f}"]
+        for name, (first, middle, third) in figures.items()
+    ]
+    columns = [
+        Column("", "left"),
+        Column("median ms"),
+        Column("IQR ms"),
+        Column(f"times {benchmark.REFERENCE}"),
+    ]
+    _show(document, f"Iterations of {model}", columns, rows, as_json)
+
+
+@command.command("comm")
+@click.option("--max-bytes", type=click.IntRange(4096), default=64 << 20, show_default=True)
+@click.option("--rounds", type=click.IntRange(1, 1000), default=20, show_default=True)
+@json_option
+def comm(max_bytes: int, rounds: int, as_json: bool) -> None:
+    """Time all-reduces by size: wfbp's backend and the MPI library's own."""
+    from wfbp.bench import comm as benchmark
+
+    sizes = [nbytes for nbytes in SIZES if nbytes <= max_bytes]
+    timings = _guarded(lambda: benchmark.run(sizes, rounds))
+    if timings is None:
+        return
+    rows = [
+        [
+            size(t.nbytes),
+            *map(milliseconds, (t.library_s, t.wfbp_s)),
+            f"{t.library_s / t.wfbp_s:.2f}",
+            f"{t.nbytes / t.wfbp_s / 1e9:.2f}",
+        ]
+        for t in timings
+    ]
+    document = {
+        **_machine(),
+        "seconds": [[t.nbytes, t.library_s, t.wfbp_s] for t in timings],
+    }
+    headings = ("MPI ms", "wfbp ms", "times MPI", "wfbp GB/s")
+    _show(document, "All-reduces of float32", [Column(""), *map(Column, headings)], rows, as_json)
+
+
+def _guarded(act: Callable[[], Any]) -> Any:
+    """What it returns, on rank 0 alone; where one rank fails, all end."""
+    from mpi4py import MPI
+
+    try:
+        result = act()
+    except Exception as error:
+        click.echo(f"wfbp bench: error: rank {MPI.COMM_WORLD.rank}: {error}", err=True)
+        MPI.COMM_WORLD.Abort(1)
+        raise
+    return result if MPI.COMM_WORLD.rank == 0 else None
+
+
+def _say(text: str) -> None:
+    from mpi4py import MPI
+
+    if MPI.COMM_WORLD.rank == 0:
+        click.echo(text, err=True)
+
+
+def _machine() -> dict[str, Any]:
+    from mpi4py import MPI
+
+    versions = {}
+    for package in ("wfbp", "torch", "numpy", "mpi4py"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "command": sys.argv[1:],
+        "ranks": MPI.COMM_WORLD.size,
+        "mpi": MPI.Get_library_version().split("\n")[0].strip(" \0"),
+        "machine": platform.platform(),
+        "versions": versions,
+    }
+
+
+def _show(
+    document: dict[str, Any],
+    title: str,
+    columns: list[Column],
+    rows: list[list[str]],
+    as_json: bool,
+) -> None:
+    if as_json:
+        click.echo(json.dumps(document))
+        return
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    notes = [f"{document['ranks']} ranks; {document['machine']}; {document['mpi']}; {versions}"]
+    print_table(title, columns, rows, notes)
