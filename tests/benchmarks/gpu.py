@@ -334,13 +334,8 @@ def lacking() -> str:
 
 def train(model: str, num_ranks: int, options: argparse.Namespace) -> Training | None:
     """Start the ranks for one model; None where they failed (they have said why)."""
-    from tests.benchmarks.harness import Settings
-    from tests.benchmarks.torch_contestants import (
-        CONTESTANTS,
-        NO_COMMUNICATION,
-        PER_TENSOR,
-        is_wfbp,
-    )
+    from tests.benchmarks.harness import NO_COMMUNICATION, Settings, is_wfbp
+    from tests.benchmarks.torch_contestants import CONTESTANTS, PER_TENSOR
     from tests.benchmarks.training import launch_command, rank_environment
 
     if num_ranks == 1:
@@ -415,7 +410,7 @@ def show_timings(timings: Sequence[Timing]) -> None:
 
 def show_training(training: Training) -> None:
     """A table of a model's contestants."""
-    from tests.benchmarks.torch_contestants import NO_COMMUNICATION
+    from tests.benchmarks.harness import NO_COMMUNICATION
 
     rows = []
     for name, difference in training.differences.items():

@@ -22,7 +22,7 @@ import torch
 from mpi4py import MPI
 
 from tests.benchmarks.gpu import TIMED, Training
-from tests.benchmarks.harness import Settings, run, warm_up
+from tests.benchmarks.harness import Settings, is_ddp, is_wfbp, run, warm_up
 from tests.benchmarks.torch_contestants import (
     CONTESTANTS,
     GPT,
@@ -31,8 +31,6 @@ from tests.benchmarks.torch_contestants import (
     Batch,
     BenchModel,
     Contestant,
-    is_ddp,
-    is_wfbp,
     mlp,
     resnet50,
 )

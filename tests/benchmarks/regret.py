@@ -18,9 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.harness import AUTO, ModelResult, environment
+from tests.benchmarks.harness import AUTO, ModelResult, environment, is_wfbp
 from tests.benchmarks.machine import print_table
-from tests.benchmarks.torch_contestants import CONTESTANTS, MODELS, PER_TENSOR, is_wfbp
+from tests.benchmarks.torch_contestants import CONTESTANTS, MODELS, PER_TENSOR
 from tests.benchmarks.training import LINKS, add_arguments, completed, run_model
 
 FORMAT = "wfbp-bench-regret/1"

@@ -17,24 +17,18 @@ from mpi4py import MPI
 from torch import Tensor
 
 from tests.benchmarks.harness import (
+    NO_COMMUNICATION,
     Settings,
     check_link_carried,
+    is_ddp,
+    is_wfbp,
     run,
     time_blocks,
     warm_up,
     write_result,
 )
 from tests.benchmarks.machine import usage
-from tests.benchmarks.torch_contestants import (
-    CONTESTANTS,
-    MODELS,
-    NO_COMMUNICATION,
-    PER_TENSOR,
-    Batch,
-    Contestant,
-    is_ddp,
-    is_wfbp,
-)
+from tests.benchmarks.torch_contestants import CONTESTANTS, MODELS, PER_TENSOR, Batch, Contestant
 
 NUM_STEPS = 3
 LEARNING_RATE = 0.01

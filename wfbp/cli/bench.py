@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
-import sys
-from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 
 import click
@@ -41,19 +37,20 @@ def training(model: str, contestants: str, rounds: int, device: str, as_json: bo
     A FUNCTION returns a model, whose model(*batch) is the loss, and a function that makes a batch
     from a seed.
     """
+    from wfbp.bench import ranks
     from wfbp.bench import training as benchmark
 
     names = [name for name in contestants.split(",") if name]
     make = benchmark.model_named(model)
     for name in names:
         benchmark.maker(name)
-    results = _guarded(lambda: benchmark.run(make, names, rounds, device, _say))
+    results = ranks.guarded(lambda: benchmark.run(make, names, rounds, device, ranks.say))
     if results is None:
         return
     figures = {c.name: benchmark.quartiles(c.seconds) for c in results}
     _, base_s, _ = figures[benchmark.REFERENCE]
     document = {
-        **_machine(),
+        **ranks.machine(),
         "model": model,
         "device": device,
         "seconds": {c.name: c.seconds for c in results},
@@ -78,9 +75,10 @@ def training(model: str, contestants: str, rounds: int, device: str, as_json: bo
 def comm(max_bytes: int, rounds: int, as_json: bool) -> None:
     """Time all-reduces by size: wfbp's backend and the MPI library's own."""
     from wfbp.bench import comm as benchmark
+    from wfbp.bench import ranks
 
     sizes = [nbytes for nbytes in SIZES if nbytes <= max_bytes]
-    timings = _guarded(lambda: benchmark.run(sizes, rounds))
+    timings = ranks.guarded(lambda: benchmark.run(sizes, rounds))
     if timings is None:
         return
     rows = [
@@ -93,49 +91,11 @@ def comm(max_bytes: int, rounds: int, as_json: bool) -> None:
         for t in timings
     ]
     document = {
-        **_machine(),
+        **ranks.machine(),
         "seconds": [[t.nbytes, t.library_s, t.wfbp_s] for t in timings],
     }
     headings = ("MPI ms", "wfbp ms", "times MPI", "wfbp GB/s")
     _show(document, "All-reduces of float32", [Column(""), *map(Column, headings)], rows, as_json)
-
-
-def _guarded(act: Callable[[], Any]) -> Any:
-    """What it returns, on rank 0 alone; where one rank fails, all end."""
-    from mpi4py import MPI
-
-    try:
-        result = act()
-    except Exception as error:
-        click.echo(f"wfbp bench: error: rank {MPI.COMM_WORLD.rank}: {error}", err=True)
-        MPI.COMM_WORLD.Abort(1)
-        raise
-    return result if MPI.COMM_WORLD.rank == 0 else None
-
-
-def _say(text: str) -> None:
-    from mpi4py import MPI
-
-    if MPI.COMM_WORLD.rank == 0:
-        click.echo(text, err=True)
-
-
-def _machine() -> dict[str, Any]:
-    from mpi4py import MPI
-
-    versions = {}
-    for package in ("wfbp", "torch", "numpy", "mpi4py"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return {
-        "command": sys.argv[1:],
-        "ranks": MPI.COMM_WORLD.size,
-        "mpi": MPI.Get_library_version().split("\n")[0].strip(" \0"),
-        "machine": platform.platform(),
-        "versions": versions,
-    }
 
 
 def _show(

@@ -23,8 +23,7 @@ from tests.benchmarks.gpu import (
     pack_targets,
     training_targets,
 )
-from tests.benchmarks.harness import AUTO
-from tests.benchmarks.torch_contestants import NO_COMMUNICATION
+from tests.benchmarks.harness import AUTO, NO_COMMUNICATION
 
 
 def training(num_ranks: int = 1, **step_s: tuple[float, ...]) -> Training:
