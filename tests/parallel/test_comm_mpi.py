@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -49,20 +48,6 @@ def test_a_library_error_is_translated_and_abort_ends_every_rank(
     told = (tmp_path / "rank0").read_text()
     assert told.startswith("rank 0 of 2: communication failed: ")
     assert "truncate" in told.lower()
-
-
-@pytest.mark.parallel
-@pytest.mark.slow
-def test_benchmark(mpirun: Callable[..., Run], mpi: str) -> None:
-    arguments = ("tests.benchmarks", "comm", "--json", "--rounds", 2, "--max-bytes", 65536)
-    run = mpirun(2, "-m", *arguments, "--gbit", 10, mpi=mpi)
-    assert run.rc == 0, run.stderr
-    document = json.loads(run.stdout)
-    assert [t["nbytes"] for t in document["timings"][::8]] == [4096, 16384, 65536]
-    assert len({t["contestant"] for t in document["timings"]}) == 8
-    assert set(document["cpu_shares"]) == {"idle", "waiting for a late rank"}
-    assert len(document["streams"]) == 8
-    assert document["machine"]["ranks"] == "2"
 
 
 def test_without_mpi_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

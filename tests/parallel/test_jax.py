@@ -47,6 +47,7 @@ def test_equals_one_process(ranks: int, way: str, schedule: str) -> None:
 
 @pytest.mark.parametrize("name", check.all)
 @pytest.mark.parametrize("job", [Job("jax/program", 2, "overlap")], ids=str)
+@pytest.mark.quick
 def test_program(job: Job, name: str) -> None:
     job.passes(name)
 

@@ -11,7 +11,7 @@ from tests.parallel.runs import Job
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(300)]
 
 JOBS = [
-    Job("torch/program", 2, "overlap"),
+    pytest.param(Job("torch/program", 2, "overlap"), marks=pytest.mark.quick),
     Job("torch/program", 3, "changing"),
     Job("torch/program", 2, "mixed"),
     Job("torch/program", 3, "ps_layerwise"),

@@ -55,6 +55,18 @@ def test_gathers_follow_once_everything_is_reduced() -> None:
     assert sequencer.num_started == 2
 
 
+def test_what_is_held_back_is_not_gathered() -> None:
+    sequencer = Sequencer(PLAN)
+    reduce_all(sequencer)
+    sequencer.gather(1)
+    assert sequencer.start_next() == 2
+    sequencer.completed(2)
+    assert sequencer.start_next() is None
+    assert [sequencer.gathered(k) for k in range(3)] == [True, False, True]
+    sequencer.gather()
+    assert sequencer.start_next() == 3
+
+
 def test_gathers_cross_the_border_before_the_next_step() -> None:
     sequencer = Sequencer(PLAN)
     reduce_all(sequencer)

@@ -45,3 +45,15 @@ def test_who_comes_after_another_thread_and_a_change_of_plans_waits_for_nothing(
     late.join(5.0)
     assert not late.is_alive()
     assert not failed
+
+
+def test_what_a_step_gathers_arrives_before_the_next_gathers() -> None:
+    """Its addresses are those of the same parameters."""
+    runtime, lane = Mock(), Mock(events=[])
+    gathers = AllGatherState(runtime, lane, Mock(), "optimizer")
+    gathers.install(GATHERED, [0, 1], 2)
+    gathers.begin([0, 0], None)
+    runtime.await_reply.assert_not_called()
+    gathers.begin([0, 0], None)
+    assert runtime.await_reply.call_count == 2
+    assert len(lane.events) == 2

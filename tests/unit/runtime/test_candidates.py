@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from tests.benchmarks.plan import make_cost, make_trace
 from tests.support import reference
-from wfbp.bench.plan import make_cost, make_trace
 from wfbp.core import planners
 from wfbp.core.cost import Costs, LinearCost, PiecewiseCost
 from wfbp.core.fit import fit_kappa

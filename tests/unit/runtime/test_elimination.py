@@ -38,6 +38,14 @@ def test_without_noise_the_least_is_found_at_once(times_s: list[float]) -> None:
     assert all(times_s[k] <= limit_s for k in comparison.equal)
 
 
+def test_noise_that_hides_a_difference_drops_nothing() -> None:
+    """Nor does a difference within the margin, however sure it is."""
+    comparison = SuccessiveElimination(3)
+    for slower in (0.8, 1.05, 1.3):
+        comparison.add([[1.0], [slower], [1.01]])
+    assert comparison.alive == [0, 1, 2]
+
+
 # Powers of two: other factors round, and a ratio on the very limit falls to the other side.
 @given(
     alternatives, st.lists(st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0]), min_size=14, max_size=14)

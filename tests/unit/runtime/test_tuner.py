@@ -22,7 +22,7 @@ from wfbp.core.types import DECOUPLED_SCHEDULES as DECOUPLED
 from wfbp.runtime.engine.recorder import make_report
 from wfbp.runtime.tuning.candidates import auto_candidates, make, reordered
 from wfbp.runtime.tuning.profile import StepTimes
-from wfbp.runtime.tuning.tuner import Tuner
+from wfbp.runtime.tuning.tuner import DriftDetector, Tuner
 
 SPECS = tuple(TensorSpec(f"t{k}", (1000,), "float32") for k in range(8))
 COSTS = Costs(PiecewiseCost(((4.0, 1e-3), (1e6, 1e-2))))
@@ -347,6 +347,16 @@ def test_what_a_trial_taught_is_planned_with() -> None:
     slow[0] = 2.0
     job.run("trial")
     assert {tuner.costs.kappa for tuner in job.tuners if tuner.costs} == {learnt}
+
+
+def test_a_change_lasts_from_its_fifth_window_on() -> None:
+    detector = DriftDetector(0.2)
+    seconds = [1.0, 1.1, 1.5, 1.5, 1.0, 1.5, 0.5, 1.5, 1.5, 1.5]
+    drifted = []
+    for window_s in seconds:
+        detector.add(window_s)
+        drifted.append(detector.has_drifted)
+    assert drifted == [False] * 9 + [True]
 
 
 def test_a_short_change_is_not() -> None:

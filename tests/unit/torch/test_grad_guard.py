@@ -40,6 +40,12 @@ def reversed_columns(param: torch.nn.Parameter) -> None:
     grad(param).data.copy_(grad(param).data.flip(1).clone())
 
 
+def beside_python(param: torch.nn.Parameter) -> None:
+    """As C++ does: only PyTorch's own count tells, far from where samples are taken."""
+    with torch._C.DisableTorchFunctionSubclass():
+        grad(param)[-1].add_(1.0)
+
+
 def other_data(param: torch.nn.Parameter) -> None:
     grad(param).data = torch.ones(40, 150)
 
@@ -78,6 +84,7 @@ CHANGES: dict[str, Act] = {
             one_element,
             reversed_rows,
             reversed_columns,
+            beside_python,
             other_data,
             doubled,
         )

@@ -1,0 +1,108 @@
+"""``wfbp bench`` and the project's own benchmark of collectives, on two ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support import launcher
+from wfbp.bench import __main__ as moved
+
+pytest.importorskip("torch")
+pytest.importorskip("rich")
+
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(200)]
+
+Mpirun = Callable[..., launcher.Run]
+QUICK = {"WFBP_WARMUP_STEPS": "1", "WFBP_PROFILE_STEPS": "1", "WFBP_PROBE_BUDGET_S": "0.02"}
+SOON = {**QUICK, "WFBP_TRIAL_MIN_S": "0", "WFBP_TRIAL_STEPS": "1"}
+
+TINY = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1))
+    def forward(self, x, y):
+        return (self.layers(x) - y).square().mean()
+
+def make():
+    def batch(seed):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+        return x, x.sum(1, keepdim=True)
+    return Net(), batch
+"""
+
+
+def test_training(mpirun: Mpirun, tmp_path: Path) -> None:
+    """A model of the user's own, by all contestants."""
+    (tmp_path / "tiny.py").write_text(TINY)
+    path = f"{launcher.ROOT}:{tmp_path}"
+    words = ("training", "--model", "tiny:make", "--rounds", 2, "--json")
+    run = mpirun(2, "-m", "wfbp", "bench", *words, env={**SOON, "PYTHONPATH": path})
+    assert run.rc == 0, run
+    document = json.loads(run.stdout)
+    assert document["ranks"] == 2
+    assert document["command"] == ["bench", *map(str, words)]
+    assert {name: len(times) for name, times in document["seconds"].items()} == dict.fromkeys(
+        ("none", "mpi-flat", "ddp", "wfbp-auto"), 2
+    )
+    assert all(seconds > 0 for times in document["seconds"].values() for seconds in times)
+
+
+def test_a_contestant_that_trains_something_else_is_told(mpirun: Mpirun, tmp_path: Path) -> None:
+    (tmp_path / "noisy.py").write_text(
+        TINY.replace("self.layers(x)", "self.layers(x + torch.randn_like(x))")
+    )
+    path = f"{launcher.ROOT}:{tmp_path}"
+    words = ("--model", "noisy:make", "--contestants", "wfbp-wfbp")
+    run = mpirun(2, "-m", "wfbp", "bench", "training", *words, env={**SOON, "PYTHONPATH": path})
+    assert run.rc not in (0, None), run
+    assert "wfbp-wfbp trains something else than mpi-flat" in run.stderr, run
+
+
+def test_comm(mpirun: Mpirun) -> None:
+    run = mpirun(2, "-m", "wfbp", "bench", "comm", "--max-bytes", 65536, "--rounds", 2)
+    assert run.rc == 0, run
+    assert run.stdout.count("KiB") == 3, run.stdout
+    assert "2 ranks" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--model", "vgg"), "expected mlp, transformer or MODULE:FUNCTION"),
+        (("--contestants", "horovod"), "expected none, mpi-flat, ddp, wfbp-auto, wfbp-SCHEDULE"),
+    ],
+)
+def test_what_is_unknown_is_told(mpirun: Mpirun, words: tuple[str, ...], told: str) -> None:
+    run = mpirun(1, "-m", "wfbp", "bench", "training", *words)
+    assert run.rc == 2, run
+    assert told in run.stderr
+
+
+def test_benchmarks_that_have_left_say_where_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "regret", "--starts", "3"])
+    assert moved.main() == 2
+    assert "python -m tests.benchmarks regret" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_collectives_of_the_backend(mpirun: Mpirun) -> None:
+    arguments = ("tests.benchmarks", "comm", "--json", "--rounds", 2, "--max-bytes", 65536)
+    run = mpirun(2, "-m", *arguments, "--gbit", 10)
+    assert run.rc == 0, run.stderr
+    document = json.loads(run.stdout)
+    assert [t["nbytes"] for t in document["timings"][::8]] == [4096, 16384, 65536]
+    assert len({t["contestant"] for t in document["timings"]}) == 8
+    assert set(document["cpu_shares"]) == {"idle", "waiting for a late rank"}
+    assert len(document["streams"]) == 8
+    assert document["machine"]["ranks"] == "2"

@@ -1,0 +1,61 @@
+"""The groups of one engine on the communication thread, message by message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest.mock import Mock
+
+from wfbp.core.plan import Group, Plan
+from wfbp.core.types import Op, Operation, Phase, TensorSpec
+from wfbp.runtime.progress.executor import PlanExecutor
+from wfbp.runtime.step import CLOSE, GatherRequest, Step
+from wfbp.runtime.transport.flags import GroupFlags
+
+SPECS = tuple(TensorSpec(f"t{k}", (4,), "float32") for k in range(2))
+GATHERED = Plan(
+    "gathered",
+    SPECS,
+    (
+        *(Group((k,), Operation.REDUCE_SCATTER) for k in (1, 0)),
+        *(Group((k,), Operation.ALL_GATHER, Phase.FORWARD) for k in (0, 1)),
+    ),
+)
+
+
+def buffer(tensor: int, send: Callable[..., object]) -> Mock:
+    made = Mock()
+    made.send.side_effect = send
+    made.arrived.return_value = GroupFlags([True], tensors=(tensor,))
+    return made
+
+
+def test_a_step_begins_while_all_gathers_of_the_one_before_travel() -> None:
+    sent: list[Mock] = []
+    arrived = 0
+
+    def send(*_: object) -> Mock:
+        sent.append(Mock(nbytes=16, number=len(sent)))
+        return sent[-1]
+
+    transport = Mock()
+    transport.is_enqueued.side_effect = lambda work: work.number < arrived
+    reducing = [buffer(1, send), buffer(0, send)]
+    gathering = [buffer(0, send), buffer(1, send)]
+    transport.backward.return_value, transport.forward.return_value = reducing, gathering
+    lane = PlanExecutor(Mock(rank=0), transport, Op.AVERAGE, "optimizer")
+    lane.install(GATHERED)
+
+    lane.events.extend([Step(0, [1, 1], [None] * 2), 1, 0, CLOSE])
+    arrived = 2
+    lane.advance()
+    assert len(sent) == 2
+    lane.events.append(GatherRequest([1, 1], None))
+    lane.advance()
+    assert len(sent) > 2, "all-gathers are on their way"
+    lane.events.extend([Step(1, [1, 1], [None] * 2), 1])
+    lane.advance()
+    assert reducing[0].send.call_count == 1, "they go first"
+    arrived = 10
+    lane.advance()
+    assert gathering[1].send.call_count == 1
+    assert reducing[0].send.call_count == 2
