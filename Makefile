@@ -62,7 +62,8 @@ demo: install
 digits: install
 	@$(BIN)/mpirun -np 2 $(BIN)/python examples/torch_digits.py
 
-test: lint type pytest
+test: lint
+	@$(MAKE) --no-print-directory -j 2 type pytest
 
 lint: install
 	$(BIN)/ruff check .

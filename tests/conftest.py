@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,14 +47,20 @@ def group_of(item: pytest.Item) -> str:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Jobs have those checks alone of which there are tests, and come first.
 
-    They take long; the many short files behind them fill every process.
+    Those with the most tests take longest; the many short files at the end fill every process.
     """
     for item in session.items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         if isinstance(job := parameters.get("job"), runs.Job):
             runs.selected[job].add(parameters["name"])
     groups = {item.nodeid: group_of(item) for item in session.items}
-    session.items.sort(key=lambda item: item.get_closest_marker("parallel") is None)
+    sizes = Counter(groups.values())
+
+    def place(item: pytest.Item) -> int:
+        parallel = item.get_closest_marker("parallel") is not None
+        return -sizes[groups[item.nodeid]] if parallel else 0
+
+    session.items.sort(key=place)
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         Path(os.environ[FOLDER], f"groups-{worker}.json").write_text(json.dumps(groups))
 

@@ -32,7 +32,7 @@ REPLANNED = (
 
 
 @pytest.mark.parametrize(("way", "schedule"), WAYS)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 3])  # two: test_program; four: the contract of backends
 def test_equals_one_process(ranks: int, way: str, schedule: str) -> None:
     found = outcome("jax/equality", ranks, timeout=180)
     assert found.run.rc == 0, found.run
