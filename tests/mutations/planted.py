@@ -35,7 +35,7 @@ CORE = [
         "core/elimination.py",
         "<= max(margin, differences[i][1])",
         "<= min(margin, differences[i][1])",
-        unit("runtime/test_elimination"),
+        unit("core/test_elimination"),
     ),
     Mutation(
         "core/sequencer.py",
