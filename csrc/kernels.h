@@ -94,10 +94,17 @@ struct Reducers {
   Reduce average;  // of integers: the sum in 64 bits, divided towards zero; null for others
 };
 
+// From a wider type to a half format, to nearest even, and back. float64 goes through float32.
+using Cast = void (*)(const std::uint8_t* from, std::uint8_t* to, std::size_t count);
+struct Casts {
+  Cast narrow, widen;
+};
+
 struct Kernels {
   Multiply float16, bfloat16, float32, float64;
   Reducers reduce_float16, reduce_bfloat16, reduce_float32, reduce_float64;
   Reducers reduce_int32, reduce_int64, reduce_uint8;
+  Casts float32_float16, float32_bfloat16, float64_float16, float64_bfloat16;
   void (*stream)(const std::uint8_t* from, std::uint8_t* to, std::size_t nbytes);
   void (*fence)();
   const char* name;

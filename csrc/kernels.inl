@@ -183,6 +183,26 @@ WFBP_TARGET inline void fence() {
 #endif
 }
 
+template <class From, class To>
+WFBP_TARGET void cast(const std::uint8_t* from, std::uint8_t* to, std::size_t count) {
+  typename From::Value before[kBlock];
+  typename To::Value after[kBlock];
+  for (std::size_t start = 0; start < count; start += kBlock) {
+    const std::size_t length = std::min(kBlock, count - start);
+    From::load(from + From::kItem * start, before, length);
+    for (std::size_t i = 0; i < length; ++i) {
+      after[i] = static_cast<typename To::Value>(before[i]);
+    }
+    To::store(after, to + To::kItem * start, length);
+  }
+}
+
+// Between a half format and a wider type.
+template <class Wide, class Half>
+Casts casts() {
+  return {cast<Wide, Half>, cast<Half, Wide>};
+}
+
 template <class Format>
 Reducers reducers(Reduce average = nullptr) {
   return {reduce<Format, Sum>, reduce<Format, Min>, reduce<Format, Max>, reduce<Format, Product>,
@@ -206,6 +226,10 @@ inline Kernels kernels() {
           integer_reducers<std::int32_t>(),
           integer_reducers<std::int64_t>(),
           integer_reducers<std::uint8_t>(),
+          casts<Plain<float>, Float16>(),
+          casts<Plain<float>, BFloat16>(),
+          casts<Plain<double>, Float16>(),
+          casts<Plain<double>, BFloat16>(),
           stream,
           fence,
           WFBP_NAME};

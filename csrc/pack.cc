@@ -78,13 +78,14 @@ struct Table {
 };
 
 std::unique_ptr<Table> make_table(py::array destination, const Integers& offsets,
-                                  const Integers& nbytes, const std::string& dtype) {
+                                  const Integers& nbytes, const std::string& dtype,
+                                  const std::string& tensor_dtype) {
   if (destination.ndim() != 1 || !destination.dtype().equal(py::dtype::of<std::uint8_t>())) {
     throw py::value_error("destination must be a one-dimensional array of uint8");
   }
   std::uint8_t* bytes = writable_bytes(destination, "destination");
   wfbp::PackTable table(bytes, destination.nbytes(), integers(offsets, "offsets"),
-                        integers(nbytes, "nbytes"), dtype, chosen());
+                        integers(nbytes, "nbytes"), dtype, tensor_dtype, chosen());
   return std::unique_ptr<Table>(new Table{std::move(destination), std::move(table)});
 }
 
@@ -136,7 +137,7 @@ void wfbp::bind_pack(py::module_& module) {
 
   py::class_<Table>(module, "PackTable")
       .def(py::init(&make_table), py::arg("destination").noconvert(), py::arg("offsets"),
-           py::arg("nbytes"), py::arg("dtype"))
+           py::arg("nbytes"), py::arg("dtype"), py::arg("tensor_dtype") = "")
       .def_property_readonly(
           "pointers",
           [](py::object self) {

@@ -32,6 +32,18 @@ inline Dtype dtype_of(const std::string& name, const Kernels& kernels) {
                               "float64, int32, int64, uint8");
 }
 
+// How tensors of another type than the buffer's are packed; nothing where it is the same type.
+inline Casts casts_of(const std::string& tensor, const std::string& buffer,
+                      const Kernels& kernels) {
+  if (tensor == buffer) return {nullptr, nullptr};
+  if (tensor == "float32" && buffer == "float16") return kernels.float32_float16;
+  if (tensor == "float32" && buffer == "bfloat16") return kernels.float32_bfloat16;
+  if (tensor == "float64" && buffer == "float16") return kernels.float64_float16;
+  if (tensor == "float64" && buffer == "bfloat16") return kernels.float64_bfloat16;
+  throw std::invalid_argument("tensors of " + tensor + " cannot be packed as " + buffer +
+                              ": only float32 and float64 can, as float16 or bfloat16");
+}
+
 inline void require_scalable(const Dtype& dtype, const std::string& name, double factor) {
   if (factor != 1.0 && dtype.multiply == nullptr) {
     throw std::invalid_argument("scale is " + std::to_string(factor) + " but " + name +
@@ -44,13 +56,15 @@ inline void require_scalable(const Dtype& dtype, const std::string& name, double
 class PackTable {
  public:
   PackTable(std::uint8_t* destination, std::int64_t capacity, std::vector<std::int64_t> offsets,
-            std::vector<std::int64_t> sizes, const std::string& dtype, const Kernels& kernels)
+            std::vector<std::int64_t> sizes, const std::string& dtype,
+            const std::string& tensor_dtype, const Kernels& kernels)
       : pointers(offsets.size(), 0),
         destination_(destination),
         offsets_(std::move(offsets)),
         sizes_(std::move(sizes)),
         name_(dtype),
         dtype_(dtype_of(dtype, kernels)),
+        casts_(casts_of(tensor_dtype.empty() ? dtype : tensor_dtype, dtype, kernels)),
         kernels_(kernels) {
     if (offsets_.size() != sizes_.size()) {
       throw std::invalid_argument(std::to_string(offsets_.size()) + " offsets but " +
@@ -76,6 +90,10 @@ class PackTable {
 
   void pack(double scale) const {
     require_scalable(dtype_, name_, scale);
+    if (casts_.narrow != nullptr && scale != 1.0) {
+      throw std::invalid_argument("scale is " + std::to_string(scale) +
+                                  " but the table casts: expected 1.0");
+    }
     const bool past_caches = total_ >= kStreamFrom;
     for (std::size_t i = 0; i < offsets_.size(); ++i) {
       std::uint8_t* slot = destination_ + offsets_[i];
@@ -84,6 +102,8 @@ class PackTable {
       if (size == 0) continue;
       if (source == nullptr) {
         std::memset(slot, 0, size);
+      } else if (casts_.narrow != nullptr) {
+        casts_.narrow(source, slot, size / dtype_.item);
       } else if (scale != 1.0) {
         dtype_.multiply(source, slot, size / dtype_.item, scale);
       } else if (source != slot) {
@@ -99,7 +119,12 @@ class PackTable {
       const std::uint8_t* slot = destination_ + offsets_[i];
       auto* target = address(i);
       if (target == nullptr || target == slot || sizes_[i] == 0) continue;
-      copy(slot, target, static_cast<std::size_t>(sizes_[i]), past_caches);
+      const auto size = static_cast<std::size_t>(sizes_[i]);
+      if (casts_.widen != nullptr) {
+        casts_.widen(slot, target, size / dtype_.item);
+      } else {
+        copy(slot, target, size, past_caches);
+      }
     }
     if (past_caches) kernels_.fence();
   }
@@ -128,6 +153,7 @@ class PackTable {
   std::vector<std::int64_t> sizes_;
   std::string name_;
   Dtype dtype_;
+  Casts casts_;
   Kernels kernels_;
   std::int64_t total_ = 0;
 };

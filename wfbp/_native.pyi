@@ -17,6 +17,7 @@ class PackTable:
         offsets: Sequence[int] | npt.NDArray[np.int64],
         nbytes: Sequence[int] | npt.NDArray[np.int64],
         dtype: str,
+        tensor_dtype: str = "",
     ) -> None: ...
     @property
     def pointers(self) -> npt.NDArray[np.int64]: ...

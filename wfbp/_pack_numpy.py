@@ -21,6 +21,9 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.uint16]
 
+CASTS = ("float32", "float64")
+"""What can be packed as float16 or bfloat16."""
+
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 COMBINE: dict[str, Callable[..., Any]] = {
@@ -40,6 +43,7 @@ class PackTable:
         offsets: Sequence[int] | npt.NDArray[np.int64],
         nbytes: Sequence[int] | npt.NDArray[np.int64],
         dtype: str,
+        tensor_dtype: str = "",
     ) -> None:
         if destination.ndim != 1 or destination.dtype != np.uint8:
             raise ValueError("destination must be a one-dimensional array of uint8")
@@ -48,6 +52,13 @@ class PackTable:
             raise ValueError(f"{len(offsets)} offsets but {len(nbytes)} sizes")
         item = item_bytes(dtype)
         self._dtype = dtype
+        self._wide = tensor_dtype if tensor_dtype not in ("", dtype) else ""
+        if self._wide and (self._wide not in CASTS or dtype not in ("float16", "bfloat16")):
+            raise ValueError(
+                f"tensors of {tensor_dtype} cannot be packed as {dtype}: only float32 and float64 "
+                "can, as float16 or bfloat16"
+            )
+        self._ratio = item_bytes(self._wide) // item if self._wide else 1
         self._slots: list[Bytes] = []
         for i, (offset, size) in enumerate(zip(map(int, offsets), map(int, nbytes), strict=True)):
             if offset < 0 or size < 0 or offset + size > destination.size:
@@ -66,9 +77,16 @@ class PackTable:
 
     def pack(self, scale: float = 1.0) -> None:
         _require_scalable(self._dtype, scale)
+        if self._wide and scale != 1.0:
+            raise ValueError(f"scale is {scale} but the table casts: expected 1.0")
         for slot, other in self._pairs():
             if other is None:
                 slot.fill(0)
+                continue
+            if self._wide:
+                with np.errstate(all="ignore"):
+                    values = other.view(self._wide).astype(np.float32)
+                    slot.view(np.uint16)[:] = _from_float(values, self._dtype)
                 continue
             if other is not slot:
                 np.copyto(slot, other)
@@ -77,7 +95,11 @@ class PackTable:
 
     def unpack(self) -> None:
         for slot, other in self._pairs():
-            if other is not None and other is not slot:
+            if other is None or other is slot:
+                continue
+            if self._wide:
+                other.view(self._wide)[:] = _to_float(slot.view(np.uint16), self._dtype)
+            else:
                 np.copyto(other, slot)
 
     def _pairs(self) -> Iterator[tuple[Bytes, Bytes | None]]:
@@ -91,7 +113,10 @@ class PackTable:
                 continue
             if self._seen[i][0] != address:
                 own = address == slot.ctypes.data
-                self._seen[i] = (address, slot if own else _bytes_at(address, slot.size))
+                self._seen[i] = (
+                    address,
+                    slot if own else _bytes_at(address, slot.size * self._ratio),
+                )
             yield slot, self._seen[i][1]
 
 

@@ -1,12 +1,17 @@
 """Packing and reductions: by the C++ extension, or by NumPy where it is missing.
 
-``PackTable(destination, offsets, nbytes, dtype)`` keeps the slots of a fusion buffer
-(``destination``, uint8) and, in ``pointers``, the address that each slot is filled from; 0 means
-absent. The caller writes the addresses and keeps what they point at alive. Then
+``PackTable(destination, offsets, nbytes, dtype, tensor_dtype="")`` keeps the slots of a fusion
+buffer (``destination``, uint8) and, in ``pointers``, the address that each slot is filled from; 0
+means absent. The caller writes the addresses and keeps what they point at alive. Then
 
 * ``pack(scale=1.0)`` fills every slot with its source times ``scale`` (floating point only), and
   with zeros where it is absent; a source that is its own slot stays where it is;
 * ``unpack()`` copies every slot back to its address.
+
+Where ``tensor_dtype`` says so, what lies at the addresses is of another type than the buffer, which
+then is float16 or bfloat16: float32 and float64 are rounded to nearest even as they are packed
+(float64 to float32 first, as PyTorch does), and widened as they are unpacked. Such a table does not
+scale.
 
 ``scale(buffer, dtype, factor)`` multiplies in place. ``reduce_shards(shards, out, dtype, op,
 divisor=1.0)`` combines contributions in their order and divides the result: a sum, min, max or

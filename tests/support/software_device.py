@@ -27,6 +27,7 @@ import numpy as np
 from wfbp import native
 from wfbp.comm.backend import Buffer
 from wfbp.comm.device.device import Device
+from wfbp.core.types import item_bytes
 from wfbp.errors import BackendError
 
 HOST = 0
@@ -167,9 +168,15 @@ class SoftwareDevice(Device):
         self.write(stream, [target], lambda: np.copyto(target, source.view(target.dtype)))
 
     def pack_table(
-        self, buffer: Buffer, offsets: Sequence[int], nbytes: Sequence[int], dtype: str, stream: int
+        self,
+        buffer: Buffer,
+        offsets: Sequence[int],
+        nbytes: Sequence[int],
+        dtype: str,
+        stream: int,
+        tensor_dtype: str = "",
     ) -> SoftwareTable:
-        return SoftwareTable(self, buffer, offsets, nbytes, dtype, stream)
+        return SoftwareTable(self, buffer, offsets, nbytes, dtype, stream, tensor_dtype)
 
     def use(self) -> None:
         self.calls["use"] += 1
@@ -261,7 +268,9 @@ class SoftwareTable:
         nbytes: Sequence[int],
         dtype: str,
         stream: int,
+        tensor_dtype: str = "",
     ) -> None:
+        self._tensor_dtype = tensor_dtype or dtype
         self._device = device
         self._buffer = buffer
         self._offsets, self._nbytes = list(offsets), list(nbytes)
@@ -288,6 +297,7 @@ class SoftwareTable:
     def unpack(self) -> None:
         self._device.calls["unpack"] += 1
         table = self._table()
+        ratio = item_bytes(self._tensor_dtype) // item_bytes(self._dtype)
 
         def run() -> None:
             base = self._device.address(self._buffer)
@@ -295,7 +305,7 @@ class SoftwareTable:
                 self._offsets, self._nbytes, table.pointers.tolist(), strict=True
             ):
                 if size and pointer and pointer != base + offset:
-                    memory(pointer, size).fill(GARBAGE)
+                    memory(pointer, size * ratio).fill(GARBAGE)
             self._device._dawdle()
             table.unpack()
 
@@ -308,6 +318,7 @@ class SoftwareTable:
             np.asarray(self._offsets, np.int64),
             np.asarray(self._nbytes, np.int64),
             self._dtype,
+            self._tensor_dtype,
         )
         table.pointers[:] = self.pointers
         return table

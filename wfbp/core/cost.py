@@ -39,6 +39,9 @@ class CostModel(Protocol):
     def many(self, nbytes: Floats) -> Floats:
         """Seconds of each of many messages, in the shape of ``nbytes``."""
 
+    def compressed(self, part: float) -> CostModel:
+        """The model of messages of which only this part of the bytes travels."""
+
     def scaled(self, factor: float) -> CostModel:
         """The model whose every message takes ``factor`` times as long."""
 
@@ -81,6 +84,9 @@ class LinearCost:
 
     def many(self, nbytes: Floats) -> Floats:
         return self.alpha_s + self.beta_s_per_byte * nbytes
+
+    def compressed(self, part: float) -> LinearCost:
+        return LinearCost(self.alpha_s, self.beta_s_per_byte * part)
 
     def scaled(self, factor: float) -> LinearCost:
         return LinearCost(self.alpha_s * factor, self.beta_s_per_byte * factor)
@@ -165,6 +171,9 @@ class PiecewiseCost:
         beyond = np.maximum(nbytes - self._sizes[-1], 0.0)
         result: Floats = inside + self._tail_s_per_byte * beyond
         return result
+
+    def compressed(self, part: float) -> PiecewiseCost:
+        return PiecewiseCost(tuple((size / part, seconds) for size, seconds in self.points))
 
     def scaled(self, factor: float) -> PiecewiseCost:
         return PiecewiseCost(tuple((size, seconds * factor) for size, seconds in self.points))
@@ -270,6 +279,25 @@ class Costs:
             return self.all_reduce
         own = self.reduce_scatter if operation is Operation.REDUCE_SCATTER else self.all_gather
         return _half(self.all_reduce) if own is None else own
+
+    def compressed(self, part: float) -> Costs:
+        """The costs where of what is reduced only this part of the bytes travels.
+
+        All-gathers bring parameters and are not compressed.
+
+        Example:
+            >>> costs = Costs(LinearCost(alpha_s=1e-3, beta_s_per_byte=2e-9)).compressed(0.5)
+            >>> [costs.of(operation)(1e6) for operation in Operation]
+            [0.002, 0.001, 0.0015]
+        """
+        if part == 1.0:
+            return self
+        return Costs(
+            self.all_reduce.compressed(part),
+            None if self.reduce_scatter is None else self.reduce_scatter.compressed(part),
+            self.of(Operation.ALL_GATHER),
+            self.kappa,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The costs as plain data, format ``wfbp-cost/1``."""

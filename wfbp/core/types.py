@@ -75,6 +75,20 @@ def item_bytes(dtype: str) -> int:
         raise ValueError(f"dtype {dtype!r} cannot be sent; expected one of {known}") from None
 
 
+WIRE_DTYPES = ("float16", "bfloat16")
+"""What gradients of more bytes can travel as."""
+
+
+def wire_type(dtype: str, wire_dtype: str) -> str:
+    """The type in which elements of ``dtype`` travel; their own where that is no larger.
+
+    >>> [wire_type(dtype, "bfloat16") for dtype in ("float32", "float16")], wire_type("float32", "")
+    (['bfloat16', 'float16'], 'float32')
+    """
+    narrows = wire_dtype and item_bytes(dtype) > item_bytes(wire_dtype)
+    return wire_dtype if narrows else dtype
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """What is known of a tensor before it exists.
@@ -107,3 +121,7 @@ class TensorSpec:
     def nbytes(self) -> int:
         """Number of bytes."""
         return self.numel * item_bytes(self.dtype)
+
+    def wire_bytes(self, wire_dtype: str) -> int:
+        """Number of bytes that travel; see :func:`wire_type`."""
+        return self.numel * item_bytes(wire_type(self.dtype, wire_dtype))

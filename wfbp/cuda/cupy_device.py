@@ -181,12 +181,25 @@ class CupyDevice(Device):
             self._runtime.memcpyAsync(to, source, nbytes, _COPY_ANY_WAY, stream)
 
     def pack_table(
-        self, buffer: Buffer, offsets: Sequence[int], nbytes: Sequence[int], dtype: str, stream: int
+        self,
+        buffer: Buffer,
+        offsets: Sequence[int],
+        nbytes: Sequence[int],
+        dtype: str,
+        stream: int,
+        tensor_dtype: str = "",
     ) -> CudaTable:
         self._settle()
         with self._cupy.cuda.Device(self.index):
             table = DevicePackTable(
-                self._kernels, self.address(buffer), buffer.nbytes, offsets, nbytes, dtype, stream
+                self._kernels,
+                self.address(buffer),
+                buffer.nbytes,
+                offsets,
+                nbytes,
+                dtype,
+                stream,
+                tensor_dtype or None,
             )
         return CudaTable(self, table)
 

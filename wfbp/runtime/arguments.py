@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Integral
 
 from wfbp.core.planners.dear import ThresholdSearch
-from wfbp.core.types import Op, TensorSpec
+from wfbp.core.types import WIRE_DTYPES, Op, TensorSpec
 from wfbp.runtime.tuning.candidates import check_schedule
 
 FLOATING = ("float16", "bfloat16", "float32", "float64")
@@ -27,6 +27,8 @@ class EngineOptions:
         decouples: whether the caller can do with shards of gradients, and ``Engine.gather``.
         sharded_update: whether each rank then updates its shards only.
         name: of the optimizer, for messages.
+        wire_dtype: in which gradients of more bytes per element are reduced, one of
+            :data:`WIRE_DTYPES`; each gradient's own where it is empty.
     """
 
     schedule: str
@@ -36,6 +38,7 @@ class EngineOptions:
     decouples: bool = False
     sharded_update: bool = False
     name: str = "optimizer"
+    wire_dtype: str = ""
 
     def check(self, specs: Sequence[TensorSpec], user: str = "") -> None:
         """Raise unless the gradients of these tensors can be reduced so.
@@ -60,6 +63,8 @@ class EngineOptions:
             raise ValueError(
                 f"op is {self.op}; gradients can be combined by {Op.AVERAGE} or {Op.SUM}"
             )
+        if self.wire_dtype and self.wire_dtype not in WIRE_DTYPES:
+            raise ValueError(f"wire_dtype is {self.wire_dtype!r}; expected one of {WIRE_DTYPES}")
         if self.passes < 1:
             raise ValueError(f"backward_passes_per_step is {self.passes}; expected at least 1")
         if not specs:

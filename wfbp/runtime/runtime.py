@@ -186,7 +186,11 @@ class Runtime:
         return made
 
     def make_transport(
-        self, backend: Backend, device: Device | None, channel: ControlChannel
+        self,
+        backend: Backend,
+        device: Device | None,
+        channel: ControlChannel,
+        wire_dtype: str = "",
     ) -> Transport:
         """What a lane's groups lie in and travel through; collective.
 
@@ -194,9 +198,10 @@ class Runtime:
             backend: of the lane, from :meth:`lease`.
             device: where the tensors lie; None for the host.
             channel: in which ranks have come to this.
+            wire_dtype: in which wider gradients are reduced, if not in their own type.
         """
         if device is None:
-            return HostTransport(backend, self.config.zero_copy_min_bytes)
+            return HostTransport(backend, self.config.zero_copy_min_bytes, wire_dtype)
         key = self._leased.index(backend), id(device)
         if key not in self._carriers:
             label = "connecting devices"
@@ -204,7 +209,7 @@ class Runtime:
             self._carriers[key] = channel.call(
                 lambda _: Finished(connect(device, backend, self.config.timeout_s, check)), label
             )
-        return DeviceTransport(self._carriers[key], backend, self.check)
+        return DeviceTransport(self._carriers[key], backend, self.check, wire_dtype)
 
     def measure_costs(
         self,

@@ -60,6 +60,14 @@ class BF16Compressor(_Cast):
     dtype = torch.bfloat16
 
 
+WIRE_DTYPES: dict[type[Compressor], str] = {
+    NoneCompressor: "",
+    FP16Compressor: "float16",
+    BF16Compressor: "bfloat16",
+}
+"""In which type gradients travel that are wider; empty: in their own."""
+
+
 class Compression:
     """The compressors there are.
 

@@ -26,7 +26,7 @@ from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.tuning.candidates import check_schedule
 from wfbp.torch import tensors
 from wfbp.torch.clipping import Limit
-from wfbp.torch.compression import Compression, Compressor
+from wfbp.torch.compression import WIRE_DTYPES, Compression, Compressor
 from wfbp.torch.gradient_sync import OptimizerSync
 from wfbp.torch.optimizer_probe import UpdateCoupling, probe_optimizer
 from wfbp.torch.uncompiled import uncompiled
@@ -850,8 +850,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         optimizer: any ``torch.optim.Optimizer``.
         named_parameters: ``model.named_parameters()``, for messages and to match ranks; numbers
             stand in for names where it is missing.
-        compression: for Horovod's programs; ``Compression.none`` alone. Gradients travel in the
-            element type of their parameters.
+        compression: ``Compression.fp16`` or ``Compression.bf16``: float32 and float64 gradients are
+            rounded to that type as they are packed, averaged in float32, and rounded once more;
+            half the bytes travel, or fewer. What is too large for float16 becomes infinite, as
+            ``GradScaler`` expects. Gathered parameters are exact. By default gradients travel in
+            the element type of their parameters.
         backward_passes_per_step: how many ``backward()`` calls precede each ``step()``.
         op: ``Average`` or ``Sum``.
         gradient_predivide_factor: for Horovod's programs, with ``Average``; averages are formed in
@@ -906,7 +909,13 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     planner = config.schedule if schedule is None else schedule
     limit_bytes = config.threshold_bytes if threshold_bytes is None else threshold_bytes
     options = EngineOptions(
-        planner, limit_bytes, op, backward_passes_per_step, decouples=True, name=kind.__name__
+        planner,
+        limit_bytes,
+        op,
+        backward_passes_per_step,
+        decouples=True,
+        name=kind.__name__,
+        wire_dtype=WIRE_DTYPES[compression],
     )
     known = None if named_parameters is None else named_pairs(named_parameters)
     sharding = optimizer_sharding_of(optimizer_sharding, update)
@@ -936,10 +945,11 @@ def _check_horovods(
     process_set: ProcessSet,
 ) -> None:
     """Raise ``ValueError`` for values of Horovod's arguments that cannot be served."""
-    if compression is not Compression.none:
+    if not isinstance(compression, type) or compression not in WIRE_DTYPES:
         raise ValueError(
-            f"compression is {getattr(compression, '__name__', compression)}; gradients travel in "
-            "the element type of their parameters: pass Compression.none"
+            f"compression is {getattr(compression, '__name__', compression)}; expected "
+            "Compression.none, Compression.fp16 or Compression.bf16: gradients are cast while they "
+            "are packed, without calls of a compressor"
         )
     if predivide_factor != 1.0 and op is not Op.AVERAGE:
         raise ValueError(f"gradient_predivide_factor needs op=Average; found {op}")

@@ -469,3 +469,51 @@ def test_pack_lets_other_threads_run() -> None:
 def test_unknown_instructions_are_refused() -> None:
     with pytest.raises(ValueError, match="'abacus'"):
         _native.use_instructions("abacus")
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("wide", ["float32", "float64"])
+def test_a_table_casts(pack: ModuleType, dtype: str, wide: str) -> None:
+    """To the nearest half, ties to even, by way of float32; and back exactly."""
+    chance = np.random.default_rng(5)
+    bits = chance.integers(0, 2**32, 3000, dtype=np.uint32)
+    edges = [
+        0.0,
+        -0.0,
+        np.inf,
+        -np.inf,
+        np.nan,
+        65504.0,
+        65519.9,
+        65520.0,
+        1e-8,
+        3e38,
+        2049.0,
+        257.0,
+    ]
+    with np.errstate(all="ignore"):
+        values = np.concatenate([bits.view(np.float32), np.float32(edges)]).astype(wide)
+    count = len(values)
+    buffer = np.full(16 + 2 * count + 2, 7, np.uint8)
+    table = pack.PackTable(buffer, [0, 16], [16, 2 * count], dtype, wide)
+    table.pointers[:] = [0, values.ctypes.data]
+    table.pack()
+    halves = buffer[16 : 16 + 2 * count].view(np.uint16)
+    with np.errstate(all="ignore"):
+        wanted = narrow(values.astype(np.float32).astype(np.float64), dtype)
+    assert same_halves(halves, wanted, dtype)
+    assert (buffer[:16] == 0).all()
+    assert (buffer[-2:] == 7).all()
+    back = np.full(count + 1, 5.0, wide)
+    table.pointers[1] = back.ctypes.data
+    table.unpack()
+    assert np.array_equal(back[:-1], widen(halves, dtype), equal_nan=True)
+    assert back[-1] == 5.0
+    with pytest.raises(ValueError, match="scale is 2"):
+        table.pack(2.0)
+
+
+def test_what_a_table_cannot_cast_is_refused(pack: ModuleType) -> None:
+    for dtype, wide in (("float32", "float64"), ("float16", "bfloat16"), ("float16", "int32")):
+        with pytest.raises(ValueError, match=f"{wide} cannot be packed as {dtype}"):
+            pack.PackTable(np.zeros(16, np.uint8), [0], [8], dtype, wide)

@@ -209,3 +209,15 @@ def test_not_json(content: bytes, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cost\.json: not JSON: ") as caught:
         Costs.load(path)
     assert "\n" not in str(caught.value)
+
+
+def test_compressed_costs_are_those_of_fewer_bytes() -> None:
+    """All-gathers bring parameters, which stay as they are."""
+    for costs in (Costs(CURVE), Costs(CURVE, CURVE, LinearCost(1.0, 2.0), kappa=0.5)):
+        half = costs.compressed(0.5)
+        assert half.kappa == costs.kappa
+        for nbytes in (0, 3, 16, 30, 70, 200):
+            for operation in (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER):
+                assert half.of(operation)(nbytes) == pytest.approx(costs.of(operation)(nbytes / 2))
+            gather = Operation.ALL_GATHER
+            assert half.of(gather)(nbytes) == costs.of(gather)(nbytes)

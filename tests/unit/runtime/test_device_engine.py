@@ -75,6 +75,7 @@ class Devices:
     nccl=st.booleans(),
     streams=st.integers(1, 2),
     to_none=st.booleans(),
+    wire=st.sampled_from(["", "bfloat16"]),
     seed=st.integers(0, 2**32),
 )
 def test_random_programs(
@@ -84,17 +85,23 @@ def test_random_programs(
     nccl: bool,
     streams: int,
     to_none: bool,
+    wire: str,
     seed: int,
 ) -> None:
-    """Any tensors in any order on any rank, discarded passes, accumulation, changing plans."""
+    """Any tensors in any order on any rank, discarded passes, accumulation, changing plans.
+
+    Compressed, by values whose averages are exact.
+    """
+    unit = 6.0 if wire else 1.0  # 2 and 3 ranks divide it, and bfloat16 holds what comes of it
+    most = 1 if wire else 9
     chance = random.Random(seed)
     steps = [
         {
             "discard": chance.random() < 0.15,
-            "passes": chance.choice([1, 1, 1, 2, 3]) if to_none else 1,
+            "passes": chance.choice([1, 1, 1, 2, 3]) if to_none and not wire else 1,
             "discarded": [[chance.random() < 0.6 for _ in sizes] for _ in range(size)],
             "grads": [[chance.random() < 0.8 for _ in sizes] for _ in range(size)],
-            "values": [[float(chance.randint(-9, 9)) for _ in sizes] for _ in range(size)],
+            "values": [[unit * chance.randint(-most, most) for _ in sizes] for _ in range(size)],
         }
         for _ in range(10)
     ]
@@ -107,6 +114,7 @@ def test_random_programs(
             devices.of[rank],
             make_specs(sizes),
             schedule=schedule,
+            wire_dtype=wire,
             streams=streams,
             seed=seed + rank,
         )
@@ -153,12 +161,17 @@ def test_random_programs(
     schedule=st.sampled_from(["auto", *DECOUPLED]),
     nccl=st.booleans(),
     op=st.sampled_from([Op.AVERAGE, Op.SUM]),
+    wire=st.sampled_from(["", "bfloat16"]),
     seed=st.integers(0, 2**32),
 )
 def test_random_decoupled_programs(
-    size: int, sizes: list[int], schedule: str, nccl: bool, op: Op, seed: int
+    size: int, sizes: list[int], schedule: str, nccl: bool, op: Op, wire: str, seed: int
 ) -> None:
-    """Any tensors in any order, read in any order, discarded, missing; whole or by shards."""
+    """Any tensors in any order, read in any order, discarded, missing; whole or by shards.
+
+    Compressed, by values whose averages are exact.
+    """
+    unit = 6.0 if wire else 1.0  # 2 and 3 ranks divide it, and bfloat16 holds what comes of it
     chance = random.Random(seed)
     steps = [
         {
@@ -166,7 +179,7 @@ def test_random_decoupled_programs(
             "whole": chance.random() < 0.2,
             "read": chance.sample(range(len(sizes)), chance.randint(0, len(sizes))),
             "grads": [[chance.random() < 0.8 for _ in sizes] for _ in range(size)],
-            "values": [[float(chance.randint(-9, 9)) for _ in sizes] for _ in range(size)],
+            "values": [[unit * chance.randint(-9, 9) for _ in sizes] for _ in range(size)],
         }
         for _ in range(10)
     ]
@@ -180,6 +193,7 @@ def test_random_decoupled_programs(
             make_specs(sizes),
             schedule=schedule,
             op=op,
+            wire_dtype=wire,
             decouples=True,
             seed=seed + rank,
         )

@@ -16,7 +16,7 @@ from tests.support.ranks import QUICK, all_well, run_ranks
 from tests.support.trainer import Trainer, make_specs, mean, number
 from wfbp.config import Config
 from wfbp.core.types import Op, TensorSpec
-from wfbp.errors import PeerError
+from wfbp.errors import DisagreementError, PeerError
 from wfbp.runtime.runtime import Runtime
 
 STEADY = Config(schedule="wfbp", warmup_steps=10**6, timeout_s=20.0)
@@ -124,11 +124,13 @@ def test_passes_are_learned_and_unlearned() -> None:
     all_well(run_ranks(2, body, STEADY))
 
 
-def test_a_gradient_may_grow_where_the_last_average_lay() -> None:
-    """Also while it is sent, and on some ranks only."""
+@pytest.mark.parametrize("wire", ["", "float16"])
+def test_a_gradient_may_grow_where_the_last_average_lay(wire: str) -> None:
+    """Also while it is sent, and on some ranks only; compressed, by numbers that float16 holds."""
 
     def body(runtime: Runtime) -> None:
-        trainer = Trainer(runtime, make_specs([3, 4, 5]), schedule="wfbp")
+        specs = make_specs([3, 4, 5])
+        trainer = Trainer(runtime, specs, schedule="wfbp", wire_dtype=wire)
         for step in range(24):
             trainer.zero(to_none=False)
             for k in (2, 1, 0):
@@ -363,3 +365,31 @@ def test_the_report(caplog: pytest.LogCaptureFixture) -> None:
         "30",
     ], "on rank 0 only"
     assert "exposed communication" in summaries[-1]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_compressed_gradients_are_rounded_before_and_behind_their_average(dtype: str) -> None:
+    """Sums are exact in between; what has 16 bits stays as it is; the report tells of less."""
+
+    def body(runtime: Runtime) -> None:
+        trainer = Trainer(
+            runtime, make_specs([3, 4], dtype), schedule="wfbp", wire_dtype="bfloat16"
+        )
+        trainer.accumulate(0, 257.0)  # 256 in bfloat16
+        trainer.accumulate(1, 1.0 + 2.0**-7 * runtime.rank)
+        kept = dtype == "float16"
+        exact = (2 + 2.0**-7) / 2
+        assert trainer.synchronize() == ([257.0, exact] if kept else [256.0, 1.0])
+        assert trainer.engine.report()["total_bytes"] == 7 * 2
+
+    all_well(run_ranks(2, body, STEADY))
+
+
+def test_ranks_must_compress_alike() -> None:
+    def body(runtime: Runtime) -> None:
+        wire = ("float16", "")[runtime.rank]
+        with pytest.raises(DisagreementError, match="compression") as error:
+            Trainer(runtime, make_specs([3]), schedule="wfbp", wire_dtype=wire)
+        assert "float16" in str(error.value)
+
+    all_well(run_ranks(2, body, STEADY))

@@ -105,9 +105,19 @@ class Device(ABC):
 
     @abstractmethod
     def pack_table(
-        self, buffer: Buffer, offsets: Sequence[int], nbytes: Sequence[int], dtype: str, stream: int
+        self,
+        buffer: Buffer,
+        offsets: Sequence[int],
+        nbytes: Sequence[int],
+        dtype: str,
+        stream: int,
+        tensor_dtype: str = "",
     ) -> SlotTable:
-        """A table of a buffer's slots that packs on a stream."""
+        """A table of a buffer's slots that packs on a stream, and casts where types differ.
+
+        Raises:
+            ValueError: this device cannot cast so.
+        """
 
     @abstractmethod
     def use(self) -> None:

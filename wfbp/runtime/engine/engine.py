@@ -89,12 +89,14 @@ class Engine:
             runtime.size if options.sharded_update else 1,
             tells=runtime.rank == 0,
             name=name,
+            wire_dtype=options.wire_dtype,
         )
         settings = {
             **compared,
             "schedule": options.schedule,
             "threshold_bytes": options.threshold_bytes,
             "op": str(options.op),
+            "compression": options.wire_dtype or "none",
             "decouples": options.decouples,
             "shares the update": options.sharded_update,
             "tensors with gradient": [spec.name for spec in planned],
@@ -108,7 +110,9 @@ class Engine:
         )
         with runtime.collective_lock.hold(channel, f"{name}: making a lane"):
             backend = runtime.lease(channel)
-            self._transport = transport = runtime.make_transport(backend, device, channel)
+            self._transport = transport = runtime.make_transport(
+                backend, device, channel, options.wire_dtype
+            )
         self._lane = PlanExecutor(backend, transport, options.op, name)
         self._tracker = tracker = GradientTracker(
             self.specs, self._lane, transport, runtime.thread, options.passes, fetch, self._who
@@ -294,7 +298,7 @@ class Engine:
             self._install()
         if self._tuner.phase != phase:  # a trial may have ended with the plan it tried last
             self._settling = self._tuner.phase == "installed"
-            self._lane.costs = self._tuner.costs
+            self._lane.costs = self._tuner.message_costs
         tracker.step.owners = []  # gradients that were sent are no longer needed
         tracker.begin(self._number, done, self.profiling)
         return reduced

@@ -37,7 +37,7 @@ def make_report(tuner: Tuner, num_steps: int) -> dict[str, Any]:
         "steps": num_steps,
         "num_groups": len(tuner.plan.groups),
         "num_tensors": len(tuner.plan.tensors),
-        "total_bytes": tuner.plan.total_bytes,
+        "total_bytes": tuner.wire_bytes,
         "overlap": tuner.plan.overlap,
         "kappa": tuner.costs.kappa if tuner.costs else None,
         "predicted_iteration_s": predicted.iteration_s if predicted else None,

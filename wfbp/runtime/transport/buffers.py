@@ -5,6 +5,10 @@ copy costs more than a message of its own, so the backend is told where it lies 
 tensors come first in a buffer, so that the small ones and the flags behind them stay one piece.
 Decoupled groups travel as shards: each rank gets one part of every tensor, and all ranks' parts lie
 one behind the other in the buffer.
+
+Compressed groups are cast while they are packed, all tensors of them, and cast back to memory of
+their own when they have arrived: what is planned, shared out and handed to training is of the
+gradients' type everywhere; only the message is of another.
 """
 
 from __future__ import annotations
@@ -223,6 +227,104 @@ class FusionBuffer:
         return self._flags.read(self._storage.tail, step)
 
 
+class _Results:
+    """Where the tensors of a compressed group come to lie."""
+
+    def __init__(self, offsets: Sequence[int], nbytes: Sequence[int], end: int) -> None:
+        self._places = [
+            slice(start, start + size) for start, size in zip(offsets, nbytes, strict=True)
+        ]
+        self._bytes = aligned_bytes(end)
+        address: int = self._bytes.__array_interface__["data"][0]
+        self.addresses = [address + start for start in offsets]
+        self.slots = frozenset(
+            start for start, size in zip(self.addresses, nbytes, strict=True) if size
+        )
+
+    def slot(self, position: int) -> Buffer:
+        """The bytes of the tensor at ``position``, as uint8."""
+        return self._bytes[self._places[position]]
+
+
+class CastFusionBuffer:
+    """Storage of one all-reduced group that travels in a smaller type; as ``FusionBuffer``.
+
+    Results are cast to memory beside the message, of which there are two in turns, for the same
+    reason.
+
+    Args:
+        plan: what to send.
+        group: index of the group whose storage this is.
+        op: ``Op.AVERAGE`` or ``Op.SUM``.
+        wire_dtype: float16 or bfloat16.
+        carrier: that will be asked to send, where it is known.
+    """
+
+    def __init__(
+        self, plan: Plan, group: int, op: Op, wire_dtype: str, carrier: Backend | None = None
+    ) -> None:
+        self.dtype = wire_dtype
+        self._op = op
+        self._flags = FlagCodec(plan, group, wire_dtype)
+        self._members = plan.groups[group].tensors
+        specs = [plan.tensors[k] for k in self._members]
+        self._nbytes = [spec.nbytes for spec in specs]
+        self._offsets, self._end = layout(self._nbytes)
+        wire_bytes = [spec.wire_bytes(wire_dtype) for spec in specs]
+        offsets, end = layout(wire_bytes)
+        end = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        width = item_bytes(wire_dtype)
+        message = aligned_bytes(end + self._flags.count * width, carrier)
+        self.buffer: Buffer = message.view(storage_dtype(wire_dtype))
+        """What is sent: the tensors and the flags, as elements."""
+        self._tail = self.buffer[end // width :]
+        self._table = native.PackTable(
+            message,
+            np.asarray(offsets, dtype=np.int64),
+            np.asarray(wire_bytes, dtype=np.int64),
+            wire_dtype,
+            plan.dtype(group),
+        )
+        self.num_moves = 0
+        self._results = self._made()
+        self._other: _Results | None = None
+
+    def _made(self) -> _Results:
+        return _Results(self._offsets, self._nbytes, self._end)
+
+    def slot(self, position: int) -> Buffer:
+        """The bytes of the group's tensor at ``position``, as uint8."""
+        return self._results.slot(position)
+
+    def pack(self, step: Step) -> None:
+        """Cast all tensors; zeros for what is absent."""
+        sources = [step.addresses[k] for k in self._members]
+        if not self._results.slots.isdisjoint(sources):  # as in a ``FusionBuffer``
+            other = self._other
+            if other is None or not other.slots.isdisjoint(sources):
+                other = self._made()
+            self._other, self._results = self._results, other
+            self.num_moves += 1
+        self._table.pointers[:] = sources
+        self._table.pack()
+        self._tail[:] = self._flags.values(sources, step.requested, step.number, step.discards)
+
+    def unpack(self, addresses: Sequence[int]) -> None:
+        """Cast the tensors to these addresses, indexed by tensor; 0: not that one."""
+        self._table.pointers[:] = [addresses[k] for k in self._members]
+        self._table.unpack()
+
+    def send(self, backend: Backend) -> Work[None]:
+        """Reduce it; called once after each :meth:`pack`."""
+        return backend.all_reduce(self.buffer, self.dtype, self._op)
+
+    def arrived(self, step: int) -> GroupFlags:
+        """Cast what was reduced back, and read its flags."""
+        self._table.pointers[:] = self._results.addresses
+        self._table.unpack()
+        return self._flags.read(self._tail, step)
+
+
 def aligned_bytes(size: int, carrier: Backend | None = None) -> Buffer:
     """Zeroed bytes that start at a cache line, where the carrier wants them."""
     size_of_all = size + _LINE_BYTES
@@ -261,19 +363,28 @@ class _ShardBlocks:
         size: number of ranks.
         zero_copy_min_bytes: tensors of at least this size are not packed.
         tail_bytes: to be left free at the end of each block.
+        wire_dtype: in which the shards lie there, if not in the group's type; all are packed then.
     """
 
     def __init__(
-        self, plan: Plan, group: int, size: int, zero_copy_min_bytes: int, tail_bytes: int = 0
+        self,
+        plan: Plan,
+        group: int,
+        size: int,
+        zero_copy_min_bytes: int,
+        tail_bytes: int = 0,
+        wire_dtype: str = "",
     ) -> None:
         self.members = plan.groups[group].tensors
-        self.dtype = plan.dtype(group)
+        self._tensor_dtype = plan.dtype(group)
+        self.dtype = wire_dtype or self._tensor_dtype
+        self.casts = self.dtype != self._tensor_dtype
         self._specs = [plan.tensors[k] for k in self.members]
         self._size = size
-        places = [shard_bytes(spec, size) for spec in self._specs]
-        buffer_layout = BufferLayout(
-            places, [spec.nbytes for spec in self._specs], zero_copy_min_bytes
-        )
+        places = [self._in_block(shard_bytes(spec, size)) for spec in self._specs]
+        nbytes = [spec.nbytes for spec in self._specs]
+        least_bytes = max(nbytes) + 1 if self.casts else zero_copy_min_bytes
+        buffer_layout = BufferLayout(places, nbytes, least_bytes)
         self._offsets, self._small = buffer_layout.offsets, buffer_layout.small
         ranges = [[shard_range(spec, r, size) for r in range(size)] for spec in self._specs]
         self._large = [
@@ -284,6 +395,10 @@ class _ShardBlocks:
         self.counts = [self.block_bytes] * size
         self.bytes = aligned_bytes(self.block_bytes * size)
 
+    def _in_block(self, nbytes: int) -> int:
+        """Bytes that so many of a tensor take in a block."""
+        return nbytes // item_bytes(self._tensor_dtype) * item_bytes(self.dtype)
+
     def block(self, rank: int) -> Buffer:
         """A rank's block."""
         return self.bytes[rank * self.block_bytes : (rank + 1) * self.block_bytes]
@@ -292,7 +407,18 @@ class _ShardBlocks:
         """The bytes of a rank's shard of the group's tensor at ``position``."""
         start, stop = shard_range(self._specs[position], rank, self._size)
         offset = self._offsets[position]
-        return self.block(rank)[offset : offset + stop - start]
+        return self.block(rank)[offset : offset + self._in_block(stop - start)]
+
+    def starts(self, rank: int) -> list[int]:
+        """Where a rank's shards begin in their tensors."""
+        return [shard_range(spec, rank, self._size)[0] for spec in self._specs]
+
+    def results(self, rank: int) -> _Results:
+        """Memory for a rank's shards in the tensors' type."""
+        ranges = [shard_range(spec, rank, self._size) for spec in self._specs]
+        nbytes = [stop - start for start, stop in ranges]
+        offsets, end = layout(nbytes)
+        return _Results(offsets, nbytes, end)
 
     def segments(self, addresses: Sequence[int], owners: Sequence[object]) -> list[Segment]:
         """The large tensors where they lie; zeros for those at address 0."""
@@ -310,7 +436,7 @@ class _ShardBlocks:
             for position in self._small:
                 start, stop = shard_range(self._specs[position], rank, self._size)
                 offsets.append(rank * self.block_bytes + self._offsets[position])
-                nbytes.append(stop - start)
+                nbytes.append(self._in_block(stop - start))
                 starts.append(start)
         small = [self.members[position] for position in self._small]
         table = native.PackTable(
@@ -318,6 +444,7 @@ class _ShardBlocks:
             np.asarray(offsets, dtype=np.int64),
             np.asarray(nbytes, dtype=np.int64),
             self.dtype,
+            self._tensor_dtype,
         )
         return ShardTable(table, small, starts, len(ranks))
 
@@ -366,19 +493,38 @@ class ScatterBuffer:
         rank: this rank.
         size: number of ranks.
         zero_copy_min_bytes: tensors of at least this size are not packed.
+        wire_dtype: in which it travels, if not in the group's type; the shard of this rank is
+            then cast back to memory beside the message.
     """
 
     def __init__(
-        self, plan: Plan, group: int, op: Op, rank: int, size: int, zero_copy_min_bytes: int
+        self,
+        plan: Plan,
+        group: int,
+        op: Op,
+        rank: int,
+        size: int,
+        zero_copy_min_bytes: int,
+        wire_dtype: str = "",
     ) -> None:
         self.num_moves = 0
         self._op = op
         self._rank = rank
-        self._flags = FlagCodec(plan, group)
-        self.dtype = plan.dtype(group)
+        self.dtype = wire_dtype or plan.dtype(group)
+        self._flags = FlagCodec(plan, group, self.dtype)
         tail_bytes = self._flags.count * item_bytes(self.dtype)
-        self._blocks = blocks = _ShardBlocks(plan, group, size, zero_copy_min_bytes, tail_bytes)
+        self._blocks = blocks = _ShardBlocks(
+            plan, group, size, zero_copy_min_bytes, tail_bytes, self.dtype
+        )
         self._table = blocks.table(range(size))
+        self._results: _Results | None = None
+        if blocks.casts:
+            self._results = results = blocks.results(rank)
+            self._own = blocks.table([rank])
+            self._targets = [0] * len(plan.tensors)
+            places = zip(blocks.members, results.addresses, blocks.starts(rank), strict=True)
+            for k, address, start in places:  # as if whole tensors began there
+                self._targets[k] = address - start
         end = blocks.tail + tail_bytes
         self._tails = [
             blocks.block(r)[blocks.tail : end].view(storage_dtype(self.dtype)) for r in range(size)
@@ -386,6 +532,8 @@ class ScatterBuffer:
 
     def slot(self, position: int) -> Buffer:
         """The bytes of this rank's shard of the group's tensor at ``position``, as uint8."""
+        if self._results is not None:
+            return self._results.slot(position)
         return self._blocks.shard(position, self._rank)
 
     def pack(self, step: Step) -> None:
@@ -409,6 +557,8 @@ class ScatterBuffer:
 
     def arrived(self, step: int) -> GroupFlags:
         """Read the flags of the reduced message, as ``FusionBuffer.arrived``."""
+        if self._results is not None:
+            self._own.unpack(self._targets)
         return self._flags.read(self._tails[self._rank], step)
 
 

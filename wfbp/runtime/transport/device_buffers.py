@@ -16,7 +16,7 @@ from wfbp.comm.backend import Backend, Buffer, Work
 from wfbp.comm.device.backend import DeviceBackend, DeviceWork
 from wfbp.comm.device.device import Device, SlotTable
 from wfbp.core.plan import ALIGNMENT_BYTES, Plan, layout
-from wfbp.core.types import Op
+from wfbp.core.types import Op, item_bytes
 from wfbp.runtime.step import GatherRequest, Step
 from wfbp.runtime.transport.buffers import ShardTable, shard_bytes, shard_range
 from wfbp.runtime.transport.flags import GroupFlags, HostFlags
@@ -32,19 +32,23 @@ class _Storage:
         offsets: Sequence[int],
         nbytes: Sequence[int],
         dtype: str,
+        tensor_dtype: str = "",
     ) -> None:
         device = carrier.device
         self.bytes = device.zeros(total, carrier.stream)
         address = device.address(self.bytes)
+        self.addresses = [address + start for start in offsets]
         self.slots = frozenset(
-            address + start for start, size in zip(offsets, nbytes, strict=True) if size
+            start for start, size in zip(self.addresses, nbytes, strict=True) if size
         )
-        table = device.pack_table(self.bytes, offsets, nbytes, dtype, carrier.stream)
+        table = device.pack_table(self.bytes, offsets, nbytes, dtype, carrier.stream, tensor_dtype)
         self.table = _Annotated(device, table)
 
 
 class DeviceFusionBuffer:
     """Storage of one all-reduced group.
+
+    A compressed one is cast to a message of its own, and back to the storage when it has arrived.
 
     Args:
         plan: what to send.
@@ -53,6 +57,7 @@ class DeviceFusionBuffer:
         carrier: sends it.
         flags: travel beside this group, if beside any.
         deliveries: gets what copies tensors to where they are wanted, once they are reduced.
+        wire_dtype: in which it travels, if not in the group's type.
     """
 
     def __init__(
@@ -63,10 +68,11 @@ class DeviceFusionBuffer:
         carrier: DeviceBackend,
         flags: HostFlags | None,
         deliveries: list[SlotTable],
+        wire_dtype: str = "",
     ) -> None:
         self._deliveries = deliveries
         self._op = op
-        self._dtype = plan.dtype(group)
+        self._dtype = self._tensor_dtype = plan.dtype(group)
         self._beside = AttachedFlags(flags)
         self._members = plan.groups[group].tensors
         self._nbytes = [plan.tensors[k].nbytes for k in self._members]
@@ -75,11 +81,20 @@ class DeviceFusionBuffer:
         self._total = total
         self._carrier = carrier
         self.num_moves = 0
+        self._message: _Storage | None = None
+        if wire_dtype not in ("", self._dtype):
+            specs = [plan.tensors[k] for k in self._members]
+            wire_bytes = [spec.wire_bytes(wire_dtype) for spec in specs]
+            offsets, end = layout(wire_bytes)
+            end = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            self._message = _Storage(carrier, end, offsets, wire_bytes, wire_dtype, self._dtype)
+            self._dtype, self._tensor_dtype = wire_dtype, self._dtype
         self._storage = self._made()
         self._other: _Storage | None = None
 
     def _made(self) -> _Storage:
-        return _Storage(self._carrier, self._total, self._offsets, self._nbytes, self._dtype)
+        dtype = self._tensor_dtype
+        return _Storage(self._carrier, self._total, self._offsets, self._nbytes, dtype)
 
     def slot(self, position: int) -> Buffer:
         """The bytes of the group's tensor at ``position``."""
@@ -96,8 +111,14 @@ class DeviceFusionBuffer:
                 other = self._made()
             self._other, self._storage = self._storage, other
             self.num_moves += 1
-        self._storage.table.pointers[:] = sources
-        self._storage.table.pack()
+        table = self._sent.table
+        table.pointers[:] = sources
+        table.pack()
+
+    @property
+    def _sent(self) -> _Storage:
+        """What travels."""
+        return self._message or self._storage
 
     def unpack(self, addresses: Sequence[int]) -> None:
         """Have the tensors copied to these addresses, indexed by tensor; 0: not that one."""
@@ -107,12 +128,13 @@ class DeviceFusionBuffer:
 
     def send(self, backend: Backend) -> Work[None]:
         """Reduce it."""
-        return self._beside.accompany(
-            backend.all_reduce(self._storage.bytes, self._dtype, self._op)
-        )
+        return self._beside.accompany(backend.all_reduce(self._sent.bytes, self._dtype, self._op))
 
     def arrived(self, step: int) -> GroupFlags:
         """What ranks said of the step, if that travelled beside this group."""
+        if self._message is not None:
+            self._message.table.pointers[:] = self._storage.addresses
+            self._message.table.unpack()
         return self._beside.read(step)
 
 
@@ -161,22 +183,36 @@ class _GroupAndFlags(DeviceWork):
 class _DeviceShardBlocks:
     """A group's shards, one block per rank, and the tables that copy them."""
 
-    def __init__(self, plan: Plan, group: int, carrier: DeviceBackend) -> None:
+    def __init__(
+        self, plan: Plan, group: int, carrier: DeviceBackend, wire_dtype: str = ""
+    ) -> None:
         self.members = plan.groups[group].tensors
-        self.dtype = plan.dtype(group)
+        self._tensor_dtype = plan.dtype(group)
+        self.dtype = wire_dtype or self._tensor_dtype
+        self.casts = self.dtype != self._tensor_dtype
         self._specs = [plan.tensors[k] for k in self.members]
         self._carrier = carrier
         size = carrier.size
-        self._offsets, end = layout([shard_bytes(spec, size) for spec in self._specs])
+        self._offsets, end = layout(
+            [self._in_block(shard_bytes(spec, size)) for spec in self._specs]
+        )
         self.block_bytes = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self.counts = [self.block_bytes] * size
         self.bytes = carrier.device.zeros(self.block_bytes * size, carrier.stream)
+
+    def _in_block(self, nbytes: int) -> int:
+        """Bytes that so many of a tensor take in a block."""
+        return nbytes // item_bytes(self._tensor_dtype) * item_bytes(self.dtype)
+
+    def ranges(self, rank: int) -> list[tuple[int, int]]:
+        """A rank's shards in their tensors."""
+        return [shard_range(spec, rank, self._carrier.size) for spec in self._specs]
 
     def shard(self, position: int, rank: int) -> Buffer:
         """The bytes of a rank's shard of the group's tensor at ``position``."""
         start, stop = shard_range(self._specs[position], rank, self._carrier.size)
         first = rank * self.block_bytes + self._offsets[position]
-        return self.bytes[first : first + stop - start]
+        return self.bytes[first : first + self._in_block(stop - start)]
 
     def table(self, ranks: Sequence[int]) -> ShardTable:
         """Copies some ranks' shards."""
@@ -185,10 +221,12 @@ class _DeviceShardBlocks:
             for position, spec in enumerate(self._specs):
                 start, stop = shard_range(spec, rank, self._carrier.size)
                 offsets.append(rank * self.block_bytes + self._offsets[position])
-                nbytes.append(stop - start)
+                nbytes.append(self._in_block(stop - start))
                 starts.append(start)
         device, stream = self._carrier.device, self._carrier.stream
-        table = device.pack_table(self.bytes, offsets, nbytes, self.dtype, stream)
+        table = device.pack_table(
+            self.bytes, offsets, nbytes, self.dtype, stream, self._tensor_dtype
+        )
         return ShardTable(_Annotated(device, table), self.members, starts, len(ranks))
 
 
@@ -226,16 +264,31 @@ class DeviceScatterBuffer:
         carrier: DeviceBackend,
         flags: HostFlags | None,
         deliveries: list[SlotTable],
+        wire_dtype: str = "",
     ) -> None:
         self.num_moves = 0
         self._op = op
         self._rank = carrier.rank
         self._beside = AttachedFlags(flags)
-        self._blocks = blocks = _DeviceShardBlocks(plan, group, carrier)
+        self._blocks = blocks = _DeviceShardBlocks(plan, group, carrier, wire_dtype)
         self._table = blocks.table(range(carrier.size))
+        self._results: list[Buffer] = []
+        if blocks.casts:
+            device, ranges = carrier.device, blocks.ranges(carrier.rank)
+            nbytes = [stop - start for start, stop in ranges]
+            offsets, end = layout(nbytes)
+            memory = device.zeros(-(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, carrier.stream)
+            self._own = blocks.table([carrier.rank])
+            self._targets = [0] * len(plan.tensors)
+            for k, offset, (start, stop) in zip(blocks.members, offsets, ranges, strict=True):
+                self._results.append(memory[offset : offset + stop - start])
+                # As if whole tensors began there.
+                self._targets[k] = device.address(memory) + offset - start
 
     def slot(self, position: int) -> Buffer:
         """The bytes of this rank's shard of the group's tensor at ``position``."""
+        if self._results:
+            return self._results[position]
         return self._blocks.shard(position, self._rank)
 
     def pack(self, step: Step) -> None:
@@ -254,6 +307,8 @@ class DeviceScatterBuffer:
 
     def arrived(self, step: int) -> GroupFlags:
         """What ranks said of the step, if that travelled beside this group."""
+        if self._results:
+            self._own.unpack(self._targets)
         return self._beside.read(step)
 
 

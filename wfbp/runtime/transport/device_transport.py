@@ -23,7 +23,7 @@ from wfbp.comm.backend import Backend, Buffer, Work
 from wfbp.comm.device.backend import DeviceBackend, DeviceWork
 from wfbp.comm.device.device import Event, SlotTable
 from wfbp.core.plan import Plan
-from wfbp.core.types import Op, Operation
+from wfbp.core.types import Op, Operation, wire_type
 from wfbp.runtime.step import (
     NOT_MEASURED,
     BufferView,
@@ -69,10 +69,18 @@ class DeviceTransport(Transport):
         carrier: sends the groups, on the lane's stream.
         host: carries what ranks say of a step.
         check: raises what has ended the runtime.
+        wire_dtype: in which wider gradients are reduced, if not in their own type.
     """
 
-    def __init__(self, carrier: DeviceBackend, host: Backend, check: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        carrier: DeviceBackend,
+        host: Backend,
+        check: Callable[[], None],
+        wire_dtype: str = "",
+    ) -> None:
         super().__init__(carrier)
+        self._wire_dtype = wire_dtype
         self._backend = carrier
         self._device = device = carrier.device
         self._stream = carrier.stream
@@ -103,7 +111,8 @@ class DeviceTransport(Transport):
             scatters = plan.groups[group].operation is Operation.REDUCE_SCATTER
             kind = DeviceScatterBuffer if scatters else DeviceFusionBuffer
             beside = flags if group == last else None
-            buffers.append(kind(plan, group, op, self._backend, beside, self._deliveries))
+            wire = wire_type(plan.dtype(group), self._wire_dtype)
+            buffers.append(kind(plan, group, op, self._backend, beside, self._deliveries, wire))
         return buffers
 
     def forward(self, plan: Plan) -> list[ForwardBuffer]:

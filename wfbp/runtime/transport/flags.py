@@ -49,15 +49,16 @@ class FlagCodec:
     Args:
         plan: what is sent.
         group: index of the group.
+        dtype: of the message; the group's by default.
     """
 
-    def __init__(self, plan: Plan, group: int) -> None:
-        self._dtype = plan.dtype(group)
+    def __init__(self, plan: Plan, group: int, dtype: str = "") -> None:
+        self._dtype = dtype or plan.dtype(group)
         self._tensors = plan.groups[group].tensors
         self._num_tensors = len(self._tensors)
         self._is_last = group == plan.num_backward - 1
         self.count = self._num_tensors + (NUM_STEP_FLAGS if self._is_last else 0)
-        """Elements of the group's type that the flags take."""
+        """Elements of the message's type that the flags take."""
 
     def values(
         self, addresses: Sequence[int], requested: bool, step: int, discards: bool

@@ -20,7 +20,7 @@ import numpy as np
 
 from wfbp.comm.backend import Backend, Buffer, Work
 from wfbp.core.plan import Plan
-from wfbp.core.types import Op, Operation
+from wfbp.core.types import Op, Operation, wire_type
 from wfbp.runtime.step import (
     BufferView,
     GatherRequest,
@@ -31,7 +31,13 @@ from wfbp.runtime.step import (
     Timestamp,
     to_seconds,
 )
-from wfbp.runtime.transport.buffers import FusionBuffer, GatherBuffer, ScatterBuffer, aligned_bytes
+from wfbp.runtime.transport.buffers import (
+    CastFusionBuffer,
+    FusionBuffer,
+    GatherBuffer,
+    ScatterBuffer,
+    aligned_bytes,
+)
 from wfbp.runtime.transport.flags import GroupFlags
 
 
@@ -199,22 +205,27 @@ class HostTransport(Transport):
     Args:
         carrier: sends the groups.
         zero_copy_min_bytes: tensors of at least this size are not packed.
+        wire_dtype: in which wider gradients are reduced, if not in their own type.
     """
 
-    def __init__(self, carrier: Backend, zero_copy_min_bytes: int) -> None:
+    def __init__(self, carrier: Backend, zero_copy_min_bytes: int, wire_dtype: str = "") -> None:
         super().__init__(carrier)
+        self._wire_dtype = wire_dtype
         self._zero_copy_min_bytes = zero_copy_min_bytes
         self.now = self.produced = perf_counter
         self.complete = None
 
     def backward(self, plan: Plan, op: Op) -> list[BackwardBuffer]:
-        rank, size, direct = self.carrier.rank, self.carrier.size, self._zero_copy_min_bytes
-        return [
-            ScatterBuffer(plan, g, op, rank, size, direct)
-            if plan.groups[g].operation is Operation.REDUCE_SCATTER
-            else FusionBuffer(plan, g, op, size, direct, self.carrier)
-            for g in range(plan.num_backward)
-        ]
+        return [self._backward(plan, group, op) for group in range(plan.num_backward)]
+
+    def _backward(self, plan: Plan, group: int, op: Op) -> BackwardBuffer:
+        carrier, direct = self.carrier, self._zero_copy_min_bytes
+        wire = wire_type(plan.dtype(group), self._wire_dtype)
+        if plan.groups[group].operation is Operation.REDUCE_SCATTER:
+            return ScatterBuffer(plan, group, op, carrier.rank, carrier.size, direct, wire)
+        if wire != plan.dtype(group):
+            return CastFusionBuffer(plan, group, op, wire, carrier)
+        return FusionBuffer(plan, group, op, carrier.size, direct, carrier)
 
     def forward(self, plan: Plan) -> list[ForwardBuffer]:
         rank, size, direct = self.carrier.rank, self.carrier.size, self._zero_copy_min_bytes

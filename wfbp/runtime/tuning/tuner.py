@@ -115,6 +115,7 @@ class Tuner:
         num_updaters: ranks that share the update of a decoupled tensor; 1 where each does all.
         tells: whether what happens is logged; by one rank.
         name: of the optimizer, for that.
+        wire_dtype: in which wider gradients are reduced, if not in their own type.
 
     Raises:
         ValueError: no such schedule.
@@ -131,9 +132,12 @@ class Tuner:
         *,
         tells: bool = False,
         name: str = "optimizer",
+        wire_dtype: str = "",
     ) -> None:
         self._tells = tells
         self._name = name
+        self._wire_dtype = wire_dtype
+        self._part = 1.0  # of the bytes that are planned, as far as they are reduced
         check_schedule(schedule, decouples)
         self._decouples = decouples and schedule not in ALL_REDUCE_SCHEDULES
         self._spared = 1.0 - 1.0 / num_updaters
@@ -205,6 +209,16 @@ class Tuner:
     def operations(self) -> tuple[Operation, ...]:
         """The collectives whose costs matter."""
         return tuple(Operation) if self._decouples else (Operation.ALL_REDUCE,)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of all gradients as they are reduced."""
+        return sum(spec.wire_bytes(self._wire_dtype) for spec in self.plan.tensors)
+
+    @property
+    def message_costs(self) -> Costs | None:
+        """The costs by the bytes that travel, where what is planned is compressed."""
+        return None if self.costs is None else self.costs.compressed(1.0 / self._part)
 
     @property
     def doubts_costs(self) -> bool:
@@ -375,7 +389,9 @@ class Tuner:
             trace.backward_s * 1e3,
             trace.other_s * 1e3,
         )
-        costs = with_packing(measure(), packing_s / max(1, self.plan.total_bytes))
+        self._part = self.wire_bytes / max(1, self.plan.total_bytes) or 1.0
+        costs = measure().compressed(self._part)
+        costs = with_packing(costs, packing_s / max(1, self.plan.total_bytes))
         self.costs = costs = replace(costs, kappa=self._kappa)
         if self._schedule == "dear":
 

@@ -68,7 +68,7 @@ for passes in (2, 1):
     assert torch.allclose(before - weight, torch.full((3,), passes * (size + 1) / 2))
     optimizer.zero_grad()
 for refused, arguments in (
-    ("FP16Compressor", {"compression": hvd.Compression.fp16}),
+    ("compression is Compressor", {"compression": hvd.compression.Compressor}),
     ("num_groups is -1", {"num_groups": -1}),
     ("needs op=Average", {"op": hvd.Sum, "gradient_predivide_factor": 2.0}),
 ):

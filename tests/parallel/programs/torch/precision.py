@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -102,6 +105,93 @@ def autocast() -> None:
         loss.backward()
 
     check_training(mlp(5, 7, 3).float(), backward, momentum, tolerance=1e-5)
+
+
+def rounded(
+    model: nn.Module, backward: Callable[..., None], step: int, passes: int, dtype: torch.dtype
+) -> None:
+    """Set ``p.grad`` to what ranks make of their gradients that travel in this type."""
+    params = list(model.parameters())
+    sums = [torch.zeros_like(p) for p in params]
+    for rank in range(wfbp.size()):
+        model.zero_grad()
+        for part in range(passes):
+            backward(model, rank, passes * step + part)
+        for total, p in zip(sums, params, strict=True):
+            total += p.grad.to(dtype).to(p.dtype)
+    for total, p in zip(sums, params, strict=True):
+        p.grad = (total / wfbp.size()).to(dtype).to(p.dtype)
+
+
+@check
+def compression() -> None:
+    """As one process that rounds before and behind the average; clipped, accumulated, sharded."""
+
+    def backward(net: nn.Module, rank: int, step: int) -> None:
+        net(data(step, rank, 4, 5, dtype=torch.float32)).square().mean().backward()
+
+    for kind, dtype in (
+        (wfbp.torch.Compression.fp16, torch.float16),
+        (wfbp.torch.Compression.bf16, torch.bfloat16),
+    ):
+        for passes, clips, sharding in ((1, False, None), (2, True, None), (1, True, False)):
+            torch.manual_seed(3)
+            model = mlp(5, 7, 3).float()
+            reference = copy.deepcopy(model)
+            optimizer = wfbp.torch.DistributedOptimizer(
+                momentum(model.parameters()),
+                compression=kind,
+                backward_passes_per_step=passes,
+                optimizer_sharding=sharding,
+            )
+            plain = momentum(reference.parameters())
+            for step in range(12):
+                optimizer.zero_grad()
+                for part in range(passes):
+                    backward(model, wfbp.rank(), passes * step + part)
+                rounded(reference, backward, step, passes, dtype)
+                if clips:
+                    norm = optimizer.clip_grad_norm_(0.1)
+                    wanted = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+                    same(norm, wanted, f"{dtype}, norm of step {step}", 1e-5)
+                if step == 8 and not clips and wfbp.size() > 1:
+                    optimizer.synchronize()
+                    grads = [p.grad for p in model.parameters()]
+                    assert all(torch.equal(g, g.to(dtype).to(g.dtype)) for g in grads)
+                    with optimizer.skip_synchronize():
+                        optimizer.step()
+                else:
+                    optimizer.step()
+                plain.step()
+                if step % 3 == 2:
+                    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+                        same(p.detach(), q.detach(), f"{dtype}, step {step}", 1e-5)
+            if wfbp.size() > 1:
+                count = sum(p.numel() for p in model.parameters())
+                assert optimizer.report()["total_bytes"] == 2 * count
+
+
+@check
+def compression_overflows_for_the_scaler_to_see() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = wfbp.torch.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), compression=wfbp.torch.Compression.fp16
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**17, growth_interval=100)
+    for step in range(6):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum() * (1.0 + wfbp.rank() % 2)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if wfbp.size() > 1:  # 2**15 is too large on rank 1 alone
+            assert scaler.get_scale() == 2.0 ** max(14, 16 - step), step
+    raises(
+        ValueError,
+        "Compression.bf16",
+        act=lambda: wfbp.torch.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=1.0), compression="fp16"
+        ),
+    )
 
 
 @check
