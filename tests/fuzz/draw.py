@@ -25,6 +25,11 @@ _ACTS = (
     *("reload", "broadcast", "clear", "rewrap", "renew", "alone", "metric", "discard", "thread"),
     *("move", "passes", "add"),
 )
+_PROPORTIONAL = (
+    *("sgd", "fused sgd", "momentum", "nesterov", "dampened", "float32 state", "counting"),
+    *("by parameter", "by id", "by attribute", "replacing"),
+)
+"""Optimizers that do not make a small gradient, and its rounding, large."""
 _NOT_TWICE_DIFFERENTIABLE = ("attention", "lstm", "gru", "sparse embedding", "sparse bag")
 
 
@@ -80,9 +85,7 @@ class _Drawing:
         self.compiled = self.likely(0.03)
         narrow = {part.dtype or dtype for part in layers} == {"float32"}
         self.autocast = (
-            narrow
-            and self.likely(0.2)
-            and not any(KINDS[o.kind].rough or KINDS[o.kind].closure for o in optimizers)
+            narrow and self.likely(0.4) and all(o.kind in _PROPORTIONAL for o in optimizers)
         )
         self.hooked = any(part.hook.startswith("late") for part in layers)
         # They change what earlier passes have left: to average, ranks must have equally many.
