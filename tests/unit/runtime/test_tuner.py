@@ -21,7 +21,7 @@ from wfbp.core.types import ALL_REDUCE_SCHEDULES, AUTO, TensorSpec
 from wfbp.core.types import DECOUPLED_SCHEDULES as DECOUPLED
 from wfbp.runtime.engine.recorder import make_report
 from wfbp.runtime.tuning.candidates import auto_candidates, make, reordered
-from wfbp.runtime.tuning.profile import StepTimes
+from wfbp.runtime.tuning.profile import StepTimes, TuningPhase
 from wfbp.runtime.tuning.tuner import DriftDetector, Tuner
 
 SPECS = tuple(TensorSpec(f"t{k}", (1000,), "float32") for k in range(8))
@@ -85,7 +85,7 @@ class Job:
         return self.tuners[0]
 
     def step(self) -> None:
-        self.ran.append((self.tuner.phase, self.tuner.plan))
+        self.ran.append((self.tuner.phase.value, self.tuner.plan))
         took = self.seconds(self.tuner.plan)
         for rank, tuner in enumerate(self.tuners):
             tuner.after_step(self.stamps(rank, tuner.plan, took))
@@ -116,7 +116,7 @@ class Job:
 
     def run(self, until: str, limit: int = 400) -> None:
         for _ in range(limit):
-            if self.tuner.phase == until:
+            if self.tuner.phase.value == until:
                 return
             self.step()
         raise AssertionError(f"no {until} in {limit} steps")
@@ -252,7 +252,7 @@ def test_the_slowest_rank_counts() -> None:
     """Rank 0 finds wfbp fast, rank 1 finds it slow: it must not be installed."""
     job = Job("auto", alike)
     job.run("trial")
-    while job.tuner.phase == "trial":
+    while job.tuner.phase is TuningPhase.TRIAL:
         plan = job.tuner.plan
         for rank, tuner in enumerate(job.tuners):
             slow = (plan.schedule == "wfbp") == (rank == 1)
@@ -277,7 +277,7 @@ def test_all_ranks_run_the_same_whatever_they_measure(
     job = Job(schedule, alike, size=size, noise=noise, gradients=gradients, seed=seed)
     for _ in range(150):
         job.step()
-    assert job.tuner.phase in ("installed", "profile", "trial")
+    assert job.tuner.phase in (TuningPhase.INSTALLED, TuningPhase.PROFILE, TuningPhase.TRIAL)
     planned = {s.name for s in job.tuner.plan.tensors}
     assert planned == set().union(*gradients)
 
@@ -327,7 +327,7 @@ def test_a_lasting_change_may_come_from_the_network() -> None:
     for _ in range(60):
         job.step()
     now[0] = 2.0
-    while job.tuner.phase == "installed":
+    while job.tuner.phase is TuningPhase.INSTALLED:
         job.step()
     assert all(tuner.doubts_costs for tuner in job.tuners)
     job.run("installed")
@@ -395,7 +395,7 @@ def test_one_rank_that_sees_the_change_is_enough() -> None:
             tuner.after_step(job.stamps(rank, tuner.plan, 2.0 if slow else 1.0))
         job.meet()
         assert len({t.phase for t in job.tuners}) == 1
-        if job.tuner.phase == "profile":
+        if job.tuner.phase is TuningPhase.PROFILE:
             return
     raise AssertionError("no round")
 
@@ -554,7 +554,7 @@ def test_every_plan_has_a_forecast_once_there_are_a_profile_and_costs() -> None:
         if tuner.costs is None:
             continue
         report = make_report(tuner, step)
-        seen.add(tuner.phase)
+        seen.add(tuner.phase.value)
         trace = tuner.trace
         assert trace is not None
         assert report["predicted_iteration_s"] == pytest.approx(
@@ -646,7 +646,7 @@ def test_tensors_that_join_are_planned_from_the_start() -> None:
     job.gradients = [present | {"t7"}, present]
     for tuner in job.tuners:
         tuner.join(SPECS[7:])
-    assert job.tuner.phase == "warm-up"
+    assert job.tuner.phase is TuningPhase.WARM_UP
     assert job.tuner.plan.tensors == (SPECS[7], *SPECS[:7])
     assert job.tuner.predicted is None
     job.run("installed")

@@ -37,6 +37,7 @@ from wfbp.runtime.step import (
     StepTimestamps,
     Timestamp,
 )
+from wfbp.runtime.tuning.profile import TuningPhase
 from wfbp.runtime.tuning.tuner import Tuner
 
 
@@ -297,7 +298,7 @@ class Engine:
         if changed:
             self._install()
         if self._tuner.phase != phase:  # a trial may have ended with the plan it tried last
-            self._settling = self._tuner.phase == "installed"
+            self._settling = self._tuner.phase is TuningPhase.INSTALLED
             self._lane.costs = self._tuner.message_costs
         tracker.step.owners = []  # gradients that were sent are no longer needed
         tracker.begin(self._number, done, self.profiling)
@@ -379,7 +380,7 @@ class Engine:
         self._assembler.forget()
         self.num_installed += 1
         self._kept.clear()  # these ran by another plan
-        self.profiling = self._tuner.phase == "profile"
+        self.profiling = self._tuner.phase is TuningPhase.PROFILE
 
     def _close(self) -> None:
         self._runtime.check()

@@ -15,7 +15,7 @@ from typing import Any
 
 from wfbp.core.plan import Plan
 from wfbp.runtime.step import GroupTime
-from wfbp.runtime.tuning.profile import StepTimes
+from wfbp.runtime.tuning.profile import StepTimes, TuningPhase
 from wfbp.runtime.tuning.tuner import Tuner
 
 
@@ -33,7 +33,7 @@ def make_report(tuner: Tuner, num_steps: int) -> dict[str, Any]:
     latest_s = measured_s or (predicted.iteration_s if predicted else None)
     return {
         "schedule": tuner.plan.schedule,
-        "phase": tuner.phase,
+        "phase": tuner.phase.value,
         "steps": num_steps,
         "num_groups": len(tuner.plan.groups),
         "num_tensors": len(tuner.plan.tensors),
@@ -72,7 +72,7 @@ def make_stats(tuner: Tuner, num_steps: int) -> dict[str, Any]:
         "ratio_to_lower_bound": report["ratio_to_lower_bound"],
         "predicted_s": report["predicted_iteration_s"],
         "plan": tuner.plan.summary,
-        "phase": tuner.phase,
+        "phase": tuner.phase.value,
     }
 
 
@@ -98,7 +98,6 @@ def log_summary(name: str, stats: dict[str, Any]) -> None:
 
 FORMAT = "wfbp-run/1"
 KEPT_ITERATIONS = 8
-INSTALLED = "installed"
 
 log = logging.getLogger("wfbp")
 summary = logging.getLogger("wfbp.summary")
@@ -139,7 +138,7 @@ class Recorder:
         self._size = size
         self._report = report
         self._plan: Plan | None = None
-        self._phase = ""
+        self._phase: TuningPhase | None = None
         self._steps = 0
         self._iterations: deque[tuple[StepTimes, Sequence[GroupTime]]] = deque(
             maxlen=KEPT_ITERATIONS
@@ -157,7 +156,7 @@ class Recorder:
         self._iterations.append((stamps, times))
         self._steps += 1
         due = self._steps >= KEPT_ITERATIONS and not self._steps & (self._steps - 1)
-        if due and self._phase == INSTALLED:
+        if due and self._phase is TuningPhase.INSTALLED:
             self.write()
 
     def write(self) -> None:

@@ -21,6 +21,7 @@ from wfbp.runtime.progress.channel import ControlChannel
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import BufferView, Step
 from wfbp.runtime.transport.transport import BackwardBuffer, Transport
+from wfbp.runtime.tuning.profile import TuningPhase
 from wfbp.runtime.tuning.tuner import Tuner
 
 
@@ -142,7 +143,7 @@ class StepSynchronizer:
         """
         tracker, tuner = self._tracker, self._tuner
         due = tuner.round_due
-        told = tuner.message() if due or tuner.phase == "installed" else {}
+        told = tuner.message() if due or tuner.phase is TuningPhase.INSTALLED else {}
         mine = {"extra": sorted(tracker.unplanned), "tuner": told, "whole": wanted}
         payloads = exchange_payloads(
             self._channel, self._name, json.dumps(mine).encode(), "end of the step"

@@ -42,6 +42,7 @@ from wfbp.runtime.transport.device_buffers import (
 )
 from wfbp.runtime.transport.flags import HostFlags
 from wfbp.runtime.transport.transport import BackwardBuffer, ForwardBuffer, Transport
+from wfbp.runtime.tuning.profile import TuningPhase
 
 BEGUN = -1
 CLOSED = -2
@@ -51,7 +52,6 @@ LAG_STEPS = 2
 """While plans are measured, a step's times are taken this many steps later, on every rank alike:
 its device has then run ahead of nobody, and the next steps' work is enqueued already."""
 
-WARM_UP, INSTALLED = "warm-up", "installed"
 """Phases of the tuner in which nothing is measured that ranks decide by together."""
 
 _CHECK_S = 0.05
@@ -215,12 +215,14 @@ class DeviceTransport(Transport):
         for stream in {self._home, self._device.current_stream()}:
             self._device.wait(stream, time_.end_s)
 
-    def take_measured(self, kept: deque[StepTimestamps], phase: str) -> Iterable[MeasuredStep]:
-        if phase == WARM_UP:  # only counted
+    def take_measured(
+        self, kept: deque[StepTimestamps], phase: TuningPhase
+    ) -> Iterable[MeasuredStep]:
+        if phase is TuningPhase.WARM_UP:  # only counted
             kept.clear()
             yield NOT_MEASURED
             return
-        measuring = phase != INSTALLED
+        measuring = phase is not TuningPhase.INSTALLED
         while kept and (len(kept) > LAG_STEPS if measuring else self._device.done(kept[0].done)):
             marks = kept.popleft()
             while not self._device.done(marks.done):

@@ -39,6 +39,7 @@ from wfbp.runtime.transport.buffers import (
     aligned_bytes,
 )
 from wfbp.runtime.transport.flags import GroupFlags
+from wfbp.runtime.tuning.profile import TuningPhase
 
 
 class BackwardBuffer(Protocol):
@@ -192,7 +193,9 @@ class Transport(ABC):
         """What the training thread does from here on finds a gathered group."""
 
     @abstractmethod
-    def take_measured(self, kept: deque[StepTimestamps], phase: str) -> Iterable[MeasuredStep]:
+    def take_measured(
+        self, kept: deque[StepTimestamps], phase: TuningPhase
+    ) -> Iterable[MeasuredStep]:
         """Take those steps of which the tuner, in its phase, can be told now.
 
         While plans are measured these are the same ones on every rank.
@@ -261,7 +264,9 @@ class HostTransport(Transport):
     def join(self) -> float:
         return perf_counter()
 
-    def take_measured(self, kept: deque[StepTimestamps], phase: str) -> Iterable[MeasuredStep]:
+    def take_measured(
+        self, kept: deque[StepTimestamps], phase: TuningPhase
+    ) -> Iterable[MeasuredStep]:
         while kept:
             yield to_seconds(kept.popleft(), float)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,19 @@ from typing import Any
 
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import TensorSpec
+
+
+class TuningPhase(enum.Enum):
+    """What an engine's tuner is doing; the values are what reports say."""
+
+    WARM_UP = "warm-up"
+    """Steps are counted, by a plan that needs no measurement."""
+    PROFILE = "profile"
+    """Compute is measured, with communication held back."""
+    TRIAL = "trial"
+    """Candidate plans run in turn."""
+    INSTALLED = "installed"
+    """The plan that stays runs, until times drift."""
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ from wfbp.runtime.tuning.candidates import (
     reordered,
     with_packing,
 )
-from wfbp.runtime.tuning.profile import Profile, StepTimes, combine
+from wfbp.runtime.tuning.profile import Profile, StepTimes, TuningPhase, combine
 from wfbp.runtime.tuning.trial import Candidate, Elimination, Search, Times, Trial, num_cold
 
 log = logging.getLogger("wfbp")
@@ -169,7 +169,7 @@ class Tuner:
         self._num_trial_steps = 0
         self._undecided: list[Plan] = []
         self._regret_windows = _REGRET_WINDOWS
-        self._enter("warm-up", first_plan(self._schedule, specs, self._threshold_bytes))
+        self._enter(TuningPhase.WARM_UP, first_plan(self._schedule, specs, self._threshold_bytes))
 
     def _tell(self, message: str, *values: object) -> None:
         if self._tells:
@@ -178,7 +178,7 @@ class Tuner:
     def after_step(self, stamps: StepTimes) -> None:
         """Take note of a step; :attr:`plan` may change, on every rank at the same step."""
         self._seen += 1
-        if self.phase == "warm-up":
+        if self.phase is TuningPhase.WARM_UP:
             if self._seen >= self._config.warmup_steps:
                 self._profile()
             return
@@ -186,21 +186,21 @@ class Tuner:
             self._steps.append(stamps)
         else:
             self._cold_s = stamps.done_s - stamps.begun_s
-        if self.phase == "trial":
+        if self.phase is TuningPhase.TRIAL:
             assert self._trial is not None
             self._num_trial_steps += 1
             if len(self._steps) < self._trial.num_steps:
                 return
             self._times.append([s.done_s - s.begun_s for s in self._steps])
             if len(self._times) < len(self._trial.plans):
-                self._enter("trial", self._trial.plans[len(self._times)])
-        elif self.phase == "installed":
+                self._enter(TuningPhase.TRIAL, self._trial.plans[len(self._times)])
+        elif self.phase is TuningPhase.INSTALLED:
             self._watch()
 
     @property
     def _num_cold(self) -> int:
         """Steps after a change of plans that tell nothing."""
-        if self.phase != "trial":
+        if self.phase is not TuningPhase.TRIAL:
             return 1
         assert self._trial is not None
         return num_cold(self._trial.num_steps)
@@ -228,9 +228,9 @@ class Tuner:
     @property
     def round_due(self) -> bool:
         """Whether every rank now enters a round, by count of steps."""
-        if self.phase == "profile":
+        if self.phase is TuningPhase.PROFILE:
             return len(self._steps) >= self._config.profile_steps
-        if self.phase != "trial":
+        if self.phase is not TuningPhase.TRIAL:
             return False
         assert self._trial is not None
         return len(self._times) == len(self._trial.plans)
@@ -240,14 +240,14 @@ class Tuner:
         """Whether this rank asks for a round: the iteration time has changed, another plan was
         faster in its trial than the installed one is now, or it is time to look again at what a
         trial could not tell apart."""
-        return self.phase == "installed" and (
+        return self.phase is TuningPhase.INSTALLED and (
             self._drift_detector.has_drifted or self._looks_again or bool(self._rivals(self._now_s))
         )
 
     @property
     def _looks_again(self) -> bool:
         return (
-            self.phase == "installed"
+            self.phase is TuningPhase.INSTALLED
             and bool(self._undecided)
             and self._can_try_again
             and self._config.replan_threshold > 0
@@ -260,9 +260,9 @@ class Tuner:
 
     def message(self) -> dict[str, Any]:
         """What this rank brings to a round."""
-        if self.phase == "profile":
+        if self.phase is TuningPhase.PROFILE:
             return {"profile": Profile.of(self._steps).to_json()}
-        if self.phase == "trial":
+        if self.phase is TuningPhase.TRIAL:
             return {"times_s": self._times}
         return {
             "wants_round": self.wants_round,
@@ -288,9 +288,9 @@ class Tuner:
         Returns:
             The plan to run from here on.
         """
-        if self.phase == "profile":
+        if self.phase is TuningPhase.PROFILE:
             self._plan_anew(messages, measure, share)
-        elif self.phase == "trial":
+        elif self.phase is TuningPhase.TRIAL:
             self._conclude_round([m["times_s"] for m in messages], share)
         elif any(m["drifted"] for m in messages):
             self._incumbent = self.plan
@@ -336,7 +336,9 @@ class Tuner:
 
     @property
     def _tried_so_far(self) -> list[Candidate]:
-        under_way = self._trial.candidates if self.phase == "trial" and self._trial else []
+        under_way = (
+            self._trial.candidates if self.phase is TuningPhase.TRIAL and self._trial else []
+        )
         return [c for c in (*self._tried, *under_way) if c.num_rounds]
 
     @property
@@ -347,7 +349,7 @@ class Tuner:
             return None
         return statistics.median(s.done_s - s.closed_s + s.waited_s for s in recent)
 
-    def _enter(self, phase: str, plan: Plan) -> None:
+    def _enter(self, phase: TuningPhase, plan: Plan) -> None:
         self.phase = phase
         self.plan = plan
         self._seen = 0
@@ -355,14 +357,14 @@ class Tuner:
         self._steps: list[StepTimes] = []
         self._drift_detector = DriftDetector(self._config.replan_threshold)
         self._windows_s: list[float] = []
-        if phase != "trial":
+        if phase is not TuningPhase.TRIAL:
             self._times: list[list[float]] = []
 
     def _profile(self) -> None:
         self._tell(
             "measuring compute for %d steps, by %s", self._config.profile_steps, self.plan.summary
         )
-        self._enter("profile", held(self.plan))
+        self._enter(TuningPhase.PROFILE, held(self.plan))
 
     def _plan_anew(
         self, messages: Sequence[dict[str, Any]], measure: Callable[[], Costs], share: Share
@@ -371,7 +373,7 @@ class Tuner:
         kept = {spec for spec, times in self._num_joined.items() if times > 1}
         trace = combine(self.plan.tensors, profiles, kept)
         if trace is None:
-            self._enter("warm-up", replace(self.plan, overlap=True))
+            self._enter(TuningPhase.WARM_UP, replace(self.plan, overlap=True))
             return
         self._tried = []
         self._num_trial_steps = 0
@@ -448,7 +450,7 @@ class Tuner:
     def _try(self, trial: Trial) -> None:
         self._trial = trial
         self._times = []
-        self._enter("trial", trial.plans[0])
+        self._enter(TuningPhase.TRIAL, trial.plans[0])
 
     def _conclude_round(self, ranks: Sequence[Times], share: Share) -> None:
         assert self._trial is not None
@@ -507,7 +509,7 @@ class Tuner:
         rivals = {p.digest: p for p in self._undecided if p.digest != plan.digest}
         self._undecided = list(rivals.values())[:_MOST_UNDECIDED]
         self._incumbent = None
-        self._enter("installed", plan)
+        self._enter(TuningPhase.INSTALLED, plan)
         assert self.predicted is not None
         self._tell(
             "installed %s: predicted %.1f ms, T/LB %.3f%s",

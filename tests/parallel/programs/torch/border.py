@@ -24,6 +24,7 @@ from tests.parallel.programs.torch.training import (
 )
 from tests.support.sharding import SHARDING
 from wfbp.core import planners
+from wfbp.runtime.tuning.profile import TuningPhase
 
 check = Checks()
 
@@ -261,7 +262,7 @@ def plans_change_while_updates_are_deferred() -> None:
         if exchange is None or step % 2 == 0 or step < 6:
             return
         tuner = exchange._engine._tuner  # as a trial would, by the next step
-        if tuner.phase != "installed":
+        if tuner.phase is not TuningPhase.INSTALLED:
             return
         name = ("ps", "ps_layerwise")[step // 2 % 2]
         plan = planners.plan(name, tuner.trace, tuner.costs)
