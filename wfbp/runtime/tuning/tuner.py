@@ -294,7 +294,10 @@ class Tuner:
             self._conclude_round([m["times_s"] for m in messages], share)
         elif any(m["drifted"] for m in messages):
             self._incumbent = self.plan
-            self._tell("the iteration time has changed for long: measuring and planning anew")
+            self._tell(
+                "the iteration time has changed for long, to %.1f ms: measuring and planning anew",
+                (self.measured_s or 0.0) * 1e3,
+            )
             self._profile()
         elif any(m["looks_again"] for m in messages):
             self._tell("comparing again what an earlier trial could not tell apart")
