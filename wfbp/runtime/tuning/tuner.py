@@ -446,7 +446,10 @@ class Tuner:
         most_steps = round(share * _LIMIT_STEPS * self._config.trial_steps) - spent[0]
         most_s = share * _LIMIT_S * self._config.trial_min_s - spent[1]
         self._tell(
-            "trial of %d plans, of at most %d steps or %.1f s", len(plans), most_steps, most_s
+            "trial of %d plans, of at most %d steps or %.1f s",
+            len(plans),
+            max(0, most_steps),
+            max(0.0, most_s),
         )
         self._try(Elimination(plans, self._trial_steps(plans[0]), most_steps, most_s))
 
