@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import pickle
 import struct
 import warnings
 import weakref
@@ -56,7 +57,7 @@ class GradientHooks:
         runtime: with more than one rank.
         named: names and parameters, equal on every rank.
         options: how gradients are reduced; equal on every rank.
-        sparse_as_dense: whether sparse gradients are made dense; they are an error otherwise.
+        sparse_as_dense: whether sparse gradients are made dense; otherwise they travel as they are.
         kind: the optimizer's class, which must be the same on every rank.
     """
 
@@ -72,6 +73,9 @@ class GradientHooks:
         self._names = [n for n, _ in named]
         self.params = self._params = [p for _, p in named]
         self._sparse_as_dense = sparse_as_dense
+        self._sparse: set[int] = set()
+        self._only_sparse = issubclass(kind, torch.optim.SparseAdam)
+        self._op = options.op
         self._name = name = options.name
         self._views: list[torch.Tensor | None] = [None] * len(named)
         self._moved: list[dict[int, torch.Tensor]] = [{} for _ in named]
@@ -114,7 +118,7 @@ class GradientHooks:
     @property
     def open(self) -> bool:
         """Whether gradients have appeared that no step has taken."""
-        return self._engine.open
+        return self._engine.open or bool(self._sparse)
 
     @property
     def gone(self) -> list[torch.Tensor]:
@@ -150,10 +154,19 @@ class GradientHooks:
             self._views_of = self._engine.num_installed
             self._views = [None] * len(self._params)
             self._moved = [{} for _ in self._params]
-        reduced = self._engine.synchronize(whole, wanted)
+        engine = self._engine
+        if not engine.unfinished:
+            for index in range(len(self._params)):
+                self._holds_sparse(index)
+            engine.sparse = sorted(self._sparse)
+        reduced = engine.synchronize(whole, wanted)
         self._guard.clear()
         self._zeros.clear()
         self.take(reduced)
+        if engine.sparse_anywhere:
+            with signals.firm:
+                self._exchange_sparse(engine.sparse_anywhere, reduced)
+        self._sparse.clear()
         self._forward.follow()
         return reduced
 
@@ -180,6 +193,58 @@ class GradientHooks:
                 held = views[index] = tensors.view(slot.data, layouts[index])
             if params[index].grad is not held:
                 params[index].grad = held
+        if self._only_sparse:
+            for index, slot in enumerate(reduced):
+                grad = params[index].grad
+                if slot is not None and grad is not None and not grad.is_sparse:
+                    params[index].grad = grad.to_sparse(1)
+
+    def _holds_sparse(self, index: int) -> bool:
+        """Whether a parameter's gradient is sparse and travels so; known again now."""
+        grad = self._params[index].grad
+        found = grad is not None and grad.is_sparse and not self._sparse_as_dense
+        if found and self._engine.may_decouple:
+            raise ValueError(
+                f"{self._name}: the gradient of {self._names[index]} is sparse, and the schedule "
+                "may leave ranks shards of it; make its layer with sparse=False, or pass "
+                "sparse_as_dense=True or a schedule of all-reduces, such as schedule='oasr', to "
+                "DistributedOptimizer"
+            )
+        (self._sparse.add if found else self._sparse.discard)(index)
+        return found
+
+    def _exchange_sparse(
+        self, indices: Sequence[int], reduced: Sequence[BufferView | None]
+    ) -> None:
+        """Combine sparse gradients: every rank gets all indices and values; a collective.
+
+        Where other ranks have a dense gradient, the result is dense.
+
+        Args:
+            indices: of the parameters of which any rank has one; the same on every rank.
+            reduced: where dense gradients lie.
+        """
+        mine: list[tuple[int, bytes, bytes] | None] = []
+        for index in indices:
+            grad = self._params[index].grad
+            if index not in self._sparse or grad is None:
+                mine.append(None)
+                continue
+            found = grad.detach().coalesce()
+            places, values = tensors.on_host(found.indices()), tensors.on_host(found.values())
+            mine.append(
+                (places.shape[0], tensors.raw(places).tobytes(), tensors.raw(values).tobytes())
+            )
+        payloads = self._engine.exchange(pickle.dumps(mine), "sparse gradients")
+        ranks = [pickle.loads(payload) for payload in payloads]
+        for position, index in enumerate(indices):
+            param = self._params[index]
+            parts = [rank[position] for rank in ranks if rank[position] is not None]
+            total = _combined_sparse(param, parts, len(ranks) if self._op is Op.AVERAGE else 1)
+            if reduced[index] is not None and param.grad is not None and not param.grad.is_sparse:
+                param.grad.add_(total)
+            else:
+                param.grad = total
 
     def watch_shards(self, reduced: Sequence[BufferView | None]) -> None:
         """Have :meth:`check_shards` notice changes of gradients of which there are shards."""
@@ -214,6 +279,7 @@ class GradientHooks:
     def discard(self) -> None:
         """Forget gradients that appeared since the last step."""
         self._guard.clear()
+        self._sparse.clear()
         if not self._successor:
             self._engine.discard()
 
@@ -247,17 +313,14 @@ class GradientHooks:
         zeros, version = self._zeros.pop(index, (None, 0))
         if zeros is not None and grad is zeros and grad._version == version:
             param.grad = grad = None
-        return None if grad is None else self._source(index, grad)
+        if grad is None or self._holds_sparse(index):
+            return None
+        return self._source(index, grad)
 
     def _source(self, index: int, grad: torch.Tensor) -> GradientRef:
         """A gradient's address, in the memory order and element type of its parameter."""
         layout = self._layouts[index]
         if grad.is_sparse:
-            if not self._sparse_as_dense:
-                raise ValueError(
-                    f"{self._name}: the gradient of {self._names[index]} is sparse; make its layer "
-                    "with sparse=False, or pass sparse_as_dense=True to DistributedOptimizer"
-                )
             grad = grad.to_dense()
         layout.check(self._params[index], grad, f"{self._name}: {self._names[index]}")
         if grad.stride() != layout.stride or grad.dtype is not layout.dtype:
@@ -285,6 +348,8 @@ class GradientHooks:
             # A sparse gradient is never contiguous.
             if grad.is_contiguous() and grad.numel() == count and grad.dtype is dtype:
                 mark_ready(index, grad.data_ptr() or _EMPTY, grad)
+            elif grad.is_sparse and this()._holds_sparse(index):  # type: ignore[union-attr]
+                return
             else:
                 address, owner = this()._source(index, grad)  # type: ignore[union-attr]
                 mark_ready(index, address, owner)
@@ -299,6 +364,37 @@ class GradientHooks:
 
         handle = param.register_post_accumulate_grad_hook(announce)  # type: ignore[no-untyped-call]
         self._hooks[index] = handle
+
+
+def _combined_sparse(
+    param: torch.Tensor, parts: Sequence[tuple[int, bytes, bytes]], divisor: int
+) -> torch.Tensor:
+    """The sum of ranks' sparse gradients of a parameter, divided; halves are added in float32.
+
+    Args:
+        param: the parameter.
+        parts: number of sparse dimensions, indices and values of each rank that has a gradient.
+        divisor: of the sum.
+    """
+    wide = torch.promote_types(param.dtype, torch.float32)
+    places, values = [], []
+    for dimensions, where, what in parts:
+        place = torch.frombuffer(bytearray(where), dtype=torch.int64) if where else torch.empty(0)
+        value = torch.frombuffer(bytearray(what), dtype=param.dtype) if what else torch.empty(0)
+        count = place.numel() // dimensions
+        places.append(place.to(torch.int64).reshape(dimensions, count))
+        values.append(value.to(wide).reshape(count, *param.shape[dimensions:]))
+    total = torch.sparse_coo_tensor(
+        torch.cat(places, 1), torch.cat(values), param.shape, check_invariants=True
+    ).coalesce()
+    if divisor > 1:
+        total = total / divisor
+    return total.to(param.dtype).to(param.device).coalesce()
+
+
+def _dense_part(grad: torch.Tensor) -> torch.Tensor:
+    """All that is not zero of a reduced gradient."""
+    return grad._values() if grad.is_sparse else grad
 
 
 def _fetcher(this: weakref.ref[GradientHooks]) -> Callable[[int], GradientRef | None]:
@@ -413,7 +509,7 @@ class OptimizerSync:
         options: how gradients are reduced; equal on every rank.
         coupling: what the optimizer does to its tensors; decides how it is updated.
         step: the optimizer's own step.
-        sparse_as_dense: whether sparse gradients are made dense; they are an error otherwise.
+        sparse_as_dense: whether sparse gradients are made dense; otherwise they travel as they are.
         kind: the optimizer's own class.
     """
 
@@ -510,7 +606,7 @@ class OptimizerSync:
         else:
             whole = self._gradients.reduce(whole=True)
         self._held = None
-        return any(slot is not None for slot in whole)
+        return any(slot is not None for slot in whole) or bool(self._engine.sparse_anywhere)
 
     def flush(self) -> None:
         """Have all parameters up to date."""
@@ -669,7 +765,7 @@ class OptimizerSync:
     def _reduced_tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The shards of reduced gradients, and the whole ones."""
         if self._held is None:
-            return [], [p.grad for p in self._params if p.grad is not None]
+            return [], [_dense_part(p.grad) for p in self._params if p.grad is not None]
         shards, whole = [], []
         for param, slot in zip(self._params, self._held, strict=True):
             if slot is None:

@@ -861,7 +861,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             float32 at least, so it makes no difference.
         num_groups: for Horovod's programs; the schedule groups gradients.
         groups: for Horovod's programs, like ``num_groups``.
-        sparse_as_dense: whether sparse gradients are made dense.
+        sparse_as_dense: whether sparse gradients are made dense. Otherwise they stay sparse: ranks
+            exchange indices and values when the step closes, which needs a schedule of all-reduces
+            (as ``SparseAdam`` has it anyway).
         process_set: for Horovod's programs; that of all ranks alone.
         schedule: how gradients are grouped: ``auto``, ``oasr``, ``mgwfbp``, ``wfbp``, ``single``
             or ``threshold``; or, decoupled into backward and the next forward, ``dear``,

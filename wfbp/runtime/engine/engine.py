@@ -132,6 +132,11 @@ class Engine:
         self.await_tensor = self._allgather.wait
         self.num_installed = 0
         """How many plans have been taken into use."""
+        self.sparse: Collection[int] = ()
+        """The tensors of which this rank has sparse gradients in this step, which its caller
+        exchanges; set before :meth:`synchronize`."""
+        self.sparse_anywhere: Sequence[int] = ()
+        """Those of which any rank had one, in the step that was reduced last."""
         self.profiling = False
         """Whether this step's times will be used to plan."""
         self._steps = 0
@@ -156,6 +161,15 @@ class Engine:
     def now(self) -> Timestamp:
         """This moment, on the clock of the tensors' device."""
         return self._transport.now()
+
+    def exchange(self, payload: bytes, what: str) -> list[bytes]:
+        """Every rank's payload, behind :meth:`synchronize`; collective."""
+        return self._step_sync.exchange(payload, what)
+
+    @property
+    def may_decouple(self) -> bool:
+        """Whether any plan may leave this rank shards of gradients."""
+        return len(self._tuner.operations) > 1
 
     def mark_forward_end(self) -> None:
         """Forward has ended, as far as is known yet."""
@@ -257,7 +271,9 @@ class Engine:
         if self._closing is None:
             tracker.close(targets)
             wanted = wanted and self._allgather.gatherable
-            tracker.step.requested = wanted or bool(tracker.unplanned) or self._tuner.wants_round
+            tracker.step.requested = bool(
+                wanted or tracker.unplanned or self._tuner.wants_round or self.sparse
+            )
             self._close()
             self._closing = whole, wanted
         result = self._await_result()
@@ -288,8 +304,10 @@ class Engine:
             self._measure(result, done)
         else:  # nobody had a gradient: this is no step of training, but a part of the next one
             done = tracker.begun
+        self.sparse_anywhere = ()
         if result.requested or self._tuner.round_due:
-            whole |= self._step_sync.run(reduced, wanted)
+            whole |= self._step_sync.run(reduced, wanted, self.sparse)
+            self.sparse_anywhere = self._step_sync.sparse
         changed = self._tuner.plan is not planned
         whole |= changed and self._tuner.plan.decoupled != planned.decoupled
         if self._allgather.gatherable and whole:

@@ -7,7 +7,7 @@ after it was sent, is reduced here, in a message of its own; and the tuner decid
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -127,13 +127,22 @@ class StepSynchronizer:
         self._op = op
         self._name = name
         self._who = who
+        self.sparse: Sequence[int] = ()
 
-    def run(self, reduced: list[BufferView | None], wanted: bool) -> bool:
+    def exchange(self, payload: bytes, what: str) -> list[bytes]:
+        """Every rank's payload, at the end of a step; collective."""
+        return exchange_payloads(self._channel, self._name, payload, what)
+
+    def run(
+        self, reduced: list[BufferView | None], wanted: bool, sparse: Collection[int] = ()
+    ) -> bool:
         """Reduce what the plan did not carry; let the tuner decide. Collective.
 
         Args:
             reduced: per tensor of the engine, where it lies reduced; completed here.
             wanted: whether this rank wants whole gradients.
+            sparse: the tensors of which this rank has sparse gradients, which are not reduced here;
+                :attr:`sparse` then tells of those that any rank has.
 
         Returns:
             Whether any rank wants whole gradients.
@@ -144,11 +153,17 @@ class StepSynchronizer:
         tracker, tuner = self._tracker, self._tuner
         due = tuner.round_due
         told = tuner.message() if due or tuner.phase is TuningPhase.INSTALLED else {}
-        mine = {"extra": sorted(tracker.unplanned), "tuner": told, "whole": wanted}
+        mine = {
+            "extra": sorted(tracker.unplanned),
+            "tuner": told,
+            "whole": wanted,
+            "sparse": sorted(sparse),
+        }
         payloads = exchange_payloads(
             self._channel, self._name, json.dumps(mine).encode(), "end of the step"
         )
         messages = [json.loads(p) for p in payloads]
+        self.sparse = sorted({index for message in messages for index in message["sparse"]})
         extra = sorted({index for message in messages for index in message["extra"]})
         if extra:
             specs = [tracker.specs[k] for k in extra]

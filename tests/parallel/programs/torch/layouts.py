@@ -198,13 +198,66 @@ def sparse_gradients() -> None:
 
     check_training(make(), backward, plain, sparse_as_dense=True)
     model = make()
-    optimizer = wfbp.torch.DistributedOptimizer(plain(model.parameters()), model.named_parameters())
+    optimizer = wfbp.torch.DistributedOptimizer(
+        plain(model.parameters()), model.named_parameters(), schedule="ps"
+    )
     raises(
         ValueError,
         "0.weight is sparse",
         "sparse_as_dense=True",
+        "schedule='oasr'",
         act=lambda: (backward(model, wfbp.rank(), 0), optimizer.step()),
     )
+
+
+@check
+def sparse_gradients_that_stay_sparse() -> None:
+    """Some ranks, some steps, beside dense ones; clipped; for an optimizer that wants no other."""
+
+    def backward(model: nn.Module, rank: int, step: int) -> None:
+        if step % 4 == 1 and rank == 0:
+            return  # no gradient at all here
+        rows = torch.tensor([rank, step % 9, step % 9])
+        found = model[0](rows) if step % 4 != 3 else model[0].weight.sum(0)
+        model[1](found).square().sum().backward()
+
+    def make() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Embedding(9, 5, sparse=True), nn.Linear(5, 2)).double()
+
+    def plain(params: object) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1)  # type: ignore[arg-type]
+
+    model, _ = check_training(make(), backward, plain, schedule="wfbp")
+    assert model[0].weight.grad is None or not model[0].weight.grad.is_sparse  # step 11 was dense
+    check_training(make(), backward, plain, schedule="oasr")
+    for as_dense in (False, True):
+        model = nn.Embedding(9, 5, sparse=True).double()
+        reference = copy.deepcopy(model)
+        optimizer = wfbp.torch.DistributedOptimizer(
+            torch.optim.SparseAdam(list(model.parameters()), lr=0.1),
+            sparse_as_dense=as_dense,
+            schedule="oasr",
+        )
+        whole = torch.optim.SparseAdam(list(reference.parameters()), lr=0.1)
+        for step in range(8):
+            optimizer.zero_grad()
+            whole.zero_grad()
+            for rank in range(wfbp.size()):
+                rows = torch.tensor([rank, step % 9, step % 9])
+                (reference(rows).square().sum() / wfbp.size()).backward()
+                if rank == wfbp.rank():
+                    model(rows).square().sum().backward()
+            norm = optimizer.clip_grad_norm_(0.5)
+            grad = reference.weight.grad.coalesce()
+            wanted = grad.values().norm()
+            grad.values().mul_(min(1.0, 0.5 / (float(wanted) + 1e-6)))
+            reference.weight.grad = grad
+            same(norm, wanted, f"norm of step {step}", 1e-9)
+            optimizer.step()
+            whole.step()
+            same(model.weight.detach(), reference.weight.detach(), f"step {step}", 1e-9)
+        assert model.weight.grad.is_sparse
 
 
 @check

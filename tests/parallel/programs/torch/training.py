@@ -151,6 +151,8 @@ def same(found: torch.Tensor, wanted: torch.Tensor, where: str, tolerance: float
     assert found.dtype == wanted.dtype, f"{where}: {found.dtype}, not {wanted.dtype}"
     if found.numel() == 0:
         return
+    if found.is_sparse:
+        found = found.to_dense()
     worst = (found.double() - wanted.double()).abs().max().item()
     limit = tolerance * max(1e-3, wanted.double().abs().max().item())
     assert worst <= limit, f"{where}: differs by {worst:g}, more than {limit:g}"
