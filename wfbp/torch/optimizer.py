@@ -859,8 +859,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         op: ``Average`` or ``Sum``.
         gradient_predivide_factor: for Horovod's programs, with ``Average``; averages are formed in
             float32 at least, so it makes no difference.
-        num_groups: for Horovod's programs; the schedule groups gradients.
-        groups: for Horovod's programs, like ``num_groups``.
+        num_groups: for Horovod's programs: a hint that is not followed, because the schedule groups
+            gradients.
+        groups: for Horovod's programs, lists of parameters; checked, but not followed either.
         sparse_as_dense: whether sparse gradients are made dense. Otherwise they stay sparse: ranks
             exchange indices and values when the step closes, which needs a schedule of all-reduces
             (as ``SparseAdam`` has it anyway).
@@ -906,6 +907,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             "anew, pass the optimizer that it was made of"
         )
     _check_horovods(compression, op, gradient_predivide_factor, num_groups, process_set)
+    _check_groups(groups, optimizer)
     kind = type(optimizer)
     config = runtime.config
     planner = config.schedule if schedule is None else schedule
@@ -937,6 +939,22 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if runtime.size > 1:
         patch_original(optimizer, wrapped)
     return wrapped
+
+
+def _check_groups(groups: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``ValueError`` unless these are disjoint lists of the optimizer's parameters."""
+    if groups is None or (isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0):
+        return
+    if not isinstance(groups, list | tuple) or not all(isinstance(g, list | tuple) for g in groups):
+        raise ValueError(f"groups is {groups!r}; expected lists of parameters, a number, or None")
+    known, seen = param_ids(optimizer), set()
+    for number, group in enumerate(groups):
+        for place, param in enumerate(group):
+            if id(param) not in known:
+                raise ValueError(f"groups[{number}][{place}] is none of the optimizer's parameters")
+            if id(param) in seen:
+                raise ValueError(f"groups[{number}][{place}] is in groups twice; expected once")
+            seen.add(id(param))
 
 
 def _check_horovods(
