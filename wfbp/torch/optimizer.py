@@ -524,9 +524,11 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             self._wfbp_reduce()
             if self._wfbp_synchronized and exchange is not None:
                 warnings.warn(
-                    f"{type(self).__name__}: step() follows synchronize() outside of "
-                    "skip_synchronize(). Here gradients are not averaged twice, but under Horovod "
-                    "they are: write `with optimizer.skip_synchronize(): optimizer.step()`",
+                    # Programs filter for the words of Horovod's that say what was called.
+                    f"{type(self).__name__}: optimizer.step() called without "
+                    "optimizer.skip_synchronize(), though synchronize() was. Here gradients are "
+                    "not averaged twice, but under Horovod they are: write "
+                    "`with optimizer.skip_synchronize(): optimizer.step()`",
                     stacklevel=3,
                 )
         elif exchange is not None:
