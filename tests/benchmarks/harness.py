@@ -91,7 +91,7 @@ class Block:
         cpu_s: CPU seconds of the process per iteration.
         thread_s: those of wfbp's communication thread per iteration.
         sent_bytes: bytes put on the link per iteration and rank; None where there is no link.
-        partitions: whether the contestant had finished choosing how to communicate.
+        settled: whether the contestant had finished choosing how to communicate.
     """
 
     iterations_s: tuple[float, ...]

@@ -22,7 +22,7 @@ BELOW: dict[str, set[str]] = {
     "launcher": {"errors"},
     "comm": {"config", "core", "errors", "native"},
     "cuda": {"comm", "config", "core", "errors"},
-    "runtime": {"comm", "config", "core", "errors", "native", "sim"},
+    "runtime": {"comm", "config", "core", "errors", "native"},
     "monitoring": {"runtime"},
 }
 """What each part may import besides itself."""

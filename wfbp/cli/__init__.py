@@ -1,1 +1,1 @@
-"""The command line: ``wfbp plan | simulate | probe | report``, one module per command."""
+"""The command line: ``wfbp run``, ``doctor``, ``plan``, ..., one module per command."""

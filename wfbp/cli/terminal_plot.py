@@ -59,12 +59,12 @@ def scatter(
     Example:
         >>> plot = scatter([Series("a", [(1, 1), (100, 10)], lambda x: x**0.5)], str, str, 3, 3)
         >>> for line in plot:
-        ...     print("".join(text for text, _ in line))
+        ...     print("".join(text for text, _ in line).rstrip())
         10 |  ●
            | ·
          1 |●
            +---
-            1
+            1.0
         ● a
     """
     points = [point for one in series for point in one.points]

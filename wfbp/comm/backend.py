@@ -130,10 +130,10 @@ class Backend(ABC):
         return zeroed(nbytes)
 
     def delivers(self, buffer: Buffer) -> bool:
-        """Whether an all-reduce of this buffer copies what lies elsewhere, in calls of its own.
+        """Whether an all-reduce of this buffer itself copies segments in and their results out.
 
         Then segments may say where their results go. Their memory is touched within calls of
-        :meth:`all_reduce` and of ``test()`` alone: who calls neither may free it.
+        :meth:`all_reduce` and of ``test()`` alone: a caller that calls neither may free it.
         """
         return False
 

@@ -111,7 +111,7 @@ class TracedExchange:
     """One exchange of gradients in a program's text: every leaf is announced once, then all are
     waited for once.
 
-    While a program is traced, both become calls of XLA handlers (``primitives``). Outside of
+    While a program is traced, both become calls of XLA handlers (the primitives above). Outside of
     programs the gradients leave at once.
 
     Args:

@@ -328,7 +328,7 @@ class ExchangeRegistry:
             self._get(key).announce(index, address, owner)
 
     def reduce(self, key: int, outputs: Sequence[int]) -> None:
-        """Wait for gradients outside of a compiled program; see :meth:`Exchange.reduce`."""
+        """Wait for gradients outside of a compiled program; see :meth:`GradientExchange.reduce`."""
         with self._lock:
             exchange = self._get(key)
         with signals.postponed, signals.firm:
@@ -549,7 +549,7 @@ def report() -> dict[str, dict[str, Any]]:
     Example:
         >>> import wfbp.jax as wfbp
         >>> wfbp.init()
-        >>> wfbp.reports() if wfbp.size() == 1 else {}
+        >>> wfbp.report() if wfbp.size() == 1 else {}
         {}
     """
     if process.current("report()").size == 1:

@@ -71,7 +71,7 @@ class Handlers(Protocol):
         """
 
     def wait_apart(self) -> None:
-        """See :func:`wait_apart`."""
+        """See :func:`wait_on_own_threads`."""
 
     def stock(self, record: int, handles: Sequence[int], /) -> None:
         """Events for announcements to record: a C function's address, and events' handles."""

@@ -199,8 +199,8 @@ _ARGUMENT_ERROR = "refused"
 def sharing_argument_errors(runtime: Runtime, call: str) -> Iterator[None]:
     """Within it a call checks its arguments; what it raises ends the call on every rank.
 
-    The others find out by :func:`check_refusals` on the payloads of the exchange with which the
-    call would have begun.
+    The others find out by :func:`check_argument_errors` on the payloads of the exchange with which
+    the call would have begun.
     """
     try:
         yield
@@ -216,7 +216,7 @@ def check_argument_errors(runtime: Runtime, call: str, payloads: Sequence[Sequen
     Args:
         runtime: of this rank.
         call: the public function, for messages.
-        said: what every rank brought to the call's first exchange, decoded.
+        payloads: what every rank brought to the call's first exchange, decoded.
 
     Raises:
         PeerError: which rank, and why.

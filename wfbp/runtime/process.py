@@ -228,7 +228,7 @@ def check_settings(runtime: Runtime) -> None:
     with sharing_argument_errors(runtime, _LABEL):
         _make_folder("WFBP_RECORD_DIR", runtime.config.record_dir)
         _make_folder("WFBP_TIMELINE", runtime.config.timeline)
-    mine = {name: getattr(runtime.config, name) for name in SHARED}
+    mine = {name: _plain(getattr(runtime.config, name)) for name in SHARED}
     payload = json.dumps(["", mine, platform.node()]).encode()
     payloads = [json.loads(p) for p in runtime.exchange(payload, _LABEL)]
     check_argument_errors(runtime, "init()", payloads)
@@ -281,6 +281,11 @@ def _make_folder(variable: str, folder: str) -> None:
             f"{variable} is {folder!r}, but {problem}. Name a directory in which every rank can "
             "write, or none"
         )
+
+
+def _plain(value: Any) -> Any:
+    """A setting as it can be compared and shown: a range as its variable writes it."""
+    return "-".join(map(str, value)) if isinstance(value, tuple) else value
 
 
 def _describe_setting(name: str, values: list[Any]) -> str:

@@ -96,9 +96,8 @@ class Runtime:
         self.channel = self.channel_on(backend)
         self.call = self.channel.call
         self.exchange = self.channel.exchange
-        self.planning_channel = (
-            self.channel
-        )  # of lanes whose users come to that in the midst of a program
+        # Of lanes that are made in the midst of a program, in which ranks need not come alike.
+        self.planning_channel = self.channel
         self.thread.start()
 
     def check(self) -> None:
@@ -113,11 +112,11 @@ class Runtime:
             raise NotInitializedError("an operation after shutdown()")
 
     def channel_on(self, backend: Backend) -> ControlChannel:
-        """Talk apart from that on other backends."""
+        """A control channel that does not wait for those on other backends."""
         return ControlChannel(self.thread, backend, self.check)
 
     def separate_planning(self) -> None:
-        """From now on :attr:`planning` is in nobody's way; collective."""
+        """From now on :attr:`planning_channel` is a channel of its own; collective."""
         self.planning_channel = self.channel_on(self._duplicate(self.channel))
 
     def all_reduce(self, buffer: Buffer, dtype: str, op: Op, label: str) -> None:

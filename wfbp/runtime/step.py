@@ -37,7 +37,7 @@ class Step:
         discards: whether it discards the step.
         targets: where all-reduced gradients are copied to as they arrive, from the close on; 0 for
             those that stay in their fusion buffer.
-        marks: of a device, events that groups have to wait for, by group (``device_medium``).
+        dependencies: of a device, events that groups have to wait for, by group.
     """
 
     number: int
@@ -58,7 +58,7 @@ class GatherRequest:
             sent from and the others' are written. 0 for tensors that are not gathered.
         owners: kept alive until the gathers are over.
         count: how many of the plan's all-gathers may go by now; None for all that are left.
-        marks: of a device, events that they have to wait for.
+        dependencies: of a device, events that they have to wait for.
     """
 
     addresses: list[int]
@@ -71,7 +71,7 @@ class GatherRequest:
 class GroupTime:
     """When one group was packed and travelled, seconds of ``time.perf_counter``.
 
-    (On a device they are timed events until they are read; see ``marks``.)
+    (On a device they are timed events until they are read; see :func:`to_seconds`.)
     """
 
     group: int
@@ -139,7 +139,7 @@ class StepTimestamps:
         update: the optimizer's update at the beginning of the step.
         waits: forward's waits for all-gathers.
         times: of groups that travelled in backward.
-        allgather: of all-gathers.
+        gathers: of all-gathers.
     """
 
     begun: Timestamp

@@ -60,7 +60,7 @@ class BF16Compressor(_Cast):
     dtype = torch.bfloat16
 
 
-WIRE_DTYPES: dict[type[Compressor], str] = {
+COMPRESSED_DTYPES: dict[type[Compressor], str] = {
     NoneCompressor: "",
     FP16Compressor: "float16",
     BF16Compressor: "bfloat16",

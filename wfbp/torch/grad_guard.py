@@ -91,7 +91,7 @@ class Watched(torch.Tensor):
     """A gradient that nobody but its optimizer should change now. It is a tensor like others."""
 
     witness: Any = None
-    """A weak reference, of the class made for each witness."""
+    """A weak reference, of the class made for each guard."""
 
     @classmethod
     def __torch_function__(

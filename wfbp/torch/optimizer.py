@@ -26,7 +26,7 @@ from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.tuning.candidates import check_schedule
 from wfbp.torch import tensors
 from wfbp.torch.clipping import Limit
-from wfbp.torch.compression import WIRE_DTYPES, Compression, Compressor
+from wfbp.torch.compression import COMPRESSED_DTYPES, Compression, Compressor
 from wfbp.torch.gradient_sync import OptimizerSync
 from wfbp.torch.optimizer_probe import UpdateCoupling, probe_optimizer
 from wfbp.torch.uncompiled import uncompiled
@@ -921,7 +921,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         backward_passes_per_step,
         decouples=True,
         name=kind.__name__,
-        wire_dtype=WIRE_DTYPES[compression],
+        wire_dtype=COMPRESSED_DTYPES[compression],
     )
     known = None if named_parameters is None else named_pairs(named_parameters)
     sharding = optimizer_sharding_of(optimizer_sharding, update)
@@ -967,7 +967,7 @@ def _check_horovods(
     process_set: ProcessSet,
 ) -> None:
     """Raise ``ValueError`` for values of Horovod's arguments that cannot be served."""
-    if not isinstance(compression, type) or compression not in WIRE_DTYPES:
+    if not isinstance(compression, type) or compression not in COMPRESSED_DTYPES:
         raise ValueError(
             f"compression is {getattr(compression, '__name__', compression)}; expected "
             "Compression.none, Compression.fp16 or Compression.bf16: gradients are cast while they "

@@ -6,9 +6,9 @@ Two ways find such optimizers:
 
 * :func:`refers_to_tensors` reads them: what their attributes and groups hold, and what the code
   of their classes mentions. This sees ``id()`` and ``is``, which no object notices.
-* :class:`Asked` is told by stand-ins for parameters (:meth:`Asked.tensor`) that are hashed,
-  compared or asked for an attribute that tensors do not have. This sees tables wherever they lie,
-  and also when they are filled later.
+* :class:`LookupRecorder` is told by stand-ins for parameters (its :meth:`~LookupRecorder.tensor`)
+  that are hashed, compared or asked for an attribute that tensors do not have. This sees tables
+  wherever they lie, and also when they are filled later.
 """
 
 from __future__ import annotations

@@ -207,8 +207,8 @@ def probe_optimizer(optimizer: torch.optim.Optimizer) -> UpdateCoupling:
 
     Example:
         >>> import torch
-        >>> nature_of(torch.optim.Adam([torch.zeros(2)]))
-        <Nature.ELEMENTWISE: 'elementwise'>
+        >>> probe_optimizer(torch.optim.Adam([torch.zeros(2)]))
+        <UpdateCoupling.ELEMENTWISE: 'elementwise'>
     """
     try:
         if reference := refers_to_tensors(optimizer):

@@ -19,14 +19,23 @@ from wfbp.runtime.runtime import Runtime
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_ranks_that_differ_are_told_which_setting(name: str) -> None:
-    other = getattr(QUICK, name) * 2 or 0.5
+def test_ranks_that_differ_are_told_which_setting(name: str, tmp_path: Path) -> None:
+    own = getattr(QUICK, name)
+    if name == "timeline":
+        other: object = str(tmp_path / "timelines")
+    else:
+        other = (7, 12) if name == "timeline_steps" else own * 2 or 0.5
     results = run_ranks(3, check_settings, configs={1: replace(QUICK, **{name: other})})
     for rank, result in enumerate(results):
         assert isinstance(result, DisagreementError)
         assert f"rank {rank} of 3: init()" in str(result)
-        assert f"WFBP_{name.upper()} (ranks 0, 2: {getattr(QUICK, name)}" in str(result)
-        assert f"rank 1: {other})" in str(result)
+        assert f"WFBP_{name.upper()} (ranks 0, 2: {shown(own)}" in str(result)
+        assert f"rank 1: {shown(other)})" in str(result)
+
+
+def shown(value: object) -> str:
+    """A setting as it is written in the environment."""
+    return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def test_every_setting_that_differs_is_named() -> None:

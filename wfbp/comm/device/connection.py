@@ -64,7 +64,7 @@ def connect(
 def nccl_obstacle(ranks: list[dict[str, Any]]) -> str:
     """Why NCCL cannot serve these ranks; empty where it can.
 
-    >>> obstacle([{"device": "a", "shares": False, "problem": ""}] * 2)
+    >>> nccl_obstacle([{"device": "a", "shares": False, "problem": ""}] * 2)
     'ranks 0 and 1 share a GPU (NCCL_MULTI_RANK_GPU_ENABLE=1 lets NCCL 2.30 try)'
     """
     for rank, told in enumerate(ranks):

@@ -1,7 +1,7 @@
 """Which way a collective goes, and the jobs that it is cut into.
 
 Small all-reduces go by the library's own collectives; large ones, half precision and the cases
-that the library does not define by direct exchange (``mpi_exchange``), in chunks.
+that the library does not define by direct exchange (``jobs``), in chunks.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class Routing:
 
 
 def needs_exchange(dtype: str, op: Op) -> bool:
-    """Whether MPI's own all-reduce cannot be trusted with it (see ``mpi_exchange``)."""
+    """Whether MPI's own all-reduce cannot be trusted with it (see ``jobs``)."""
     if dtype in HALF:
         return True
     if dtype in INTEGER:

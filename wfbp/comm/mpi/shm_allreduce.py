@@ -41,7 +41,7 @@ class SharedFlags:
         memory: of all ranks.
         rank: this one.
         size: number of ranks.
-        channel: number of the channel, below :data:`NUM_BOARDS`; the same on every rank.
+        channel: number of the channel, below :data:`NUM_FLAG_SETS`; the same on every rank.
     """
 
     def __init__(self, memory: SharedMemory, rank: int, size: int, channel: int) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PAGE_BYTES = mmap.PAGESIZE
 HEADER_BYTES = 1 << 20
-"""At the start of each rank's memory, for what ranks tell each other (``host_board``)."""
+"""At the start of each rank's memory, for what ranks tell each other (``shm_allreduce``)."""
 ORDERED = platform.machine() in ("x86_64", "AMD64")
 """Whether processors see each other's stores in the order in which they were made; only there can
 a flag that is written behind data tell that the data are there."""
@@ -53,7 +53,7 @@ def log_reason(who: str, first: bool, answers: Sequence[tuple[str, str]]) -> Non
     Args:
         who: this rank, for messages.
         first: whether it is the one that warns.
-        said: excuse and problem of each rank; empty where it has none.
+        answers: excuse and problem of each rank; empty where it has none.
     """
     reasons: dict[str, list[str]] = {}
     for rank, found in enumerate(answers):
@@ -269,7 +269,7 @@ class FreeList:
         end: behind it.
 
     Example:
-        >>> room = Room(0, 100)
+        >>> room = FreeList(0, 100)
         >>> room.take(30), room.take(30)
         (0, 30)
         >>> room.give(0, 30)
@@ -305,7 +305,7 @@ class FreeList:
     def taken(self, start: int, end: int) -> list[tuple[int, int]]:
         """The ranges between that are not free.
 
-        >>> room = Room(0, 100)
+        >>> room = FreeList(0, 100)
         >>> room.take(30), room.take(30)
         (0, 30)
         >>> room.taken(0, 100)

@@ -12,7 +12,7 @@ from wfbp.core.types import Phase, TensorSpec
 
 
 def even_progress(trace: Trace) -> list[float]:
-    """How much of the step lies before each border in backward order: bytes and compute alike."""
+    """How much of the step lies before each tensor in backward order: bytes and compute alike."""
     sizes = trace.backward_bytes
     compute = [t.forward_s + t.backward_s for t in reversed(trace.tensors)]
     all_bytes, all_s, count = sum(sizes) or 1, sum(compute) or 1.0, len(sizes)
@@ -24,7 +24,7 @@ def spread_borders(marks: Sequence[float], low: int, high: int, count: int) -> l
     """At most ``count`` + 1 borders from ``low`` to ``high``, both included, evenly by ``marks``.
 
     Example:
-        >>> spread([0.0, 1.0, 2.0, 6.0, 7.0, 8.0], 0, 5, 2)
+        >>> spread_borders([0.0, 1.0, 2.0, 6.0, 7.0, 8.0], 0, 5, 2)
         [0, 3, 5]
     """
     if high - low <= count:

@@ -203,8 +203,8 @@ def hybrid(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> Plan:
     """The best of all-reduce alone, decoupling alone, and both mixed.
 
     Decoupling moves half of the bytes into forward, which pays where backward cannot hide them
-    and forward can. Modes are sought in two ways: a split (``hybrid_split``), and a Pareto
-    programme over groups shared by both phases (``hybrid_shared``). Whatever the modes, both
+    and forward can. Modes are sought in two ways: a split (``best_split``), and a Pareto
+    programme over groups shared by both phases (``shared_modes``). Whatever the modes, both
     phases are then cut exactly.
 
     Among all that is found within the tolerance, and is no slower than the plan of any other

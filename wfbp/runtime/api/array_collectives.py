@@ -183,7 +183,7 @@ def broadcast_buffers(
 ) -> None:
     """Copy the root's bytes of many named buffers to every rank, after comparing them all.
 
-    Arguments must have been checked within ``telling_others``.
+    Arguments must have been checked within ``sharing_argument_errors``.
     """
     if runtime.size == 1:
         runtime.check()

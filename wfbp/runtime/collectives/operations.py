@@ -57,7 +57,7 @@ class Collectives:
 
     Any training thread may submit, poll and synchronize; what threads share are dictionaries, each
     changed by single operations. Adding and removing process sets is collective. The communication
-    thread calls :meth:`tell` and :meth:`close`.
+    thread calls :meth:`extend_status` and :meth:`close`.
 
     Args:
         runtime: of this rank. Making one is collective.

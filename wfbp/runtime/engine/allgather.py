@@ -79,7 +79,7 @@ class AllGatherState:
         Args:
             addresses: of whole tensors, by index; only those of gathered tensors are used.
             owners: kept alive until all has arrived.
-            count: how many groups may go now; :meth:`go_on` lets the others follow. All by
+            count: how many groups may go now; :meth:`release_rest` lets the others follow. All by
                 default.
         """
         if not self._num_groups:

@@ -30,13 +30,14 @@ def decode_tagged(where: str, tagged: Sequence[bytes]) -> list[bytes]:
 
     Args:
         where: who this is, for messages ("rank 1 of 4").
-        said: what :func:`seal` gave on each rank.
+        tagged: what :func:`encode_tagged` gave on each rank.
 
     Raises:
         DisagreementError: purposes differ; those of two ranks.
 
     Example:
-        >>> unseal("rank 0 of 2", [seal("greeting", b"I"), seal("greeting", b"me")])
+        >>> decode_tagged(
+        ...     "rank 0 of 2", [encode_tagged("greeting", b"I"), encode_tagged("greeting", b"me")])
         [b'I', b'me']
     """
     opened = [_split_tag(letter) for letter in tagged]
@@ -62,8 +63,8 @@ T = TypeVar("T")
 class ControlChannel:
     """Collectives on one backend, one after another; every rank calls the same in the same order.
 
-    Talks on different backends do not wait for each other: they may come in any order, and not the
-    same on every rank. Any training thread may talk.
+    Channels on different backends do not wait for each other: their collectives may come in any
+    order, and not the same on every rank. Any training thread may use one.
 
     Args:
         thread: speaks to the backend.
@@ -111,23 +112,23 @@ class ControlChannel:
 
 
 class CollectiveLock:
-    """What holds a rank up in one turn until all ranks have come to it: one item after another.
+    """Lets operations that hold a whole rank up until all have come to them run one by one.
 
     Making a communicator and measuring the network are such. Ranks that were in different ones
-    would wait for each other for ever; so rank 0 decides which comes first, and the others hear of
-    it where the item is theirs: in the talk that it belongs to. Any training thread may come.
+    would wait for each other for ever; so rank 0 decides which comes first, and the others learn it
+    on the operation's own control channel. Any training thread may take it.
 
     Args:
         rank: of this process.
     """
 
     def __init__(self, rank: int) -> None:
-        # Held by rank 0 from before any rank begins an item until every rank has ended it.
+        # Held by rank 0 from before any rank begins an operation until every rank has ended it.
         self._open: AbstractContextManager[Any] = threading.Lock() if rank == 0 else nullcontext()
 
     @contextmanager
     def hold(self, channel: ControlChannel, label: str) -> Iterator[None]:
-        """Within it no rank is in any other item; collective among those that share the talk.
+        """Within it no rank is in another such operation; collective among ranks on the channel.
 
         Args:
             channel: in which all ranks come to this, at the same place.

@@ -34,7 +34,8 @@ class LaneStatus:
         number: of the lane, the same on every rank.
         started: collectives begun.
         completed: collectives done; they end in their order, as far as the lane takes note.
-        dry: whether it begins nothing more before its training thread has done something.
+        dry: whether nothing is under way or queued: it starts no collective until its training
+            thread acts.
     """
 
     number: int

@@ -1,8 +1,8 @@
-"""Fusion buffers on a device: the counterparts of ``fusion`` and ``shards``.
+"""Fusion buffers on a device: the counterparts of those in ``buffers``.
 
 Packing and copying back are enqueued on the lane's stream. Every tensor is packed, large ones too:
 on a device a copy costs little beside the message, and one launch serves the whole group. Flags do
-not travel behind the tensors, but beside them (``side_flags``).
+not travel behind the tensors, but beside them (``flags``).
 """
 
 from __future__ import annotations

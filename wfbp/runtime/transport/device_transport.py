@@ -46,7 +46,7 @@ from wfbp.runtime.tuning.profile import TuningPhase
 
 BEGUN = -1
 CLOSED = -2
-"""Keys of a step's marks beside its groups."""
+"""Keys of a step's dependencies beside its groups."""
 
 LAG_STEPS = 2
 """While plans are measured, a step's times are taken this many steps later, on every rank alike:

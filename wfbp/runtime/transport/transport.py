@@ -1,7 +1,7 @@
 """What a lane's groups lie in and travel through, and how that is ordered with training.
 
 On the host everything has happened when it is told; :class:`HostTransport` has nothing to order. On
-a device (``device_medium``) threads only enqueue, and what they enqueue on different streams is
+a device (``device_transport``) threads only enqueue, and what they enqueue on different streams is
 ordered by events.
 
 A *stamp* is a moment in the training thread's work or the lane's: seconds of ``time.perf_counter``
@@ -113,10 +113,13 @@ class Transport(ABC):
 
     @abstractmethod
     def is_enqueued(self, work: Work[None]) -> bool:
-        """Move a work on; True once what follows in the lane finds its result."""
+        """Move a work on; True once later work of this lane may use its result.
+
+        On the host it is complete then, on a device enqueued on the lane's stream.
+        """
 
     def may_progress(self) -> bool:
-        """Whether :meth:`settled` or :meth:`poll` could find anything new."""
+        """Whether :meth:`is_enqueued` or :meth:`poll` could find anything new."""
         return True
 
     def rest(self, nap_s: float, most_s: float) -> bool:

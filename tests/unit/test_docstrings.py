@@ -1,0 +1,29 @@
+"""The examples in docstrings, of all modules that need neither ranks nor a framework."""
+
+from __future__ import annotations
+
+import doctest
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "wfbp"
+ELSEWHERE = ("torch", "jax", "horovod", "cuda", "bench", "runtime/api", "comm/mpi/start_notice.py")
+"""Their examples need ``wfbp.init()``, a framework or a device."""
+
+
+def modules_with_examples() -> list[str]:
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        if ">>>" in path.read_text() and not name.startswith(ELSEWHERE):
+            found.append(".".join(("wfbp", *Path(name).with_suffix("").parts)))
+    return [name.removesuffix(".__init__") for name in found]
+
+
+@pytest.mark.parametrize("name", modules_with_examples())
+def test_examples_run(name: str) -> None:
+    results = doctest.testmod(import_module(name))
+    assert results.attempted > 0
+    assert results.failed == 0
