@@ -34,7 +34,8 @@ def pytest_unconfigure() -> None:
 
 def group_of(item: pytest.Item) -> str:
     """Tests of one group run in one process: those that an MPI job answers, or one file's."""
-    if item.get_closest_marker("parallel") is None or not isinstance(item, pytest.Function):
+    parallel = item.get_closest_marker("parallel") is not None
+    if not (parallel and isinstance(item, pytest.Function)) or item.get_closest_marker("serial"):
         return str(item.path)
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     if isinstance(job := parameters.get("job"), runs.Job):  # also for other files

@@ -12,6 +12,7 @@ from wfbp.comm.mpi.shm_memory import known_reason
 
 pytestmark = [
     pytest.mark.parallel,
+    pytest.mark.serial,  # each looks for processes that the one before has left
     pytest.mark.timeout(60),
     pytest.mark.skipif(
         bool(known_reason(wanted=True)), reason="ranks cannot read each other's memory"

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from wfbp.runtime import process
+
 PACKAGE = Path(__file__).resolve().parents[2] / "wfbp"
 ELSEWHERE = ("torch", "jax", "horovod", "cuda", "bench", "runtime/api", "comm/mpi/start_notice.py")
 """Their examples need ``wfbp.init()``, a framework or a device."""
@@ -24,6 +26,9 @@ def modules_with_examples() -> list[str]:
 
 @pytest.mark.parametrize("name", modules_with_examples())
 def test_examples_run(name: str) -> None:
-    results = doctest.testmod(import_module(name))
+    try:
+        results = doctest.testmod(import_module(name))
+    finally:
+        process.shutdown()  # some begin with wfbp.init(), as programs do
     assert results.attempted > 0
     assert results.failed == 0

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from wfbp.runtime.collectives.operations import Collectives
 
 
+_FORWARDING_S = 0.2
+"""For the launcher to pass on what ranks have written: at an abort it may drop the rest."""
+
+
 class Releasable(Protocol):
     """What has buffers that are of no use without other ranks."""
 
@@ -289,6 +293,7 @@ class Runtime:
         self._tell({"kind": "failed", "reason": reason, "secondary": secondary})
         patience_s = self.config.abort_grace_s * (2 if secondary else 1)
         self._wait_until(lambda: len(self._loop.ended) >= self.size - 1, patience_s)
+        time.sleep(_FORWARDING_S)
         self.post(lambda: self._backend.abort(1))
         time.sleep(1.0)
         self._backend.abort(1)  # the communication thread is stuck; nothing is left to protect
