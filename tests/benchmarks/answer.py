@@ -19,6 +19,7 @@ from pathlib import Path
 from tests.benchmarks.machine import print_table
 from tests.benchmarks.plan import environment
 from tests.benchmarks.scaling import DATA
+from wfbp.cli.inputs import EXAMPLE_TRACES
 from wfbp.core.cost import Costs, LinearCost, PiecewiseCost
 from wfbp.core.planners import PLANNERS
 
@@ -70,7 +71,7 @@ def measure(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; ``--json`` writes one object instead of a table."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks answer", description=__doc__)
-    parser.add_argument("--trace", type=Path, default=DATA / "traces" / "densenet-201.json")
+    parser.add_argument("--trace", type=Path, default=EXAMPLE_TRACES / "densenet-201.json")
     parser.add_argument("--schedule", action="append", choices=(*PLANNERS, "all"))
     parser.add_argument("--rounds", type=int, default=5, help="processes per case (default 5)")
     parser.add_argument("--json", action="store_true", help="print JSON")

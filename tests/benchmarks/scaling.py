@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tests.benchmarks.machine import print_table
 from tests.benchmarks.plan import environment
+from wfbp.cli.inputs import EXAMPLE_TRACES
 from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.planners import PLANNERS
 from wfbp.core.trace import Trace
@@ -33,7 +34,7 @@ FAST = 10.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the sweep; ``--json`` writes one object instead of tables."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks scaling", description=__doc__)
-    parser.add_argument("--trace", type=Path, action="append", help="default: all of tests/data")
+    parser.add_argument("--trace", type=Path, action="append", help="default: all of wfbp traces")
     parser.add_argument("--clusters", type=Path, default=DATA / "clusters.json")
     parser.add_argument("--cluster", default="10GbE-16", help="a name in it (default 10GbE-16)")
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="ring")
@@ -53,9 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         assert isinstance(two, LinearCost)
         fast = Link(two.alpha_s / 2 / FAST, two.beta_s_per_byte / FAST)
         node = Node(arguments.node_workers, fast)
-    paths = arguments.trace or sorted(DATA.glob("traces/*.json"))
+    paths = arguments.trace or sorted(EXAMPLE_TRACES.glob("*.json"))
     if not paths:
-        parser.error(f"no traces in {DATA / 'traces'}; name some with --trace")
+        parser.error(f"no traces in {EXAMPLE_TRACES}; name some with --trace")
     traces = [Trace.load(path) for path in paths]
     schedules = arguments.schedule or SCHEDULES
     start, began = time.process_time(), time.perf_counter()

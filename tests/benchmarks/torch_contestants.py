@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from mpi4py import MPI
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional
 
-from tests.benchmarks.harness import NO_COMMUNICATION
+from tests.benchmarks.harness import HALVES, NO_COMMUNICATION
 
 Batch = tuple[Tensor, Tensor]
 
@@ -369,7 +370,7 @@ def _mpi_flat(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contestant:
     return Contestant(name, model, sgd, model, sgd, exchange)
 
 
-def _ddp(bucket_mb: int) -> Maker:
+def _ddp(bucket_mb: int, half: str = "") -> Maker:
     def make(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contestant:
         # No other contestant exchanges the buffers of batch norm, so DDP need not either.
         with warnings.catch_warnings():
@@ -377,17 +378,22 @@ def _ddp(bucket_mb: int) -> Maker:
             module = nn.parallel.DistributedDataParallel(
                 model, bucket_cap_mb=bucket_mb, broadcast_buffers=False
             )
+        if half:
+            module.register_comm_hook(None, getattr(default_hooks, f"{half}_compress_hook"))
         return Contestant(name, model, sgd, module, sgd)
 
     return make
 
 
-def _wfbp(schedule: str) -> Maker:
+def _wfbp(schedule: str, half: str = "none") -> Maker:
     def make(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contestant:
         import wfbp.torch
 
         optimizer = wfbp.torch.DistributedOptimizer(
-            sgd, named_parameters=model.named_parameters(), schedule=schedule
+            sgd,
+            named_parameters=model.named_parameters(),
+            schedule=schedule,
+            compression=getattr(wfbp.torch.Compression, half),
         )
         return Contestant(name, model, sgd, model, optimizer, report=optimizer.report)
 
@@ -400,8 +406,15 @@ CONTESTANTS: dict[str, Maker] = {
     FLAT: _mpi_flat,
     **{f"ddp-{mb}": _ddp(mb) for mb in DDP_BUCKETS_MB},
     **{f"wfbp-{schedule}": _wfbp(schedule) for schedule in (*SCHEDULES, *FURTHER_SCHEDULES)},
+    # (DDP refuses its hook for bfloat16 on CPUs.)
+    **{f"ddp-{mb}-fp16": _ddp(mb, "fp16") for mb in DDP_BUCKETS_MB},
+    **{f"wfbp-auto-{half}": _wfbp("auto", half) for half in HALVES},
 }
 """What can compete, by name; the order is that of the tables."""
 
 
-DEFAULTS = [name for name in CONTESTANTS if name.removeprefix("wfbp-") not in FURTHER_SCHEDULES]
+DEFAULTS = [
+    name
+    for name in CONTESTANTS
+    if name.removeprefix("wfbp-") not in FURTHER_SCHEDULES and not name.endswith(HALVES)
+]

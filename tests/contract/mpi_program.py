@@ -33,8 +33,8 @@ def main(folder: str) -> None:
             backend.close()
             break
         if way == "mixed" and backend.rank > 0:
-            backend._family.transfers = PythonTransfers()
-        found.append(type(backend._family.transfers).__name__)
+            backend._progress_group.transfers = PythonTransfers()
+        found.append(type(backend._progress_group.transfers).__name__)
         # One host is all that there is here; what several would decide is decided for them.
         topology = replace(
             backend._topology, scatters_directly=chunking is None, apart=way == "mixed"

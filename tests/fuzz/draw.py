@@ -185,7 +185,7 @@ class _Drawing:
             if name not in cannot
             and not (kind.matrices and (part != "all" or not hasattr(optim, "Muon")))
             and not (dtypes != {"float64"} and name in ("rprop", "centered", "lbfgs", "wolfe"))
-            and not ("bfloat16" in dtypes and name in ("muon", "adafactor"))
+            and not ("bfloat16" in dtypes and name in ("muon", "adafactor", "rmsprop"))
             # PyTorch 2.13 computes it wrongly from 16 elements on.
             and not ("bfloat16" in dtypes and name == "fused sgd")
         ]

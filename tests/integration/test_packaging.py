@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import venv
 import zipfile
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
@@ -42,15 +44,7 @@ print(f"from={wfbp.__file__}")
 print(native.MISSING)
 """
 
-TWO_RANKS = """
-import numpy as np
-import wfbp
-wfbp.init()
-mean = wfbp.allreduce(np.full(5, wfbp.rank() + 1.0))
-assert mean.tolist() == [1.5] * 5, mean
-print("rank", wfbp.rank(), "is done")
-wfbp.shutdown()
-"""
+TOOLS = Path(sys.executable).parent
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -113,16 +107,51 @@ def test_sdist_and_wheel(source: Path, empty: Path, tmp_path: Path, quick: dict[
     # What is compiled at first use: the kernels, and the handlers where JAX came later.
     compiled = {"wfbp/jax/native.py", "wfbp/jax/jax_ffi.cc", "wfbp/cuda/pack.cu"}
     compiled |= {f"wfbp/jax/jax_{part}.h" for part in ("events", "mailbox", "values")}
+    examples = {"wfbp/cli/examples/traces/resnet-50.json", "wfbp/cli/examples/costs/10gbe-16.json"}
     assert {"wfbp/py.typed", "wfbp/_native.pyi", "wfbp/core/plan.py", *compiled} <= set(names)
+    assert examples <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     foreign = [n for n in names if not n.startswith(("wfbp/", "wfbp-"))]
     assert not foreign, "the wheel brings more than the package"
+    check_as_an_index_does(sdist, wheel)
     pip(empty, "install", "-c", ROOT / "constraints.txt", f"{wheel}[mpich]", cwd=tmp_path)
     told = run(empty, "-I", "-W", "error", "-c", SMOKE, cwd=tmp_path)
     assert "available=True" in told
     assert f"from={empty.parents[1]}" in told
-    told = run(*(empty.with_name("mpirun"), "-n", "2", empty, "-I", "-c", TWO_RANKS), cwd=tmp_path)
+    planned = run(empty, "-I", "-m", "wfbp", "plan", "vgg-16", "--cost", "10gbe-16", cwd=tmp_path)
+    assert "no schedule can be under" in planned
+    two_ranks = (empty.with_name("mpirun"), "-n", "2", empty, "-I", "-W", "error")
+    told = run(*two_ranks, ROOT / "tests/integration/wheel_program.py", cwd=tmp_path)
     assert told.count("is done") == 2
+
+
+def check_as_an_index_does(sdist: Path, wheel: Path) -> None:
+    """The description renders, its links lead to files of the sources, the wheel fits manylinux."""
+    run(TOOLS / "twine", "check", "--strict", sdist, wheel, cwd=wheel.parent)
+    if sys.platform == "linux":
+        assert '"manylinux_2_' in run(TOOLS / "auditwheel", "show", wheel, cwd=wheel.parent)
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        metadata = Parser().parsestr(archive.read(name).decode())
+    urls = dict(line.split(", ") for line in metadata.get_all("Project-URL"))
+    repository = urls["Repository"]
+    assert urls["Changelog"] == f"{repository}/blob/main/CHANGELOG.md"
+    links = re.findall(r"\]\(([^)\s]+)\)", metadata.get_payload())
+    own = [link.partition("#")[0] for link in links if link.startswith(repository)]
+    assert len(own) > 20
+    for link in own:
+        kind, branch, path = link.removeprefix(f"{repository}/").split("/", 2)
+        assert branch == "main"
+        assert (ROOT / path).is_dir() if kind == "tree" else (ROOT / path).is_file(), link
+    relative = [link for link in links if "://" not in link and not link.startswith("#")]
+    assert not relative
+
+
+def test_wheels_are_built_for_all_supported_versions() -> None:
+    pytest.importorskip("cibuildwheel")
+    command = (TOOLS / "cibuildwheel", "--platform", "linux", "--archs", "x86_64")
+    told = run(*command, "--print-build-identifiers", cwd=ROOT)
+    assert told.split() == [f"cp3{minor}-manylinux_x86_64" for minor in range(10, 15)]
 
 
 @pytest.mark.parametrize("how", ["plain", "editable"])

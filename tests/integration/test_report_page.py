@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.support.browser import dump
 from tests.support.cli_runs import wfbp
 from tests.support.run_documents import record
 from wfbp.cli.page import library
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-dev-shm-usage",
-    "--enable-logging=stderr",
-    "--virtual-time-budget=5000",
-    "--host-resolver-rules=MAP * ~NOTFOUND",
-    "--window-size=1200,3000",
-)
 
 
 @pytest.fixture(scope="module")
@@ -39,31 +24,21 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "report.html"
 
 
-def dump(page: Path, folder: Path, *flags: str) -> tuple[str, str]:
-    """The page's document after its scripts ran, and what the browser logged."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
-    done = subprocess.run(
-        [browser, *FLAGS, *flags, f"--user-data-dir={folder}", "--dump-dom", page.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout, done.stderr
-
-
 @pytest.mark.parametrize(("scheme", "setting"), [("light", 1), ("dark", 0)])
 def test_a_browser_draws_every_figure(
     scheme: str, setting: int, page: Path, tmp_path: Path
 ) -> None:
     asked = len(re.findall(r'<div class="figure" id=', page.read_text()))
     assert asked >= 6
-    dom, log = dump(page, tmp_path, f"--blink-settings=preferredColorScheme={setting}")
+    dom, log = dump(
+        page,
+        tmp_path,
+        "--window-size=1280,3000",
+        f"--blink-settings=preferredColorScheme={setting}",
+    )
     assert f'data-theme="{scheme}"' in dom
     assert f'data-drawn="{asked}"' in dom
-    assert dom.count('class="plot-container') == asked
+    assert dom.count('class="picture"') == asked
     body = dom[dom.index("<main>") : dom.index("</main>")]
     assert "rank 1 messages" in body  # a label of the Gantt chart, drawn
     assert "lower bound" in body
@@ -87,10 +62,20 @@ def test_names_cannot_leave_their_place(tmp_path: Path) -> None:
     assert "<b>" not in text
 
 
-def test_without_the_plotting_library_one_line_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "plotly.offline", None)
-    code, out, err = wfbp("report", record(tmp_path))
-    assert (code, out) == (1, "")
-    assert err == "wfbp: error: pages need plotly; install it by: pip install 'wfbp[report]'\n"
+def test_the_page_fits_a_telephone(page: Path, tmp_path: Path) -> None:
+    """At 390 pixels nothing is wider than the page. (The browser's window is at least 500 wide.)"""
+    text = page.read_text().replace("<body>", '<body style="width: 390px">')
+    check = """<script>
+    const wide = [...document.querySelectorAll("body *")].filter(
+      (e) => e.getBoundingClientRect().right > 390.5);
+    document.documentElement.dataset.wide = "checked " + wide.map((e) => e.tagName).join();
+    </script></body>"""
+    copy = tmp_path / "page.html"
+    copy.write_text(text.replace("</body>", check))
+    dom, log = dump(copy, tmp_path / "profile", "--window-size=500,3000")
+    assert 'data-wide="checked "' in dom, re.findall('data-wide="[^"]*"', dom)
+    assert "CONSOLE" not in log, log
+
+
+def test_the_page_is_small(page: Path) -> None:
+    assert page.stat().st_size < 1_500_000

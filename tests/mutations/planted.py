@@ -150,7 +150,7 @@ RUNTIME = [
     ),
     Mutation(
         "runtime/engine/tracker.py",
-        "if self._may_have_left(place):\n                self.unplanned[index] = (0, None)",
+        "if self._may_have_left(plan_index):\n                self.unplanned[index] = (0, None)",
         "if False:\n                self.unplanned[index] = (0, None)",
         unit("runtime/test_tracker"),
     ),
@@ -209,7 +209,7 @@ RUNTIME = [
         unit("runtime/test_channel"),
     ),
     Mutation(
-        "runtime/progress/executor.py",
+        "runtime/progress/plan_executor.py",
         "if sequencer.reduced:  # this begins",
         "if sequencer.done:  # this begins",
         unit("runtime/test_executor"),
@@ -282,13 +282,13 @@ TORCH = [
     ),
     Mutation(
         "torch/pending_parameters.py",
-        "exposed = self._compiled | self._unheard",
+        "exposed = self._compiled | self._unwatched",
         "exposed = set(self._compiled)",
         unit("torch/test_pending_parameters"),
     ),
     Mutation(
         "torch/clipping.py",
-        "whole if runtime.rank == 0 else ()",
+        "whole if alone or runtime.rank == 0 else ()",
         "whole",
         ("tests/parallel/test_torch.py", "-k", "clipping and 2-overlap"),
     ),

@@ -79,6 +79,7 @@ def test_comm(mpirun: Mpirun) -> None:
     [
         (("--model", "vgg"), "expected mlp, transformer or MODULE:FUNCTION"),
         (("--contestants", "horovod"), "expected none, mpi-flat, ddp, wfbp-auto, wfbp-SCHEDULE"),
+        ((), "one rank has nobody to talk to; start it as: mpirun -np N wfbp bench"),
     ],
 )
 def test_what_is_unknown_is_told(mpirun: Mpirun, words: tuple[str, ...], told: str) -> None:

@@ -1,33 +1,48 @@
-"""Whole programs of the documentation, as a reader would copy them."""
+"""Every block of Python in the documentation runs on two ranks, as a reader would copy it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from tests.support import launcher
+from tests.parallel.runs import outcome
+from tests.support.snippets import snippets
 
-pytestmark = pytest.mark.parallel
+pytest.importorskip("jax")
+pytest.importorskip("tensorboardX")
 
-DOCS = launcher.ROOT / "docs"
+pytestmark = [pytest.mark.parallel, pytest.mark.slow, pytest.mark.timeout(260)]
 
-
-def program(page: str, heading: str) -> str:
-    """The first block of Python behind some words of a page."""
-    text = (DOCS / page).read_text().partition(heading)[2]
-    block = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    assert block is not None, f"{page}: no program behind {heading!r}"
-    return block[1]
+NAMES = [snippet.name for snippet in snippets()]
 
 
-def test_coming_from_ddp(mpirun: Callable[..., launcher.Run], tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(program("coming-from-ddp.md", "A whole program"))
-    run = mpirun(2, script)
-    assert run.rc == 0, run.stderr
-    losses = [float(line.split()[-1]) for line in run.stdout.splitlines()]
-    assert len(losses) == 4, run.stdout
+def printed(name: str) -> str:
+    """What rank 0 printed, where no rank failed."""
+    found = outcome("documents", 2, timeout=250)
+    assert found.run.rc == 0, found.run
+    for rank, results in enumerate(found.ranks):
+        assert not results[name]["error"], f"rank {rank}: {results[name]['error']}"
+    text: str = found.ranks[0][name]["printed"]
+    return text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs(name: str) -> None:
+    printed(name)
+
+
+@pytest.mark.parametrize("name", ["quickstart.md", "coming-from-ddp.md"])
+def test_the_loss_falls(name: str) -> None:
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed(name))]
+    assert len(losses) == 4
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "at_most"), [("tutorials/jax.md", 1.5), ("tutorials/numpy.md", 1.5)]
+)
+def test_a_tutorial_learns(name: str, at_most: float) -> None:
+    """Without training the loss is 3.5 and 1.7."""
+    (loss,) = re.findall(r"loss ([\d.]+)", printed(name))
+    assert float(loss) < at_most

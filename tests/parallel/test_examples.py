@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +22,7 @@ SCHEDULES = {
     4: ("auto", "hybrid"),
 }
 """By number of ranks."""
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TOLERANCE = 0.006
 """Two of the 360 test images: what torch_digits.py states."""
 GPT = "torch_gpt.py --steps 90 --width 64 --depth 2 --max-bytes 300000"
@@ -81,3 +85,25 @@ def test_gpt_learns_and_reports_its_plan() -> None:
 
 def test_gpt_runs_alone() -> None:
     assert "nothing to exchange" in told(1, GPT_ALONE)
+
+
+def test_overlap_shows_both_runs_side_by_side(tmp_path: Path) -> None:
+    """On the emulated link, with one rank."""
+    program = [sys.executable, EXAMPLES / "overlap.py", "--emulated", "--steps", "12"]
+    done = subprocess.run(
+        [*map(str, program), "--output", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    for name in ("without overlap", "with overlap"):
+        assert f"{name}: one step of rank 0" in done.stdout
+        page = tmp_path / name.replace(" ", "-") / "report.html"
+        assert "AdamW: timeline" in page.read_text()
+    losses = re.findall(r"([\d.]+) -> ([\d.]+)", done.stdout)
+    assert len(losses) == 2
+    assert all(float(last) < float(first) for first, last in losses)
+    assert losses[0] == losses[1]  # the schedule changes nothing
+    assert done.stdout.count("█") > 50

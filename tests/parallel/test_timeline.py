@@ -1,8 +1,9 @@
-"""Timelines of a job of which a rank is killed."""
+"""Timelines of a job of which a rank is killed, beside what the job's statistics say."""
 
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -10,48 +11,93 @@ from click.testing import CliRunner
 
 from tests.support.launcher import mpirun
 from wfbp.cli.app import wfbp as command
-from wfbp.runtime.timeline import load
+from wfbp.runtime.timeline import load, summarize
 
 pytestmark = pytest.mark.parallel
 
 PROGRAM = """
+import json
 import os
 import signal
 import time
 import numpy as np
 import wfbp
 wfbp.init()
-reducer = wfbp.GradientReducer([("w", np.zeros(1000, np.float32))])
-for step in range(40):
-    reducer.mark_ready(0, np.ones(1000, np.float32))
+names = ("a", "b")
+reducer = wfbp.GradientReducer([(n, np.zeros(500_000, np.float32)) for n in names], schedule="wfbp")
+gradients = [np.ones(500_000, np.float32) for _ in names]
+for step in range(45):
+    for index in (1, 0):
+        time.sleep(0.01)
+        reducer.mark_ready(index, gradients[index])
     reducer.wait()
-    time.sleep(0.03)
+    if step == 40:
+        print(json.dumps({"rank": wfbp.rank(), **reducer.stats()}), flush=True)
+time.sleep(1.5)  # the timeline is written twice a second
 if wfbp.rank() == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(60)
 """
 
 
-def test_every_rank_leaves_its_file(tmp_path: Path) -> None:
-    folder = tmp_path / "timelines"
-    run = mpirun(
-        2, "-c", PROGRAM, env={"WFBP_TIMELINE": str(folder), "WFBP_TIMELINE_STEPS": "5-25"}
-    )
+STEPS = range(5, 41)
+WINDOW = 20
+"""Steps of which statistics are."""
+SETTINGS = {"WFBP_WARMUP_STEPS": "2", "WFBP_PROFILE_STEPS": "3", "WFBP_REPLAN_THRESHOLD": "0"}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder with timelines, and what the job printed."""
+    folder = tmp_path_factory.mktemp("job") / "timelines"
+    steps = f"{STEPS[0]}-{STEPS[-1]}"
+    settings = {**SETTINGS, "WFBP_TIMELINE": str(folder), "WFBP_TIMELINE_STEPS": steps}
+    run = mpirun(2, "-c", PROGRAM, env=settings)
     assert run.rc not in (0, None), run
+    return folder, run.stdout
+
+
+def test_the_timeline_and_the_statistics_agree(job: tuple[Path, str]) -> None:
+    """What is exposed, and so what overlaps, is the same in both."""
+    folder, printed = job
+    lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    assert sorted(stats["rank"] for stats in lines) == [0, 1]
+    for stats in lines:
+        document = load(folder / f"timeline.rank{stats['rank']}.json")
+        events = document["traceEvents"]
+        first = STEPS[-1] - WINDOW + 1
+        document["traceEvents"] = [
+            e for e in events if e["ph"] == "M" or e["args"]["step"] >= first
+        ]
+        (row,) = summarize(document)
+        # Medians of the same steps by stamps that lie some instructions apart, on a busy machine.
+        assert row["exposed_s"] == pytest.approx(stats["exposed_s"], rel=0.05, abs=3e-4)
+        assert row["iteration_s"] == pytest.approx(stats["iteration_s"], rel=0.05)
+        waits_s = [e["dur"] * 1e-6 for e in events if e["name"] == "wait for gradients"][-WINDOW:]
+        assert statistics.median(waits_s) == pytest.approx(stats["exposed_s"], rel=0.05)
+        overlap = 1 - row["exposed_s"] / row["iteration_s"]
+        assert overlap == pytest.approx(1 - stats["exposed_s"] / stats["iteration_s"], rel=0.05)
+
+
+def test_every_rank_leaves_its_file(job: tuple[Path, str]) -> None:
+    folder, _ = job
     for rank in range(2):
         events = load(folder / f"timeline.rank{rank}.json")["traceEvents"]
         json.loads((folder / f"timeline.rank{rank}.json").read_text())
         steps = {e["args"]["step"] for e in events if "step" in e.get("args", {})}
-        assert steps == set(range(5, 26))
+        assert steps == set(STEPS)
     told = CliRunner().invoke(command, ["timeline", str(folder), "--json"])
     assert told.exit_code == 0, told.output
     rows = json.loads(told.output)["ranks"]
-    assert [(row["rank"], row["steps"]) for row in rows] == [(0, 21), (1, 21)]
+    assert [(row["rank"], row["steps"]) for row in rows] == [(0, len(STEPS)), (1, len(STEPS))]
     merged = load(folder / "timeline.json")["traceEvents"]
     assert {e["pid"] for e in merged} == {0, 1}
     table = CliRunner().invoke(command, ["timeline", str(folder)])
     assert table.exit_code == 0
     assert "exposed" in table.output
+    page = CliRunner().invoke(command, ["report", str(folder)])
+    assert page.exit_code == 0, page.output
+    assert "rank by rank" in (folder / "report.html").read_text()
 
 
 def test_a_folder_without_timelines(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.programs.torch import rebuilding
+from tests.parallel.programs.torch import adasum, rebuilding, training_in_sets, uneven_data
 from tests.parallel.programs.torch.adapter import check
 from tests.parallel.runs import Job
 
@@ -30,6 +30,25 @@ def test_program(job: Job, name: str) -> None:
 @pytest.mark.parametrize("name", rebuilding.check.all)
 @pytest.mark.parametrize("job", [Job("torch/program", 3, "ps_layerwise")], ids=str)
 def test_rebuilding(job: Job, name: str) -> None:
+    job.passes(name)
+
+
+SETS = [
+    Job("torch/program", 2, "overlap", "openmpi"),
+    Job("torch/program", 3, "changing"),
+    Job("torch/program", 4, "overlap"),
+]
+
+
+@pytest.mark.parametrize("name", [*training_in_sets.check.all, *adasum.check.all])
+@pytest.mark.parametrize("job", SETS, ids=str)
+def test_sets_and_adasum(job: Job, name: str) -> None:
+    job.passes(name)
+
+
+@pytest.mark.parametrize("name", uneven_data.check.all)
+@pytest.mark.parametrize("job", SETS[:2], ids=str)
+def test_uneven_data(job: Job, name: str) -> None:
     job.passes(name)
 
 

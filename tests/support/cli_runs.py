@@ -13,7 +13,7 @@ import pytest
 from wfbp.cli.app import main
 
 ROOT = Path(__file__).parents[2]
-TRACES = ROOT / "tests/data/traces"
+TRACES = ROOT / "wfbp/cli/examples/traces"
 
 
 class Outcome(NamedTuple):

@@ -99,6 +99,8 @@ class SoftwareDevice(Device):
         self.name = "the software device"
         self.identity = f"software {id(self)}"
         self.library: Any = None
+        self.capturing: set[int] = set()
+        """Streams on which a graph is captured."""
 
     def nccl(self) -> Any:
         if self.library is None:
@@ -156,6 +158,19 @@ class SoftwareDevice(Device):
         data = np.asarray(pooled)[start : start + nbytes]
         self.write(stream, [data], lambda: data.fill(0))
         return data
+
+    def is_capturing(self, stream: int) -> bool:
+        return stream in self.capturing
+
+    def trim(self) -> None:
+        self.calls["trim"] += 1
+        for free in self._free.values():
+            free.clear()
+
+    @property
+    def held_bytes(self) -> int:
+        """Of memory that is kept for later, and not in use."""
+        return sum(raw.nbytes for free in list(self._free.values()) for raw in list(free))
 
     def pinned(self, nbytes: int) -> Buffer:
         return np.full(nbytes, GARBAGE, np.uint8)

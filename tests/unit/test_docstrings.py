@@ -11,7 +11,16 @@ import pytest
 from wfbp.runtime import process
 
 PACKAGE = Path(__file__).resolve().parents[2] / "wfbp"
-ELSEWHERE = ("torch", "jax", "horovod", "cuda", "bench", "runtime/api", "comm/mpi/start_notice.py")
+ELSEWHERE = (
+    "torch",
+    "jax",
+    "horovod",
+    "cuda",
+    "bench",
+    "integrations",
+    "runtime/api",
+    "comm/mpi/start_notice.py",
+)
 """Their examples need ``wfbp.init()``, a framework or a device."""
 
 

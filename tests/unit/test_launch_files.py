@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ import pytest
 
 from wfbp.cli.run import command
 
-LAUNCH = Path(__file__).resolve().parents[2] / "launch"
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = ROOT / "launch"
 SHELL = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])
 
 
@@ -29,6 +32,35 @@ def test_a_batch_script(path: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "train.py --lr 1\n"), done.stderr
 
 
+@pytest.mark.parametrize("path", [LAUNCH / "Dockerfile", LAUNCH / "kubernetes" / "Dockerfile"])
+def test_an_image(path: Path) -> None:
+    """Stages, copied files and extras exist, and what it runs is an example that wfbprun takes."""
+    text = re.sub(r"^#.*\n|\\\n", "", path.read_text(), flags=re.MULTILINE)
+    instructions = [line.split(None, 1) for line in text.splitlines() if line]
+    assert {name for name, _ in instructions} <= {"FROM", "RUN", "COPY", "WORKDIR", "CMD"}
+    stages = re.findall(r"^FROM \S+ AS (\S+)$", text, re.MULTILINE)
+    for name, words in instructions:
+        if name == "COPY" and words.startswith("--from="):
+            assert words.split()[0].removeprefix("--from=") in stages
+        elif name == "COPY":
+            assert (ROOT / words.split()[0]).exists()
+    extras = {extra for found in re.findall(r"\[([\w,]+)\]\"", text) for extra in found.split(",")}
+    project = (ROOT / "pyproject.toml").read_text()
+    assert extras
+    assert all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in extras)
+    assert dict(instructions)["WORKDIR"] == "/examples"
+    program, *words = json.loads(dict(instructions)["CMD"])
+    assert program == "wfbprun"
+    with command.make_context("wfbprun", words, resilient_parsing=True) as context:
+        (example,) = context.params["program"]
+    assert (ROOT / "examples" / example).is_file()
+
+
+def test_what_was_built_here_stays_out_of_images() -> None:
+    left_out = (ROOT / ".dockerignore").read_text().split()
+    assert {".git", ".venv*", "**/*.so", "build"} <= set(left_out)
+
+
 def test_the_job_for_kubernetes() -> None:
     """The fields that the operator requires (v2beta1), and a command that wfbprun takes."""
     yaml = pytest.importorskip("yaml")
@@ -39,7 +71,10 @@ def test_the_job_for_kubernetes() -> None:
     assert set(spec["mpiReplicaSpecs"]) == {"Launcher", "Worker"}
     for replicas in spec["mpiReplicaSpecs"].values():
         pod = replicas["template"]["spec"]
-        names = {volume["name"] for volume in pod.get("volumes", [])}
+        volumes = pod.get("volumes", [])
+        names = {volume["name"] for volume in volumes}
+        fields = {field for volume in volumes for field in volume.get("emptyDir", {})}
+        assert fields <= {"medium", "sizeLimit"}
         for container in pod["containers"]:
             assert {"name", "image", "command"} <= set(container)
             assert {m["name"] for m in container.get("volumeMounts", [])} <= names

@@ -35,10 +35,15 @@ TOP: dict[str, set[str]] = {
     "dispatch": {"torch", "jax"},
     "horovod": {"torch"},
     "bench": {"torch"},
+    "integrations": {"torch"},
 }
 """At the top: each may import all of the above, and of each other only what is stated."""
 
-FRAMEWORKS = {"torch": {"torch", "bench"}, "jax": {"jax"}, "mpi4py": {"comm", "bench"}}
+FRAMEWORKS = {
+    "torch": {"torch", "bench", "integrations"},
+    "jax": {"jax"},
+    "mpi4py": {"comm", "bench"},
+}
 """Which parts may import these foreign packages."""
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -22,6 +22,11 @@ def guarded(act: Callable[[], Any]) -> Any:
     return result if MPI.COMM_WORLD.rank == 0 else None
 
 
+def count() -> int:
+    """How many ranks this job has."""
+    return MPI.COMM_WORLD.size
+
+
 def say(text: str, everywhere: bool = False) -> None:
     """A line on stderr, of rank 0."""
     if everywhere or MPI.COMM_WORLD.rank == 0:

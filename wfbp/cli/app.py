@@ -6,6 +6,7 @@ they use it: an answer in JSON has to wait for NumPy and for nothing else.
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,17 @@ import click
 
 from wfbp.errors import WfbpError
 
-COMMANDS = ("run", "doctor", "plan", "simulate", "probe", "report", "timeline", "bench")
+COMMANDS = (
+    "run",
+    "doctor",
+    "plan",
+    "simulate",
+    "traces",
+    "probe",
+    "report",
+    "timeline",
+    "bench",
+)
 BAD_INPUT = 2
 FAILURE = 1
 INTERRUPTED = 130
@@ -30,6 +41,16 @@ class _Commands(click.Group):
             return None
         command: click.Command = import_module(f"wfbp.cli.{cmd_name}").command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
+            close = difflib.get_close_matches(name, COMMANDS, n=1)
+            hint = f" Did you mean '{close[0]}'?" if close else f" There are {', '.join(COMMANDS)}."
+            raise click.UsageError(f"No such command '{name}'.{hint}", ctx)
+        return super().resolve_command(ctx, args)
 
 
 @click.command(

@@ -44,6 +44,7 @@ def training(model: str, contestants: str, rounds: int, device: str, as_json: bo
     make = benchmark.model_named(model)
     for name in names:
         benchmark.maker(name)
+    _need_ranks()
     results = ranks.guarded(lambda: benchmark.run(make, names, rounds, device, ranks.say))
     if results is None:
         return
@@ -77,6 +78,7 @@ def comm(max_bytes: int, rounds: int, as_json: bool) -> None:
     from wfbp.bench import comm as benchmark
     from wfbp.bench import ranks
 
+    _need_ranks()
     sizes = [nbytes for nbytes in SIZES if nbytes <= max_bytes]
     timings = ranks.guarded(lambda: benchmark.run(sizes, rounds))
     if timings is None:
@@ -96,6 +98,17 @@ def comm(max_bytes: int, rounds: int, as_json: bool) -> None:
     }
     headings = ("MPI ms", "wfbp ms", "times MPI", "wfbp GB/s")
     _show(document, "All-reduces of float32", [Column(""), *map(Column, headings)], rows, as_json)
+
+
+def _need_ranks() -> None:
+    """Refuse a single rank before minutes of training: it communicates with nobody."""
+    from wfbp.bench import ranks
+
+    if ranks.count() == 1:
+        raise click.UsageError(
+            "one rank has nobody to talk to; start it as: mpirun -np N wfbp bench ...",
+            click.get_current_context(),
+        )
 
 
 def _show(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -12,19 +15,35 @@ from wfbp.core.cost import Costs
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation
 
+if TYPE_CHECKING:
+    from wfbp.cli.run_files import Run
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def trace_argument(function: F) -> F:
-    """The argument TRACE.json."""
-    return click.argument("trace", metavar="TRACE.json", type=click.Path(path_type=str))(function)
+EXAMPLES = Path(__file__).parent / "examples"
+EXAMPLE_TRACES = EXAMPLES / "traces"
+EXAMPLE_COSTS = EXAMPLES / "costs"
+EXAMPLE_WORKERS = {"10gbe-16": 16}
+"""Numbers of workers among which the example costs were measured."""
 
 
-def cost_option(function: F) -> F:
-    """The option --cost COST.json."""
-    return click.option(
-        "--cost", "cost", metavar="COST.json", required=True, help="Costs, format wfbp-cost/1."
-    )(function)
+def model_arguments(function: F) -> F:
+    """What is planned: the argument TRACE, and the options --cost and --optimizer."""
+    for decorate in (
+        click.option(
+            "--optimizer", metavar="NAME", help="Which one of a run that has several of them."
+        ),
+        click.option(
+            "--cost",
+            "cost",
+            metavar="COST",
+            help="Costs: a file (wfbp-cost/1) or an example; a run has its own.",
+        ),
+        click.argument("trace", metavar="TRACE", type=click.Path(path_type=str)),
+    ):
+        function = decorate(function)
+    return function
 
 
 def json_option(function: F) -> F:
@@ -50,21 +69,101 @@ LARGEST_S = 1e290
 """Beyond this, sums of times may leave the range of numbers."""
 
 
-def load(trace: str, cost: str, factor: float = 1.0) -> tuple[Trace, Costs]:
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a command plans with.
+
+    Args:
+        trace: of the model.
+        costs: of the network.
+        measured_on: the number of ranks among which the costs were measured, where that is known.
+        run: where both come from, if they were recorded.
+    """
+
+    trace: Trace
+    costs: Costs
+    measured_on: int | None = None
+    run: Run | None = None
+
+
+def load(trace: str, cost: str | None, factor: float = 1.0, optimizer: str | None = None) -> Model:
     """A trace and costs that can be planned with.
 
     Args:
-        trace: path of a wfbp-trace/1 file.
-        cost: path of a wfbp-cost/1 file.
+        trace: path of a wfbp-trace/1 file, name of an example, or the directory of a recorded run.
+        cost: path of a wfbp-cost/1 file, or name of an example; none to take those of the run.
         factor: how many times the costs may be scaled up later.
+        optimizer: which one of the run.
 
     Raises:
         ValueError: one of them is wrong, or each figure is a number but their sums would not be.
+        click.UsageError: an option is missing or has no meaning here.
         OSError: a file cannot be read.
     """
-    model, costs = Trace.load(trace), Costs.load(cost)
+    run: Run | None = None
+    measured_on: int | None = None
+    if Path(trace).is_dir():
+        run, model, costs = _recorded(trace, optimizer)
+        if cost is None:
+            measured_on, cost = run.size, trace
+        else:
+            costs = Costs.load(_file(cost, EXAMPLE_COSTS))
+    else:
+        context = click.get_current_context(silent=True)
+        if optimizer is not None:
+            raise click.UsageError("--optimizer goes with the directory of a run", context)
+        if cost is None:
+            text = (
+                "Missing option '--cost'. Only the directory of a run has costs of its own; give a "
+                "file that wfbp probe wrote, or an example: --cost "
+                + ", ".join(sorted(EXAMPLE_WORKERS))
+            )
+            raise click.UsageError(text, context)
+        model = Trace.load(_file(trace, EXAMPLE_TRACES))
+        costs = Costs.load(_file(cost, EXAMPLE_COSTS))
+    if measured_on is None and not Path(cost).exists():
+        measured_on = EXAMPLE_WORKERS.get(cost)
     check_sums(trace, cost, model, costs, factor)
-    return model, costs
+    return Model(model, costs, measured_on, run)
+
+
+def _file(name: str, examples: Path) -> Path:
+    """A file of the user's, or else the example of that name.
+
+    Raises:
+        ValueError: neither is there.
+    """
+    if Path(name).exists():
+        return Path(name)
+    known = {path.stem: path for path in examples.glob("*.json")}
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise ValueError(
+            f"{name}: no such file, and no example{hint}; examples are {', '.join(sorted(known))}"
+        )
+    return known[name]
+
+
+def _recorded(folder: str, optimizer: str | None) -> tuple[Run, Trace, Costs]:
+    """What a run measured, for one of its optimizers."""
+    from wfbp.cli.run_files import load_runs
+
+    runs = {run.name: run for run in load_runs(folder)}
+    if optimizer is None and len(runs) > 1:
+        raise ValueError(
+            f"{folder}: the run has several optimizers; choose by --optimizer: {', '.join(runs)}"
+        )
+    name = optimizer or next(iter(runs))
+    if name not in runs:
+        raise ValueError(f"{folder}: no optimizer {name!r}; there are {', '.join(runs)}")
+    first = runs[name].ranks[0]
+    if first.trace is None or first.costs is None:
+        raise ValueError(
+            f"{folder}: the run ended after {first.steps} steps, in its {first.phase} phase, "
+            "before model and network were measured; train for more steps"
+        )
+    return runs[name], first.trace, first.costs
 
 
 def check_sums(trace: str, cost: str, model: Trace, costs: Costs, factor: float = 1.0) -> None:

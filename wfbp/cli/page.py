@@ -10,8 +10,6 @@ from importlib import resources
 from pathlib import Path
 from string import Template
 
-import click
-
 from wfbp.cli.figures import Figure
 
 
@@ -36,31 +34,22 @@ class Chapter:
 
     Args:
         heading: text; none if empty.
+        verdict: what matters most, in one sentence of text; none if empty.
         facts: pairs of name and value, as text.
         notes: what the reader must know, as text.
         sections: in order.
     """
 
     heading: str = ""
+    verdict: str = ""
     facts: Sequence[tuple[str, str]] = ()
     notes: Sequence[str] = ()
     sections: Sequence[Section] = field(default_factory=list)
 
 
 def library() -> str:
-    """The plotting library's source.
-
-    Raises:
-        click.ClickException: it is not installed.
-    """
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise click.ClickException(
-            "pages need plotly; install it by: pip install 'wfbp[report]'"
-        ) from None
-    source: str = get_plotlyjs()
-    return source
+    """The source of what draws the figures."""
+    return resources.files("wfbp.cli").joinpath("plot.js").read_text(encoding="utf-8")
 
 
 def write_page(path: str, title: str, chapters: Sequence[Chapter]) -> None:
@@ -73,7 +62,6 @@ def write_page(path: str, title: str, chapters: Sequence[Chapter]) -> None:
 
     Raises:
         OSError: the file cannot be written.
-        click.ClickException: the plotting library is not installed.
     """
     Path(path).write_text(page(title, chapters), encoding="utf-8")
 
@@ -94,6 +82,8 @@ def page(title: str, chapters: Sequence[Chapter]) -> str:
 
 def _chapter(chapter: Chapter, figures: dict[str, Figure]) -> str:
     parts = [f"<h2>{html.escape(chapter.heading)}</h2>"] if chapter.heading else []
+    if chapter.verdict:
+        parts.append(f'<p class="verdict">{html.escape(chapter.verdict)}</p>')
     if chapter.facts:
         cells = (
             f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>"

@@ -8,17 +8,15 @@ from typing import Any
 import click
 
 from wfbp.cli.forecast import Forecast, GroupForecast, forecast
-from wfbp.cli.inputs import best, cost_option, json_option, load, trace_argument
+from wfbp.cli.inputs import Model, best, json_option, load, model_arguments
 from wfbp.cli.tables import Column, milliseconds, print_table, size
 from wfbp.core.planners import PLANNERS, plan
-from wfbp.core.trace import Trace
 
 ALL = "all"
 
 
 @click.command("plan")
-@trace_argument
-@cost_option
+@model_arguments
 @click.option(
     "--schedule",
     metavar="NAME",
@@ -40,12 +38,20 @@ ALL = "all"
 )
 @json_option
 def command(
-    trace: str, cost: str, schedule: str, threshold_bytes: int | None, rows: int, as_json: bool
+    trace: str,
+    cost: str | None,
+    optimizer: str | None,
+    schedule: str,
+    threshold_bytes: int | None,
+    rows: int,
+    as_json: bool,
 ) -> None:
     """Plan the messages of one training step and predict the iteration.
 
-    TRACE.json (format wfbp-trace/1) tells the model's tensors and compute times. Times of groups
-    count from the start of backward; T/LB is the iteration over what no schedule can beat.
+    TRACE tells the model's tensors and compute times: a file (wfbp-trace/1), an example (wfbp
+    traces lists them), or the directory of a recorded run (WFBP_RECORD_DIR), which has costs, too.
+    Times of groups count from the start of backward; T/LB is the iteration over what no schedule
+    can beat.
     """
     if schedule != ALL and schedule not in PLANNERS:
         raise click.BadParameter(
@@ -56,7 +62,8 @@ def command(
         raise click.BadParameter(
             f"schedule {schedule!r} takes none", param_hint="--threshold-bytes"
         )
-    model, costs = load(trace, cost)
+    source = load(trace, cost, optimizer=optimizer)
+    model, costs = source.trace, source.costs
 
     def answer(name: str) -> Forecast:
         options: dict[str, Any] = {}
@@ -66,12 +73,13 @@ def command(
 
     results = [answer(name) for name in (PLANNERS if schedule == ALL else (schedule,))]
     if schedule == ALL:
-        _print_all(results, model, as_json)
+        _print_all(results, source, as_json)
     else:
-        _print_one(results[0], model, rows, as_json)
+        _print_one(results[0], source, rows, as_json)
 
 
-def _print_one(result: Forecast, trace: Trace, rows: int, as_json: bool) -> None:
+def _print_one(result: Forecast, source: Model, rows: int, as_json: bool) -> None:
+    trace = source.trace
     if as_json:
         click.echo(json.dumps(result.to_json(), indent=1, allow_nan=False))
         return
@@ -83,6 +91,7 @@ def _print_one(result: Forecast, trace: Trace, rows: int, as_json: bool) -> None
         f"{milliseconds(result.exposed_s)} ms exposed communication; T/LB "
         f"{result.ratio_to_lower_bound:.3f} (no schedule can be under "
         f"{milliseconds(result.lower_bound_s)} ms)",
+        *_measured(source),
     ]
     print_table(
         f"{trace.model or 'model'}: schedule {result.schedule}, {len(result.groups)} groups of "
@@ -90,16 +99,34 @@ def _print_one(result: Forecast, trace: Trace, rows: int, as_json: bool) -> None
         (
             Column("#"),
             Column("operation", "left"),
-            Column("tensors", "left", cut=True),
+            Column("tensors", "left", below=True),
             Column("size"),
             Column("start"),
             Column("end"),
             Column("exposed"),
-            Column("why", "left", cut=True),
+            Column("why", "left", below=True),
         ),
         [(str(i), *_row(group)) for i, group in enumerate(shown)],
         notes,
     )
+
+
+def _measured(source: Model) -> list[str]:
+    """What the run itself did, where one was recorded."""
+    if source.run is None:
+        return []
+    plans = source.run.ranks[0].plan
+    told = f"the run itself, by {plans.schedule} in {len(plans.groups)} messages"
+    slowest = {
+        key: max((v for r in source.run.ranks if (v := r.figures[key]) is not None), default=None)
+        for key in ("measured_iteration_s", "exposed_s")
+    }
+    known = [
+        f"{milliseconds(seconds)} ms {word}"
+        for seconds, word in zip(slowest.values(), ("measured", "exposed"), strict=True)
+        if seconds is not None
+    ]
+    return [f"{told}: {', '.join(known) or 'not yet measured'}"]
 
 
 def _row(group: GroupForecast) -> tuple[str, ...]:
@@ -116,7 +143,8 @@ def _row(group: GroupForecast) -> tuple[str, ...]:
     )
 
 
-def _print_all(results: list[Forecast], trace: Trace, as_json: bool) -> None:
+def _print_all(results: list[Forecast], source: Model, as_json: bool) -> None:
+    trace = source.trace
     first = best([r.iteration_s for r in results], [len(r.groups) for r in results])
     if as_json:
         data = {
@@ -149,6 +177,9 @@ def _print_all(results: list[Forecast], trace: Trace, as_json: bool) -> None:
             )
             for index, r in enumerate(results)
         ],
-        [f"no schedule can be under {milliseconds(results[first].lower_bound_s)} ms (LB)"],
+        [
+            f"no schedule can be under {milliseconds(results[first].lower_bound_s)} ms (LB)",
+            *_measured(source),
+        ],
         first,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -163,12 +164,17 @@ def _agree(backend: Backend, act: Callable[[], None]) -> None:
 
 
 def _check_writeable(*paths: str | None) -> None:
+    """See that files can be written later, and leave none behind yet."""
     for path in paths:
-        if path is not None:
-            if not Path(path).absolute().parent.is_dir():
-                raise ValueError(f"{path}: no such directory: {Path(path).absolute().parent}")
-            with Path(path).open("a"):
-                pass
+        if path is None:
+            continue
+        file = Path(path).absolute()
+        if not file.parent.is_dir():
+            raise ValueError(f"{path}: no such directory: {file.parent}")
+        if file.is_dir():
+            raise ValueError(f"{path}: is a directory; name a file")
+        if not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise ValueError(f"{path}: may not be written")
 
 
 def _tell(
@@ -193,6 +199,7 @@ def _tell(
         return
     _print(curves, num_ranks)
     click.echo(f"written: {output}" + (f", {plot}" if plot else ""))
+    click.echo(f"what to do with it: wfbp plan resnet-50 --cost {output}")
 
 
 def _fits(curves: list[Curve]) -> dict[str, dict[str, float]]:

@@ -1,28 +1,34 @@
-"""``wfbp report``: a recorded run as one page of interactive figures."""
+"""``wfbp report``: a recorded run, or its timeline, as one page of interactive figures."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
 from wfbp.cli.figures.comparison import message_times, predicted_and_measured, schedules
 from wfbp.cli.figures.cost_curve import cost_curve
-from wfbp.cli.figures.gantt import gantt
-from wfbp.cli.figures.scaling import scaling
+from wfbp.cli.figures.gantt import gantt, step_of_timeline
+from wfbp.cli.figures.scaling import coinciding, scaling
 from wfbp.cli.forecast import Forecast, forecast
 from wfbp.cli.inputs import check_sums
 from wfbp.cli.page import Chapter, Section, write_page
 from wfbp.cli.run_files import RankRun, Run, load_runs
 from wfbp.cli.tables import milliseconds, size
+from wfbp.cli.verdict import not_yet, slowest, verdict
 from wfbp.core.cost import Costs
+from wfbp.core.fit import MAX_KAPPA
 from wfbp.core.plan import Plan
 from wfbp.core.planners import PLANNERS, plan
 from wfbp.core.trace import Trace
+from wfbp.runtime.timeline import load as load_timeline
+from wfbp.runtime.timeline import merge, summarize
 from wfbp.sim.scaling import FLAT
-from wfbp.sim.sweep import sweep
+from wfbp.sim.sweep import SweepRow, sweep
 
 PAGE = "report.html"
 SCALED = ("wfbp", "single", "threshold", "mgwfbp", "oasr", "dear", "ipart", "hybrid")
@@ -39,12 +45,22 @@ def command(run_dir: str, output: str | None) -> None:
     RUN_DIR is what WFBP_RECORD_DIR was set to while training: every rank left what it measured,
     planned and did there. The page shows an iteration of every rank, the network's cost curve,
     prediction against measurement, every schedule on what was measured, and other world sizes.
+    What WFBP_TIMELINE was set to, the same directory or another one, is shown too: a step of every
+    rank, and what steps took.
     """
-    runs = load_runs(run_dir)
-    chapters = [chapter(run) for run in runs]
-    target = str(Path(run_dir) / PAGE) if output is None else output
-    name = Path(run_dir).resolve().name
-    write_page(target, f"wfbp run {name}", chapters)
+    folder = Path(run_dir)
+    timelines = sorted(folder.glob("timeline.rank*.json")) if folder.is_dir() else []
+    recorded = not timelines or any(
+        not path.name.startswith("timeline.") for path in folder.glob("*.json")
+    )
+    chapters = [chapter(run) for run in load_runs(run_dir)] if recorded else []
+    if timelines:
+        document = merge([load_timeline(path) for path in timelines])
+        chapters += timeline_chapters(document)
+        if not chapters:
+            raise ValueError(f"{run_dir}: the timelines hold no step of training")
+    target = str(folder / PAGE) if output is None else output
+    write_page(target, f"wfbp run {folder.resolve().name}", chapters)
     click.echo(target)
 
 
@@ -56,18 +72,50 @@ def chapter(run: Run) -> Chapter:
         figure = gantt(run, None)
         return Chapter(
             run.name,
+            verdict(run, []),
             _facts(run),
-            [
-                *_notes(run),
-                f"The run ended in its {first.phase} phase, before the network was measured: "
-                "there are no predictions to show.",
-            ],
+            _notes(run),
             [_gantt_section(figure)] if figure else [],
         )
     where = f"{run.name}, rank {first.rank}"
     check_sums(f"{where}: trace", f"{where}: costs", trace, costs, factor=2.0 * MOST_WORKERS)
     predicted = forecast(_in_order_of(trace, first.plan), trace, costs)
-    return Chapter(run.name, _facts(run), _notes(run), _sections(run, predicted, trace, costs))
+    every = [forecast(plan(name, trace, costs), trace, costs) for name in PLANNERS]
+    sections = _sections(run, predicted, every, trace, costs)
+    return Chapter(run.name, verdict(run, every), _facts(run), _notes(run), sections)
+
+
+def timeline_chapters(document: dict[str, Any]) -> list[Chapter]:
+    """What a merged timeline shows, a chapter for every optimizer."""
+    rows = summarize(document)
+    chapters = []
+    for optimizer in dict.fromkeys(row["optimizer"] for row in rows):
+        found = step_of_timeline(document, optimizer)
+        if found is None:
+            continue
+        step, figure = found
+        facts = [
+            (f"{name}, rank {row['rank']}", _ms(row[key], "one step only"))
+            for row in rows
+            if row["optimizer"] == optimizer and row["rank"] < _RANKS_IN_FACTS
+            for name, key in _TIMELINE_FACTS
+        ]
+        section = Section(
+            f"Step {step}, rank by rank",
+            "The step of median length in the timeline, on one clock. Messages that lie under "
+            "forward or backward are free; what training waits for is red.",
+            figure,
+        )
+        chapters.append(Chapter(f"{optimizer}: timeline", "", facts, (), [section]))
+    return chapters
+
+
+_RANKS_IN_FACTS = 4
+_TIMELINE_FACTS = (
+    ("iteration", "iteration_s"),
+    ("exposed", "exposed_s"),
+    ("communication", "communication_s"),
+)
 
 
 def _gantt_section(figure: dict[str, object]) -> Section:
@@ -79,7 +127,9 @@ def _gantt_section(figure: dict[str, object]) -> Section:
     )
 
 
-def _sections(run: Run, predicted: Forecast, trace: Trace, costs: Costs) -> list[Section]:
+def _sections(
+    run: Run, predicted: Forecast, every: Sequence[Forecast], trace: Trace, costs: Costs
+) -> list[Section]:
     found = []
     if (figure := gantt(run, predicted)) is not None:
         found.append(_gantt_section(figure))
@@ -112,7 +162,6 @@ def _sections(run: Run, predicted: Forecast, trace: Trace, costs: Costs) -> list
     ran = run.ranks[0]
     times = [r.figures["measured_iteration_s"] for r in run.ranks]
     known = [t for t in times if t is not None]
-    every = [forecast(plan(name, trace, costs), trace, costs) for name in PLANNERS]
     found.append(
         Section(
             "All schedules on what was measured",
@@ -131,11 +180,19 @@ def _sections(run: Run, predicted: Forecast, trace: Trace, costs: Costs) -> list
         Section(
             "What if there were more workers",
             f"The same model and batch per worker, on links that cost what those among these "
-            f"{run.size} ranks do, by the cost models of three all-reduce algorithms.",
+            f"{run.size} ranks do, by the cost models of three all-reduce algorithms."
+            + "".join(_coincide(name, rows) for name, rows in sweeps.items()),
             scaling(sweeps),
         )
     )
     return found
+
+
+def _coincide(algorithm: str, rows: Sequence[SweepRow]) -> str:
+    groups = [", ".join(group) for group in coinciding(rows)]
+    if not groups:
+        return ""
+    return f" By {algorithm.replace('_', '-')}, within 0.5% of each other: {'; '.join(groups)}."
 
 
 def _worlds(size: int) -> list[int]:
@@ -146,43 +203,71 @@ def _worlds(size: int) -> list[int]:
 
 def _facts(run: Run) -> list[tuple[str, str]]:
     first = run.ranks[0]
-    measured = _slowest(run, "measured_iteration_s")
-    exposed = _slowest(run, "exposed_s")
-    ratio = _slowest(run, "ratio_to_lower_bound")
-    return [
-        ("schedule", first.plan.schedule + ("" if first.plan.overlap else ", after backward")),
-        ("ranks", str(run.size)),
-        ("messages of tensors", f"{len(first.plan.groups)} of {len(first.plan.tensors)}"),
+    about, missing = first.about, f"not yet: {first.phase}"
+    hosts = list(dict.fromkeys(rank.about.host for rank in run.ranks if rank.about.host))
+    specs = first.plan.tensors
+    facts = [
+        ("optimizer", run.name),
+        ("model", f"{sum(s.numel for s in specs):,} parameters in {len(specs)} tensors"),
         ("gradients", size(first.plan.total_bytes)),
+        ("ranks", str(run.size)),
+        ("hosts", _listed(hosts)),
+        ("written", about.written.replace("T", " ").replace("+00:00", " UTC")),
+        ("versions", ", ".join(f"{name} {version}" for name, version in about.versions)),
+        ("communication by", about.library),
+        ("phase", first.phase),
         ("steps", f"{first.steps:,}"),
-        ("iteration, measured", _ms(measured)),
-        ("iteration, predicted", _ms(first.figures["predicted_iteration_s"])),
-        ("exposed, measured", _ms(exposed)),
-        ("lower bound", _ms(first.figures["lower_bound_s"])),
-        ("T/LB, measured", "unknown" if ratio is None else f"{ratio:.3f}"),
-        ("interference (kappa)", _plain(first)),
+        ("schedule", first.plan.schedule + ("" if first.plan.overlap else ", after backward")),
+        ("messages of tensors", f"{len(first.plan.groups)} of {len(specs)}"),
+        ("iteration, measured", _ms(slowest(run, "measured_iteration_s"), missing)),
+        ("iteration, predicted", _ms(first.figures["predicted_iteration_s"], missing)),
+        ("exposed, measured", _ms(slowest(run, "exposed_s"), missing)),
+        ("lower bound", _ms(first.figures["lower_bound_s"], missing)),
+        ("T/LB, measured", _ratio(slowest(run, "ratio_to_lower_bound"), missing)),
+        ("interference (kappa)", _kappa(first, missing)),
     ]
+    return [(name, value) for name, value in facts if value]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_LISTED
+    return ", ".join(names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+_MOST_LISTED = 8
 
 
 def _notes(run: Run) -> list[str]:
-    if not run.missing:
-        return []
-    listed = ", ".join(map(str, run.missing[:8])) + ("..." if len(run.missing) > 8 else "")
-    return [f"{len(run.missing)} of {run.size} ranks left no file here: {listed}."]
+    first = run.ranks[0]
+    notes = [text] if (text := not_yet(first.phase)) else []
+    if not notes and (first.trace is None or first.costs is None):
+        notes = ["Compute or network was not measured: there are no predictions to show."]
+    if run.missing:
+        listed = _listed([str(rank) for rank in run.missing])
+        notes.append(f"{len(run.missing)} of {run.size} ranks left no file here: {listed}.")
+    kappa = first.figures["kappa"]
+    if kappa is not None and kappa >= MAX_KAPPA:
+        notes.append(
+            f"Interference (kappa) stands at its cap of {MAX_KAPPA:g}: overlapped plans took "
+            "longer than any interference explains, as where ranks share cores."
+        )
+    return notes
 
 
-def _plain(rank: RankRun) -> str:
+def _kappa(rank: RankRun, missing: str) -> str:
     kappa = rank.figures["kappa"]
-    return "unknown" if kappa is None else f"{kappa:.2f}"
+    if kappa is None:
+        return missing
+    return f"{kappa:.2f} (its cap)" if kappa >= MAX_KAPPA else f"{kappa:.2f}"
 
 
-def _slowest(run: Run, key: str) -> float | None:
-    return max((v for r in run.ranks if (v := r.figures[key]) is not None), default=None)
+def _ratio(ratio: float | None, missing: str) -> str:
+    return missing if ratio is None else f"{ratio:.3f}"
 
 
-def _ms(seconds: float | None) -> str:
+def _ms(seconds: float | None, missing: str) -> str:
     if seconds is None or not math.isfinite(seconds):
-        return "unknown"
+        return missing
     return f"{milliseconds(seconds)} ms"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -138,6 +139,8 @@ def command(
     if dry_run:
         click.echo(_shown(started))
         return
+    if check and interface and (not job.hosts or any(h.is_local for h in job.placed())):
+        _check_interface(interface)
     if check and launcher == "mpirun":
         _check_hosts(job.placed(), granted, remote_shell or "ssh", wait_s)
     _become(started, environment)
@@ -160,6 +163,16 @@ def _variables(texts: Sequence[str], environment: dict[str, str]) -> dict[str, s
             raise click.UsageError(f"-x {name}: it is not set here; give -x {name}=VALUE")
         variables[name] = value if equals else environment[name]
     return variables
+
+
+def _check_interface(text: str) -> None:
+    """See that interfaces named for a job exist here; networks (as 10.0.0.0/24) are left to MPI."""
+    present = sorted(name for _, name in socket.if_nameindex())
+    for name in text.split(","):
+        if "/" not in name and name not in present:
+            raise click.UsageError(
+                f"--interface {name}: this host has no such interface; it has {', '.join(present)}"
+            )
 
 
 def _check_hosts(

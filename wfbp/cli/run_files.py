@@ -54,6 +54,23 @@ class Iteration:
 
 
 @dataclass(frozen=True, slots=True)
+class About:
+    """Where and when a rank ran; empty where an older version recorded it.
+
+    Args:
+        written: when the document was written, ISO 8601.
+        host: of the rank.
+        library: what moved bytes, in words.
+        versions: by name.
+    """
+
+    written: str = ""
+    host: str = ""
+    library: str = ""
+    versions: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RankRun:
     """What one rank recorded of one engine.
 
@@ -66,6 +83,7 @@ class RankRun:
         trace: what was measured of the computation, once it was.
         costs: what was measured of the network, once it was.
         iterations: the last ones, oldest first.
+        about: where and when it ran.
     """
 
     rank: int
@@ -76,6 +94,7 @@ class RankRun:
     trace: Trace | None
     costs: Costs | None
     iterations: tuple[Iteration, ...]
+    about: About = About()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +135,8 @@ def load_runs(directory: str) -> list[Run]:
         raise ValueError(f"{directory}: not a directory; give what WFBP_RECORD_DIR was set to")
     by_name: dict[str, list[tuple[Path, int, RankRun]]] = {}
     for path in sorted(folder.glob("*.json")):
+        if path.name.startswith("timeline."):
+            continue  # WFBP_TIMELINE may name the same directory
         name, size, run = _load(path)
         by_name.setdefault(name, []).append((path, size, run))
     if not by_name:
@@ -180,9 +201,20 @@ def _document(data: Any) -> tuple[str, int, RankRun]:
             _iteration(f"iterations[{i}]", row, plan)
             for i, row in enumerate(_list("iterations", data.get("iterations")))
         ),
+        _about(_object("about", data.get("about", {}))),
     )
     _check_same_tensors(run)
     return str(data.get("name", "")), size, run
+
+
+def _about(data: dict[str, Any]) -> About:
+    versions = _object("about.versions", data.get("versions", {}))
+    return About(
+        str(data.get("written", "")),
+        str(data.get("host", "")),
+        str(data.get("library", "")),
+        tuple((name, str(version)) for name, version in versions.items()),
+    )
 
 
 def _iteration(place: str, row: Any, plan: Plan) -> Iteration:

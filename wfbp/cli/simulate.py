@@ -12,10 +12,9 @@ import click
 from wfbp.cli.inputs import (
     FiniteRange,
     best,
-    cost_option,
     json_option,
     load,
-    trace_argument,
+    model_arguments,
 )
 from wfbp.cli.tables import Column, milliseconds, print_table
 from wfbp.core.cost import Costs, LinearCost, PiecewiseCost
@@ -85,8 +84,7 @@ class _Counts(click.ParamType[tuple[int, ...]]):
 
 
 @click.command("simulate")
-@trace_argument
-@cost_option
+@model_arguments
 @click.option(
     "--workers",
     type=_Counts(),
@@ -113,11 +111,10 @@ class _Counts(click.ParamType[tuple[int, ...]]):
 @click.option(
     "--measured-on",
     type=click.IntRange(min=2, max=MOST_WORKERS),
-    default=2,
-    show_default=True,
-    help="Number of workers among which COST.json was measured.",
+    help="Number of workers among which COST was measured  [default: those of the run or the "
+    "example; else 2].",
 )
-@click.option("--per-link", is_flag=True, help="COST.json is one hop over one link instead.")
+@click.option("--per-link", is_flag=True, help="COST is one hop over one link instead.")
 @click.option(
     "--node-workers",
     type=click.IntRange(min=1, max=MOST_WORKERS),
@@ -136,11 +133,12 @@ class _Counts(click.ParamType[tuple[int, ...]]):
 @json_option
 def command(
     trace: str,
-    cost: str,
+    cost: str | None,
+    optimizer: str | None,
     workers: tuple[int, ...],
     algorithm: str,
     schedules: tuple[str, ...],
-    measured_on: int,
+    measured_on: int | None,
     per_link: bool,
     node_workers: int,
     node_speed: float,
@@ -149,10 +147,20 @@ def command(
 ) -> None:
     """Predict the iteration on other numbers of workers, the batch of each being the same.
 
-    COST.json is taken apart into what one link costs, and put together again for every number of
-    workers by the cost model of the algorithm. Curves become their best line on the way.
+    TRACE and COST are files, examples (wfbp traces), or one directory of a recorded run for both.
+    COST is taken apart into what one link costs, and put together again for every number of workers
+    by the cost model of the algorithm. Curves become their best line on the way.
     """
-    model, costs = load(trace, cost, factor=2.0 * max(workers) * max(1.0, 1.0 / node_speed))
+    factor = 2.0 * max(workers) * max(1.0, 1.0 / node_speed)
+    loaded = load(trace, cost, factor, optimizer)
+    model, costs = loaded.trace, loaded.costs
+    if cost is None and (measured_on is not None or per_link):
+        raise click.UsageError(
+            f"the run says itself that its costs are those among {loaded.measured_on} ranks; leave "
+            "--measured-on and --per-link out, or give --cost"
+        )
+    known = measured_on or loaded.measured_on
+    measured_on = known or 2
     source = _link(costs) if per_link else costs
     node = None
     if algorithm == HIERARCHICAL:
@@ -164,8 +172,14 @@ def command(
         _plot(plot, model, rows)
     if as_json:
         click.echo(json.dumps(_document(model, algorithm, rows), indent=1, allow_nan=False))
+        return
+    if per_link:
+        origin = "costs are those of one link"
+    elif known is None:
+        origin = "costs are taken as measured between 2 workers; if among P: --measured-on P"
     else:
-        _print(model, algorithm, schedules, rows)
+        origin = f"costs were measured among {known} workers"
+    _print(model, algorithm, schedules, rows, origin)
 
 
 def _link(costs: Costs) -> Link:
@@ -211,7 +225,7 @@ def _plot(path: str, trace: Trace, rows: Sequence[SweepRow]) -> None:
 
 
 def _print(
-    trace: Trace, algorithm: str, schedules: Sequence[str], rows: Sequence[SweepRow]
+    trace: Trace, algorithm: str, schedules: Sequence[str], rows: Sequence[SweepRow], origin: str
 ) -> None:
     table: dict[int, dict[str, SweepRow]] = {}
     for row in rows:
@@ -242,5 +256,5 @@ def _print(
             Column("speed-up"),
         ),
         cells,
-        ["efficiency and speed-up are those of the best schedule, over one worker"],
+        ["efficiency and speed-up are those of the best schedule, over one worker", origin],
     )

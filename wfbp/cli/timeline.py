@@ -37,18 +37,20 @@ def command(places: tuple[str, ...], output: str | None, as_json: bool) -> None:
             raise ValueError(f"{folder}: no timelines; expected files such as timeline.rank0.json")
     else:
         folder = folder.parent
-    document = merge([load(path) for path in found])
+    by_rank = [load(path) for path in found]
+    empty = [path.name for path, own in zip(found, by_rank, strict=True) if not summarize(own)]
+    document = merge(by_rank)
     target = Path(output) if output else folder / MERGED
     target.write_text(json.dumps(document))
     rows = summarize(document)
     if as_json:
-        click.echo(json.dumps({"file": str(target), "ranks": rows}))
+        click.echo(json.dumps({"file": str(target), "ranks": rows, "without_steps": empty}))
         return
     print_table(
-        f"Medians of {len(found)} timelines, in ms",
+        f"Medians of {len(found) - len(empty)} timelines, in ms",
         [
             Column("rank"),
-            Column("optimizer", "left", cut=True),
+            Column("optimizer", "left", below=True),
             Column("steps"),
             Column("iteration"),
             Column("forward"),
@@ -71,6 +73,10 @@ def command(places: tuple[str, ...], output: str | None, as_json: bool) -> None:
         [
             "exposed: training waits for communication; hidden: the part of sending that holds",
             "nothing up. Where forward is 0, backward has both.",
+            *(
+                f"{name} holds no complete step: its rank was killed, or it was cut"
+                for name in empty
+            ),
             str(target),
         ],
     )

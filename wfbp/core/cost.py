@@ -83,18 +83,23 @@ class LinearCost:
         return self.alpha_s + self.beta_s_per_byte * nbytes
 
     def many(self, nbytes: Floats) -> Floats:
+        """Seconds of each of many messages, in the shape of ``nbytes``."""
         return self.alpha_s + self.beta_s_per_byte * nbytes
 
     def compressed(self, part: float) -> LinearCost:
+        """The model of messages of which only this part of the bytes travels."""
         return LinearCost(self.alpha_s, self.beta_s_per_byte * part)
 
     def scaled(self, factor: float) -> LinearCost:
+        """The model whose every message takes ``factor`` times as long."""
         return LinearCost(self.alpha_s * factor, self.beta_s_per_byte * factor)
 
     def lines_below(self, max_bytes: float) -> tuple[Line, ...]:
+        """The line itself: it is never under itself."""
         return ((self.alpha_s, self.beta_s_per_byte),)
 
     def to_json(self) -> dict[str, Any]:
+        """The model as it stands in a ``wfbp-cost/1`` document."""
         return {"alpha_s": self.alpha_s, "beta_s_per_byte": self.beta_s_per_byte}
 
 
@@ -167,15 +172,18 @@ class PiecewiseCost:
         return seconds + (next_seconds - seconds) * ((nbytes - size) / (next_size - size))
 
     def many(self, nbytes: Floats) -> Floats:
+        """Seconds of each of many messages, in the shape of ``nbytes``."""
         inside = np.interp(nbytes, self._sizes, self._seconds)
         beyond = np.maximum(nbytes - self._sizes[-1], 0.0)
         result: Floats = inside + self._tail_s_per_byte * beyond
         return result
 
     def compressed(self, part: float) -> PiecewiseCost:
+        """The model of messages of which only this part of the bytes travels."""
         return PiecewiseCost(tuple((size / part, seconds) for size, seconds in self.points))
 
     def scaled(self, factor: float) -> PiecewiseCost:
+        """The model whose every message takes ``factor`` times as long."""
         return PiecewiseCost(tuple((size, seconds * factor) for size, seconds in self.points))
 
     def lines_below(self, max_bytes: float) -> tuple[Line, ...]:
@@ -195,6 +203,7 @@ class PiecewiseCost:
         return tuple(lines)
 
     def to_json(self) -> dict[str, Any]:
+        """The model as it stands in a ``wfbp-cost/1`` document."""
         return {"points": [[size, seconds] for size, seconds in self.points]}
 
 

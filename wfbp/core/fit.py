@@ -14,7 +14,7 @@ from wfbp.core.timeline import iteration_by_kappa
 from wfbp.core.trace import Trace
 
 MAX_KAPPA = 9.0
-"""Computation at a tenth of its speed: beyond this, something else is wrong."""
+"""Computation at a tenth of its speed; beyond this, something else is wrong."""
 _REWEIGHTINGS = 30
 _HUBER = 1.345
 _MAD_TO_SIGMA = 1.4826

@@ -154,7 +154,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the plan's canonical JSON: equal exactly where the plans are equal."""
+        """SHA-256 of the plan's canonical JSON; equal exactly where the plans are equal."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 

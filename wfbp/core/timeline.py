@@ -208,7 +208,7 @@ class Timeline:
 
     @property
     def ratio_to_lower_bound(self) -> float:
-        """T / LB: 1.0 where nothing is left to gain."""
+        """T / LB; 1.0 where nothing is left to gain."""
         if self.lower_bound_s == 0.0:
             return 1.0 if self.iteration_s == 0.0 else float("inf")
         return self.iteration_s / self.lower_bound_s

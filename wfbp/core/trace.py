@@ -89,7 +89,7 @@ class Trace:
 
     @property
     def backward_s(self) -> float:
-        """T_b, seconds: the last ready time."""
+        """T_b, seconds; the last ready time."""
         return self.ready_times_s[-1]
 
     def to_json(self) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def item_bytes(dtype: str) -> int:
     """Bytes per element of ``dtype``.
 
     Raises:
-        ValueError: if ``dtype`` is not one of :data:`ITEM_BYTES`.
+        ValueError: if ``dtype`` is not one of :data:`~wfbp.core.types.ITEM_BYTES`.
     """
     try:
         return ITEM_BYTES[dtype]
@@ -96,7 +96,7 @@ class TensorSpec:
     Args:
         name: unique within its plan.
         shape: sizes along each dimension; ``()`` is one element.
-        dtype: name of the element type, a key of :data:`ITEM_BYTES`.
+        dtype: name of the element type, a key of :data:`~wfbp.core.types.ITEM_BYTES`.
 
     Example:
         >>> TensorSpec("fc.weight", (10, 20), "float32").nbytes
@@ -123,5 +123,5 @@ class TensorSpec:
         return self.numel * item_bytes(self.dtype)
 
     def wire_bytes(self, wire_dtype: str) -> int:
-        """Number of bytes that travel; see :func:`wire_type`."""
+        """Number of bytes that travel; see :func:`~wfbp.core.types.wire_type`."""
         return self.numel * item_bytes(wire_type(self.dtype, wire_dtype))

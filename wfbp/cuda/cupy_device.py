@@ -10,11 +10,12 @@ this device; threads of frameworks have one and keep it.
 
 from __future__ import annotations
 
+import ctypes
 import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,15 @@ from wfbp.errors import BackendError
 _NOT_READY = 600
 _DISABLE_TIMING = 2
 _NON_BLOCKING = 1
+_GREATEST_PRIORITY = -64
+"""CUDA takes it for the greatest that a device has: smaller numbers go first."""
 _COPY_ANY_WAY = 4
+_UUID_BYTES = 16
+_LEGACY = 1
+_RELAXED = 2
+"""``CU_STREAM_CAPTURE_MODE_RELAXED``."""
+OWN_THREADS = "wfbp"
+"""What the names of the runtime's threads begin with."""
 _LAST_OF_CURRENT = 2
 """Handles up to this one are default streams of whatever device is current."""
 
@@ -68,9 +77,11 @@ class CupyDevice(Device):
             self._kernels = CudaKernels()
             properties = runtime.getDeviceProperties(index)
         self.name = f"cuda:{index}"
-        # CuPy's uuid ends at its first zero; the bus alone does not tell parts of a GPU apart.
-        place = runtime.deviceGetPCIBusId(index), properties.get("uuid", b"").hex()
-        self.identity = " ".join([socket.gethostname(), *place])
+        # The bus alone does not tell parts of a GPU apart.
+        uuid = _uuid(index) or properties.get("uuid", b"")[:_UUID_BYTES]
+        self.identity = " ".join(
+            [socket.gethostname(), runtime.deviceGetPCIBusId(index), uuid.hex()]
+        )
         self._current_stream = current_stream or self._cupy_stream
         self._plain: list[int] = []
         self._timed: list[int] = []
@@ -92,6 +103,8 @@ class CupyDevice(Device):
         if not hasattr(self._here, "settled"):
             if not self._driver.ctxGetCurrent():
                 self._runtime.setDevice(self.index)
+            if threading.current_thread().name.startswith(OWN_THREADS):
+                _tolerate_captures()
             self._here.settled = True
 
     def use(self) -> None:
@@ -108,7 +121,7 @@ class CupyDevice(Device):
     def new_stream(self) -> int:
         self._settle()
         with self._cupy.cuda.Device(self.index):
-            handle = int(self._runtime.streamCreateWithFlags(_NON_BLOCKING))
+            handle = int(self._runtime.streamCreateWithPriority(_NON_BLOCKING, _GREATEST_PRIORITY))
         self._streams.append(weakref.finalize(self, _destroy, self._runtime, handle))
         return handle
 
@@ -203,6 +216,18 @@ class CupyDevice(Device):
             )
         return CudaTable(self, table)
 
+    def is_capturing(self, stream: int) -> bool:
+        if stream <= _LEGACY:  # cannot be captured, nor asked while another one is
+            return False
+        self._settle()
+        with self._where(stream):
+            return bool(self._runtime.streamIsCapturing(stream))
+
+    def trim(self) -> None:
+        self._settle()
+        with self._cupy.cuda.Device(self.index):
+            self._cupy.get_default_memory_pool().free_all_blocks()
+
     @contextmanager
     def annotate(self, name: str) -> Iterator[None]:
         nvtx = self._cupy.cuda.nvtx
@@ -265,6 +290,28 @@ def count_devices() -> int:
         return int(runtime.getDeviceCount())
     except runtime.CUDARuntimeError as error:
         raise ImportError(f"CUDA finds no device: {error}") from error
+
+
+def _tolerate_captures() -> None:
+    """Let the calling thread ask for events while the program captures a graph in another one.
+
+    By default such a call makes the capture fail, and itself.
+    """
+    mode = ctypes.c_int(_RELAXED)
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+def _uuid(index: int) -> bytes:
+    """A device's uuid by the driver, since CuPy's ends at its first zero; empty without it."""
+    device, uuid = ctypes.c_int(), (ctypes.c_ubyte * _UUID_BYTES)()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        failed = driver.cuDeviceGet(ctypes.byref(device), index)
+        failed = failed or driver.cuDeviceGetUuid_v2(uuid, device)  # of parts of a GPU, too
+    except (OSError, AttributeError):
+        return b""
+    return b"" if failed else bytes(uuid)
 
 
 def _modules() -> tuple[Any, Any, Any]:

@@ -97,7 +97,7 @@ def load() -> Handlers:
             jax.ffi.register_ffi_target(target, handler, platform=platform)
     if _apart.is_set():
         native.wait_apart()
-    process.before_shutdown(wait_for_steps)
+    process.before_end(lambda _: wait_for_steps())
     atexit.register(_finish, native)
     return native
 

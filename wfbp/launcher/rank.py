@@ -58,7 +58,6 @@ def prepare(options: Sequence[str], environment: dict[str, str]) -> None:
 
     Raises:
         ValueError: an unknown option, or a launcher that does not tell ranks where they are.
-        OSError: the directory for output cannot be written to.
     """
     left = list(options)
     while left:
@@ -96,10 +95,16 @@ def _redirect(directory: Path, rank: int | None) -> None:
     """Let standard output and error go to files named for the rank."""
     if rank is None:
         raise ValueError(f"the launcher does not tell this rank its number ({_RANK[0]} is not set)")
-    directory.mkdir(parents=True, exist_ok=True)
     for descriptor, ending in ((1, "out"), (2, "err")):
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-        file = os.open(directory / f"rank-{rank}.{ending}", flags, 0o666)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            file = os.open(directory / f"rank-{rank}.{ending}", flags, 0o666)
+        except OSError as error:
+            raise ValueError(
+                f"--output {directory} cannot be written to: {error.strerror}; name a directory in "
+                "which every rank can write"
+            ) from None
         os.dup2(file, descriptor)
         os.close(file)
 
@@ -112,9 +117,20 @@ def main(arguments: Sequence[str]) -> None:
     try:
         prepare(options, environment)
         os.execvpe(program[0], program, environment)
-    except (OSError, ValueError) as error:
-        where = f"rank {number(_RANK, environment)}"
-        sys.exit(f"wfbprun: {where}: cannot start {program[0]}: {error}")
+    except OSError as error:
+        reason = f"{error.strerror}; {_remedy(program[0], error)}"
+    except ValueError as error:
+        reason = str(error)
+    sys.exit(f"wfbprun: rank {number(_RANK, environment)}: cannot start {program[0]}: {reason}")
+
+
+def _remedy(program: str, error: OSError) -> str:
+    """What to do about a program that the system does not start."""
+    if isinstance(error, FileNotFoundError) and os.sep not in program:
+        return "no folder of PATH has it: name a program, its path, or a file that ends in .py"
+    if isinstance(error, FileNotFoundError):
+        return "is the path right, on every host?"
+    return "it is no program: for a file of Python, name one that ends in .py or put python before"
 
 
 if __name__ == "__main__":

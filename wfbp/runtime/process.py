@@ -29,7 +29,7 @@ from wfbp.runtime.consistency import check_argument_errors, sharing_argument_err
 from wfbp.runtime.runtime import Runtime, describe_error
 
 _runtime: Runtime | None = None
-_finishers: list[Callable[[], None]] = []
+_finishers: list[Callable[[Runtime], None]] = []
 
 
 def init(comm: Any = None, *, backend: Backend | None = None, config: Config | None = None) -> None:
@@ -93,8 +93,7 @@ def shutdown() -> None:
     if _runtime is None:
         return
     try:
-        for finish in _finishers:
-            finish()
+        let_go(_runtime)
     finally:  # others wait for this rank to leave, whatever its own program makes of its end
         runtime, _runtime = _runtime, None
         atexit.unregister(shutdown)
@@ -128,9 +127,18 @@ def _merge_timelines(runtime: Runtime) -> None:
         logging.getLogger("wfbp").warning("the timelines were not merged: %s", error)
 
 
-def before_shutdown(finish: Callable[[], None]) -> None:
-    """Have ``finish`` called first by every :func:`shutdown`, while all ranks still answer."""
+def before_end(finish: Callable[[Runtime], None]) -> None:
+    """Have ``finish`` called before a runtime ends, while all of its ranks still answer.
+
+    That is by every :func:`shutdown`, and where a process set is removed, with that set's runtime.
+    """
     _finishers.append(finish)
+
+
+def let_go(runtime: Runtime) -> None:
+    """Whatever uses a runtime is to do without it from now on; collective among its ranks."""
+    for finish in _finishers:
+        finish(runtime)
 
 
 def is_initialized() -> bool:

@@ -1,4 +1,8 @@
-"""The runtime of one rank: its backend, its communication thread, and its ties to other ranks."""
+"""The runtime of one rank: its backend, its communication thread, and its ties to other ranks.
+
+A process set has a runtime, too, on the ranks that are in it: with channels, lanes and costs of its
+own, on the communication thread that serves all ranks.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,7 @@ from wfbp.core.cost import Costs
 from wfbp.core.types import Op, Operation
 from wfbp.errors import NotInitializedError, PeerError, WfbpError
 from wfbp.runtime.progress.channel import CollectiveLock, ControlChannel
+from wfbp.runtime.progress.deadlock import ALL_RANKS, Members
 from wfbp.runtime.progress.fetching import Fetched, Fetches, Store
 from wfbp.runtime.progress.loop import TICK_S, Lane, Reply
 from wfbp.runtime.progress.thread import CommunicationThread
@@ -31,6 +36,9 @@ from wfbp.runtime.tuning.network import NetworkCosts
 if TYPE_CHECKING:
     from wfbp.runtime.collectives.operations import Collectives
 
+
+_MAX_LANES = 1 << 16
+"""Of one process set, as far as messages tell them apart."""
 
 _FORWARDING_S = 0.2
 """For the launcher to pass on what ranks have written: at an abort it may drop the rest."""
@@ -49,8 +57,19 @@ class Runtime:
     Public methods may be called by training threads.
 
     Args:
-        backend: over all ranks; from here on only the communication thread speaks to it.
+        backend: over all ranks of this runtime; from here on only the communication thread speaks
+            to it.
         config: settings of this rank.
+        within: the runtime of all ranks, where this one is of a process set. It owns the
+            communication thread, and ends with it.
+        members: the ranks of the process set; all by default.
+
+    Attributes:
+        rank: this process's number among the ranks of this runtime.
+        size: their number.
+        members: who they are, by their numbers among all ranks.
+        where: who this is, for messages ("rank 1 of 4"); all numbers in messages are of the same
+            kind.
 
     Example:
         >>> from wfbp.comm.local import LocalWorld
@@ -60,8 +79,18 @@ class Runtime:
         >>> runtime.shutdown()
     """
 
-    def __init__(self, backend: Backend, config: Config) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        config: Config,
+        *,
+        within: Runtime | None = None,
+        members: Members = ALL_RANKS,
+    ) -> None:
+        assert isinstance(backend, HostBackend), "the runtime's own backend is one of the host"
         self.config = config
+        self.members = members
+        self._within = within
         self.rank = backend.rank
         self.size = backend.size
         self.local_rank = backend.local_rank
@@ -72,6 +101,7 @@ class Runtime:
             config.probe_budget_s, self._check_measurement, backend.rank == 0
         )
         self._carriers: dict[tuple[int, int], DeviceBackend] = {}
+        self._inner: list[Runtime] = []  # of process sets, in the order of making
         self._closed = False
         # Backends made for lanes, in the order of making, the same on every rank; and which of
         # them no lane uses. The communication thread adds to those, a training thread takes.
@@ -80,20 +110,21 @@ class Runtime:
         self._users: WeakSet[Releasable] = WeakSet()
         # Of operations without a name. Not of the process: after init() ranks count alike.
         self.numbers = count()
+        self.optimizer_numbers = count()
         self.timeline: Timeline | None = None
         """Where steps are recorded, while anybody wants that."""
         # Named operations; init() makes them, on every rank.
         self.collectives: Collectives | None = None
         self._num_stores = count()
         self.where = f"rank {self.rank} of {self.size}"
-        self.thread = CommunicationThread(backend, config, self.where)
-        self._loop = loop = self.thread.loop
-        assert isinstance(backend, HostBackend), "the runtime's own backend is one of the host"
-        self._fetches = fetches = Fetches(backend, self.where)
-        loop.add_lane(fetches)  # the thread has not been started yet
-        loop.handle_notices("fetch", fetches.hear)
-        loop.handle_notices("fetch dropped", fetches.hear)
-        loop.extend_status(fetches.extend_status)
+        if within is None:
+            self.thread = CommunicationThread(backend, config, self.where)
+            self._loop = self.thread.loop
+            self._fetches = self._serve_fetches(backend)
+        else:
+            self.where += f" of process set {list(members.ranks or ())}"
+            self.thread, self._loop, self._fetches = within.thread, within._loop, within._fetches
+            within._inner.append(self)
         self.post = self.thread.post
         self.await_reply = self.thread.await_reply
         self.collective_lock = CollectiveLock(self.rank)
@@ -102,22 +133,40 @@ class Runtime:
         self.exchange = self.channel.exchange
         # Of lanes that are made in the midst of a program, in which ranks need not come alike.
         self.planning_channel = self.channel
-        self.thread.start()
+        if within is None:
+            self.thread.start()
+
+    def _serve_fetches(self, backend: HostBackend) -> Fetches:
+        """Before the thread is started."""
+        loop, fetches = self._loop, Fetches(backend, self.where)
+        loop.add_lane(fetches)
+        loop.handle_notices("fetch", fetches.hear)
+        loop.handle_notices("fetch dropped", fetches.hear)
+        loop.extend_status(fetches.extend_status)
+        return fetches
 
     def check(self) -> None:
         """Raise what ended the runtime, if anything has.
 
         Raises:
-            WfbpError: the first error, or that the runtime was shut down.
+            WfbpError: the first error, that the runtime was shut down, or that its process set was
+                removed.
         """
         if self.thread.error is not None:
             raise self.thread.error
-        if self._closed:
+        if self._within is not None:
+            self._within.check()
+            if self._closed:
+                raise WfbpError(
+                    f"{self.where}: the process set was removed; add it again and make new "
+                    "optimizers for it"
+                )
+        elif self._closed:
             raise NotInitializedError("an operation after shutdown()")
 
     def channel_on(self, backend: Backend) -> ControlChannel:
         """A control channel that does not wait for those on other backends."""
-        return ControlChannel(self.thread, backend, self.check)
+        return ControlChannel(self.thread, backend, self.check, self.where, self.members)
 
     def separate_planning(self) -> None:
         """From now on :attr:`planning_channel` is a channel of its own; collective."""
@@ -136,7 +185,7 @@ class Runtime:
 
     def open_store(self) -> Store:
         """A store that others may fetch from; made on every rank, in the same order."""
-        store = Store(next(self._num_stores))
+        store = Store(f"{self.members.number}:{next(self._num_stores)}", self.members)
         if self.size > 1:
             self.post(lambda: self._fetches.add(store))
         return store
@@ -144,7 +193,7 @@ class Runtime:
     def drop_store(self, store: Store) -> None:
         """This rank fetches nothing of a store any more, nor adds to it; in any thread."""
         if self.size > 1:
-            self.post(lambda: self._fetches.drop(store.key))
+            self.post(lambda: self._fetches.drop(store))
 
     def fetch(self, store: Store, version: int, items: object, label: str) -> Fetched:
         """What all other ranks published in their stores; not a collective.
@@ -161,9 +210,10 @@ class Runtime:
         """
         self.check()
         reply: Reply[Fetched] = Reply()
-        self.post(lambda: self._fetches.ask(store.key, version, items, label, reply))
+        self.post(lambda: self._fetches.ask(store, version, items, label, reply))
         fetched: Fetched = self.await_reply(reply, label)
-        return fetched
+        ranks = self.members.ranks
+        return fetched if ranks is None else {ranks.index(r): fetched[r] for r in fetched}
 
     def lease(self, channel: ControlChannel) -> Backend:
         """A backend for a lane of its own; collective.
@@ -248,17 +298,36 @@ class Runtime:
 
     def add_user(self, user: Releasable) -> None:
         """Have ``user`` let its buffers go at :meth:`shutdown`; it is not kept for that."""
-        self._users.add(user)
+        (self._within or self)._users.add(user)
 
     def add_lane(self, lane: Lane) -> None:
         """Serve a lane from now on."""
-        number = self._leased.index(lane.backend)
-        self.post(lambda: self._loop.add_lane(lane, number))
+        number = self.members.number * _MAX_LANES + self._leased.index(lane.backend)
+        self.post(lambda: self._loop.add_lane(lane, number, self.members))
 
     def remove_lane(self, lane: Lane) -> None:
         """No longer serve a lane, and take its backend back."""
         number = self._leased.index(lane.backend)
         self.post(lambda: self._loop.retire_lane(lane, lambda: self._idle.add(number)))
+
+    def close(self) -> None:
+        """End the runtime of a process set, behind its last step; collective among its ranks."""
+        assert self._within is not None
+        self.check()
+        label = "closing a process set"
+        self.call(lambda _: Finished(None), label)  # lanes that were removed before are idle now
+        idle = json.dumps(sorted(self._idle)).encode()  # in others steps are under way for ever
+        payloads = self.channel.exchange(idle, label)
+        common = set.intersection(*(set(json.loads(payload)) for payload in payloads))
+        for (number, _), carrier in self._carriers.items():
+            if number in common:
+                self.call(partial(_closing, carrier), label)
+        for number in sorted(common):
+            self.call(partial(_closing, self._leased[number]), label)
+        backend = self._backend
+        self.thread.call(lambda: _closing(backend, backend), label, members=self.members)
+        self._within._inner.remove(self)
+        self._closed = True
 
     def shutdown(self) -> None:
         """Leave: tell the others, wait until they leave too, and give everything back.
@@ -311,8 +380,11 @@ class Runtime:
 
     def _give_back(self) -> None:
         self._loop.give_back()
-        for carrier in self._carriers.values():  # in the order of making, the same on every rank
-            carrier.close()
+        for runtime in (self, *self._inner):
+            for carrier in runtime._carriers.values():  # in the order of making, as on every rank
+                carrier.close()
+        for inner in self._inner:
+            inner._backend.close()
         if self.planning_channel is not self.channel:
             self.planning_channel.close()
         if self.collectives is not None:
@@ -321,12 +393,18 @@ class Runtime:
 
     def _give_up(self) -> None:
         """Of lanes that were not failing too: nothing may wait for other ranks at exit."""
-        for carrier in self._carriers.values():
-            carrier.give_up()
+        for runtime in (self, *self._inner):
+            for carrier in runtime._carriers.values():
+                carrier.give_up()
         self._backend.give_up()
 
     def _check_measurement(self, label: str, waited_s: float) -> None:
-        self._loop.check_measurement(label, waited_s)
+        self._loop.check_measurement(label, waited_s, self.members)
+
+
+def _closing(backend: Backend, _: Backend) -> Finished[None]:
+    backend.close()
+    return Finished(None)
 
 
 def describe_error(error: BaseException) -> str:

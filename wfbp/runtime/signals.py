@@ -84,7 +84,7 @@ _state = _State()
 noted = _state.noted
 """The signals that wait for their handlers, and since when; empty in most turns of a loop."""
 
-firm = _Nesting()
+uninterruptible = _Nesting()
 """Within it no wait is left before the operation has come to its end, or to ``PATIENCE_S``."""
 
 postponed = _Postponed()
@@ -142,16 +142,16 @@ def serving() -> bool:
     return _state.entered and _in_main_thread()
 
 
-def due(leavable: bool, since: float) -> bool:
+def due(resumable: bool, since: float) -> bool:
     """Whether a wait of the thread that is :func:`serving` must end for the sake of handlers.
 
     Args:
-        leavable: whether it can be taken up again.
+        resumable: whether it can be taken up again.
         since: when it has begun (``time.monotonic``).
     """
     if not noted:
         return False
-    if leavable:
+    if resumable:
         return True
     return time.monotonic() - max(since, *noted.values()) > PATIENCE_S
 

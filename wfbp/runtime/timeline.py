@@ -82,6 +82,7 @@ class Timeline:
         self._records: deque[tuple[Any, ...]] = deque()
         self._engines: dict[str, int] = {}
         self._operations: dict[str, int] = {}
+        self._heads: dict[str, tuple[Plan | None, list[str]]] = {}  # by optimizer, of its last plan
         self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115 - closed by close()
         header = {"start_time_since_epoch_in_micros": start_us, "rank": rank, "pid": os.getpid()}
         head = json.dumps({"otherData": {**header, "host": socket.gethostname()}})
@@ -179,9 +180,7 @@ class Timeline:
             if end_s > start_s:
                 self._span("wait for parameters", training, start_s, end_s, step)
         self._span("wait for gradients", training, stamps.closed_s, stamps.done_s, step)
-        for spec, time_s in zip(plan.tensors, stamps.ready_s, strict=True):
-            if time_s:
-                self._add(spec.name, "i", first + _GRADIENTS, time_s, step)
+        self._write_gradients(engine, number, plan, stamps.ready_s, first + _GRADIENTS)
         for time_of in measured.times:
             group = plan.groups[time_of.group]
             row = first + _GROUPS + time_of.group % _NUM_GROUP_ROWS
@@ -189,6 +188,23 @@ class Timeline:
             facts = {**step, "group": time_of.group, "bytes": nbytes, "tensors": len(group.tensors)}
             self._span("pack", row, time_of.start_s, time_of.packed_s, facts)
             self._span(group.operation.value, row, time_of.packed_s, time_of.end_s, facts)
+
+    def _write_gradients(
+        self, engine: str, number: int, plan: Plan, ready_s: Sequence[float], row: int
+    ) -> None:
+        """Moments at which gradients were ready; most events are such, so no dictionaries."""
+        known, heads = self._heads.get(engine, (None, []))
+        if known is not plan:
+            place = f'"ph": "i", "pid": {self._rank}, "tid": {row}, "s": "t", "ts": '
+            heads = [f'{{"name": {json.dumps(spec.name)}, {place}' for spec in plan.tensors]
+            self._heads[engine] = plan, heads
+        tail = f', "args": {{"step": {number}}}}}'
+        start_s = self._start_s
+        self._pending += [
+            f"{head}{(time_s - start_s) * 1e6:.3f}{tail}"
+            for head, time_s in zip(heads, ready_s, strict=True)
+            if time_s
+        ]
 
     def _write_operation(
         self, kind: str, name: str, submitted_s: float, ready_s: float, end_s: float

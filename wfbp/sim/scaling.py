@@ -96,7 +96,7 @@ FLAT: Mapping[str, Callable[[int], _Work]] = MappingProxyType(
 """Algorithms in which all links are alike, by name."""
 
 ALGORITHMS = (*FLAT, "hierarchical")
-"""Every algorithm: the flat ones, and rings within and between hosts."""
+"""Every algorithm; the flat ones, and rings within and between hosts."""
 
 
 def scale(

@@ -24,7 +24,6 @@ from wfbp.runtime.collectives.api import (
     add_process_set,
     barrier,
     init,
-    join,
     poll,
     remove_process_set,
     start_timeline,
@@ -78,6 +77,7 @@ from wfbp.torch.collectives import (
     sparse_allreduce_async,
 )
 from wfbp.torch.compression import Compression, Compressor
+from wfbp.torch.joining import join
 from wfbp.torch.optimizer import DistributedOptimizer
 from wfbp.torch.state import broadcast_optimizer_state, broadcast_parameters
 from wfbp.torch.tensors import set_local_device

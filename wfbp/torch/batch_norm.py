@@ -20,7 +20,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from wfbp.core.types import Op
-from wfbp.runtime import process
+from wfbp.runtime.collectives import api
+from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.torch.collectives import allgather, allreduce_
 
 
@@ -33,8 +34,13 @@ class SyncBatchNorm(_BatchNorm):
     faster.
 
     Args:
-        num_features: as of ``torch.nn.BatchNorm2d``, like all others; inputs have at least two
+        num_features: as of ``torch.nn.BatchNorm2d``, like the following; inputs have at least two
             dimensions, of which the second one is this.
+        eps: added to the variance.
+        momentum: of the running statistics.
+        affine: whether there are weights and biases.
+        track_running_stats: whether there are running statistics.
+        process_set: the ranks whose batches are one.
 
     Raises:
         ValueError: in forward: an input of another shape, or fewer than two values per channel
@@ -49,14 +55,29 @@ class SyncBatchNorm(_BatchNorm):
         torch.Size([8, 3, 5])
     """
 
+    process_set = global_process_set
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        if process_set is not global_process_set:
+            self.process_set = process_set
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - PyTorch's name
         """The input, normalised."""
         self._check_input_dim(input)
-        if not self.training or process.current("SyncBatchNorm").size == 1:
+        if not self.training or api.runtime_of(self.process_set, "SyncBatchNorm").size == 1:
             return super().forward(input)
         normalised: torch.Tensor
         normalised, mean, squares, count = _Normalise.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, self.eps
+            input, self.weight, self.bias, self.eps, self.process_set
         )
         if self.track_running_stats:
             self._track(mean, squares / (count - 1), count)
@@ -83,11 +104,14 @@ class SyncBatchNorm(_BatchNorm):
             self.running_var.lerp_(variance.to(self.running_var.dtype), share)
 
     @classmethod
-    def convert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
+    def convert_sync_batchnorm(
+        cls, module: torch.nn.Module, process_set: ProcessSet = global_process_set
+    ) -> torch.nn.Module:
         """A model whose layers of batch normalisation are these; parameters are kept.
 
         Args:
             module: changed in place, unless it is such a layer itself.
+            process_set: the ranks whose batches are one.
 
         Example:
             >>> import torch, wfbp.torch as wfbp
@@ -102,13 +126,14 @@ class SyncBatchNorm(_BatchNorm):
                 module.momentum,
                 module.affine,
                 module.track_running_stats,
+                process_set,
             )
             made.training = module.training
             made._parameters.update(module._parameters)
             made._buffers.update(module._buffers)
             return made
         for name, child in module.named_children():
-            setattr(module, name, cls.convert_sync_batchnorm(child))
+            setattr(module, name, cls.convert_sync_batchnorm(child, process_set))
         return module
 
 
@@ -122,8 +147,9 @@ class _Normalise(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
+        process_set: ProcessSet,
     ) -> tuple[torch.Tensor, ...]:
-        mean, squares, count = _statistics(x)
+        mean, squares, count = _statistics(x, process_set)
         if count <= 1:
             raise ValueError(
                 "SyncBatchNorm: expected more than one value per channel on all ranks together, "
@@ -132,6 +158,7 @@ class _Normalise(torch.autograd.Function):
         inverse = torch.rsqrt(squares / count + eps)
         ctx.save_for_backward(x, weight, mean, inverse)
         ctx.count = count
+        ctx.process_set = process_set
         result = (_wide(x) - _along(mean, x)) * _along(inverse, x)
         if weight is not None:
             result = result * _along(weight, x)
@@ -149,14 +176,17 @@ class _Normalise(torch.autograd.Function):
         own = torch.stack([wide.sum(_others(x)), (wide * normalised).sum(_others(x))])
         of_bias, of_weight = (None, None) if weight is None else own.to(weight.dtype)
         if not ctx.needs_input_grad[0]:
-            return None, of_weight, of_bias, None
-        total = allreduce_(own.clone(), op=Op.SUM) / ctx.count.to(own.dtype)
+            return None, of_weight, of_bias, None, None
+        total = allreduce_(own.clone(), op=Op.SUM, process_set=ctx.process_set)
+        total = total / ctx.count.to(own.dtype)
         result = wide - _along(total[0], x) - normalised * _along(total[1], x)
         scale = inverse if weight is None else inverse * weight
-        return (result * _along(scale, x)).to(x.dtype), of_weight, of_bias, None
+        return (result * _along(scale, x)).to(x.dtype), of_weight, of_bias, None, None
 
 
-def _statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _statistics(
+    x: torch.Tensor, process_set: ProcessSet
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Per channel the mean and the sum of squared differences, and the count, of all ranks."""
     others = _others(x)
     wide = _wide(x)
@@ -164,7 +194,7 @@ def _statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     mean = wide.sum(others) / max(count, 1)
     squares = (wide - _along(mean, x)).square().sum(others)
     mine = torch.cat([mean, squares, mean.new_tensor([count])]).double()  # counts need the digits
-    table = allgather(mine[None])
+    table = allgather(mine[None], process_set=process_set)
     counts = table[:, -1:]
     means, of_ranks = table[:, :-1].chunk(2, dim=1)
     total = counts.sum()

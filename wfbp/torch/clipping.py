@@ -68,6 +68,7 @@ def clip(
     limit: Limit,
     shards: Sequence[torch.Tensor],
     whole: Sequence[torch.Tensor],
+    alone: bool = False,
 ) -> float:
     """Scale gradients so that their norm is at most what the limit says; a collective.
 
@@ -76,6 +77,7 @@ def clip(
         limit: compared with the other ranks' in the message that carries the norm.
         shards: this rank's parts of gradients.
         whole: gradients that are the same on every rank.
+        alone: whether all are whole, and other ranks do not come to this.
 
     Returns:
         The norm before.
@@ -84,9 +86,10 @@ def clip(
         RuntimeError: the norm is not finite, where that is an error; nothing was scaled.
         DisagreementError: ranks have different limits.
     """
-    parts = [*shards, *(whole if runtime.rank == 0 else ())]
+    parts = [*shards, *(whole if alone or runtime.rank == 0 else ())]
     mine = np.array([_power(parts, limit.norm_type), *astuple(limit)], np.float64)
-    powers = np.array([np.frombuffer(p) for p in runtime.exchange(mine.tobytes(), LABEL)])
+    payloads = [mine.tobytes()] if alone else runtime.exchange(mine.tobytes(), LABEL)
+    powers = np.array([np.frombuffer(payload) for payload in payloads])
     _compare(runtime, powers[:, 1:])
     norm = _norm(powers[:, 0], limit.norm_type)
     if limit.error_if_nonfinite and not math.isfinite(norm):

@@ -22,7 +22,7 @@ from wfbp.comm.buffers import word_dtype
 from wfbp.core.types import Op
 from wfbp.runtime import process
 from wfbp.runtime.collectives import api
-from wfbp.runtime.collectives.executor import Outcome
+from wfbp.runtime.collectives.named_lane import Outcome
 from wfbp.runtime.collectives.operations import chosen_reduction
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.collectives.request import Kind, Reduction
@@ -195,6 +195,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Combine several tensors, which travel together; see :func:`allreduce`; differentiable."""
+    _check_all(tensors)
     reduction = chosen_reduction(average, op)
     scaling = prescale_factor, postscale_factor
     packed = [compression.compress(tensor.detach()) for tensor in tensors]
@@ -242,10 +243,11 @@ def sparse_allreduce_async(
     of = (lambda part: f"{name}.{part}") if name else lambda part: None
     indices = allgather_async(tensor._indices().t().contiguous(), of("indices"), process_set)
     values = allgather_async(tensor._values(), of("values"), process_set)
+    both = api.current("sparse_allreduce_async()").group([indices, values])
     shape = tensor.shape
 
     def wait() -> torch.Tensor:
-        where, what = _tensor_of(indices), _tensor_of(values)
+        where, what = _tensors_of(both)
         if op is Op.AVERAGE:
             what = what / process_set.size()
         return torch.sparse_coo_tensor(where.t(), what, shape, check_invariants=False)
@@ -294,7 +296,7 @@ def grouped_allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin several all-gathers; ``synchronize`` returns a list."""
-    return _group(tensors, name, lambda t, n: allgather_async(t, n, process_set))
+    return _group(tensors, name, lambda t, n: allgather_async(t, n, process_set), "allgather")
 
 
 def grouped_allgather(
@@ -303,6 +305,7 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Several all-gathers; see :func:`allgather`; differentiable."""
+    _check_all(tensors, "allgather")
     handles = [
         _Submission(tensor, member, process_set, like=tensor).gather()
         for tensor, member in zip(tensors, _members(name, tensors), strict=True)
@@ -529,7 +532,7 @@ def grouped_reducescatter_async(
 ) -> int:
     """Begin several reduce-scatters; ``synchronize`` returns a list."""
     details = op, process_set, prescale_factor, postscale_factor
-    return _group(tensors, name, lambda t, n: reducescatter_async(t, n, *details))
+    return _group(tensors, name, lambda t, n: reducescatter_async(t, n, *details), "reducescatter")
 
 
 def grouped_reducescatter(
@@ -543,6 +546,7 @@ def grouped_reducescatter(
 ) -> list[torch.Tensor]:
     """Several reduce-scatters; see :func:`reducescatter`; differentiable."""
     settings = op, prescale_factor, postscale_factor
+    _check_all(tensors, "reducescatter")
     packed = [_compressed(tensor, compression) for tensor in tensors]
     handles = [
         _Submission(narrow, member, process_set, like=tensor).scatter(*settings)
@@ -680,12 +684,12 @@ class _Submission:
 
     def gather(self) -> int:
         """All-gather."""
-        self._check_rows("allgather")
+        _check_rows("allgather", self._tensor)
         return self._submit(Kind.ALLGATHER, self._private(), self._all_rows)
 
     def scatter(self, op: Reduction, prescale: float, postscale: float) -> int:
         """Reduce-scatter."""
-        self._check_rows("reducescatter")
+        _check_rows("reducescatter", self._tensor)
         scaling = {"prescale": float(prescale), "postscale": float(postscale)}
         op = chosen_reduction(None, op)
         self._number(Kind.REDUCESCATTER)
@@ -698,7 +702,7 @@ class _Submission:
 
     def exchange(self, splits: torch.Tensor | Sequence[int] | None) -> int:
         """All-to-all."""
-        self._check_rows("alltoall")
+        _check_rows("alltoall", self._tensor)
         self._number(Kind.ALLTOALL)
         rows = _checked_splits(splits, self._tensor.shape[0], self._set.size())
 
@@ -745,10 +749,6 @@ class _Submission:
 
     def _all_rows(self, outcome: Outcome) -> torch.Tensor:
         return self._rows_of(sum(outcome.rows), outcome)
-
-    def _check_rows(self, call: str) -> None:
-        if self._tensor.dim() == 0:
-            raise ValueError(f"{call} needs at least one dimension; found a scalar")
 
     def _submit(
         self, kind: Kind, whole: torch.Tensor, finish: Callable[[Outcome], Any], **details: Any
@@ -841,9 +841,27 @@ def _all_done(handles: Sequence[int]) -> list[_Done]:
     return found
 
 
+def _check_all(group: Sequence[torch.Tensor], rows_for: str = "") -> None:
+    """Raise before anything of a group is submitted, where one of its tensors cannot be sent.
+
+    Args:
+        group: the tensors.
+        rows_for: the function that sends their rows, if any.
+    """
+    for index, tensor in enumerate(group):
+        check(f"tensors[{index}]", tensor, NAMES)
+        if rows_for:
+            _check_rows(rows_for, tensor)
+
+
+def _check_rows(call: str, tensor: torch.Tensor) -> None:
+    if tensor.dim() == 0:
+        raise ValueError(f"{call} needs at least one dimension; found a scalar")
+
+
 def _members(name: str | None, group: Sequence[torch.Tensor]) -> list[str | None]:
     """Names of a group's operations, which tell how many there are."""
-    if name is None:
+    if not name:
         return [None] * len(group)
     return [f"{name}.{index}of{len(group)}" for index in range(1, len(group) + 1)]
 
@@ -852,6 +870,8 @@ def _group(
     group: Sequence[torch.Tensor],
     name: str | None,
     submit: Callable[[torch.Tensor, str | None], int],
+    rows_for: str = "",
 ) -> int:
+    _check_all(group, rows_for)
     handles = [submit(t, member) for t, member in zip(group, _members(name, group), strict=True)]
     return api.current("a grouped operation").group(handles)

@@ -33,8 +33,6 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     Attributes:
         epoch: number of the epoch.
-        processed_num: samples processed: by all ranks up to the last synchronization of a
-            :class:`TorchState`, and by this rank since.
 
     Example:
         >>> import wfbp.torch as wfbp
@@ -58,6 +56,11 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     @property
     def processed_num(self) -> int:
+        """Samples processed in this epoch.
+
+        By all ranks up to the last synchronization of a :class:`TorchState`, and by this rank
+        since.
+        """
         return self._common + self._own
 
     def set_epoch(self, epoch: int) -> None:

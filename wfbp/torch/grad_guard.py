@@ -10,6 +10,7 @@ import ctypes
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,16 +24,27 @@ FIRST_STEPS, EVERY_STEPS = 8, 64
 """Steps that are looked at: a program that changes gradients mostly does so in every step."""
 
 
+def _on_device(grad: torch.Tensor) -> AbstractContextManager[Any]:
+    return torch.cuda.device(grad.device) if grad.is_cuda else nullcontext()
+
+
 class DeviceGradientGuard:
     """The first elements of one gradient, before and after; used by the training thread and by
     backward's.
 
     Args:
         make_event: makes an event of the device that can be recorded and queried.
+        on_device: within what it returns, a gradient's device is the current one: it need not be
+            the program's.
     """
 
-    def __init__(self, make_event: Callable[[], Any] = torch.cuda.Event) -> None:
+    def __init__(
+        self,
+        make_event: Callable[[], Any] = torch.cuda.Event,
+        on_device: Callable[[torch.Tensor], AbstractContextManager[Any]] = _on_device,
+    ) -> None:
         self._make_event = make_event
+        self._on_device = on_device
         self._before: torch.Tensor | None = None
         self._told: deque[tuple[Any, torch.Tensor, int]] = deque()
         self._num_steps = 0
@@ -48,13 +60,14 @@ class DeviceGradientGuard:
         before, self._before = self._before, None
         if before is None:
             return
-        changed = (_first(grad) != before).any()
-        if before.is_cuda:  # made on backward's stream, which may be another one
-            before.record_stream(torch.cuda.current_stream())
-        told = torch.empty((), dtype=torch.bool, pin_memory=grad.is_cuda)
-        told.copy_(changed, non_blocking=True)
-        event = self._make_event()
-        event.record()
+        with self._on_device(grad):
+            changed = (_first(grad) != before).any()
+            if before.is_cuda:  # made on backward's stream, which may be another one
+                before.record_stream(torch.cuda.current_stream())
+            told = torch.empty((), dtype=torch.bool, pin_memory=grad.is_cuda)
+            told.copy_(changed, non_blocking=True)
+            event = self._make_event()
+            event.record()
         self._told.append((event, told, index))
 
     def end_step(self) -> None:

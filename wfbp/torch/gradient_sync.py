@@ -14,8 +14,10 @@ import pickle
 import struct
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from numbers import Real
 from typing import Any
 
@@ -126,6 +128,11 @@ class GradientHooks:
         seen = zip(self._guard.grads, self._params, strict=True)
         return [p for grad, p in seen if grad is not None and p.grad is None]
 
+    @property
+    def handed_over(self) -> bool:
+        """Whether another object has taken over the parameters, or nobody."""
+        return bool(self._successor)
+
     def reduce(self, whole: bool, wanted: bool = False) -> list[BufferView | None]:
         """Close the step, wait, and let ``p.grad`` be the reduced gradient of each parameter.
 
@@ -164,7 +171,7 @@ class GradientHooks:
         self._zeros.clear()
         self.take(reduced)
         if engine.sparse_anywhere:
-            with signals.firm:
+            with signals.uninterruptible:
                 self._exchange_sparse(engine.sparse_anywhere, reduced)
         self._sparse.clear()
         self._forward.follow()
@@ -246,6 +253,16 @@ class GradientHooks:
             else:
                 param.grad = total
 
+    def stand_in(self) -> None:
+        """Close a step of the other ranks, without gradients, and leave ``p.grad`` as it is."""
+        engine = self._engine
+        engine.sparse = ()
+        engine.synchronize(whole=True)
+        if engine.sparse_anywhere:
+            with signals.uninterruptible:
+                nothing = pickle.dumps([None] * len(engine.sparse_anywhere))
+                engine.exchange(nothing, "sparse gradients")
+
     def watch_shards(self, reduced: Sequence[BufferView | None]) -> None:
         """Have :meth:`check_shards` notice changes of gradients of which there are shards."""
         self._guard.clear()
@@ -302,6 +319,10 @@ class GradientHooks:
     def release(self) -> None:
         """Let the parameters go: their gradients are no longer exchanged by this object."""
         self._successor = "these parameters"
+        self.stop()
+
+    def stop(self) -> None:
+        """Watch for gradients no longer, and send none."""
         _remove(self._hooks, self._engine, self._forward)
 
     def source(self, index: int) -> GradientRef | None:
@@ -412,14 +433,6 @@ _owners: weakref.WeakValueDictionary[int, GradientHooks] = weakref.WeakValueDict
 """
 
 
-def _leave_buffers() -> None:
-    for gradients in list(_owners.values()):
-        gradients.leave_buffers()
-
-
-process.before_shutdown(_leave_buffers)
-
-
 def _remove(hooks: dict[int, Any], engine: Engine, forward: ForwardProfiler) -> None:
     forward.stop()
     for handle in hooks.values():
@@ -428,13 +441,16 @@ def _remove(hooks: dict[int, Any], engine: Engine, forward: ForwardProfiler) -> 
     engine.close()
 
 
-def check_equal_on_ranks(runtime: Runtime, optimizer: torch.optim.Optimizer, name: str) -> None:
+def check_equal_on_ranks(
+    runtime: Runtime, engine: Engine, optimizer: torch.optim.Optimizer, name: str
+) -> None:
     """Raise unless every rank's parameter groups have the same hyperparameters; a collective.
 
     Those that the optimizer knows defaults for are compared, as far as they are plain values.
 
     Args:
         runtime: of this rank.
+        engine: of the optimizer.
         optimizer: of the same class on every rank.
         name: of the optimizer, for messages.
 
@@ -442,8 +458,8 @@ def check_equal_on_ranks(runtime: Runtime, optimizer: torch.optim.Optimizer, nam
         DisagreementError: on every rank: which hyperparameter, and what two ranks have.
     """
     mine = _hyperparameters(optimizer)
-    label = f"{name}: comparing learning rates and the like"
-    by_rank = [json.loads(text) for text in runtime.exchange(json.dumps(mine).encode(), label)]
+    payload, what = json.dumps(mine).encode(), "comparing learning rates and the like"
+    by_rank = [json.loads(text) for text in engine.exchange(payload, what)]
     for rank, theirs in enumerate(by_rank):
         for what in {**by_rank[0], **theirs}:
             first, other = by_rank[0].get(what), theirs.get(what)
@@ -481,9 +497,13 @@ def _plain(value: Any) -> Any:
 log = logging.getLogger("wfbp")
 
 
-def _finish() -> None:
-    """Before a shutdown: nobody could have parameters brought up to date behind it."""
-    runtime = process.current("shutdown()")
+def _finish(runtime: Runtime) -> None:
+    """Before a runtime ends: nobody could have parameters brought up to date behind that."""
+    if runtime is not process.current("shutdown()"):
+        _leave_process_set(runtime)
+        return
+    for gradients in list(_owners.values()):
+        gradients.leave_buffers()
     for pending in list(pending_parameters.unfinished):
         told = runtime.thread.error is not None  # to the program, by any call since
         try:
@@ -494,7 +514,28 @@ def _finish() -> None:
         pending.release()
 
 
-process.before_shutdown(_finish)
+process.before_end(_finish)
+
+_in_use: weakref.WeakValueDictionary[int, OptimizerSync] = weakref.WeakValueDictionary()
+"""All that have not let their parameters go, in the order of making."""
+_made = count()
+
+
+def in_use(runtime: Runtime | None = None) -> list[OptimizerSync]:
+    """Those of one runtime or of all, in the order of making."""
+    return [s for s in list(_in_use.values()) if s.exchanges and runtime in (None, s.runtime)]
+
+
+def _leave_process_set(runtime: Runtime) -> None:
+    """Let its optimizers go, with whole parameters and state; collective among its ranks."""
+    mine = {sync.number: sync for sync in in_use(runtime)}
+    told = runtime.exchange(json.dumps(list(mine)).encode(), "removing a process set")
+    # One that is forgotten may still be there on a rank whose interpreter has not collected it.
+    common = set.intersection(*(set(json.loads(numbers)) for numbers in told))
+    for number, sync in mine.items():
+        if number in common:
+            sync.prepare_whole()
+        sync.leave()
 
 
 class OptimizerSync:
@@ -526,9 +567,11 @@ class OptimizerSync:
         kind: type,
     ) -> None:
         self.runtime = runtime
+        self.number = next(runtime.optimizer_numbers)
+        """Among those of the runtime, the same on every rank."""
         self._name = options.name
         self._op = options.op
-        self._optimizer = optimizer
+        self.optimizer = self._optimizer = optimizer
         sharded = coupling is UpdateCoupling.ELEMENTWISE
         options = replace(
             options, decouples=coupling is not UpdateCoupling.COUPLED, sharded_update=sharded
@@ -538,9 +581,13 @@ class OptimizerSync:
         )
         self._engine = engine = gradients.engine
         self._params = params = gradients.params
+        self.named = list(named)
         self._held: Reduced | None = None
         self._compared = False
         self._is_clipped = False
+        self._alone = False  # whether the last step was reduced with ranks that had joined
+        self.last_active: int | None = None
+        """A rank that has made the latest step, where others had joined; the same on every rank."""
         self.stepped = False
         """Set by :meth:`step` where the optimizer has stepped."""
         self._result: Any = None
@@ -553,6 +600,8 @@ class OptimizerSync:
         else:
             self._update = ReplicatedUpdate(engine, optimizer, params, step)
         gradients.before_release = _letting_go(self._update)
+        self._key = next(_made)
+        _in_use[self._key] = self
         self.report = engine.report
         self.stats = engine.stats
 
@@ -560,6 +609,11 @@ class OptimizerSync:
     def open(self) -> bool:
         """Whether gradients have appeared that no step has taken."""
         return self._gradients.open
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether no other optimizer has taken over the parameters."""
+        return not self._gradients.handed_over
 
     @property
     def gone(self) -> list[torch.Tensor]:
@@ -582,9 +636,10 @@ class OptimizerSync:
         Args:
             wanted: whether the program is about to look at them all.
         """
-        self._compare()
         self._update.settle()
         reduced = self._gradients.reduce(whole=False, wanted=wanted)
+        self._compare()
+        self._note_joined()
         shards = any(slot is not None and not slot.whole for slot in reduced)
         self._held = reduced if shards else None
         self._is_clipped = False
@@ -595,7 +650,6 @@ class OptimizerSync:
         Returns:
             Whether any rank had a gradient.
         """
-        self._compare()
         self._update.flush()
         if self._held is not None:
             self.check_settled()
@@ -605,8 +659,54 @@ class OptimizerSync:
             self._gradients.take(whole)
         else:
             whole = self._gradients.reduce(whole=True)
+            self._compare()
+            self._note_joined()
         self._held = None
         return any(slot is not None for slot in whole) or bool(self._engine.sparse_anywhere)
+
+    def _note_joined(self) -> None:
+        """Where ranks have joined, the others step whole parameters, with whole state, by
+        themselves; collective."""
+        engine = self._engine
+        joined = engine.joined_ranks
+        self._alone = bool(joined)
+        if joined:
+            self.last_active = next(r for r in range(self.runtime.size) if r not in joined)
+        if self._alone and isinstance(self._update, ShardedUpdate):
+            self._update.join()
+
+    def join(self, note_progress: Callable[[], None]) -> None:
+        """Take part in all steps of the other ranks, without gradients, until they join, too.
+
+        Their steps change nothing here; see :attr:`last_active`.
+
+        Args:
+            note_progress: called after each step.
+        """
+        self.discard()
+        for param in self._params:
+            param.grad = None
+        engine = self._engine
+        engine.joined = True
+        try:
+            with signals.uninterruptible:
+                while self._stand_in():
+                    note_progress()
+        finally:
+            engine.joined = self._alone = False
+
+    def _stand_in(self) -> bool:
+        """Take part in one step; whether there are ranks that have not joined."""
+        self._update.flush()
+        self._gradients.stand_in()
+        self._compare()
+        engine = self._engine
+        if len(engine.joined_ranks) == self.runtime.size:
+            return False
+        self._note_joined()
+        if engine.evaluated:
+            self.combined_loss(None)
+        return True
 
     def flush(self) -> None:
         """Have all parameters up to date."""
@@ -632,14 +732,18 @@ class OptimizerSync:
         reduced, self._held = self._held, None
         self.stepped = True  # whatever the optimizer raises: it has changed something
         try:
-            with signals.firm:
-                self._result = self._update.apply(reduced)
+            with signals.uninterruptible:
+                update = self._update
+                self._result = update.apply_whole() if self._alone else update.apply(reduced)
         finally:
             result = self.rest_of_step()
         return result
 
     def rest_of_step(self) -> Any:
-        """Wait for what may not be read unheard, or not be measured; what the optimizer returned.
+        """Wait for what may not be read unnoticed, or not be measured.
+
+        Returns:
+            What the optimizer returned.
 
         It can be left, and called again.
         """
@@ -653,12 +757,21 @@ class OptimizerSync:
     def clip_grad_norm_(self, limit: Limit) -> torch.Tensor:
         """Scale what was reduced; see the optimizer's method of that name."""
         self._check_clipped()
-        norm = clip(self.runtime, limit, *self._reduced_tensors())
+        norm = clip(self.runtime, limit, *self._reduced_tensors(), alone=self._alone)
         if self._held is not None:
             self._gradients.watch_shards(self._held)
             self._is_clipped = True
         wide = functools.reduce(torch.promote_types, {p.dtype for p in self._params})
         return torch.tensor(norm, dtype=wide, device=self._params[0].device)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within it gradients are those of a closure, behind which ranks combine their losses."""
+        self._engine.evaluates = True
+        try:
+            yield
+        finally:
+            self._engine.evaluates = False
 
     def combined_loss(self, loss: Any) -> Any:
         """The loss of all ranks, combined as their gradients are; a collective.
@@ -679,7 +792,7 @@ class OptimizerSync:
         else:
             number = held.numel() == 1 and not held.is_complex()
         mine = struct.pack("d", float(loss if held is None else held)) if number else b""
-        losses = self.runtime.exchange(mine, f"{self._name}: the loss of step(closure)")
+        losses = self._engine.exchange(mine, "the loss of step(closure)")
         if not number:
             return loss
         values = [struct.unpack("d", text)[0] for text in losses if text]
@@ -744,6 +857,14 @@ class OptimizerSync:
         self.prepare_whole()
         self._update.pending.release()
         self._gradients.release()
+        _in_use.pop(self._key, None)
+
+    def leave(self) -> None:
+        """Let the parameters go, because the runtime ends; they are up to date."""
+        self._update.pending.release()
+        self._gradients.leave_buffers()
+        self._gradients.stop()
+        _in_use.pop(self._key, None)
 
     def _check_clipped(self) -> None:
         """Raise if the program has changed gradients behind :meth:`clip_grad_norm_`, in vain."""
@@ -752,10 +873,14 @@ class OptimizerSync:
         self._is_clipped = False
 
     def _compare(self) -> None:
-        """Before anything else of the first step: see that ranks update by the same numbers."""
+        """Before the first update: see that ranks update by the same numbers.
+
+        Behind the step's gradients, whose groups go through the same backend: every rank must use
+        that in the same order.
+        """
         if not self._compared:
             try:
-                check_equal_on_ranks(self.runtime, self._optimizer, self._name)
+                check_equal_on_ranks(self.runtime, self._engine, self._optimizer, self._name)
             except DisagreementError as error:
                 if not follows_horovod:
                     raise

@@ -21,10 +21,14 @@ from wfbp.core.types import Op
 from wfbp.deprecation import warn_renamed
 from wfbp.runtime import process, signals
 from wfbp.runtime.arguments import EngineOptions
+from wfbp.runtime.collectives import api
+from wfbp.runtime.collectives.operations import Adasum
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
+from wfbp.runtime.collectives.request import Adaptive, Reduction
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.tuning.candidates import check_schedule
-from wfbp.torch import tensors
+from wfbp.torch import gradient_sync, tensors
+from wfbp.torch.adasum import AdasumOptimizerBase
 from wfbp.torch.clipping import Limit
 from wfbp.torch.compression import COMPRESSED_DTYPES, Compression, Compressor
 from wfbp.torch.gradient_sync import OptimizerSync
@@ -233,7 +237,7 @@ class SyncState(enum.Enum):
     """``synchronize()`` or ``clip_grad_norm_()``."""
     SCALER = 2
     """``GradScaler.step()``, which does not tell when it skips the step."""
-    IN_VAIN = 3
+    NO_GRADIENTS = 3
     """``synchronize()``, when no rank had any gradient: those that come are averaged anew."""
 
 
@@ -311,7 +315,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
 
     def __init__(
         self,
-        runtime: Runtime,
+        runtime: Runtime | None,
         original: torch.optim.Optimizer,
         known: list[tuple[str, torch.Tensor]] | None,
         options: EngineOptions,
@@ -322,7 +326,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         """Take over the original's parameter groups and state; a collective.
 
         Args:
-            runtime: of this rank.
+            runtime: of the process set; None on a rank outside it, which steps alone.
             original: of the class over which this one is laid.
             known: names and parameters as the user gave them, or None.
             options: how gradients are reduced; equal on every rank.
@@ -348,7 +352,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         named = named_params(self, self._wfbp_known, complete)
         options, kind = self._wfbp_options, type(self._wfbp_original)
         self._wfbp_sync_state = SyncState.NOBODY
-        if self._wfbp_runtime.size > 1:
+        if self._wfbp_runtime is not None and self._wfbp_runtime.size > 1:
             self._wfbp_sync = OptimizerSync(
                 self._wfbp_runtime,
                 self,
@@ -412,7 +416,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             WfbpError: ranks disagree, failed, or did not answer in time.
         """
         found = self._wfbp_sync is None or self._wfbp_sync.synchronize()
-        self._wfbp_sync_state = SyncState.PROGRAM if found else SyncState.IN_VAIN
+        self._wfbp_sync_state = SyncState.PROGRAM if found else SyncState.NO_GRADIENTS
         self._wfbp_synchronized = found
 
     @uncompiled
@@ -514,7 +518,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         self._wfbp_original._opt_called = True  # type: ignore[attr-defined]
         if closure is not None:
             try:
-                with signals.firm:  # nothing can be taken up again within the optimizer
+                with signals.uninterruptible:  # nothing can be taken up again within the optimizer
                     if exchange is not None:
                         exchange.prepare_whole()
                     return super().step(lambda: self._wfbp_evaluate(closure))
@@ -549,7 +553,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         assert exchange is not None
         if not (self._optimizer_step_post_hooks or torch_optimizer._global_optimizer_post_hooks):
             return exchange.step()
-        with signals.firm:  # the hooks are still to come
+        with signals.uninterruptible:  # the hooks are still to come
             result = exchange.step()
             exchange.flush()
         return result
@@ -788,14 +792,14 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         """Close the step, unless that was done."""
         exchange = self._wfbp_sync
         if exchange is not None:
-            if self._wfbp_sync_state in (SyncState.NOBODY, SyncState.IN_VAIN):
+            if self._wfbp_sync_state in (SyncState.NOBODY, SyncState.NO_GRADIENTS):
                 exchange.reduce(self._wfbp_wanted)
             else:
                 exchange.check_settled()
         if self._wfbp_sync_state is not SyncState.SCALER:
             self._wfbp_sync_state = SyncState.PROGRAM
 
-    def _wfbp_release(self, runtime: Runtime) -> None:
+    def _wfbp_release(self, runtime: Runtime | None) -> None:
         """Another one is made of the same optimizer, on every rank.
 
         Raises:
@@ -809,15 +813,19 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             exchange.release()
         elif exchange.shares_state:
             raise RuntimeError(
-                f"the state of this {type(self).__name__} was shared out among the ranks when wfbp "
-                "was shut down; take its state_dict() before shutdown() and load it into a new one"
+                f"the state of this {type(self).__name__} is shared out among ranks of another "
+                "process set, or was when wfbp was shut down; take its state_dict() before that "
+                "and load it into a new one"
             )
 
     def _wfbp_evaluate(self, closure: Callable[[], Any]) -> Any:
         with torch.enable_grad():
             loss = closure()
-        self.synchronize()
-        return loss if self._wfbp_sync is None else self._wfbp_sync.combined_loss(loss)
+        if self._wfbp_sync is None:
+            return loss
+        with self._wfbp_sync.evaluating():
+            self.synchronize()
+        return self._wfbp_sync.combined_loss(loss)
 
 
 _WRAPPED = "_wfbp_wrapped"
@@ -829,7 +837,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: type[Compressor] = Compression.none,
     backward_passes_per_step: int = 1,
-    op: Op = Op.AVERAGE,
+    op: Reduction = Op.AVERAGE,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: Any = None,
@@ -858,7 +866,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             ``GradScaler`` expects. Gathered parameters are exact. By default gradients travel in
             the element type of their parameters.
         backward_passes_per_step: how many ``backward()`` calls precede each ``step()``.
-        op: ``Average`` or ``Sum``.
+        op: ``Average`` or ``Sum`` of gradients; or ``Adasum``, with a power of two of ranks: each
+            rank steps on its own gradients, and what its step changed is combined over the ranks.
         gradient_predivide_factor: for Horovod's programs, with ``Average``; averages are formed in
             float32 at least, so it makes no difference.
         num_groups: for Horovod's programs: a hint that is not followed, because the schedule groups
@@ -867,7 +876,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense: whether sparse gradients are made dense. Otherwise they stay sparse: ranks
             exchange indices and values when the step closes, which needs a schedule of all-reduces
             (as ``SparseAdam`` has it anyway).
-        process_set: for Horovod's programs; that of all ranks alone.
+        process_set: the ranks that average their gradients, each of which must call this; other
+            ranks neither communicate nor wait. Numbers of ranks in messages are those in the set.
         schedule: how gradients are grouped: ``auto``, ``oasr``, ``mgwfbp``, ``wfbp``, ``single``
             or ``threshold``; or, decoupled into backward and the next forward, ``dear``,
             ``ipart``, ``independent``, ``hybrid``, ``ps`` or ``ps_layerwise``; by default what
@@ -888,7 +898,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         TypeError: not an optimizer, parameters without names, or no whole number where one is
             expected.
         ImportError: ``dear`` without the ``search`` extra.
-        ValueError: a bad argument, or a parameter that cannot be sent.
+        ValueError: a bad argument, a parameter that cannot be sent, or a process set that was not
+            added or that this rank is not in. (Under ``wfbp.horovod`` it then steps alone.)
         DisagreementError: ranks passed different parameters or settings.
 
     Example:
@@ -900,18 +911,23 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         >>> model(torch.ones(1, 2)).sum().backward()
         >>> optimizer.step()
     """
-    runtime = process.current("DistributedOptimizer()")
+    config = process.current("DistributedOptimizer()").config
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, found {type(optimizer).__qualname__}")
-    if isinstance(optimizer, DistributedOptimizerBase):
+    if isinstance(optimizer, DistributedOptimizerBase | AdasumOptimizerBase):
         raise ValueError(
             f"this {type(optimizer).__name__} is distributed already: use it as it is; to wrap it "
             "anew, pass the optimizer that it was made of"
         )
-    _check_horovods(compression, op, gradient_predivide_factor, num_groups, process_set)
+    _check_horovods(compression, op, gradient_predivide_factor, num_groups)
     _check_groups(groups, optimizer)
+    runtime = _runtime_of(process_set)
+    known = None if named_parameters is None else named_pairs(named_parameters)
+    sharding = optimizer_sharding_of(optimizer_sharding, update)
+    if isinstance(op, Adaptive):
+        _check_unplanned(schedule, threshold_bytes, sharding)
+        return _wrapped_by_adasum(runtime, optimizer, known, process_set, compression)
     kind = type(optimizer)
-    config = runtime.config
     planner = config.schedule if schedule is None else schedule
     limit_bytes = config.threshold_bytes if threshold_bytes is None else threshold_bytes
     options = EngineOptions(
@@ -923,8 +939,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         name=kind.__name__,
         wire_dtype=COMPRESSED_DTYPES[compression],
     )
-    known = None if named_parameters is None else named_pairs(named_parameters)
-    sharding = optimizer_sharding_of(optimizer_sharding, update)
     check_params(named_params(optimizer, known, complete=True), options)
     # What can be refused without looking at the bare optimizer has been: an earlier one goes on.
     previous = optimizer.__dict__.pop(_WRAPPED, None)
@@ -938,9 +952,58 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         runtime, optimizer, known, options, coupling=coupling, sparse_as_dense=sparse_as_dense
     )
     optimizer.__dict__[_WRAPPED] = wrapped
-    if runtime.size > 1:
+    if runtime is not None and runtime.size > 1:
         patch_original(optimizer, wrapped)
     return wrapped
+
+
+def _wrapped_by_adasum(
+    runtime: Runtime | None,
+    optimizer: torch.optim.Optimizer,
+    known: list[tuple[str, torch.Tensor]] | None,
+    process_set: ProcessSet,
+    compression: type[Compressor],
+) -> Any:
+    """An optimizer whose changes are combined by Adasum; collective."""
+    kind = type(optimizer)
+    named_params(optimizer, known, complete=True)
+    previous = optimizer.__dict__.pop(_WRAPPED, None)
+    if previous is not None:
+        previous._wfbp_release(runtime)
+        restore_original(optimizer)
+    kept = {k: v for k, v in optimizer.__dict__.items() if k not in PATCHED}
+    made = type(kind.__name__, (AdasumOptimizerBase, kind), {})
+    names = functools.partial(named_params, known=known, complete=False)
+    wrapped: Any = made(runtime, optimizer, names, process_set, compression, kept)
+    optimizer.__dict__[_WRAPPED] = wrapped
+    if runtime is not None and runtime.size > 1:
+        patch_original(optimizer, wrapped)
+    return wrapped
+
+
+def _check_unplanned(schedule: object, threshold_bytes: object, sharding: object) -> None:
+    """Raise ``ValueError`` for what Adasum has no use for."""
+    given = {
+        "schedule": schedule, "threshold_bytes": threshold_bytes, "optimizer_sharding": sharding,
+    }  # fmt: skip
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} is {value!r}; with op={Adasum} no gradients are sent while backward "
+                "computes, so there is nothing to plan: leave it out"
+            )
+
+
+def _runtime_of(process_set: ProcessSet) -> Runtime | None:
+    """What an optimizer's ranks communicate by; None where it steps alone, as under Horovod.
+
+    Raises:
+        ValueError: the set was not added, or this rank is not in it.
+    """
+    call = "DistributedOptimizer(process_set=...)"
+    if gradient_sync.follows_horovod and not process_set.included():
+        return None
+    return api.runtime_of(process_set, call)
 
 
 def _check_groups(groups: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -964,7 +1027,6 @@ def _check_horovods(
     op: object,
     predivide_factor: float,
     num_groups: object,
-    process_set: ProcessSet,
 ) -> None:
     """Raise ``ValueError`` for values of Horovod's arguments that cannot be served."""
     if not isinstance(compression, type) or compression not in COMPRESSED_DTYPES:
@@ -977,8 +1039,3 @@ def _check_horovods(
         raise ValueError(f"gradient_predivide_factor needs op=Average; found {op}")
     if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 0:
         raise ValueError(f"num_groups is {num_groups!r}; expected a whole number of at least 0")
-    if process_set is not global_process_set and process_set.size() != process.size():
-        raise ValueError(
-            f"process_set is {process_set}; gradients are averaged over all ranks. Start a job for "
-            "those ranks alone with init(ranks), or average by hand with grouped_allreduce_()"
-        )

@@ -116,8 +116,8 @@ class PendingParameters:
         self._group_of: dict[int, int] = {}
         self._next = 0
         self.gradients: dict[int, torch.Tensor | None] = {}
-        # What can be read unheard.
-        self._unheard: set[int] = set()
+        # What can be read without being noticed.
+        self._unwatched: set[int] = set()
         self._compiled: set[int] = set()
         self._compilations: Counter[int] = Counter()
         # Who may use their memory, as of _addresses and _views.
@@ -211,15 +211,15 @@ class PendingParameters:
             kind = type(param)
             stand_in = _stand_ins[kind] if kind in _stand_ins else _make_stand_in(kind)
             if stand_in is None:
-                self._unheard.add(index)
+                self._unwatched.add(index)
             else:
                 _set_class(param, stand_in)
 
     def wait_for_exposed(self) -> None:
-        """Wait for what the program could read unheard."""
+        """Wait for what the program could read without being noticed."""
         if not self._left:
             return
-        exposed = self._compiled | self._unheard
+        exposed = self._compiled | self._unwatched
         uses = list(map(_storage_uses, self._cdata))
         if uses != self._uses:
             for found, expected, sharers in zip(uses, self._uses, self._sharers, strict=True):
@@ -307,7 +307,7 @@ class PendingParameters:
         """Note how often each parameter's memory is used while only we use it."""
         self._addresses, self._views = list(addresses), list(views)
         is_shared: Any = torch.Tensor.is_shared
-        self._unheard = {
+        self._unwatched = {
             k for k, p in enumerate(self._params) if p.device.type == "cpu" and is_shared(p)
         }
         found: dict[int, list[int]] = {}

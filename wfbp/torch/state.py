@@ -2,46 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
 
-from wfbp.runtime import process, signals
+from wfbp.runtime import signals
 from wfbp.runtime.api import array_collectives
+from wfbp.runtime.collectives import api
+from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.consistency import check_root, sharing_argument_errors
+from wfbp.runtime.runtime import Runtime
 from wfbp.torch import gradient_sync, tensors
 
 
 @signals.postponing
 def broadcast_parameters(
-    parameters: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int = 0
+    parameters: Mapping[str, Any] | Iterable[tuple[str, Any]],
+    root_rank: int = 0,
+    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Copy the root's parameters and buffers to every rank, in place.
 
     Args:
         parameters: a model's ``state_dict()`` or ``named_parameters()``; entries that are no
             tensors are left alone.
-        root_rank: whose values everybody gets.
+        root_rank: whose values everybody gets; its number among all ranks.
+        process_set: the ranks that take part.
 
     Raises:
         TypeError: neither of these, as a model or its ``parameters()``.
-        ValueError: a tensor that cannot be sent, or no such rank.
+        ValueError: a tensor that cannot be sent, no such rank, or a rank outside the process set.
         PeerError: another rank found one of these.
         DisagreementError: ranks passed different names, shapes or element types.
     """
-    runtime = process.current("broadcast_parameters()")
+    runtime = api.runtime_of(process_set, "broadcast_parameters()")
+    _broadcast_tensors(runtime, parameters, lambda: runtime.members.place(root_rank))
+
+
+def share(
+    runtime: Runtime,
+    optimizer: torch.optim.Optimizer,
+    named: Iterable[tuple[str, torch.Tensor]],
+    root: int,
+) -> None:
+    """Copy a rank's parameters and optimizer state to the other ranks of a runtime; collective.
+
+    Args:
+        runtime: of the optimizer.
+        optimizer: a distributed one.
+        named: its parameters.
+        root: whose values everybody gets; its number in the runtime.
+    """
+    _broadcast_tensors(runtime, named, lambda: root)
+    _broadcast_state(runtime, optimizer, root)
+
+
+def _broadcast_tensors(runtime: Runtime, parameters: Any, find_root: Callable[[], int]) -> None:
+    """As :func:`broadcast_parameters`; what ``find_root`` raises is told to the other ranks."""
     rows, wholes = [], []
     with sharing_argument_errors(runtime, array_collectives.MANY):
         named_tensors = _tensors_of(parameters)
-        check_root(runtime, root_rank)
+        root = find_root()
+        check_root(runtime, root)
         for name, tensor in named_tensors.items():
             tensors.check_place(name, tensor)
             rows.append((name, str(tensor.dtype), tuple(tensor.shape)))
             wholes.append(tensors.on_host(tensor))
     buffers = [tensors.raw(whole) for whole in wholes]
-    array_collectives.broadcast_buffers(runtime, rows, buffers, root_rank)
+    array_collectives.broadcast_buffers(runtime, rows, buffers, root)
     with torch.no_grad():
         for tensor, whole in zip(named_tensors.values(), wholes, strict=True):
             if whole.data_ptr() != tensor.data_ptr():
@@ -64,45 +94,54 @@ def _tensors_of(parameters: Any) -> dict[str, torch.Tensor]:
 
 @signals.postponing
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int = 0, model: torch.nn.Module | None = None
+    optimizer: torch.optim.Optimizer,
+    root_rank: int = 0,
+    model: torch.nn.Module | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Copy the root's optimizer state and hyperparameters to every rank.
 
     Args:
         optimizer: of the same parameters on every rank; ranks without state get the root's, with
             its element types. A distributed one may be in mid-training.
-        root_rank: whose state everybody gets.
+        root_rank: whose state everybody gets; its number among all ranks.
         model: for Horovod's programs, which pass it where state cannot be made otherwise.
+        process_set: the ranks that take part.
 
     Raises:
-        ValueError: no such rank.
+        ValueError: no such rank, or a rank outside the process set.
         DisagreementError: ranks called different operations.
     """
-    runtime = process.current("broadcast_optimizer_state()")
-    check_root(runtime, root_rank)
+    runtime = api.runtime_of(process_set, "broadcast_optimizer_state()")
+    root = runtime.members.place(root_rank)
+    check_root(runtime, root)
     if runtime.size == 1:
         return
+    _broadcast_state(runtime, optimizer, root)
+    if gradient_sync.follows_horovod:
+        getattr(_distributed(optimizer), "_wfbp_show_zeros", lambda: None)()
+
+
+def _broadcast_state(runtime: Runtime, optimizer: torch.optim.Optimizer, root: int) -> None:
+    """As :func:`broadcast_optimizer_state`, among the ranks of a runtime."""
     here = None
-    if runtime.rank == root_rank:
+    if runtime.rank == root:
         # From the next step on every rank shards the state anew, also this one.
         getattr(_distributed(optimizer), "_wfbp_take_whole_state", lambda: None)()
         here = optimizer.state_dict()
     outline, contents = _take_apart(here)
-    outline = array_collectives.broadcast_object(outline, root_rank, "optimizer state")
-    if runtime.rank != root_rank:
+    outline = array_collectives.broadcast_object_among(runtime, outline, root, "optimizer state")
+    if runtime.rank != root:
         contents = [torch.empty(shape, dtype=dtype) for shape, dtype in outline["tensors"]]
-    broadcast_parameters(
-        {f"optimizer state {k}": tensor for k, tensor in enumerate(contents)}, root_rank
-    )
-    if runtime.rank != root_rank:
+    named = {f"optimizer state {k}": tensor for k, tensor in enumerate(contents)}
+    _broadcast_tensors(runtime, named, lambda: root)
+    if runtime.rank != root:
         state = _put_together(outline["tree"], contents)
         optimizer.load_state_dict(state)
         _restore_types(optimizer, state)
     elif hasattr(optimizer, "defaults"):
         # Whoever loads a state has PyTorch add to the optimizer's defaults, which new groups get.
         torch.optim.Optimizer.__setstate__(optimizer, {})
-    if gradient_sync.follows_horovod:
-        getattr(_distributed(optimizer), "_wfbp_show_zeros", lambda: None)()
 
 
 def _distributed(optimizer: torch.optim.Optimizer) -> Any:

@@ -74,6 +74,14 @@ class Update(ABC):
             What the optimizer's step returned.
         """
 
+    def apply_whole(self) -> Any:
+        """Step every tensor on this rank, alone; every ``p.grad`` and all state is whole."""
+        self.flush()
+        start = self._engine.now()
+        result = self._step()
+        self._engine.mark_update(start)
+        return result
+
     def settle(self) -> None:
         """Do what must be done before anything else is reduced."""
         self.pending.wait_all()

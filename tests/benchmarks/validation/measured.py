@@ -13,6 +13,7 @@ from scipy.optimize import minimize
 
 from tests.benchmarks.scaling import DATA
 from tests.benchmarks.validation.architectures import densenet, resnet, scaled
+from wfbp.cli.inputs import EXAMPLE_TRACES
 from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.planners import plan
 from wfbp.core.planners.optimum import finish_s
@@ -69,7 +70,7 @@ def trace_of(model: str, compute_s: float) -> Trace:
         return resnet((3, 8, 36, 3), model, compute_s)
     if model == "DenseNet-161":
         return densenet(48, 96, (6, 12, 36, 24), model, compute_s)
-    return scaled(Trace.load(DATA / "traces" / f"{model.lower()}.json"), compute_s)
+    return scaled(Trace.load(EXAMPLE_TRACES / f"{model.lower()}.json"), compute_s)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 
 from tests.benchmarks.scaling import DATA
+from wfbp.cli.inputs import EXAMPLE_TRACES
 from wfbp.core.bound import lower_bound_s
 from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.plan import Plan
@@ -67,7 +68,7 @@ def clusters() -> dict[str, Costs]:
 
 def models() -> list[Trace]:
     """The traces at hand."""
-    return [Trace.load(path) for path in sorted(DATA.glob("traces/*.json"))]
+    return [Trace.load(path) for path in sorted(EXAMPLE_TRACES.glob("*.json"))]
 
 
 def planned(name: str, trace: Trace, costs: Costs) -> Plan:

@@ -171,6 +171,9 @@ def test_a_contestant_that_bypassed_the_link_is_refused() -> None:
     check_link_carried(honest, 100)
     with pytest.raises(RuntimeError, match="wfbp-auto put 7 bytes"):
         check_link_carried({**honest, "wfbp-auto": [block(1.0, sent=7.0)]}, 100)
+    check_link_carried({**honest, "ddp-1-fp16": [block(1.0, sent=46.0)]}, 100)
+    with pytest.raises(RuntimeError, match=r"wfbp-auto-bf16 put 44 bytes .* at least 45"):
+        check_link_carried({**honest, "wfbp-auto-bf16": [block(1.0, sent=44.0)]}, 100)
 
 
 def test_json_round_trip_keeps_every_sample() -> None:

@@ -34,9 +34,10 @@ def test_no_command_shows_the_help() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("pla",), "wfbp: error: No such command 'pla'."),
+        (("pla",), "wfbp: error: No such command 'pla'. Did you mean 'plan'?"),
+        (("xyz",), "wfbp: error: No such command 'xyz'. There are run, doctor, plan,"),
         (("--nothing",), "wfbp: error: No such option '--nothing'."),
-        (("plan",), "wfbp plan: error: Missing argument 'TRACE.json'."),
+        (("plan",), "wfbp plan: error: Missing argument 'TRACE'."),
         (("plan", "t.json"), "wfbp plan: error: Missing option '--cost'."),
         (("plan", "t.json", "--cost"), "wfbp: error: Option '--cost' requires an argument."),
         (("plan", "t.json", "u.json", "--cost", "c.json"), "unexpected extra argument"),

@@ -237,9 +237,10 @@ def test_bad_costs(case: str, tmp_path: Path) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     missing = tmp_path / "missing.json"
     cost = cost_file(tmp_path)
-    assert_refused(wfbp("plan", missing, "--cost", cost), str(missing), "No such file")
-    assert_refused(wfbp("plan", RESNET, "--cost", missing), str(missing), "No such file")
-    assert_refused(wfbp("plan", tmp_path, "--cost", cost), str(tmp_path), "Is a directory")
+    assert_refused(wfbp("plan", missing, "--cost", cost), str(missing), "no such file")
+    assert_refused(wfbp("plan", RESNET, "--cost", missing), str(missing), "no such file")
+    (tmp_path / "empty").mkdir()
+    assert_refused(wfbp("plan", tmp_path / "empty", "--cost", cost), "empty", "no recorded run")
 
 
 def test_an_unknown_schedule_names_the_known(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,15 @@ import pytest
 from tests.support.cli_runs import assert_refused, wfbp
 from tests.support.run_documents import costs, document, record, trace
 from wfbp.cli.figures.gantt import gantt, median_iteration
-from wfbp.cli.report import SCALED, chapter
+from wfbp.cli.report import SCALED, chapter, timeline_chapters
 from wfbp.cli.run_files import Run, load_runs
 from wfbp.core.cost import PiecewiseCost
-from wfbp.core.fit import fit_linear
+from wfbp.core.fit import MAX_KAPPA, fit_linear
 from wfbp.core.planners import PLANNERS, plan
 from wfbp.core.timeline import timeline
+from wfbp.runtime.step import GroupTime, MeasuredStep
+from wfbp.runtime.timeline import Timeline, load, merge
+from wfbp.runtime.tuning.profile import StepTimes
 
 
 def only_run(folder: Path) -> Run:
@@ -46,6 +50,7 @@ def test_a_chapter_has_all_its_figures(tmp_path: Path) -> None:
         "What if there were more workers",
     ]
     assert result.notes == []
+    assert result.verdict == "Compute-bound: T/LB 1.04, nothing to gain by another schedule."
     facts = dict(result.facts)
     assert facts["schedule"] == "mgwfbp"
     assert facts["ranks"] == "2"
@@ -155,8 +160,159 @@ def test_an_early_end_is_told(tmp_path: Path) -> None:
     report = document(0, 2)["report"] | {"phase": "warm-up"}
     folder = record(tmp_path, trace=None, costs=None, report=report)
     result = chapter(only_run(folder))
-    assert "ended in its warm-up phase" in result.notes[0]
+    assert "ended in its warm-up" in result.notes[0]
     assert [s.heading for s in result.sections] == ["One iteration, rank by rank"]
+
+
+def test_what_is_not_known_yet_says_so(tmp_path: Path) -> None:
+    unknown = dict.fromkeys(("exposed_s", "kappa", "ratio_to_lower_bound"))
+    report = document(0, 2)["report"] | unknown | {"phase": "trial"}
+    result = chapter(only_run(record(tmp_path, report=report)))
+    assert "the plan that stays" in result.notes[0]
+    assert result.verdict.startswith("Still choosing (trial)")
+    facts = dict(result.facts)
+    assert facts["phase"] == "trial"
+    for name in ("exposed, measured", "T/LB, measured", "interference (kappa)"):
+        assert facts[name] == "not yet: trial"
+
+
+def test_where_and_when_it_ran(tmp_path: Path) -> None:
+    about = {
+        "written": "2026-03-01T07:00:00+00:00",
+        "host": "node1",
+        "library": "MPICH 5",
+        "versions": {"wfbp": "0.1.0", "PyTorch": "2.13.0"},
+    }
+    facts = dict(chapter(only_run(record(tmp_path, about=about))).facts)
+    assert facts["written"] == "2026-03-01 07:00:00 UTC"
+    assert (facts["hosts"], facts["communication by"]) == ("node1", "MPICH 5")
+    assert facts["versions"] == "wfbp 0.1.0, PyTorch 2.13.0"
+    assert facts["optimizer"] == "SGD"
+    assert facts["model"] == "1,560,000 parameters in 12 tensors"
+
+
+def test_interference_at_its_cap(tmp_path: Path) -> None:
+    report = document(0, 2)["report"] | {"kappa": MAX_KAPPA}
+    result = chapter(only_run(record(tmp_path, report=report)))
+    assert dict(result.facts)["interference (kappa)"] == "9.00 (its cap)"
+    assert "at its cap" in result.notes[0]
+
+
+def changed(rank: int, **figures: float) -> dict[str, Any]:
+    data = document(rank, 2)
+    data["report"] |= figures
+    return data
+
+
+def test_a_verdict_names_the_rank_that_is_late(tmp_path: Path) -> None:
+    record(tmp_path)
+    late = document(1, 2)
+    for iteration in late["iterations"]:
+        iteration["closed_s"] += 0.013
+        iteration["done_s"] += 0.013
+    (tmp_path / "SGD.rank1.json").write_text(json.dumps(late))
+    assert re.fullmatch(
+        r"Rank 0 waits 13\.\d ms of every iteration for rank 1\.",
+        chapter(only_run(tmp_path)).verdict,
+    )
+
+
+@pytest.mark.parametrize(
+    ("figures", "sentence"),
+    [
+        ({"measured_iteration_s": 0.08}, "2.1 times slower than predicted"),
+        (
+            {"exposed_s": 0.02},
+            "Communication-bound: T/LB 1.04, nothing to gain by another schedule.",
+        ),
+        (
+            {"exposed_s": 0.01, "ratio_to_lower_bound": 1.3, "predicted_iteration_s": 0.05},
+            "T/LB 1.30; schedule ",
+        ),
+        (
+            {"exposed_s": 0.01, "ratio_to_lower_bound": 1.3, "predicted_iteration_s": 0.03},
+            "no other schedule is predicted to be faster",
+        ),
+    ],
+)
+def test_a_verdict_by_figures(figures: dict[str, float], sentence: str, tmp_path: Path) -> None:
+    record(tmp_path)
+    for rank in range(2):
+        data = changed(rank, **figures)
+        (tmp_path / f"SGD.rank{rank}.json").write_text(json.dumps(data))
+    assert sentence in chapter(only_run(tmp_path)).verdict
+
+
+def timeline_of(rank: int, folder: Path) -> None:
+    """Three steps of 10, 20 and 30 ms: forward, backward with a message, and a wait."""
+    times = Timeline(folder / f"timeline.rank{rank}.json", rank)
+    made = plan("single", trace(1), costs())
+    at_s = times._start_s
+    for number, length_s in enumerate((0.01, 0.02, 0.03)):
+        stamps = StepTimes(at_s, [at_s + 0.6 * length_s], [0.0])
+        stamps.forward_end_s = at_s + 0.3 * length_s
+        stamps.closed_s = at_s + 0.8 * length_s
+        stamps.done_s = at_s + length_s
+        sent = GroupTime(0, at_s + 0.6 * length_s, at_s + 0.61 * length_s, at_s + length_s)
+        times.step("SGD", number, made, MeasuredStep(stamps, [sent]))
+        at_s += length_s
+    times.close()
+
+
+def test_a_timeline_becomes_a_chapter(tmp_path: Path) -> None:
+    for rank in range(2):
+        timeline_of(rank, tmp_path)
+    documents = [load(tmp_path / f"timeline.rank{rank}.json") for rank in range(2)]
+    (told,) = timeline_chapters(merge(documents))
+    assert told.heading == "SGD: timeline"
+    assert dict(told.facts)["exposed, rank 1"] == "4.000 ms"
+    (section,) = told.sections
+    assert section.heading == "Step 1, rank by rank"  # of 10, 20 and 30 ms
+    go.Figure(colored(section.figure))
+    (waiting,) = (
+        b for b in bars(section.figure, "waiting for communication") if b[0] == "rank 0 training"
+    )
+    assert waiting[2] - waiting[1] == pytest.approx(4.0)
+    (message,) = (b for b in bars(section.figure, "messages") if b[0] == "rank 0 messages")
+    assert message[2] - message[1] == pytest.approx(7.8)
+
+
+def test_a_timeline_that_was_cut_is_named(tmp_path: Path) -> None:
+    for rank in range(2):
+        timeline_of(rank, tmp_path)
+    cut = tmp_path / "timeline.rank0.json"
+    text = cut.read_text()
+    cut.write_text(text[: text.index(",\n", 400)])
+    told = wfbp("timeline", tmp_path)
+    assert told.code == 0, told.err
+    assert "Medians of 1 timelines" in told.out
+    assert "timeline.rank0.json holds no complete step" in told.out
+    document = json.loads(wfbp("timeline", tmp_path, "--json").out)
+    assert document["without_steps"] == ["timeline.rank0.json"]
+
+
+def test_timelines_with_and_without_a_record(tmp_path: Path) -> None:
+    timeline_of(0, tmp_path)
+    alone = wfbp("report", tmp_path)
+    assert alone.code == 0, alone.err
+    text = (tmp_path / "report.html").read_text()
+    assert "SGD: timeline" in text
+    assert "What a message costs" not in text
+    record(tmp_path)
+    assert wfbp("report", tmp_path).code == 0
+    text = (tmp_path / "report.html").read_text()
+    assert "SGD: timeline" in text
+    assert "What a message costs" in text
+
+
+def test_lines_that_coincide_are_told_apart(tmp_path: Path) -> None:
+    section = chapter(only_run(record(tmp_path))).sections[5]
+    assert "By ring, within 0.5% of each other: single, threshold, dear" in section.explanation
+    lines = [d for d in section.figure["data"] if d["visible"]]
+    assert len({d["line"]["color"] for d in lines}) == len(lines)
+    widths = [d["line"]["width"] for d in lines]
+    assert widths == sorted(widths, reverse=True)  # what is drawn later leaves a rim
+    assert len({d["line"]["dash"] + d["marker"]["symbol"] for d in lines}) == len(lines)
 
 
 def test_a_run_without_iterations_has_no_chart(tmp_path: Path) -> None:

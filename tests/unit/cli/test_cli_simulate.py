@@ -41,6 +41,18 @@ def test_costs_at_their_own_size_are_those_of_the_plan(tmp_path: Path) -> None:
         assert row["iteration_s"] == pytest.approx(told["predicted"]["iteration_s"], rel=1e-9)
 
 
+def test_an_example_says_among_how_many_it_was_measured(tmp_path: Path) -> None:
+    arguments = ("simulate", RESNET, "--workers", "16", "--schedule", "wfbp", "--cost")
+    cost = cost_file(tmp_path)  # the example's figures
+    of_example = answer(*arguments, "10gbe-16")
+    assert of_example == answer(*arguments, cost, "--measured-on", 16)
+    assert of_example != answer(*arguments, cost)
+    assert of_example != answer(*arguments, "10gbe-16", "--measured-on", 4)
+    assert "measured among 16 workers" in wfbp(*arguments, "10gbe-16").out
+    assert "--measured-on P" in wfbp(*arguments, cost).out
+    assert "of one link" in wfbp(*arguments, cost, "--per-link").out
+
+
 def test_per_link_by_hand(tmp_path: Path) -> None:
     """One message: a ring of 4 has 6 hops, and 1.5 times the bytes over every link."""
     cost = cost_file(tmp_path, all_reduce={"alpha_s": 1e-3, "beta_s_per_byte": 1e-9})

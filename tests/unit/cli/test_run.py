@@ -231,6 +231,25 @@ class TestRanks:
         with pytest.raises(ValueError, match="does not tell this rank its number"):
             rank.prepare(["--cores"], {})
 
+    def test_a_program_that_cannot_be_started(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PMI_RANK", "1")
+        notes = tmp_path / "notes.md"
+        notes.write_text("text")
+        (tmp_path / "file").touch()
+        for words, message in (
+            (("--", "no-such"), "rank 1: cannot start no-such: .* no folder of PATH has it"),
+            (("--", str(notes)), "Permission denied; it is no program: .* ends in .py"),
+            (("--", str(tmp_path / "gone")), "is the path right, on every host"),
+            (
+                ("--output", str(tmp_path / "file"), "--", "true"),
+                "--output .*/file cannot be written to: File exists; name a directory",
+            ),
+        ):
+            with pytest.raises(SystemExit, match=message):
+                rank.main(words)
+
 
 class TestLibraries:
     @pytest.mark.parametrize(
@@ -295,6 +314,13 @@ class TestMistakes:
 
     def test_a_variable_that_is_not_set(self) -> None:
         assert_refused(wfbp("run", "-n", 2, "-x", "NO_SUCH", "train.py"), "NO_SUCH=VALUE")
+
+    def test_an_interface_that_is_not_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+        there = [run._check_interface(text) for text in ("lo", "lo,eth0", "10.0.0.0/8")]
+        assert there == [None] * 3
+        arguments = ("run", "-n", 2, "--interface", "eth1", "train.py")
+        assert_refused(wfbp(*arguments), "eth1: this host has no such interface", "eth0, lo")
 
     def test_srun_outside_of_slurm(self) -> None:
         assert_refused(wfbp("run", "-n", 2, "--launcher", "srun", "train.py"), "salloc")

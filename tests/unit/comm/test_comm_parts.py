@@ -129,13 +129,13 @@ def work_of(channel: Channel, jobs: list[Recorded]) -> MpiWork[None]:
 )
 def test_jobs_start_in_order_within_the_window(sizes: list[list[int]], random) -> None:  # type: ignore[no-untyped-def]
     window = Chunking(chunk_bytes=64, window_bytes=20, window_jobs=3)
-    family = ProgressGroup(PythonTransfers(), "rank 0 of 2")
-    channel = Channel(window, family)
+    progress_group = ProgressGroup(PythonTransfers(), "rank 0 of 2")
+    channel = Channel(window, progress_group)
     log: list[int] = []
     jobs: list[Recorded] = []
     works: list[tuple[MpiWork[None], list[Recorded]]] = []
-    for group in sizes:
-        mine = [Recorded(len(jobs) + k, nbytes, log) for k, nbytes in enumerate(group)]
+    for together in sizes:
+        mine = [Recorded(len(jobs) + k, nbytes, log) for k, nbytes in enumerate(together)]
         jobs += mine
         works.append((work_of(channel, mine), mine))
     while not all(job.complete for job in jobs):
@@ -145,23 +145,26 @@ def test_jobs_start_in_order_within_the_window(sizes: list[list[int]], random) -
         assert len(under_way) == 1 or sum(job.nbytes for job in under_way) <= 20
         assert 1 <= len(under_way) <= 3
         random.choice(under_way).complete = True
-        moves = family.moves
+        moves = progress_group.moves
         next(work for work, _ in works if work.remaining).test()
-        assert family.moves == moves + 1
+        assert progress_group.moves == moves + 1
     for work, mine in works:
         assert work.test() == all(job.complete for job in mine)
 
 
 def test_channels_fail_together_and_start_nothing_after_that() -> None:
-    family = ProgressGroup(PythonTransfers(), "rank 1 of 2")
-    broken, sound = Channel(Chunking(), family), Channel(Chunking(window_jobs=1), family)
+    progress_group = ProgressGroup(PythonTransfers(), "rank 1 of 2")
+    broken, sound = (
+        Channel(Chunking(), progress_group),
+        Channel(Chunking(window_jobs=1), progress_group),
+    )
     log: list[int] = []
     fine = Recorded(0, 1, log)
     good = work_of(sound, [fine])
     fine.complete = True
     assert good.test()
     bad, held = work_of(broken, [Recorded(1, 13, log)]), work_of(sound, [Recorded(2, 1, log)])
-    assert family.may_progress(), "which finds it, and does not say so"
+    assert progress_group.may_progress(), "which finds it, and does not say so"
     for work in (bad, held, work_of(sound, [Recorded(3, 1, log)])):
         with pytest.raises(BackendError, match=r"rank 1 of 2.*the cable is cut") as caught:
             work.test()
@@ -171,8 +174,8 @@ def test_channels_fail_together_and_start_nothing_after_that() -> None:
 
 
 def test_a_job_that_does_not_start_fails_the_family() -> None:
-    family = ProgressGroup(PythonTransfers(), "rank 1 of 2")
-    channel = Channel(Chunking(), family)
+    progress_group = ProgressGroup(PythonTransfers(), "rank 1 of 2")
+    channel = Channel(Chunking(), progress_group)
     job = Recorded(0, 1, [])
     job.start = Mock(side_effect=ValueError("no such peer"))  # type: ignore[method-assign]
     work = work_of(channel, [job])
@@ -194,13 +197,13 @@ class Chained(PythonTransfers):
 @pytest.mark.parametrize("finds", ["test", "stirs"])
 def test_an_error_of_transfers_reaches_who_waits(finds: str) -> None:
     transfers = Chained()
-    family = ProgressGroup(transfers, "rank 1 of 2")
+    progress_group = ProgressGroup(transfers, "rank 1 of 2")
     job = Recorded(0, 1, [])
-    work = work_of(Channel(Chunking(), family), [job])
+    work = work_of(Channel(Chunking(), progress_group), [job])
     assert not work.test()
     transfers.broken = True
     if finds == "stirs":
-        assert family.may_progress()
+        assert progress_group.may_progress()
         transfers.broken = False  # the library need not say it twice
     for _ in range(2):
         with pytest.raises(BackendError, match="chained to nothing"):
@@ -209,26 +212,26 @@ def test_an_error_of_transfers_reaches_who_waits(finds: str) -> None:
 
 def test_what_is_under_way_at_a_failure_is_kept_and_nothing_else() -> None:
     """MPI may still write to its memory, whoever forgets the backend."""
-    family = ProgressGroup(PythonTransfers(), "rank 1 of 2")
+    progress_group = ProgressGroup(PythonTransfers(), "rank 1 of 2")
     jobs = [Recorded(k, 1, []) for k in range(5)]
-    channel = Channel(Chunking(window_jobs=2), family)
+    channel = Channel(Chunking(window_jobs=2), progress_group)
     work = work_of(channel, jobs[:4])
     jobs[0].complete = True
     work.test()
     kept = [weakref.ref(job) for job in jobs]
-    family.fail(OSError("gone"))
+    progress_group.fail(OSError("gone"))
     later = work_of(channel, jobs[4:])
     with pytest.raises(BackendError, match="gone"):
         later.test()
-    del family, channel, work, later, jobs
+    del progress_group, channel, work, later, jobs
     gc.collect()
     assert [ref() is None for ref in kept] == [True, False, False, True, True]
 
 
 def test_who_leaves_with_messages_under_way_ends_the_family() -> None:
     """What is begun for them would otherwise go on, in memory that is gone."""
-    family = ProgressGroup(PythonTransfers(), "rank 1 of 2")
-    leaving, staying = Channel(Chunking(), family), Channel(Chunking(), family)
+    progress_group = ProgressGroup(PythonTransfers(), "rank 1 of 2")
+    leaving, staying = Channel(Chunking(), progress_group), Channel(Chunking(), progress_group)
     job = Recorded(0, 1, [])
     work_of(leaving, [job])
     work = work_of(staying, [Recorded(1, 1, [])])
@@ -242,26 +245,26 @@ def test_who_leaves_with_messages_under_way_ends_the_family() -> None:
 
 
 def test_who_gives_up_with_nothing_under_way_ends_nothing() -> None:
-    family = ProgressGroup(PythonTransfers(), "rank 1 of 2")
-    channel = Channel(Chunking(), family)
+    progress_group = ProgressGroup(PythonTransfers(), "rank 1 of 2")
+    channel = Channel(Chunking(), progress_group)
     job = Recorded(0, 1, [])
     work = work_of(channel, [job])
     job.complete = True
     assert work.test()
-    family.end()
-    assert family.failure is None
+    progress_group.end()
+    assert progress_group.failure is None
     work_of(channel, [Recorded(1, 1, [])])
-    family.end()
-    family.fail(OSError("later"))
-    assert "given up with messages under way" in str(family.failure)
+    progress_group.end()
+    progress_group.fail(OSError("later"))
+    assert "given up with messages under way" in str(progress_group.failure)
 
 
 def test_a_work_that_is_complete_is_so_whatever_fails_beside_it() -> None:
-    family = ProgressGroup(PythonTransfers(), "rank 1 of 2")
-    sound, broken = Channel(Chunking(), family), Channel(Chunking(), family)
+    progress_group = ProgressGroup(PythonTransfers(), "rank 1 of 2")
+    sound, broken = Channel(Chunking(), progress_group), Channel(Chunking(), progress_group)
     job = Recorded(0, 1, [])
     work = work_of(sound, [job])
     work_of(broken, [Recorded(1, 13, [])])
     job.complete = True
     assert work.test()
-    assert family.failure is not None
+    assert progress_group.failure is not None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ from tests.support.fake_nccl import FakeNccl
 from tests.support.software_device import SoftwareDevice
 from wfbp.comm.backend import Backend, Buffer
 from wfbp.comm.device.backend import DeviceBackend
-from wfbp.comm.device.connection import nccl_obstacle
+from wfbp.comm.device.connection import connect, nccl_obstacle
 from wfbp.comm.device.nccl import NcclBackend
 from wfbp.comm.device.staged import StagedBackend
 from wfbp.comm.local import LocalWorld
@@ -241,6 +243,63 @@ def test_an_error_of_nccl_aborts_the_communicator() -> None:
     backend.close()
     assert not library.communicators[0].destroyed
     gate.set()
+
+
+def test_results_that_cupy_has_no_name_for() -> None:
+    """CuPy looks a result's name up in a table, and finds none of the later ones."""
+    ranks = Ranks(1)
+    backend = ranks.backend("nccl", 0)
+    library = ranks.libraries[0]
+    library.error = KeyError(7)
+    backend.check()
+    assert not library.communicators[0].aborted, "in progress is no error"
+    library.error = KeyError(8)
+    with pytest.raises(BackendError, match=r"NCCL failed: ncclResult_t 8, which CuPy does not"):
+        backend.check()
+    assert library.communicators[0].aborted
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "0"), ("1", "1")])
+def test_ranks_connect_when_the_communicator_is_made(
+    before: str | None, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NCCL_RUNTIME_CONNECT", raising=False)
+    if before is not None:
+        monkeypatch.setenv("NCCL_RUNTIME_CONNECT", before)
+    ranks = Ranks(1)
+    library = ranks.libraries[0]
+    make, found = library.NcclCommunicator, []
+
+    def note(*arguments: Any) -> Any:
+        found.append(os.environ["NCCL_RUNTIME_CONNECT"])
+        return make(*arguments)
+
+    library.NcclCommunicator = note
+    ranks.backend("nccl", 0)
+    assert found == [after]
+
+
+def test_where_nccl_fails_on_one_rank_all_are_staged(caplog: pytest.LogCaptureFixture) -> None:
+    ranks = Ranks(2)
+    hosts = LocalWorld(2)
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR")
+
+    ranks.libraries[1].NcclCommunicator = fails
+    for device, library in zip(ranks.devices, ranks.libraries, strict=True):
+        device.library = library
+
+    def body(rank: int) -> None:
+        backend = connect(ranks.devices[rank], hosts.backend(rank), timeout_s=1.0)
+        assert isinstance(backend, StagedBackend)
+        data = np.full(3, rank, np.float32)
+        wait(backend.all_reduce(data, "float32", Op.SUM), timeout_s=20.0)
+        while set(data) != {1.0}:
+            time.sleep(1e-3)
+
+    ranks.run(body)
+    assert "rank 1 of 2: NCCL could not connect the ranks: NCCL_ERROR_SYSTEM" in caplog.text
 
 
 def test_closing_destroys_the_communicator() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import reference
+from wfbp.cli.inputs import EXAMPLE_TRACES
 from wfbp.core.bound import lower_bound_s
 from wfbp.core.cost import CostModel, Costs, LinearCost
 from wfbp.core.planners import PLANNERS, plan
@@ -19,7 +20,7 @@ from wfbp.core.types import TensorSpec
 
 DECOUPLED = ("ps", "ps_layerwise", "ipart", "dear", "independent")
 DATA = Path(__file__).parents[2] / "data"
-TRACES = sorted(DATA.glob("traces/*.json"))
+TRACES = sorted(EXAMPLE_TRACES.glob("*.json"))
 
 
 def cluster(name: str) -> Costs:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from wfbp.cli.inputs import EXAMPLE_TRACES
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import TensorSpec
 
-TRACES = sorted((Path(__file__).parents[2] / "data" / "traces").glob("*.json"))
+TRACES = sorted(EXAMPLE_TRACES.glob("*.json"))
 ROW = {"name": "w", "numel": 4, "dtype": "float32", "forward_s": 1.0, "backward_s": 2.0}
 
 

@@ -26,6 +26,9 @@ def nvrtc() -> ctypes.CDLL:
             files = metadata.files(package) or []
         except metadata.PackageNotFoundError:
             continue
+        for file in files:  # which NVRTC looks for by its bare name
+            if re.fullmatch(r"libnvrtc-builtins\.so\.[\d.]+", file.name):
+                ctypes.CDLL(str(file.locate()), ctypes.RTLD_GLOBAL)
         for file in files:
             if re.fullmatch(r"libnvrtc\.so\.\d+", file.name):
                 return ctypes.CDLL(str(file.locate()))

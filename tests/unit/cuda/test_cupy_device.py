@@ -29,6 +29,8 @@ class Cuda:
         self.recorded: dict[int, int] = {}
         self.waits: list[tuple[int, int]] = []
         self.copies: list[tuple[int, int, int, int, int]] = []
+        self.trimmed: list[int] = []
+        """The device of each time that unused memory was given back."""
         self.status = 0
         self._here = threading.local()
         self._next = 1 << 20
@@ -71,11 +73,17 @@ class Cuda:
     def deviceGetPCIBusId(self, device: int) -> str:  # noqa: N802
         return f"0000:0{device}:00.0"
 
-    def streamCreateWithFlags(self, flags: int) -> int:  # noqa: N802
+    def streamCreateWithPriority(self, flags: int, priority: int) -> int:  # noqa: N802
         assert flags == 1
+        assert priority < -5  # the greatest that devices have
         handle = self._handle()
         self.streams[handle] = self._on()
         return handle
+
+    def streamIsCapturing(self, stream: int) -> bool:  # noqa: N802
+        self._on()
+        assert stream > 1, "cudaErrorStreamCaptureImplicit"
+        return stream == 2
 
     def streamDestroy(self, stream: int) -> None:  # noqa: N802
         del self.streams[stream]
@@ -149,6 +157,8 @@ def modules(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Any:
             current.stream = before
 
     cupy.uint8 = np.uint8
+    pool = types.SimpleNamespace(free_all_blocks=lambda: cuda.trimmed.append(cuda.getDevice()))
+    cupy.get_default_memory_pool = lambda: pool
     cupy.zeros = lambda n, dtype: _Array(n, current.stream)
     cupy.RawModule = lambda code, options: None
     cupy.cuda = types.SimpleNamespace(
@@ -181,6 +191,8 @@ def everything(device: CupyDevice) -> None:
     device.copy(target, source, stream)
     with device.active():
         pass
+    device.trim()
+    assert [device.is_capturing(handle) for handle in (1, 2)] == [False, True]
     device.use()
 
 
@@ -210,6 +222,48 @@ def test_no_thread_makes_a_context_on_another_device(monkeypatch: pytest.MonkeyP
         in_a_thread(getattr(made[0], method))
     in_a_thread(lambda: made[0].record(next(iter(cuda.streams))))
     assert cuda.contexts == {2}
+    assert cuda.trimmed == [2]
+
+
+def test_devices_are_told_apart_behind_a_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy reads a uuid up to its first zero; the driver tells all of it."""
+    modules(Cuda(2), monkeypatch)
+    monkeypatch.setattr(Cuda, "deviceGetPCIBusId", lambda self, device: "0000:01:00.0")
+    monkeypatch.setattr(Cuda, "getDeviceProperties", lambda self, device: {"uuid": b"\x11"})
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int), ctypes.c_int)
+    def get(device: Any, index: int) -> int:
+        device[0] = index
+        return 0
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_ubyte), ctypes.c_int)
+    def get_uuid(uuid: Any, device: int) -> int:
+        uuid[0], uuid[1], uuid[15] = 0x11, 0, device
+        return 0
+
+    driver = types.SimpleNamespace(cuDeviceGet=get, cuDeviceGetUuid_v2=get_uuid)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    first, second, again = CupyDevice(0), CupyDevice(1), CupyDevice(1)
+    assert first.identity != second.identity == again.identity
+
+
+def test_own_threads_leave_the_programs_captures_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules(Cuda(1), monkeypatch)
+    modes: list[tuple[str, int]] = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int))
+    def exchange(mode: Any) -> int:
+        modes.append((threading.current_thread().name, mode[0]))
+        return 0
+
+    driver = types.SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
+    device = CupyDevice(0)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    for name in ("wfbp-comm", "a loader of data"):
+        thread = threading.Thread(target=everything, args=(device,), name=name)
+        thread.start()
+        thread.join(20.0)
+    assert modes == [("wfbp-comm", 2)]
 
 
 def test_xlas_device_is_at_home_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:

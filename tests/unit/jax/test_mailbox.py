@@ -22,7 +22,7 @@ LEAVES = 4
 
 @pytest.fixture(scope="module")
 def handlers() -> native.Handlers:
-    """Those of this process, without their herald."""
+    """Those of this process, without the thread that forwards them."""
     return native.load()
 
 

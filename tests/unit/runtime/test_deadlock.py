@@ -105,6 +105,7 @@ def test_who_is_entangled_never_goes_on_and_who_stands_still_is(job: Job, seed: 
 
 BARRIER = RankStatus("in barrier", True, 3, 2, "barrier")
 STEP = RankStatus("SGD", True, 3, 1, "", (LaneStatus(0, 5, 4, False),))
+IN_A_SET = RankStatus("in set", True, 3, 7, "clip", call_set=1, set_calls=((1, 4),))
 BEFORE_IT = replace(BARRIER, lanes=(LaneStatus(0, 4, 4, True),))
 
 
@@ -137,3 +138,14 @@ def test_told() -> None:
     )
     many = [replace(STEP, text=str(k)) for k in range(9)]
     assert describe_statuses(dict(enumerate(many))).endswith("rank 3: 3; and 5 more places")
+
+
+def test_calls_are_counted_by_process_set() -> None:
+    """Ranks outside a set have begun fewer calls than its members, and are behind in none."""
+    assert not BARRIER.needs(replace(IN_A_SET, calls=2))
+    assert BARRIER.needs(replace(IN_A_SET, calls=1))
+    assert not IN_A_SET.needs(replace(IN_A_SET, call="another", call_set=2))
+    assert IN_A_SET.needs(replace(IN_A_SET, call="another"))
+    assert IN_A_SET.needs(BARRIER)
+    assert not IN_A_SET.needs(replace(BARRIER, outside=(1,)))
+    assert RankStatus.decode(json.loads(json.dumps(IN_A_SET.encode()))) == IN_A_SET

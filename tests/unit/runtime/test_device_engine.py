@@ -279,6 +279,30 @@ def test_a_step_costs_few_calls_of_the_driver() -> None:
         assert calls["wait"] <= 4
 
 
+def test_a_step_is_not_captured_in_a_graph() -> None:
+    """It is refused where the first gradient appears and where the step closes."""
+    devices = Devices(2, nccl=True, most_s=0.0)
+
+    def body(runtime: Runtime) -> None:
+        device = devices.of[runtime.rank]
+        trainer = DeviceTrainer(runtime, device, make_specs([10, 20]), schedule="wfbp")
+        trainer.zero()
+        device.capturing = {trainer.main}
+        message = rf"rank {runtime.rank}: a step's gradients .*make_graphed_callables"
+        with pytest.raises(RuntimeError, match=message):
+            trainer.accumulate(0, 1.0)
+        with pytest.raises(RuntimeError, match=message), device.on(trainer.main):
+            trainer.engine.synchronize()
+        device.capturing = set()
+        trainer.zero()
+        for k in (1, 0):
+            trainer.accumulate(k, 1.0)
+        trainer.synchronize([1.0, 1.0], "the step after it")
+        trainer.finish()
+
+    all_well(run_ranks(2, body, STEADY))
+
+
 def test_times_come_from_the_device() -> None:
     """A profile tells when gradients existed on the device, not when the host enqueued them."""
     devices = Devices(2, nccl=True, most_s=0.0)
@@ -297,6 +321,8 @@ def test_times_come_from_the_device() -> None:
         trainer.finish()
         trace = trainer.engine._tuner.trace
         assert trace is not None
+        # With each plan, the memory of the one before.
+        assert device.calls["trim"] == trainer.engine.num_installed > 1
         return [tensor.backward_s for tensor in trace.tensors], trainer.engine.report()
 
     for backward, _ in all_well(run_ranks(2, body, QUICK)):

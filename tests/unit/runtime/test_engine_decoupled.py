@@ -26,7 +26,7 @@ from wfbp.runtime.engine.engine import Engine
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.transport.buffers import shard_range
 from wfbp.runtime.tuning import trial
-from wfbp.runtime.tuning.trial import Elimination, Times
+from wfbp.runtime.tuning.trial import EliminationTrial, Times
 
 
 class Updater(Trainer):
@@ -194,14 +194,14 @@ def test_what_plans_leave_behind_is_given_back_once_the_last_is_in_use(
 ) -> None:
     """Also where the trial ends with the plan that it tried last, so that nothing is installed."""
     at: list[str] = []
-    conclude = Elimination.conclude
+    conclude = EliminationTrial.conclude
 
-    def conclude_at_once(trial: Elimination, ranks: Sequence[Times]) -> Plan:
+    def conclude_at_once(trial: EliminationTrial, ranks: Sequence[Times]) -> Plan:
         plans = trial.plans
         conclude(trial, ranks)
         return plans[chosen]
 
-    monkeypatch.setattr(Elimination, "conclude", conclude_at_once)
+    monkeypatch.setattr(EliminationTrial, "conclude", conclude_at_once)
 
     def body(runtime: Runtime) -> list[str]:
         if runtime.rank == 0:

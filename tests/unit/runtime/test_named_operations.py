@@ -17,7 +17,7 @@ from wfbp.core.types import Op
 from wfbp.errors import DisagreementError
 from wfbp.runtime.collectives.arithmetic import adasum, scale
 from wfbp.runtime.collectives.coordinator import Coordinator
-from wfbp.runtime.collectives.executor import JOIN, NamedLane, Submission
+from wfbp.runtime.collectives.named_lane import JOIN, NamedLane, Submission
 from wfbp.runtime.collectives.operations import Collectives
 from wfbp.runtime.collectives.request import (
     Kind,
@@ -60,7 +60,9 @@ def test_everything_becomes_ready_once_whatever_the_order(
 def test_a_lane_that_is_closed_is_not_served() -> None:
     """Its communicators are gone, and the thread may have more to do in this turn."""
     served: list[object] = []
-    loop = SimpleNamespace(add_lane=served.append, remove_lane=served.remove)
+    loop = SimpleNamespace(
+        add_lane=lambda lane, members: served.append(lane), remove_lane=served.remove
+    )
     backend = LocalWorld(1).backend(0)
     thread: Any = SimpleNamespace(loop=loop)
     lane = NamedLane(thread, backend, backend.mailbox(), "", "rank 0 of 1")

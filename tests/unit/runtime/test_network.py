@@ -10,7 +10,7 @@ import pytest
 
 from wfbp.comm.backend import Backend
 from wfbp.comm.device.backend import DeviceBackend
-from wfbp.comm.local import LocalWorld
+from wfbp.comm.local import LocalBackend, LocalWorld
 from wfbp.core.cost import Costs
 from wfbp.core.types import Operation
 from wfbp.runtime.tuning import network
@@ -85,3 +85,13 @@ def test_a_device_is_measured_to_the_end_and_apart(measured: list[tuple[Operatio
     known.ask(99 * MIB, REDUCE, False, None)
     known.ask(99 * MIB, REDUCE, False, Mock(spec=DeviceBackend))
     assert [nbytes for _, nbytes in measured] == [16 * MIB, 99 * MIB]
+
+
+def test_a_group_costs_more_than_its_message_over_a_network(
+    measured: list[tuple[Operation, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_memory = Known().ask(MIB, REDUCE, False, None).all_reduce
+    monkeypatch.setattr(LocalBackend, "carries_itself", True)
+    over_network = Known().ask(MIB, REDUCE, False, None).all_reduce
+    for nbytes in (0, 1000, MIB, 2 * MIB):
+        assert over_network(nbytes) == pytest.approx(in_memory(nbytes) + 2e-4)

@@ -161,7 +161,7 @@ def test_what_fails_before_a_shutdown_does_not_keep_the_rank(
 ) -> None:
     """The others wait for it to leave."""
 
-    def fail() -> None:
+    def fail(_: Runtime) -> None:
         raise ArithmeticError("as asked")
 
     monkeypatch.setattr(process, "_finishers", [fail])

@@ -137,7 +137,7 @@ def test_other_threads_have_none(handler: Handler) -> None:
     found: list[object] = []
 
     def act() -> None:
-        with signals.postponed, signals.firm:
+        with signals.postponed, signals.uninterruptible:
             found.extend([signals.enter(), signals.serving(), signal.getsignal(signal.SIGUSR1)])
 
     thread = threading.Thread(target=act)

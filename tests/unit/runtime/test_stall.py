@@ -9,7 +9,7 @@ import pytest
 
 from wfbp.config import Config
 from wfbp.errors import PeerError, StallError
-from wfbp.runtime.progress.deadlock import DeadlockDetector
+from wfbp.runtime.progress.deadlock import ALL_RANKS, DeadlockDetector
 
 
 class Motion:
@@ -29,7 +29,7 @@ def test_who_left_is_no_trouble_while_something_moves(moving_s: float) -> None:
     watch = DeadlockDetector(2, 3, Config(), "rank 2 of 3", sent.append, motion)
     watch.note_gone(0, "has left")
     start = time.monotonic()
-    waits = [(start, "allreduce of x")]
+    waits = [(start, "allreduce of x", ALL_RANKS)]
     now = start
     while now < start + moving_s:
         now += 0.5
@@ -50,8 +50,8 @@ def test_motion_between_waits_counts_for_none() -> None:
     now = time.monotonic()
     motion.value += 1
     assert watch.check([], now + 10) is None
-    assert watch.check([(now + 20, "barrier")], now + 21.5) is None
-    assert isinstance(watch.check([(now + 20, "barrier")], now + 22.5), PeerError)
+    assert watch.check([(now + 20, "barrier", ALL_RANKS)], now + 21.5) is None
+    assert isinstance(watch.check([(now + 20, "barrier", ALL_RANKS)], now + 22.5), PeerError)
 
 
 def test_motion_does_not_lift_the_time_limit() -> None:
@@ -60,4 +60,4 @@ def test_motion_does_not_lift_the_time_limit() -> None:
     config = Config(timeout_s=5.0, stall_warning_s=60.0)
     watch = DeadlockDetector(0, 2, config, "rank 0 of 2", sent.append, motion)
     motion.value += 1
-    assert isinstance(watch.check([(0.0, "barrier")], 5.5), StallError)
+    assert isinstance(watch.check([(0.0, "barrier", ALL_RANKS)], 5.5), StallError)

@@ -15,7 +15,7 @@ from wfbp.core.plan import Group, Plan
 from wfbp.core.planners.baselines import DEFAULT_BYTES
 from wfbp.core.planners.dear import MAX_SEARCHED_BYTES, MIN_SEARCHED_BYTES
 from wfbp.core.types import TensorSpec
-from wfbp.runtime.tuning.trial import Elimination, Search
+from wfbp.runtime.tuning.trial import EliminationTrial, SearchTrial
 
 SPECS = tuple(TensorSpec(f"t{k}", (4,), "float32") for k in range(4))
 
@@ -32,7 +32,7 @@ COARSE, MIDDLE, FINE = cut(4), cut(2, 2), cut(1, 1, 1, 1)
 def winner(seconds: dict[Plan, float], noise: float, seed: int = 1) -> Plan:
     """What a trial chooses where iterations vary by up to this factor, on two ranks."""
     chance = random.Random(seed)
-    trial = Elimination(list(seconds), num_steps=6)
+    trial = EliminationTrial(list(seconds), num_steps=6)
     chosen = None
     while chosen is None:
         times = [
@@ -68,7 +68,7 @@ def test_within_noise_groups_that_do_not_overlap_count_as_one() -> None:
 
 def test_what_is_within_noise_does_not_drop_out() -> None:
     """The plan in use seems slower than another by a tenth, which itself varies by more."""
-    trial = Elimination([FINE, MIDDLE, COARSE], num_steps=8)
+    trial = EliminationTrial([FINE, MIDDLE, COARSE], num_steps=8)
     chosen = None
     for around in (80.0, 100.0, 120.0, 110.0):
         assert chosen is None
@@ -90,7 +90,7 @@ def regret(seed: int, most_steps: int | None = None) -> tuple[float, int]:
     plans += [COARSE, FINE, replace(FINE, overlap=False)]
     plans = plans[: chance.randint(4, 9)]
     seconds = {plan.digest: math.exp(abs(chance.gauss(0, 0.12))) for plan in plans}
-    trial = Elimination(plans, 4, most_steps)
+    trial = EliminationTrial(plans, 4, most_steps)
     chosen = None
     num_steps = 0
     while chosen is None:
@@ -122,7 +122,7 @@ def test_a_trial_keeps_to_its_steps() -> None:
 
 
 def test_what_too_short_a_trial_cannot_tell_apart_is_undecided() -> None:
-    trial = Elimination([FINE, MIDDLE, COARSE, cut(1, 3)], 4, most_steps=20)
+    trial = EliminationTrial([FINE, MIDDLE, COARSE, cut(1, 3)], 4, most_steps=20)
     seconds = {FINE: 1.2, MIDDLE: 1.0, COARSE: 1.04, trial.plans[3]: 2.0}
     chosen = None
     while chosen is None:
@@ -150,7 +150,7 @@ def search(
         asked.append(threshold_bytes)
         return make(threshold_bytes)
 
-    trial = Search(made, first_bytes, num_steps=3)
+    trial = SearchTrial(made, first_bytes, num_steps=3)
     chosen = None
     while chosen is None:
         assert trial.num_steps == 3

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.benchmarks import validation
-from tests.benchmarks.scaling import DATA
 from tests.benchmarks.validation import claims
 from tests.benchmarks.validation.architectures import densenet, resnet
 from tests.benchmarks.validation.measured import (
@@ -20,6 +19,7 @@ from tests.benchmarks.validation.measured import (
 )
 from tests.benchmarks.validation.ratios import clusters, models, over_the_bound, over_the_optimum
 from tests.benchmarks.validation.tables import TABLES
+from wfbp.cli.inputs import EXAMPLE_TRACES
 from wfbp.core.cost import Costs
 from wfbp.core.trace import Trace
 
@@ -35,7 +35,7 @@ NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*")
     ],
 )
 def test_built_traces_equal_those_at_hand(stem: str, built: Trace) -> None:
-    given = Trace.load(DATA / "traces" / f"{stem}.json")
+    given = Trace.load(EXAMPLE_TRACES / f"{stem}.json")
     assert built.backward_bytes == given.backward_bytes
     for ours, theirs in zip(built.tensors, given.tensors, strict=True):
         assert ours.forward_s == pytest.approx(theirs.forward_s, abs=1e-9)

@@ -147,10 +147,11 @@ def test_what_cannot_be_finished_is_told_once(
 
     unfinished: set[Any] = set()
     monkeypatch.setattr(pending_parameters, "unfinished", unfinished)
-    monkeypatch.setattr(process, "current", lambda call: type("Runtime", (), {"thread": thread}))
+    runtime: Any = type("Runtime", (), {"thread": thread})
+    monkeypatch.setattr(process, "current", lambda call: runtime)
     caplog.set_level(logging.ERROR, "wfbp")
     for _ in range(2):  # the second time, the runtime had ended before
         unfinished |= {Stuck(), Stuck()}
-        gradient_sync._finish()
+        gradient_sync._finish(runtime)
         assert not unfinished
     assert caplog.messages == ["parameters are not up to date at the end: rank 0 of 2 waited"]

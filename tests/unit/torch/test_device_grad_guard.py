@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -42,6 +45,27 @@ def test_a_change_is_told_when_the_device_has_come_to_it(sample: DeviceGradientG
     Event.happened = True
     assert sample.found() == 3
     assert sample.found() is None
+
+
+def test_the_answer_comes_from_the_gradients_device() -> None:
+    current: list[torch.Tensor] = []
+
+    @contextmanager
+    def on_device(grad: torch.Tensor) -> Iterator[None]:
+        current.append(grad)
+        yield
+        current.pop()
+
+    class OnDevice(Event):
+        def __init__(self) -> None:
+            self.made_on = [*current]
+
+        def record(self) -> None:
+            assert current == self.made_on != []
+
+    grad = torch.ones(5)
+    step(DeviceGradientGuard(OnDevice, on_device), grad)
+    assert not current
 
 
 def test_what_is_no_number_has_not_changed(sample: DeviceGradientGuard) -> None:

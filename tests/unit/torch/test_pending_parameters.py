@@ -314,7 +314,7 @@ def _groups_of(p: Any) -> Any:
 
 
 def test_everything_that_a_tensor_has_is_found_on_a_stand_in() -> None:
-    """An attribute that were forgotten would be read unheard, or missing."""
+    """An attribute that were forgotten would be read without being noticed, or missing."""
     p = parameter()
     travel = Travel([p])
     travel.begin()

@@ -1,7 +1,8 @@
 """Figures for the pages that ``wfbp`` writes, one module each.
 
-A figure is plain data as Plotly reads it. Colours are names, ``@backward`` and the like: the page
-puts in what suits its light or dark theme (``page.html``).
+A figure is plain data in Plotly's form, of which ``plot.js`` draws what is used here. Colours are
+names, ``@backward`` and the like: the page puts in what suits its light or dark theme
+(``page.html``).
 """
 
 from __future__ import annotations
@@ -37,6 +38,25 @@ def series(index: int) -> str:
     ('@series0', '@series0')
     """
     return f"@series{index % NUM_SERIES}"
+
+
+def line_style(index: int) -> dict[str, Any]:
+    """Colour, dashes and width of the index-th line, so that lines that coincide are all seen.
+
+    The first is the widest and solid; those drawn over it are thinner and leave gaps.
+    """
+    dashes = ("solid", "dash", "dot", "dashdot", "longdash")
+    return {
+        "color": series(index),
+        "dash": dashes[index % len(dashes)],
+        "width": max(1.5, 6.0 - 0.6 * index),
+    }
+
+
+def marker(index: int) -> dict[str, Any]:
+    """The shape of the index-th series' points."""
+    symbols = ("circle", "square", "diamond", "triangle-up", "x", "triangle-down", "cross")
+    return {"symbol": symbols[index % len(symbols)], "size": 8}
 
 
 def plain(text: str, longest: int = 60) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from wfbp.cli.figures import MS, Figure, axis, figure, series
+from wfbp.cli.figures import MS, Figure, axis, figure, marker, series
 from wfbp.core.cost import CostModel, Costs, PiecewiseCost
 from wfbp.core.fit import fit_linear, goodness
 from wfbp.core.types import Operation
@@ -31,7 +31,7 @@ def cost_curve(costs: Costs) -> Figure:
     for index, operation, cost in present:
         name = operation.value.replace("_", "-")
         if isinstance(cost, PiecewiseCost):
-            data += _measured(name, series(index), cost)
+            data += _measured(name, index, cost)
         else:
             data.append(_line(f"{name}, given", series(index), cost, 4.0, _LARGEST, "solid"))
     return figure(
@@ -43,7 +43,8 @@ def cost_curve(costs: Costs) -> Figure:
     )
 
 
-def _measured(name: str, color: str, cost: PiecewiseCost) -> list[dict[str, Any]]:
+def _measured(name: str, index: int, cost: PiecewiseCost) -> list[dict[str, Any]]:
+    color = series(index)
     points = [(max(size, 1.0), seconds) for size, seconds in cost.points if seconds > 0]
     curve = {
         "type": "scatter",
@@ -52,7 +53,8 @@ def _measured(name: str, color: str, cost: PiecewiseCost) -> list[dict[str, Any]
         "x": [size for size, _ in points],
         "y": [seconds * MS for _, seconds in points],
         "hovertemplate": "%{x:,.0f} bytes<br>%{y:.4f} ms<extra></extra>",
-        "line": {"color": color},
+        "line": {"color": color, "width": 4.0 - index},
+        "marker": marker(index),
     }
     if len(points) < 2:
         return [curve]

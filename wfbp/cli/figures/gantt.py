@@ -59,16 +59,92 @@ def gantt(run: Run, predicted: Forecast | None) -> Figure | None:
 
 
 _FORWARD, _BACKWARD, _WAITING = "forward and the rest", "backward", "waiting for communication"
+_UPDATE = "update"
 _PACKING, _EVEN, _ODD = "packing", "messages", "messages (every other)"
 _KINDS = (
     (_FORWARD, "@forward", 0.8),
     (_BACKWARD, "@backward", 0.8),
+    (_UPDATE, "@update", 0.8),
     (_WAITING, "@exposed", 0.8),
     (_PACKING, "@packing", 0.8),
     (_EVEN, "@link", 0.8),
     (_ODD, "@link2", 0.5),
 )
 """With colour and width: two messages may be under way at once, so every other one is thinner."""
+
+
+def step_of_timeline(document: dict[str, Any], optimizer: str) -> tuple[int, Figure] | None:
+    """The Gantt chart of one step of a timeline, that of median length.
+
+    Args:
+        document: as :func:`wfbp.runtime.timeline.load` or ``merge`` returns it.
+        optimizer: whose step.
+
+    Returns:
+        The number of the step and its figure; None where no step is there on all ranks.
+    """
+    rows_of = {
+        (e["pid"], e["tid"]): e["args"]["name"]
+        for e in document["traceEvents"]
+        if e["ph"] == "M" and e["name"] == "thread_name"
+    }
+    spans: dict[int, dict[int, list[dict[str, Any]]]] = {}
+    for event in document["traceEvents"]:
+        step = event.get("args", {}).get("step")
+        row = rows_of.get((event["pid"], event["tid"]), "")
+        if step is not None and row.rpartition(":")[0] == optimizer:
+            spans.setdefault(step, {}).setdefault(event["pid"], []).append(event)
+    ranks = sorted({rank for of_step in spans.values() for rank in of_step})
+    whole = {step: of_step for step, of_step in spans.items() if len(of_step) == len(ranks)}
+    if not whole:
+        return None
+    lengths = sorted((_length_us(of_step), step) for step, of_step in whole.items())
+    chosen = lengths[(len(lengths) - 1) // 2][1]
+    begin_us = min(e["ts"] for events in whole[chosen].values() for e in events)
+    bars: dict[str, list[_Bar]] = {}
+    ready: list[_Bar] = []
+    rows: list[str] = []
+    for rank in ranks:
+        names = {name: f"rank {rank} {name}" for name in ("training", "messages")}
+        rows += names.values()
+        for event in whole[chosen][rank]:
+            start_s = (event["ts"] - begin_us) * 1e-6
+            if event["ph"] == "i":
+                text = f"gradient of {plain(event['name'])}"
+                ready.append(_Bar(names["training"], start_s, start_s, text))
+                continue
+            kind, text = _span_kind(event)
+            row = names["messages" if kind in (_PACKING, _EVEN, _ODD) else "training"]
+            _add(bars, kind, row, start_s, start_s + event["dur"] * 1e-6, text)
+    data = [_bars(kind, color, width, bars[kind]) for kind, color, width in _KINDS if kind in bars]
+    data.append(_ready_marks(ready[:_MOST_READY]))
+    return chosen, figure(
+        data,
+        axis("ms since the step began", rangemode="tozero"),
+        {"categoryorder": "array", "categoryarray": rows[::-1], "automargin": True},
+        barmode="overlay",
+        height=120 + _ROW_PIXELS * len(rows),
+        hovermode="closest",
+    )
+
+
+def _length_us(of_step: dict[int, list[dict[str, Any]]]) -> float:
+    events = [event for of_rank in of_step.values() for event in of_rank]
+    first_us = min(event["ts"] for event in events)
+    return float(max(event["ts"] + event.get("dur", 0.0) for event in events) - first_us)
+
+
+def _span_kind(event: dict[str, Any]) -> tuple[str, str]:
+    """What a span of a timeline is here, and what is said of it."""
+    name, facts = event["name"], event["args"]
+    if "group" in facts:
+        text = f"group {facts['group']}: {name}, {facts['tensors']} tensors, {size(facts['bytes'])}"
+        return _PACKING if name == "pack" else _ODD if facts["group"] % 2 else _EVEN, text
+    if name.startswith("wait"):
+        return _WAITING, name
+    if "backward" in name:
+        return _BACKWARD, name
+    return _UPDATE if name == "update" else _FORWARD, name
 
 
 def median_iteration(run: Run) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wfbp.cli.figures import MS, Figure, axis, figure, series
+from wfbp.cli.figures import MS, Figure, axis, figure, line_style, marker
 from wfbp.sim.sweep import SweepRow
 
 
@@ -21,9 +21,7 @@ def scaling(sweeps: Mapping[str, Sequence[SweepRow]]) -> Figure:
         schedules = list(dict.fromkeys(row.schedule for row in rows))
         for index, schedule in enumerate(schedules):
             mine = [row for row in rows if row.schedule == schedule]
-            data.append(
-                _line(schedule, series(index), index, mine, algorithm == next(iter(sweeps)))
-            )
+            data.append(_line(schedule, index, mine, algorithm == next(iter(sweeps))))
             owners.append(algorithm)
     layout: dict[str, Any] = {"height": 460, "hovermode": "x unified"}
     if len(sweeps) > 1:
@@ -37,9 +35,24 @@ def scaling(sweeps: Mapping[str, Sequence[SweepRow]]) -> Figure:
     )
 
 
-def _line(
-    name: str, color: str, index: int, rows: Sequence[SweepRow], visible: bool
-) -> dict[str, Any]:
+def coinciding(rows: Sequence[SweepRow]) -> list[list[str]]:
+    """Schedules whose lines lie upon one another: within 0.5% for every number of workers."""
+    lines: dict[str, list[float]] = {}
+    for row in sorted(rows, key=lambda row: row.workers):
+        lines.setdefault(row.schedule, []).append(row.iteration_s)
+    groups: list[list[str]] = []
+    for name, times in lines.items():
+        for group in groups:
+            pairs = zip(lines[group[0]], times, strict=True)
+            if all(abs(a - b) <= 0.005 * a for a, b in pairs):
+                group.append(name)
+                break
+        else:
+            groups.append([name])
+    return [group for group in groups if len(group) > 1]
+
+
+def _line(name: str, index: int, rows: Sequence[SweepRow], visible: bool) -> dict[str, Any]:
     return {
         "type": "scatter",
         "mode": "lines+markers",
@@ -48,7 +61,8 @@ def _line(
         "y": [row.efficiency for row in rows],
         "customdata": [[row.iteration_s * MS, row.num_groups] for row in rows],
         "hovertemplate": "%{y:.1%}, %{customdata[0]:.3f} ms, %{customdata[1]} messages",
-        "line": {"color": color, "dash": ("solid", "dash")[index >= 9]},
+        "line": line_style(index),
+        "marker": marker(index),
         "visible": visible,
     }
 

@@ -13,6 +13,7 @@ from wfbp.comm.device.device import Device
 from wfbp.comm.device.nccl import NcclBackend
 from wfbp.comm.device.staged import StagedBackend
 from wfbp.comm.waiting import Check, wait
+from wfbp.errors import BackendError, StallError
 
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 """NCCL's own variable that allows several ranks on one GPU (2.30 and later)."""
@@ -51,7 +52,9 @@ def connect(
     told = wait(host.all_gather_bytes(json.dumps(mine).encode()), timeout_s=timeout_s, check=check)
     reason = nccl_obstacle([json.loads(each) for each in told])
     if not reason:
-        return NcclBackend(device, host.duplicate(), library, timeout_s, check)
+        backend, reason = _join(device, host, library, timeout_s, check)
+        if backend is not None:
+            return backend
     if host.local_rank == 0:
         log.warning(
             "gradients on %s travel through the host's memory, which is slower than NCCL: %s",
@@ -59,6 +62,25 @@ def connect(
             reason,
         )
     return StagedBackend(device, host.duplicate())
+
+
+def _join(
+    device: Device, host: Backend, library: Any, timeout_s: float | None, check: Check | None
+) -> tuple[NcclBackend | None, str]:
+    """A backend by NCCL where all ranks could join, else why one of them could not."""
+    backend, mine = None, ("", "")
+    try:
+        backend = NcclBackend(device, host.duplicate(), library, timeout_s, check)
+    except BackendError as error:
+        mine = "failed", str(error)
+    except StallError as error:  # because another rank did
+        mine = "stalled", str(error)
+    told = wait(host.all_gather_bytes(json.dumps(mine).encode()), check=check)
+    _, problem = min((each for each in map(json.loads, told) if each[0]), default=("", ""))
+    if problem and backend is not None:
+        backend.give_up()
+        backend = None
+    return backend, problem
 
 
 def nccl_obstacle(ranks: list[dict[str, Any]]) -> str:

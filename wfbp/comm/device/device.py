@@ -124,5 +124,14 @@ class Device(ABC):
         """Let what foreign libraries do in the calling thread happen on this device."""
 
     @abstractmethod
+    def is_capturing(self, stream: int) -> bool:
+        """Whether what is enqueued on a stream goes into a graph instead of running."""
+
+    @abstractmethod
+    def trim(self) -> None:
+        """Give the memory back that is kept for later, and not in use; it may wait for the
+        device."""
+
+    @abstractmethod
     def annotate(self, name: str) -> AbstractContextManager[object]:
         """Shows what is enqueued within it under a name in the profiler's timeline."""

@@ -1,6 +1,9 @@
 """The backend on NCCL, through CuPy's bindings.
 
 A collective is one call that enqueues it on the backend's stream; the host never waits for it.
+Ranks connect when a communicator is made, where time limits hold: left to itself, NCCL from 2.22 on
+waits for its peers within the first call of each algorithm. A program that wants that sets
+``NCCL_RUNTIME_CONNECT=1``.
 Each backend has a communicator of its own, whose id travels over the host backend. What NCCL does
 not define as :mod:`wfbp.comm.buffers` does (NaN in minima and maxima, averages of integers) goes
 through the host; gradients never need it.
@@ -17,6 +20,7 @@ thread of its own (:class:`Joining`), so that somebody can watch the time.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,6 +49,9 @@ DTYPES = {
 """``ncclDataType_t``."""
 
 BYTE = DTYPES["uint8"]
+
+_IN_PROGRESS = 7
+"""``ncclInProgress``: no error."""
 
 
 class NcclBackend(DeviceBackend):
@@ -80,6 +87,7 @@ class NcclBackend(DeviceBackend):
 
     def _join(self) -> Callable[[], Any]:
         """What makes the communicator, with the first rank's id."""
+        os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
         mine = bytes(c % 256 for c in self._nccl.get_unique_id()) if self.rank == 0 else b""
         uid = wait(self.host.all_gather_bytes(mine), timeout_s=self._timeout_s)[0]
         size, rank, device = self.size, self.rank, self.device
@@ -177,8 +185,10 @@ class NcclBackend(DeviceBackend):
         try:
             self._comm.check_async_error()
         except Exception as error:
+            if isinstance(error, KeyError) and error.args == (_IN_PROGRESS,):
+                return
             self.give_up()
-            raise BackendError(f"{self._who}: NCCL failed: {error}") from error
+            raise BackendError(f"{self._who}: NCCL failed: {_reason(error)}") from error
 
     def give_up(self) -> None:
         if not self._over:
@@ -247,13 +257,20 @@ class Joining(Work[Any]):
             return False
         if self._error is not None:
             raise BackendError(
-                f"{self._who}: NCCL could not connect the ranks: {self._error}"
+                f"{self._who}: NCCL could not connect the ranks: {_reason(self._error)}"
             ) from self._error
         return True
 
     @property
     def result(self) -> Any:
         return self._made[0]
+
+
+def _reason(error: BaseException) -> str:
+    """An error of the bindings in words: CuPy fails on results that it has no name for."""
+    if isinstance(error, KeyError):
+        return f"ncclResult_t {error.args[0]}, which CuPy does not know"
+    return str(error)
 
 
 def _defines(dtype: str, op: Op) -> bool:

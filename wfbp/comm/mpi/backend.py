@@ -27,11 +27,6 @@ if TYPE_CHECKING:
 
     from wfbp.comm.backend import Buffer
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
-    from mpi4py import MPI
-
 TAG = 1
 _FIRST_TAG = 2
 
@@ -179,20 +174,20 @@ class MpiBackend(HostBackend):
         self.local_size = self._topology.local_size
         self.library = mpi.Get_library_version().strip("\0").splitlines()[0].strip()
         self._is_original = _original is None
-        self._family: ProgressGroup = (
+        self._progress_group: ProgressGroup = (
             ProgressGroup(find_transfers(mpi, tells=self.local_rank == 0), self._who)
             if _original is None
-            else _original._family
+            else _original._progress_group
         )
-        self._channel = Channel(self._topology.chunking, self._family)
-        self._routes = Routing(mpi, self._comm, self._family, self._topology)
+        self._channel = Channel(self._topology.chunking, self._progress_group)
+        self._routes = Routing(mpi, self._comm, self._progress_group, self._topology)
         self._host = SharedAllReduce.of(
-            self._memory, self._family, self.rank, self.size, self._topology.chunking
+            self._memory, self._progress_group, self.rank, self.size, self._topology.chunking
         )
 
     @property
     def activity(self) -> int:
-        return self._family.moves
+        return self._progress_group.moves
 
     def zeros(self, nbytes: int) -> Buffer:
         return super().zeros(nbytes) if self._memory is None else self._memory.zeros(nbytes)
@@ -205,10 +200,10 @@ class MpiBackend(HostBackend):
         return self._topology.apart
 
     def may_progress(self) -> bool:
-        return self._family.may_progress()
+        return self._progress_group.may_progress()
 
     def rest(self, nap_s: float, most_s: float) -> bool:
-        return self._topology.apart and self._family.rest(nap_s, most_s)
+        return self._topology.apart and self._progress_group.rest(nap_s, most_s)
 
     def all_reduce(
         self, buffer: Buffer, dtype: str, op: Op, segments: Sequence[Segment] = ()
@@ -360,7 +355,7 @@ class MpiBackend(HostBackend):
             return _Message(self, self._notices.start_receive(buffer, peer, tag))
 
     def give_up(self) -> None:
-        self._family.end()
+        self._progress_group.end()
         if self._memory is not None:
             self._memory.withdraw()
 
@@ -420,7 +415,7 @@ class _MpiMailbox(Mailbox):
     def receive(self) -> list[tuple[int, bytes]]:
         own, self._own = self._own, []
         with self._backend.translated("messages could not be read"):
-            return own + self._board.poll()
+            return self._board.poll() + own  # what had arrived before this rank's came first
 
     def close(self) -> None:
         with self._backend.translated("a mailbox could not be closed"):

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
 NUM_TAGS = 1 << 14
 """Jobs that can be told apart by tag; far more than a window holds. MPI grants 32768 tags."""
 
@@ -44,7 +41,7 @@ class Job(ABC):
     nbytes: int
     work: MpiWork[object]
     is_transfer = False
-    """Whether nothing but a transfer of the family moves it on."""
+    """Whether nothing but a transfer of the progress group moves it on."""
 
     @abstractmethod
     def start(self) -> None:
@@ -146,16 +143,16 @@ class MpiWork(Work[T]):
         self.remaining = 0
 
     def test(self) -> bool:
-        family = self._channel.family
+        progress_group = self._channel.progress_group
         if self.remaining:
-            family.advance()
-        if self.remaining and family.failure is not None:
-            raise family.failure
+            progress_group.advance()
+        if self.remaining and progress_group.failure is not None:
+            raise progress_group.failure
         return not self.remaining
 
     @property
     def activity(self) -> int:
-        return self._channel.family.moves
+        return self._channel.progress_group.moves
 
     @property
     def result(self) -> T:
@@ -167,13 +164,13 @@ class Channel:
 
     Args:
         window: how many bytes and jobs may be under way.
-        family: the channels that move on together; this one joins them.
+        progress_group: the channels that move on together; this one joins them.
     """
 
-    def __init__(self, window: Chunking, family: ProgressGroup) -> None:
+    def __init__(self, window: Chunking, progress_group: ProgressGroup) -> None:
         self._window = window
-        self.family = family
-        family.channels.append(self)
+        self.progress_group = progress_group
+        progress_group.channels.append(self)
         self.active: list[Job] = []
         self._queue: deque[Job] = deque()
         self._active_bytes = 0
@@ -183,12 +180,12 @@ class Channel:
         for job in jobs:
             job.work = work  # type: ignore[assignment]
         work.remaining = len(jobs)
-        if self.family.failure is None:
+        if self.progress_group.failure is None:
             self._queue.extend(jobs)
             try:
                 self._fill()
             except Exception as error:
-                self.family.fail(error)
+                self.progress_group.fail(error)
         return work
 
     def step(self) -> None:
@@ -199,7 +196,7 @@ class Channel:
                 done = [job] if done is None else [*done, job]
         if done is None:
             return
-        self.family.moves += 1
+        self.progress_group.moves += 1
         for job in done:
             self.active.remove(job)
             self._active_bytes -= job.nbytes
@@ -207,10 +204,10 @@ class Channel:
         self._fill()
 
     def leave(self) -> None:
-        """Take the channel out of its family, which ends where something is still under way."""
+        """Leave the progress group, which ends where something is still under way."""
         if self.active:
-            self.family.end()
-        self.family.channels.remove(self)
+            self.progress_group.end()
+        self.progress_group.channels.remove(self)
 
     def abandon(self) -> None:
         """Forget what was not started, and keep for good what was."""
@@ -351,7 +348,7 @@ class DirectReduce(TransferJob):
 
     Args:
         comm: the communicator.
-        family: whose transfers carry it.
+        progress_group: whose transfers carry it.
         scratch: where arriving shards are kept.
         sequence: number of the job on its channel, the same on every rank.
         shards: what this rank contributes to each rank's shard, in pieces as ``buffers.typed``
@@ -364,14 +361,22 @@ class DirectReduce(TransferJob):
     """
 
     __slots__ = (
-        "_block", "_comm", "_dtype", "_family", "_gathers", "_op", "_results", "_scratch",
-        "_shards", "_tag",
+        "_block",
+        "_comm",
+        "_dtype",
+        "_gathers",
+        "_op",
+        "_progress_group",
+        "_results",
+        "_scratch",
+        "_shards",
+        "_tag",
     )  # fmt: skip
 
     def __init__(
         self,
         comm: MPI.Comm,
-        family: ProgressGroup,
+        progress_group: ProgressGroup,
         scratch: Scratch,
         sequence: int,
         shards: Sequence[Sequence[Buffer]],
@@ -384,7 +389,7 @@ class DirectReduce(TransferJob):
         self._results = results
         self.nbytes = sum(piece.nbytes for shard in shards for piece in shard)
         self._comm = comm
-        self._family = family
+        self._progress_group = progress_group
         self._scratch = scratch
         self._tag = 2 * (sequence % NUM_TAGS)
         self._dtype = dtype
@@ -413,7 +418,9 @@ class DirectReduce(TransferJob):
             messages += [(piece, peer, False) for piece in self._shards[peer]]
         then = _own_part(comm, [[part] for part in self._results]) if self._gathers else ()
         reduced = Reduction(self._dtype, self._op, pieces)
-        self._transfer = self._family.transfers.begin(comm, self._tag, messages, reduced, then)
+        self._transfer = self._progress_group.transfers.begin(
+            comm, self._tag, messages, reduced, then
+        )
 
     def step(self) -> bool:
         if not self._transfer.done:
@@ -427,30 +434,30 @@ class DirectGather(TransferJob):
 
     Args:
         comm: the communicator.
-        family: whose transfers carry it.
+        progress_group: whose transfers carry it.
         sequence: number of the job on its channel, the same on every rank.
         parts: the chunk as one part per rank, in pieces of uint8 that are cut in the same places
             on every rank; this rank's is sent, the others arrive.
     """
 
-    __slots__ = ("_comm", "_family", "_parts", "_tag")
+    __slots__ = ("_comm", "_parts", "_progress_group", "_tag")
 
     def __init__(
         self,
         comm: MPI.Comm,
-        family: ProgressGroup,
+        progress_group: ProgressGroup,
         sequence: int,
         parts: Sequence[Sequence[Buffer]],
     ) -> None:
         self.nbytes = sum(piece.size for part in parts for piece in part)
         self._comm = comm
-        self._family = family
+        self._progress_group = progress_group
         self._parts = parts
         self._tag = 2 * (sequence % NUM_TAGS)
 
     def start(self) -> None:
         messages = _own_part(self._comm, self._parts)
-        self._transfer = self._family.transfers.begin(self._comm, self._tag, messages)
+        self._transfer = self._progress_group.transfers.begin(self._comm, self._tag, messages)
 
 
 def _own_part(comm: MPI.Comm, parts: Sequence[Sequence[Buffer]]) -> list[Message]:

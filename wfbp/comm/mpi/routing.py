@@ -82,16 +82,16 @@ class Routing:
     Args:
         mpi: the module ``mpi4py.MPI``.
         comm: the communicator.
-        family: of the channel that jobs are for.
+        progress_group: of the channel that jobs are for.
         topology: of the communicator.
     """
 
     def __init__(
-        self, mpi: ModuleType, comm: MPI.Comm, family: ProgressGroup, topology: Topology
+        self, mpi: ModuleType, comm: MPI.Comm, progress_group: ProgressGroup, topology: Topology
     ) -> None:
         self._mpi = mpi
         self._comm = comm
-        self._family = family
+        self._progress_group = progress_group
         self._topology = topology
         self._scratch = Scratch()
         self._sequence = 0
@@ -155,7 +155,7 @@ class Routing:
         return [
             DirectGather(
                 self._comm,
-                self._family,
+                self._progress_group,
                 self.next_number(),
                 [part[a:b] for part, (a, b) in zip(parts, piece, strict=True)],
             )
@@ -192,8 +192,15 @@ class Routing:
         op: Op,
         gather: bool,
     ) -> Job:
-        comm, family, scratch, number = self._comm, self._family, self._scratch, self.next_number()
-        return DirectReduce(comm, family, scratch, number, shards, results, dtype, op, gather)
+        comm, progress_group, scratch, number = (
+            self._comm,
+            self._progress_group,
+            self._scratch,
+            self.next_number(),
+        )
+        return DirectReduce(
+            comm, progress_group, scratch, number, shards, results, dtype, op, gather
+        )
 
     def _library_reduce(self, data: Buffer, op: Op) -> Job:
         size = self._comm.size

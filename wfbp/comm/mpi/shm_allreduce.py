@@ -110,7 +110,7 @@ class SharedReduceJob(Job):
     Args:
         memory: of all ranks.
         board: of the channel.
-        family: told when a phase is over.
+        progress_group: told when a phase is over.
         rank: this one.
         chunk: this rank's contribution, and where the result goes.
         parts: those that lie elsewhere, in ascending order.
@@ -121,7 +121,6 @@ class SharedReduceJob(Job):
     __slots__ = (
         "_chunk",
         "_dtype",
-        "_family",
         "_flags",
         "_memory",
         "_missing",
@@ -129,6 +128,7 @@ class SharedReduceJob(Job):
         "_op",
         "_parts",
         "_phase",
+        "_progress_group",
         "_rank",
         "_shards",
     )  # fmt: skip
@@ -137,7 +137,7 @@ class SharedReduceJob(Job):
         self,
         memory: SharedMemory,
         board: SharedFlags,
-        family: ProgressGroup,
+        progress_group: ProgressGroup,
         rank: int,
         chunk: Buffer,
         parts: Sequence[Part],
@@ -147,7 +147,7 @@ class SharedReduceJob(Job):
         self.nbytes = chunk.nbytes
         self._memory = memory
         self._flags = board
-        self._family = family
+        self._progress_group = progress_group
         self._chunk = chunk
         self._parts = parts
         self._dtype = dtype
@@ -207,7 +207,7 @@ class SharedReduceJob(Job):
     def _enter(self, phase: int) -> None:
         self._phase = phase
         self._flags.tell(self._number, phase)
-        self._family.moves += 1
+        self._progress_group.moves += 1
 
     def _check_read(self) -> None:
         """What was read of other ranks was theirs to the end.
@@ -265,7 +265,7 @@ class SharedAllReduce:
     Args:
         memory: of all ranks.
         board: of the channel.
-        family: told when a phase of a job is over.
+        progress_group: told when a phase of a job is over.
         rank: this one.
         window: how many bytes the channel has under way.
     """
@@ -274,7 +274,7 @@ class SharedAllReduce:
         self,
         memory: SharedMemory,
         board: SharedFlags,
-        family: ProgressGroup,
+        progress_group: ProgressGroup,
         rank: int,
         window: Chunking,
     ) -> None:
@@ -283,14 +283,14 @@ class SharedAllReduce:
         self._chunk_bytes = window.window_bytes // 2
         self._memory = memory
         self._flags = board
-        self._family = family
+        self._progress_group = progress_group
         self._rank = rank
 
     @classmethod
     def of(
         cls,
         memory: SharedMemory | None,
-        family: ProgressGroup,
+        progress_group: ProgressGroup,
         rank: int,
         size: int,
         window: Chunking,
@@ -298,7 +298,7 @@ class SharedAllReduce:
         """Those of a new channel; None where there is no such memory, or no board left."""
         if memory is None or (number := memory.next_flag_set()) >= NUM_FLAG_SETS:
             return None
-        return cls(memory, SharedFlags(memory, rank, size, number), family, rank, window)
+        return cls(memory, SharedFlags(memory, rank, size, number), progress_group, rank, window)
 
     def carries(self, buffer: Buffer) -> bool:
         """Whether a buffer lies where the other ranks can read it, and is worth their while."""
@@ -321,7 +321,7 @@ class SharedAllReduce:
             SharedReduceJob(
                 self._memory,
                 self._flags,
-                self._family,
+                self._progress_group,
                 self._rank,
                 buffer[start:stop],
                 _within(parts, start, stop),

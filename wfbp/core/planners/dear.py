@@ -125,7 +125,7 @@ def dear_search(trace: Trace, costs: Costs, *, trials: int = 10) -> Plan:
     Args:
         trace: sizes and compute times of one step.
         costs: of reduce-scatter and all-gather, and kappa.
-        trials: thresholds to try, at least 1; the first is the default of :func:`dear`.
+        trials: thresholds to try, at least 1; the first is the default of ``dear``.
 
     Returns:
         The best plan tried, of schedule ``dear``.

@@ -275,7 +275,13 @@ def broadcast_object(value: Any = None, root_rank: int = 0, name: str | None = N
         >>> wfbp.broadcast_object({"epoch": 3}, root_rank=0)
         {'epoch': 3}
     """
-    runtime = process.current("broadcast_object()")
+    return broadcast_object_among(process.current("broadcast_object()"), value, root_rank, name)
+
+
+def broadcast_object_among(
+    runtime: Runtime, value: Any, root_rank: int, name: str | None = None
+) -> Any:
+    """As :func:`broadcast_object`, among the ranks of a runtime; the root by its number there."""
     check_root(runtime, root_rank)
     label = labelled("broadcast_object", name, runtime.numbers)
     check_consistent(runtime, "broadcast_object", label, f"root_rank={root_rank}")

@@ -14,6 +14,7 @@ from wfbp.runtime import process
 from wfbp.runtime.collectives.operations import Collectives
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.collectives.request import Kind
+from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.timeline import Timeline
 
 
@@ -81,6 +82,26 @@ def stop_timeline() -> None:
     current("stop_timeline()").record(None)
 
 
+def runtime_of(process_set: ProcessSet, call: str) -> Runtime:
+    """What the ranks of a process set communicate by, on a rank that is in it.
+
+    Args:
+        process_set: one that was added, or that of all ranks.
+        call: the public function, for messages.
+
+    Raises:
+        ValueError: the set was not added, or this rank is not in it.
+        NotInitializedError: there is no runtime.
+    """
+    found = current(call).runtime_of(process_set.known_id(call))
+    if found is None:
+        raise ValueError(
+            f"{process.current(call).where} is not in the process set of ranks "
+            f"{process_set.ranks}: call {call} only where process_set.included()"
+        )
+    return found
+
+
 def current(call: str) -> Collectives:
     """The named operations of this process, for a public function of this name.
 
@@ -143,7 +164,8 @@ def join(device: int = -1) -> int:
     Returns:
         The rank that called it last, the same on every rank.
     """
-    return current("join()").join()
+    operations = current("join()")
+    return operations.end_join(operations.begin_join())
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
@@ -179,6 +201,8 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Give a process set back; every rank of the job must call this, members or not.
 
+    Distributed optimizers of the set cannot step any more; they keep all of their state.
+
     Returns:
         Whether it was known; that of all ranks is not removed.
 
@@ -188,6 +212,11 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     operations = current("remove_process_set()")
     if process_set is global_process_set or process_set.process_set_id is None:
         return False
-    operations.remove_set(process_set.known_id())
+    number = process_set.known_id()
+    operations.check_idle(number)
+    runtime = operations.runtime_of(number)
+    if runtime is not None:
+        process.let_go(runtime)
+    operations.remove_set(number)
     process_set.bind(None, None)
     return True

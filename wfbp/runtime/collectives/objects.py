@@ -10,7 +10,7 @@ import cloudpickle
 import numpy as np
 
 from wfbp.runtime.collectives.api import current
-from wfbp.runtime.collectives.executor import Outcome
+from wfbp.runtime.collectives.named_lane import Outcome
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.collectives.request import Kind
 
@@ -46,7 +46,7 @@ def broadcast_object(
     operations = current("broadcast_object()")
     is_root = operations.rank == root_rank
     payload = cloudpickle.dumps(obj) if is_root else b""
-    label = None if name is None else f"{name}.object"
+    label = f"{name}.object" if name else None
     found = _gather(number, payload, label, root_rank)
     return obj if is_root else pickle.loads(b"".join(found))
 
@@ -72,7 +72,7 @@ def allgather_object(
         True
     """
     number = process_set.known_id("allgather_object()")
-    label = None if name is None else f"{name}.object"
+    label = f"{name}.object" if name else None
     found = _gather(number, cloudpickle.dumps(obj), label, -1)
     return [pickle.loads(payload) for payload in found]
 

@@ -16,10 +16,10 @@ from wfbp.comm.backend import Backend, Buffer, Finished, HostBackend, Mailbox
 from wfbp.core.types import Op
 from wfbp.errors import WfbpError
 from wfbp.runtime import signals
-from wfbp.runtime.collectives.executor import JOIN, NamedLane, Outcome, Submission
+from wfbp.runtime.collectives.named_lane import JOIN, NamedLane, Outcome, Submission
 from wfbp.runtime.collectives.request import Adaptive, Kind, Reduction, Request
 from wfbp.runtime.consistency import check_consistent
-from wfbp.runtime.progress.deadlock import RankStatus
+from wfbp.runtime.progress.deadlock import ALL_RANKS, Members, RankStatus
 from wfbp.runtime.progress.loop import Reply
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.timeline import Timeline
@@ -46,10 +46,11 @@ class _Handle:
 
 @dataclass(frozen=True, slots=True)
 class _Set:
-    """A process set as the runtime knows it; no lane on a rank outside it."""
+    """A process set; on a rank outside it there is no lane and no runtime."""
 
     ranks: tuple[int, ...]
     lane: NamedLane | None
+    runtime: Runtime | None
 
 
 class Collectives:
@@ -116,22 +117,32 @@ class Collectives:
         """
         if number == 0:
             raise ValueError("the process set of all ranks cannot be removed")
+        self.check_idle(number)
+        found = self._sets[number]
+        check_consistent(self._runtime, "remove_process_set", str(list(found.ranks)))
+        del self._sets[number]
+        lane = found.lane
+        if lane is not None:  # a lane that is idle is not served, and nothing of it is under way
+            assert found.runtime is not None
+            found.runtime.channel.call(partial(_close, lane), "removing a process set")
+            found.runtime.close()
+
+    def check_idle(self, number: int) -> None:
+        """Raise ``ValueError`` where operations of a process set are pending."""
         pending = [name for owner, name in list(self._reserved) if owner == number]
         if pending:
             raise ValueError(
                 f"operations of process set {number} are pending: {', '.join(pending[:5])}. "
                 "synchronize() them before remove_process_set()"
             )
-        found = self._sets[number]
-        check_consistent(self._runtime, "remove_process_set", str(list(found.ranks)))
-        del self._sets[number]
-        lane = found.lane
-        if lane is not None:  # a lane that is idle is not served, and nothing of it is under way
-            self._runtime.channel.call(partial(_close, lane), "removing a process set")
 
     def ranks_of(self, number: int) -> tuple[int, ...]:
         """The ranks of a process set, ascending."""
         return self._sets[number].ranks
+
+    def runtime_of(self, number: int) -> Runtime | None:
+        """The runtime of a process set; None on a rank outside it."""
+        return self._sets[number].runtime
 
     def _make_set(self, ranks: tuple[int, ...]) -> int:
         number = next(self._set_numbers)
@@ -139,12 +150,18 @@ class Collectives:
         label = "making a process set"
         with runtime.collective_lock.hold(runtime.channel, label):
             made = runtime.channel.call(lambda backend: Finished(_connect(backend, ranks)), label)
-        lane = None
-        if made is not None:
-            name = "" if len(ranks) == runtime.size else f"process set {list(ranks)}"
-            lane = NamedLane(runtime.thread, *made, name, runtime.where)
-            lane.timeline = runtime.timeline
-        self._sets[number] = _Set(ranks, lane)
+        if made is None:
+            self._sets[number] = _Set(ranks, None, None)
+            return number
+        data, mailbox, own = made
+        members = ALL_RANKS if own is None else Members(number, ranks)
+        if own is not None:
+            runtime = Runtime(own, runtime.config, within=runtime, members=members)
+            runtime.timeline = self._runtime.timeline
+        name = "" if own is None else f"process set {list(ranks)}"
+        lane = NamedLane(runtime.thread, data, mailbox, name, self._runtime.where, members)
+        lane.timeline = runtime.timeline
+        self._sets[number] = _Set(ranks, lane, runtime)
         return number
 
     # Operations.
@@ -163,7 +180,8 @@ class Collectives:
 
         Args:
             kind: what is to be done.
-            name: by which ranks find each other; numbered in the order of submission if None.
+            name: by which ranks find each other; if None or empty, the operation is numbered in the
+                order of submission.
             process_set: number of the one whose ranks take part.
             data: flat; private to the operation until its outcome is there.
             finish: makes of the outcome what :meth:`synchronize` returns.
@@ -188,7 +206,7 @@ class Collectives:
                 f"{self._runtime.where} is not in the process set of ranks {list(members.ranks)}"
             )
         request = Request(kind, name or "", **_checked(kind, details, members.ranks))
-        if name is None:
+        if not name and kind is not Kind.JOIN:
             unnamed = next(self._unnamed[process_set, kind])
             epoch = f"{self._num_joins}." if self._num_joins else ""
             request = replace(request, name=f"{kind.value}.unnamed.{epoch}{unnamed}")
@@ -202,8 +220,7 @@ class Collectives:
             )
         self._reserved[key] = handle
         submission = Submission(request, data)
-        label = f"{kind.value} {request.name!r}"
-        self._handles[handle] = _Handle(key, kind, label, submission.reply, finish)
+        self._handles[handle] = _Handle(key, kind, request.label, submission.reply, finish)
         lane = members.lane
         self._runtime.post(lambda: lane.submit(submission))
         return handle
@@ -249,7 +266,7 @@ class Collectives:
         entry = self._find(handle)
         while True:
             try:
-                outcome = self._runtime.await_reply(entry.reply, entry.label, leavable=True)
+                outcome = self._runtime.await_reply(entry.reply, entry.label, resumable=True)
             except signals.HandlersDue:
                 entry.left = True
                 signals.run_handlers()  # what one raises leaves the handle as it is
@@ -280,12 +297,20 @@ class Collectives:
                 raise result
         return results
 
-    def join(self) -> int:
-        """Contribute zeros until all ranks have called this; returns the last one to do so."""
+    def begin_join(self) -> int:
+        """Contribute zeros from now on until all ranks have called this; returns a handle."""
         nothing = np.empty(0, np.uint8)
-        last: int = self.synchronize(
-            self.submit(Kind.JOIN, JOIN, 0, nothing, lambda outcome: outcome.rows[0])
-        )
+        return self.submit(Kind.JOIN, JOIN, 0, nothing, lambda outcome: outcome.rows[0])
+
+    def note_progress(self) -> None:
+        """This rank has joined, and the others go on."""
+        lane = self._sets[0].lane
+        assert lane is not None
+        lane.note_progress()
+
+    def end_join(self, handle: int) -> int:
+        """Wait for the other ranks; returns the last one to come."""
+        last: int = self.synchronize(handle)
         # Ranks that were stood in for have numbered fewer operations than the others.
         self._num_joins += 1
         for key in [key for key in self._unnamed if key[0] == 0]:
@@ -297,8 +322,8 @@ class Collectives:
         is closed."""
         before, self._runtime.timeline = self._runtime.timeline, timeline
         for found in self._sets.values():
-            if found.lane is not None:
-                found.lane.timeline = timeline
+            if found.lane is not None and found.runtime is not None:
+                found.lane.timeline = found.runtime.timeline = timeline
         if before is not None:
             before.close()
 
@@ -405,15 +430,24 @@ def _close(lane: NamedLane, _: Backend) -> Finished[None]:
     return Finished(None)
 
 
-def _connect(backend: Backend, ranks: tuple[int, ...]) -> tuple[HostBackend, Mailbox] | None:
-    """Communicators for a process set; None on a rank outside it."""
+def _connect(
+    backend: Backend, ranks: tuple[int, ...]
+) -> tuple[HostBackend, Mailbox, HostBackend | None] | None:
+    """Communicators for a process set; None on a rank outside it.
+
+    Returns:
+        For the data of named operations and for their messages, and for a runtime of the set's
+        own, which that of all ranks does not need.
+    """
     assert isinstance(backend, HostBackend), "the runtime's own backend is one of the host"
     whole = len(ranks) == backend.size
-    made = backend.duplicate() if whole else backend.subset(ranks)
-    if made is None:
+    data = backend.duplicate() if whole else backend.subset(ranks)
+    if data is None:
         return None
-    assert isinstance(made, HostBackend)
-    return made, made.mailbox()
+    assert isinstance(data, HostBackend)
+    own = None if whole else data.duplicate()
+    assert own is None or isinstance(own, HostBackend)
+    return data, data.mailbox(), own
 
 
 def _check_ranks(ranks: Iterable[int], size: int) -> tuple[int, ...]:

@@ -111,6 +111,15 @@ class ProcessSet:
         assert members is not None
         return members
 
+    def __deepcopy__(self, memo: Any) -> ProcessSet:
+        """Itself: layers that are copied go on to communicate with the same ranks."""
+        return self
+
+    def __reduce__(self) -> Any:
+        if self is global_process_set:
+            return "global_process_set"
+        return ProcessSet, (self.ranks,)
+
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 

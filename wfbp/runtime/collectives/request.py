@@ -67,6 +67,11 @@ class Request:
     splits: tuple[int, ...] = ()
     differentiable: bool = False
 
+    @property
+    def label(self) -> str:
+        """For messages; a join needs no name."""
+        return f"{self.kind.value} {self.name!r}" if self.name else f"{self.kind.value}()"
+
     def row(self) -> tuple[Any, ...]:
         """All fields, in the order of :meth:`decode`."""
         return (

@@ -10,7 +10,7 @@ from wfbp.comm.backend import Buffer
 from wfbp.core.plan import Plan
 from wfbp.core.types import Phase, TensorSpec
 from wfbp.runtime import signals
-from wfbp.runtime.progress.executor import PlanExecutor
+from wfbp.runtime.progress.plan_executor import PlanExecutor
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import BufferView, GatherRequest, GroupTime, Span
 from wfbp.runtime.transport.buffers import shard_range
@@ -145,7 +145,7 @@ class AllGatherState:
             if not self.pending or self._num_arrived > group:
                 return
             start = self._transport.now()
-            time = self._runtime.await_reply(self._lane.arrivals, self._label, leavable=True)
+            time = self._runtime.await_reply(self._lane.arrivals, self._label, resumable=True)
             self._transport.await_arrival(time)
             self._times.append(time)
             self._waits.append((start, self._transport.now()))

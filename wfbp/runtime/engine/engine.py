@@ -24,7 +24,7 @@ from wfbp.runtime.engine.recorder import Recorder, log_summary, make_report, mak
 from wfbp.runtime.engine.step_sync import StepSynchronizer, exchange_payloads
 from wfbp.runtime.engine.tracker import GradientTracker
 from wfbp.runtime.progress.channel import ControlChannel
-from wfbp.runtime.progress.executor import PlanExecutor
+from wfbp.runtime.progress.plan_executor import PlanExecutor
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import (
     CLOSE,
@@ -137,6 +137,15 @@ class Engine:
         exchanges; set before :meth:`synchronize`."""
         self.sparse_anywhere: Sequence[int] = ()
         """Those of which any rank had one, in the step that was reduced last."""
+        self.joined = False
+        """Whether this rank has no more data, and takes part for the sake of the others; it must
+        have no gradients then. Set by its caller, like :attr:`sparse`."""
+        self.joined_ranks: Sequence[int] = ()
+        """The ranks of which this was so, in the step that was reduced last."""
+        self.evaluates = False
+        """Whether this step is an evaluation of a closure; set by its caller."""
+        self.evaluated = False
+        """Whether it was on any rank, in the step that was reduced last, if ranks have joined."""
         self.profiling = False
         """Whether this step's times will be used to plan."""
         self._steps = 0
@@ -155,7 +164,11 @@ class Engine:
         runtime.add_user(self)
         self._recorder: Recorder | None = None
         if folder := runtime.config.record_dir:
-            self._recorder = Recorder(folder, name, runtime.rank, runtime.size, self.report)
+            of_set = f"{name} of process set {runtime.members.number}"
+            named = of_set if runtime.members.number else name
+            self._recorder = Recorder(
+                folder, named, runtime.rank, runtime.size, runtime.library, self.report
+            )
         tracker.begin(self._number, transport.now(), self.profiling)
 
     def now(self) -> Timestamp:
@@ -272,7 +285,7 @@ class Engine:
             tracker.close(targets)
             wanted = wanted and self._allgather.gatherable
             tracker.step.requested = bool(
-                wanted or tracker.unplanned or self._tuner.wants_round or self.sparse
+                wanted or tracker.unplanned or self._tuner.wants_round or self.sparse or self.joined
             )
             self._close()
             self._closing = whole, wanted
@@ -284,7 +297,7 @@ class Engine:
             self._close()
             result = self._await_result()
         (whole, wanted), self._closing = self._closing, None
-        with signals.firm:
+        with signals.uninterruptible:
             return self._conclude(result, whole, wanted)
 
     def _conclude(self, result: StepResult, whole: bool, wanted: bool) -> list[BufferView | None]:
@@ -304,10 +317,15 @@ class Engine:
             self._measure(result, done)
         else:  # nobody had a gradient: this is no step of training, but a part of the next one
             done = tracker.begun
-        self.sparse_anywhere = ()
+        self.sparse_anywhere, self.joined_ranks, self.evaluated = (), (), False
         if result.requested or self._tuner.round_due:
-            whole |= self._step_sync.run(reduced, wanted, self.sparse)
+            told = {"joined": self.joined, "evaluates": self.evaluates}
+            whole |= self._step_sync.run(reduced, wanted, self.sparse, told)
             self.sparse_anywhere = self._step_sync.sparse
+            told_by = self._step_sync.told
+            self.joined_ranks = [rank for rank, one in enumerate(told_by) if one["joined"]]
+            self.evaluated = any(one["evaluates"] for one in told_by)
+            whole |= bool(self.joined_ranks)  # who has joined puts no shards to use
         changed = self._tuner.plan is not planned
         whole |= changed and self._tuner.plan.decoupled != planned.decoupled
         if self._allgather.gatherable and whole:
@@ -355,7 +373,7 @@ class Engine:
             # ranks, which may have had no gradients to discard, need not be here.
             tracker.step.discards = True
             self._number += 1
-            self._transport.close(tracker.step)
+            tracker.close_discarded()
             lane.events.append(CLOSE)
             self._num_unread += 1
             # Its gradients may be read until its messages have come in. By then the lane knows of
@@ -398,6 +416,7 @@ class Engine:
         self._assembler.forget()
         self.num_installed += 1
         self._kept.clear()  # these ran by another plan
+        self._transport.trim()
         self.profiling = self._tuner.phase is TuningPhase.PROFILE
 
     def _close(self) -> None:
@@ -409,10 +428,10 @@ class Engine:
         while True:
             try:
                 while self._num_unread:
-                    self._runtime.await_reply(self._lane.reply, self._name, leavable=True)
+                    self._runtime.await_reply(self._lane.reply, self._name, resumable=True)
                     self._num_unread -= 1
                 result: StepResult = self._runtime.await_reply(
-                    self._lane.reply, self._name, leavable=True
+                    self._lane.reply, self._name, resumable=True
                 )
             except signals.HandlersDue:
                 self._tracker.seal()

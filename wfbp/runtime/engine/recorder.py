@@ -6,10 +6,15 @@ import atexit
 import json
 import logging
 import os
+import platform
 import re
+import socket
+import sys
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +123,7 @@ class Recorder:
         name: of the engine; a second engine of that name in this process gets a number.
         rank: of this process.
         size: number of ranks.
+        library: what moves bytes, in words.
         report: gives the engine's report.
 
     Raises:
@@ -125,7 +131,13 @@ class Recorder:
     """
 
     def __init__(
-        self, directory: str, name: str, rank: int, size: int, report: Callable[[], dict[str, Any]]
+        self,
+        directory: str,
+        name: str,
+        rank: int,
+        size: int,
+        library: str,
+        report: Callable[[], dict[str, Any]],
     ) -> None:
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
@@ -136,6 +148,7 @@ class Recorder:
         self.path = folder / f"{self.name}.rank{rank}.json"
         self._rank = rank
         self._size = size
+        self._library = library
         self._report = report
         self._plan: Plan | None = None
         self._phase: TuningPhase | None = None
@@ -180,12 +193,30 @@ class Recorder:
             "name": self.name,
             "rank": self._rank,
             "size": self._size,
+            "about": {
+                "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                "host": socket.gethostname(),
+                "library": self._library,
+                "versions": _versions(),
+            },
             "report": self._report(),
             "plan": self._plan.to_json(),
             "trace": tuner.trace.to_json() if tuner.trace else None,
             "costs": tuner.costs.to_json() if tuner.costs else None,
             "iterations": [_iteration(stamps, times) for stamps, times in self._iterations],
         }
+
+
+def _versions() -> dict[str, str]:
+    """Of wfbp, Python, and what computes."""
+    versions = {"Python": platform.python_version()}
+    for module, name in (("wfbp", "wfbp"), ("torch", "PyTorch"), ("jax", "JAX")):
+        if module in sys.modules:
+            try:
+                versions[name] = metadata.version(module)
+            except metadata.PackageNotFoundError:
+                versions[name] = "not installed as a package"
+    return versions
 
 
 def _iteration(stamps: StepTimes, times: Sequence[GroupTime]) -> dict[str, Any]:

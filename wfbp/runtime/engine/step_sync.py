@@ -44,7 +44,7 @@ def reduce_unplanned(
     Returns:
         Per tensor, where it lies reduced, in new storage; None where no rank has a gradient.
     """
-    plan = Plan("extra", tuple(specs), split_by_dtype(specs, [range(len(specs))]))
+    plan = Plan("unplanned", tuple(specs), split_by_dtype(specs, [range(len(specs))]))
     step = Step(0, [address for address, _ in sources], [owner for _, owner in sources])
     reduced: dict[int, BufferView] = {}
     transport.close(step)
@@ -128,13 +128,18 @@ class StepSynchronizer:
         self._name = name
         self._who = who
         self.sparse: Sequence[int] = ()
+        self.told: Sequence[dict[str, Any]] = ()
 
     def exchange(self, payload: bytes, what: str) -> list[bytes]:
         """Every rank's payload, at the end of a step; collective."""
         return exchange_payloads(self._channel, self._name, payload, what)
 
     def run(
-        self, reduced: list[BufferView | None], wanted: bool, sparse: Collection[int] = ()
+        self,
+        reduced: list[BufferView | None],
+        wanted: bool,
+        sparse: Collection[int],
+        told: dict[str, Any],
     ) -> bool:
         """Reduce what the plan did not carry; let the tuner decide. Collective.
 
@@ -143,6 +148,8 @@ class StepSynchronizer:
             wanted: whether this rank wants whole gradients.
             sparse: the tensors of which this rank has sparse gradients, which are not reduced here;
                 :attr:`sparse` then tells of those that any rank has.
+            told: what this rank tells the others, in JSON's types; :attr:`told` then has every
+                rank's.
 
         Returns:
             Whether any rank wants whole gradients.
@@ -152,10 +159,11 @@ class StepSynchronizer:
         """
         tracker, tuner = self._tracker, self._tuner
         due = tuner.round_due
-        told = tuner.message() if due or tuner.phase is TuningPhase.INSTALLED else {}
+        of_tuner = tuner.message() if due or tuner.phase is TuningPhase.INSTALLED else {}
         mine = {
-            "extra": sorted(tracker.unplanned),
-            "tuner": told,
+            "unplanned": sorted(tracker.unplanned),
+            "tuner": of_tuner,
+            "told": told,
             "whole": wanted,
             "sparse": sorted(sparse),
         }
@@ -163,15 +171,16 @@ class StepSynchronizer:
             self._channel, self._name, json.dumps(mine).encode(), "end of the step"
         )
         messages = [json.loads(p) for p in payloads]
+        self.told = [message["told"] for message in messages]
         self.sparse = sorted({index for message in messages for index in message["sparse"]})
-        extra = sorted({index for message in messages for index in message["extra"]})
-        if extra:
-            specs = [tracker.specs[k] for k in extra]
-            sources = [tracker.unplanned_gradient(k) for k in extra]
+        unplanned = sorted({index for message in messages for index in message["unplanned"]})
+        if unplanned:
+            specs = [tracker.specs[k] for k in unplanned]
+            sources = [tracker.unplanned_gradient(k) for k in unplanned]
             slots = reduce_unplanned(self._channel, self._transport, specs, sources, self._op)
-            for k, slot in zip(extra, slots, strict=True):
+            for k, slot in zip(unplanned, slots, strict=True):
                 reduced[k] = slot
-        joining = [tracker.specs[k] for k in extra if tracker.place[k] < 0]
+        joining = [tracker.specs[k] for k in unplanned if tracker.plan_indices[k] < 0]
         wished = any(message["tuner"].get("wants_round") for message in messages)
         if joining:
             tuner.join(joining)

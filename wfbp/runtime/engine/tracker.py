@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from wfbp.core.plan import Plan
 from wfbp.core.types import Operation, TensorSpec
 from wfbp.errors import WfbpError
-from wfbp.runtime.progress.executor import PlanExecutor
+from wfbp.runtime.progress.plan_executor import PlanExecutor
 from wfbp.runtime.progress.thread import CommunicationThread
 from wfbp.runtime.step import (
     EMPTY_VIEW,
@@ -103,13 +103,15 @@ class AliasCheck:
         if slot.whole and self._specs[index].numel:
             self._owners[slot.address] = index
 
-    def check(self, who: str, addresses: Sequence[int], extra: Mapping[int, GradientRef]) -> None:
+    def check(
+        self, who: str, addresses: Sequence[int], unplanned: Mapping[int, GradientRef]
+    ) -> None:
         """Raise where a gradient lies in another tensor's slot.
 
         Args:
             who: rank and optimizer, for messages.
             addresses: of gradients, per tensor of the plan.
-            extra: those that the plan does not carry as they are, by index.
+            unplanned: those that the plan does not carry as they are, by index.
 
         Raises:
             RuntimeError: which one, and where.
@@ -117,7 +119,7 @@ class AliasCheck:
         if not self._owners.keys().isdisjoint(addresses):
             for index, address in zip(self._members, addresses, strict=True):
                 self._check(who, index, address)
-        for index, (address, _) in extra.items():
+        for index, (address, _) in unplanned.items():
             self._check(who, index, address)
 
     def _check(self, who: str, index: int, address: int) -> None:
@@ -133,8 +135,9 @@ class AliasCheck:
 class GradientTracker:
     """What is known of the open step: which gradients exist, where, and since when.
 
-    Tensors are known by their *index* into the specs, and to the lane by their *place* in the
-    plan; a tensor that the plan does not carry has place -1, and its gradient is *extra*.
+    Tensors are known by their *index* into the specs, and to the lane by their *plan index*, that
+    into the plan's tensors; it is -1 for a tensor that the plan does not carry, whose gradient is
+    *unplanned*.
 
     Args:
         specs: all tensors of the engine.
@@ -173,22 +176,22 @@ class GradientTracker:
     def install(self, plan: Plan, buffers: Sequence[BackwardBuffer]) -> None:
         """Gather for another plan from the next :meth:`begin` on."""
         groups = plan.groups[: plan.num_backward]
-        self.members: Sequence[int] = [self._index[spec] for spec in plan.tensors]  # by place
-        self.place = [-1] * len(self.specs)
+        self.members: Sequence[int] = [self._index[spec] for spec in plan.tensors]  # by plan index
+        self.plan_indices = [-1] * len(self.specs)
         self._group_of = [0] * len(plan.tensors)
         self._slots = [EMPTY_VIEW] * len(plan.tensors)
-        for place, index in enumerate(self.members):
-            self.place[index] = place
+        for plan_index, index in enumerate(self.members):
+            self.plan_indices[index] = plan_index
         for group, members in enumerate(groups):
             whole = members.operation is Operation.ALL_REDUCE
-            for position, place in enumerate(members.tensors):
-                self._group_of[place] = group
-                self._slots[place] = self._transport.view(buffers[group].slot(position), whole)
+            for position, plan_index in enumerate(members.tensors):
+                self._group_of[plan_index] = group
+                self._slots[plan_index] = self._transport.view(buffers[group].slot(position), whole)
         self._buffers = buffers
         self._num_moves = [buffer.num_moves for buffer in buffers]
         self._groups = [members.tensors for members in groups]
         self._alias_check = AliasCheck(self.specs, self.members, self._slots)
-        self._dormant = [k for k, place in enumerate(self.place) if place < 0]
+        self._dormant = [k for k, plan_index in enumerate(self.plan_indices) if plan_index < 0]
         self._sizes = [len(group.tensors) for group in groups]
         self._overlap = plan.overlap
 
@@ -255,40 +258,40 @@ class GradientTracker:
             if fired > expected:
                 self._grown(index, address, owner)
             return
-        place = self.place[index]
-        if place < 0:
+        plan_index = self.plan_indices[index]
+        if plan_index < 0:
             self.unplanned[index] = (address, owner)
             return
         step = self.step
-        step.addresses[place] = address
-        step.owners[place] = owner
-        self._ready[place] = self._produced() if time_s is None else time_s
-        group = self._group_of[place]
+        step.addresses[plan_index] = address
+        step.owners[plan_index] = owner
+        self._ready[plan_index] = self._produced() if time_s is None else time_s
+        group = self._group_of[plan_index]
         left = self._left[group] - 1
         self._left[group] = left
-        if left == 0 and self._group_complete is not None and self._may_have_left(place):
+        if left == 0 and self._group_complete is not None and self._may_have_left(plan_index):
             self._group_complete(group)
-        self._events.append(place)
+        self._events.append(plan_index)
         if left == 0 and self._overlap and self._thread.sleeping:
             self._post(self._wake)
 
     def drop(self, index: int) -> None:
         """A tensor's gradient that was announced is gone: this rank has none now."""
-        place = self.place[index]
-        if place < 0:
+        plan_index = self.plan_indices[index]
+        if plan_index < 0:
             self.unplanned.pop(index, None)
-        elif self.step.addresses[place]:
-            if self._may_have_left(place):
+        elif self.step.addresses[plan_index]:
+            if self._may_have_left(plan_index):
                 self.unplanned[index] = (0, None)
             else:
-                self.step.addresses[place] = 0
-                self.step.owners[place] = None
+                self.step.addresses[plan_index] = 0
+                self.step.owners[plan_index] = None
 
     def mark_forward(self, index: int) -> None:
         """A tensor is used for the first time in this step's forward."""
-        place = self.place[index]
-        if place >= 0 and not self._forward[place]:
-            self._forward[place] = self._transport.now()
+        plan_index = self.plan_indices[index]
+        if plan_index >= 0 and not self._forward[plan_index]:
+            self._forward[plan_index] = self._transport.now()
 
     def mark_forward_end(self) -> None:
         """Forward has ended, as far as is known yet."""
@@ -300,10 +303,10 @@ class GradientTracker:
         Raises:
             KeyError: the plan does not carry the tensor, or not whole.
         """
-        place = self.place[index]
-        if place < 0 or not self._slots[place].whole:
+        plan_index = self.plan_indices[index]
+        if plan_index < 0 or not self._slots[plan_index].whole:
             raise KeyError(f"{self.specs[index].name} is in no group, or decoupled")
-        return self._slots[place]
+        return self._slots[plan_index]
 
     @property
     def open(self) -> bool:
@@ -321,16 +324,30 @@ class GradientTracker:
         self._closed = self._transport.close(step)
         self._all_ready = all(step.addresses)
         if not self._all_ready:
-            for place, address in enumerate(step.addresses):
-                if not address and (source := self._fetch(self.members[place])) is not None:
-                    step.addresses[place], step.owners[place] = source
-                    self._ready[place] = self._closed
+            self._take_up_silent()
         for index in self._dormant:
             if index not in self.unplanned and (source := self._fetch(index)) is not None:
                 self.unplanned[index] = source
         self._alias_check.check(self._who, step.addresses, self.unplanned)
         if targets:
             step.targets = [0 if k in self.unplanned else targets[k] for k in self.members]
+
+    def close_discarded(self) -> None:
+        """Close a step of which what it brings is dropped.
+
+        That must not come to where a gradient of this rank lies, also of a tensor that had none in
+        this step: the next one may add to it.
+        """
+        self._closed = self._transport.close(self.step)
+        self._take_up_silent()
+
+    def _take_up_silent(self) -> None:
+        """Take up gradients for which no event came."""
+        step = self.step
+        for plan_index, address in enumerate(step.addresses):
+            if not address and (source := self._fetch(self.members[plan_index])) is not None:
+                step.addresses[plan_index], step.owners[plan_index] = source
+                self._ready[plan_index] = self._closed
 
     def reduced(self, present: Sequence[bool]) -> list[BufferView | None]:
         """Where each reduced gradient lies; None where no rank had one, or it is at its target."""
@@ -339,19 +356,19 @@ class GradientTracker:
                 self._move(group)
         views: list[BufferView | None] = [None] * len(self.specs)
         targets = self.step.targets or [0] * len(present)
-        for place, here in enumerate(present):
-            if here and not targets[place]:
-                views[self.members[place]] = self._slots[place]
+        for plan_index, here in enumerate(present):
+            if here and not targets[plan_index]:
+                views[self.members[plan_index]] = self._slots[plan_index]
         return views
 
     def _move(self, group: int) -> None:
         """The tensors of a group have been reduced in other memory than before."""
         buffer = self._buffers[group]
         self._num_moves[group] = buffer.num_moves
-        for position, place in enumerate(self._groups[group]):
-            slot = self._transport.view(buffer.slot(position), self._slots[place].whole)
-            self._slots[place] = slot
-            self._alias_check.add(self.members[place], slot)
+        for position, plan_index in enumerate(self._groups[group]):
+            slot = self._transport.view(buffer.slot(position), self._slots[plan_index].whole)
+            self._slots[plan_index] = slot
+            self._alias_check.add(self.members[plan_index], slot)
 
     def timestamps(
         self,
@@ -371,17 +388,17 @@ class GradientTracker:
         """All of this rank's gradient of a tensor that is reduced at the end of the step."""
         if index in self.unplanned:
             return self.unplanned[index]
-        place = self.place[index]
-        if place < 0 or not self.step.addresses[place]:
+        plan_index = self.plan_indices[index]
+        if plan_index < 0 or not self.step.addresses[plan_index]:
             return 0, None
         # It grew on another rank only; what the message brought lacks that rank's last part.
-        address = self.step.addresses[place]
-        if self.step.targets and self.step.targets[place] == address:
+        address = self.step.addresses[plan_index]
+        if self.step.targets and self.step.targets[plan_index] == address:
             raise WfbpError(
                 f"{self._who}: another rank sends the gradient of {self.specs[index].name} anew, "
                 "and here the average has replaced it: the ranks run different programs"
             )
-        return address, self.step.owners[place]
+        return address, self.step.owners[plan_index]
 
     def seal(self) -> None:
         """Let gradients be an error from here on: the step is closed, and not over."""
@@ -409,19 +426,19 @@ class GradientTracker:
                 "step(), synchronize() or wait() again, whichever was left, before the next "
                 "backward()"
             )
-        place = self.place[index]
+        plan_index = self.plan_indices[index]
         self._regrown = True
-        if place < 0:
+        if plan_index < 0:
             self.unplanned[index] = (address, owner)
             return
-        self._ready[place] = self._produced()
-        if self._may_have_left(place):
+        self._ready[plan_index] = self._produced()
+        if self._may_have_left(plan_index):
             self.unplanned[index] = (address, owner)
         else:
-            self.step.addresses[place] = address
-            self.step.owners[place] = owner
+            self.step.addresses[plan_index] = address
+            self.step.owners[plan_index] = owner
 
-    def _may_have_left(self, place: int) -> bool:
+    def _may_have_left(self, plan_index: int) -> bool:
         """Whether a tensor's group may be on its way."""
-        group = self._group_of[place]
+        group = self._group_of[plan_index]
         return self._overlap and self._left[group] == 0 and group < len(self._left) - 1

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from wfbp.comm.backend import Backend, Work
 from wfbp.errors import DisagreementError
+from wfbp.runtime.progress.deadlock import ALL_RANKS, Members
 from wfbp.runtime.progress.thread import CommunicationThread
 
 _LENGTH_BYTES = 4
@@ -70,15 +71,23 @@ class ControlChannel:
         thread: speaks to the backend.
         backend: whose collectives these are; lanes may use it beside them.
         check: raises what ended the runtime, if anything has.
+        where: who this is, for messages ("rank 1 of 4").
+        members: the ranks that are on the backend.
     """
 
     def __init__(
-        self, thread: CommunicationThread, backend: Backend, check: Callable[[], None]
+        self,
+        thread: CommunicationThread,
+        backend: Backend,
+        check: Callable[[], None],
+        where: str,
+        members: Members = ALL_RANKS,
     ) -> None:
         self._thread = thread
         self._backend = backend
         self._check = check
-        self._where = f"rank {backend.rank} of {backend.size}"
+        self._where = where
+        self._members = members
 
     def call(self, start: Callable[[Backend], Work[T]], label: str) -> T:
         """Run one collective and return its result.
@@ -89,7 +98,7 @@ class ControlChannel:
         """
         self._check()
         backend = self._backend
-        return self._thread.call(lambda: start(backend), label, backend)
+        return self._thread.call(lambda: start(backend), label, backend, self._members)
 
     def close(self) -> None:
         """Give the backend back; under the progress lock, and nothing may be under way."""

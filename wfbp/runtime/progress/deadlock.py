@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,6 +24,42 @@ from wfbp.config import Config
 from wfbp.errors import DisagreementError, PeerError, StallError, WfbpError
 
 _MAX_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Which ranks take part in a collective.
+
+    Args:
+        number: of their process set, the same on every rank; 0 of all ranks.
+        ranks: theirs, ascending; None for all.
+    """
+
+    number: int = 0
+    ranks: tuple[int, ...] | None = None
+
+    def place(self, rank: int) -> int:
+        """A rank's number among the members.
+
+        Raises:
+            ValueError: it is none of them.
+        """
+        if self.ranks is None:
+            return rank
+        if rank not in self.ranks:
+            shown = ", ".join(map(str, self.ranks))
+            raise ValueError(f"root_rank is {rank}; expected one of the ranks {shown}")
+        return self.ranks.index(rank)
+
+    def among(self, ranks: Iterable[int]) -> list[int]:
+        """Those of these ranks that are members, ascending."""
+        return sorted(r for r in ranks if self.ranks is None or r in self.ranks)
+
+
+ALL_RANKS = Members()
+
+Wait = tuple[float, str, Members]
+"""Since when (``time.monotonic``), for what, and with whom."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +88,14 @@ class RankStatus:
         text: for people.
         waits: whether all that could begin a collective here is in a wait.
         num_waits: waits begun so far; two equal statuses with equal counts are one wait.
-        calls: begun so far.
+        calls: begun so far among all ranks.
         call: label of the one under way, if any; labels are the same on every rank.
         lanes: of all engines.
         awaits: the named operation that its training thread waits for, if any.
         submitted: named operations that are pending here.
         outside: process sets that this rank is not in.
+        call_set: process set of the call under way.
+        set_calls: calls begun so far in process sets, as pairs of its number and their count.
     """
 
     text: str
@@ -69,12 +107,21 @@ class RankStatus:
     awaits: str = ""
     submitted: tuple[str, ...] = ()
     outside: tuple[int, ...] = ()
+    call_set: int = 0
+    set_calls: tuple[tuple[int, int], ...] = ()
+
+    def calls_in(self, process_set: int) -> int:
+        """Calls begun so far in a process set."""
+        return dict(self.set_calls).get(process_set, 0) if process_set else self.calls
 
     def needs(self, other: RankStatus) -> bool:
         """Whether this rank waits for what the other has not begun, and cannot by itself."""
         if self.call:
-            behind = other.calls < self.calls
-            return behind or (other.calls == self.calls and other.call not in ("", self.call))
+            if self.call_set in other.outside:
+                return False
+            begun, reached = self.calls_in(self.call_set), other.calls_in(self.call_set)
+            elsewhere = other.call_set == self.call_set and other.call not in ("", self.call)
+            return reached < begun or (reached == begun and elsewhere)
         if self.awaits:
             members = self.awaits.partition(":")[0]
             joined = f"{members}:join" in other.submitted
@@ -97,8 +144,15 @@ class RankStatus:
     def decode(cls, encoded: dict[str, Any]) -> RankStatus:
         """What :meth:`encode` gave, after a journey as JSON."""
         lanes = tuple(LaneStatus(**lane) for lane in encoded["lanes"])
-        submitted, outside = tuple(encoded["submitted"]), tuple(encoded["outside"])
-        return cls(**{**encoded, "lanes": lanes, "submitted": submitted, "outside": outside})
+        return cls(
+            **{
+                **encoded,
+                "lanes": lanes,
+                "submitted": tuple(encoded["submitted"]),
+                "outside": tuple(encoded["outside"]),
+                "set_calls": tuple((number, calls) for number, calls in encoded["set_calls"]),
+            }
+        )
 
 
 def find_deadlock(statuses: Sequence[RankStatus]) -> list[int]:
@@ -195,11 +249,11 @@ class DeadlockDetector:
         self._quiet_since = time.monotonic()
         self.gone[rank] = how
 
-    def check(self, waits: Sequence[tuple[float, str]], now: float) -> WfbpError | None:
+    def check(self, waits: Sequence[Wait], now: float) -> WfbpError | None:
         """Look at what is waited for; where that lasts, warn and ask the other ranks.
 
         Args:
-            waits: since when, and for what.
+            waits: all of this rank's.
             now: ``time.monotonic``.
 
         Returns:
@@ -212,14 +266,18 @@ class DeadlockDetector:
         if not waits:
             self._next_warning_s.clear()
             return None
-        since, what = min(waits)
+        waits = sorted(waits, key=lambda wait: wait[:2])
+        if self.gone and now - self._quiet_since > _LEFT_GRACE_S:
+            for since, what, members in waits:
+                gone = members.among(self.gone)
+                if gone and now - since > _LEFT_GRACE_S:
+                    left = ", ".join(f"rank {r} {self.gone[r]}" for r in gone)
+                    return PeerError(
+                        f"{self._where} waits ({what}), but {left}. Every rank must make the same "
+                        "calls: let none end earlier, with fewer batches or steps than the others"
+                    )
+        since, what, _ = waits[0]
         waited = now - since
-        if self.gone and min(waited, now - self._quiet_since) > _LEFT_GRACE_S:
-            left = ", ".join(f"rank {r} {how}" for r, how in sorted(self.gone.items()))
-            return PeerError(
-                f"{self._where} waits ({what}), but {left}. Every rank must make the same calls: "
-                "let none end earlier, with fewer batches or steps than the others"
-            )
         if waited > self._config.timeout_s:
             asked = f" {self.answers}" if self.answers else ""
             return StallError(

@@ -23,7 +23,7 @@ import numpy as np
 
 from wfbp.comm.backend import Backend, Buffer, HostBackend, Work
 from wfbp.errors import DisagreementError, WfbpError
-from wfbp.runtime.progress.deadlock import RankStatus
+from wfbp.runtime.progress.deadlock import ALL_RANKS, Members, RankStatus
 from wfbp.runtime.progress.loop import Reply
 
 _PIECE_BYTES = 64 << 20
@@ -47,11 +47,13 @@ class Store:
     as a whole.
 
     Args:
-        key: the same on every rank.
+        key: the same on every rank that has the store.
+        members: these ranks.
     """
 
-    def __init__(self, key: int) -> None:
+    def __init__(self, key: str, members: Members = ALL_RANKS) -> None:
         self.key = key
+        self.members = members
         self.published: tuple[int, Callable[[Any], Content]] | None = None
 
     def publish(self, version: int, collect: Callable[[Any], Content]) -> None:
@@ -93,7 +95,7 @@ class _Question:
     """One request of another rank."""
 
     sender: int
-    key: int
+    key: str
     version: int
     tag: int
     items: Any
@@ -118,8 +120,8 @@ class Fetches:
         self._host = backend
         self._where = where
         self._number = 0
-        self._stores: dict[int, Store] = {}
-        self._dropped: dict[int, int] = {}
+        self._stores: dict[str, Store] = {}
+        self._dropped: dict[str, int] = {}
         self._fetches: list[_Fetch] = []
         self._questions: list[_Question] = []
         self._sends: list[tuple[Work[None], Buffer]] = []
@@ -129,16 +131,19 @@ class Fetches:
         """Serve a store, until every rank has dropped it."""
         self._stores[store.key] = store
 
-    def drop(self, key: int) -> None:
+    def drop(self, store: Store) -> None:
         """This rank will not ask for a store any more; others may."""
-        self._send_notice({"kind": "fetch dropped", "key": key})
-        self._count_drop(key)
+        members = store.members.among(range(self.backend.size))
+        self._send_notice({"kind": "fetch dropped", "key": store.key, "members": members})
+        self._count_drop(store.key, len(members))
 
-    def ask(self, key: int, version: int, items: object, label: str, reply: Reply[Fetched]) -> None:
-        """Fetch from all other ranks.
+    def ask(
+        self, store: Store, version: int, items: object, label: str, reply: Reply[Fetched]
+    ) -> None:
+        """Fetch from all other ranks that have a store.
 
         Args:
-            key: of the store.
+            store: this rank's own.
             version: that is wanted.
             items: what is wanted of it, in JSON's types; the owners' ``collect`` is given it.
             label: what this is, for messages.
@@ -148,10 +153,10 @@ class Fetches:
             reply.fail(self._error)
             return
         tag = self._number = (self._number + 1) % _TAGS
-        self._send_notice(
-            {"kind": "fetch", "key": key, "version": version, "tag": tag, "items": items}
-        )
-        others = [r for r in range(self.backend.size) if r != self.backend.rank]
+        members = store.members.among(range(self.backend.size))
+        question = {"key": store.key, "version": version, "tag": tag, "items": items}
+        self._send_notice({"kind": "fetch", "members": members, **question})
+        others = [r for r in members if r != self.backend.rank]
         incoming = [_Incoming(rank, tag) for rank in others]
         for one in incoming:
             one.works = [self._host.receive(one.buffer, one.rank, tag)]
@@ -159,10 +164,12 @@ class Fetches:
 
     def hear(self, sender: int, notice: dict[str, Any]) -> None:
         """A notice of another rank, of a kind that begins with ``fetch``."""
-        if notice["kind"] == "fetch dropped":
-            self._count_drop(notice["key"])
+        members = notice.pop("members")
+        if self.backend.rank not in members:
+            return
+        if notice.pop("kind") == "fetch dropped":
+            self._count_drop(notice["key"], len(members))
         else:
-            del notice["kind"]
             self._questions.append(_Question(sender, **notice))
 
     # As a lane.
@@ -294,9 +301,9 @@ class Fetches:
                 return
         fetch.reply.put({one.rank: (one.head, one.parts) for one in fetch.incoming})
 
-    def _count_drop(self, key: int) -> None:
+    def _count_drop(self, key: str, num_members: int) -> None:
         self._dropped[key] = self._dropped.get(key, 0) + 1
-        if self._dropped[key] == self.backend.size:
+        if self._dropped[key] == num_members:
             del self._dropped[key]
             self._stores.pop(key, None)
 

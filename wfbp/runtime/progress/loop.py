@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,7 +22,14 @@ from wfbp.comm.backend import Backend, Work
 from wfbp.comm.waiting import Waiter
 from wfbp.config import Config
 from wfbp.errors import PeerError, WfbpError
-from wfbp.runtime.progress.deadlock import NOTICES, DeadlockDetector, LaneStatus, RankStatus
+from wfbp.runtime.progress.deadlock import (
+    ALL_RANKS,
+    NOTICES,
+    DeadlockDetector,
+    LaneStatus,
+    Members,
+    RankStatus,
+)
 
 
 class AutoResetEvent:
@@ -105,6 +112,7 @@ class Call:
         start: starts it.
         reply: where its result goes.
         line: calls of one line follow one another: those on one backend.
+        members: the ranks that take part.
         since: when it was asked for (``time.monotonic``).
         work: once it is started.
     """
@@ -113,6 +121,7 @@ class Call:
     start: Callable[[], Work[Any]]
     reply: Reply[Any]
     line: object = None
+    members: Members = ALL_RANKS
     since: float = field(default_factory=time.monotonic)
     work: Work[Any] | None = None
 
@@ -125,7 +134,8 @@ class Calls:
 
     def __init__(self) -> None:
         self._lines: dict[object, deque[Call]] = {}  # those in which a call waits
-        self.num_begun = 0
+        self.num_begun: Counter[int] = Counter()
+        """By the number of a process set."""
 
     def __bool__(self) -> bool:
         return bool(self._lines)
@@ -149,7 +159,7 @@ class Calls:
     def _move(self, call: Call) -> bool:
         try:
             if call.work is None:
-                self.num_begun += 1
+                self.num_begun[call.members.number] += 1
                 call.work = call.start()
             if not call.work.test():
                 return False
@@ -294,6 +304,7 @@ class ProgressLoop:
         self._calls = Calls()
         self._lanes: list[Lane] = []
         self._numbers: dict[Lane, int] = {}
+        self._members: dict[Lane, Members] = {}
         self._retiring: list[tuple[Lane, Message]] = []
         self._next_tick = 0.0
 
@@ -333,12 +344,13 @@ class ProgressLoop:
         if not (alone and self._guarded(busy[0].rest, nap_s, _REST_S)):
             self.wakeup.wait(min(nap_s, _REST_S))
 
-    def check_measurement(self, label: str, waited_s: float) -> None:
+    def check_measurement(self, label: str, waited_s: float, members: Members = ALL_RANKS) -> None:
         """Do within a long measurement what :meth:`progress` does some times a second.
 
         Args:
             label: what is measured.
             waited_s: for how long it has waited for other ranks.
+            members: the ranks that take part.
 
         Raises:
             WfbpError: what ends the runtime.
@@ -348,7 +360,7 @@ class ProgressLoop:
             return
         self._next_tick = now + TICK_S
         self._read_notices()
-        error = self.error or self.detector.check([(now - waited_s, label)], now)
+        error = self.error or self.detector.check([(now - waited_s, label, members)], now)
         if error is not None:
             self.fail(error)
             raise error
@@ -377,16 +389,18 @@ class ProgressLoop:
         else:
             self._calls.add(call)
 
-    def add_lane(self, lane: Lane, number: int | None = None) -> None:
+    def add_lane(self, lane: Lane, number: int | None = None, members: Members = ALL_RANKS) -> None:
         """Serve a lane from now on.
 
         Args:
             lane: that no other thread uses any more.
             number: of a lane that follows a plan, the same on every rank.
+            members: the ranks that communicate through it.
         """
         if self.error is not None:
             lane.fail(self.error)
         self._lanes.append(lane)
+        self._members[lane] = members
         if number is not None:
             self._numbers[lane] = number
 
@@ -394,6 +408,7 @@ class ProgressLoop:
         """No longer serve a lane."""
         self._lanes = [other for other in self._lanes if other is not lane]
         self._numbers.pop(lane, None)
+        self._members.pop(lane, None)
 
     def retire_lane(self, lane: Lane, idle: Message) -> None:
         """No longer serve a lane, once it has done what other ranks wait for.
@@ -451,15 +466,17 @@ class ProgressLoop:
             started, completed = lane.counts
             dry = not (lane.busy or lane.has_events or lane.owes_work)
             lanes.append(LaneStatus(number, started, completed, dry))
-        call = next((call.label for call in self._calls.under_way), "")
-        waits = self.waits
+        call = next(iter(self._calls.under_way), None)
+        waits, begun = self.waits, self._calls.num_begun
         status = RankStatus(
             self.describe(),
             waits.stands_still,
             waits.num_begun,
-            self._calls.num_begun,
-            call,
+            begun[0],
+            call.label if call else "",
             tuple(lanes),
+            call_set=call.members.number if call else 0,
+            set_calls=tuple(sorted((number, calls) for number, calls in begun.items() if number)),
         )
         for part in self._status_parts:
             status = part(status, waits.awaited)
@@ -565,10 +582,10 @@ class ProgressLoop:
         self._waiter.offer_core()
 
     def _check_waits(self, now: float) -> None:
-        waits = [(call.since, call.label) for call in self._calls.under_way]
+        waits = [(call.since, call.label, call.members) for call in self._calls.under_way]
         for lane in self._lanes:
             if (since := lane.waiting_since) is not None:
-                waits.append((since, lane.describe()))
+                waits.append((since, lane.describe(), self._members[lane]))
         error = self.detector.check(waits, now)
         if error is not None:
             self.fail(error)

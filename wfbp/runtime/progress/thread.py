@@ -20,6 +20,7 @@ from wfbp.comm.waiting import sharp_naps
 from wfbp.config import Config
 from wfbp.errors import StallError, WfbpError
 from wfbp.runtime import signals
+from wfbp.runtime.progress.deadlock import ALL_RANKS, Members
 from wfbp.runtime.progress.loop import Call, Message, ProgressLoop, Reply
 
 T = TypeVar("T")
@@ -108,31 +109,38 @@ class CommunicationThread:
         self.loop.messages.append(message)
         self.loop.wakeup.set()
 
-    def call(self, start: Callable[[], Work[T]], label: str, line: object = None) -> T:
+    def call(
+        self,
+        start: Callable[[], Work[T]],
+        label: str,
+        line: object = None,
+        members: Members = ALL_RANKS,
+    ) -> T:
         """Run one collective and wait for its result.
 
         Args:
             start: starts the collective; called under the progress lock.
             label: what it is, for messages.
             line: calls of different lines do not wait for each other.
+            members: the ranks that take part.
 
         Raises:
             WfbpError: this collective failed, or an earlier error has ended the runtime.
         """
         reply: Reply[T] = Reply()
-        call = Call(label, start, reply, line)
+        call = Call(label, start, reply, line, members)
         self.loop.messages.append(lambda: self.loop.enqueue(call))
         return self.await_reply(reply, label)
 
-    def await_reply(self, reply: Reply[T], label: str, leavable: bool = False) -> T:
+    def await_reply(self, reply: Reply[T], label: str, resumable: bool = False) -> T:
         """Wait for an answer to what was appended or posted before; drive, unless another does.
 
         Args:
             reply: where the answer comes.
             label: what is waited for, for messages.
-            leavable: whether the caller can wait again after ``HandlersDue``, unless it is
-                ``firm``; else handlers of signals run here once they are overdue, and what they
-                raise ends the runtime.
+            resumable: whether the caller can wait again after ``HandlersDue``, unless it is within
+                ``signals.uninterruptible``; else handlers of signals run here once they are
+                overdue, and what they raise ends the runtime.
 
         Raises:
             HandlersDue: signals have come to the main thread, and their handlers are to run.
@@ -143,26 +151,26 @@ class CommunicationThread:
         if reply.answered:
             return reply.get(timeout_s=0.0)
         with signals.postponed:
-            leavable = leavable and not signals.firm.depth
+            resumable = resumable and not signals.uninterruptible.depth
             while True:
                 try:
-                    return self._await(reply, label, leavable)
+                    return self._await(reply, label, resumable)
                 except signals.HandlersDue:
-                    if leavable:
+                    if resumable:
                         raise
                     self._run_handlers()
 
-    def _await(self, reply: Reply[T], label: str, leavable: bool) -> T:
+    def _await(self, reply: Reply[T], label: str, resumable: bool) -> T:
         self.loop.waits.num_waiting += 1
         try:
             if self._driver_lock.acquire(timeout=_DRIVER_POLL_S):
                 try:
                     with self._progress_lock, sharp_naps():
-                        return self._drive(reply, leavable)
+                        return self._drive(reply, resumable)
                 finally:
                     self._driver_lock.release()
             self.loop.wakeup.set()
-            return self._await_others(reply, label, leavable)
+            return self._await_others(reply, label, resumable)
         finally:
             self.loop.waits.num_waiting -= 1
 
@@ -181,14 +189,14 @@ class CommunicationThread:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _drive(self, reply: Reply[T], leavable: bool) -> T:
+    def _drive(self, reply: Reply[T], resumable: bool) -> T:
         loop = self.loop
         serving, since = signals.serving(), time.monotonic()
         try:
             while not reply.answered:
                 if loop.error is not None:
                     raise loop.error
-                if serving and signals.due(leavable, since):
+                if serving and signals.due(resumable, since):
                     raise signals.HandlersDue
                 nap_s = loop.progress(urgent=True)
                 if nap_s > 0 and not reply.answered:
@@ -198,7 +206,7 @@ class CommunicationThread:
             raise
         return reply.get(timeout_s=0.0)
 
-    def _await_others(self, reply: Reply[T], label: str, leavable: bool) -> T:
+    def _await_others(self, reply: Reply[T], label: str, resumable: bool) -> T:
         """Another training thread drives, and this one's work with it."""
         deadline = time.monotonic() + self._config.timeout_s + _BACKSTOP_S
         serving, since = signals.serving(), time.monotonic()
@@ -211,7 +219,7 @@ class CommunicationThread:
             except TimeoutError:
                 if self.error is not None:
                     raise self.error from None
-                if serving and signals.due(leavable, since):
+                if serving and signals.due(resumable, since):
                     raise signals.HandlersDue from None
                 if not self._thread.is_alive() or time.monotonic() > deadline:
                     raise StallError(

@@ -13,7 +13,7 @@ gradients' type everywhere; only the message is of another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -354,14 +354,21 @@ def shard_range(spec: TensorSpec, rank: int, size: int) -> tuple[int, int]:
     return min(rank * length, spec.nbytes), min((rank + 1) * length, spec.nbytes)
 
 
-class _ShardBlocks:
+MakeTable = Callable[[Buffer, Sequence[int], Sequence[int], str, str], SlotTable]
+"""Makes the table that copies a buffer's slots: the buffer, the slots' offsets and bytes in it, its
+element type, and that of the tensors."""
+
+
+class ShardBlocks:
     """The layout of a group's shards in one buffer, all ranks' blocks behind each other.
 
     Args:
         plan: what is sent.
         group: index of the group.
         size: number of ranks.
-        zero_copy_min_bytes: tensors of at least this size are not packed.
+        allocate: makes a buffer of so many bytes.
+        make_table: makes the tables that copy shards.
+        zero_copy_min_bytes: tensors of at least this size are not packed; None to pack all.
         tail_bytes: to be left free at the end of each block.
         wire_dtype: in which the shards lie there, if not in the group's type; all are packed then.
     """
@@ -371,7 +378,9 @@ class _ShardBlocks:
         plan: Plan,
         group: int,
         size: int,
-        zero_copy_min_bytes: int,
+        allocate: Callable[[int], Buffer],
+        make_table: MakeTable,
+        zero_copy_min_bytes: int | None = None,
         tail_bytes: int = 0,
         wire_dtype: str = "",
     ) -> None:
@@ -381,19 +390,20 @@ class _ShardBlocks:
         self.casts = self.dtype != self._tensor_dtype
         self._specs = [plan.tensors[k] for k in self.members]
         self._size = size
-        places = [self._in_block(shard_bytes(spec, size)) for spec in self._specs]
+        self._make_table = make_table
+        in_block = [self._in_block(shard_bytes(spec, size)) for spec in self._specs]
         nbytes = [spec.nbytes for spec in self._specs]
-        least_bytes = max(nbytes) + 1 if self.casts else zero_copy_min_bytes
-        buffer_layout = BufferLayout(places, nbytes, least_bytes)
+        if self.casts or zero_copy_min_bytes is None:
+            zero_copy_min_bytes = max(nbytes) + 1
+        buffer_layout = BufferLayout(in_block, nbytes, zero_copy_min_bytes)
         self._offsets, self._small = buffer_layout.offsets, buffer_layout.small
-        ranges = [[shard_range(spec, r, size) for r in range(size)] for spec in self._specs]
         self._large = [
-            (k, [stop - start for start, stop in ranges[k]]) for k in buffer_layout.large
+            (k, [stop - start for start, stop in self._ranges_of(k)]) for k in buffer_layout.large
         ]
-        self.tail = -(-buffer_layout.end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self.block_bytes = -(-(self.tail + tail_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self.tail = _aligned(buffer_layout.end)
+        self.block_bytes = _aligned(self.tail + tail_bytes)
         self.counts = [self.block_bytes] * size
-        self.bytes = aligned_bytes(self.block_bytes * size)
+        self.bytes = allocate(self.block_bytes * size)
 
     def _in_block(self, nbytes: int) -> int:
         """Bytes that so many of a tensor take in a block."""
@@ -403,22 +413,20 @@ class _ShardBlocks:
         """A rank's block."""
         return self.bytes[rank * self.block_bytes : (rank + 1) * self.block_bytes]
 
+    def _ranges_of(self, position: int) -> list[tuple[int, int]]:
+        """The bytes of all ranks' shards in one tensor."""
+        spec = self._specs[position]
+        return [shard_range(spec, rank, self._size) for rank in range(self._size)]
+
+    def ranges(self, rank: int) -> list[tuple[int, int]]:
+        """The bytes of a rank's shards in their tensors."""
+        return [shard_range(spec, rank, self._size) for spec in self._specs]
+
     def shard(self, position: int, rank: int) -> Buffer:
         """The bytes of a rank's shard of the group's tensor at ``position``."""
         start, stop = shard_range(self._specs[position], rank, self._size)
-        offset = self._offsets[position]
-        return self.block(rank)[offset : offset + self._in_block(stop - start)]
-
-    def starts(self, rank: int) -> list[int]:
-        """Where a rank's shards begin in their tensors."""
-        return [shard_range(spec, rank, self._size)[0] for spec in self._specs]
-
-    def results(self, rank: int) -> _Results:
-        """Memory for a rank's shards in the tensors' type."""
-        ranges = [shard_range(spec, rank, self._size) for spec in self._specs]
-        nbytes = [stop - start for start, stop in ranges]
-        offsets, end = layout(nbytes)
-        return _Results(offsets, nbytes, end)
+        offset = rank * self.block_bytes + self._offsets[position]
+        return self.bytes[offset : offset + self._in_block(stop - start)]
 
     def segments(self, addresses: Sequence[int], owners: Sequence[object]) -> list[Segment]:
         """The large tensors where they lie; zeros for those at address 0."""
@@ -438,15 +446,33 @@ class _ShardBlocks:
                 offsets.append(rank * self.block_bytes + self._offsets[position])
                 nbytes.append(self._in_block(stop - start))
                 starts.append(start)
-        small = [self.members[position] for position in self._small]
-        table = native.PackTable(
-            self.bytes,
-            np.asarray(offsets, dtype=np.int64),
-            np.asarray(nbytes, dtype=np.int64),
-            self.dtype,
-            self._tensor_dtype,
+        table = self._make_table(self.bytes, offsets, nbytes, self.dtype, self._tensor_dtype)
+        return ShardTable(
+            table, [self.members[position] for position in self._small], starts, len(ranks)
         )
-        return ShardTable(table, small, starts, len(ranks))
+
+    def whole_tensors(self, num_tensors: int, rank: int, addresses: Sequence[int]) -> list[int]:
+        """Where whole tensors would begin whose shards of a rank lie at these addresses."""
+        whole = [0] * num_tensors
+        for k, address, (start, _) in zip(self.members, addresses, self.ranges(rank), strict=True):
+            whole[k] = address - start
+        return whole
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _host_table(
+    buffer: Buffer, offsets: Sequence[int], nbytes: Sequence[int], dtype: str, tensor_dtype: str
+) -> SlotTable:
+    return native.PackTable(
+        buffer,
+        np.asarray(offsets, dtype=np.int64),
+        np.asarray(nbytes, dtype=np.int64),
+        dtype,
+        tensor_dtype,
+    )
 
 
 class ShardTable:
@@ -513,18 +539,24 @@ class ScatterBuffer:
         self.dtype = wire_dtype or plan.dtype(group)
         self._flags = FlagCodec(plan, group, self.dtype)
         tail_bytes = self._flags.count * item_bytes(self.dtype)
-        self._blocks = blocks = _ShardBlocks(
-            plan, group, size, zero_copy_min_bytes, tail_bytes, self.dtype
+        self._blocks = blocks = ShardBlocks(
+            plan,
+            group,
+            size,
+            aligned_bytes,
+            _host_table,
+            zero_copy_min_bytes,
+            tail_bytes,
+            self.dtype,
         )
         self._table = blocks.table(range(size))
         self._results: _Results | None = None
         if blocks.casts:
-            self._results = results = blocks.results(rank)
+            nbytes = [stop - start for start, stop in blocks.ranges(rank)]
+            offsets, results_end = layout(nbytes)
+            self._results = results = _Results(offsets, nbytes, results_end)
             self._own = blocks.table([rank])
-            self._targets = [0] * len(plan.tensors)
-            places = zip(blocks.members, results.addresses, blocks.starts(rank), strict=True)
-            for k, address, start in places:  # as if whole tensors began there
-                self._targets[k] = address - start
+            self._targets = blocks.whole_tensors(len(plan.tensors), rank, results.addresses)
         end = blocks.tail + tail_bytes
         self._tails = [
             blocks.block(r)[blocks.tail : end].view(storage_dtype(self.dtype)) for r in range(size)
@@ -576,7 +608,9 @@ class GatherBuffer:
     def __init__(
         self, plan: Plan, group: int, rank: int, size: int, zero_copy_min_bytes: int
     ) -> None:
-        self._blocks = blocks = _ShardBlocks(plan, group, size, zero_copy_min_bytes)
+        self._blocks = blocks = ShardBlocks(
+            plan, group, size, aligned_bytes, _host_table, zero_copy_min_bytes
+        )
         self._own = blocks.table([rank])
         self._others = blocks.table([r for r in range(size) if r != rank])
 

@@ -16,9 +16,9 @@ from wfbp.comm.backend import Backend, Buffer, Work
 from wfbp.comm.device.backend import DeviceBackend, DeviceWork
 from wfbp.comm.device.device import Device, SlotTable
 from wfbp.core.plan import ALIGNMENT_BYTES, Plan, layout
-from wfbp.core.types import Op, item_bytes
+from wfbp.core.types import Op
 from wfbp.runtime.step import GatherRequest, Step
-from wfbp.runtime.transport.buffers import ShardTable, shard_bytes, shard_range
+from wfbp.runtime.transport.buffers import ShardBlocks
 from wfbp.runtime.transport.flags import GroupFlags, HostFlags
 
 
@@ -180,54 +180,25 @@ class _GroupAndFlags(DeviceWork):
         self._group.then(target, source)
 
 
-class _DeviceShardBlocks:
-    """A group's shards, one block per rank, and the tables that copy them."""
+def _shard_blocks(
+    plan: Plan, group: int, carrier: DeviceBackend, wire_dtype: str = ""
+) -> ShardBlocks:
+    device, stream = carrier.device, carrier.stream
 
-    def __init__(
-        self, plan: Plan, group: int, carrier: DeviceBackend, wire_dtype: str = ""
-    ) -> None:
-        self.members = plan.groups[group].tensors
-        self._tensor_dtype = plan.dtype(group)
-        self.dtype = wire_dtype or self._tensor_dtype
-        self.casts = self.dtype != self._tensor_dtype
-        self._specs = [plan.tensors[k] for k in self.members]
-        self._carrier = carrier
-        size = carrier.size
-        self._offsets, end = layout(
-            [self._in_block(shard_bytes(spec, size)) for spec in self._specs]
-        )
-        self.block_bytes = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self.counts = [self.block_bytes] * size
-        self.bytes = carrier.device.zeros(self.block_bytes * size, carrier.stream)
+    def make_table(
+        buffer: Buffer, offsets: Sequence[int], nbytes: Sequence[int], dtype: str, tensor_dtype: str
+    ) -> SlotTable:
+        table = device.pack_table(buffer, offsets, nbytes, dtype, stream, tensor_dtype)
+        return _Annotated(device, table)
 
-    def _in_block(self, nbytes: int) -> int:
-        """Bytes that so many of a tensor take in a block."""
-        return nbytes // item_bytes(self._tensor_dtype) * item_bytes(self.dtype)
-
-    def ranges(self, rank: int) -> list[tuple[int, int]]:
-        """A rank's shards in their tensors."""
-        return [shard_range(spec, rank, self._carrier.size) for spec in self._specs]
-
-    def shard(self, position: int, rank: int) -> Buffer:
-        """The bytes of a rank's shard of the group's tensor at ``position``."""
-        start, stop = shard_range(self._specs[position], rank, self._carrier.size)
-        first = rank * self.block_bytes + self._offsets[position]
-        return self.bytes[first : first + self._in_block(stop - start)]
-
-    def table(self, ranks: Sequence[int]) -> ShardTable:
-        """Copies some ranks' shards."""
-        offsets, nbytes, starts = [], [], []
-        for rank in ranks:
-            for position, spec in enumerate(self._specs):
-                start, stop = shard_range(spec, rank, self._carrier.size)
-                offsets.append(rank * self.block_bytes + self._offsets[position])
-                nbytes.append(self._in_block(stop - start))
-                starts.append(start)
-        device, stream = self._carrier.device, self._carrier.stream
-        table = device.pack_table(
-            self.bytes, offsets, nbytes, self.dtype, stream, self._tensor_dtype
-        )
-        return ShardTable(_Annotated(device, table), self.members, starts, len(ranks))
+    return ShardBlocks(
+        plan,
+        group,
+        carrier.size,
+        lambda nbytes: device.zeros(nbytes, stream),
+        make_table,
+        wire_dtype=wire_dtype,
+    )
 
 
 class _Annotated:
@@ -270,20 +241,20 @@ class DeviceScatterBuffer:
         self._op = op
         self._rank = carrier.rank
         self._beside = AttachedFlags(flags)
-        self._blocks = blocks = _DeviceShardBlocks(plan, group, carrier, wire_dtype)
+        self._blocks = blocks = _shard_blocks(plan, group, carrier, wire_dtype)
         self._table = blocks.table(range(carrier.size))
         self._results: list[Buffer] = []
         if blocks.casts:
-            device, ranges = carrier.device, blocks.ranges(carrier.rank)
-            nbytes = [stop - start for start, stop in ranges]
+            rank, device = carrier.rank, carrier.device
+            nbytes = [stop - start for start, stop in blocks.ranges(rank)]
             offsets, end = layout(nbytes)
             memory = device.zeros(-(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, carrier.stream)
-            self._own = blocks.table([carrier.rank])
-            self._targets = [0] * len(plan.tensors)
-            for k, offset, (start, stop) in zip(blocks.members, offsets, ranges, strict=True):
-                self._results.append(memory[offset : offset + stop - start])
-                # As if whole tensors began there.
-                self._targets[k] = device.address(memory) + offset - start
+            self._results = [
+                memory[offset : offset + size] for offset, size in zip(offsets, nbytes, strict=True)
+            ]
+            self._own = blocks.table([rank])
+            addresses = [device.address(memory) + offset for offset in offsets]
+            self._targets = blocks.whole_tensors(len(plan.tensors), rank, addresses)
 
     def slot(self, position: int) -> Buffer:
         """The bytes of this rank's shard of the group's tensor at ``position``."""
@@ -323,7 +294,7 @@ class DeviceGatherBuffer:
 
     def __init__(self, plan: Plan, group: int, carrier: DeviceBackend) -> None:
         rank, size = carrier.rank, carrier.size
-        self._blocks = blocks = _DeviceShardBlocks(plan, group, carrier)
+        self._blocks = blocks = _shard_blocks(plan, group, carrier)
         self._own = blocks.table([rank])
         self._others = blocks.table([r for r in range(size) if r != rank])
 

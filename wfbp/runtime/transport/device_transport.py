@@ -121,6 +121,9 @@ class DeviceTransport(Transport):
             for group in range(plan.num_backward, len(plan.groups))
         ]
 
+    def trim(self) -> None:
+        self._device.trim()
+
     def _await_home(self) -> None:
         """Memory may be given out again that the training thread's work still reads."""
         self._device.wait(self._stream, self._device.record(self._home))
@@ -188,6 +191,7 @@ class DeviceTransport(Transport):
 
     def close(self, step: Step) -> Timestamp:
         stream = self._device.current_stream()
+        self._refuse_capture(stream)
         event = self._device.record(stream, timed=True)
         step.dependencies[CLOSED] = [event]
         if stream != self._home:
@@ -240,11 +244,20 @@ class DeviceTransport(Transport):
     def _produced(self) -> Timestamp:
         stream = self._device.current_stream()
         if not self._begun:
+            self._refuse_capture(stream)
             self._begun = True
             assert self._step is not None
             self._step.dependencies[BEGUN] = [self._device.record(self._home)]
         self._producers.add(stream)
         return self._device.record(stream, timed=True) if self._profiling else 0.0
+
+    def _refuse_capture(self, stream: int) -> None:
+        if self._device.is_capturing(stream):
+            raise RuntimeError(
+                f"rank {self.carrier.rank}: a step's gradients were about to be captured in a CUDA "
+                "graph, in which other ranks cannot take part; capture the model alone "
+                "(torch.cuda.make_graphed_callables), and call backward() and step() outside"
+            )
 
     def _complete(self, group: int) -> None:
         assert self._step is not None

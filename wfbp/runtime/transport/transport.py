@@ -104,6 +104,10 @@ class Transport(ABC):
         """Storage of a plan's all-gathers."""
 
     @abstractmethod
+    def trim(self) -> None:
+        """Give back the memory of plans that are no longer in use."""
+
+    @abstractmethod
     def order_after_gradients(self, step: Step, group: int) -> None:
         """What the lane does from here on finds the gradients of a group that is ready."""
 
@@ -239,6 +243,9 @@ class HostTransport(Transport):
             GatherBuffer(plan, g, rank, size, direct)
             for g in range(plan.num_backward, len(plan.groups))
         ]
+
+    def trim(self) -> None:
+        """Nothing: the host's memory goes back when it is dropped."""
 
     def is_enqueued(self, work: Work[None]) -> bool:
         return work.test()

@@ -24,6 +24,11 @@ _BYTES_PER_S = 32 << 20
 """The curve of a small model has few sizes, and is worth less time: so much, and its largest
 message's bytes at this rate, for each operation."""
 
+_GROUP_S = 2e-4
+"""What a group costs a core beside its bytes, where a network carries data by itself: 0.26 to 0.33
+ms were measured at 1 Gbit/s (docs/benchmarks/training.md). Streams of messages hide it, and without
+it plans cut groups wherever the curve's noise favours a size."""
+
 log = logging.getLogger("wfbp")
 
 
@@ -83,7 +88,7 @@ class NetworkCosts:
             for operation in missing:
                 label = f"measuring the network's {operation.value}"
                 measure = partial(
-                    measure_cost,
+                    _measure,
                     max_bytes=max_bytes,
                     operation=operation,
                     budget_s=budget_s,
@@ -93,7 +98,7 @@ class NetworkCosts:
                     lambda backend, act=measure: Finished(act(through or backend)),  # type: ignore[misc]
                     label,
                 )
-                curves[operation] = max_bytes, PiecewiseCost(monotone_points(points))
+                curves[operation] = max_bytes, PiecewiseCost(tuple(points))
                 (least, first_s), (most, last_s) = points[0], points[-1]
                 self._tell(
                     "%s: %d bytes in %.1f us, %s bytes in %.2f ms (%.2f GB/s)",
@@ -112,3 +117,10 @@ class NetworkCosts:
                 curve.get(Operation.ALL_GATHER),
             )
         return self._costs[way]
+
+
+def _measure(backend: Backend, **options: Any) -> Sequence[tuple[float, float]]:
+    """Points of a cost curve."""
+    group_s = _GROUP_S if backend.carries_itself else 0.0
+    points = monotone_points(measure_cost(backend, **options))
+    return [(size, seconds + group_s) for size, seconds in points]

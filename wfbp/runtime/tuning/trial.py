@@ -82,7 +82,7 @@ def num_cold(num_steps: int) -> int:
     return max(1, min(_MOST_COLD, num_steps // 2))
 
 
-class Elimination:
+class EliminationTrial:
     """The slower ones drop out from round to round: see :mod:`wfbp.core.elimination`.
 
     Rounds are short, and every other one runs in the reverse order, so that a machine that slowly
@@ -177,7 +177,7 @@ class Elimination:
             self.plans.reverse()
 
 
-class Search:
+class SearchTrial:
     """DeAR's threshold, sought by Bayesian optimisation over measured iterations.
 
     Args:

@@ -34,7 +34,14 @@ from wfbp.runtime.tuning.candidates import (
     with_packing,
 )
 from wfbp.runtime.tuning.profile import Profile, StepTimes, TuningPhase, combine
-from wfbp.runtime.tuning.trial import Candidate, Elimination, Search, Times, Trial, num_cold
+from wfbp.runtime.tuning.trial import (
+    Candidate,
+    EliminationTrial,
+    SearchTrial,
+    Times,
+    Trial,
+    num_cold,
+)
 
 log = logging.getLogger("wfbp")
 
@@ -404,7 +411,7 @@ class Tuner:
                 return planners.plan("dear", trace, costs, threshold_bytes=threshold_bytes)
 
             first_bytes = self._threshold_bytes
-            self._try(Search(dear, first_bytes, self._trial_steps(dear(first_bytes))))
+            self._try(SearchTrial(dear, first_bytes, self._trial_steps(dear(first_bytes))))
             return
 
         def plan() -> list[dict[str, Any]]:
@@ -451,7 +458,7 @@ class Tuner:
             max(0, most_steps),
             max(0.0, most_s),
         )
-        self._try(Elimination(plans, self._trial_steps(plans[0]), most_steps, most_s))
+        self._try(EliminationTrial(plans, self._trial_steps(plans[0]), most_steps, most_s))
 
     def _try(self, trial: Trial) -> None:
         self._trial = trial

@@ -111,6 +111,17 @@ for skip in (False, False, True):
 assert pair[0].tolist() == [-1.625] * 3
 assert pair[1].tolist() == [1.0] * 3  # no weight decay: nobody has had a gradient for it
 
+# A rank outside the process set of an optimizer steps alone.
+if size > 1:
+    only_first = hvd.add_process_set([0])
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(pair, lr=1.0), process_set=only_first)
+    before = pair[0].detach().clone()
+    (pair[0].sum() * (rank + 1)).backward()
+    optimizer.step()
+    assert torch.equal(before - pair[0], torch.full((3,), rank + 1.0))
+    optimizer.zero_grad()
+    hvd.remove_process_set(only_first)
+
 # Learning rates that differ are a warning here.
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(pair, lr=1.0 + rank))
 pair[0].sum().backward()

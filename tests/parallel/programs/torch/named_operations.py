@@ -292,6 +292,12 @@ def sparse() -> None:
     found = wfbp.sparse_allreduce_async(dense.to_sparse(), op=wfbp.Sum)()
     assert torch.equal(found.to_dense(), wfbp.allreduce(dense, op=wfbp.Sum))
     assert size
+    # After an error, both of its names are free again.
+    other = torch.zeros(5, 2, 1 + rank).to_sparse(2 if rank == 0 else 3)
+    if size > 1:
+        wait = wfbp.sparse_allreduce_async(other, "apart")
+        raises(WfbpError, "ranks disagree", act=wait)
+    assert wfbp.sparse_allreduce_async(dense.to_sparse(), "apart")().shape == dense.shape
 
 
 @check
@@ -316,6 +322,19 @@ def groups_in_place() -> None:
     found = wfbp.grouped_allreduce_(group, name="all of them", op=wfbp.Sum)
     assert [t.tolist() for t in found] == [[float(ranks_sum())] * k for k in range(4)]
     assert all(a is b for a, b in zip(found, group, strict=True))
+    # A group of which one tensor cannot be sent is not submitted in part.
+    for call, bad in (
+        (wfbp.grouped_allreduce_async, torch.ones(1) * 1j),
+        (wfbp.grouped_allreduce, torch.ones(1) * 1j),
+        (wfbp.grouped_allgather_async, torch.tensor(1.0)),
+        (wfbp.grouped_allgather, torch.tensor(1.0)),
+        (wfbp.grouped_reducescatter, torch.tensor(1.0)),
+    ):
+        with pytest.raises(ValueError, match=r"complex64|found a scalar"):
+            call([torch.ones(2), bad], name="some of them")
+        found = wfbp.grouped_allreduce([torch.ones(2)] * 2, name="some of them")
+        assert [t.tolist() for t in found] == [[1.0, 1.0]] * 2
+    raises(TypeError, "tensors[1] is a int", act=lambda: wfbp.grouped_allreduce([torch.ones(1), 1]))
     handle = wfbp.grouped_reducescatter_async([torch.ones(wfbp.size())] * 2, op=wfbp.Sum)
     assert [t.tolist() for t in wfbp.synchronize(handle)] == [[float(wfbp.size())]] * 2
 
@@ -371,6 +390,8 @@ def uneven_data() -> None:
             assert found.tolist() == [size - 1.0] * 3
             if size > 1:
                 raises(WfbpError, f"rank {first} called join()", act=lambda: wfbp.allgather(ones))
+            # A name that has nothing to do with the others' call of join().
+            assert wfbp.allreduce(ones, name="join", op=wfbp.Sum).tolist() == [size - 1.0] * 2
         last = wfbp.join()
         assert last != first or size == 1
         assert set(wfbp.allgather(torch.tensor([last])).tolist()) == {last}

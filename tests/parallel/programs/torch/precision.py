@@ -209,3 +209,16 @@ def nan_passes_through() -> None:
             with optimizer.skip_synchronize():
                 optimizer.step()
     assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@check
+def element_types_side_by_side() -> None:
+    """Groups of one step go different ways; what ranks compare in the first step waits for them."""
+    rank, size = wfbp.rank(), wfbp.size()
+    dtypes = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+    for _ in range(3):
+        params = [nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in dtypes]
+        optimizer = wfbp.torch.DistributedOptimizer(torch.optim.SGD(params, lr=1.0))
+        sum(p.double().sum() * (rank + 1.0) for p in params).backward()
+        optimizer.step()
+        assert all((p == -(size + 1) / 2).all() for p in params)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from tests.parallel.programs.harness import Checks
 from tests.parallel.programs.torch import (
     adapter,
+    adasum,
     collectives,
     disagreements,
     named_operations,
     rebuilding,
+    training_in_sets,
+    uneven_data,
 )
 
 check = Checks(
@@ -17,6 +20,9 @@ check = Checks(
     collectives.check,
     named_operations.check,
     disagreements.check,
+    training_in_sets.check,
+    adasum.check,
+    uneven_data.check,
 )
 
 if __name__ == "__main__":

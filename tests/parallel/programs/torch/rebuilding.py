@@ -64,7 +64,8 @@ def alike(model: nn.Module, reference: nn.Module, where: str) -> None:
 def beside(happens: Callable[[nn.Sequential], Callable[[torch.Tensor], torch.Tensor]]) -> None:
     """Train beside one process; from some step on by what is made of the model then.
 
-    Updates are carried out when parameters are read: what is read unheard is always out of date.
+    Updates are carried out when parameters are read: what is read without being noticed is always
+    out of date.
     """
     model, reference = twins()
     optimizer, plain = decoupled(model, "replicated", adamw), adamw(reference.parameters())

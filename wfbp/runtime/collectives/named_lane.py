@@ -32,6 +32,7 @@ from wfbp.runtime.collectives.request import (
     decode_responses,
     encode,
 )
+from wfbp.runtime.progress.deadlock import ALL_RANKS, Members
 from wfbp.runtime.progress.loop import Reply
 from wfbp.runtime.progress.thread import CommunicationThread
 from wfbp.runtime.row_collectives import equal_rows
@@ -43,8 +44,8 @@ _FUSED_BYTES = 1 << 20
 _MAX_TESTED = 8
 """How many of the operations under way are tested in one turn; the oldest end first."""
 
-JOIN = "join"
-"""Name of the one join that may be pending."""
+JOIN = ""
+"""Name of the one join that may be pending; no other operation has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ class NamedLane:
         mailbox: requests and responses.
         name: of the process set, for messages; empty for that of all ranks.
         where: who this is, for messages ("rank 1 of 4").
+        members: the ranks of the set.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class NamedLane:
         mailbox: Mailbox,
         name: str,
         where: str,
+        members: Members = ALL_RANKS,
     ) -> None:
         self.backend: Backend = backend
         self._data = backend
@@ -110,6 +113,7 @@ class NamedLane:
         self._mailbox = mailbox
         self._name = name
         self._where = where
+        self._members = members
         self._coordinator = Coordinator(backend.size) if backend.rank == 0 else None
         self._pending: dict[str, Submission] = {}
         self._outbox: list[Request] = []
@@ -124,7 +128,7 @@ class NamedLane:
         self._outbox.append(submission.request)
         if not self._served:
             self._served = True
-            self._thread.loop.add_lane(self)
+            self._thread.loop.add_lane(self, members=self._members)
 
     def advance(self) -> bool:
         progressed = self._negotiate()
@@ -143,6 +147,10 @@ class NamedLane:
             self._served = False
             self._thread.loop.remove_lane(self)
         return progressed
+
+    def note_progress(self) -> None:
+        """What is pending is not given up: the ranks that it waits for are at work. Any thread."""
+        self._moved_s = time.monotonic()
 
     def close(self) -> None:
         """Give the communicators back; collective over the set, and nothing may be pending."""
@@ -178,7 +186,7 @@ class NamedLane:
         return max(next(iter(self._pending.values())).since, self._moved_s)
 
     def describe(self) -> str:
-        pending = [f"{s.request.kind.value} {name!r}" for name, s in self._pending.items()]
+        pending = [submission.request.label for submission in self._pending.values()]
         if not pending:
             return "no named operation pending"
         more = f" and {len(pending) - 3} more" if len(pending) > 3 else ""

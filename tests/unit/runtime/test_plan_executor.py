@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 from wfbp.core.plan import Group, Plan
 from wfbp.core.types import Op, Operation, Phase, TensorSpec
-from wfbp.runtime.progress.executor import PlanExecutor
+from wfbp.runtime.progress.plan_executor import PlanExecutor
 from wfbp.runtime.step import CLOSE, GatherRequest, Step
 from wfbp.runtime.transport.flags import GroupFlags
 

@@ -1,0 +1,16 @@
+"""What ``pyproject.toml`` says about the project."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[2]
+_project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+release: str = _project["version"]
+repository_url: str = _project["urls"]["Repository"]

@@ -1,0 +1,128 @@
+"""Training under Lightning on several ranks, beside a single process on the joined batches."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import wfbp.torch as wfbp
+from wfbp.integrations.lightning import WfbpStrategy
+
+NUM_SAMPLES = 40
+BATCH = 8  # of all ranks together: with two ranks five batches, so the last step has one of two
+
+
+class Model(lightning.LightningModule):
+    """A classifier, whose first parameters differ from rank to rank."""
+
+    def __init__(self, seed: int, adam: bool) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3)
+        )
+        self.adam = adam
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        inputs, labels = batch
+        loss = torch.nn.functional.cross_entropy(self.net(inputs), labels)
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        kind, rate = (torch.optim.Adam, 0.01) if self.adam else (torch.optim.SGD, 0.2)
+        options = {} if self.adam else {"momentum": 0.9}
+        optimizer = kind(self.parameters(), lr=rate, **options)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+def trained(strategy: Any, batch: int, folder: Path, adam: bool, **options: Any) -> Any:
+    """Parameters and the loss after some epochs, interrupted by a checkpoint."""
+    generator = torch.Generator().manual_seed(7)
+    inputs = torch.randn(NUM_SAMPLES, 6, generator=generator)
+    labels = torch.randint(3, (NUM_SAMPLES,), generator=generator)
+    data = TensorDataset(inputs, labels)
+    # The sampler that Lightning would put in shuffles, in another order than a single process.
+    part = {"num_replicas": wfbp.size(), "rank": wfbp.rank(), "shuffle": False}
+    sampler = DistributedSampler(data, **part) if strategy is WfbpStrategy else None
+    loader = DataLoader(data, batch_size=batch, sampler=sampler)
+    quiet: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        **options,
+    }
+    path = folder / f"{wfbp.rank()}.ckpt"
+    trainer = lightning.Trainer(strategy=strategy(), max_epochs=2, **quiet)
+    seed = wfbp.rank() if strategy is WfbpStrategy else 0
+    trainer.fit(Model(seed, adam), loader)
+    trainer.save_checkpoint(path)
+    wfbp.barrier()
+    if strategy is WfbpStrategy:  # rank 0 alone has written
+        assert path.exists() == (wfbp.rank() == 0)
+        path = folder / "0.ckpt"
+    model = Model(5, adam)
+    trainer = lightning.Trainer(strategy=strategy(), max_epochs=3, **quiet)
+    trainer.fit(model, loader, ckpt_path=path, weights_only=False)
+    wfbp.barrier()
+    parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return parameters, trainer.callback_metrics["loss"]
+
+
+def single() -> SingleDeviceStrategy:
+    return SingleDeviceStrategy(device="cpu")
+
+
+def main(folder: Path) -> None:
+    warnings.filterwarnings("ignore")
+    wfbp.init()
+    cases: dict[str, tuple[bool, dict[str, Any]]] = {
+        "clipped": (False, {"gradient_clip_val": 0.05}),
+        "clipped by value": (
+            True,
+            {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        ),
+        "accumulated": (True, {"accumulate_grad_batches": 2}),
+        "changing": (
+            False,
+            {
+                "callbacks": [GradientAccumulationScheduler({0: 1, 1: 3})],
+                "gradient_clip_val": 0.05,
+            },
+        ),
+    }
+    for name, (adam, options) in cases.items():
+        ours = folder / name / "ours"
+        alone = folder / name / f"alone{wfbp.rank()}"
+        for place in (ours, alone):
+            place.mkdir(parents=True, exist_ok=True)
+        found, loss = trained(WfbpStrategy, BATCH // wfbp.size(), ours, adam, **options)
+        expected, expected_loss = trained(single, BATCH, alone, adam, **options)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(loss, expected_loss, rtol=1e-4, atol=1e-5)
+        if wfbp.rank() == 0:
+            print(f"same: {name}", flush=True)
+    strategy = WfbpStrategy()
+    assert strategy.reduce(torch.tensor(wfbp.rank())).item() == (wfbp.size() - 1) / 2
+    assert strategy.reduce_boolean_decision(wfbp.rank() == 0, all=False)
+    assert not strategy.reduce_boolean_decision(wfbp.rank() == 0)
+    assert strategy.broadcast(wfbp.rank(), 1) == 1
+    assert strategy.all_gather(torch.full((2,), wfbp.rank())).tolist() == [
+        [rank] * 2 for rank in range(wfbp.size())
+    ]
+    wfbp.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

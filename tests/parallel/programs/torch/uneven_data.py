@@ -1,0 +1,175 @@
+"""Ranks with unequally many batches: those that have no more of them join."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+import wfbp.torch as wfbp
+from tests.parallel.programs.harness import Checks, raises
+from tests.parallel.programs.torch.training import adamw, data, momentum, pair, same, square
+from wfbp.errors import WfbpError
+
+check = Checks()
+
+SCHEDULES = ("wfbp", "auto", "ps_layerwise", "hybrid", "ipart")
+
+
+def num_batches(rank: int, epoch: int) -> int:
+    """The last rank in the first epoch has most; in another epoch one rank has none."""
+    return 2 + 2 * rank if epoch == 0 else 3 * ((rank + epoch) % wfbp.size())
+
+
+def last_rank(epoch: int) -> int:
+    return max(range(wfbp.size()), key=lambda rank: num_batches(rank, epoch))
+
+
+class Epochs:
+    """A model and its reference, in which ranks without a batch contribute zeros."""
+
+    def __init__(self, make: Any, **wrap: Any) -> None:
+        self.model, self.reference = pair()
+        self.optimizer = wfbp.DistributedOptimizer(
+            make(self.model.parameters()), self.model.named_parameters(), **wrap
+        )
+        self.plain = make(self.reference.parameters())
+
+    def average(self, step: int, epoch: int) -> None:
+        params = list(self.reference.parameters())
+        sums = [torch.zeros_like(p) for p in params]
+        for rank in range(wfbp.size()):
+            if step < num_batches(rank, epoch):
+                self.reference.zero_grad()
+                square(self.reference, rank, 100 * epoch + step)
+                for total, p in zip(sums, params, strict=True):
+                    total += p.grad
+        for total, p in zip(sums, params, strict=True):
+            p.grad = total / wfbp.size()
+
+    def step(self, step: int, epoch: int, how: str = "") -> None:
+        """One batch of this rank."""
+        self.optimizer.zero_grad()
+        square(self.model, wfbp.rank(), 100 * epoch + step)
+        if how == "clip":
+            self.optimizer.clip_grad_norm_(0.1)
+        if how == "synchronize":
+            self.optimizer.synchronize()
+            for p in self.model.parameters():
+                p.grad.mul_(2.0)
+            with self.optimizer.skip_synchronize():
+                self.optimizer.step()
+        else:
+            self.optimizer.step()
+
+    def step_reference(self, step: int, epoch: int, how: str = "") -> None:
+        self.average(step, epoch)
+        params = list(self.reference.parameters())
+        if how == "clip":
+            torch.nn.utils.clip_grad_norm_(params, 0.1)
+        if how == "synchronize":
+            for p in params:
+                p.grad.mul_(2.0)
+        self.plain.step()
+
+    def check(self, where: str) -> None:
+        wanted = dict(self.reference.named_parameters())
+        for name, p in self.model.named_parameters():
+            same(p.detach(), wanted[name].detach(), f"{where}: {name}", 1e-9)
+
+
+WAYS = ("", "clip", "", "synchronize")
+
+
+@check
+def unequally_many_batches() -> None:
+    """Every rank ends with the parameters of a program that averages zeros; nobody warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for schedule in SCHEDULES:
+            for make in (momentum, adamw):
+                epochs = Epochs(make, schedule=schedule)
+                for epoch in range(3):
+                    for step in range(num_batches(wfbp.rank(), epoch)):
+                        epochs.step(step, epoch, WAYS[step % 4])
+                    last = wfbp.join()
+                    assert num_batches(last, epoch) == num_batches(last_rank(epoch), epoch)
+                    for step in range(num_batches(last, epoch)):
+                        epochs.step_reference(step, epoch, WAYS[step % 4])
+                    epochs.check(f"{schedule}, epoch {epoch}")
+                state = epochs.optimizer.state_dict()["state"]
+                assert len(state) == 4
+
+
+@check
+def several_optimizers_and_a_metric() -> None:
+    """Stepped in another order in every step, beside operations by name."""
+    for schedule in ("wfbp", "ps_layerwise"):
+        both = [Epochs(make, schedule=schedule) for make in (momentum, adamw)]
+        rank, size = wfbp.rank(), wfbp.size()
+        for step in range(num_batches(rank, 0)):
+            for each in both if step % 2 else reversed(both):
+                each.step(step, 0)
+            active = sum(step < num_batches(r, 0) for r in range(size))
+            assert (
+                wfbp.allreduce(torch.ones(2), op=wfbp.Sum, name="metric").tolist() == [active] * 2
+            )
+        assert wfbp.join() == size - 1
+        for step in range(num_batches(size - 1, 0)):
+            for each in both:
+                each.step_reference(step, 0)
+        for each in both:
+            each.check(schedule)
+
+
+@check
+def closures_of_unequal_number() -> None:
+    rank, size = wfbp.rank(), wfbp.size()
+    model, _ = pair()
+    optimizer = wfbp.DistributedOptimizer(
+        torch.optim.LBFGS(model.parameters(), max_iter=3), schedule="wfbp"
+    )
+    for step in range(1 + 2 * rank):
+
+        def evaluate(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(data(step, rank, 4, 5)).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(evaluate)
+    assert wfbp.join() == size - 1
+    for p in model.parameters():
+        everywhere = wfbp.allgather(p.detach()[None])
+        assert torch.equal(everywhere, p.detach().expand_as(everywhere))
+
+
+@check
+def sparse_gradients_of_unequal_number() -> None:
+    rank, size = wfbp.rank(), wfbp.size()
+    layer = torch.nn.Embedding(4, 2, sparse=True)
+    start = layer.weight.detach().clone()
+    optimizer = wfbp.DistributedOptimizer(
+        torch.optim.SGD(layer.parameters(), lr=1.0), schedule="wfbp"
+    )
+    for _ in range(1 + rank):
+        optimizer.zero_grad()
+        layer(torch.tensor([1])).sum().backward()
+        optimizer.step()
+    assert wfbp.join() == size - 1
+    start[1] -= sum(range(1, size + 1)) / size
+    same(layer.weight.detach(), start, "embedding", 1e-6)
+
+
+@check
+def what_cannot_be_done_for_ranks_that_have_joined() -> None:
+    if wfbp.size() == 1:
+        return
+    epochs = Epochs(momentum, schedule="wfbp")
+    epochs.step(0, 0)
+    if wfbp.rank() == 0:
+        wfbp.join()
+    else:
+        raises(WfbpError, "rank 0 called join()", act=lambda: wfbp.allgather(torch.ones(1)))
+        wfbp.join()

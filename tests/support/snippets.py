@@ -1,0 +1,76 @@
+"""The code that the documentation shows: blocks of Python, and commands."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PROGRAMS = ("quickstart.md", "coming-from-ddp.md", "tutorials/")
+"""Pages whose blocks of Python are one program, in their order."""
+
+
+class Snippet(NamedTuple):
+    """Python of a page: a block, or all blocks of a page that is one program."""
+
+    name: str
+    source: str
+
+
+def pages() -> list[Path]:
+    """All Markdown that users read, as paths from the root of the sources."""
+    docs = sorted((ROOT / "docs").rglob("*.md"))
+    return [path.relative_to(ROOT) for path in (ROOT / "README.md", *docs)]
+
+
+def fenced(page: Path, language: str) -> list[str]:
+    """The fenced blocks of one language."""
+    text = (ROOT / page).read_text()
+    blocks = re.findall(rf"^( *)```{language}\n(.*?)^\1```$", text, re.DOTALL | re.MULTILINE)
+    return [textwrap.dedent(block) for _, block in blocks]
+
+
+def snippets() -> list[Snippet]:
+    """All Python of all pages, notebooks left out: Sphinx executes those."""
+    made = []
+    for page in pages():
+        blocks = fenced(page, "python")
+        within = page.as_posix().removeprefix("docs/")
+        if blocks and within.startswith(PROGRAMS):
+            made.append(Snippet(within, "\n".join(blocks)))
+        else:
+            made += [Snippet(f"{within}:{k}", block) for k, block in enumerate(blocks, 1)]
+    return made
+
+
+def commands() -> list[tuple[str, str]]:
+    """Page and text of every command shown, in fenced blocks of ``console`` and indented ones.
+
+    A line of an indented block is a command if it begins with a prompt or with the name of a
+    program that the documentation uses.
+    """
+    made = []
+    for page in pages():
+        text = (ROOT / page).read_text()
+        blocks = [(block, True) for block in fenced(page, "console")]
+        outside = re.sub(r"^( *)```.*?^\1```$", "", text, flags=re.DOTALL | re.MULTILINE)
+        blocks += [
+            (textwrap.dedent(block), False)
+            for block in re.findall(r"(?:(?<=\n\n)|^)((?: {4}.*\n|\n(?= {4}))+)", outside)
+        ]
+        for block, prompts in blocks:
+            for line in re.sub(r"\\\n\s*", "", block).splitlines():
+                if line.startswith("$ "):
+                    made.append((page.as_posix(), line[2:]))
+                elif not prompts and re.match(BEGINNINGS, line):
+                    made.append((page.as_posix(), line))
+    return [(page, re.sub(r"\s+#\s.*", "", line).strip()) for page, line in made]
+
+
+BEGINNINGS = (
+    r"(?:[A-Z_]+=\S+ )*"
+    r"(?:wfbp (?!\s)|(?:wfbprun|mpirun|make|pip|python3?|docker|kubectl|sbatch|qsub|bsub)\s)"
+)

@@ -1,0 +1,74 @@
+"""Tables in a terminal: nothing is cut, and no line is longer than the terminal is wide."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli_runs import TRACES, cost_file
+from wfbp.cli.app import main
+from wfbp.cli.tables import Column, print_table
+
+
+class Terminal(io.StringIO):
+    """What is printed to a terminal of 80 columns without colours."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "dumb")
+    return Terminal()
+
+
+def shown(terminal: Terminal, *arguments: object) -> str:
+    """What a command prints there; no line is too long."""
+    with contextlib.redirect_stdout(terminal), pytest.raises(SystemExit) as leaving:
+        main([str(a) for a in arguments])
+    assert leaving.value.code == 0
+    text = terminal.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    return text
+
+
+def test_a_plan_keeps_its_columns_and_reasons(terminal: Terminal, tmp_path: Path) -> None:
+    trace, cost = TRACES / "resnet-50.json", cost_file(tmp_path)
+    text = shown(terminal, "plan", trace, "--cost", cost, "--schedule", "hybrid")
+    headings = re.compile(r"# +operation +size +start +end +exposed *\n.*\n +tensors: why\s")
+    assert headings.search(text)
+    assert re.search(
+        r" 3 +all_gather .*169\.512 +0\.468 *\n +conv1\.0: leaves when forward starts; 0\.468 ms "
+        r"exposed",
+        text,
+    )
+
+
+def test_many_schedules_go_into_several_tables(terminal: Terminal, tmp_path: Path) -> None:
+    trace, cost = TRACES / "resnet-50.json", cost_file(tmp_path)
+    text = shown(terminal, "simulate", trace, "--cost", cost, "--workers", "4,8")
+    for heading in ("ps_layerwise", "hybrid", "LB", "best", "efficiency", "speed-up"):
+        assert re.search(rf"\s{heading}\s", text)
+    rows = re.findall(r"^ +8 ", text, re.MULTILINE)
+    assert len(rows) == text.count("workers  ") >= 3  # every part begins with the workers
+
+
+def test_a_wide_table_stays_whole_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    columns = [Column(f"heading {k}") for k in range(40)]
+    print_table("title", columns, [[str(k) for k in range(40)]])
+    head = capsys.readouterr().out.splitlines()[2]
+    assert head.count("heading") == 40
+
+
+def test_a_cell_longer_than_the_terminal_is_printed_whole(terminal: Terminal) -> None:
+    with contextlib.redirect_stdout(terminal):
+        print_table("title", [Column("name", "left"), Column("size")], [["n" * 100, "7"]])
+    assert "n" * 100 in terminal.getvalue()
+    assert re.search(r"\b7\b", terminal.getvalue())

@@ -1,0 +1,260 @@
+"""Accelerate's ``Accelerator`` and Transformers' ``Trainer``, for jobs that ``mpirun`` starts.
+
+Accelerate is told how many ranks there are and which one this is, so that it divides data and lets
+rank 0 write; but not that they are distributed, for it would then set up ``torch.distributed``.
+What ranks exchange goes through the methods that :class:`Accelerator` replaces.
+
+Example:
+    A program that is started on several ranks, as by ``wfbprun -n 4 python train.py``::
+
+        accelerator = Accelerator(gradient_accumulation_steps=4)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+try:
+    import accelerate
+    import transformers
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType, recursively_apply
+    from accelerate.utils.operations import find_batch_size, is_torch_tensor
+except ImportError as error:
+    raise ImportError(
+        "wfbp.integrations.huggingface needs accelerate and transformers: "
+        "pip install 'wfbp[huggingface]'"
+    ) from error
+
+import wfbp.torch as wfbp
+from wfbp.torch.optimizer import DistributedOptimizerBase
+
+__all__ = ["Accelerator", "Trainer", "TrainingArguments"]
+
+
+def _tell_ranks(cpu: bool) -> None:
+    """Let Accelerate know the ranks of the MPI job."""
+    wfbp.init()
+    if PartialState._shared_state.get("num_processes") == wfbp.size():
+        return
+    if PartialState._shared_state:
+        raise ValueError(
+            "Accelerate counts other processes than the job has ranks: make wfbp's Accelerator or "
+            "TrainingArguments before any other"
+        )
+    on_gpu = torch.cuda.is_available() and not cpu
+    PartialState._shared_state.update(
+        _cpu=cpu,
+        backend=None,
+        device=wfbp.set_local_device() if on_gpu else torch.device("cpu"),
+        debug=False,
+        distributed_type=DistributedType.NO,
+        num_processes=wfbp.size(),
+        process_index=wfbp.rank(),
+        local_process_index=wfbp.local_rank(),
+        fork_launched=False,
+    )
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """An ``Accelerator`` whose ranks are those of the MPI job, and whose gradients wfbp averages.
+
+    ``prepare`` gives models the parameters of rank 0, wraps optimizers in
+    :func:`wfbp.torch.DistributedOptimizer` and gives each rank its part of the data. Gradients are
+    clipped and accumulated as ever: ``clip_grad_norm_`` sees averages, and with
+    ``gradient_accumulation_steps`` they travel once per step of the optimizer. Pass models to
+    ``prepare`` before their optimizers, so that messages name parameters. Mixed precision with a
+    scaler (``fp16``) is refused; ``bf16`` is not.
+
+    Args:
+        arguments: as Accelerate's.
+        wrapping: options of :func:`wfbp.torch.DistributedOptimizer` by name, as ``schedule``.
+        options: as Accelerate's.
+
+    Raises:
+        ValueError: Accelerate was told of other processes before.
+    """
+
+    wrapping: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed
+    passes: int | None = None
+    """How many batches precede a step, where Accelerate itself does not know."""
+
+    def __init__(
+        self, *arguments: Any, wrapping: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        _tell_ranks(bool(options.get("cpu", False)))
+        super().__init__(*arguments, **options)
+        self.wrapping = dict(wrapping or {})
+
+    def prepare_model(
+        self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """As Accelerate's; and the model has the parameters of rank 0."""
+        prepared = super().prepare_model(model, device_placement, evaluation_mode)
+        if not evaluation_mode:
+            wfbp.broadcast_parameters(prepared.state_dict(), root_rank=0)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """As Accelerate's, of an optimizer that averages gradients.
+
+        Raises:
+            ValueError: mixed precision needs a gradient scaler.
+        """
+        if self.scaler is not None:
+            raise ValueError("wfbp's Accelerator does not train with a gradient scaler; use bf16")
+        if not getattr(optimizer, "_is_accelerate_prepared", False) and not isinstance(
+            optimizer, DistributedOptimizerBase
+        ):
+            mine = {p for group in optimizer.param_groups for p in group["params"]}
+            named = {
+                p: f"{number}.{name}" if number else name
+                for number, model in enumerate(self._models)
+                for name, p in model.named_parameters()
+                if p in mine
+            }
+            optimizer = wfbp.DistributedOptimizer(
+                optimizer,
+                [(name, p) for p, name in named.items()] if len(named) == len(mine) else None,
+                backward_passes_per_step=self.passes or self.gradient_accumulation_steps,
+                **self.wrapping,
+            )
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip the averaged gradients by their norm over these parameters; collective."""
+        wanted = set(parameters)
+        for prepared in self._optimizers:
+            owned = {p for group in prepared.param_groups for p in group["params"]}
+            with_gradients = {p for p in wanted if p.requires_grad}
+            if owned == with_gradients and hasattr(prepared.optimizer, "clip_grad_norm_"):
+                return prepared.optimizer.clip_grad_norm_(max_norm, norm_type)
+        self._average()
+        return torch.nn.utils.clip_grad_norm_(wanted, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip the averaged gradients element by element; collective."""
+        self._average()
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def _average(self) -> None:
+        """Have ``p.grad`` hold averages; the step that follows takes them as they are."""
+        for prepared in self._optimizers:
+            prepared.optimizer.synchronize()
+            prepared.optimizer._wfbp_synchronized = False  # no program for Horovod called it
+
+    def gather(self, tensor: Any) -> Any:
+        """Tensors of all ranks, joined along the first axis; also in lists, tuples and dicts."""
+
+        def joined(part: torch.Tensor) -> torch.Tensor:
+            return wfbp.allgather(part.unsqueeze(0) if part.ndim == 0 else part)
+
+        return recursively_apply(joined, tensor, error_on_other_type=True)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As :meth:`gather`, without what the last batch repeats; objects as a list."""
+        if not use_gather_object and _only_tensors(input_data):
+            return super().gather_for_metrics(input_data)
+        gathered = [item for items in wfbp.allgather_object(input_data) for item in items]
+        rest = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
+        return gathered[:rest] if rest > 0 else gathered
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Tensors added or averaged (``mean``) over all ranks; also in lists, tuples and dicts."""
+        if reduction not in ("sum", "mean", "none"):
+            raise ValueError(f"reduction {reduction!r} is not known; known are sum, mean, none")
+
+        def combined(part: torch.Tensor) -> torch.Tensor:
+            if reduction == "none":
+                return part * scale
+            return (
+                wfbp.allreduce(part, op=wfbp.Average if reduction == "mean" else wfbp.Sum) * scale
+            )
+
+        return recursively_apply(combined, tensor, error_on_other_type=True)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
+        """Tensors made as long along an axis as the longest of any rank."""
+
+        def padded(part: torch.Tensor) -> torch.Tensor:
+            if not -part.ndim <= dim < part.ndim:
+                return part
+            longest = max(wfbp.allgather_object(part.shape[dim]))
+            shape = list(part.shape)
+            shape[dim] = longest - part.shape[dim]
+            filling = part.new_full(shape, pad_index)
+            return torch.cat([filling, part] if pad_first else [part, filling], dim)
+
+        return recursively_apply(padded, tensor, error_on_other_type=True)
+
+    def wait_for_everyone(self) -> None:
+        """Wait until all ranks are here."""
+        wfbp.barrier()
+
+
+def _only_tensors(data: Any) -> bool:
+    try:
+        recursively_apply(lambda part: part, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return is_torch_tensor(data) or find_batch_size(data) is not None
+
+
+@dataclass
+class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
+    """``TrainingArguments`` of a job that ``mpirun`` starts; each rank is one process.
+
+    All options are those of Transformers; ``fp16`` is refused, ``bf16`` is not.
+
+    Args:
+        wfbp_schedule: how gradients are grouped, as of :func:`wfbp.torch.DistributedOptimizer`.
+    """
+
+    wfbp_schedule: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.fp16:
+            raise ValueError("wfbp's Trainer does not train with a gradient scaler; use bf16=True")
+        _tell_ranks(self.use_cpu)
+        config: Any = getattr(self, "accelerator_config", None) or {}
+        if isinstance(config, dict):
+            self.accelerator_config = {**config, "use_configured_state": True}
+        super().__post_init__()
+        self._n_gpu = int(self.device.type == "cuda")  # others belong to other ranks
+
+
+class Trainer(transformers.Trainer):  # type: ignore[misc]
+    """Transformers' ``Trainer``, with gradients averaged over the ranks while backward computes.
+
+    Needs :class:`TrainingArguments` of this module. ``max_grad_norm`` clips the averaged gradients,
+    ``gradient_accumulation_steps`` averages once per step, the logged loss is that of all ranks,
+    and rank 0 writes checkpoints.
+
+    Raises:
+        TypeError: arguments of another class.
+    """
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the trainer's accelerator one of wfbp's."""
+        if not isinstance(self.args, TrainingArguments):
+            raise TypeError(
+                "wfbp's Trainer needs wfbp.integrations.huggingface.TrainingArguments, found "
+                f"{type(self.args).__module__}.{type(self.args).__qualname__}"
+            )
+        super().create_accelerator_and_postprocess()
+        # Transformers makes Accelerate's own; wfbp's differs in methods alone.
+        self.accelerator.__class__ = Accelerator
+        self.accelerator.wrapping = {"schedule": self.args.wfbp_schedule}
+        self.accelerator.passes = self.args.gradient_accumulation_steps
+
+    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *others: Any, **named: Any) -> None:
+        """Log the loss of all ranks."""
+        if self.control.should_log:
+            tr_loss.copy_(wfbp.allreduce(tr_loss))
+        super()._maybe_log_save_evaluate(tr_loss, *others, **named)

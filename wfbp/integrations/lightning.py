@@ -1,0 +1,251 @@
+"""A strategy for PyTorch Lightning, for jobs that ``mpirun`` or ``wfbprun`` starts.
+
+Example:
+    A program that is started on several ranks, as by ``wfbprun -n 4 python train.py``::
+
+        trainer = lightning.Trainer(
+            strategy=WfbpStrategy(), gradient_clip_val=1.0, accumulate_grad_batches=4)
+        trainer.fit(model, data)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+try:
+    from lightning.fabric.plugins import ClusterEnvironment
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
+    from lightning.fabric.utilities.types import ReduceOp
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.plugins.precision import Precision
+    from lightning.pytorch.strategies import ParallelStrategy
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+except ImportError as error:
+    raise ImportError(
+        "wfbp.integrations.lightning needs lightning: pip install 'wfbp[lightning]'"
+    ) from error
+
+import wfbp.torch as wfbp
+
+__all__ = ["WfbpStrategy"]
+
+_OPERATIONS = {
+    "mean": wfbp.Average,
+    "avg": wfbp.Average,
+    "sum": wfbp.Sum,
+    "min": wfbp.Min,
+    "max": wfbp.Max,
+    "product": wfbp.Product,
+}
+
+
+class WfbpStrategy(ParallelStrategy):  # type: ignore[misc]
+    """Trains on every rank of the MPI job, and averages gradients while backward computes.
+
+    The trainer's own options apply: ``gradient_clip_val`` clips the averaged gradients, and
+    ``accumulate_grad_batches`` averages once per step of the optimizer. Parameters begin as those
+    of rank 0; samplers give each rank its part of the data; rank 0 writes checkpoints. A module may
+    have several optimizers, and optimize manually. ``trainer.strategy.optimizers[0].stats()`` tells
+    how training goes.
+
+    Half precision with a scaler (``16-mixed``) is refused; ``bf16-mixed`` is not.
+
+    Args:
+        schedule: as of :func:`wfbp.torch.DistributedOptimizer`, as are all that follow.
+        options: further ones of it, by name, as ``compression`` and ``optimizer_sharding``.
+
+    Raises:
+        WfbpError: MPI cannot be initialized.
+
+    Example:
+        >>> WfbpStrategy(schedule="oasr").world_size
+        1
+    """
+
+    strategy_name = "wfbp"
+    optimizers: list[Any]  # Lightning's property
+
+    def __init__(self, schedule: str | None = None, **options: Any) -> None:
+        wfbp.init()
+        super().__init__(cluster_environment=_Ranks())
+        self._wrapping = {"schedule": schedule, **options}
+        self._passes = 1
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether samplers have to divide the data."""
+        return True
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank: by its number on the host, of those that the trainer has."""
+        devices: list[torch.device] = self.parallel_devices or [torch.device("cpu")]
+        return devices[wfbp.local_rank() % len(devices)]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Which part of the data is this rank's."""
+        return {"num_replicas": wfbp.size(), "rank": wfbp.rank()}
+
+    def set_world_ranks(self) -> None:
+        """Let Lightning know which rank speaks."""
+        rank_zero_only.rank = wfbp.rank()
+
+    def model_to_device(self) -> None:
+        """Move the model to this rank's device, and give it the parameters of rank 0."""
+        module = self.lightning_module
+        module.to(self.root_device)
+        wfbp.broadcast_parameters(module.state_dict(), root_rank=0)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Have the module make its optimizers, and wrap them."""
+        super().setup_optimizers(trainer)
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                "WfbpStrategy does not train with a gradient scaler (precision='16-mixed'); use "
+                "'bf16-mixed' or '32-true'"
+            )
+        module = self.lightning_module
+        if module.automatic_optimization:
+            self._passes = trainer.accumulate_grad_batches
+        self.optimizers = [self._wrapped(optimizer) for optimizer in self.optimizers]
+
+    def _wrapped(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        mine = {p for group in optimizer.param_groups for p in group["params"]}
+        named = [(n, p) for n, p in self.lightning_module.named_parameters() if p in mine]
+        made: torch.optim.Optimizer = wfbp.DistributedOptimizer(
+            optimizer, named, backward_passes_per_step=self._passes, **self._wrapping
+        )
+        return made
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Follow a callback that changes how many batches are accumulated."""
+        super().on_train_batch_start(batch, batch_idx)
+        module = self.lightning_module
+        passes = module.trainer.accumulate_grad_batches
+        if module.automatic_optimization and passes != self._passes:
+            self._passes = passes
+            for optimizer in self.optimizers:
+                optimizer.set_backward_passes_per_step(passes)
+
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | None = None,
+        **options: Any,
+    ) -> Any:
+        """Run forward and backward, average the gradients, clip them, and let the optimizer step.
+
+        Lightning clips within the closure that it passes to optimizers, before gradients would be
+        averaged; so this calls the closure itself. Where nobody looks at the gradients, they are
+        left to the optimizer, which may keep shards of them.
+        """
+        module = model or self.lightning_module
+        if isinstance(optimizer, torch.optim.LBFGS):  # calls its closure as often as it likes
+            if module.trainer.gradient_clip_val:
+                raise ValueError("LBFGS steps within its closure; gradients cannot be clipped")
+            return super().optimizer_step(optimizer, closure, model, **options)
+        result = closure()
+        if not self._somebody_looks(module):
+            optimizer.step(**options)
+            return result
+        distributed: Any = optimizer
+        distributed.synchronize()
+        self.precision_plugin._after_closure(module, optimizer)
+        with distributed.skip_synchronize():
+            optimizer.step(**options)
+        return result
+
+    def _somebody_looks(self, module: LightningModule) -> bool:
+        """Whether something reads or changes gradients between backward and the step."""
+        trainer = module.trainer
+        hooks = ("on_before_optimizer_step", "configure_gradient_clipping")
+        return (
+            bool(trainer.gradient_clip_val)
+            or type(self.precision_plugin)._after_closure is not Precision._after_closure
+            or any(is_overridden(hook, module, LightningModule) for hook in hooks)
+            or any(is_overridden(hooks[0], callback) for callback in trainer.callbacks)
+        )
+
+    def reduce(
+        self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Any:
+        """Combine a tensor over all ranks; anything else is returned as it is."""
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        if group is not None:
+            raise ValueError("WfbpStrategy reduces over all ranks; it knows no process groups")
+        name = "mean" if reduce_op is None else getattr(reduce_op, "name", reduce_op)
+        operation = _OPERATIONS.get(str(name).lower())
+        if operation is None:
+            raise ValueError(f"no reduction {reduce_op!r}; known are {', '.join(_OPERATIONS)}")
+        if operation is wfbp.Average and not tensor.is_floating_point():
+            tensor = tensor.float()
+        return wfbp.allreduce(tensor, op=operation)
+
+    def all_gather(
+        self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
+    ) -> torch.Tensor:
+        """The tensors of all ranks, of one shape, one behind the other along a new first axis."""
+        if group is not None:
+            raise ValueError("WfbpStrategy gathers from all ranks; it knows no process groups")
+        with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
+            return wfbp.allgather(tensor.unsqueeze(0))
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until all ranks are here."""
+        wfbp.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The object of one rank, on all of them."""
+        return wfbp.broadcast_object(obj, src)
+
+    def teardown(self) -> None:
+        """Wait for parameters that still travel, and leave the device."""
+        for optimizer in self.optimizers:
+            synchronize = getattr(optimizer, "synchronize_parameters", None)
+            if synchronize is not None:
+                synchronize()
+        super().teardown()
+
+
+class _Ranks(ClusterEnvironment):  # type: ignore[misc]
+    """The ranks of the MPI job, which mpirun has started."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return "127.0.0.1"  # of torch.distributed, which is not used
+
+    @property
+    def main_port(self) -> int:
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        return wfbp.is_initialized()
+
+    def world_size(self) -> int:
+        return wfbp.size()
+
+    def set_world_size(self, size: int) -> None:
+        pass  # it is what mpirun was told
+
+    def global_rank(self) -> int:
+        return wfbp.rank()
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+    def local_rank(self) -> int:
+        return wfbp.local_rank()
+
+    def node_rank(self) -> int:
+        return wfbp.cross_rank()

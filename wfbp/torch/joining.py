@@ -1,0 +1,72 @@
+"""Training on data of different length: ranks that have no more of it join.
+
+A rank that has joined takes part in the steps of the others without gradients, for each of its
+optimizers on a thread of its own where there are several, because the others may step them in any
+order. In each of these steps it asks for the exchange at the step's end, by which all ranks know
+who has joined: they have whole gradients then and step whole parameters, so that none waits for a
+shard of a rank that does not step. The step in which all have joined is the last one. Then the
+ranks that came first get the parameters and the state of the last.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from wfbp.runtime import process, signals
+from wfbp.runtime.collectives import api
+from wfbp.torch import gradient_sync, state
+from wfbp.torch.gradient_sync import OptimizerSync
+
+
+@signals.postponing
+def join(device: int = -1) -> int:
+    """Tell that this rank has no more data, and wait until all ranks have called this.
+
+    Until then this rank contributes zeros to every ``allreduce`` of the others and to the steps of
+    their distributed optimizers, whose averages are still divided by the number of all ranks. What
+    the others' steps change, this rank gets at the end: parameters and optimizer state of the last
+    ranks that stepped. Its own gradients are forgotten. While a rank has joined, the others may
+    step, clip, synchronize and reduce by ``allreduce``; other collectives are an error.
+
+    Args:
+        device: ignored; for programs written for Horovod.
+
+    Returns:
+        The rank that called it last, the same on every rank.
+
+    Raises:
+        WfbpError: ranks disagree, failed, or did not answer in time.
+
+    Example:
+        >>> import wfbp.torch as wfbp
+        >>> wfbp.init()
+        >>> wfbp.join() == wfbp.size() - 1
+        True
+    """
+    if process.current("join()").size == 1:
+        return api.join()
+    if gradient_sync.in_use():
+        gc.collect()  # what is forgotten on all ranks must be on this one, too
+    syncs = gradient_sync.in_use()
+    operations = api.current("join()")
+    handle = operations.begin_join()
+    _stand_in(syncs, operations.note_progress)
+    last = operations.end_join(handle)
+    for sync in syncs:
+        root, sync.last_active = sync.last_active, None
+        if root is not None:
+            state.share(sync.runtime, sync.optimizer, sync.named, root)
+    return last
+
+
+def _stand_in(syncs: Sequence[OptimizerSync], note_progress: Callable[[], None]) -> None:
+    """Take part in the others' steps of these optimizers, side by side."""
+    if len(syncs) < 2:
+        for sync in syncs:
+            sync.join(note_progress)
+        return
+    with ThreadPoolExecutor(len(syncs), "wfbp-join") as executor:
+        for future in [executor.submit(sync.join, note_progress) for sync in syncs]:
+            future.result()
