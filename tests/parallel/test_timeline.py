@@ -31,7 +31,7 @@ for step in range(45):
         time.sleep(0.01)
         reducer.mark_ready(index, gradients[index])
     reducer.wait()
-    if step == 40:
+    if step == 39:
         print(json.dumps({"rank": wfbp.rank(), **reducer.stats()}), flush=True)
 time.sleep(1.5)  # the timeline is written twice a second
 if wfbp.rank() == 1:
@@ -63,6 +63,7 @@ def test_the_timeline_and_the_statistics_agree(job: tuple[Path, str]) -> None:
     lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     assert sorted(stats["rank"] for stats in lines) == [0, 1]
     for stats in lines:
+        assert stats["iteration"] == STEPS[-1]
         document = load(folder / f"timeline.rank{stats['rank']}.json")
         events = document["traceEvents"]
         first = STEPS[-1] - WINDOW + 1
@@ -70,8 +71,7 @@ def test_the_timeline_and_the_statistics_agree(job: tuple[Path, str]) -> None:
             e for e in events if e["ph"] == "M" or e["args"]["step"] >= first
         ]
         (row,) = summarize(document)
-        # Medians of the same steps by stamps that lie some instructions apart, on a busy machine.
-        assert row["exposed_s"] == pytest.approx(stats["exposed_s"], rel=0.05, abs=3e-4)
+        assert row["exposed_s"] == pytest.approx(stats["exposed_s"], rel=0.05)
         assert row["iteration_s"] == pytest.approx(stats["iteration_s"], rel=0.05)
         waits_s = [e["dur"] * 1e-6 for e in events if e["name"] == "wait for gradients"][-WINDOW:]
         assert statistics.median(waits_s) == pytest.approx(stats["exposed_s"], rel=0.05)

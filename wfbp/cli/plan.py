@@ -117,14 +117,10 @@ def _measured(source: Model) -> list[str]:
         return []
     plans = source.run.ranks[0].plan
     told = f"the run itself, by {plans.schedule} in {len(plans.groups)} messages"
-    slowest = {
-        key: max((v for r in source.run.ranks if (v := r.figures[key]) is not None), default=None)
-        for key in ("measured_iteration_s", "exposed_s")
-    }
     known = [
         f"{milliseconds(seconds)} ms {word}"
-        for seconds, word in zip(slowest.values(), ("measured", "exposed"), strict=True)
-        if seconds is not None
+        for key, word in (("measured_iteration_s", "measured"), ("exposed_s", "exposed"))
+        if (seconds := source.run.slowest(key)) is not None
     ]
     return [f"{told}: {', '.join(known) or 'not yet measured'}"]
 

@@ -19,7 +19,7 @@ from wfbp.cli.inputs import check_sums
 from wfbp.cli.page import Chapter, Section, write_page
 from wfbp.cli.run_files import RankRun, Run, load_runs
 from wfbp.cli.tables import milliseconds, size
-from wfbp.cli.verdict import not_yet, slowest, verdict
+from wfbp.cli.verdict import not_yet, verdict
 from wfbp.core.cost import Costs
 from wfbp.core.fit import MAX_KAPPA
 from wfbp.core.plan import Plan
@@ -219,11 +219,11 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("steps", f"{first.steps:,}"),
         ("schedule", first.plan.schedule + ("" if first.plan.overlap else ", after backward")),
         ("messages of tensors", f"{len(first.plan.groups)} of {len(specs)}"),
-        ("iteration, measured", _ms(slowest(run, "measured_iteration_s"), missing)),
+        ("iteration, measured", _ms(run.slowest("measured_iteration_s"), missing)),
         ("iteration, predicted", _ms(first.figures["predicted_iteration_s"], missing)),
-        ("exposed, measured", _ms(slowest(run, "exposed_s"), missing)),
+        ("exposed, measured", _ms(run.slowest("exposed_s"), missing)),
         ("lower bound", _ms(first.figures["lower_bound_s"], missing)),
-        ("T/LB, measured", _ratio(slowest(run, "ratio_to_lower_bound"), missing)),
+        ("T/LB, measured", _ratio(run.slowest("ratio_to_lower_bound"), missing)),
         ("interference (kappa)", _kappa(first, missing)),
     ]
     return [(name, value) for name, value in facts if value]

@@ -117,6 +117,10 @@ class Run:
         here = {r.rank for r in self.ranks}
         return tuple(rank for rank in range(self.size) if rank not in here)
 
+    def slowest(self, key: str) -> float | None:
+        """The largest of the ranks' figures of that name; None where no rank has it."""
+        return max((v for r in self.ranks if (v := r.figures[key]) is not None), default=None)
+
 
 def load_runs(directory: str) -> list[Run]:
     """Every engine that the ranks recorded in a directory, by name.

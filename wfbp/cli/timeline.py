@@ -38,11 +38,16 @@ def command(places: tuple[str, ...], output: str | None, as_json: bool) -> None:
     else:
         folder = folder.parent
     by_rank = [load(path) for path in found]
-    empty = [path.name for path, own in zip(found, by_rank, strict=True) if not summarize(own)]
     document = merge(by_rank)
     target = Path(output) if output else folder / MERGED
     target.write_text(json.dumps(document))
     rows = summarize(document)
+    stepped = {row["rank"] for row in rows}
+    empty = [
+        path.name
+        for path, own in zip(found, by_rank, strict=True)
+        if stepped.isdisjoint(event["pid"] for event in own["traceEvents"])
+    ]
     if as_json:
         click.echo(json.dumps({"file": str(target), "ranks": rows, "without_steps": empty}))
         return

@@ -42,7 +42,7 @@ def verdict(run: Run, forecasts: Sequence[Forecast]) -> str:
         to gain, and what another schedule would gain.
     """
     first = run.ranks[0]
-    measured_s, exposed_s = slowest(run, "measured_iteration_s"), slowest(run, "exposed_s")
+    measured_s, exposed_s = run.slowest("measured_iteration_s"), run.slowest("exposed_s")
     if measured_s is None:
         return f"Nothing to judge yet: {first.steps} steps, in the phase {first.phase}."
     if late := _late_rank(run):
@@ -58,7 +58,7 @@ def verdict(run: Run, forecasts: Sequence[Forecast]) -> str:
             f"Iterations are {factor:.1f} times {word} than predicted ({_ms(measured_s)} instead "
             f"of {_ms(predicted_s)}): does something else use the machine or the network?"
         )
-    ratio = slowest(run, "ratio_to_lower_bound")
+    ratio = run.slowest("ratio_to_lower_bound")
     share = exposed_s / measured_s
     if ratio is not None and ratio <= NOTHING_TO_GAIN:
         bound = "Communication-bound" if share > LATE else "Compute-bound"
@@ -70,11 +70,6 @@ def verdict(run: Run, forecasts: Sequence[Forecast]) -> str:
         return f"{told}; no other schedule is predicted to be faster."
     gain_s = predicted_s - best.iteration_s
     return f"{told}; schedule {best.schedule} is predicted to save {_ms(gain_s)}."
-
-
-def slowest(run: Run, key: str) -> float | None:
-    """The largest of the ranks' figures of that name."""
-    return max((v for r in run.ranks if (v := r.figures[key]) is not None), default=None)
 
 
 def _late_rank(run: Run) -> tuple[int, int, float] | None:

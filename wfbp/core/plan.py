@@ -215,6 +215,15 @@ def _whole(values: Any) -> tuple[int, ...]:
     return tuple(_is(int, value) for value in _is(list, values))
 
 
+def aligned(nbytes: int) -> int:
+    """The next multiple of the alignment.
+
+    >>> aligned(20)
+    32
+    """
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
 def layout(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
     """Aligned byte offsets of consecutive tensors, and the bytes up to the end of the last.
 
@@ -224,7 +233,7 @@ def layout(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
     offsets = []
     end = 0
     for size in sizes:
-        start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        start = aligned(end)
         offsets.append(start)
         end = start + size
     return tuple(offsets), end

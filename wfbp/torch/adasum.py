@@ -23,16 +23,13 @@ from wfbp.torch import tensors
 from wfbp.torch.collectives import allreduce_async
 from wfbp.torch.compression import Compressor
 from wfbp.torch.uncompiled import uncompiled
+from wfbp.torch.wrapping import WrappingOptimizer, bare_step
 
 Named = list[tuple[str, torch.Tensor]]
 
 
-class AdasumOptimizerBase(torch.optim.Optimizer):
+class AdasumOptimizerBase(WrappingOptimizer):
     """What is laid over the user's optimizer class: what a step changes is combined by Adasum."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An object that :meth:`__init__` fills; what the user's class makes of it is not asked."""
-        return object.__new__(cls)
 
     def __init__(
         self,
@@ -113,13 +110,12 @@ class AdasumOptimizerBase(torch.optim.Optimizer):
         return self._wfbp_combine(closure)
 
     def _wfbp_combine(self, closure: Callable[[], Any] | None) -> Any:
-        own: Any = type(self._wfbp_original).step
-        own = own.__wrapped__ if getattr(own, "hooked", False) else own
+        step = bare_step(self, type(self._wfbp_original))
         if self._wfbp_runtime is None:
-            return own(self, closure)
+            return step(closure)
         named = self._wfbp_named(self)
         before = [p.detach().clone() for _, p in named]
-        result = own(self, closure)
+        result = step(closure)
         with torch.no_grad():
             changes = [p - start for (_, p), start in zip(named, before, strict=True)]
             packed = [self._wfbp_compression.compress(change) for change in changes]

@@ -571,7 +571,7 @@ class OptimizerSync:
         """Among those of the runtime, the same on every rank."""
         self._name = options.name
         self._op = options.op
-        self.optimizer = self._optimizer = optimizer
+        self.optimizer = optimizer
         sharded = coupling is UpdateCoupling.ELEMENTWISE
         options = replace(
             options, decouples=coupling is not UpdateCoupling.COUPLED, sharded_update=sharded
@@ -667,12 +667,12 @@ class OptimizerSync:
     def _note_joined(self) -> None:
         """Where ranks have joined, the others step whole parameters, with whole state, by
         themselves; collective."""
-        engine = self._engine
-        joined = engine.joined_ranks
+        joined = self._engine.joined_ranks
         self._alone = bool(joined)
-        if joined:
-            self.last_active = next(r for r in range(self.runtime.size) if r not in joined)
-        if self._alone and isinstance(self._update, ShardedUpdate):
+        if not joined:
+            return
+        self.last_active = next(r for r in range(self.runtime.size) if r not in joined)
+        if isinstance(self._update, ShardedUpdate):
             self._update.join()
 
     def join(self, note_progress: Callable[[], None]) -> None:
@@ -814,7 +814,7 @@ class OptimizerSync:
         """The optimizer's state as it would be without other ranks; any rank may ask, alone."""
         self._update.flush()
         if self._sharding is None:
-            return self._optimizer.state
+            return self.optimizer.state
         return self._sharding.whole_state()
 
     def take_whole_state(self) -> None:
@@ -880,7 +880,7 @@ class OptimizerSync:
         """
         if not self._compared:
             try:
-                check_equal_on_ranks(self.runtime, self._engine, self._optimizer, self._name)
+                check_equal_on_ranks(self.runtime, self._engine, self.optimizer, self._name)
             except DisagreementError as error:
                 if not follows_horovod:
                     raise

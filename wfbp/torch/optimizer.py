@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -35,6 +34,7 @@ from wfbp.torch.gradient_sync import OptimizerSync
 from wfbp.torch.optimizer_probe import UpdateCoupling, probe_optimizer
 from wfbp.torch.uncompiled import uncompiled
 from wfbp.torch.updates import STEPPED
+from wfbp.torch.wrapping import PATCHED, WrappingOptimizer, bare_step, note_wrapped, unwrap
 
 UPDATES: dict[str, bool | None] = {"auto": None, "sharded": True, "replicated": False}
 """Values of the deprecated argument ``update``, and of ``optimizer_sharding``."""
@@ -185,43 +185,6 @@ def _differentiable(param: torch.Tensor) -> bool:
     return param.is_floating_point() or param.is_complex()
 
 
-_ANSWERED = ("zero_grad", "state_dict", "load_state_dict", "add_param_group")
-
-PATCHED = ("step", *_ANSWERED)
-"""Attributes of an optimizer that may belong to what was made of it, or to a scheduler."""
-
-
-def patch_original(original: torch.optim.Optimizer, distributed: torch.optim.Optimizer) -> None:
-    """Let the original refuse to step, and otherwise do what the distributed one does.
-
-    It would step on what this rank alone has seen, and its state may be shards.
-    """
-    name = type(original).__name__
-
-    def step(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise RuntimeError(
-            f"this {name} was made into a distributed optimizer, and its own step() would not "
-            "average gradients over the ranks; call step() of what DistributedOptimizer() returned"
-        )
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # nothing for a scheduler here
-    original.__dict__["step"] = types.MethodType(step, original)
-    for answered in _ANSWERED:
-        original.__dict__[answered] = getattr(distributed, answered)
-
-
-def restore_original(original: torch.optim.Optimizer) -> None:
-    """Let the original be as it was."""
-    for name in PATCHED:
-        original.__dict__.pop(name, None)
-
-
-def bare_step(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> Any:
-    """The step of a class, bound to an optimizer, without the calls of hooks around it."""
-    step: Any = kind.step
-    return types.MethodType(step.__wrapped__ if getattr(step, "hooked", False) else step, optimizer)
-
-
 _PRE_HOOKS = "_optimizer_step_pre_hooks"
 
 
@@ -306,12 +269,8 @@ _LEFT = "_wfbp_left"
 """Attribute of a distributed optimizer: the call that was left."""
 
 
-class DistributedOptimizerBase(torch.optim.Optimizer):
+class DistributedOptimizerBase(WrappingOptimizer):
     """What is laid over the user's optimizer class: gradients are reduced before a step."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An object that :meth:`__init__` fills; what the user's class makes of it is not asked."""
-        return object.__new__(cls)
 
     def __init__(
         self,
@@ -828,10 +787,6 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         return self._wfbp_sync.combined_loss(loss)
 
 
-_WRAPPED = "_wfbp_wrapped"
-"""Attribute of an optimizer: what was last made of it, and may hold shards of its state."""
-
-
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
@@ -941,19 +896,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     )
     check_params(named_params(optimizer, known, complete=True), options)
     # What can be refused without looking at the bare optimizer has been: an earlier one goes on.
-    previous = optimizer.__dict__.pop(_WRAPPED, None)
-    if previous is not None:
-        previous._wfbp_release(runtime)
-        restore_original(optimizer)
+    unwrap(optimizer, runtime)
     coupling = chosen_coupling(optimizer, sharding)
     check_schedule(planner, coupling is not UpdateCoupling.COUPLED, kind.__name__)
     made = type(kind.__name__, (DistributedOptimizerBase, kind), {})
     wrapped: Any = made(
         runtime, optimizer, known, options, coupling=coupling, sparse_as_dense=sparse_as_dense
     )
-    optimizer.__dict__[_WRAPPED] = wrapped
-    if runtime is not None and runtime.size > 1:
-        patch_original(optimizer, wrapped)
+    note_wrapped(optimizer, wrapped, runtime)
     return wrapped
 
 
@@ -967,17 +917,12 @@ def _wrapped_by_adasum(
     """An optimizer whose changes are combined by Adasum; collective."""
     kind = type(optimizer)
     named_params(optimizer, known, complete=True)
-    previous = optimizer.__dict__.pop(_WRAPPED, None)
-    if previous is not None:
-        previous._wfbp_release(runtime)
-        restore_original(optimizer)
+    unwrap(optimizer, runtime)
     kept = {k: v for k, v in optimizer.__dict__.items() if k not in PATCHED}
     made = type(kind.__name__, (AdasumOptimizerBase, kind), {})
     names = functools.partial(named_params, known=known, complete=False)
     wrapped: Any = made(runtime, optimizer, names, process_set, compression, kept)
-    optimizer.__dict__[_WRAPPED] = wrapped
-    if runtime is not None and runtime.size > 1:
-        patch_original(optimizer, wrapped)
+    note_wrapped(optimizer, wrapped, runtime)
     return wrapped
 
 

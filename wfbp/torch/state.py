@@ -38,7 +38,7 @@ def broadcast_parameters(
         DisagreementError: ranks passed different names, shapes or element types.
     """
     runtime = api.runtime_of(process_set, "broadcast_parameters()")
-    _broadcast_tensors(runtime, parameters, lambda: runtime.members.place(root_rank))
+    _broadcast_tensors(runtime, parameters, lambda: runtime.members.root(root_rank))
 
 
 def share(
@@ -113,7 +113,7 @@ def broadcast_optimizer_state(
         DisagreementError: ranks called different operations.
     """
     runtime = api.runtime_of(process_set, "broadcast_optimizer_state()")
-    root = runtime.members.place(root_rank)
+    root = runtime.members.root(root_rank)
     check_root(runtime, root)
     if runtime.size == 1:
         return

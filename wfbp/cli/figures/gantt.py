@@ -46,11 +46,17 @@ def gantt(run: Run, predicted: Forecast | None) -> Figure | None:
         rows += _predicted_rows(predicted, trace, bars)
     for rank in run.ranks:
         rows += _rank_rows(rank, rank.iterations[index], bars, ready)
+    return _chart("ms since the previous iteration's gradients were in hand", rows, bars, ready)
+
+
+def _chart(
+    title: str, rows: Sequence[str], bars: dict[str, list[_Bar]], ready: Sequence[_Bar]
+) -> Figure:
     data = [_bars(kind, color, width, bars[kind]) for kind, color, width in _KINDS if kind in bars]
     data.append(_ready_marks(ready))
     return figure(
         data,
-        axis("ms since the previous iteration's gradients were in hand", rangemode="tozero"),
+        axis(title, rangemode="tozero"),
         {"categoryorder": "array", "categoryarray": rows[::-1], "automargin": True},
         barmode="overlay",
         height=120 + _ROW_PIXELS * len(rows),
@@ -116,16 +122,7 @@ def step_of_timeline(document: dict[str, Any], optimizer: str) -> tuple[int, Fig
             kind, text = _span_kind(event)
             row = names["messages" if kind in (_PACKING, _EVEN, _ODD) else "training"]
             _add(bars, kind, row, start_s, start_s + event["dur"] * 1e-6, text)
-    data = [_bars(kind, color, width, bars[kind]) for kind, color, width in _KINDS if kind in bars]
-    data.append(_ready_marks(ready[:_MOST_READY]))
-    return chosen, figure(
-        data,
-        axis("ms since the step began", rangemode="tozero"),
-        {"categoryorder": "array", "categoryarray": rows[::-1], "automargin": True},
-        barmode="overlay",
-        height=120 + _ROW_PIXELS * len(rows),
-        hovermode="closest",
-    )
+    return chosen, _chart("ms since the step began", rows, bars, ready[:_MOST_READY])
 
 
 def _length_us(of_step: dict[int, list[dict[str, Any]]]) -> float:

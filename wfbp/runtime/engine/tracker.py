@@ -324,7 +324,7 @@ class GradientTracker:
         self._closed = self._transport.close(step)
         self._all_ready = all(step.addresses)
         if not self._all_ready:
-            self._take_up_silent()
+            self._take_up_unannounced()
         for index in self._dormant:
             if index not in self.unplanned and (source := self._fetch(index)) is not None:
                 self.unplanned[index] = source
@@ -339,9 +339,9 @@ class GradientTracker:
         this step: the next one may add to it.
         """
         self._closed = self._transport.close(self.step)
-        self._take_up_silent()
+        self._take_up_unannounced()
 
-    def _take_up_silent(self) -> None:
+    def _take_up_unannounced(self) -> None:
         """Take up gradients for which no event came."""
         step = self.step
         for plan_index, address in enumerate(step.addresses):

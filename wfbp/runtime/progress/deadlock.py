@@ -38,18 +38,18 @@ class Members:
     number: int = 0
     ranks: tuple[int, ...] | None = None
 
-    def place(self, rank: int) -> int:
-        """A rank's number among the members.
+    def root(self, root_rank: int) -> int:
+        """The number among the members of the rank that sends.
 
         Raises:
             ValueError: it is none of them.
         """
         if self.ranks is None:
-            return rank
-        if rank not in self.ranks:
+            return root_rank
+        if root_rank not in self.ranks:
             shown = ", ".join(map(str, self.ranks))
-            raise ValueError(f"root_rank is {rank}; expected one of the ranks {shown}")
-        return self.ranks.index(rank)
+            raise ValueError(f"root_rank is {root_rank}; expected one of the ranks {shown}")
+        return self.ranks.index(root_rank)
 
     def among(self, ranks: Iterable[int]) -> list[int]:
         """Those of these ranks that are members, ascending."""

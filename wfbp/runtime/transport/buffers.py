@@ -22,7 +22,7 @@ from wfbp.comm.backend import Backend, Buffer, Segment, Work
 from wfbp.comm.buffers import storage_dtype
 from wfbp.comm.device.device import SlotTable
 from wfbp.comm.pages import zeroed
-from wfbp.core.plan import ALIGNMENT_BYTES, Plan, layout
+from wfbp.core.plan import Plan, aligned, layout
 from wfbp.core.types import Op, TensorSpec, item_bytes
 from wfbp.runtime.step import GatherRequest, Step
 from wfbp.runtime.transport.flags import FlagCodec, GroupFlags
@@ -143,7 +143,7 @@ class FusionBuffer:
         self._offsets = buffer_layout.offsets
         self._large = buffer_layout.large
         self._segments: list[Segment] = []
-        self._end = -(-buffer_layout.end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._end = aligned(buffer_layout.end)
         self._carrier = carrier
         self._delivered: set[int] = set()
         self.num_moves = 0
@@ -272,7 +272,7 @@ class CastFusionBuffer:
         self._offsets, self._end = layout(self._nbytes)
         wire_bytes = [spec.wire_bytes(wire_dtype) for spec in specs]
         offsets, end = layout(wire_bytes)
-        end = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        end = aligned(end)
         width = item_bytes(wire_dtype)
         message = aligned_bytes(end + self._flags.count * width, carrier)
         self.buffer: Buffer = message.view(storage_dtype(wire_dtype))
@@ -340,7 +340,7 @@ def shard_bytes(spec: TensorSpec, size: int) -> int:
     32
     """
     equal = -(-spec.numel // size) * item_bytes(spec.dtype)
-    return -(-equal // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return aligned(equal)
 
 
 def shard_range(spec: TensorSpec, rank: int, size: int) -> tuple[int, int]:
@@ -400,8 +400,8 @@ class ShardBlocks:
         self._large = [
             (k, [stop - start for start, stop in self._ranges_of(k)]) for k in buffer_layout.large
         ]
-        self.tail = _aligned(buffer_layout.end)
-        self.block_bytes = _aligned(self.tail + tail_bytes)
+        self.tail = aligned(buffer_layout.end)
+        self.block_bytes = aligned(self.tail + tail_bytes)
         self.counts = [self.block_bytes] * size
         self.bytes = allocate(self.block_bytes * size)
 
@@ -421,6 +421,12 @@ class ShardBlocks:
     def ranges(self, rank: int) -> list[tuple[int, int]]:
         """The bytes of a rank's shards in their tensors."""
         return [shard_range(spec, rank, self._size) for spec in self._specs]
+
+    def result_layout(self, rank: int) -> tuple[Sequence[int], list[int], int]:
+        """Where a rank's shards lie in a buffer of their own type: offsets, bytes, and the end."""
+        nbytes = [stop - start for start, stop in self.ranges(rank)]
+        offsets, end = layout(nbytes)
+        return offsets, nbytes, end
 
     def shard(self, position: int, rank: int) -> Buffer:
         """The bytes of a rank's shard of the group's tensor at ``position``."""
@@ -457,10 +463,6 @@ class ShardBlocks:
         for k, address, (start, _) in zip(self.members, addresses, self.ranges(rank), strict=True):
             whole[k] = address - start
         return whole
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _host_table(
@@ -552,9 +554,7 @@ class ScatterBuffer:
         self._table = blocks.table(range(size))
         self._results: _Results | None = None
         if blocks.casts:
-            nbytes = [stop - start for start, stop in blocks.ranges(rank)]
-            offsets, results_end = layout(nbytes)
-            self._results = results = _Results(offsets, nbytes, results_end)
+            self._results = results = _Results(*blocks.result_layout(rank))
             self._own = blocks.table([rank])
             self._targets = blocks.whole_tensors(len(plan.tensors), rank, results.addresses)
         end = blocks.tail + tail_bytes

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from wfbp.comm.backend import Backend, Buffer, Work
 from wfbp.comm.device.backend import DeviceBackend, DeviceWork
 from wfbp.comm.device.device import Device, SlotTable
-from wfbp.core.plan import ALIGNMENT_BYTES, Plan, layout
+from wfbp.core.plan import Plan, aligned, layout
 from wfbp.core.types import Op
 from wfbp.runtime.step import GatherRequest, Step
 from wfbp.runtime.transport.buffers import ShardBlocks
@@ -77,7 +77,7 @@ class DeviceFusionBuffer:
         self._members = plan.groups[group].tensors
         self._nbytes = [plan.tensors[k].nbytes for k in self._members]
         self._offsets = plan.offsets(group)
-        total = -(-plan.nbytes(group) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        total = aligned(plan.nbytes(group))
         self._total = total
         self._carrier = carrier
         self.num_moves = 0
@@ -86,7 +86,7 @@ class DeviceFusionBuffer:
             specs = [plan.tensors[k] for k in self._members]
             wire_bytes = [spec.wire_bytes(wire_dtype) for spec in specs]
             offsets, end = layout(wire_bytes)
-            end = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            end = aligned(end)
             self._message = _Storage(carrier, end, offsets, wire_bytes, wire_dtype, self._dtype)
             self._dtype, self._tensor_dtype = wire_dtype, self._dtype
         self._storage = self._made()
@@ -246,9 +246,8 @@ class DeviceScatterBuffer:
         self._results: list[Buffer] = []
         if blocks.casts:
             rank, device = carrier.rank, carrier.device
-            nbytes = [stop - start for start, stop in blocks.ranges(rank)]
-            offsets, end = layout(nbytes)
-            memory = device.zeros(-(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, carrier.stream)
+            offsets, nbytes, end = blocks.result_layout(rank)
+            memory = device.zeros(aligned(end), carrier.stream)
             self._results = [
                 memory[offset : offset + size] for offset, size in zip(offsets, nbytes, strict=True)
             ]

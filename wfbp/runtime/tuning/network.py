@@ -98,7 +98,7 @@ class NetworkCosts:
                     lambda backend, act=measure: Finished(act(through or backend)),  # type: ignore[misc]
                     label,
                 )
-                curves[operation] = max_bytes, PiecewiseCost(tuple(points))
+                curves[operation] = max_bytes, PiecewiseCost(points)
                 (least, first_s), (most, last_s) = points[0], points[-1]
                 self._tell(
                     "%s: %d bytes in %.1f us, %s bytes in %.2f ms (%.2f GB/s)",
@@ -119,8 +119,8 @@ class NetworkCosts:
         return self._costs[way]
 
 
-def _measure(backend: Backend, **options: Any) -> Sequence[tuple[float, float]]:
+def _measure(backend: Backend, **options: Any) -> tuple[tuple[float, float], ...]:
     """Points of a cost curve."""
     group_s = _GROUP_S if backend.carries_itself else 0.0
     points = monotone_points(measure_cost(backend, **options))
-    return [(size, seconds + group_s) for size, seconds in points]
+    return tuple((size, seconds + group_s) for size, seconds in points)

@@ -1,0 +1,82 @@
+"""What the kinds of distributed optimizers share: each takes the place of the one it is made of."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+
+from wfbp.runtime.runtime import Runtime
+
+_WRAPPED = "_wfbp_wrapped"
+"""Attribute of an optimizer: what was last made of it, and may hold shards of its state."""
+
+_ANSWERED = ("zero_grad", "state_dict", "load_state_dict", "add_param_group")
+
+PATCHED = ("step", *_ANSWERED)
+"""Attributes of an optimizer that may belong to what was made of it, or to a scheduler."""
+
+
+def _patch_original(original: torch.optim.Optimizer, distributed: torch.optim.Optimizer) -> None:
+    """Let the original refuse to step, and otherwise do what the distributed one does.
+
+    It would step on what this rank alone has seen, and its state may be shards.
+    """
+    name = type(original).__name__
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            f"this {name} was made into a distributed optimizer, and its own step() would not "
+            "average gradients over the ranks; call step() of what DistributedOptimizer() returned"
+        )
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # nothing for a scheduler here
+    original.__dict__["step"] = types.MethodType(step, original)
+    for answered in _ANSWERED:
+        original.__dict__[answered] = getattr(distributed, answered)
+
+
+def _restore_original(original: torch.optim.Optimizer) -> None:
+    """Let the original be as it was."""
+    for name in PATCHED:
+        original.__dict__.pop(name, None)
+
+
+def bare_step(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> Any:
+    """The step of a class, bound to an optimizer, without the calls of hooks around it."""
+    step: Any = kind.step
+    return types.MethodType(step.__wrapped__ if getattr(step, "hooked", False) else step, optimizer)
+
+
+class WrappingOptimizer(torch.optim.Optimizer):
+    """A distributed optimizer: laid over the user's optimizer class, made of an object of it."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An object that ``__init__`` fills; what the user's class makes of it is not asked."""
+        return object.__new__(cls)
+
+
+def unwrap(original: torch.optim.Optimizer, runtime: Runtime | None) -> None:
+    """Let an optimizer be as it was before something was made of it, if anything was.
+
+    Args:
+        original: the user's.
+        runtime: of what is going to be made of it.
+
+    Raises:
+        RuntimeError: shards of its state went with another runtime.
+    """
+    previous: Any = original.__dict__.pop(_WRAPPED, None)
+    if previous is not None:
+        previous._wfbp_release(runtime)
+        _restore_original(original)
+
+
+def note_wrapped(
+    original: torch.optim.Optimizer, distributed: WrappingOptimizer, runtime: Runtime | None
+) -> None:
+    """Let an optimizer know what was made of it, and refuse to step where there are more ranks."""
+    original.__dict__[_WRAPPED] = distributed
+    if runtime is not None and runtime.size > 1:
+        _patch_original(original, distributed)
