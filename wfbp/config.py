@@ -69,6 +69,7 @@ class Config(metaclass=_RenamedSettings):
             Perfetto; none if empty.
         timeline_steps: the first and the last step that the timeline has; as a variable
             ``100-120``.
+        nvtx: whether profilers are shown what is enqueued on GPUs by name, as NVTX ranges.
 
     Example:
         >>> Config.from_environment({"WFBP_SCHEDULE": "oasr"}).schedule
@@ -94,6 +95,7 @@ class Config(metaclass=_RenamedSettings):
     record_dir: str = ""
     timeline: str = ""
     timeline_steps: tuple[int, int] = (0, 2**62)
+    nvtx: bool = False
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():

@@ -40,8 +40,9 @@ _LIMIT_S = 60.0
 class SoftwareEvent:
     """Happened or not, when, and after what."""
 
-    def __init__(self) -> None:
+    def __init__(self, timed: bool = True) -> None:
         self._done = threading.Event()
+        self.timed = timed
         self.at_s = 0.0
         self.error: BaseException | None = None
 
@@ -120,8 +121,8 @@ class SoftwareDevice(Device):
         return handle
 
     def record(self, stream: int, timed: bool = False) -> SoftwareEvent:
-        self.calls["record"] += 1
-        event = SoftwareEvent()
+        self.calls["timed record" if timed else "record"] += 1
+        event = SoftwareEvent(timed)
         if stream == HOST:
             event.happen()
         else:
@@ -149,6 +150,8 @@ class SoftwareDevice(Device):
     def seconds(self, start: SoftwareEvent, end: SoftwareEvent) -> float:
         assert start.done
         assert end.done
+        assert start.timed
+        assert end.timed
         return end.at_s - start.at_s
 
     def zeros(self, nbytes: int, stream: int) -> Buffer:
@@ -190,14 +193,17 @@ class SoftwareDevice(Device):
         dtype: str,
         stream: int,
         tensor_dtype: str = "",
+        unpack_stream: int | None = None,
     ) -> SoftwareTable:
-        return SoftwareTable(self, buffer, offsets, nbytes, dtype, stream, tensor_dtype)
+        return SoftwareTable(
+            self, buffer, offsets, nbytes, dtype, stream, tensor_dtype, unpack_stream
+        )
 
     def use(self) -> None:
         self.calls["use"] += 1
 
     @contextmanager
-    def annotate(self, name: str) -> Iterator[None]:
+    def _annotation(self, name: str) -> Iterator[None]:
         self.annotations.append(name)
         yield
 
@@ -284,7 +290,9 @@ class SoftwareTable:
         dtype: str,
         stream: int,
         tensor_dtype: str = "",
+        unpack_stream: int | None = None,
     ) -> None:
+        self._unpack_stream = stream if unpack_stream is None else unpack_stream
         self._tensor_dtype = tensor_dtype or dtype
         self._device = device
         self._buffer = buffer
@@ -324,7 +332,7 @@ class SoftwareTable:
             self._device._dawdle()
             table.unpack()
 
-        self._device.enqueue(self._stream, run)
+        self._device.enqueue(self._unpack_stream, run)
 
     def _table(self) -> Any:
         """The table with the addresses of now."""

@@ -35,7 +35,7 @@ class SoftwareXla(XlaStreams, SoftwareDevice):
         assert self._lent[handle] is None, "recorded twice"
         if self.fails:
             return 400
-        self._lent[handle] = SoftwareDevice.record(self, stream or HOST)
+        self._lent[handle] = SoftwareDevice.record(self, stream or HOST, timed=True)
         return 0
 
     @property

@@ -201,6 +201,7 @@ class CupyDevice(Device):
         dtype: str,
         stream: int,
         tensor_dtype: str = "",
+        unpack_stream: int | None = None,
     ) -> CudaTable:
         self._settle()
         with self._cupy.cuda.Device(self.index):
@@ -213,6 +214,7 @@ class CupyDevice(Device):
                 dtype,
                 stream,
                 tensor_dtype or None,
+                unpack_stream,
             )
         return CudaTable(self, table)
 
@@ -229,7 +231,7 @@ class CupyDevice(Device):
             self._cupy.get_default_memory_pool().free_all_blocks()
 
     @contextmanager
-    def annotate(self, name: str) -> Iterator[None]:
+    def _annotation(self, name: str) -> Iterator[None]:
         nvtx = self._cupy.cuda.nvtx
         nvtx.RangePush(name)
         try:

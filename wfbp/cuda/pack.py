@@ -55,8 +55,9 @@ class DevicePackTable:
         offsets: byte offset of each slot.
         nbytes: bytes of each slot.
         dtype: element type in the buffer.
-        stream: raw handle of the stream that does it; 0 is the default stream.
+        stream: raw handle of the stream that packs; 0 is the default stream.
         tensor_dtype: element type of the tensors, if it is another one.
+        unpack_stream: the stream that unpacks, if it is another one.
 
     Raises:
         ValueError: a slot outside the buffer, a size that is no whole number of elements, an
@@ -73,9 +74,11 @@ class DevicePackTable:
         dtype: str,
         stream: int,
         tensor_dtype: str | None = None,
+        unpack_stream: int | None = None,
     ) -> None:
         self._kernels = kernels
         self._stream = stream
+        self._unpack_stream = stream if unpack_stream is None else unpack_stream
         self._dtype = dtype
         self._tensor_dtype = tensor_dtype or dtype
         item, tensor_item = item_bytes(dtype), item_bytes(self._tensor_dtype)
@@ -99,20 +102,20 @@ class DevicePackTable:
         Raises:
             ValueError: a scale other than 1 for a type that cannot be multiplied.
         """
-        self._run(self._tensor_dtype, self._dtype, True, scale)
+        self._run(self._tensor_dtype, self._dtype, True, scale, self._stream)
 
     def unpack(self, scale: float = 1.0) -> None:
         """Enqueue the writing of the slots to the addresses; as :meth:`pack` otherwise."""
-        self._run(self._dtype, self._tensor_dtype, False, scale)
+        self._run(self._dtype, self._tensor_dtype, False, scale, self._unpack_stream)
 
-    def _run(self, source: str, target: str, packs: bool, scale: float) -> None:
+    def _run(self, source: str, target: str, packs: bool, scale: float, stream: int) -> None:
         plain = source == target and scale == 1.0
         name = "copy" if plain else kernel_name(source, target)
         for launch in self._launches:
             launch.arguments["scale"] = scale
             launch.arguments["packs"] = packs
             launch.tensors[:] = self.pointers[launch.first : launch.last]
-            self._kernels.launch(name, launch.num_blocks, launch.address, self._stream)
+            self._kernels.launch(name, launch.num_blocks, launch.address, stream)
 
 
 def _check_slots(

@@ -15,7 +15,7 @@ from tests.contract.checks import CHECKS
 from tests.support.fake_nccl import FakeNccl
 from tests.support.software_device import SoftwareDevice
 from wfbp.comm.backend import Backend, Buffer
-from wfbp.comm.device.backend import DeviceBackend
+from wfbp.comm.device.backend import Blocks, DeviceBackend
 from wfbp.comm.device.connection import connect, nccl_obstacle
 from wfbp.comm.device.nccl import NcclBackend
 from wfbp.comm.device.staged import StagedBackend
@@ -195,6 +195,33 @@ def test_what_nccl_is_told(dtype: str) -> None:
             ("send", address + own, mine, 1 - rank),
             ("recv", address + other, others, 1 - rank),
         ]
+
+
+class Sliced(np.ndarray[Any, Any]):
+    """Counts how often it is sliced."""
+
+    count = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        Sliced.count += isinstance(key, slice)
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize("counts", [[8, 8], [4, 12]])
+def test_no_buffer_is_sliced_per_rank(counts: list[int]) -> None:
+    """With CuPy's each slice takes microseconds, under the interpreter's lock."""
+    ranks = Ranks(2)
+    Sliced.count = 0
+
+    def body(rank: int) -> None:
+        backend = ranks.backend("nccl", rank)
+        data = np.zeros(16, np.uint8).view(Sliced)
+        wait(backend.reduce_scatter(data, counts, "float32", Op.SUM), timeout_s=20.0)
+        wait(backend.all_gather(data, counts), timeout_s=20.0)
+
+    ranks.run(body)
+    assert Sliced.count == 0
+    assert Blocks.of(2, 16, tuple(counts), "float32") is Blocks.of(2, 16, tuple(counts), "float32")
 
 
 @pytest.mark.parametrize("op", Op)

@@ -14,7 +14,7 @@ import pytest
 
 from wfbp.cuda.kernels import source
 
-ARCHITECTURES = ("sm_80", "sm_90")
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 NVRTC_PACKAGES = ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc")
 KERNELS = [*sorted(f"wfbp_{name}" for name in re.findall(r"X\((\w+),", source())), "wfbp_copy"]
 

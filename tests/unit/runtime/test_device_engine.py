@@ -26,7 +26,9 @@ from wfbp.core.types import DECOUPLED_SCHEDULES as DECOUPLED
 from wfbp.core.types import Op
 from wfbp.errors import WfbpError
 from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.transport.device_transport import DeviceTransport
 from wfbp.runtime.tuning import trial
+from wfbp.runtime.tuning.profile import TuningPhase
 
 STEADY = Config(schedule="wfbp", warmup_steps=10**6, timeout_s=20.0)
 ALL_REDUCE = ("auto", "oasr", "mgwfbp", "wfbp", "single", "threshold")
@@ -271,12 +273,80 @@ def test_a_step_costs_few_calls_of_the_driver() -> None:
         after = device.calls.copy()
         after.subtract(before)
         trainer.finish()
-        return {name: after[name] for name in ("pack", "record", "wait")}
+        return {name: after[name] for name in ("pack", "record", "timed record", "wait")}
 
     for calls in all_well(run_ranks(2, body, STEADY)):
         assert calls["pack"] == 1
-        assert calls["record"] <= 12
-        assert calls["wait"] <= 4
+        assert calls["record"] + calls["timed record"] <= 12
+        assert calls["wait"] <= 5
+
+
+def test_a_group_is_packed_while_another_travels() -> None:
+    """The network holds up no packing, and what is packed is not sent before its turn."""
+    devices = Devices(2, nccl=True, most_s=0.0)
+
+    def body(runtime: Runtime) -> None:
+        device = devices.of[runtime.rank]
+        trainer = DeviceTrainer(runtime, device, make_specs([10, 20, 30]), schedule="wfbp")
+        transport = trainer.engine._transport
+        assert isinstance(transport, DeviceTransport)
+        for number in range(3):
+            network = threading.Event()
+            trainer.zero()
+            for k in (2, 1, 0):
+                trainer.accumulate(k, float(number))
+                if k == 2:  # behind what this step waits for
+                    while not device.library.calls or len(device.library.calls) % 3 != 1:
+                        time.sleep(1e-4)
+                    device.enqueue(
+                        transport.carrier.stream,  # type: ignore[attr-defined]
+                        lambda network=network: network.wait(20.0),
+                    )
+            trainer.synchronize([float(number)] * 3, f"step {number}")
+            device.record(transport._packing).await_it()
+            assert not network.is_set()
+            network.set()
+        trainer.finish()
+
+    all_well(run_ranks(2, body, STEADY))
+
+
+def test_groups_of_an_installed_plan_are_timed_now_and_then() -> None:
+    """In every sixteenth step; steps themselves are timed always."""
+    devices = Devices(2, nccl=True, most_s=0.0)
+
+    def body(runtime: Runtime) -> tuple[list[int], list[bool]]:
+        device = devices.of[runtime.rank]
+        trainer = DeviceTrainer(runtime, device, make_specs([10] * 8), schedule="wfbp")
+        engine = trainer.engine
+        counts, seen = [], []
+        note = engine._tuner.after_step
+
+        def told(stamps: Any) -> None:
+            seen.append(stamps.done_s > stamps.begun_s > 0)
+            note(stamps)
+
+        while engine._tuner.phase is not TuningPhase.INSTALLED or len(counts) < 33:
+            if len(counts) == 32:
+                device.drain()  # then all of them can be read
+            trainer.zero()
+            installed = engine._tuner.phase is TuningPhase.INSTALLED
+            before = device.calls["timed record"]
+            for k in reversed(range(8)):
+                trainer.accumulate(k, 1.0)
+            trainer.synchronize([1.0] * 8, "any step")
+            if installed:
+                engine._tuner.after_step = told  # type: ignore[method-assign]
+                counts.append(device.calls["timed record"] - before)
+        trainer.finish()
+        return counts, seen
+
+    for counts, seen in all_well(run_ranks(2, body, QUICK)):
+        few, many = min(counts), max(counts)
+        assert many - few == 3 * 8, "start, packed and end of each group"
+        assert [count - few for count in counts[:32]].count(many - few) == 2
+        assert len(seen) >= 31
+        assert all(seen)
 
 
 def test_a_step_is_not_captured_in_a_graph() -> None:
@@ -347,7 +417,10 @@ def test_a_profiler_sees_what_is_enqueued(nccl: bool, schedule: str) -> None:
         trainer.finish()
         return set(device.annotations)
 
-    (seen, _) = all_well(run_ranks(2, body))
+    (unasked, _) = all_well(run_ranks(2, body))
+    assert unasked == set()
+    devices = Devices(2, nccl, most_s=0.0)
+    (seen, _) = all_well(run_ranks(2, body, Config(nvtx=True)))
     gathers = schedule == "independent"
     moves = {"reduce-scatter", "all-gather"} if gathers else {"all-reduce"}
     moves = moves if nccl else {"to host", "from host"}

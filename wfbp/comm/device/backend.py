@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 
 from wfbp.comm.backend import Backend, Buffer, Work
 from wfbp.comm.buffers import check_counts
-from wfbp.comm.device.device import Device
+from wfbp.comm.device.device import Device, Event
 from wfbp.core.types import Op, item_bytes
 
 
@@ -54,8 +56,25 @@ class DeviceBackend(Backend):
         self.device = device
         self.host = host
         self.stream = device.new_stream()
+        self._packed: Event | None = None
         self.rank, self.size = host.rank, host.size
         self.local_rank, self.local_size = host.local_rank, host.local_size
+
+    @cached_property
+    def packing(self) -> int:
+        """The stream of what comes before collectives: it does not wait for those under way."""
+        return self.device.new_stream()
+
+    def follow_packing(self) -> None:
+        """Let the next collective wait for what is enqueued on :attr:`packing` now."""
+        self._packed = self.device.record(self.packing)
+
+    def _launch(self, start: Callable[[], DeviceWork]) -> DeviceWork:
+        """Start a collective behind what was packed for it."""
+        packed, self._packed = self._packed, None
+        if packed is not None:
+            self.device.wait(self.stream, packed)
+        return start()
 
     @abstractmethod
     def check(self) -> None:
@@ -74,7 +93,7 @@ class DeviceBackend(Backend):
         """Combine some bytes, at least one, among at least two ranks."""
 
     @abstractmethod
-    def _reduce_scatter(self, blocks: Sequence[Buffer], dtype: str, op: Op) -> DeviceWork:
+    def _reduce_scatter(self, data: Buffer, blocks: Blocks, dtype: str, op: Op) -> DeviceWork:
         """Combine adjacent blocks of bytes."""
 
     @abstractmethod
@@ -82,7 +101,7 @@ class DeviceBackend(Backend):
         """Copy the root's bytes."""
 
     @abstractmethod
-    def _all_gather(self, blocks: Sequence[Buffer]) -> DeviceWork:
+    def _all_gather(self, data: Buffer, blocks: Blocks) -> DeviceWork:
         """Fill adjacent blocks of bytes."""
 
     @abstractmethod
@@ -101,12 +120,16 @@ class DeviceBackend(Backend):
         self, buffer: Buffer, dtype: str, op: Op, segments: Sequence[Any] = ()
     ) -> DeviceWork:
         data = raw(buffer, dtype)
-        for start, source, *_ in segments:
-            piece = raw(source, dtype, writeable=False)
-            self._bring(data[start : start + piece.size], piece)
-        if self.size == 1 or not data.size:
-            return self._nothing()
-        return self._all_reduce(data, dtype, op)
+
+        def start() -> DeviceWork:
+            for begin, source, *_ in segments:
+                piece = raw(source, dtype, writeable=False)
+                self._bring(data[begin : begin + piece.size], piece)
+            if self.size == 1 or not data.size:
+                return self._nothing()
+            return self._all_reduce(data, dtype, op)
+
+        return self._launch(start)
 
     def reduce_scatter(
         self,
@@ -116,34 +139,48 @@ class DeviceBackend(Backend):
         op: Op,
         segments: Sequence[Any] = (),
     ) -> DeviceWork:
-        blocks = cut(raw(buffer, dtype), counts, self.size, dtype)
-        for _, place, part in _parts(blocks, segments, dtype, writeable=False):
-            self._bring(place, part)
-        if self.size == 1 or not sum(counts):
-            return self._nothing()
-        return self._reduce_scatter(blocks, dtype, op)
+        data = raw(buffer, dtype)
+        blocks = Blocks.of(self.size, data.nbytes, tuple(counts), dtype)
+
+        def start() -> DeviceWork:
+            for _, place, part in _parts(data, blocks, segments, dtype, writeable=False):
+                self._bring(place, part)
+            if self.size == 1 or not blocks.total:
+                return self._nothing()
+            return self._reduce_scatter(data, blocks, dtype, op)
+
+        return self._launch(start)
 
     def broadcast(self, buffer: Buffer, root: int) -> DeviceWork:
         data = raw(buffer, None)
-        if self.size == 1 or not data.size:
-            return self._nothing()
-        return self._broadcast(data, root)
+
+        def start() -> DeviceWork:
+            if self.size == 1 or not data.size:
+                return self._nothing()
+            return self._broadcast(data, root)
+
+        return self._launch(start)
 
     def all_gather(
         self, buffer: Buffer, counts: Sequence[int], segments: Sequence[Any] = ()
     ) -> DeviceWork:
-        blocks = cut(raw(buffer, None), counts, self.size, "uint8")
-        parts = list(_parts(blocks, segments, "uint8", writeable=True))
-        for rank, place, part in parts:
-            if rank == self.rank:
-                self._bring(place, part)
-        if self.size == 1 or not sum(counts):
-            return self._nothing()
-        work = self._all_gather(blocks)
-        for rank, place, part in parts:
-            if rank != self.rank and self.device.address(place) != self.device.address(part):
-                work.then(part, place)
-        return work
+        data = raw(buffer, None)
+        blocks = Blocks.of(self.size, data.nbytes, tuple(counts), "uint8")
+
+        def start() -> DeviceWork:
+            parts = _parts(data, blocks, segments, "uint8", writeable=True)
+            for rank, place, part in parts:
+                if rank == self.rank:
+                    self._bring(place, part)
+            if self.size == 1 or not blocks.total:
+                return self._nothing()
+            work = self._all_gather(data, blocks)
+            for rank, place, part in parts:
+                if rank != self.rank and self.device.address(place) != self.device.address(part):
+                    work.then(part, place)
+            return work
+
+        return self._launch(start)
 
     def all_gather_bytes(self, payload: bytes) -> Work[list[bytes]]:
         return self.host.all_gather_bytes(payload)
@@ -174,28 +211,63 @@ def raw(buffer: Buffer, dtype: str | None, writeable: bool = True) -> Buffer:
         raise ValueError("a buffer that receives must be writeable")
     if dtype is not None and buffer.nbytes % item_bytes(dtype):
         raise ValueError(f"a buffer of {buffer.nbytes} bytes holds no whole number of {dtype}")
-    return buffer.view(np.uint8)
+    return buffer if buffer.dtype == np.uint8 else buffer.view(np.uint8)
 
 
-def cut(data: Buffer, counts: Sequence[int], size: int, dtype: str) -> list[Buffer]:
-    """One block of bytes per rank.
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Where each rank's block of a buffer lies. Buffers themselves are cut where that is needed
+    alone: to slice one of CuPy's takes microseconds, for every rank and in every step.
 
-    Raises:
-        ValueError: a size does not fit; the message names it.
+    Args:
+        counts: bytes of each rank's block.
+        starts: where it begins.
+        total: bytes of all.
+        are_equal: whether they are of one size.
     """
-    check_counts(size, data.nbytes, counts, dtype)
-    ends = list(accumulate(counts))
-    return [data[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+    counts: tuple[int, ...]
+    starts: tuple[int, ...]
+    total: int
+    are_equal: bool
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def of(size: int, nbytes: int, counts: tuple[int, ...], dtype: str) -> Blocks:
+        """The blocks of a buffer.
+
+        Args:
+            size: number of ranks.
+            nbytes: of the buffer.
+            counts: bytes of each rank's block.
+            dtype: element type.
+
+        Raises:
+            ValueError: a size does not fit; the message names it.
+
+        Example:
+            >>> Blocks.of(2, 12, (8, 4), "float32").starts
+            (0, 8)
+        """
+        check_counts(size, nbytes, counts, dtype)
+        starts = tuple(accumulate(counts, initial=0))
+        return Blocks(counts, starts[:-1], starts[-1], len(set(counts)) <= 1)
+
+    def cut(self, data: Buffer) -> list[Buffer]:
+        """One block of bytes per rank."""
+        return [data[a : a + n] for a, n in zip(self.starts, self.counts, strict=True)]
 
 
 def _parts(
-    blocks: Sequence[Buffer], segments: Sequence[Any], dtype: str, writeable: bool
+    data: Buffer, blocks: Blocks, segments: Sequence[Any], dtype: str, writeable: bool
 ) -> list[tuple[int, Buffer, Buffer]]:
     """Of every segment and rank: the rank, its place in the rank's block, its data."""
     found = []
     for start, source, counts, _ in segments:
-        parts = cut(raw(source, dtype, writeable), counts, len(blocks), dtype)
-        for rank, (block, part) in enumerate(zip(blocks, parts, strict=True)):
+        whole = raw(source, dtype, writeable)
+        own = Blocks.of(len(blocks.counts), whole.nbytes, tuple(counts), dtype)
+        for rank, part in enumerate(own.cut(whole)):
             if part.size:
-                found.append((rank, block[start : start + part.size], part))
+                place = blocks.starts[rank] + start
+                found.append((rank, data[place : place + part.size], part))
     return found

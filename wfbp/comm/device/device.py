@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from wfbp.comm.backend import Buffer
+
+_UNSEEN = nullcontext()
 
 Event = Any
 """A place in a stream."""
@@ -112,8 +114,12 @@ class Device(ABC):
         dtype: str,
         stream: int,
         tensor_dtype: str = "",
+        unpack_stream: int | None = None,
     ) -> SlotTable:
         """A table of a buffer's slots that packs on a stream, and casts where types differ.
+
+        It unpacks on the same stream, or on another one. What it keeps on the device is memory of
+        the first.
 
         Raises:
             ValueError: this device cannot cast so.
@@ -132,6 +138,13 @@ class Device(ABC):
         """Give the memory back that is kept for later, and not in use; it may wait for the
         device."""
 
-    @abstractmethod
+    annotates = False
+    """Whether profilers are shown names, which costs some microseconds per group."""
+
     def annotate(self, name: str) -> AbstractContextManager[object]:
-        """Shows what is enqueued within it under a name in the profiler's timeline."""
+        """Shows what is enqueued within it under a name in the profiler's timeline, if asked to."""
+        return self._annotation(name) if self.annotates else _UNSEEN
+
+    @abstractmethod
+    def _annotation(self, name: str) -> AbstractContextManager[object]:
+        """Shows what is enqueued within it under a name."""

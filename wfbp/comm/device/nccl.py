@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from wfbp.comm.backend import Backend, Buffer, Work
 from wfbp.comm.buffers import INTEGER
-from wfbp.comm.device.backend import DeviceBackend, DeviceWork
+from wfbp.comm.device.backend import Blocks, DeviceBackend, DeviceWork
 from wfbp.comm.device.device import Device, Event
 from wfbp.comm.device.staged import StagedBackend
 from wfbp.comm.waiting import Check, wait
@@ -111,24 +111,20 @@ class NcclBackend(DeviceBackend):
             self._comm.allReduce(address, address, count, DTYPES[dtype], OPS[op], self.stream)
         return self._started(data.nbytes, data)
 
-    def _reduce_scatter(self, blocks: Sequence[Buffer], dtype: str, op: Op) -> DeviceWork:
+    def _reduce_scatter(self, data: Buffer, blocks: Blocks, dtype: str, op: Op) -> DeviceWork:
         if not _defines(dtype, op):
-            return self._through_host()._reduce_scatter(blocks, dtype, op)
-        address = next(self.device.address(block) for block in blocks if block.nbytes)
-        total = sum(block.nbytes for block in blocks)
-        equal = all(block.nbytes == blocks[0].nbytes for block in blocks)
+            return self._through_host()._reduce_scatter(data, blocks, dtype, op)
+        address = self.device.address(data)
         types = DTYPES[dtype], OPS[op]
         with self.device.annotate("wfbp reduce-scatter"):
-            if equal:
-                own = blocks[self.rank]
-                count = own.nbytes // item_bytes(dtype)
-                self._comm.reduceScatter(
-                    address, self.device.address(own), count, *types, self.stream
-                )
+            if blocks.are_equal:
+                own = address + blocks.starts[self.rank]
+                count = blocks.counts[self.rank] // item_bytes(dtype)
+                self._comm.reduceScatter(address, own, count, *types, self.stream)
             else:
-                count = total // item_bytes(dtype)
+                count = blocks.total // item_bytes(dtype)
                 self._comm.allReduce(address, address, count, *types, self.stream)
-        return self._started(total, blocks)
+        return self._started(blocks.total, data)
 
     def _broadcast(self, data: Buffer, root: int) -> DeviceWork:
         address = self.device.address(data)
@@ -136,34 +132,29 @@ class NcclBackend(DeviceBackend):
             self._comm.broadcast(address, address, data.nbytes, BYTE, root, self.stream)
         return self._started(data.nbytes, data)
 
-    def _all_gather(self, blocks: Sequence[Buffer]) -> DeviceWork:
+    def _all_gather(self, data: Buffer, blocks: Blocks) -> DeviceWork:
+        address = self.device.address(data)
         with self.device.annotate("wfbp all-gather"):
-            own = blocks[self.rank]
-            if all(block.nbytes == own.nbytes for block in blocks):
-                self._comm.allGather(
-                    self.device.address(own),
-                    self.device.address(blocks[0]),
-                    own.nbytes,
-                    BYTE,
-                    self.stream,
-                )
+            if blocks.are_equal:
+                own = address + blocks.starts[self.rank]
+                self._comm.allGather(own, address, blocks.counts[self.rank], BYTE, self.stream)
             else:
-                self._exchange(blocks)
-        return self._started(sum(block.nbytes for block in blocks), blocks)
+                self._exchange(address, blocks)
+        return self._started(blocks.total, data)
 
-    def _exchange(self, blocks: Sequence[Buffer]) -> None:
+    def _exchange(self, address: int, blocks: Blocks) -> None:
         """An all-gather of unequal blocks."""
-        own = blocks[self.rank]
+        own, nbytes = address + blocks.starts[self.rank], blocks.counts[self.rank]
         self._nccl.groupStart()
         try:
             for step in range(1, self.size):
                 peer = (self.rank + step) % self.size
-                if own.nbytes:
-                    self._comm.send(self.device.address(own), own.nbytes, BYTE, peer, self.stream)
+                if nbytes:
+                    self._comm.send(own, nbytes, BYTE, peer, self.stream)
                 peer = (self.rank - step) % self.size
-                if there := blocks[peer].nbytes:
-                    address = self.device.address(blocks[peer])
-                    self._comm.recv(address, there, BYTE, peer, self.stream)
+                if there := blocks.counts[peer]:
+                    place = address + blocks.starts[peer]
+                    self._comm.recv(place, there, BYTE, peer, self.stream)
         finally:
             self._nccl.groupEnd()
 

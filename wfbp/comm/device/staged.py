@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from wfbp.comm.backend import Backend, Buffer, Work
 from wfbp.comm.chunking import split
-from wfbp.comm.device.backend import DeviceBackend, DeviceWork
+from wfbp.comm.device.backend import Blocks, DeviceBackend, DeviceWork
 from wfbp.comm.device.device import Device, Event
 from wfbp.core.types import Op, item_bytes
 from wfbp.errors import BackendError
@@ -154,23 +154,23 @@ class StagedBackend(DeviceBackend):
             work.add(Piece([data[a:b]], [True], [True], start, work))
         return self._submit(work)
 
-    def _reduce_scatter(self, blocks: Sequence[Buffer], dtype: str, op: Op) -> DeviceWork:
+    def _reduce_scatter(self, data: Buffer, blocks: Blocks, dtype: str, op: Op) -> DeviceWork:
         own = [rank == self.rank for rank in range(self.size)]
         everything = [True] * self.size
 
         def start(counts: list[int]) -> Start:
             return lambda pinned: self._carrier.reduce_scatter(pinned, counts, dtype, op)
 
-        return self._in_blocks(blocks, item_bytes(dtype), everything, own, start)
+        return self._in_blocks(blocks.cut(data), item_bytes(dtype), everything, own, start)
 
-    def _all_gather(self, blocks: Sequence[Buffer]) -> DeviceWork:
+    def _all_gather(self, data: Buffer, blocks: Blocks) -> DeviceWork:
         own = [rank == self.rank for rank in range(self.size)]
         others = [not mine for mine in own]
 
         def start(counts: list[int]) -> Start:
             return lambda pinned: self._carrier.all_gather(pinned, counts)
 
-        return self._in_blocks(blocks, 1, own, others, start)
+        return self._in_blocks(blocks.cut(data), 1, own, others, start)
 
     def _broadcast(self, data: Buffer, root: int) -> DeviceWork:
         def start(pinned: Buffer) -> Work[None]:

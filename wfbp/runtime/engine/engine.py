@@ -40,6 +40,9 @@ from wfbp.runtime.step import (
 from wfbp.runtime.tuning.profile import TuningPhase
 from wfbp.runtime.tuning.tuner import Tuner
 
+SAMPLED_STEPS = 16
+"""Once plans are chosen and nobody records, groups are timed in every so many steps."""
+
 
 class Engine:
     """Averages the gradients of a fixed list of tensors, step after step.
@@ -337,8 +340,17 @@ class Engine:
             self._settling = self._tuner.phase is TuningPhase.INSTALLED
             self._lane.costs = self._tuner.message_costs
         tracker.step.owners = []  # gradients that were sent are no longer needed
+        self._transport.timing = self._times_groups
         tracker.begin(self._number, done, self.profiling)
         return reduced
+
+    @property
+    def _times_groups(self) -> bool:
+        """Whether anybody will look at the times of the next step's groups."""
+        if self._tuner.phase is not TuningPhase.INSTALLED:
+            return True
+        observed = self._recorder is not None or self._runtime.timeline is not None
+        return observed or self._steps % SAMPLED_STEPS == 0
 
     def _measure(self, result: StepResult, done: Timestamp) -> None:
         """Count a step, and let the tuner know what it took."""

@@ -196,17 +196,17 @@ class PlanExecutor:
         transport = self._transport
         if group < len(self._buffers):
             transport.order_after_gradients(self._step, group)
-            start = transport.lane_stamp()
+            start = transport.packing_stamp()
             buffer = self._buffers[group]
             buffer.pack(self._step)
-            packed = transport.lane_stamp()
+            packed = transport.packing_stamp()
             work = buffer.send(transport.carrier)
         else:
             transport.order_after_shards(self._gather)
-            start = transport.lane_stamp()
+            start = transport.packing_stamp()
             gathered = self._gather_buffers[group - len(self._buffers)]
             gathered.pack(self._gather)
-            packed = transport.lane_stamp()
+            packed = transport.packing_stamp()
             work = gathered.send(transport.carrier)
         expected_s = None
         if self.costs is not None:

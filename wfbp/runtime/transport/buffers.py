@@ -14,6 +14,7 @@ gradients' type everywhere; only the message is of another.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 
 import numpy as np
 
@@ -465,6 +466,18 @@ class ShardBlocks:
         return whole
 
 
+def picker(indices: Sequence[int]) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    """What returns the values at these indices.
+
+    Example:
+        >>> picker([2, 0])([5, 6, 7])
+        (7, 5)
+    """
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda values: tuple(values[k] for k in indices)
+
+
 def _host_table(
     buffer: Buffer, offsets: Sequence[int], nbytes: Sequence[int], dtype: str, tensor_dtype: str
 ) -> SlotTable:
@@ -491,7 +504,8 @@ class ShardTable:
         self, table: SlotTable, members: Sequence[int], starts: Sequence[int], times: int
     ) -> None:
         self._table = table
-        self._members = members
+        self._pick = picker(members)
+        self._pointed: tuple[int, ...] | None = None
         self._starts = np.asarray(starts, dtype=np.int64)
         self._times = times
 
@@ -506,8 +520,11 @@ class ShardTable:
         self._table.unpack()
 
     def _point(self, addresses: Sequence[int]) -> None:
-        own = np.asarray([addresses[k] for k in self._members], dtype=np.int64)
-        bases = np.tile(own, self._times)
+        own = self._pick(addresses)
+        if own == self._pointed:  # as in most steps, since allocators give out the same memory
+            return
+        self._pointed = own
+        bases = np.tile(np.asarray(own, dtype=np.int64), self._times)
         self._table.pointers[:] = np.where(bases == 0, 0, bases + self._starts)
 
 

@@ -1,14 +1,17 @@
 """A lane on a device: what is enqueued where, and which stream waits for what.
 
     producer's stream    backward ... gradient | event ... gradient | event
-    lane's stream              wait, pack, reduce          wait, pack, reduce | event
-    consumer's stream                                                    wait, update ...
+    packing stream                 wait, pack | event          wait, pack | event
+    lane's stream                              wait, reduce                wait, reduce | event
+    consumer's stream                                                                wait, update
 
 The host waits for nothing here. One event follows the last gradient of a group (one per stream
-that made any of them); the lane's stream waits for it before it packs. The consumer's stream waits
-for the lane's before it reads what was reduced. And before the lane writes to a buffer again, its
-stream waits for an event of the consumer's, recorded when the next step's first gradient appears:
-all that was to be read before has been enqueued by then.
+that made any of them); the packing stream waits for it, and the lane's stream for what was packed:
+a group is packed while the one before it travels. The consumer's stream waits for the lane's before
+it reads what was reduced. And before the packing stream writes to a buffer again, it waits for an
+event of the consumer's, recorded when the next step's first gradient appears, because all that was
+to be read before has been enqueued by then; and for all that the lane has been told until then: a
+step that was discarded is nobody's to consume.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -58,6 +62,14 @@ _CHECK_S = 0.05
 _NAP_S = 100e-6
 
 
+def _timed(marks: StepTimestamps) -> StepTimestamps:
+    """A step's times without those of groups that were not timed."""
+    if all(time_.start_s for time_ in (*marks.times, *marks.gathers)):
+        return marks
+    times = [time_ for time_ in marks.times if time_.start_s]
+    return replace(marks, times=times, gathers=[t for t in marks.gathers if t.start_s])
+
+
 class DeviceTransport(Transport):
     """Memory and streams of one device.
 
@@ -84,6 +96,8 @@ class DeviceTransport(Transport):
         self._backend = carrier
         self._device = device = carrier.device
         self._stream = carrier.stream
+        self._packing = carrier.packing
+        self._gathered: object = None
         self._host = host
         self._check = check
         self._home = device.current_stream()
@@ -125,13 +139,19 @@ class DeviceTransport(Transport):
         self._device.trim()
 
     def _await_home(self) -> None:
-        """Memory may be given out again that the training thread's work still reads."""
-        self._device.wait(self._stream, self._device.record(self._home))
+        """Memory may be given out again that training's work or the lane's still uses."""
+        self._device.wait(self._packing, self._device.record(self._home))
+        self._await_lane()
+
+    def _await_lane(self) -> None:
+        """Buffers may still be under way, or be copied from."""
+        self._device.wait(self._packing, self._device.record(self._stream))
 
     def order_after_gradients(self, step: Step, group: int) -> None:
         events: list[Event] = []
         if step is not self._ordered:
             self._ordered = step
+            self._await_lane()
             events += step.dependencies.get(BEGUN, ())
         if group in step.dependencies:
             # Though the host may have closed the step by now: it runs ahead of backward.
@@ -140,18 +160,24 @@ class DeviceTransport(Transport):
             self._closed_for = step
             events += step.dependencies[CLOSED]
         for event in events:
-            self._device.wait(self._stream, event)
+            self._device.wait(self._packing, event)
 
     def order_after_shards(self, gather: GatherRequest) -> None:
+        if gather.addresses is not self._gathered:  # else a part of it is under way
+            self._gathered = gather.addresses
+            self._await_lane()
         for event in gather.dependencies:
-            self._device.wait(self._stream, event)
+            self._device.wait(self._packing, event)
 
     def is_enqueued(self, work: Work[None]) -> bool:
         assert isinstance(work, DeviceWork)
         return work.issued()
 
+    def packing_stamp(self) -> Timestamp:
+        return self._device.record(self._packing, timed=True) if self.timing else 0.0
+
     def lane_stamp(self) -> Timestamp:
-        return self._device.record(self._stream, timed=True)
+        return self._device.record(self._stream, timed=self.timing)
 
     def watch(self, time_: GroupTime) -> None:
         self._undone.append((time_.end_s, time.monotonic()))
@@ -232,7 +258,7 @@ class DeviceTransport(Transport):
             while not self._device.done(marks.done):
                 self._check()
                 time.sleep(_NAP_S)
-            yield to_seconds(marks, partial(self._at, marks.begun))
+            yield to_seconds(_timed(marks), partial(self._at, marks.begun))
 
     def _at(self, begun: Event, stamp: Timestamp) -> float:
         """A moment in seconds; the beginning of its step is at one second."""

@@ -90,6 +90,10 @@ class Transport(ABC):
         carrier: sends the groups.
     """
 
+    timing = True
+    """Whether the moments of groups are wanted, where they cost anything; the training thread may
+    change it at any time."""
+
     def __init__(self, carrier: Backend) -> None:
         self.carrier = carrier
 
@@ -129,6 +133,10 @@ class Transport(ABC):
     def rest(self, nap_s: float, most_s: float) -> bool:
         """Sleep until a work may have moved on; see :meth:`Backend.rest`."""
         return False
+
+    @abstractmethod
+    def packing_stamp(self) -> Timestamp:
+        """The present moment in what the lane does before messages; 0 where it is not timed."""
 
     @abstractmethod
     def lane_stamp(self) -> Timestamp:
@@ -255,6 +263,9 @@ class HostTransport(Transport):
 
     def rest(self, nap_s: float, most_s: float) -> bool:
         return self.carrier.rest(nap_s, most_s)
+
+    def packing_stamp(self) -> float:
+        return perf_counter()
 
     def lane_stamp(self) -> float:
         return perf_counter()
