@@ -60,11 +60,13 @@ nitpick_ignore_regex = [
     # Types of other packages: their documentation is elsewhere, and the build needs no network.
     (
         "py:.*",
-        r"(collections|enum|jax|jaxlib|mpi4py|np|numpy|optax|os|pathlib|torch|types|typing)\..*",
+        r"(collections|contextlib|enum|jax|jaxlib|mpi4py|np|numpy|optax|os|pathlib|torch|types"
+        r"|typing)\..*",
     ),
     # In signatures: type variables and aliases, and classes that no program names.
     (
-        "py:class",
-        r"(wfbp\..*\.)?(T|Tree|Adaptive|Backend|Collectives|HasStats|_Work|[A-Za-z0-9]+Compressor)",
+        "py:(class|obj)",
+        r"(wfbp\..*\.)?(F|T|Tree|Adaptive|Backend|Collectives|HasStats|_Work"
+        r"|[A-Za-z0-9]+Compressor)",
     ),
 ]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from wfbp.config import Config as Config
+    from wfbp.core.types import Op
     from wfbp.core.types import TensorSpec as TensorSpec
     from wfbp.dispatch import DistributedOptimizer as DistributedOptimizer
     from wfbp.dispatch import allgather as allgather
@@ -29,6 +30,13 @@ if TYPE_CHECKING:
     from wfbp.runtime.process import rank as rank
     from wfbp.runtime.process import shutdown as shutdown
     from wfbp.runtime.process import size as size
+
+    Average = Op.AVERAGE
+    Sum = Op.SUM
+    Min = Op.MIN
+    Max = Op.MAX
+    Product = Op.PRODUCT
+    __version__: str
 
 _HOMES = {
     "wfbp.config": ("Config",),
@@ -59,17 +67,19 @@ _OPS = ("Average", "Sum", "Min", "Max", "Product")
 __all__ = [*_HOME, *_OPS]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(import_module(_HOME[name]), name)
-    elif name in _OPS:
-        value = import_module("wfbp.core.types").Op[name.upper()]
-    elif name == "__version__":
-        value = import_module("importlib.metadata").version("wfbp")
-    else:
-        raise AttributeError(f"module 'wfbp' has no attribute {name!r}")
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # which would take every name for one that exists
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOME:
+            value = getattr(import_module(_HOME[name]), name)
+        elif name in _OPS:
+            value = import_module("wfbp.core.types").Op[name.upper()]
+        elif name == "__version__":
+            value = import_module("importlib.metadata").version("wfbp")
+        else:
+            raise AttributeError(f"module 'wfbp' has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

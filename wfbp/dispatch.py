@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from wfbp.core.types import Op
 from wfbp.runtime.api import array_collectives
+
+if TYPE_CHECKING:
+    import optax
+    import torch
+
+    from wfbp.torch.optimizer_interface import DistributedOptimizerBase
 
 
 def _comes_from(value: object, *packages: str) -> bool:
@@ -35,6 +41,14 @@ def _jax() -> ModuleType:
     return wfbp.jax
 
 
+@overload
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+) -> DistributedOptimizerBase: ...
+@overload
+def DistributedOptimizer(
+    optimizer: optax.GradientTransformation, *args: Any, **kwargs: Any
+) -> optax.GradientTransformationExtraArgs: ...
 def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802
     """Wrap an optimizer so that it averages gradients over all ranks while backward computes.
 

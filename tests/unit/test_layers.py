@@ -40,8 +40,8 @@ TOP: dict[str, set[str]] = {
 """At the top: each may import all of the above, and of each other only what is stated."""
 
 FRAMEWORKS = {
-    "torch": {"torch", "bench", "integrations"},
-    "jax": {"jax"},
+    "torch": {"torch", "bench", "dispatch", "integrations"},  # dispatch: for signatures alone
+    "jax": {"jax", "dispatch"},
     "mpi4py": {"comm", "bench"},
 }
 """Which parts may import these foreign packages."""

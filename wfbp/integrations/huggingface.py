@@ -31,7 +31,6 @@ except ImportError as error:
     ) from error
 
 import wfbp.torch as wfbp
-from wfbp.torch.optimizer import DistributedOptimizerBase
 
 __all__ = ["Accelerator", "Trainer", "TrainingArguments"]
 
@@ -108,7 +107,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self.scaler is not None:
             raise ValueError("wfbp's Accelerator does not train with a gradient scaler; use bf16")
         if not getattr(optimizer, "_is_accelerate_prepared", False) and not isinstance(
-            optimizer, DistributedOptimizerBase
+            optimizer, wfbp.DistributedOptimizerBase
         ):
             mine = {p for group in optimizer.param_groups for p in group["params"]}
             named = {

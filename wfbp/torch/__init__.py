@@ -13,7 +13,7 @@ Example:
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -31,7 +31,7 @@ from wfbp.runtime.collectives.api import (
     synchronize,
 )
 from wfbp.runtime.collectives.objects import allgather_object, broadcast_object
-from wfbp.runtime.collectives.operations import Adasum
+from wfbp.runtime.collectives.operations import Adasum, Handle
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.collectives.queries import (
     ccl_built,
@@ -79,6 +79,7 @@ from wfbp.torch.collectives import (
 from wfbp.torch.compression import Compression, Compressor
 from wfbp.torch.joining import join
 from wfbp.torch.optimizer import DistributedOptimizer
+from wfbp.torch.optimizer_interface import DistributedOptimizerBase
 from wfbp.torch.state import broadcast_optimizer_state, broadcast_parameters
 from wfbp.torch.tensors import set_local_device
 
@@ -101,6 +102,8 @@ __all__ = [
     "Compression",
     "Compressor",
     "DistributedOptimizer",
+    "DistributedOptimizerBase",
+    "Handle",
     "HorovodInternalError",
     "Max",
     "Min",
@@ -179,8 +182,10 @@ _INSTEAD = {
 }
 
 
-def __getattr__(name: str) -> NoReturn:
-    """Say what to use instead of a name of Horovod's that is left out."""
-    if name in _INSTEAD:
-        raise AttributeError(f"wfbp.torch has no {name}: {_INSTEAD[name]}")
-    raise AttributeError(f"module 'wfbp.torch' has no attribute {name!r}")
+if not TYPE_CHECKING:  # which would take every name for one that exists
+
+    def __getattr__(name: str) -> NoReturn:
+        """Say what to use instead of a name of Horovod's that is left out."""
+        if name in _INSTEAD:
+            raise AttributeError(f"wfbp.torch has no {name}: {_INSTEAD[name]}")
+        raise AttributeError(f"module 'wfbp.torch' has no attribute {name!r}")

@@ -22,13 +22,14 @@ from wfbp.runtime.runtime import Runtime
 from wfbp.torch import tensors
 from wfbp.torch.collectives import allreduce_async
 from wfbp.torch.compression import Compressor
+from wfbp.torch.optimizer_interface import DistributedOptimizerBase
 from wfbp.torch.uncompiled import uncompiled
-from wfbp.torch.wrapping import WrappingOptimizer, bare_step
+from wfbp.torch.wrapping import bare_step
 
 Named = list[tuple[str, torch.Tensor]]
 
 
-class AdasumOptimizerBase(WrappingOptimizer):
+class AdasumOptimizerBase(DistributedOptimizerBase):
     """What is laid over the user's optimizer class: what a step changes is combined by Adasum."""
 
     def __init__(

@@ -23,7 +23,7 @@ from wfbp.core.types import Op
 from wfbp.runtime import process
 from wfbp.runtime.collectives import api
 from wfbp.runtime.collectives.named_lane import Outcome
-from wfbp.runtime.collectives.operations import chosen_reduction
+from wfbp.runtime.collectives.operations import Handle, chosen_reduction
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.collectives.request import Kind, Reduction
 from wfbp.torch.compression import Compression, Compressor
@@ -42,7 +42,7 @@ def allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> int:
+) -> Handle[torch.Tensor]:
     """Begin to combine a tensor over ranks; see :func:`allreduce`.
 
     Returns:
@@ -61,7 +61,7 @@ def allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> int:
+) -> Handle[torch.Tensor]:
     """Begin to combine a tensor over ranks, in place; see :func:`allreduce`.
 
     Returns:
@@ -85,7 +85,7 @@ def allreduce_(
     handle = allreduce_async_(
         tensor, average, name, op, prescale_factor, postscale_factor, process_set
     )
-    return _tensor_of(handle)
+    return api.synchronize(handle)
 
 
 def allreduce(
@@ -148,7 +148,7 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> int:
+) -> Handle[list[torch.Tensor]]:
     """Begin to combine several tensors; ``synchronize`` returns a list of new ones."""
     details = average, op, prescale_factor, postscale_factor, process_set
     return _group(tensors, name, lambda t, n: allreduce_async(t, details[0], n, *details[1:]))
@@ -162,7 +162,7 @@ def grouped_allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> int:
+) -> Handle[list[torch.Tensor]]:
     """Begin to combine several tensors in place; ``synchronize`` returns a list of them."""
     details = average, op, prescale_factor, postscale_factor, process_set
     return _group(tensors, name, lambda t, n: allreduce_async_(t, details[0], n, *details[1:]))
@@ -181,7 +181,7 @@ def grouped_allreduce_(
     handle = grouped_allreduce_async_(
         tensors, average, name, op, prescale_factor, postscale_factor, process_set
     )
-    return _tensors_of(handle)
+    return api.synchronize(handle)
 
 
 def grouped_allreduce(
@@ -247,7 +247,7 @@ def sparse_allreduce_async(
     shape = tensor.shape
 
     def wait() -> torch.Tensor:
-        where, what = _tensors_of(both)
+        where, what = api.synchronize(both)
         if op is Op.AVERAGE:
             what = what / process_set.size()
         return torch.sparse_coo_tensor(where.t(), what, shape, check_invariants=False)
@@ -257,7 +257,7 @@ def sparse_allreduce_async(
 
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
+) -> Handle[torch.Tensor]:
     """Begin to concatenate the tensors of ranks; see :func:`allgather`.
 
     Returns:
@@ -294,7 +294,7 @@ def grouped_allgather_async(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> int:
+) -> Handle[list[torch.Tensor]]:
     """Begin several all-gathers; ``synchronize`` returns a list."""
     return _group(tensors, name, lambda t, n: allgather_async(t, n, process_set), "allgather")
 
@@ -332,7 +332,7 @@ def broadcast_async(
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> int:
+) -> Handle[torch.Tensor]:
     """Begin to copy the root's tensor to every rank; see :func:`broadcast`.
 
     Returns:
@@ -346,7 +346,7 @@ def broadcast_async_(
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> int:
+) -> Handle[torch.Tensor]:
     """Begin to copy the root's tensor to every rank, in place; see :func:`broadcast`.
 
     Returns:
@@ -362,7 +362,7 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Copy the root's tensor to every rank, in place; see :func:`broadcast`."""
-    return _tensor_of(broadcast_async_(tensor, root_rank, name, process_set))
+    return api.synchronize(broadcast_async_(tensor, root_rank, name, process_set))
 
 
 def broadcast(
@@ -398,12 +398,26 @@ def broadcast(
     return done.connect(tensor, done.result, backward)
 
 
+@overload
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[torch.Tensor]: ...
+@overload
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[tuple[torch.Tensor, torch.Tensor]]: ...
 def alltoall_async(
     tensor: torch.Tensor,
     splits: torch.Tensor | Sequence[int] | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> int:
+) -> Handle[Any]:
     """Begin to send every rank rows of its own; see :func:`alltoall`.
 
     Returns:
@@ -474,7 +488,7 @@ def reducescatter_async(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> int:
+) -> Handle[torch.Tensor]:
     """Begin to combine a tensor and share the rows out; see :func:`reducescatter`.
 
     Returns:
@@ -529,7 +543,7 @@ def grouped_reducescatter_async(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> int:
+) -> Handle[list[torch.Tensor]]:
     """Begin several reduce-scatters; ``synchronize`` returns a list."""
     details = op, process_set, prescale_factor, postscale_factor
     return _group(tensors, name, lambda t, n: reducescatter_async(t, n, *details), "reducescatter")
@@ -670,24 +684,24 @@ class _Submission:
         self._in_place = in_place
         self._like = like
 
-    def reduce(self, op: Reduction, prescale: float, postscale: float) -> int:
+    def reduce(self, op: Reduction, prescale: float, postscale: float) -> Handle[Any]:
         """All-reduce."""
         whole = self._private()
         scaling = {"prescale": float(prescale), "postscale": float(postscale)}
         finish = self._finisher(whole)
         return self._submit(Kind.ALLREDUCE, whole, finish, op=op, **scaling)
 
-    def broadcast(self, root_rank: int) -> int:
+    def broadcast(self, root_rank: int) -> Handle[Any]:
         """Broadcast."""
         whole = self._private()
         return self._submit(Kind.BROADCAST, whole, self._finisher(whole), root=root_rank)
 
-    def gather(self) -> int:
+    def gather(self) -> Handle[Any]:
         """All-gather."""
         _check_rows("allgather", self._tensor)
         return self._submit(Kind.ALLGATHER, self._private(), self._all_rows)
 
-    def scatter(self, op: Reduction, prescale: float, postscale: float) -> int:
+    def scatter(self, op: Reduction, prescale: float, postscale: float) -> Handle[Any]:
         """Reduce-scatter."""
         _check_rows("reducescatter", self._tensor)
         scaling = {"prescale": float(prescale), "postscale": float(postscale)}
@@ -700,7 +714,7 @@ class _Submission:
 
         return self._submit(Kind.REDUCESCATTER, self._private(), finish, op=op, **scaling)
 
-    def exchange(self, splits: torch.Tensor | Sequence[int] | None) -> int:
+    def exchange(self, splits: torch.Tensor | Sequence[int] | None) -> Handle[Any]:
         """All-to-all."""
         _check_rows("alltoall", self._tensor)
         self._number(Kind.ALLTOALL)
@@ -752,7 +766,7 @@ class _Submission:
 
     def _submit(
         self, kind: Kind, whole: torch.Tensor, finish: Callable[[Outcome], Any], **details: Any
-    ) -> int:
+    ) -> Handle[Any]:
         number = self._number(kind)
         operations = api.current(f"{kind.value}()")
         like = self._like
@@ -821,24 +835,12 @@ def _check_linear(op: Reduction) -> None:
         )
 
 
-def _tensor_of(handle: int) -> torch.Tensor:
-    found: torch.Tensor = api.synchronize(handle)
-    return found
+def _done(handle: Handle[_Done]) -> _Done:
+    return api.synchronize(handle)
 
 
-def _tensors_of(handle: int) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = api.synchronize(handle)
-    return found
-
-
-def _done(handle: int) -> _Done:
-    found: _Done = api.synchronize(handle)
-    return found
-
-
-def _all_done(handles: Sequence[int]) -> list[_Done]:
-    found: list[_Done] = api.synchronize(api.current("a grouped operation").group(handles))
-    return found
+def _all_done(handles: Sequence[Handle[_Done]]) -> list[_Done]:
+    return api.synchronize(api.current("a grouped operation").group(handles))
 
 
 def _check_all(group: Sequence[torch.Tensor], rows_for: str = "") -> None:
@@ -869,9 +871,9 @@ def _members(name: str | None, group: Sequence[torch.Tensor]) -> list[str | None
 def _group(
     group: Sequence[torch.Tensor],
     name: str | None,
-    submit: Callable[[torch.Tensor, str | None], int],
+    submit: Callable[[torch.Tensor, str | None], Handle[torch.Tensor]],
     rows_for: str = "",
-) -> int:
+) -> Handle[list[torch.Tensor]]:
     _check_all(group, rows_for)
     handles = [submit(t, member) for t, member in zip(group, _members(name, group), strict=True)]
     return api.current("a grouped operation").group(handles)

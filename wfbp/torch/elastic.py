@@ -11,7 +11,7 @@ import functools
 import math
 import random
 from collections.abc import Callable, Iterator, Sized
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -20,7 +20,7 @@ from wfbp.runtime import process
 from wfbp.runtime.collectives.objects import allgather_object, broadcast_object
 from wfbp.torch.state import broadcast_optimizer_state, broadcast_parameters
 
-T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
@@ -151,6 +151,14 @@ class TorchState:
             setattr(self, name, parts[name])
         self.save()
 
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """What it was made with."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """What it was made with."""
+
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
         """Have functions called when training begins again behind an error."""
         self._on_reset += callbacks
@@ -207,7 +215,7 @@ class TorchState:
         return [(name, getattr(self, name)) for name in self._names]
 
 
-def run(func: Callable[..., T]) -> Callable[..., T]:
+def run(func: F) -> F:
     """Let a function go on from the last commit when an operation fails on all ranks.
 
     Args:
@@ -220,7 +228,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     """
 
     @functools.wraps(func)
-    def wrapper(state: TorchState, *args: Any, **kwargs: Any) -> T:
+    def wrapper(state: TorchState, *args: Any, **kwargs: Any) -> Any:
         failed_at: dict[str, Any] | None = None
         while True:
             state.sync()
@@ -235,7 +243,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
                 state.restore()
                 state.on_reset()
 
-    return wrapper
+    return cast(F, wrapper)
 
 
 def _has_state(value: Any) -> bool:

@@ -31,10 +31,11 @@ from wfbp.torch.adasum import AdasumOptimizerBase
 from wfbp.torch.clipping import Limit
 from wfbp.torch.compression import COMPRESSED_DTYPES, Compression, Compressor
 from wfbp.torch.gradient_sync import OptimizerSync
+from wfbp.torch.optimizer_interface import DistributedOptimizerBase
 from wfbp.torch.optimizer_probe import UpdateCoupling, probe_optimizer
 from wfbp.torch.uncompiled import uncompiled
 from wfbp.torch.updates import STEPPED
-from wfbp.torch.wrapping import PATCHED, WrappingOptimizer, bare_step, note_wrapped, unwrap
+from wfbp.torch.wrapping import PATCHED, bare_step, note_wrapped, unwrap
 
 UPDATES: dict[str, bool | None] = {"auto": None, "sharded": True, "replicated": False}
 """Values of the deprecated argument ``update``, and of ``optimizer_sharding``."""
@@ -269,7 +270,7 @@ _LEFT = "_wfbp_left"
 """Attribute of a distributed optimizer: the call that was left."""
 
 
-class DistributedOptimizerBase(WrappingOptimizer):
+class AveragingOptimizerBase(DistributedOptimizerBase):
     """What is laid over the user's optimizer class: gradients are reduced before a step."""
 
     def __init__(
@@ -364,16 +365,6 @@ class DistributedOptimizerBase(WrappingOptimizer):
     @uncompiled
     @resuming("synchronize")
     def synchronize(self) -> None:
-        """Wait until all gradients of this step are averaged; ``p.grad`` then holds the averages.
-
-        Use it before reading or changing gradients, and step inside :meth:`skip_synchronize`;
-        to clip them, :meth:`clip_grad_norm_` costs less. Parameters that still travel are waited
-        for, too; for them alone call :meth:`synchronize_parameters`. Every rank must call it.
-
-        Raises:
-            RuntimeError: gradients were changed in place since backward.
-            WfbpError: ranks disagree, failed, or did not answer in time.
-        """
         found = self._wfbp_sync is None or self._wfbp_sync.synchronize()
         self._wfbp_sync_state = SyncState.PROGRAM if found else SyncState.NO_GRADIENTS
         self._wfbp_synchronized = found
@@ -381,26 +372,12 @@ class DistributedOptimizerBase(WrappingOptimizer):
     @uncompiled
     @resuming()
     def synchronize_parameters(self) -> None:
-        """Wait until all parameters are up to date.
-
-        By a schedule that decouples they may still travel after :meth:`step`. A thread that reads
-        one waits for it, so this is needed only before code that PyTorch does not hear of, such as
-        CUDA graphs or addresses kept elsewhere. Any rank may call it, alone.
-
-        Raises:
-            WfbpError: ranks failed, or did not answer in time.
-        """
         if self._wfbp_sync is not None:
             self._wfbp_sync.flush()
 
     @uncompiled
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within it, ``step()`` takes gradients as they are: they have been synchronized.
-
-        Raises:
-            RuntimeError: :meth:`synchronize` was not called since backward.
-        """
         self._wfbp_finish_first()
         pending = self._wfbp_sync is not None and self._wfbp_sync.open
         if self._wfbp_sync_state is SyncState.NOBODY or pending:
@@ -416,28 +393,6 @@ class DistributedOptimizerBase(WrappingOptimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scale all gradients so that their norm over all parameters is at most ``max_norm``.
-
-        To be called between ``backward()`` and :meth:`step`, on every rank. Does what
-        ``torch.nn.utils.clip_grad_norm_`` does, for the averaged gradients of this optimizer's
-        parameters; ranks that hold shards of them tell each other their parts of the norm in one
-        small message.
-
-        Args:
-            max_norm: the largest norm that is left as it is.
-            norm_type: 2, or another p of the p-norm, or infinity.
-            error_if_nonfinite: raise where the norm is infinite or no number.
-
-        Returns:
-            The norm before clipping, the same on every rank.
-
-        Raises:
-            TypeError: a norm that is no number.
-            ValueError: a ``max_norm`` below zero, or a ``norm_type`` that is not above it.
-            DisagreementError: ranks passed different arguments.
-            RuntimeError: see ``error_if_nonfinite``; on every rank, and nothing was scaled.
-            WfbpError: as :meth:`synchronize`.
-        """
         limit = Limit.of(max_norm, norm_type, error_if_nonfinite)
         if self._wfbp_sync is None:
             params = [p for group in self.param_groups for p in group["params"]]
@@ -608,14 +563,6 @@ class DistributedOptimizerBase(WrappingOptimizer):
 
     @resuming()
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Have another number of ``backward()`` calls precede each step from now on.
-
-        To be called between a step and the next backward, on every rank alike. Plans are made anew.
-
-        Raises:
-            TypeError: not a whole number.
-            ValueError: less than 1.
-        """
         options = replace(self._wfbp_options, passes=passes)
         self._wfbp_check(options)
         self._wfbp_options = options
@@ -646,25 +593,10 @@ class DistributedOptimizerBase(WrappingOptimizer):
 
     @uncompiled
     def report(self) -> dict[str, Any]:
-        """The plan in use and what it costs; empty with one rank.
-
-        Keys: ``schedule``, ``phase``, ``steps``, ``num_groups``, ``num_tensors``,
-        ``total_bytes``, ``overlap``, ``kappa``, ``plan_digest``, and in seconds
-        ``predicted_iteration_s``, ``measured_iteration_s``, ``predicted_exposed_s``,
-        ``exposed_s``, ``lower_bound_s``; ``ratio_to_lower_bound`` is T/LB.
-        """
         return self._wfbp_sync.report() if self._wfbp_sync is not None else {}
 
     @uncompiled
     def stats(self) -> dict[str, Any]:
-        """How training goes, for logs and monitors; empty with one rank.
-
-        Returns:
-            ``iteration``: steps so far; ``iteration_s`` and ``exposed_s``: the median of the last
-            steps, and how much of it training waited for communication, in seconds; ``bytes`` of
-            gradients per step; ``ratio_to_lower_bound``: T/LB; ``predicted_s``; ``plan`` in words;
-            ``phase``. None where not yet known. :mod:`wfbp.monitoring` passes them on.
-        """
         return self._wfbp_sync.stats() if self._wfbp_sync is not None else {}
 
     @property
@@ -803,7 +735,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     threshold_bytes: int | None = None,
     optimizer_sharding: bool | None = None,
     update: str | None = None,
-) -> Any:
+) -> DistributedOptimizerBase:
     """Wrap an optimizer so that it averages gradients over all ranks while backward computes.
 
     The result is an instance of the optimizer's own class that shares its parameter groups and
@@ -869,7 +801,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     config = process.current("DistributedOptimizer()").config
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, found {type(optimizer).__qualname__}")
-    if isinstance(optimizer, DistributedOptimizerBase | AdasumOptimizerBase):
+    if isinstance(optimizer, DistributedOptimizerBase):
         raise ValueError(
             f"this {type(optimizer).__name__} is distributed already: use it as it is; to wrap it "
             "anew, pass the optimizer that it was made of"
@@ -899,8 +831,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     unwrap(optimizer, runtime)
     coupling = chosen_coupling(optimizer, sharding)
     check_schedule(planner, coupling is not UpdateCoupling.COUPLED, kind.__name__)
-    made = type(kind.__name__, (DistributedOptimizerBase, kind), {})
-    wrapped: Any = made(
+    made = type(kind.__name__, (AveragingOptimizerBase, kind), {})
+    wrapped: AveragingOptimizerBase = made(
         runtime, optimizer, known, options, coupling=coupling, sparse_as_dense=sparse_as_dense
     )
     note_wrapped(optimizer, wrapped, runtime)
@@ -913,7 +845,7 @@ def _wrapped_by_adasum(
     known: list[tuple[str, torch.Tensor]] | None,
     process_set: ProcessSet,
     compression: type[Compressor],
-) -> Any:
+) -> AdasumOptimizerBase:
     """An optimizer whose changes are combined by Adasum; collective."""
     kind = type(optimizer)
     named_params(optimizer, known, complete=True)
@@ -921,7 +853,7 @@ def _wrapped_by_adasum(
     kept = {k: v for k, v in optimizer.__dict__.items() if k not in PATCHED}
     made = type(kind.__name__, (AdasumOptimizerBase, kind), {})
     names = functools.partial(named_params, known=known, complete=False)
-    wrapped: Any = made(runtime, optimizer, names, process_set, compression, kept)
+    wrapped: AdasumOptimizerBase = made(runtime, optimizer, names, process_set, compression, kept)
     note_wrapped(optimizer, wrapped, runtime)
     return wrapped
 

@@ -1,4 +1,4 @@
-"""What the kinds of distributed optimizers share: each takes the place of the one it is made of."""
+"""How a distributed optimizer takes the place of the one it is made of."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from wfbp.runtime.runtime import Runtime
+from wfbp.torch.optimizer_interface import DistributedOptimizerBase
 
 _WRAPPED = "_wfbp_wrapped"
 """Attribute of an optimizer: what was last made of it, and may hold shards of its state."""
@@ -49,14 +50,6 @@ def bare_step(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer
     return types.MethodType(step.__wrapped__ if getattr(step, "hooked", False) else step, optimizer)
 
 
-class WrappingOptimizer(torch.optim.Optimizer):
-    """A distributed optimizer: laid over the user's optimizer class, made of an object of it."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An object that ``__init__`` fills; what the user's class makes of it is not asked."""
-        return object.__new__(cls)
-
-
 def unwrap(original: torch.optim.Optimizer, runtime: Runtime | None) -> None:
     """Let an optimizer be as it was before something was made of it, if anything was.
 
@@ -74,7 +67,7 @@ def unwrap(original: torch.optim.Optimizer, runtime: Runtime | None) -> None:
 
 
 def note_wrapped(
-    original: torch.optim.Optimizer, distributed: WrappingOptimizer, runtime: Runtime | None
+    original: torch.optim.Optimizer, distributed: DistributedOptimizerBase, runtime: Runtime | None
 ) -> None:
     """Let an optimizer know what was made of it, and refuse to step where there are more ranks."""
     original.__dict__[_WRAPPED] = distributed

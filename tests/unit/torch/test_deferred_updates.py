@@ -19,7 +19,7 @@ from wfbp.errors import StallError
 from wfbp.runtime import process
 from wfbp.runtime.step import BufferView
 from wfbp.torch import gradient_sync, pending_parameters, tensors
-from wfbp.torch.optimizer import DistributedOptimizerBase
+from wfbp.torch.optimizer import AveragingOptimizerBase
 from wfbp.torch.updates import ReplicatedUpdate
 
 PATIENCE_S = 10.0
@@ -52,7 +52,7 @@ class Arrived:
 
 def distributed(optimizer: torch.optim.Optimizer) -> Any:
     kind = type(optimizer)
-    made: Any = object.__new__(type(kind.__name__, (DistributedOptimizerBase, kind), {}))
+    made: Any = object.__new__(type(kind.__name__, (AveragingOptimizerBase, kind), {}))
     made.__dict__.update(optimizer.__dict__)
     return made
 

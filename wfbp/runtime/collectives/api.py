@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import numpy as np
 
 from wfbp.comm.backend import Backend
 from wfbp.config import Config
 from wfbp.runtime import process
-from wfbp.runtime.collectives.operations import Collectives
+from wfbp.runtime.collectives.operations import Collectives, Handle
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.collectives.request import Kind
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.timeline import Timeline
+
+T = TypeVar("T")
 
 
 def init(
@@ -126,6 +128,10 @@ def poll(handle: int) -> bool:
     return current("poll()").poll(handle)
 
 
+@overload
+def synchronize(handle: Handle[T]) -> T: ...
+@overload
+def synchronize(handle: int) -> Any: ...
 def synchronize(handle: int) -> Any:
     """Wait until an operation is complete, and return its result. The handle is used up.
 

@@ -99,5 +99,4 @@ def _gather(process_set: int, payload: bytes, name: str | None, root: int) -> li
         shape=(len(payload),),
         **details,
     )
-    found: list[bytes] = operations.synchronize(handle)
-    return found
+    return operations.synchronize(handle)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 
@@ -29,8 +29,17 @@ Adasum = Adaptive.ADASUM
 _FLOATING = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
+T = TypeVar("T")
+
+
+class Handle(int, Generic[T]):
+    """Number of an operation that was submitted; type checkers know by it what comes back."""
+
+    __slots__ = ()
+
+
 @dataclass(slots=True)
-class _Handle:
+class _Submitted:
     """An operation that was submitted and not waited for yet.
 
     ``left`` says that what a signal's handler raised has ended the wait.
@@ -66,7 +75,7 @@ class Collectives:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._handles: dict[int, _Handle] = {}
+        self._handles: dict[int, _Submitted] = {}
         self._groups: dict[int, tuple[int, ...]] = {}
         self._results: dict[int, list[Any]] = {}  # of groups that were left in mid-wait
         self._unread: dict[int, Any] = {}  # of handles, that a handler's exception came before
@@ -173,9 +182,9 @@ class Collectives:
         name: str | None,
         process_set: int,
         data: Buffer,
-        finish: Callable[[Outcome], Any],
+        finish: Callable[[Outcome], T],
         **details: Any,
-    ) -> int:
+    ) -> Handle[T]:
         """Begin an operation.
 
         Args:
@@ -211,7 +220,7 @@ class Collectives:
             epoch = f"{self._num_joins}." if self._num_joins else ""
             request = replace(request, name=f"{kind.value}.unnamed.{epoch}{unnamed}")
         key = process_set, request.name
-        handle = next(self._numbers)
+        handle: Handle[T] = Handle(next(self._numbers))
         holder = self._reserved.setdefault(key, handle)
         if holder != handle and not self._gives_way(holder, kind):
             raise ValueError(
@@ -220,14 +229,14 @@ class Collectives:
             )
         self._reserved[key] = handle
         submission = Submission(request, data)
-        self._handles[handle] = _Handle(key, kind, request.label, submission.reply, finish)
+        self._handles[handle] = _Submitted(key, kind, request.label, submission.reply, finish)
         lane = members.lane
         self._runtime.post(lambda: lane.submit(submission))
         return handle
 
-    def group(self, handles: Sequence[int]) -> int:
+    def group(self, handles: Sequence[Handle[T]]) -> Handle[list[T]]:
         """One handle for several operations, whose results come in a list."""
-        handle = next(self._numbers)
+        handle: Handle[list[T]] = Handle(next(self._numbers))
         self._groups[handle] = tuple(handles)
         return handle
 
@@ -246,6 +255,10 @@ class Collectives:
             self._runtime.thread.progress()
         return reply.answered
 
+    @overload
+    def synchronize(self, handle: Handle[T]) -> T: ...
+    @overload
+    def synchronize(self, handle: int) -> Any: ...
     def synchronize(self, handle: int) -> Any:
         """Wait until an operation is complete, and return its result; the handle is used up.
 
@@ -277,7 +290,7 @@ class Collectives:
             self._release(handle, entry)
             return entry.finish(outcome)
 
-    def _release(self, handle: int, entry: _Handle) -> None:
+    def _release(self, handle: int, entry: _Submitted) -> None:
         self._handles.pop(handle, None)
         if self._reserved.get(entry.key) == handle:
             del self._reserved[entry.key]
@@ -297,7 +310,7 @@ class Collectives:
                 raise result
         return results
 
-    def begin_join(self) -> int:
+    def begin_join(self) -> Handle[int]:
         """Contribute zeros from now on until all ranks have called this; returns a handle."""
         nothing = np.empty(0, np.uint8)
         return self.submit(Kind.JOIN, JOIN, 0, nothing, lambda outcome: outcome.rows[0])
@@ -308,9 +321,9 @@ class Collectives:
         assert lane is not None
         lane.note_progress()
 
-    def end_join(self, handle: int) -> int:
+    def end_join(self, handle: Handle[int]) -> int:
         """Wait for the other ranks; returns the last one to come."""
-        last: int = self.synchronize(handle)
+        last = self.synchronize(handle)
         # Ranks that were stood in for have numbered fewer operations than the others.
         self._num_joins += 1
         for key in [key for key in self._unnamed if key[0] == 0]:
@@ -339,7 +352,7 @@ class Collectives:
             return False
         return entry.kind is not kind or entry.left
 
-    def _find(self, handle: int) -> _Handle:
+    def _find(self, handle: int) -> _Submitted:
         entry = self._handles.get(handle)
         if entry is None:
             raise ValueError(
