@@ -100,6 +100,7 @@ class SoftwareDevice(Device):
         self.name = "the software device"
         self.identity = f"software {id(self)}"
         self.library: Any = None
+        self.room_bytes = 1 << 40
         self.capturing: set[int] = set()
         """Streams on which a graph is captured."""
 
@@ -174,6 +175,9 @@ class SoftwareDevice(Device):
     def held_bytes(self) -> int:
         """Of memory that is kept for later, and not in use."""
         return sum(raw.nbytes for free in list(self._free.values()) for raw in list(free))
+
+    def free_bytes(self) -> int:
+        return self.room_bytes
 
     def pinned(self, nbytes: int) -> Buffer:
         return np.full(nbytes, GARBAGE, np.uint8)

@@ -10,8 +10,9 @@ every implementation passes.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy.typing as npt
@@ -101,6 +102,15 @@ class Backend(ABC):
         itself move on what takes no turn, as tests do. True where that is not known.
         """
         return True
+
+    def stopwatch(self) -> Callable[[], float]:
+        """Start to measure how long collectives take.
+
+        Returns:
+            A function for when all that were started since are complete: the seconds that took.
+        """
+        begin_s = time.perf_counter()
+        return lambda: time.perf_counter() - begin_s
 
     @property
     def carries_itself(self) -> bool:

@@ -195,7 +195,7 @@ def _repeat(
     times = []
     for _ in range(count):
         settle(backend.all_gather_bytes(b""))
-        start_s = time.perf_counter()
+        stop = backend.stopwatch()
         under_way: deque[Work[None]] = deque()
         for part in islice(parts, length):
             if len(under_way) == WINDOW:
@@ -203,7 +203,7 @@ def _repeat(
             under_way.append(start(part))
         for work in under_way:
             settle(work)
-        times.append((time.perf_counter() - start_s) / length)
+        times.append(stop() / length)
     return times
 
 

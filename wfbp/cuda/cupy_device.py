@@ -16,16 +16,18 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from wfbp.comm.backend import Buffer
 from wfbp.comm.device.device import Device
-from wfbp.cuda.kernels import CudaKernels, stream_context
+from wfbp.cuda.kernels import TILE, CudaKernels, stream_context
 from wfbp.cuda.pack import DevicePackTable
 from wfbp.errors import BackendError
+
+T = TypeVar("T")
 
 _NOT_READY = 600
 _DISABLE_TIMING = 2
@@ -62,12 +64,22 @@ class CupyDevice(Device):
     Args:
         index: among those that this process sees.
         current_stream: the raw handle of the calling thread's stream; CuPy's by default.
+        empty_cache: has the framework give back what it keeps for later, where memory runs out.
+        remedy: what a user can do then.
 
     Raises:
         ImportError: CuPy is not installed, or finds no driver.
     """
 
-    def __init__(self, index: int, current_stream: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self,
+        index: int,
+        current_stream: Callable[[], int] | None = None,
+        empty_cache: Callable[[], None] = lambda: None,
+        remedy: str = "make the model or the batch smaller",
+    ) -> None:
+        self._empty_cache = empty_cache
+        self._remedy = remedy
         self._cupy, self._runtime, self._driver = cupy, runtime, _ = _modules()
         self.index = index
         self._here = threading.local()
@@ -165,10 +177,45 @@ class CupyDevice(Device):
     def zeros(self, nbytes: int, stream: int) -> Buffer:
         self._settle()
         cupy = self._cupy
+
         # CuPy's pool gives memory out again on the stream on which it was taken.
-        with cupy.cuda.Device(self.index), stream_context(cupy, stream):
-            data: Buffer = cupy.zeros(nbytes, cupy.uint8)
-        return data
+        def take() -> Buffer:
+            with cupy.cuda.Device(self.index), stream_context(cupy, stream):
+                data: Buffer = cupy.zeros(nbytes, cupy.uint8)
+            return data
+
+        return self._allocated(take, nbytes)
+
+    def _allocated(self, take: Callable[[], T], nbytes: int) -> T:
+        """What takes memory gives; where there is none, caches are emptied, and it is called again.
+
+        Args:
+            take: takes it.
+            nbytes: how much, about.
+
+        Raises:
+            BackendError: there is still none.
+        """
+        exhausted = self._cupy.cuda.memory.OutOfMemoryError
+        try:
+            return take()
+        except exhausted:
+            self.trim()
+            self._empty_cache()
+        try:
+            return take()
+        except exhausted as error:
+            raise BackendError(
+                f"{self.where or 'wfbp'}: {self.name} has no room for {nbytes:,} bytes of "
+                f"communication buffers, which take as much as all gradients: "
+                f"{self.free_bytes():,} bytes are free, and none are kept for later; {self._remedy}"
+            ) from error
+
+    def free_bytes(self) -> int:
+        self._settle()
+        with self._cupy.cuda.Device(self.index):
+            free, _ = self._runtime.memGetInfo()
+            return int(free + self._cupy.get_default_memory_pool().free_bytes())
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
         self._settle()
@@ -204,19 +251,22 @@ class CupyDevice(Device):
         unpack_stream: int | None = None,
     ) -> CudaTable:
         self._settle()
-        with self._cupy.cuda.Device(self.index):
-            table = DevicePackTable(
-                self._kernels,
-                self.address(buffer),
-                buffer.nbytes,
-                offsets,
-                nbytes,
-                dtype,
-                stream,
-                tensor_dtype or None,
-                unpack_stream,
-            )
-        return CudaTable(self, table)
+
+        def take() -> DevicePackTable:
+            with self._cupy.cuda.Device(self.index):
+                return DevicePackTable(
+                    self._kernels,
+                    self.address(buffer),
+                    buffer.nbytes,
+                    offsets,
+                    nbytes,
+                    dtype,
+                    stream,
+                    tensor_dtype or None,
+                    unpack_stream,
+                )
+
+        return CudaTable(self, self._allocated(take, len(offsets) * TILE.itemsize))
 
     def is_capturing(self, stream: int) -> bool:
         if stream <= _LEGACY:  # cannot be captured, nor asked while another one is

@@ -82,7 +82,12 @@ class XlaDevice(XlaStreams, CupyDevice):
     """
 
     def __init__(self, index: int) -> None:
-        CupyDevice.__init__(self, index)
+        CupyDevice.__init__(
+            self,
+            index,
+            remedy="leave more than JAX takes at its start: set XLA_PYTHON_CLIENT_MEM_FRACTION "
+            "below 0.75",
+        )
         XlaStreams.__init__(self, index)
         self._libcuda = ctypes.CDLL("libcuda.so.1")
 

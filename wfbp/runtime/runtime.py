@@ -255,7 +255,7 @@ class Runtime:
         """
         if device is None:
             return HostTransport(backend, self.config.zero_copy_min_bytes, wire_dtype)
-        device.annotates = self.config.nvtx
+        device.annotates, device.where = self.config.nvtx, self.where
         key = self._leased.index(backend), id(device)
         if key not in self._carriers:
             label = "connecting devices"

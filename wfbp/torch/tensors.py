@@ -184,7 +184,13 @@ def cuda_device(index: int) -> Device:
     from wfbp.cuda.cupy_device import CupyDevice
 
     current: Any = torch._C._cuda_getCurrentRawStream
-    return CupyDevice(index, functools.partial(current, index))
+    return CupyDevice(
+        index,
+        functools.partial(current, index),
+        torch.cuda.empty_cache,
+        "make the model or the batch smaller, or let ranks share the optimizer's state "
+        "(optimizer_sharding=True)",
+    )
 
 
 def set_local_device() -> torch.device:

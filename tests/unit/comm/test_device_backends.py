@@ -329,6 +329,21 @@ def test_where_nccl_fails_on_one_rank_all_are_staged(caplog: pytest.LogCaptureFi
     assert "rank 1 of 2: NCCL could not connect the ranks: NCCL_ERROR_SYSTEM" in caplog.text
 
 
+def test_the_probe_reads_the_devices_clock() -> None:
+    """What the host takes to hear of the end is no part of what a message costs."""
+    ranks = Ranks(1)
+    backend, device = ranks.backend("nccl", 0), ranks.devices[0]
+    stop = backend.stopwatch()
+    events = []
+    record = device.record
+    device.record = lambda *a, **k: events.append(record(*a, **k)) or events[-1]  # type: ignore
+    begun = threading.Event()
+    device.enqueue(backend.stream, begun.set)
+    assert begun.wait(20.0)
+    device.seconds = lambda start, end: 0.25 if end is events[0] and start.timed else 0.0  # type: ignore
+    assert stop() == 0.25
+
+
 def test_closing_destroys_the_communicator() -> None:
     """On its device, and what went through the host first."""
     ranks = Ranks(2)

@@ -29,6 +29,9 @@ class Cuda:
         self.recorded: dict[int, int] = {}
         self.waits: list[tuple[int, int]] = []
         self.copies: list[tuple[int, int, int, int, int]] = []
+        self.room_bytes = 1 << 40
+        """What can be allocated; the pool of ``kept_bytes`` gives back to it."""
+        self.kept_bytes = 0
         self.trimmed: list[int] = []
         """The device of each time that unused memory was given back."""
         self.status = 0
@@ -117,11 +120,28 @@ class Cuda:
         assert kind == 4
         self.copies.append((dst, src, size, kind, stream))
 
+    def memGetInfo(self) -> tuple[int, int]:  # noqa: N802
+        self._on()
+        return self.room_bytes, 1 << 40
+
+    def trim(self) -> None:
+        """What CuPy's pool does when it is told to free all blocks."""
+        self.trimmed.append(self._on())
+        self.room_bytes, self.kept_bytes = self.room_bytes + self.kept_bytes, 0
+
+    def take(self, nbytes: int) -> None:
+        if nbytes > self.room_bytes:
+            raise OutOfMemoryError(f"Out of memory allocating {nbytes:,} bytes")
+
     # The driver.
 
     def ctxGetCurrent(self) -> int:  # noqa: N802
         assert self._initialised, "CUDA_ERROR_NOT_INITIALIZED"
         return int(hasattr(self._here, "context"))
+
+
+class OutOfMemoryError(MemoryError):
+    """CuPy's."""
 
 
 class _Array:
@@ -157,13 +177,19 @@ def modules(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Any:
             current.stream = before
 
     cupy.uint8 = np.uint8
-    pool = types.SimpleNamespace(free_all_blocks=lambda: cuda.trimmed.append(cuda.getDevice()))
+    pool = types.SimpleNamespace(free_all_blocks=cuda.trim, free_bytes=lambda: cuda.kept_bytes)
     cupy.get_default_memory_pool = lambda: pool
-    cupy.zeros = lambda n, dtype: _Array(n, current.stream)
+
+    def zeros(nbytes: int, dtype: Any) -> _Array:
+        cuda.take(nbytes)
+        return _Array(nbytes, current.stream)
+
+    cupy.zeros = zeros
     cupy.RawModule = lambda code, options: None
     cupy.cuda = types.SimpleNamespace(
         Device=device,
         Stream=Stream,
+        memory=types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         alloc_pinned_memory=lambda n: bytearray(n + 100),
         get_current_stream=lambda: types.SimpleNamespace(ptr=getattr(current, "stream", 0)),
     )
@@ -327,6 +353,33 @@ def test_a_failure_on_the_device_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     cuda.status = 700
     with pytest.raises(BackendError, match=r"cuda:0: .* CUDA error 700"):
         device.done(event)
+
+
+def test_where_memory_runs_out_caches_are_emptied_and_it_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = Cuda(1)
+    modules(cuda, monkeypatch)
+    emptied: list[int] = []
+
+    def empty_cache() -> None:
+        emptied.append(len(cuda.trimmed))
+        cuda.room_bytes += 50
+
+    device = CupyDevice(0, None, empty_cache, "use fewer")
+    stream = device.new_stream()
+    cuda.room_bytes, cuda.kept_bytes = 100, 30
+    device.zeros(100, stream)
+    assert not cuda.trimmed
+    device.zeros(180, stream)
+    assert emptied == [1], "the framework's cache, behind CuPy's"
+    device.where = "rank 1 of 2"
+    with pytest.raises(
+        BackendError,
+        match=r"^rank 1 of 2: cuda:0 has no room for 1,000 bytes .* 230 bytes are free.*use fewer$",
+    ):
+        device.zeros(1000, stream)
+    assert len(emptied) == 2
 
 
 def test_devices_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

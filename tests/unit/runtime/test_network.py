@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from wfbp.comm.backend import Backend
+from wfbp.comm.backend import Backend, Work
 from wfbp.comm.device.backend import DeviceBackend
 from wfbp.comm.local import LocalBackend, LocalWorld
+from wfbp.comm.waiting import wait
 from wfbp.core.cost import Costs
 from wfbp.core.types import Operation
 from wfbp.runtime.tuning import network
@@ -80,11 +82,41 @@ def test_what_is_known_is_not_measured_again(measured: list[tuple[Operation, int
     assert len(measured) == 5
 
 
-def test_a_device_is_measured_to_the_end_and_apart(measured: list[tuple[Operation, int]]) -> None:
-    known = Known()
-    known.ask(99 * MIB, REDUCE, False, None)
-    known.ask(99 * MIB, REDUCE, False, Mock(spec=DeviceBackend))
-    assert [nbytes for _, nbytes in measured] == [16 * MIB, 99 * MIB]
+def on_device(free_bytes: int) -> Any:
+    carrier = Mock(spec=DeviceBackend, device=Mock())
+    carrier.device.free_bytes.return_value = free_bytes
+    return carrier
+
+
+@pytest.mark.parametrize(
+    ("asked", "free", "largest"),
+    [(99, 4000, 99), (500, 4000, 128), (500, 300, 75), (500, 10, 16)],
+)
+def test_a_device_is_measured_further_where_it_has_room(
+    measured: list[tuple[Operation, int]], asked: int, free: int, largest: int
+) -> None:
+    known, carrier = Known(), on_device(free * MIB)
+    known.ask(asked * MIB, REDUCE, False, None)
+    for _ in range(2):
+        known.ask(asked * MIB, REDUCE, False, carrier)
+    assert [nbytes for _, nbytes in measured] == [16 * MIB, largest * MIB]
+    carrier.device.trim.assert_called_once()
+
+
+def test_the_fullest_device_decides(measured: list[tuple[Operation, int]]) -> None:
+    carriers = [on_device(free * MIB) for free in (4000, 200)]
+    ranks = LocalWorld(2)
+
+    def ask(rank: int) -> None:
+        def call(start: Callable[[Backend], Work[Any]], label: str) -> Any:
+            return wait(start(ranks.backend(rank)), timeout_s=20.0)
+
+        known = NetworkCosts(1.0, lambda label, s: None)
+        known.measure(99 * MIB, REDUCE, False, carriers[rank], call)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(ask, range(2)))
+    assert [nbytes for _, nbytes in measured] == [50 * MIB] * 2
 
 
 def test_a_group_costs_more_than_its_message_over_a_network(

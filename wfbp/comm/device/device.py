@@ -52,6 +52,8 @@ class Device(ABC):
 
     name: str
     identity: str
+    where = ""
+    """Which rank's it is, for messages, as in "rank 1 of 4"; the runtime says so."""
 
     @abstractmethod
     def nccl(self) -> Any:
@@ -91,7 +93,15 @@ class Device(ABC):
 
     @abstractmethod
     def zeros(self, nbytes: int, stream: int) -> Buffer:
-        """Bytes (uint8) on the device, aligned for vector access, zero from there in the stream."""
+        """Bytes (uint8) on the device, aligned for vector access, zero from there in the stream.
+
+        Raises:
+            BackendError: there is no memory left, also not in what frameworks keep for later.
+        """
+
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """How much memory nobody uses, and no framework keeps for later."""
 
     @abstractmethod
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:

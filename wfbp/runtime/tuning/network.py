@@ -16,8 +16,12 @@ from wfbp.core.types import Operation
 
 _LARGEST_BYTES = 16 << 20
 """Of the host's messages. Larger ones cost in proportion, by the curve's upper half; to measure
-them takes up to three times their size in memory, and seconds where the link is slow. A device's
-links are not yet at their full rate there."""
+them takes up to three times their size in memory, and seconds where the link is slow."""
+
+_LARGEST_ON_DEVICE_BYTES = 128 << 20
+_PART_OF_FREE = 4
+"""Of a device's messages, whose links are not yet at their full rate at the host's bound: so many,
+or a fourth of what is free on the fullest device, but no less than on the host."""
 
 _LEAST_S = 0.2
 _BYTES_PER_S = 32 << 20
@@ -78,6 +82,9 @@ class NetworkCosts:
             and (operation not in curves or curves[operation][0] < max_bytes)
         ]
         if missing:
+            asked_bytes = max_bytes
+            if through is not None:
+                max_bytes = min(max_bytes, _bound(through, call))
             budget_s = min(self._budget_s / len(missing), _LEAST_S + max_bytes / _BYTES_PER_S)
             begin_s = time.perf_counter()
             self._tell(
@@ -98,7 +105,7 @@ class NetworkCosts:
                     lambda backend, act=measure: Finished(act(through or backend)),  # type: ignore[misc]
                     label,
                 )
-                curves[operation] = max_bytes, PiecewiseCost(points)
+                curves[operation] = asked_bytes, PiecewiseCost(points)
                 (least, first_s), (most, last_s) = points[0], points[-1]
                 self._tell(
                     "%s: %d bytes in %.1f us, %s bytes in %.2f ms (%.2f GB/s)",
@@ -109,6 +116,8 @@ class NetworkCosts:
                     last_s * 1e3,
                     most / last_s * 1e-9,
                 )
+            if through is not None:
+                through.device.trim()
             self._tell("measured in %.1f s", time.perf_counter() - begin_s)
             curve = {operation: curve for operation, (_, curve) in curves.items()}
             self._costs[way] = Costs(
@@ -117,6 +126,14 @@ class NetworkCosts:
                 curve.get(Operation.ALL_GATHER),
             )
         return self._costs[way]
+
+
+def _bound(carrier: DeviceBackend, call: Callable[[Callable[[Backend], Any], str], Any]) -> int:
+    """The largest message for which every rank's device has room; collective."""
+    free = str(carrier.device.free_bytes()).encode()
+    told = call(lambda backend: backend.all_gather_bytes(free), "comparing devices' free memory")
+    room = min(int(each) for each in told) // _PART_OF_FREE
+    return max(_LARGEST_BYTES, min(_LARGEST_ON_DEVICE_BYTES, room))
 
 
 def _measure(backend: Backend, **options: Any) -> tuple[tuple[float, float], ...]:
