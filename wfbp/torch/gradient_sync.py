@@ -35,7 +35,7 @@ from wfbp.torch.clipping import Limit, clip
 from wfbp.torch.forward_profiler import ForwardProfiler
 from wfbp.torch.grad_guard import GradientGuard
 from wfbp.torch.optimizer_probe import UpdateCoupling
-from wfbp.torch.state_sharding import State, StateSharding
+from wfbp.torch.state_sharding import State, StateSharding, gives_every_rank_a_shard
 from wfbp.torch.tensors import device_of
 from wfbp.torch.uncompiled import uncompiled
 from wfbp.torch.updates import Reduced, ReplicatedUpdate, ShardedUpdate, Step, Update
@@ -572,7 +572,10 @@ class OptimizerSync:
         self._name = options.name
         self._op = options.op
         self.optimizer = optimizer
-        sharded = coupling is UpdateCoupling.ELEMENTWISE
+        specs = [tensors.spec(name, param) for name, param in named]
+        sharded = coupling is UpdateCoupling.ELEMENTWISE and gives_every_rank_a_shard(
+            specs, runtime.size
+        )
         options = replace(
             options, decouples=coupling is not UpdateCoupling.COUPLED, sharded_update=sharded
         )

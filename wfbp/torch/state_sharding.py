@@ -158,6 +158,8 @@ class StateSharding:
 
     def _was_emptied(self) -> bool:
         """Whether the program has emptied the state since the last update, as on all ranks."""
+        if not self._state:
+            return bool(self._entries)
         keys = self._keys()
         return bool(keys & self._entries.keys()) and not keys & self._state.keys()
 
@@ -305,6 +307,14 @@ def _collect(
                 outline[key] = value.dtype
                 parts.append(tensors.raw(tensors.on_host(value)))
     return outlines, parts
+
+
+def gives_every_rank_a_shard(specs: Sequence[TensorSpec], size: int) -> bool:
+    """Whether every rank has elements of some tensor, which only the smallest models lack.
+
+    A rank that holds no state cannot tell that a program has emptied it, and saves nothing.
+    """
+    return any(_counts(spec, size)[-1] for spec in specs)
 
 
 def _shown(kinds: dict[Any, torch.dtype]) -> str:
