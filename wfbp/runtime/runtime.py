@@ -19,6 +19,8 @@ from wfbp.comm.backend import Backend, Buffer, Finished, HostBackend
 from wfbp.comm.device.backend import DeviceBackend
 from wfbp.comm.device.connection import connect
 from wfbp.comm.device.device import Device
+from wfbp.comm.device.launch_order import LaunchOrder
+from wfbp.comm.device.nccl import NcclBackend
 from wfbp.config import Config
 from wfbp.core.cost import Costs
 from wfbp.core.types import Op, Operation
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
 _MAX_LANES = 1 << 16
 """Of one process set, as far as messages tell them apart."""
+
+_CONNECTING = "connecting devices"
 
 _FORWARDING_S = 0.2
 """For the launcher to pass on what ranks have written: at an abort it may drop the rest."""
@@ -101,6 +105,7 @@ class Runtime:
             config.probe_budget_s, self._check_measurement, backend.rank == 0
         )
         self._carriers: dict[tuple[int, int], DeviceBackend] = {}
+        self._launch_orders: dict[int, LaunchOrder] = {}  # by device
         self._inner: list[Runtime] = []  # of process sets, in the order of making
         self._closed = False
         # Backends made for lanes, in the order of making, the same on every rank; and which of
@@ -258,12 +263,23 @@ class Runtime:
         device.annotates, device.where = self.config.nvtx, self.where
         key = self._leased.index(backend), id(device)
         if key not in self._carriers:
-            label = "connecting devices"
-            check = partial(self._check_measurement, label)
             self._carriers[key] = channel.call(
-                lambda _: Finished(connect(device, backend, self.config.timeout_s, check)), label
+                lambda _: Finished(self._connect(backend, device)), _CONNECTING
             )
         return DeviceTransport(self._carriers[key], backend, self.check, wire_dtype)
+
+    def _connect(self, backend: Backend, device: Device) -> DeviceBackend:
+        """What carries the groups of a lane on a device; on the communication thread."""
+        timeout_s, check = self.config.timeout_s, partial(self._check_measurement, _CONNECTING)
+        carrier = connect(device, backend, timeout_s, check)
+        if isinstance(carrier, NcclBackend):
+            order = self._launch_orders.get(id(device))
+            if order is None:
+                order = LaunchOrder(self.rank, self.size, self._loop.advance_lanes)
+                self._launch_orders[id(device)] = order
+            assert isinstance(backend, HostBackend)
+            order.admit(carrier, backend, timeout_s, check)
+        return carrier
 
     def measure_costs(
         self,
@@ -323,6 +339,8 @@ class Runtime:
         for (number, _), carrier in self._carriers.items():
             if number in common:
                 self.call(partial(_closing, carrier), label)
+        for order in self._launch_orders.values():
+            self.call(partial(_closing, order), label)
         for number in sorted(common):
             self.call(partial(_closing, self._leased[number]), label)
         backend = self._backend
@@ -384,6 +402,8 @@ class Runtime:
         for runtime in (self, *self._inner):
             for carrier in runtime._carriers.values():  # in the order of making, as on every rank
                 carrier.close()
+            for order in runtime._launch_orders.values():
+                order.close()
         for inner in self._inner:
             inner._backend.close()
         if self.planning_channel is not self.channel:
@@ -403,8 +423,8 @@ class Runtime:
         self._loop.check_measurement(label, waited_s, self.members)
 
 
-def _closing(backend: Backend, _: Backend) -> Finished[None]:
-    backend.close()
+def _closing(closed: Backend | LaunchOrder, _: Backend) -> Finished[None]:
+    closed.close()
     return Finished(None)
 
 

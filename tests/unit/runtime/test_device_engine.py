@@ -311,6 +311,54 @@ def test_a_group_is_packed_while_another_travels() -> None:
     all_well(run_ranks(2, body, STEADY))
 
 
+def launched(device: SoftwareDevice) -> list[int]:
+    """The lanes of all collectives, in the order in which the host launched them."""
+    streams = [call.stream for call in device.library.calls]
+    return [sorted(set(streams)).index(stream) for stream in streams]
+
+
+@pytest.mark.parametrize("schedule", ["wfbp", "independent"])
+def test_ranks_launch_the_collectives_of_two_lanes_in_one_order(schedule: str) -> None:
+    """Though gradients of one optimizer come first on one rank, and those of the other on another;
+    and though ranks are in the midst of a step when the second optimizer is made."""
+    devices = Devices(2, nccl=True, most_s=0.0)
+
+    def body(runtime: Runtime) -> tuple[list[int], int]:
+        rank, device = runtime.rank, devices.of[runtime.rank]
+        options: dict[str, Any] = {"schedule": schedule, "decouples": True}
+        trainers = [DeviceTrainer(runtime, device, make_specs([10, 20, 30]), **options)]
+
+        def backward(trainer: DeviceTrainer, tensors: tuple[int, ...]) -> None:
+            for k in tensors:
+                trainer.accumulate(k, 1.0 + rank)
+            time.sleep(5e-3)  # so that what may go has gone
+
+        trainers[0].zero()
+        backward(trainers[0], (2, 1) if rank else ())
+        trainers.append(DeviceTrainer(runtime, device, make_specs([40, 50]), **options))
+        before = len(device.library.calls)
+        for step in range(4):
+            if step:
+                trainers[0].zero()
+            trainers[1].zero()
+            left = (2, 1, 0) if step or not rank else (0,)
+            order = [(trainers[0], left), (trainers[1], (1, 0))]
+            for trainer, tensors in order if rank == 0 else reversed(order):
+                backward(trainer, tensors)
+            for trainer in trainers:
+                count = len(trainer.specs)
+                slots = trainer.synchronize([1.5] * count, f"step {step}", whole=False)
+                trainer.update(slots)
+        for trainer in trainers:
+            trainer.finish()
+        return launched(device), before
+
+    (first, before), (second, begun) = all_well(run_ranks(2, body, STEADY))
+    assert before == 0 < begun, "the first lane was in the midst of a step on one rank"
+    assert first == second
+    assert set(first) == {0, 1}
+
+
 def test_groups_of_an_installed_plan_are_timed_now_and_then() -> None:
     """In every sixteenth step; steps themselves are timed always."""
     devices = Devices(2, nccl=True, most_s=0.0)

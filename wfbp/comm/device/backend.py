@@ -60,6 +60,8 @@ class DeviceBackend(Backend):
         self.host = host
         self.stream = device.new_stream()
         self._packed: Event | None = None
+        self.in_order: Callable[[Callable[[], DeviceWork], int], DeviceWork] | None = None
+        """Starts a collective, of so many bytes, when its turn among other lanes' has come."""
         self.rank, self.size = host.rank, host.size
         self.local_rank, self.local_size = host.local_rank, host.local_size
 
@@ -72,12 +74,16 @@ class DeviceBackend(Backend):
         """Let the next collective wait for what is enqueued on :attr:`packing` now."""
         self._packed = self.device.record(self.packing)
 
-    def _launch(self, start: Callable[[], DeviceWork]) -> DeviceWork:
-        """Start a collective behind what was packed for it."""
+    def _launch(self, start: Callable[[], DeviceWork], nbytes: int) -> DeviceWork:
+        """Start a collective behind what was packed for it, when its turn has come."""
         packed, self._packed = self._packed, None
-        if packed is not None:
-            self.device.wait(self.stream, packed)
-        return start()
+
+        def launch() -> DeviceWork:
+            if packed is not None:
+                self.device.wait(self.stream, packed)
+            return start()
+
+        return launch() if self.in_order is None else self.in_order(launch, nbytes)
 
     def stopwatch(self) -> Callable[[], float]:
         """By events: the time on the device, without what the host takes to hear of the end."""
@@ -145,7 +151,7 @@ class DeviceBackend(Backend):
                 return self._nothing()
             return self._all_reduce(data, dtype, op)
 
-        return self._launch(start)
+        return self._launch(start, data.nbytes)
 
     def reduce_scatter(
         self,
@@ -165,7 +171,7 @@ class DeviceBackend(Backend):
                 return self._nothing()
             return self._reduce_scatter(data, blocks, dtype, op)
 
-        return self._launch(start)
+        return self._launch(start, blocks.total)
 
     def broadcast(self, buffer: Buffer, root: int) -> DeviceWork:
         data = raw(buffer, None)
@@ -175,7 +181,7 @@ class DeviceBackend(Backend):
                 return self._nothing()
             return self._broadcast(data, root)
 
-        return self._launch(start)
+        return self._launch(start, data.nbytes)
 
     def all_gather(
         self, buffer: Buffer, counts: Sequence[int], segments: Sequence[Any] = ()
@@ -196,7 +202,7 @@ class DeviceBackend(Backend):
                     work.then(part, place)
             return work
 
-        return self._launch(start)
+        return self._launch(start, blocks.total)
 
     def all_gather_bytes(self, payload: bytes) -> Work[list[bytes]]:
         return self.host.all_gather_bytes(payload)

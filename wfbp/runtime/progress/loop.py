@@ -437,6 +437,11 @@ class ProgressLoop:
         """Have this rank's status, when other ranks ask for it, completed by ``part``."""
         self._status_parts.append(part)
 
+    def advance_lanes(self) -> None:
+        """Move lanes on, for a call that waits within :meth:`progress` for what they owe."""
+        for lane in self._lanes:
+            lane.advance()
+
     def fail(self, error: WfbpError) -> None:
         """Keep the first error and end with it everything that waits, now and later."""
         if self.error is not None:

@@ -1,0 +1,134 @@
+"""The order of launches: that of rank 0, whatever becomes ready first elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from wfbp.comm.backend import Buffer
+from wfbp.comm.device.backend import DeviceWork
+from wfbp.comm.device.launch_order import LaunchOrder
+from wfbp.comm.local import LocalWorld
+
+
+class Launched(DeviceWork):
+    """A collective that the host has nothing more to do with."""
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[Any, Any]] = []
+
+    def issued(self) -> bool:
+        return True
+
+    def test(self) -> bool:
+        return True
+
+    def then(self, target: Buffer, source: Buffer) -> None:
+        self.copies.append((target, source))
+
+
+class Rank:
+    """Lanes of one rank, and what they have launched."""
+
+    def __init__(self, rank: int, advance_others: Callable[[], None] = lambda: None) -> None:
+        self.order = LaunchOrder(rank, 2, lambda: advance_others())
+        self.launched: list[str] = []
+        self._lanes: dict[str, Any] = {}
+
+    def admit(self, name: str, host: Any) -> None:
+        self._lanes[name] = type("Carrier", (), {"in_order": None})()
+        self.order.admit(self._lanes[name], host, timeout_s=20.0)
+
+    def launch(self, name: str) -> DeviceWork:
+        def start() -> DeviceWork:
+            self.launched.append(name[0])
+            return Launched()
+
+        work: DeviceWork = self._lanes[name].in_order(start, 8)
+        return work
+
+
+def pair(*names: str) -> list[Rank]:
+    """Two ranks with lanes of these names."""
+    ranks = [Rank(0), Rank(1)]
+    admit_on_both(ranks, *names)
+    return ranks
+
+
+def admit_on_both(ranks: list[Rank], *names: str) -> None:
+    for name in names:
+        hosts = LocalWorld(2)
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(lambda r, h=hosts, n=name: ranks[r].admit(n, h.backend(r)), range(2)))
+
+
+def test_a_single_lane_is_not_held_up() -> None:
+    _, second = pair("a")
+    assert second.launch("a").issued()
+    assert second.launched == ["a"]
+
+
+def test_rank_0_decides() -> None:
+    first, second = pair("a", "b", "c")
+    works = [second.launch(name) for name in "ccba"]
+    assert [work.nbytes for work in works] == [8] * 4
+    assert not any(work.issued() for work in works)
+    for name in "acbc":
+        first.launch(name)
+    assert all(work.test() for work in works)
+    assert second.launched == first.launched == ["a", "c", "b", "c"]
+
+
+def test_what_has_its_turn_is_waited_for() -> None:
+    first, second = pair("a", "b")
+    for name in "ab":
+        first.launch(name)
+    early = second.launch("b")
+    assert not early.issued()
+    assert second.launch("a").issued()
+    assert early.issued()
+    assert second.launched == first.launched == ["a", "b"]
+
+
+def test_copies_follow_the_launch() -> None:
+    first, second = pair("a", "b")
+    work = second.launch("a")
+    work.then("to", "from")  # type: ignore[arg-type]
+    first.launch("a")
+    assert work.issued()
+    assert work._work.copies == [("to", "from")]  # type: ignore[attr-defined]
+
+
+def test_who_waits_within_a_call_lets_other_lanes_come_to_their_turn() -> None:
+    late: list[DeviceWork] = []
+    ranks = [Rank(0), Rank(1, lambda: late.append(ranks[1].launch("b")) if not late else None)]
+    admit_on_both(ranks, "a", "b")
+    for name in "ba":
+        ranks[0].launch(name)
+    work = ranks[1].launch("a")
+    assert not work.issued()
+    work.test()
+    assert work.test()
+    assert ranks[1].launched == ["b", "a"]
+
+
+def test_what_was_launched_before_there_was_an_order_comes_first() -> None:
+    """One rank is ahead with the first lane when the second one is made."""
+    ranks = pair("a")
+    for _ in range(2):
+        ranks[1].launch("a")
+    admit_on_both(ranks, "b")
+    first, second = ranks
+    assert not first.launch("b").issued()
+    assert not second.launch("b").issued()
+    ahead = second.launch("a")
+    assert first.launch("a").issued()
+    assert first.launched == ["a"], "the other rank had launched two of these"
+    first.launch("a")
+    assert first.launched == ["a", "a", "b"]
+    assert not ahead.issued()
+    assert second.launched == ["a", "a", "b"]
+    first.launch("a")
+    assert ahead.issued()
+    assert first.launched == second.launched == ["a", "a", "b", "a"]

@@ -1,0 +1,189 @@
+"""One order in which every rank launches the collectives of several communicators on a GPU.
+
+NCCL asks for it: a collective's kernel waits on the GPU for those of other ranks, and where a GPU
+cannot run two such kernels beside each other, ranks that launch them in different orders wait for
+each other for ever. A lane's own collectives have one order, the plan's; those of two lanes come as
+gradients come.
+
+Rank 0 launches what is ready, and before it does, tells the others whose turn it is. They launch
+that lane's next collective, when it is ready there too, and nothing else before it. One message
+tells of all that rank 0 launches at a time. Nothing waits that would not wait for rank 0's kernel
+anyway, except that the other hosts no longer run ahead of rank 0's.
+
+While there is a single lane there is nothing to order, and no message. When the second one is made,
+ranks compare how far the first one has come, because one may be in the midst of a step: what any
+rank has launched by then is launched on all of them before the common order begins.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from wfbp.comm.backend import Buffer, HostBackend, Mailbox
+from wfbp.comm.device.backend import DeviceBackend, DeviceWork
+from wfbp.comm.waiting import Check, wait
+
+
+@dataclass(slots=True)
+class _Lane:
+    """What is known of a lane.
+
+    Args:
+        num_launched: collectives so far.
+        num_free: so many are launched in no order with others.
+        waiting: those that wait for their turn.
+    """
+
+    num_launched: int = 0
+    num_free: int = 0
+    waiting: deque[OrderedWork] = field(default_factory=deque)
+
+
+class LaunchOrder:
+    """Of the lanes of one runtime on one device. Used under the progress lock.
+
+    Args:
+        rank: of this process.
+        size: number of ranks.
+        advance_others: moves all lanes on, where a call waits for one collective within itself.
+    """
+
+    def __init__(self, rank: int, size: int, advance_others: Callable[[], None]) -> None:
+        self._rank, self._size = rank, size
+        self._advance_others = advance_others
+        self._lanes: list[_Lane] = []
+        self._mailbox: Mailbox | None = None
+        self._turns: deque[int] = deque()
+        """Numbers of lanes: on rank 0 as they have become ready, elsewhere as it has told."""
+
+    def admit(
+        self,
+        carrier: DeviceBackend,
+        host: HostBackend,
+        timeout_s: float | None = None,
+        check: Check | None = None,
+    ) -> None:
+        """Order a further lane's collectives, too; collective and blocking.
+
+        Args:
+            carrier: of the lane, which has sent nothing yet.
+            host: over the same ranks.
+            timeout_s: how long that may take.
+            check: called while it does; what it raises ends it.
+        """
+        if len(self._lanes) == 1:
+            mine = json.dumps(self._lanes[0].num_launched).encode()
+            told = wait(host.all_gather_bytes(mine), timeout_s=timeout_s, check=check)
+            self._lanes[0].num_free = max(map(json.loads, told))
+            self._mailbox = host.mailbox()
+        carrier.in_order = partial(self._launch, len(self._lanes))
+        self._lanes.append(_Lane())
+
+    def _launch(self, number: int, start: Callable[[], DeviceWork], nbytes: int) -> DeviceWork:
+        """Start a collective when its turn has come.
+
+        Args:
+            number: of the lane.
+            start: starts it.
+            nbytes: what travels.
+        """
+        lane = self._lanes[number]
+        if self._mailbox is None:
+            lane.num_launched += 1
+            return start()
+        work = OrderedWork(self, start, nbytes)
+        lane.waiting.append(work)
+        if self._rank == 0:
+            self._turns.append(number)
+        self.progress()
+        return work
+
+    def progress(self) -> None:
+        """Launch what has its turn."""
+        assert self._mailbox is not None
+        if self._rank:
+            for _, payload in self._mailbox.receive():
+                self._turns.extend(np.frombuffer(payload, np.uint32).tolist())
+        if not self._catch_up():
+            return
+        due = self._due()
+        if self._rank == 0 and due:  # before launching, which may wait for other ranks
+            payload = np.asarray(due, np.uint32).tobytes()
+            for peer in range(1, self._size):
+                self._mailbox.send(peer, payload)
+        for number in due:
+            self._launch_next(self._lanes[number])
+
+    def advance_others(self) -> None:
+        """Let other lanes find what they may launch, where their turn comes first."""
+        self._advance_others()
+
+    def _catch_up(self) -> bool:
+        """Launch what other ranks had launched when the order began; whether that is done."""
+        first = self._lanes[0]
+        while first.waiting and first.num_launched < first.num_free:
+            if self._rank == 0:
+                self._turns.remove(0)
+            self._launch_next(first)
+        return first.num_launched >= first.num_free
+
+    def _due(self) -> list[int]:
+        """Take the turns of which the collectives are ready."""
+        due: list[int] = []
+        left = [len(lane.waiting) for lane in self._lanes]
+        while self._turns and left[self._turns[0]]:
+            left[self._turns[0]] -= 1
+            due.append(self._turns.popleft())
+        return due
+
+    def _launch_next(self, lane: _Lane) -> None:
+        lane.num_launched += 1
+        lane.waiting.popleft().launch()
+
+    def close(self) -> None:
+        """Give the mailbox back. Collective; nothing may wait for its turn."""
+        if self._mailbox is not None:
+            self._mailbox.close()
+
+
+class OrderedWork(DeviceWork):
+    """A collective that is launched in its turn."""
+
+    def __init__(self, order: LaunchOrder, start: Callable[[], DeviceWork], nbytes: int) -> None:
+        self._order = order
+        self._start = start
+        self._work: DeviceWork | None = None
+        self._copies: list[tuple[Buffer, Buffer]] = []
+        self.nbytes = nbytes
+
+    def launch(self) -> None:
+        """Its turn has come."""
+        self._work = self._start()
+        for target, source in self._copies:
+            self._work.then(target, source)
+
+    @property
+    def activity(self) -> int:
+        return 0 if self._work is None else 1 + self._work.activity
+
+    def issued(self) -> bool:
+        if self._work is None:
+            self._order.progress()
+        return self._work is not None and self._work.issued()
+
+    def test(self) -> bool:
+        if not self.issued() and self._work is None:
+            self._order.advance_others()
+        return self._work is not None and self._work.test()
+
+    def then(self, target: Buffer, source: Buffer) -> None:
+        if self._work is None:
+            self._copies.append((target, source))
+        else:
+            self._work.then(target, source)
