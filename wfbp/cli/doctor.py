@@ -29,6 +29,7 @@ import click
 
 from wfbp.cli.inputs import json_option
 from wfbp.cli.tables import console
+from wfbp.comm.device.nccl_library import REMEDY
 from wfbp.config import Config, unknown_variables, variables
 from wfbp.errors import BackendError
 from wfbp.launcher.commands import Job, mpirun_command, rank_program
@@ -362,7 +363,10 @@ def _gpu() -> Findings:
     rows = list(csv.reader(io.StringIO(_output(tool, *query)), skipinitialspace=True))
     for index, row in enumerate(rows):
         yield Status.OK, f"GPU {index}: {', '.join(row)}", ""
-    yield from _gpu_packages({d.metadata["Name"].lower() for d in metadata.distributions()})
+    installed = {d.metadata["Name"].lower() for d in metadata.distributions()}
+    yield from _gpu_packages(installed)
+    if any(name.startswith("cupy-cuda") for name in installed):
+        yield from _loaded_nccl(_output(sys.executable, "-c", _LOADED_NCCL))
 
 
 def _gpu_packages(installed: set[str]) -> Findings:
@@ -392,6 +396,32 @@ def _gpu_packages(installed: set[str]) -> Findings:
         )
     elif nccl:
         yield Status.OK, f"{', '.join([*cupy, *nccl])}", ""
+
+
+_LOADED_NCCL = """
+import json
+from contextlib import suppress
+from wfbp.comm.device.nccl_library import describe, loaded_libraries
+with suppress(ImportError):
+    import torch
+from cupy.cuda import nccl
+print(json.dumps(describe(nccl.get_version(), loaded_libraries())))
+"""
+"""What a process that uses PyTorch and wfbp on a GPU says of its NCCL."""
+
+
+def _loaded_nccl(said: str) -> Findings:
+    """What :data:`_LOADED_NCCL` printed."""
+    last = (said.strip().splitlines() or [""])[-1]
+    if not last.startswith("["):
+        yield (
+            Status.PROBLEM,
+            f"CuPy cannot load NCCL ({last}): gradients on GPUs travel through the host",
+            "pip install nvidia-nccl-cu12 or -cu13, as PyTorch names (torch.version.cuda)",
+        )
+        return
+    text, problem = json.loads(last)
+    yield (Status.PROBLEM, problem, REMEDY) if problem else (Status.OK, text, "")
 
 
 def _batch_system() -> Findings:

@@ -11,6 +11,7 @@ from wfbp.comm.backend import Backend
 from wfbp.comm.device.backend import DeviceBackend
 from wfbp.comm.device.device import Device
 from wfbp.comm.device.nccl import NcclBackend
+from wfbp.comm.device.nccl_library import REMEDY, describe, loaded_libraries
 from wfbp.comm.device.staged import StagedBackend
 from wfbp.comm.waiting import Check, wait
 from wfbp.errors import BackendError, StallError
@@ -54,6 +55,7 @@ def connect(
     if not reason:
         backend, reason = _join(device, host, library, timeout_s, check)
         if backend is not None:
+            _tell_library(library.get_version(), host)
             return backend
     if host.local_rank == 0:
         log.warning(
@@ -62,6 +64,15 @@ def connect(
             reason,
         )
     return StagedBackend(device, host.duplicate())
+
+
+def _tell_library(version: int, host: Backend) -> None:
+    """Log which NCCL that is, once per host."""
+    text, problem = describe(version, loaded_libraries())
+    if host.local_rank == 0:
+        log.info("rank %d of %d: %s", host.rank, host.size, text)
+        if problem:
+            log.warning("rank %d of %d: %s; %s", host.rank, host.size, problem, REMEDY)
 
 
 def _join(

@@ -1,0 +1,67 @@
+"""Which libnccl this process has loaded, and of which version.
+
+PyTorch and CuPy each load one. Where both find the same file they share it; where packages brought
+two, one process has both, or one package has overwritten the other's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+MAPS = Path("/proc/self/maps")
+"""What the kernel says of this process's memory."""
+
+REMEDY = (
+    "install one only, the one that PyTorch names (torch.version.cuda): pip uninstall "
+    "nvidia-nccl-cu12 nvidia-nccl-cu13, then pip install the one that is wanted"
+)
+
+
+def loaded_libraries(maps: Iterable[str] | None = None) -> list[str]:
+    """The files of all libnccl in this process.
+
+    Args:
+        maps: lines as in ``/proc/self/maps``; those of this process by default, none where the
+            system has no such file.
+
+    Example:
+        >>> loaded_libraries(["7f00-7f01 r-xp 0 08:01 7 /opt/libnccl.so.2\\n", "7f02-7f03 rw-p"])
+        ['/opt/libnccl.so.2']
+    """
+    if maps is None:
+        maps = MAPS.read_text().splitlines() if MAPS.exists() else ()
+    files = (line.split(maxsplit=5)[-1].strip() for line in maps)
+    named = {file for file in files if re.fullmatch(r".*/libnccl\.so[.\d]*", file)}
+    return sorted({os.path.realpath(file) for file in named})
+
+
+def version_name(code: int) -> str:
+    """What NCCL's number of a version means.
+
+    Example:
+        >>> version_name(22809), version_name(2708)
+        ('2.28.9', '2.7.8')
+    """
+    if code >= 10000:
+        return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
+    return f"{code // 1000}.{code // 100 % 10}.{code % 100}"
+
+
+def describe(version: int, files: list[str]) -> tuple[str, str]:
+    """What is loaded, and what is wrong about it (empty where nothing is).
+
+    Args:
+        version: as the bindings tell it.
+        files: from :func:`loaded_libraries`.
+
+    Example:
+        >>> describe(22809, ["/opt/libnccl.so.2"])
+        ('NCCL 2.28.9 from /opt/libnccl.so.2', '')
+    """
+    text = f"NCCL {version_name(version)} from {' and '.join(files) or 'a file that is not known'}"
+    if len(files) < 2:
+        return text, ""
+    return text, f"{len(files)} NCCL libraries are loaded in one process ({text})"
