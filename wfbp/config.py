@@ -69,6 +69,8 @@ class Config(metaclass=_RenamedSettings):
             Perfetto; none if empty.
         timeline_steps: the first and the last step that the timeline has; as a variable
             ``100-120``.
+        exchange_alone: whether PyTorch's optimizers exchange gradients where there is one rank,
+            with itself: shows what that costs.
         nvtx: whether profilers are shown what is enqueued on GPUs by name, as NVTX ranges.
 
     Example:
@@ -95,6 +97,7 @@ class Config(metaclass=_RenamedSettings):
     record_dir: str = ""
     timeline: str = ""
     timeline_steps: tuple[int, int] = (0, 2**62)
+    exchange_alone: bool = False
     nvtx: bool = False
 
     def __post_init__(self) -> None:

@@ -1,10 +1,11 @@
 """``python -m tests.benchmarks gpu``: packing and training on one CUDA device.
 
 Three parts. *pack*: filling and emptying fusion buffers, against a copy of the same bytes. *one*:
-what wrapping an optimizer costs a single rank, against the bare optimizer and against PyTorch DDP
-on NCCL. *two*: two ranks that share the device; every schedule must train what a plain all-reduce
-on the host trains, and steps are timed against DDP, whose ranks share it in the same way. Sharing
-a device is for correctness: its times say nothing about two devices.
+what wrapping an optimizer costs a single rank that exchanges with itself by NCCL, against the bare
+optimizer and against PyTorch DDP, which does the same. *two*: two ranks that share the device;
+every schedule must train what a plain all-reduce on the host trains, and steps are timed against
+DDP, whose ranks share it in the same way. Sharing a device is for correctness: its times say
+nothing about two devices.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ def _ways(
     random = np.random.default_rng(0)
     values = [random.standard_normal(size // 4, np.float32) for size in mix.sizes]
     sources = [cupy.asarray(each) for each in values]
+    addresses = tuple(source.data.ptr for source in sources)
     buffer, whole = cupy.zeros(nbytes, np.uint8), cupy.zeros(nbytes, np.uint8)
 
     def table(dtype: str) -> DevicePackTable:
@@ -112,8 +114,17 @@ def _ways(
             stream.ptr,
             "float32",
         )
-        filled.pointers[:] = [source.data.ptr for source in sources]
+        filled.pointers[:] = addresses
         return filled
+
+    def pointed(filled: DevicePackTable, act: Callable[[], object]) -> Callable[[], object]:
+        """As in a step whose gradients lie elsewhere than those of the step before."""
+
+        def run() -> None:
+            filled.pointers[:] = np.fromiter(addresses, np.int64, len(addresses))
+            act()
+
+        return run
 
     packing, casting = table("float32"), table("bfloat16")
     packing.pack()
@@ -127,8 +138,9 @@ def _ways(
     to, origin = buffer.data.ptr, whole.data.ptr
     return {
         COPY: lambda: cupy.cuda.runtime.memcpyAsync(to, origin, nbytes, kind, stream.ptr),
-        PACK: packing.pack,
-        UNPACK: packing.unpack,
+        PACK: pointed(packing, packing.pack),
+        UNPACK: pointed(packing, packing.unpack),
+        "wfbp, pack, same addresses": packing.pack,
         "wfbp, pack, scaled by 0.5": lambda: packing.pack(0.5),
         "wfbp, pack, to bfloat16": casting.pack,
         "wfbp, unpack, from bfloat16": casting.unpack,
@@ -361,7 +373,10 @@ def train(model: str, num_ranks: int, options: argparse.Namespace) -> Training |
         device = "cpu" if options.rehearse else "cuda"
         program = [sys.executable, "-m", "tests.benchmarks.gpu_worker", str(file), device]
         command = [*launch_command("none", num_ranks), *program]
-        status = run_job(command, rank_environment(), TIMEOUT_S)
+        own = {"WFBP_EXCHANGE_ALONE": "1"}  # else a single rank would exchange nothing
+        if options.rehearse:
+            own["WFBP_TRIAL_MIN_S"] = "0"
+        status = run_job(command, rank_environment() | own, TIMEOUT_S)
         if status or not result.exists():
             told = shlex.join(command)
             print(f"{model}: failed with status {status}: {told}", file=sys.stderr)

@@ -312,9 +312,10 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
         named = named_params(self, self._wfbp_known, complete)
         options, kind = self._wfbp_options, type(self._wfbp_original)
         self._wfbp_sync_state = SyncState.NOBODY
-        if self._wfbp_runtime is not None and self._wfbp_runtime.size > 1:
+        runtime = self._wfbp_runtime
+        if runtime is not None and (runtime.size > 1 or runtime.config.exchange_alone):
             self._wfbp_sync = OptimizerSync(
-                self._wfbp_runtime,
+                runtime,
                 self,
                 named,
                 options,

@@ -147,7 +147,7 @@ class DeviceBackend(Backend):
             for begin, source, *_ in segments:
                 piece = raw(source, dtype, writeable=False)
                 self._bring(data[begin : begin + piece.size], piece)
-            if self.size == 1 or not data.size:
+            if not data.size:
                 return self._nothing()
             return self._all_reduce(data, dtype, op)
 
@@ -167,7 +167,7 @@ class DeviceBackend(Backend):
         def start() -> DeviceWork:
             for _, place, part in _parts(data, blocks, segments, dtype, writeable=False):
                 self._bring(place, part)
-            if self.size == 1 or not blocks.total:
+            if not blocks.total:
                 return self._nothing()
             return self._reduce_scatter(data, blocks, dtype, op)
 
@@ -177,7 +177,7 @@ class DeviceBackend(Backend):
         data = raw(buffer, None)
 
         def start() -> DeviceWork:
-            if self.size == 1 or not data.size:
+            if not data.size:
                 return self._nothing()
             return self._broadcast(data, root)
 
@@ -194,7 +194,7 @@ class DeviceBackend(Backend):
             for rank, place, part in parts:
                 if rank == self.rank:
                     self._bring(place, part)
-            if self.size == 1 or not blocks.total:
+            if not blocks.total:
                 return self._nothing()
             work = self._all_gather(data, blocks)
             for rank, place, part in parts:
