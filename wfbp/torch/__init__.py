@@ -78,6 +78,7 @@ from wfbp.torch.collectives import (
 )
 from wfbp.torch.compression import Compression, Compressor
 from wfbp.torch.joining import join
+from wfbp.torch.left_out import refuse
 from wfbp.torch.optimizer import DistributedOptimizer
 from wfbp.torch.optimizer_interface import DistributedOptimizerBase
 from wfbp.torch.state import broadcast_optimizer_state, broadcast_parameters
@@ -171,21 +172,8 @@ __all__ = [
     "synchronize",
 ]
 
-_INSTEAD = {
-    "run": "start ranks with mpirun",
-    "mpi_lib": "there is no library of that kind; use the functions of wfbp.torch",
-    "check_extension": "nothing needs to be built",
-    "check_num_rank_power_of_2": "op=Adasum checks the number of ranks itself",
-    "PartialDistributedOptimizer": "pass DistributedOptimizer the parameters to be averaged",
-    "DistributedGradientTape": "wfbp has no adapter for TensorFlow",
-    "is_adasum": "compare op with wfbp.torch.Adasum",
-}
-
-
 if not TYPE_CHECKING:  # which would take every name for one that exists
 
     def __getattr__(name: str) -> NoReturn:
         """Say what to use instead of a name of Horovod's that is left out."""
-        if name in _INSTEAD:
-            raise AttributeError(f"wfbp.torch has no {name}: {_INSTEAD[name]}")
-        raise AttributeError(f"module 'wfbp.torch' has no attribute {name!r}")
+        refuse(__name__, name)

@@ -11,13 +11,14 @@ import functools
 import math
 import random
 from collections.abc import Callable, Iterator, Sized
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 
 from wfbp.errors import InternalError
 from wfbp.runtime import process
 from wfbp.runtime.collectives.objects import allgather_object, broadcast_object
+from wfbp.torch.left_out import refuse
 from wfbp.torch.state import broadcast_optimizer_state, broadcast_parameters
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -215,6 +216,20 @@ class TorchState:
         return [(name, getattr(self, name)) for name in self._names]
 
 
+class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
+    """Raised by a program, it lets :func:`run` begin again with the state as it is.
+
+    Under Horovod it tells that hosts have come or gone, which does not happen here.
+
+    Args:
+        skip_sync: whether the ranks' states are equal, so that rank 0's need not be sent.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("hosts have changed")
+        self.skip_sync = skip_sync
+
+
 def run(func: F) -> F:
     """Let a function go on from the last commit when an operation fails on all ranks.
 
@@ -230,8 +245,11 @@ def run(func: F) -> F:
     @functools.wraps(func)
     def wrapper(state: TorchState, *args: Any, **kwargs: Any) -> Any:
         failed_at: dict[str, Any] | None = None
+        in_sync = False
         while True:
-            state.sync()
+            if not in_sync:
+                state.sync()
+            in_sync = False
             before = state._saved
             try:
                 return func(state, *args, **kwargs)
@@ -241,10 +259,19 @@ def run(func: F) -> F:
                     raise
                 failed_at = state._saved
                 state.restore()
-                state.on_reset()
+            except HostsUpdatedInterrupt as interrupt:
+                in_sync = interrupt.skip_sync
+            state.on_reset()
 
     return cast(F, wrapper)
 
 
 def _has_state(value: Any) -> bool:
     return isinstance(value, torch.nn.Module | torch.optim.Optimizer | ElasticSampler)
+
+
+if not TYPE_CHECKING:  # which would take every name for one that exists
+
+    def __getattr__(name: str) -> NoReturn:
+        """Say what to use instead of a name of Horovod's that is left out."""
+        refuse(__name__, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 import warnings
@@ -10,12 +11,30 @@ from pathlib import Path
 import horovod
 import horovod.torch as hvd
 import torch
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.common.process_sets import ProcessSet
+from horovod.common.util import nccl_built
+from horovod.torch import compression, mpi_ops
 from horovod.torch.elastic import ElasticSampler, TorchState
+from horovod.torch.elastic.sampler import ElasticSampler as SameSampler
+from horovod.torch.functions import broadcast_object
 from horovod.torch.mpi_ops import allreduce_async, synchronize
+from horovod.torch.optimizer import DistributedOptimizer
+from horovod.torch.sync_batch_norm import SyncBatchNorm
 
 folder = Path(sys.argv[1])
 assert __name__ == "__main__"
 assert horovod.__version__.startswith("0.28")
+assert hvd.mpi_ops is mpi_ops
+assert hvd.mpi_ops.Average is hvd.Average
+assert hvd.compression is compression
+assert issubclass(hvd.Compression.fp16, compression.Compressor)
+assert hvd.HorovodInternalError is HorovodInternalError
+assert (SameSampler, ProcessSet) == (ElasticSampler, hvd.ProcessSet)
+assert (SyncBatchNorm, broadcast_object) == (hvd.SyncBatchNorm, hvd.broadcast_object)
+assert hvd.DistributedOptimizer is DistributedOptimizer
+assert nccl_built(verbose=True) == 0
+assert importlib.util.find_spec("horovod.torch") is not None
 hvd.init(process_sets="dynamic")
 rank, size = hvd.rank(), hvd.size()
 assert hvd.mpi_threads_supported()
@@ -38,7 +57,9 @@ if rank == 0:
 
 for module, name, instead in (
     (hvd, "mpi_lib", "use the functions of wfbp.torch"),
+    (hvd.elastic, "ObjectState", "use wfbp.torch.elastic.TorchState"),
     (horovod, "run", "python -m wfbp.horovod"),
+    (horovod, "tensorflow", "no adapter for TensorFlow"),
 ):
     try:
         getattr(module, name)
@@ -46,6 +67,13 @@ for module, name, instead in (
         assert instead in str(error)  # noqa: PT017 - this program runs without pytest
     else:
         raise AssertionError(f"{name} exists")
+    for statement in (f"from {module.__name__} import {name}", f"import {module.__name__}.{name}"):
+        try:
+            exec(statement)
+        except ImportError as error:
+            assert instead in str(error), statement  # noqa: PT017
+        else:
+            raise AssertionError(statement)
 
 # Horovod's arguments in Horovod's order.
 torch.manual_seed(5)
@@ -159,6 +187,21 @@ assert begun_at == ([0, 1] if size > 1 else [0])
 assert resets == begun_at[1:]
 weights = hvd.allgather(model.weight.detach())
 assert torch.equal(weights, weights[:2].repeat(size, 1))
+
+resumed: list[int] = []
+
+
+@hvd.elastic.run
+def resume(state: TorchState) -> None:
+    resumed.append(state.epoch)
+    state.epoch += 1
+    if len(resumed) == 1:
+        raise HostsUpdatedInterrupt(skip_sync=True)
+
+
+resume(state)
+assert resumed == [2, 3]
+assert len(resets) == len(begun_at)
 
 for _ in range(2):
     sampler.record_batch(0, 2)
