@@ -76,6 +76,7 @@ from wfbp.torch.collectives import (
     reducescatter_async,
     sparse_allreduce_async,
 )
+from wfbp.torch.compiling import compile_backend
 from wfbp.torch.compression import Compression, Compressor
 from wfbp.torch.joining import join
 from wfbp.torch.left_out import refuse
@@ -131,6 +132,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
+    "compile_backend",
     "cross_rank",
     "cross_size",
     "cuda_built",

@@ -116,12 +116,18 @@ def activation_checkpointing() -> None:
 
 @check
 def compiled_model() -> None:
+    train_compiled("eager")
+    if wfbp.size() == 2:  # takes a second
+        train_compiled(wfbp.torch.compile_backend("aot_eager", piece_bytes=100))
+
+
+def train_compiled(backend: Any) -> None:
     model, reference = mlp(5, 7, 3), mlp(5, 7, 3)
     reference.load_state_dict(model.state_dict())
     # It is told of hooks on all modules, which are there while forward is measured.
     warnings.filterwarnings("ignore", "Using `torch.compile")
     warnings.filterwarnings("ignore", module="torch._dynamo")
-    compiled = torch.compile(model, backend="eager")
+    compiled = torch.compile(model, backend=backend)
     optimizer = wfbp.torch.DistributedOptimizer(adamw(model.parameters()))
     plain = adamw(reference.parameters())
     for step in range(10):

@@ -1,0 +1,73 @@
+"""Compiled models whose gradients appear one after another.
+
+``torch.compile`` makes one graph of a whole model, and one of its backward. Autograd sees a single
+operation: gradients are there, and hooks run, when all of it has run, so that nothing travels
+meanwhile. PyTorch's own answer for DistributedDataParallel (``torch._dynamo``'s DDPOptimizer) is to
+cut the graph of forward into pieces by the size of their parameters; each piece has a backward of
+its own. The same cuts serve here. Nothing has to be told of groups: the times at which gradients
+appear are measured, and groups planned from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Compiled = Callable[..., Any]
+Backend = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Compiled]
+
+PIECE_BYTES = 25 * 2**20
+_FIRST_PIECE_BYTES = 2**20
+"""As DDP has it: backward's first gradients go early."""
+
+
+def compile_backend(inner: str | Backend = "inductor", piece_bytes: int = PIECE_BYTES) -> Backend:
+    """A backend for ``torch.compile`` that lets gradients travel while backward computes.
+
+    The model is compiled in pieces, because what is compiled in one gives all gradients at its end.
+    Smaller pieces overlap more, and let the compiler fuse less.
+
+    Args:
+        inner: compiles the pieces: the name of a backend of ``torch.compile``, or a function of a
+            graph and its inputs.
+        piece_bytes: size of a piece's parameters in bytes, about; the last piece of the model,
+            which is the first one of backward, is smaller.
+
+    Returns:
+        What ``torch.compile`` takes as ``backend``. It takes no ``mode`` and no ``options``: set
+        those in ``torch._inductor.config``.
+
+    Raises:
+        ValueError: ``piece_bytes`` is less than 1; or, when the model is compiled,
+            ``torch.compile`` was given a mode or options.
+
+    Example:
+        >>> import torch, wfbp.torch as wfbp
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+        >>> fast = torch.compile(model, backend=wfbp.compile_backend("eager", piece_bytes=100))
+        >>> fast(torch.ones(4, 8)).shape
+        torch.Size([4, 1])
+    """
+    if piece_bytes < 1:
+        raise ValueError(f"piece_bytes is {piece_bytes}; expected at least 1")
+
+    def compile_in_pieces(
+        graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any
+    ) -> Compiled:
+        from torch._dynamo import lookup_backend
+        from torch._dynamo.backends.distributed import DDPOptimizer
+
+        if options:
+            raise ValueError(
+                f"torch.compile was given {', '.join(options)}, which compile_backend() does not "
+                "take: set them in torch._inductor.config"
+            )
+        whole: Any = lookup_backend(inner) if isinstance(inner, str) else inner
+        first_bytes = min(_FIRST_PIECE_BYTES, piece_bytes)
+        cutter: Any = DDPOptimizer(piece_bytes, whole, first_bytes)
+        compiled: Compiled = cutter.compile_fn(graph, inputs)
+        return compiled
+
+    return compile_in_pieces
