@@ -231,13 +231,13 @@ COMM = [
     ),
     Mutation(
         "comm/mpi/shm_allreduce.py",
-        "if not all(board.reached(peer, number, READY) for peer in board.peers):",
-        "if not any(board.reached(peer, number, READY) for peer in board.peers):",
+        "if not all(flags.reached(peer, number, READY) for peer in flags.peers):",
+        "if not any(flags.reached(peer, number, READY) for peer in flags.peers):",
         unit("comm/test_shm_allreduce"),
     ),
     Mutation(
         "comm/mpi/shm_allreduce.py",
-        "return all(board.reached(peer, number, TAKEN) for peer in board.peers)",
+        "return all(flags.reached(peer, number, TAKEN) for peer in flags.peers)",
         "return True",
         unit("comm/test_shm_allreduce"),
     ),

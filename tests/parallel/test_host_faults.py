@@ -69,7 +69,7 @@ def test_where_a_rank_may_not_read_all_send_messages() -> None:
 
 
 def test_a_forked_process_cannot_disturb_its_parent() -> None:
-    """It shares the board on which ranks tell each other how far they have come."""
+    """It shares the flags by which ranks tell each other how far they have come."""
     found = outcome("host_faults", 2, "forked", env=ENVIRONMENT)
     assert found.run.rc == 0, found.run
     assert [told["values"] for told in found.ranks] == [[1.5], [1.5]]

@@ -127,3 +127,6 @@ def test_a_group_costs_more_than_its_message_over_a_network(
     over_network = Known().ask(MIB, REDUCE, False, None).all_reduce
     for nbytes in (0, 1000, MIB, 2 * MIB):
         assert over_network(nbytes) == pytest.approx(in_memory(nbytes) + 2e-4)
+    half = Known().ask(MIB, [Operation.REDUCE_SCATTER], False, None).reduce_scatter
+    assert half is not None
+    assert half(MIB) == pytest.approx(in_memory(MIB) + 1e-4)

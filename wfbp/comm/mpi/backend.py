@@ -31,10 +31,10 @@ TAG = 1
 _FIRST_TAG = 2
 
 _unsent: list[tuple[MPI.Request, bytes | Buffer]] = []
-"""Messages under way when their board was closed: their memory must outlive them."""
+"""Messages under way when their channel was closed: their memory must outlive them."""
 
 
-class NoticeBoard:
+class NoticeChannel:
     """Sends and collects notices on a communicator of its own. For one thread at a time.
 
     Args:
@@ -88,7 +88,7 @@ class NoticeBoard:
 
 
 class _Message(Work[None]):
-    """One between two ranks; its memory is kept by the board."""
+    """One between two ranks; its memory is kept by the channel."""
 
     def __init__(self, backend: MpiBackend, request: MPI.Request) -> None:
         self._backend = backend
@@ -148,7 +148,7 @@ class MpiBackend(HostBackend):
         try:
             self._comm = self._own(parent)
             if _original is None:
-                self._notices = NoticeBoard(mpi, self._own(parent))
+                self._notices = NoticeChannel(mpi, self._own(parent))
                 self._topology = Topology.find(mpi, self._comm, chunking)
                 self._memory = (
                     SharedMemory.connect(self._comm, shared_memory)
@@ -326,7 +326,7 @@ class MpiBackend(HostBackend):
 
     def mailbox(self) -> Mailbox:
         try:
-            return _MpiMailbox(NoticeBoard(self._mpi, self._own(self._comm)), self)
+            return _MpiMailbox(NoticeChannel(self._mpi, self._own(self._comm)), self)
         except self._mpi.Exception as error:
             raise BackendError(f"{self._who}: no mailbox could be made: {error}") from error
 
@@ -400,8 +400,8 @@ def _communicator(mpi: ModuleType, ranks: Sequence[int]) -> MPI.Comm:
 class _MpiMailbox(Mailbox):
     """Point to point on a communicator of its own; what a rank sends to itself does not travel."""
 
-    def __init__(self, board: NoticeBoard, backend: MpiBackend) -> None:
-        self._board = board
+    def __init__(self, channel: NoticeChannel, backend: MpiBackend) -> None:
+        self._channel = channel
         self._backend = backend
         self._own: list[tuple[int, bytes]] = []
 
@@ -410,16 +410,16 @@ class _MpiMailbox(Mailbox):
             self._own.append((rank, bytes(payload)))
             return
         with self._backend.translated("a message could not be sent"):
-            self._board.send_to(rank, bytes(payload))
+            self._channel.send_to(rank, bytes(payload))
 
     def receive(self) -> list[tuple[int, bytes]]:
         own, self._own = self._own, []
         with self._backend.translated("messages could not be read"):
-            return self._board.poll() + own  # what had arrived before this rank's came first
+            return self._channel.poll() + own  # what had arrived before this rank's came first
 
     def close(self) -> None:
         with self._backend.translated("a mailbox could not be closed"):
-            self._board.close()
+            self._channel.close()
 
 
 def _per_block(

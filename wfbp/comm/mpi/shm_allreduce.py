@@ -32,7 +32,7 @@ NUM_FLAG_SETS = HEADER_BYTES // _FLAG_SET_BYTES - 1
 class SharedFlags:
     """Where the ranks tell how far each has come with the jobs of one channel.
 
-    A job has a row on each rank's board, written by that rank alone: where its contribution lies,
+    A job has a row of each rank's flags, written by that rank alone: where its contribution lies,
     then, in a number that only grows, which job it is and its phase. Jobs are numbered alike on all
     ranks, and rows are used again in turn, once no rank needs what stands there: a job that follows
     on a row shows that the one before is over.
@@ -87,7 +87,7 @@ class SharedFlags:
 
 
 _WAITING = 0
-"""For a row on the board, before any phase."""
+"""For a row of the flags, before any phase."""
 
 
 class Part(NamedTuple):
@@ -109,7 +109,7 @@ class SharedReduceJob(Job):
 
     Args:
         memory: of all ranks.
-        board: of the channel.
+        flags: of the channel.
         progress_group: told when a phase is over.
         rank: this one.
         chunk: this rank's contribution, and where the result goes.
@@ -136,7 +136,7 @@ class SharedReduceJob(Job):
     def __init__(
         self,
         memory: SharedMemory,
-        board: SharedFlags,
+        flags: SharedFlags,
         progress_group: ProgressGroup,
         rank: int,
         chunk: Buffer,
@@ -146,15 +146,15 @@ class SharedReduceJob(Job):
     ) -> None:
         self.nbytes = chunk.nbytes
         self._memory = memory
-        self._flags = board
+        self._flags = flags
         self._progress_group = progress_group
         self._chunk = chunk
         self._parts = parts
         self._dtype = dtype
         self._op = op
         self._rank = rank
-        self._number = board.next_job()
-        self._shards = split(chunk.size, len(board.peers) + 1)
+        self._number = flags.next_job()
+        self._shards = split(chunk.size, len(flags.peers) + 1)
         self._phase = _WAITING
 
     def start(self) -> None:
@@ -170,21 +170,21 @@ class SharedReduceJob(Job):
             self._phase = READY
 
     def step(self) -> bool:
-        board, number = self._flags, self._number
+        flags, number = self._flags, self._number
         if self._phase == _WAITING:
             self._begin()
             if self._phase == _WAITING:
                 return False
         if self._phase == READY:
-            if not all(board.reached(peer, number, READY) for peer in board.peers):
+            if not all(flags.reached(peer, number, READY) for peer in flags.peers):
                 return False
             self._combine()
             self._enter(REDUCED)
             self._deliver(self._rank)
-            self._missing = list(board.peers)
+            self._missing = list(flags.peers)
         if self._phase == REDUCED:
             for peer in list(self._missing):
-                if board.reached(peer, number, REDUCED):
+                if flags.reached(peer, number, REDUCED):
                     self._deliver(peer)
                     self._missing.remove(peer)
             if self._missing:
@@ -192,7 +192,7 @@ class SharedReduceJob(Job):
             self._check_read()
             self._enter(TAKEN)
             self._parts = ()
-        return all(board.reached(peer, number, TAKEN) for peer in board.peers)
+        return all(flags.reached(peer, number, TAKEN) for peer in flags.peers)
 
     def may_progress(self) -> bool:
         if self._phase == _WAITING:
@@ -264,7 +264,7 @@ class SharedAllReduce:
 
     Args:
         memory: of all ranks.
-        board: of the channel.
+        flags: of the channel.
         progress_group: told when a phase of a job is over.
         rank: this one.
         window: how many bytes the channel has under way.
@@ -273,7 +273,7 @@ class SharedAllReduce:
     def __init__(
         self,
         memory: SharedMemory,
-        board: SharedFlags,
+        flags: SharedFlags,
         progress_group: ProgressGroup,
         rank: int,
         window: Chunking,
@@ -282,7 +282,7 @@ class SharedAllReduce:
         # Two under way: one is prepared while the other waits for the other ranks.
         self._chunk_bytes = window.window_bytes // 2
         self._memory = memory
-        self._flags = board
+        self._flags = flags
         self._progress_group = progress_group
         self._rank = rank
 
@@ -295,7 +295,7 @@ class SharedAllReduce:
         size: int,
         window: Chunking,
     ) -> SharedAllReduce | None:
-        """Those of a new channel; None where there is no such memory, or no board left."""
+        """Those of a new channel; None where there is no such memory, or no flags left."""
         if memory is None or (number := memory.next_flag_set()) >= NUM_FLAG_SETS:
             return None
         return cls(memory, SharedFlags(memory, rank, size, number), progress_group, rank, window)

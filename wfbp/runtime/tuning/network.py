@@ -29,9 +29,9 @@ _BYTES_PER_S = 32 << 20
 message's bytes at this rate, for each operation."""
 
 _GROUP_S = 2e-4
-"""What a group costs a core beside its bytes, where a network carries data by itself: 0.26 to 0.33
-ms were measured at 1 Gbit/s (docs/benchmarks/training.md). Streams of messages hide it, and without
-it plans cut groups wherever the curve's noise favours a size."""
+"""What an all-reduced group costs a core beside its bytes, where a network carries data by itself:
+0.26 to 0.33 ms were measured at 1 Gbit/s (docs/benchmarks/training.md). Streams of messages hide it,
+and without it plans cut groups wherever the curve's noise favours a size."""
 
 log = logging.getLogger("wfbp")
 
@@ -139,5 +139,7 @@ def _bound(carrier: DeviceBackend, call: Callable[[Callable[[Backend], Any], str
 def _measure(backend: Backend, **options: Any) -> tuple[tuple[float, float], ...]:
     """Points of a cost curve."""
     group_s = _GROUP_S if backend.carries_itself else 0.0
+    if options["operation"] is not Operation.ALL_REDUCE:
+        group_s /= 2  # either half of an all-reduce
     points = monotone_points(measure_cost(backend, **options))
     return tuple((size, seconds + group_s) for size, seconds in points)
