@@ -65,14 +65,22 @@ class FakeNccl:
         self.grouped = 0
         self.communicators: list[FakeCommunicator] = []
 
-        def communicator(ndev: int, commId: Any, rank: int) -> FakeCommunicator:  # noqa: N803
+        def communicator(
+            ndev: int,
+            commId: Any,  # noqa: N803
+            rank: int,
+            config: FakeConfig | None = None,
+        ) -> FakeCommunicator:
             if isinstance(commId, bytes) is before_14:
                 raise TypeError("Argument 'commId' has incorrect type")
             made = FakeCommunicator(self, ndev, commId, rank)
+            made.shares = config is not None and config.split_share == 1
             self.communicators.append(made)
             return made
 
         self.NcclCommunicator = communicator
+        if not before_14:
+            self.NcclConfig = FakeConfig
 
     @staticmethod
     def get_version() -> int:
@@ -98,6 +106,13 @@ class FakeNccl:
 _ids = itertools.count()
 
 
+class FakeConfig:
+    """How a communicator is made."""
+
+    def __init__(self, split_share: int = 0) -> None:
+        self.split_share = split_share
+
+
 class FakeCommunicator:
     """One rank's end of a communicator."""
 
@@ -113,8 +128,27 @@ class FakeCommunicator:
         ids = wait(self._host.all_gather_bytes(repr(uid).encode()), timeout_s=_LIMIT_S)
         assert len(set(ids)) == 1, "ranks joined with different ids"
         self._messages: list[tuple[str, int, int, int, int]] = []
+        self._streams: set[int] = set()
+        self.shares = False
+        self.parent: FakeCommunicator | None = None
         self.aborted = False
         self.destroyed = False
+
+    def commSplit(  # noqa: N802
+        self, color: int, key: int, config: FakeConfig | None = None
+    ) -> FakeCommunicator:
+        assert color == 0
+        assert key == self._rank
+        assert config is not None
+        assert config.split_share == self.shares == 1
+        assert not self.destroyed
+        assert not self.aborted
+        for stream in self._streams:
+            assert self._device.record(stream).soon(), "a collective of the parent is under way"
+        made = FakeCommunicator(self._nccl, self._size, bytes(128), self._rank)
+        made.parent = self
+        self._nccl.communicators.append(made)
+        return made
 
     def allReduce(  # noqa: N802
         self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int
@@ -229,6 +263,7 @@ class FakeCommunicator:
         assert not self.aborted
         with _lock:
             self._nccl.calls.append(Call(name, stream, arguments))
+            self._streams.add(stream)
 
 
 _lock = threading.Lock()

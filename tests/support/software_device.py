@@ -54,6 +54,9 @@ class SoftwareEvent:
     def done(self) -> bool:
         return self._done.is_set()
 
+    def soon(self) -> bool:
+        return self._done.wait(1.0)
+
     def await_it(self) -> None:
         assert self._done.wait(_LIMIT_S), "an event that never happens was waited for"
 

@@ -271,7 +271,9 @@ class Runtime:
     def _connect(self, backend: Backend, device: Device) -> DeviceBackend:
         """What carries the groups of a lane on a device; on the communication thread."""
         timeout_s, check = self.config.timeout_s, partial(self._check_measurement, _CONNECTING)
-        carrier = connect(device, backend, timeout_s, check)
+        before = (c for (_, of), c in self._carriers.items() if of == id(device))
+        parent = next((c for c in before if isinstance(c, NcclBackend)), None)
+        carrier = connect(device, backend, timeout_s, check, parent)
         if isinstance(carrier, NcclBackend):
             order = self._launch_orders.get(id(device))
             if order is None:

@@ -384,6 +384,38 @@ def test_loaded_libraries_are_found(tmp_path: Path) -> None:
     assert loaded_libraries() == []
 
 
+@pytest.mark.parametrize("busy", [None, 0, 1])
+def test_a_further_lane_shares_the_first_ones_resources(busy: int | None) -> None:
+    """Unless a collective is under way there on some rank, which NCCL forbids."""
+    ranks = Ranks(2)
+    hosts = [LocalWorld(2), LocalWorld(2)]
+    gate = threading.Event()
+    for device, library in zip(ranks.devices, ranks.libraries, strict=True):
+        device.library = library
+
+    def body(rank: int) -> None:
+        device = ranks.devices[rank]
+        first = connect(device, hosts[0].backend(rank), timeout_s=20.0)
+        assert isinstance(first, NcclBackend)
+        wait(first.all_reduce(np.ones(4, np.float32), "float32", Op.SUM), timeout_s=20.0)
+        if rank == busy:
+            device.enqueue(first.stream, lambda: gate.wait(20.0))
+        second = connect(device, hosts[1].backend(rank), timeout_s=20.0, parent=first)
+        gate.set()
+        data = np.full(4, float(rank), np.float32)
+        wait(second.all_reduce(data, "float32", Op.SUM), timeout_s=20.0)
+        assert set(data) == {1.0}
+        one, other = ranks.libraries[rank].communicators
+        assert one.shares
+        assert other.parent is (one if busy is None else None)
+        second.close()
+        first.close()
+        assert one.destroyed
+        assert other.destroyed
+
+    ranks.run(body)
+
+
 def test_closing_destroys_the_communicator() -> None:
     """On its device, and what went through the host first."""
     ranks = Ranks(2)

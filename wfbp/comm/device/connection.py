@@ -26,7 +26,11 @@ log = logging.getLogger("wfbp")
 
 
 def connect(
-    device: Device, host: Backend, timeout_s: float | None = None, check: Check | None = None
+    device: Device,
+    host: Backend,
+    timeout_s: float | None = None,
+    check: Check | None = None,
+    parent: NcclBackend | None = None,
 ) -> DeviceBackend:
     """Connect the ranks' devices; collective and blocking.
 
@@ -35,6 +39,8 @@ def connect(
         host: over all ranks; it is duplicated.
         timeout_s: how long that may take.
         check: called while it does; what it raises ends it.
+        parent: made before for the same ranks and devices; its resources are shared where nothing
+            of it is under way on any rank.
 
     Returns:
         A backend of the same kind on every rank. Where it is staged, one rank per host logs why.
@@ -49,11 +55,14 @@ def connect(
         "device": device.identity,
         "shares": SHARING in os.environ or HOST_ID in os.environ,
         "problem": problem,
+        "splits": parent is not None and parent.splits(),
     }
     told = wait(host.all_gather_bytes(json.dumps(mine).encode()), timeout_s=timeout_s, check=check)
-    reason = nccl_obstacle([json.loads(each) for each in told])
+    ranks = [json.loads(each) for each in told]
+    reason = nccl_obstacle(ranks)
     if not reason:
-        backend, reason = _join(device, host, library, timeout_s, check)
+        shared = parent if all(rank["splits"] for rank in ranks) else None
+        backend, reason = _join(device, host, library, timeout_s, check, shared)
         if backend is not None:
             _tell_library(library.get_version(), host)
             return backend
@@ -76,12 +85,17 @@ def _tell_library(version: int, host: Backend) -> None:
 
 
 def _join(
-    device: Device, host: Backend, library: Any, timeout_s: float | None, check: Check | None
+    device: Device,
+    host: Backend,
+    library: Any,
+    timeout_s: float | None,
+    check: Check | None,
+    parent: NcclBackend | None,
 ) -> tuple[NcclBackend | None, str]:
     """A backend by NCCL where all ranks could join, else why one of them could not."""
     backend, mine = None, ("", "")
     try:
-        backend = NcclBackend(device, host.duplicate(), library, timeout_s, check)
+        backend = NcclBackend(device, host.duplicate(), library, timeout_s, check, parent)
     except BackendError as error:
         mine = "failed", str(error)
     except StallError as error:  # because another rank did

@@ -4,9 +4,10 @@ A collective is one call that enqueues it on the backend's stream; the host neve
 Ranks connect when a communicator is made, where time limits hold: left to itself, NCCL from 2.22 on
 waits for its peers within the first call of each algorithm. A program that wants that sets
 ``NCCL_RUNTIME_CONNECT=1``.
-Each backend has a communicator of its own, whose id travels over the host backend. What NCCL does
-not define as :mod:`wfbp.comm.buffers` does (NaN in minima and maxima, averages of integers) goes
-through the host; gradients never need it.
+Each backend has a communicator of its own, whose id travels over the host backend, or which is
+split from another one and shares its resources. What NCCL does not define as
+:mod:`wfbp.comm.buffers` does (NaN in minima and maxima, averages of integers) goes through the
+host; gradients never need it.
 
     equal blocks      reduce-scatter and all-gather are NCCL's own, in place
     unequal blocks    reduce-scatter is an all-reduce, all-gather one group of sends and receives
@@ -22,7 +23,9 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from wfbp.comm.backend import Backend, Buffer, Work
@@ -50,6 +53,11 @@ DTYPES = {
 
 BYTE = DTYPES["uint8"]
 
+_FIRST_THAT_SPLITS = 21801
+
+_IDLE_S = 0.1
+_NAP_S = 1e-4
+
 _IN_PROGRESS = 7
 """``ncclInProgress``: no error."""
 
@@ -63,6 +71,7 @@ class NcclBackend(DeviceBackend):
         nccl: the bindings, ``cupy.cuda.nccl`` or what stands for it.
         timeout_s: how long the ranks may take to join.
         check: called while they do; what it raises ends that.
+        parent: whose resources this communicator shares; all ranks have asked its :meth:`splits`.
 
     Raises:
         BackendError: the communicator could not be made.
@@ -75,12 +84,14 @@ class NcclBackend(DeviceBackend):
         nccl: Any,
         timeout_s: float | None = None,
         check: Check | None = None,
+        parent: NcclBackend | None = None,
     ) -> None:
         super().__init__(device, host)
         self._nccl = nccl
         self._timeout_s = timeout_s
         self._who = f"rank {self.rank} of {self.size}"
-        joining = Joining(self._join(), self._who)
+        make = self._join() if parent is None else partial(self._split, parent)
+        joining = Joining(make, self._who)
         self._comm = wait(joining, timeout_s=timeout_s, check=check)
         self._staged: StagedBackend | None = None
         self._over = False
@@ -91,16 +102,33 @@ class NcclBackend(DeviceBackend):
         mine = bytes(c % 256 for c in self._nccl.get_unique_id()) if self.rank == 0 else b""
         uid = wait(self.host.all_gather_bytes(mine), timeout_s=self._timeout_s)[0]
         size, rank, device = self.size, self.rank, self.device
+        config = (self._nccl.NcclConfig(1),) if _splits(self._nccl) else ()
 
         def make() -> Any:
             device.use()
             try:
-                return self._nccl.NcclCommunicator(size, uid, rank)
+                return self._nccl.NcclCommunicator(size, uid, rank, *config)
             except TypeError:  # CuPy before 14 has ids as tuples of signed characters
                 signed = tuple(c - 256 if c > 127 else c for c in uid)
                 return self._nccl.NcclCommunicator(size, signed, rank)
 
         return make
+
+    def _split(self, parent: NcclBackend) -> Any:
+        self.device.use()
+        return parent._comm.commSplit(0, self.rank, self._nccl.NcclConfig(1))
+
+    def splits(self) -> bool:
+        """Whether a further communicator could share this one's resources: NCCL asks that none of
+        its collectives is under way then."""
+        if self._over or not _splits(self._nccl):
+            return False
+        last, until_s = self.device.record(self.stream), time.monotonic() + _IDLE_S
+        while not self.device.done(last):
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(_NAP_S)
+        return True
 
     def _all_reduce(self, data: Buffer, dtype: str, op: Op) -> DeviceWork:
         if not _defines(dtype, op):
@@ -262,6 +290,11 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, KeyError):
         return f"ncclResult_t {error.args[0]}, which CuPy does not know"
     return str(error)
+
+
+def _splits(nccl: Any) -> bool:
+    """Whether communicators can be split: by CuPy 14 and NCCL 2.18.1."""
+    return hasattr(nccl, "NcclConfig") and nccl.get_version() >= _FIRST_THAT_SPLITS
 
 
 def _defines(dtype: str, op: Op) -> bool:
