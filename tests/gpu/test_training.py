@@ -18,6 +18,7 @@ from wfbp.comm.local import LocalWorld
 from wfbp.comm.waiting import wait
 from wfbp.core.types import Op
 from wfbp.cuda.cupy_device import CupyDevice
+from wfbp.errors import BackendError
 
 pytestmark = pytest.mark.gpu
 
@@ -107,6 +108,57 @@ def test_packing_through_the_seam(cupy: Any) -> None:
         pass
     assert set(pinned[:416]) == {9}  # the gap between the slots is left as it was
     assert set(pinned[416:432]) == {0}
+
+
+def test_unpacking_on_another_stream(cupy: Any) -> None:
+    """What is packed on one stream is copied back on another, which waits for it."""
+    device = CupyDevice(0)
+    packing, lane = device.new_stream(), device.new_stream()
+    source, buffer = device.zeros(400, packing), device.zeros(512, packing)
+    target = device.zeros(400, lane)
+    table = device.pack_table(buffer, [0], [400], "float32", packing, "", lane)
+    pinned = device.pinned(400)
+    pinned[:] = 5
+    device.copy(source, pinned, packing)
+    table.pointers[:] = [device.address(source)]
+    table.pack()
+    device.wait(lane, device.record(packing))
+    table.pointers[:] = [device.address(target)]
+    table.unpack()
+    back = device.pinned(400)
+    device.copy(back, target, lane)
+    last = device.record(lane)
+    while not device.done(last):
+        pass
+    assert set(back) == {5}
+
+
+def test_memory_that_runs_out(cupy: Any) -> None:
+    device = CupyDevice(0)
+    device.where = "rank 0 of 1"
+    free = device.free_bytes()
+    assert 0 < free < 1 << 45
+    with pytest.raises(BackendError, match=r"rank 0 of 1: cuda:0 has no room for .* are free"):
+        device.zeros(1 << 45, device.new_stream())
+    assert device.zeros(1 << 20, device.new_stream()).nbytes == 1 << 20
+
+
+def test_a_communicator_that_is_split(cupy: Any) -> None:
+    """By one rank: it shares the first one's resources, and outlives it."""
+    device = CupyDevice(0)
+    nccl, world = device.nccl(), LocalWorld(1)
+    first = NcclBackend(device, world.backend(0), nccl, timeout_s=60.0)
+    if not hasattr(nccl, "NcclConfig"):
+        pytest.skip("this CuPy cannot split communicators; 14 can")
+    assert first.splits()
+    second = NcclBackend(device, LocalWorld(1).backend(0), nccl, timeout_s=60.0, parent=first)
+    for backend in (first, second):
+        data = device.zeros(400, backend.stream)
+        stop = backend.stopwatch()
+        wait(backend.all_reduce(data, "float32", Op.AVERAGE), timeout_s=60.0)
+        assert 0 <= stop() < 10
+    first.close()
+    second.close()
 
 
 def test_one_rank_over_nccl(cupy: Any) -> None:
