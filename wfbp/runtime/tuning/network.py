@@ -30,8 +30,8 @@ message's bytes at this rate, for each operation."""
 
 _GROUP_S = 2e-4
 """What an all-reduced group costs a core beside its bytes, where a network carries data by itself:
-0.26 to 0.33 ms were measured at 1 Gbit/s (docs/benchmarks/training.md). Streams of messages hide it,
-and without it plans cut groups wherever the curve's noise favours a size."""
+0.26 to 0.33 ms were measured at 1 Gbit/s (docs/benchmarks/training.md). Streams of messages
+hide it, and without it plans cut groups wherever the curve's noise favours a size."""
 
 log = logging.getLogger("wfbp")
 
