@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -23,12 +23,14 @@ from wfbp.core.types import Op
 from wfbp.runtime import process
 from wfbp.runtime.collectives import api
 from wfbp.runtime.collectives.named_lane import Outcome
-from wfbp.runtime.collectives.operations import Handle, chosen_reduction
+from wfbp.runtime.collectives.operations import Call, Handle, chosen_reduction
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.collectives.request import Kind, Reduction
 from wfbp.torch.compression import Compression, Compressor
 from wfbp.torch.tensors import NAMES as TENSOR_NAMES
 from wfbp.torch.tensors import check, on_host, raw
+
+T = TypeVar("T")
 
 NAMES = {**TENSOR_NAMES, torch.int8: "int8", torch.int16: "int16", torch.bool: "bool"}
 """What can travel, and its name below."""
@@ -50,7 +52,8 @@ def allreduce_async(
     """
     reduction = chosen_reduction(average, op)
     scaling = prescale_factor, postscale_factor
-    return _Submission(tensor, name, process_set).reduce(reduction, *scaling)
+    call = _Submission(tensor, name, process_set).reduce(reduction, *scaling)
+    return _submitted(call)
 
 
 def allreduce_async_(
@@ -69,7 +72,8 @@ def allreduce_async_(
     """
     reduction = chosen_reduction(average, op)
     scaling = prescale_factor, postscale_factor
-    return _Submission(tensor, name, process_set, in_place=True).reduce(reduction, *scaling)
+    call = _Submission(tensor, name, process_set, in_place=True).reduce(reduction, *scaling)
+    return _submitted(call)
 
 
 def allreduce_(
@@ -126,10 +130,9 @@ def allreduce(
         >>> wfbp.allreduce(torch.tensor([1.0, 2.0]))
         tensor([1., 2.])
     """
-    check("tensor", tensor, NAMES)
     reduction = chosen_reduction(average, op)
     scaling = prescale_factor, postscale_factor
-    narrow, ctx = compression.compress(tensor.detach())
+    narrow, ctx = _compressed(tensor, compression)
     submission = _Submission(narrow, name, process_set, like=tensor)
     done = _done(submission.reduce(reduction, *scaling))
 
@@ -150,8 +153,10 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[torch.Tensor]]:
     """Begin to combine several tensors; ``synchronize`` returns a list of new ones."""
-    details = average, op, prescale_factor, postscale_factor, process_set
-    return _group(tensors, name, lambda t, n: allreduce_async(t, details[0], n, *details[1:]))
+    reduction = chosen_reduction(average, op)
+    scaling = prescale_factor, postscale_factor
+    group = _group(tensors, name, process_set)
+    return _all_submitted([each.reduce(reduction, *scaling) for each in group])
 
 
 def grouped_allreduce_async_(
@@ -164,8 +169,10 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[torch.Tensor]]:
     """Begin to combine several tensors in place; ``synchronize`` returns a list of them."""
-    details = average, op, prescale_factor, postscale_factor, process_set
-    return _group(tensors, name, lambda t, n: allreduce_async_(t, details[0], n, *details[1:]))
+    reduction = chosen_reduction(average, op)
+    scaling = prescale_factor, postscale_factor
+    group = _group(tensors, name, process_set, in_place=True)
+    return _all_submitted([each.reduce(reduction, *scaling) for each in group])
 
 
 def grouped_allreduce_(
@@ -195,16 +202,11 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Combine several tensors, which travel together; see :func:`allreduce`; differentiable."""
-    _check_all(tensors)
     reduction = chosen_reduction(average, op)
     scaling = prescale_factor, postscale_factor
-    packed = [compression.compress(tensor.detach()) for tensor in tensors]
-    handles = [
-        _Submission(narrow, member, process_set, like=tensor).reduce(reduction, *scaling)
-        for tensor, (narrow, _), member in zip(
-            tensors, packed, _members(name, tensors), strict=True
-        )
-    ]
+    packed = _all_compressed(tensors, compression)
+    group = _group([narrow for narrow, _ in packed], name, process_set, like=tensors)
+    found = _all_done([each.reduce(reduction, *scaling) for each in group])
 
     def backward(grad: torch.Tensor, name: str) -> torch.Tensor:
         _check_linear(reduction)
@@ -212,7 +214,7 @@ def grouped_allreduce(
 
     return [
         done.connect(tensor, compression.decompress(done.result, ctx), backward)
-        for tensor, (_, ctx), done in zip(tensors, packed, _all_done(handles), strict=True)
+        for tensor, (_, ctx), done in zip(tensors, packed, found, strict=True)
     ]
 
 
@@ -235,15 +237,23 @@ def sparse_allreduce_async(
 
     Raises:
         ValueError: another ``op``, or a tensor that is not sparse.
+        DisagreementError: from that function, on every rank, where ranks' tensors differ in shape,
+            sparse dimensions or element type.
     """
     if op not in (Op.AVERAGE, Op.SUM):
         raise ValueError(f"op is {op}; sparse tensors are combined by {Op.AVERAGE} or {Op.SUM}")
     if tensor.layout is not torch.sparse_coo:
         raise ValueError(f"expected a sparse tensor (COO), found {tensor.layout}")
-    of = (lambda part: f"{name}.{part}") if name else lambda part: None
-    indices = allgather_async(tensor._indices().t().contiguous(), of("indices"), process_set)
-    values = allgather_async(tensor._values(), of("values"), process_set)
-    both = api.current("sparse_allreduce_async()").group([indices, values])
+    whole = (
+        f"a sparse {tensor.dtype} of shape {tuple(tensor.shape)} with {tensor.sparse_dim()} sparse "
+        f"dimensions, op={op}"
+    )
+    parts = {"indices": tensor._indices().t().contiguous(), "values": tensor._values()}
+    calls = [
+        _Submission(part, f"{name}.{kind}" if name else None, process_set).gather(whole)
+        for kind, part in parts.items()
+    ]
+    both = _all_submitted(calls)
     shape = tensor.shape
 
     def wait() -> torch.Tensor:
@@ -263,7 +273,7 @@ def allgather_async(
     Returns:
         A handle for ``synchronize``, which returns a new tensor.
     """
-    return _Submission(tensor, name, process_set).gather()
+    return _submitted(_Submission(tensor, name, process_set).gather())
 
 
 def allgather(
@@ -296,7 +306,8 @@ def grouped_allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[torch.Tensor]]:
     """Begin several all-gathers; ``synchronize`` returns a list."""
-    return _group(tensors, name, lambda t, n: allgather_async(t, n, process_set), "allgather")
+    group = _group(tensors, name, process_set)
+    return _all_submitted([each.gather() for each in group])
 
 
 def grouped_allgather(
@@ -305,14 +316,10 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Several all-gathers; see :func:`allgather`; differentiable."""
-    _check_all(tensors, "allgather")
-    handles = [
-        _Submission(tensor, member, process_set, like=tensor).gather()
-        for tensor, member in zip(tensors, _members(name, tensors), strict=True)
-    ]
+    group = _group(tensors, name, process_set, like=tensors)
+    found = _all_done([each.gather() for each in group])
     return [
-        _gathered(tensor, done, process_set)
-        for tensor, done in zip(tensors, _all_done(handles), strict=True)
+        _gathered(tensor, done, process_set) for tensor, done in zip(tensors, found, strict=True)
     ]
 
 
@@ -338,7 +345,7 @@ def broadcast_async(
     Returns:
         A handle for ``synchronize``, which returns a new tensor.
     """
-    return _Submission(tensor, name, process_set).broadcast(root_rank)
+    return _submitted(_Submission(tensor, name, process_set).broadcast(root_rank))
 
 
 def broadcast_async_(
@@ -352,7 +359,7 @@ def broadcast_async_(
     Returns:
         A handle for ``synchronize``, which returns the tensor; leave that alone until then.
     """
-    return _Submission(tensor, name, process_set, in_place=True).broadcast(root_rank)
+    return _submitted(_Submission(tensor, name, process_set, in_place=True).broadcast(root_rank))
 
 
 def broadcast_(
@@ -423,7 +430,7 @@ def alltoall_async(
     Returns:
         A handle for ``synchronize``, which returns what :func:`alltoall` does.
     """
-    return _Submission(tensor, name, process_set).exchange(splits)
+    return _submitted(_Submission(tensor, name, process_set).exchange(splits))
 
 
 @overload
@@ -494,7 +501,9 @@ def reducescatter_async(
     Returns:
         A handle for ``synchronize``, which returns a new tensor.
     """
-    return _Submission(tensor, name, process_set).scatter(op, prescale_factor, postscale_factor)
+    return _submitted(
+        _Submission(tensor, name, process_set).scatter(op, prescale_factor, postscale_factor)
+    )
 
 
 def reducescatter(
@@ -545,8 +554,9 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle[list[torch.Tensor]]:
     """Begin several reduce-scatters; ``synchronize`` returns a list."""
-    details = op, process_set, prescale_factor, postscale_factor
-    return _group(tensors, name, lambda t, n: reducescatter_async(t, n, *details), "reducescatter")
+    settings = op, prescale_factor, postscale_factor
+    group = _group(tensors, name, process_set)
+    return _all_submitted([each.scatter(*settings) for each in group])
 
 
 def grouped_reducescatter(
@@ -560,17 +570,12 @@ def grouped_reducescatter(
 ) -> list[torch.Tensor]:
     """Several reduce-scatters; see :func:`reducescatter`; differentiable."""
     settings = op, prescale_factor, postscale_factor
-    _check_all(tensors, "reducescatter")
-    packed = [_compressed(tensor, compression) for tensor in tensors]
-    handles = [
-        _Submission(narrow, member, process_set, like=tensor).scatter(*settings)
-        for tensor, (narrow, _), member in zip(
-            tensors, packed, _members(name, tensors), strict=True
-        )
-    ]
+    packed = _all_compressed(tensors, compression)
+    group = _group([narrow for narrow, _ in packed], name, process_set, like=tensors)
+    found = _all_done([each.scatter(*settings) for each in group])
     return [
         _scattered(tensor, done, ctx, compression, process_set, *settings)
-        for tensor, (_, ctx), done in zip(tensors, packed, _all_done(handles), strict=True)
+        for tensor, (_, ctx), done in zip(tensors, packed, found, strict=True)
     ]
 
 
@@ -667,6 +672,7 @@ class _Submission:
         in_place: whether the result goes into the tensor.
         like: for the forms that can be differentiated: the tensor that the program passed; their
             handles give a :class:`_Done`.
+        label: of the tensor, for messages.
     """
 
     def __init__(
@@ -676,32 +682,33 @@ class _Submission:
         process_set: ProcessSet,
         in_place: bool = False,
         like: torch.Tensor | None = None,
+        label: str = "tensor",
     ) -> None:
-        check("tensor", tensor, NAMES)
+        check(label, tensor, NAMES)
         self._tensor = tensor
         self._name = name
         self._set = process_set
         self._in_place = in_place
         self._like = like
 
-    def reduce(self, op: Reduction, prescale: float, postscale: float) -> Handle[Any]:
+    def reduce(self, op: Reduction, prescale: float, postscale: float) -> Call[Any]:
         """All-reduce."""
         whole = self._private()
         scaling = {"prescale": float(prescale), "postscale": float(postscale)}
         finish = self._finisher(whole)
-        return self._submit(Kind.ALLREDUCE, whole, finish, op=op, **scaling)
+        return self._call(Kind.ALLREDUCE, whole, finish, op=op, **scaling)
 
-    def broadcast(self, root_rank: int) -> Handle[Any]:
+    def broadcast(self, root_rank: int) -> Call[Any]:
         """Broadcast."""
         whole = self._private()
-        return self._submit(Kind.BROADCAST, whole, self._finisher(whole), root=root_rank)
+        return self._call(Kind.BROADCAST, whole, self._finisher(whole), root=root_rank)
 
-    def gather(self) -> Handle[Any]:
+    def gather(self, part_of: str = "") -> Call[Any]:
         """All-gather."""
         _check_rows("allgather", self._tensor)
-        return self._submit(Kind.ALLGATHER, self._private(), self._all_rows)
+        return self._call(Kind.ALLGATHER, self._private(), self._all_rows, part_of=part_of)
 
-    def scatter(self, op: Reduction, prescale: float, postscale: float) -> Handle[Any]:
+    def scatter(self, op: Reduction, prescale: float, postscale: float) -> Call[Any]:
         """Reduce-scatter."""
         _check_rows("reducescatter", self._tensor)
         scaling = {"prescale": float(prescale), "postscale": float(postscale)}
@@ -712,9 +719,9 @@ class _Submission:
         def finish(outcome: Outcome) -> torch.Tensor:
             return self._rows_of(outcome.rows[place], outcome)
 
-        return self._submit(Kind.REDUCESCATTER, self._private(), finish, op=op, **scaling)
+        return self._call(Kind.REDUCESCATTER, self._private(), finish, op=op, **scaling)
 
-    def exchange(self, splits: torch.Tensor | Sequence[int] | None) -> Handle[Any]:
+    def exchange(self, splits: torch.Tensor | Sequence[int] | None) -> Call[Any]:
         """All-to-all."""
         _check_rows("alltoall", self._tensor)
         self._number(Kind.ALLTOALL)
@@ -727,7 +734,7 @@ class _Submission:
             device = splits.device if isinstance(splits, torch.Tensor) else None
             return found, torch.tensor(outcome.rows, dtype=torch.int32, device=device)
 
-        return self._submit(Kind.ALLTOALL, self._private(), finish, splits=rows)
+        return self._call(Kind.ALLTOALL, self._private(), finish, splits=rows)
 
     def _number(self, kind: Kind) -> int:
         """Of the process set, which must be known."""
@@ -764,38 +771,50 @@ class _Submission:
     def _all_rows(self, outcome: Outcome) -> torch.Tensor:
         return self._rows_of(sum(outcome.rows), outcome)
 
-    def _submit(
+    def _call(
         self, kind: Kind, whole: torch.Tensor, finish: Callable[[Outcome], Any], **details: Any
-    ) -> Handle[Any]:
-        number = self._number(kind)
-        operations = api.current(f"{kind.value}()")
+    ) -> Call[Any]:
         like = self._like
 
         def finish_all(outcome: Outcome) -> Any:
             result = finish(outcome)
             if like is None:
                 return result
-            return _Done(result, outcome.rows, outcome.differentiable, name)
+            return _Done(result, outcome.rows, outcome.differentiable, call.name or "")
 
-        handle = operations.submit(
-            kind,
-            self._name,
-            number,
-            raw(whole).view(word_dtype(NAMES[whole.dtype])),
-            finish_all,
-            dtype=NAMES[whole.dtype],
+        dtype = NAMES[whole.dtype]
+        details.update(
+            dtype=dtype,
             shape=tuple(whole.shape),
             device="cpu" if self._tensor.device.type == "cpu" else "gpu",
             differentiable=like is not None and like.requires_grad and torch.is_grad_enabled(),
-            **details,
         )
-        name = operations.name_of(handle)
-        return handle
+        data = raw(whole).view(word_dtype(dtype))
+        call = Call(kind, self._name, self._number(kind), data, finish_all, details)
+        return call
 
 
-def _compressed(tensor: torch.Tensor, compression: type[Compressor]) -> tuple[torch.Tensor, Any]:
-    check("tensor", tensor, NAMES)
+def _submitted(call: Call[T]) -> Handle[T]:
+    return api.current(f"{call.kind.value}()").submit(call)
+
+
+def _all_submitted(calls: Sequence[Call[T]]) -> Handle[list[T]]:
+    return api.current("a grouped operation").submit_all(calls)
+
+
+def _compressed(
+    tensor: torch.Tensor, compression: type[Compressor], label: str = "tensor"
+) -> tuple[torch.Tensor, Any]:
+    check(label, tensor, NAMES)
     return compression.compress(tensor.detach())
+
+
+def _all_compressed(
+    group: Sequence[torch.Tensor], compression: type[Compressor]
+) -> list[tuple[torch.Tensor, Any]]:
+    return [
+        _compressed(tensor, compression, f"tensors[{index}]") for index, tensor in enumerate(group)
+    ]
 
 
 def _checked_splits(
@@ -835,25 +854,12 @@ def _check_linear(op: Reduction) -> None:
         )
 
 
-def _done(handle: Handle[_Done]) -> _Done:
-    return api.synchronize(handle)
+def _done(call: Call[_Done]) -> _Done:
+    return api.synchronize(_submitted(call))
 
 
-def _all_done(handles: Sequence[Handle[_Done]]) -> list[_Done]:
-    return api.synchronize(api.current("a grouped operation").group(handles))
-
-
-def _check_all(group: Sequence[torch.Tensor], rows_for: str = "") -> None:
-    """Raise before anything of a group is submitted, where one of its tensors cannot be sent.
-
-    Args:
-        group: the tensors.
-        rows_for: the function that sends their rows, if any.
-    """
-    for index, tensor in enumerate(group):
-        check(f"tensors[{index}]", tensor, NAMES)
-        if rows_for:
-            _check_rows(rows_for, tensor)
+def _all_done(calls: Sequence[Call[_Done]]) -> list[_Done]:
+    return api.synchronize(_all_submitted(calls))
 
 
 def _check_rows(call: str, tensor: torch.Tensor) -> None:
@@ -861,19 +867,22 @@ def _check_rows(call: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{call} needs at least one dimension; found a scalar")
 
 
-def _members(name: str | None, group: Sequence[torch.Tensor]) -> list[str | None]:
-    """Names of a group's operations, which tell how many there are."""
-    if not name:
-        return [None] * len(group)
-    return [f"{name}.{index}of{len(group)}" for index in range(1, len(group) + 1)]
-
-
 def _group(
     group: Sequence[torch.Tensor],
     name: str | None,
-    submit: Callable[[torch.Tensor, str | None], Handle[torch.Tensor]],
-    rows_for: str = "",
-) -> Handle[list[torch.Tensor]]:
-    _check_all(group, rows_for)
-    handles = [submit(t, member) for t, member in zip(group, _members(name, group), strict=True)]
-    return api.current("a grouped operation").group(handles)
+    process_set: ProcessSet,
+    in_place: bool = False,
+    like: Sequence[torch.Tensor] | None = None,
+) -> list[_Submission]:
+    """Tensors of one group; their names tell how many there are."""
+    return [
+        _Submission(
+            tensor,
+            f"{name}.{index + 1}of{len(group)}" if name else None,
+            process_set,
+            in_place,
+            like[index] if like is not None else None,
+            f"tensors[{index}]",
+        )
+        for index, tensor in enumerate(group)
+    ]

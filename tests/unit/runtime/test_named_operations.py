@@ -18,7 +18,7 @@ from wfbp.errors import DisagreementError
 from wfbp.runtime.collectives.arithmetic import adasum, scale
 from wfbp.runtime.collectives.coordinator import Coordinator
 from wfbp.runtime.collectives.named_lane import JOIN, NamedLane, Submission
-from wfbp.runtime.collectives.operations import Collectives
+from wfbp.runtime.collectives.operations import Call, Collectives
 from wfbp.runtime.collectives.request import (
     Kind,
     Request,
@@ -146,14 +146,14 @@ def test_integers_scale_in_float64_and_truncate() -> None:
 
 def submit(operations: Collectives, name: str | None, value: float) -> int:
     return operations.submit(
-        Kind.ALLREDUCE,
-        name,
-        0,
-        np.full(3, value, np.float32),
-        lambda outcome: outcome.data[0],
-        dtype="float32",
-        shape=(3,),
-        op=Op.SUM,
+        Call(
+            Kind.ALLREDUCE,
+            name,
+            0,
+            np.full(3, value, np.float32),
+            lambda outcome: outcome.data[0],
+            {"dtype": "float32", "shape": (3,), "op": Op.SUM},
+        )
     )
 
 
@@ -176,14 +176,14 @@ def test_an_error_is_one_of_all_ranks_and_of_one_operation() -> None:
         operations = runtime.collectives = Collectives(runtime)
         good = submit(operations, "good", 1.0)
         bad = operations.submit(
-            Kind.BROADCAST,
-            "bad",
-            0,
-            np.zeros(2, np.float32),
-            lambda outcome: None,
-            dtype="float32",
-            shape=(2,),
-            root=runtime.rank,
+            Call(
+                Kind.BROADCAST,
+                "bad",
+                0,
+                np.zeros(2, np.float32),
+                lambda outcome: None,
+                {"dtype": "float32", "shape": (2,), "root": runtime.rank},
+            )
         )
         with pytest.raises(DisagreementError, match=r"root_rank: rank 0: 0; rank 1: 1"):
             operations.synchronize(bad)

@@ -11,7 +11,7 @@ import numpy as np
 from wfbp.comm.backend import Backend
 from wfbp.config import Config
 from wfbp.runtime import process
-from wfbp.runtime.collectives.operations import Collectives, Handle
+from wfbp.runtime.collectives.operations import Call, Collectives, Handle
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.collectives.request import Kind
 from wfbp.runtime.runtime import Runtime
@@ -156,7 +156,8 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     operations = current("barrier()")
     nothing = np.empty(0, np.uint8)
     number = process_set.known_id("barrier()")
-    operations.synchronize(operations.submit(Kind.BARRIER, None, number, nothing, lambda _: None))
+    call = Call(Kind.BARRIER, None, number, nothing, lambda _: None)
+    operations.synchronize(operations.submit(call))
 
 
 def join(device: int = -1) -> int:

@@ -121,6 +121,7 @@ def _difference(requests: Mapping[int, Request]) -> str:
     first = next(iter(requests.values()))
     general: tuple[tuple[str, Callable[[Request], Any]], ...] = (
         ("the operation", lambda r: r.kind.value),
+        ("the tensor of which this is a part", lambda r: r.part_of),
         ("the element type", lambda r: r.dtype),
         ("the device", lambda r: r.device),
     )

@@ -11,6 +11,7 @@ import numpy as np
 
 from wfbp.runtime.collectives.api import current
 from wfbp.runtime.collectives.named_lane import Outcome
+from wfbp.runtime.collectives.operations import Call
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.collectives.request import Kind
 
@@ -88,15 +89,9 @@ def _gather(process_set: int, payload: bytes, name: str | None, root: int) -> li
             for rows, end in zip(outcome.rows, ends, strict=True)
         ]
 
-    details = {} if root < 0 else {"root": root}
-    handle = operations.submit(
-        Kind.ALLGATHER,
-        name,
-        process_set,
-        np.frombuffer(payload, np.uint8),
-        split,
-        dtype="uint8",
-        shape=(len(payload),),
-        **details,
-    )
-    return operations.synchronize(handle)
+    details: dict[str, Any] = {"dtype": "uint8", "shape": (len(payload),)}
+    if root >= 0:
+        details["root"] = root
+    data = np.frombuffer(payload, np.uint8)
+    call = Call(Kind.ALLGATHER, name, process_set, data, split, details)
+    return operations.synchronize(operations.submit(call))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any, Generic, TypeVar, overload
@@ -36,6 +36,29 @@ class Handle(int, Generic[T]):
     """Number of an operation that was submitted; type checkers know by it what comes back."""
 
     __slots__ = ()
+
+
+@dataclass(slots=True)
+class Call(Generic[T]):
+    """An operation as a program asks for it.
+
+    Args:
+        kind: what is to be done.
+        name: by which ranks find each other; if None or empty, the operation is numbered in the
+            order of submission, and gets its name then.
+        process_set: number of the one whose ranks take part.
+        data: flat; private to the operation until its outcome is there.
+        finish: makes of the outcome what :meth:`Collectives.synchronize` returns.
+        details: further fields of :class:`Request`; ``op`` is a :data:`Reduction`, ``root`` a rank
+            of all.
+    """
+
+    kind: Kind
+    name: str | None
+    process_set: int
+    data: Buffer
+    finish: Callable[[Outcome], T]
+    details: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -175,47 +198,71 @@ class Collectives:
 
     # Operations.
 
-    @signals.postponing
-    def submit(
-        self,
-        kind: Kind,
-        name: str | None,
-        process_set: int,
-        data: Buffer,
-        finish: Callable[[Outcome], T],
-        **details: Any,
-    ) -> Handle[T]:
-        """Begin an operation.
-
-        Args:
-            kind: what is to be done.
-            name: by which ranks find each other; if None or empty, the operation is numbered in the
-                order of submission.
-            process_set: number of the one whose ranks take part.
-            data: flat; private to the operation until its outcome is there.
-            finish: makes of the outcome what :meth:`synchronize` returns.
-            details: further fields of :class:`Request`; ``op`` is a :data:`Reduction`, ``root`` a
-                rank of all.
+    def submit(self, call: Call[T]) -> Handle[T]:
+        """Begin an operation; raises as :meth:`submit_all` does.
 
         Returns:
             A handle.
+        """
+        return self._begin([call])[0]
+
+    def submit_all(self, calls: Sequence[Call[T]]) -> Handle[list[T]]:
+        """Begin several operations, or none where one of them is refused.
+
+        Returns:
+            One handle for all, whose results come in a list.
 
         Raises:
-            TypeError: the name is no string.
-            ValueError: the name is pending, or an argument that cannot be served.
+            TypeError: a name is no string.
+            ValueError: a name is pending, or an argument that cannot be served.
             WfbpError: the runtime has ended; or Adasum of anything but an allreduce, for which
                 Horovod raises a RuntimeError.
         """
+        handles = self._begin(calls)
+        group: Handle[list[T]] = Handle(next(self._numbers))
+        self._groups[group] = tuple(handles)
+        return group
+
+    @signals.postponing
+    def _begin(self, calls: Sequence[Call[T]]) -> list[Handle[T]]:
         self._runtime.check()
+        checked = [self._check(call) for call in calls]
+        begun: list[tuple[NamedLane, Submission]] = []
+        handles: list[Handle[T]] = []
+        try:
+            for call, (lane, request) in zip(calls, checked, strict=True):
+                handle, submission = self._reserve(call, request)
+                handles.append(handle)
+                begun.append((lane, submission))
+        except ValueError:
+            for handle in handles:
+                self._release(handle, self._handles[handle])
+            raise
+        for lane, submission in begun:
+            self._runtime.post(partial(lane.submit, submission))
+        return handles
+
+    def _check(self, call: Call[Any]) -> tuple[NamedLane, Request]:
+        """Who is to carry an operation out, and what is asked for."""
+        name = call.name
         if name is not None and not isinstance(name, str):
             raise TypeError(f"name is {name!r}; expected a string")
-        members = self._sets[process_set]
+        members = self._sets[call.process_set]
         if members.lane is None:
             raise ValueError(
                 f"{self._runtime.where} is not in the process set of ranks {list(members.ranks)}"
             )
-        request = Request(kind, name or "", **_checked(kind, details, members.ranks))
-        if not name and kind is not Kind.JOIN:
+        details = _checked(call.kind, call.details, members.ranks)
+        return members.lane, Request(call.kind, name or "", **details)
+
+    def _reserve(self, call: Call[T], request: Request) -> tuple[Handle[T], Submission]:
+        """Take the operation's name, or a number instead of one.
+
+        Raises:
+            ValueError: the name is pending.
+        """
+        kind, process_set = call.kind, call.process_set
+        if not call.name and kind is not Kind.JOIN:
             unnamed = next(self._unnamed[process_set, kind])
             epoch = f"{self._num_joins}." if self._num_joins else ""
             request = replace(request, name=f"{kind.value}.unnamed.{epoch}{unnamed}")
@@ -228,17 +275,10 @@ class Collectives:
                 "synchronize() its handle first, or choose another name"
             )
         self._reserved[key] = handle
-        submission = Submission(request, data)
-        self._handles[handle] = _Submitted(key, kind, request.label, submission.reply, finish)
-        lane = members.lane
-        self._runtime.post(lambda: lane.submit(submission))
-        return handle
-
-    def group(self, handles: Sequence[Handle[T]]) -> Handle[list[T]]:
-        """One handle for several operations, whose results come in a list."""
-        handle: Handle[list[T]] = Handle(next(self._numbers))
-        self._groups[handle] = tuple(handles)
-        return handle
+        submission = Submission(request, call.data)
+        call.name = request.name
+        self._handles[handle] = _Submitted(key, kind, request.label, submission.reply, call.finish)
+        return handle, submission
 
     def poll(self, handle: int) -> bool:
         """Whether an operation is complete; communication is moved on if it is not.
@@ -313,7 +353,7 @@ class Collectives:
     def begin_join(self) -> Handle[int]:
         """Contribute zeros from now on until all ranks have called this; returns a handle."""
         nothing = np.empty(0, np.uint8)
-        return self.submit(Kind.JOIN, JOIN, 0, nothing, lambda outcome: outcome.rows[0])
+        return self.submit(Call(Kind.JOIN, JOIN, 0, nothing, lambda outcome: outcome.rows[0]))
 
     def note_progress(self) -> None:
         """This rank has joined, and the others go on."""
@@ -339,10 +379,6 @@ class Collectives:
                 found.lane.timeline = found.runtime.timeline = timeline
         if before is not None:
             before.close()
-
-    def name_of(self, handle: int) -> str:
-        """By which name ranks find an operation."""
-        return self._find(handle).key[1]
 
     def _gives_way(self, holder: int, kind: Kind) -> bool:
         """Whether an operation lets one of another kind have its name, or any if its wait was left:

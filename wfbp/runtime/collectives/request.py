@@ -53,6 +53,7 @@ class Request:
         postscale: factor behind it.
         splits: rows for each rank, in an all-to-all.
         differentiable: whether this rank wants to differentiate the result.
+        part_of: what this rank has of which this is a part, in words; empty where it is all.
     """
 
     kind: Kind
@@ -66,6 +67,7 @@ class Request:
     postscale: float = 1.0
     splits: tuple[int, ...] = ()
     differentiable: bool = False
+    part_of: str = ""
 
     @property
     def label(self) -> str:
@@ -86,12 +88,13 @@ class Request:
             self.postscale,
             self.splits,
             self.differentiable,
+            self.part_of,
         )
 
     @classmethod
     def decode(cls, said: Sequence[Any]) -> Request:
         """What :func:`encode` was given, after a journey as JSON."""
-        kind, name, dtype, shape, device, op, root, before, after, splits, wanted = said
+        kind, name, dtype, shape, device, op, root, before, after, splits, wanted, part_of = said
         return cls(
             Kind(kind),
             name,
@@ -104,6 +107,7 @@ class Request:
             after,
             tuple(splits),
             wanted,
+            part_of,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -292,11 +293,25 @@ def sparse() -> None:
     found = wfbp.sparse_allreduce_async(dense.to_sparse(), op=wfbp.Sum)()
     assert torch.equal(found.to_dense(), wfbp.allreduce(dense, op=wfbp.Sum))
     assert size
-    # After an error, both of its names are free again.
-    other = torch.zeros(5, 2, 1 + rank).to_sparse(2 if rank == 0 else 3)
+    # What differs is told, also where what travels looks alike; both names are free again then.
+    first = rank == 0
+    for other, told in (
+        (torch.zeros(5, 2, 1 + rank), "(5, 2, 1) with 3 sparse"),
+        (torch.zeros(5 + rank, 2), "(6, 2) with 2 sparse"),
+        (torch.zeros(5, 2, dtype=torch.float32 if first else torch.float64), "torch.float64 of"),
+    ):
+        for name in ("apart", None):
+            if size > 1:
+                wait = wfbp.sparse_allreduce_async(other.to_sparse(), name)
+                raises(WfbpError, "ranks disagree", told, "rank 0: a sparse", act=wait)
     if size > 1:
-        wait = wfbp.sparse_allreduce_async(other, "apart")
-        raises(WfbpError, "ranks disagree", act=wait)
+        hybrid = torch.zeros(5, 2).to_sparse(1 if first else 2)
+        wait = wfbp.sparse_allreduce_async(hybrid, "apart")
+        raises(RuntimeError, "with 1 sparse", "with 2 sparse", act=wait)
+        wait = wfbp.sparse_allreduce_async(
+            dense.to_sparse(), "apart", wfbp.Sum if first else wfbp.Average
+        )
+        raises(RuntimeError, "op=wfbp.Sum", "op=wfbp.Average", act=wait)
     assert wfbp.sparse_allreduce_async(dense.to_sparse(), "apart")().shape == dense.shape
 
 
@@ -335,6 +350,19 @@ def groups_in_place() -> None:
         found = wfbp.grouped_allreduce([torch.ones(2)] * 2, name="some of them")
         assert [t.tolist() for t in found] == [[1.0, 1.0]] * 2
     raises(TypeError, "tensors[1] is a int", act=lambda: wfbp.grouped_allreduce([torch.ones(1), 1]))
+    # Nor one of which the operation is refused, by whichever ranks: the others' names match on.
+    mixed = [torch.ones(2), torch.tensor([True])]
+    pending = wfbp.allreduce_async(torch.ones(1), name="pair.2of2")
+    if wfbp.rank() == 0:
+        for name in (None, "pair"):
+            refused = partial(wfbp.grouped_allreduce_async, mixed, name=name)
+            raises(ValueError, "bool has no average", act=refused)
+        refused = partial(wfbp.grouped_allreduce_async_, [torch.ones(2)] * 2, name="pair")
+        raises(ValueError, "'pair.2of2' is pending", act=refused)
+    wfbp.synchronize(pending)
+    for name in (None, "pair"):
+        found = wfbp.grouped_allreduce([torch.ones(2)] * 2, name=name, op=wfbp.Sum)
+        assert [t.tolist() for t in found] == [[float(wfbp.size())] * 2] * 2
     handle = wfbp.grouped_reducescatter_async([torch.ones(wfbp.size())] * 2, op=wfbp.Sum)
     assert [t.tolist() for t in wfbp.synchronize(handle)] == [[float(wfbp.size())]] * 2
 
