@@ -260,6 +260,18 @@ COMM = [
         unit("comm/test_device_backends"),
     ),
     Mutation(
+        "comm/device/backend.py",
+        "self.device.wait(self.stream, packed)",
+        "pass",
+        unit("runtime/test_device_engine"),
+    ),
+    Mutation(
+        "comm/device/launch_order.py",
+        "        while self._turns and left[self._turns[0]]:",
+        "        while self._turns and sum(left):",
+        unit("comm/test_launch_order"),
+    ),
+    Mutation(
         "comm/emulated.py",
         "self.free_s = max(self.free_s, time.perf_counter()) +",
         "self.free_s = time.perf_counter() +",
