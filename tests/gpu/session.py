@@ -31,6 +31,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +55,9 @@ gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
 print(f"rank {wfbp.rank()} of {wfbp.size()}: {MPI.Get_library_version().splitlines()[0]}; {gpu}; "
       f"CUDA {torch.version.cuda}; {found}; the sum of ranks is {total}")
 assert (wfbp.size(), total) == (2, 3.0), "two ranks were started, and did not find each other"
+if "--without-gpu" not in sys.argv:
+    import cupy
+    assert torch.cuda.is_available() and cupy.cuda.is_available(), "PyTorch or CuPy finds no GPU"
 wfbp.shutdown()
 """
 
@@ -124,7 +128,7 @@ def parts(out: Path, wheels: Path | None) -> list[Part]:
     collected = "--collect-only"
     nccl = (("NCCL_DEBUG", "INFO"),)
     found = [
-        Part("hello", 90, hello, hello),
+        Part("hello", 90, hello, (*hello, "--without-gpu")),
         Part("single", 420, single, (*single, collected)),
         Part("two_ranks", 600, pairs, (*pairs, collected), nccl, all_run=True),
         Part("pack", 180, measured("pack"), (*bench, "--help")),
@@ -140,7 +144,7 @@ def install(wheels: Path, dry_run: bool) -> int:
     from importlib.metadata import PackageNotFoundError, version
 
     status = 0
-    for name in (*WHEELS, *PLUGINS):
+    for name in (*WHEELS, *PLUGINS, *_cupy()):
         try:
             print(f"{name} {version(name)} is installed", flush=True)
         except PackageNotFoundError:
@@ -153,6 +157,16 @@ def install(wheels: Path, dry_run: bool) -> int:
     if not dry_run and subprocess.run(build, cwd=ROOT).returncode:
         print("the extension was not built: packing on the host goes through NumPy", flush=True)
     return status
+
+
+def _cupy() -> tuple[str, ...]:
+    """The CuPy for the CUDA that PyTorch is built for, where there is none."""
+    if find_spec("cupy") is not None:
+        return ()
+    import torch
+
+    major = (torch.version.cuda or "").partition(".")[0]
+    return (f"cupy-cuda{major}x",) if major else ()
 
 
 def run(part: Part, limit_s: float, out: Path, dry_run: bool) -> Outcome:
