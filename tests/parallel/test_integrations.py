@@ -1,13 +1,15 @@
-"""Frameworks above PyTorch, on real ranks; ``make install-integrations`` installs them."""
+"""Lightning, Hugging Face and Ray, on real ranks; ``make install-integrations`` has them."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.parallel.runs import PROGRAMS
-from tests.support.launcher import mpirun
+from tests.support.launcher import ROOT, interpreter, mpirun
 
 pytestmark = [pytest.mark.parallel, pytest.mark.slow]
 
@@ -33,3 +35,22 @@ def test_lightning_trains_as_a_single_process_does(tmp_path: Path) -> None:
         "same: accumulated",
         "same: changing",
     ]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("mpi", "num_nodes"), [("mpich", 2), ("openmpi", 1)])
+def test_ray_places_ranks(mpi: str, num_nodes: int, tmp_path: Path) -> None:
+    """A real cluster of Ray on this machine; MPICH takes addresses of it for several hosts."""
+    pytest.importorskip("ray")
+    words = [interpreter(mpi), PROGRAMS / "ray_job.py", num_nodes, tmp_path]
+    run = subprocess.run(
+        [str(word) for word in words],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert run.returncode == 0, run.stderr[-5000:]
+    told = [line for line in run.stdout.splitlines() if not line.startswith("\x1b")]
+    further = ["failed", "left", "refused", "submitted"]
+    assert told == ["trained", *(further if num_nodes > 1 else [])]

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-_RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 _LOCAL_RANK = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 _LOCAL_SIZE = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -76,7 +76,7 @@ def prepare(options: Sequence[str], environment: dict[str, str]) -> None:
                 devices[rank % len(devices)] if devices else str(rank)
             )
         elif option == "--output" and left:
-            _redirect(Path(left.pop(0)), number(_RANK, environment))
+            _redirect(Path(left.pop(0)), number(RANK, environment))
         else:
             raise ValueError(f"wfbp.launcher.rank does not know the option {option!r}")
 
@@ -94,7 +94,7 @@ def _place(environment: Mapping[str, str]) -> tuple[int, int]:
 def _redirect(directory: Path, rank: int | None) -> None:
     """Let standard output and error go to files named for the rank."""
     if rank is None:
-        raise ValueError(f"the launcher does not tell this rank its number ({_RANK[0]} is not set)")
+        raise ValueError(f"the launcher does not tell this rank its number ({RANK[0]} is not set)")
     for descriptor, ending in ((1, "out"), (2, "err")):
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
         try:
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str]) -> None:
         reason = f"{error.strerror}; {_remedy(program[0], error)}"
     except ValueError as error:
         reason = str(error)
-    sys.exit(f"wfbprun: rank {number(_RANK, environment)}: cannot start {program[0]}: {reason}")
+    sys.exit(f"wfbprun: rank {number(RANK, environment)}: cannot start {program[0]}: {reason}")
 
 
 def _remedy(program: str, error: OSError) -> str:

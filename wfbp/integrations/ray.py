@@ -1,0 +1,320 @@
+"""Ranks placed by Ray: a function runs on every rank of an MPI job within a Ray cluster.
+
+Ray reserves a place for each rank (a placement group with an actor in each bundle) and says on
+which nodes they are; the first actor starts ``mpirun`` there. To reach the other nodes ``mpirun``
+calls, instead of ssh, an agent that hands its command to the actor on that node. So a cluster needs
+no ssh, only wfbp at the same path on every node.
+
+Example:
+    On a machine of the cluster, or with ``RAY_ADDRESS`` set; without either, Ray starts a cluster
+    of this machine alone::
+
+        from wfbp.integrations.ray import run
+
+        def train(epochs):
+            import wfbp.torch as wfbp
+
+            wfbp.init()
+            ...
+            return loss
+
+        losses = run(train, 10, num_ranks=4, gpus_per_rank=1)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import traceback
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any, TypeVar
+
+import cloudpickle
+
+from wfbp.errors import BackendError, PeerError, WfbpError
+from wfbp.launcher.commands import Job, mpirun_command
+from wfbp.launcher.hosts import Host
+from wfbp.launcher.mpi import Vendor, find_mpi
+from wfbp.launcher.rank import RANK, number
+
+__all__ = ["run"]
+
+T = TypeVar("T")
+
+LAST_LINES = 20
+"""Of what ``mpirun`` wrote to its standard error, in the message of an error."""
+
+
+def run(
+    function: Callable[..., T],
+    *arguments: Any,
+    num_ranks: int,
+    cpus_per_rank: float = 1.0,
+    gpus_per_rank: float = 0.0,
+    strategy: str = "PACK",
+    timeout_s: float = 120.0,
+) -> list[T]:
+    """Call a function on every rank of a job whose ranks Ray places.
+
+    Function and arguments travel by cloudpickle. Variables and GPUs of a rank are those that Ray
+    gives to its actor, so a ``runtime_env`` holds for ranks, too; so is its working directory where
+    the node lacks the driver's. What ranks print is shown as that of actors.
+
+    Args:
+        function: calls ``wfbp.init()`` and trains.
+        arguments: of the function, the same on every rank.
+        num_ranks: how many ranks.
+        cpus_per_rank: cores that Ray reserves for each; ``OMP_NUM_THREADS`` follows them.
+        gpus_per_rank: GPUs that each has, and sees.
+        strategy: of Ray's placement group: ``PACK`` fills nodes, ``SPREAD`` takes many of them.
+        timeout_s: seconds until Ray must have placed all ranks.
+
+    Returns:
+        What the function returned, by rank.
+
+    Raises:
+        ImportError: Ray is not installed.
+        ValueError: no rank was asked for.
+        WfbpError: the function failed on a rank; its error is the cause.
+        BackendError: Ray has no place for all ranks, or the job could not be started.
+
+    Example:
+        >>> run(lambda text: text.upper(), "a", num_ranks=2)  # doctest: +SKIP
+        ['A', 'A']
+    """
+    try:
+        import ray
+        from ray.util.placement_group import placement_group, remove_placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    except ImportError as error:
+        raise ImportError("wfbp.integrations.ray needs Ray: pip install 'wfbp[ray]'") from error
+    if num_ranks < 1:
+        raise ValueError(f"{num_ranks} ranks were asked for; expected at least 1")
+    if not ray.is_initialized():
+        ray.init()
+    needs = {"CPU": cpus_per_rank, "GPU": gpus_per_rank}
+    needs = {name: amount for name, amount in needs.items() if amount}
+    group = placement_group([needs or {"CPU": 0.001}] * num_ranks, strategy=strategy)
+    actor = ray.remote(max_concurrency=3)(_Place)  # launch(), execute() and stop()
+    places: list[Any] = []
+    try:
+        try:
+            ray.get(group.ready(), timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError:
+            raise BackendError(_no_place(ray, num_ranks, needs, timeout_s)) from None
+        places = [
+            actor.options(
+                num_cpus=cpus_per_rank,
+                num_gpus=gpus_per_rank,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
+            ).remote()
+            for bundle in range(num_ranks)
+        ]
+        return _run(ray, places, cloudpickle.dumps((function, arguments)))
+    finally:
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get([place.stop.remote() for place in places])
+        for place in places:
+            ray.kill(place)
+        remove_placement_group(group)
+
+
+def _run(ray: Any, places: Sequence[Any], task: bytes) -> list[Any]:
+    """Start a job in places that Ray has given, and gather what its ranks returned."""
+    by_node: dict[str, list[Any]] = {}
+    for place, node in zip(places, ray.get([p.node.remote() for p in places]), strict=True):
+        by_node.setdefault(node, []).append(place)
+    ranks = [place for there in by_node.values() for place in there]  # nodes are filled in order
+    folder = f"/tmp/wfbp-ray-{uuid.uuid4().hex}"  # on every node, and short: a socket is in it
+    directory = os.getcwd()
+    ray.get([p.prepare.remote(folder, rank, directory, task) for rank, p in enumerate(ranks)])
+    hosts = {node: len(there) for node, there in by_node.items()}
+    firsts = {node: there[0] for node, there in by_node.items()}
+    status, told = ray.get(ranks[0].launch.remote(hosts, firsts))
+    outcomes = [cloudpickle.loads(o) for o in ray.get([p.outcome.remote() for p in ranks])]
+    failures = [(rank, *o[1:]) for rank, o in enumerate(outcomes) if o and o[0] == "raised"]
+    if failures:  # a rank that fails takes others with it: the first cause, if one is there
+        failures.sort(key=lambda failure: isinstance(failure[1], PeerError))
+        rank, error, text = failures[0]
+        raise WfbpError(f"rank {rank} failed:\n{text}") from error
+    missing = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
+    if missing or status:
+        lost = f"; no result of ranks {', '.join(map(str, missing))}" if missing else ""
+        raise BackendError(f"mpirun ended with status {status}{lost}\n{told}".rstrip())
+    return [outcome[1] for outcome in outcomes]
+
+
+def _no_place(ray: Any, num_ranks: int, needs: Mapping[str, float], timeout_s: float) -> str:
+    def told(resources: Mapping[str, float]) -> str:
+        return ", ".join(f"{resources.get(name, 0.0):g} {name}" for name in needs)
+
+    return (
+        f"Ray had no place for {num_ranks} ranks of {told(needs)} each within {timeout_s:g} s; the "
+        f"cluster has {told(ray.cluster_resources())}, of which {told(ray.available_resources())} "
+        "are free: add nodes, wait until others end (timeout_s), or ask for less"
+    )
+
+
+class _Place:
+    """The place of one rank, an actor; the first on its node starts what MPI wants started there.
+
+    The driver calls its methods, and the launching place calls ``execute``; up to three run at
+    once, on threads of their own. ``launch`` alone writes ``_mpirun`` and ``stop`` reads it.
+    """
+
+    _mpirun: subprocess.Popen[str] | None = None
+    _folder = ""
+    _rank = 0
+
+    def __repr__(self) -> str:
+        return "wfbp"  # in front of what ranks print
+
+    def node(self) -> str:
+        """The address of the node, as Ray knows it."""
+        import ray
+
+        address: str = ray.util.get_node_ip_address()
+        return address
+
+    def prepare(self, folder: str, rank: int, directory: str, task: bytes) -> None:
+        """Leave what the rank will need in a folder of its node."""
+        self._folder, self._rank = folder, rank
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        if not os.path.isdir(directory):
+            directory = os.getcwd()  # the driver's is not on this node
+        setting = (directory, sys.path, dict(os.environ), task)
+        Path(folder, f"{rank}.task").write_bytes(cloudpickle.dumps(setting))
+
+    def launch(self, hosts: Mapping[str, int], firsts: Mapping[str, Any]) -> tuple[int, str]:
+        """Run the job; the status of ``mpirun``, and the end of what it said.
+
+        Args:
+            hosts: how many ranks each node has, in the order of ranks.
+            firsts: the place by which each node is reached.
+        """
+        agent = Path(self._folder, "agent")
+        call = f"exec {sys.executable} -m {__spec__.name} agent {self._folder}"
+        agent.write_text(f'#!/bin/sh\n{call} "$@"\n')
+        agent.chmod(0o700)
+        mpi = find_mpi()
+        # Nodes reach this one by Ray's address for it. Only here a socket waits for the agent.
+        own = (
+            ("--prtemca", "plm_ssh_no_tree_spawn", "1")
+            if mpi.vendor is Vendor.OPEN_MPI
+            else ("-localhost", next(iter(hosts)))
+        )
+        job = Job(
+            sum(hosts.values()),
+            (sys.executable, "-m", __spec__.name, "rank", self._folder),
+            tuple(Host(name, slots) for name, slots in hosts.items()),
+            remote_shell=str(agent),
+            options=own,
+        )
+        command = mpirun_command(job, mpi, os.environ, os.geteuid() == 0)
+        with Listener(os.path.join(self._folder, "socket"), "AF_UNIX") as listener:
+            threading.Thread(target=_serve, args=(listener, firsts), daemon=True).start()
+            with subprocess.Popen(
+                command.words,
+                cwd=self._folder,  # MPI goes there on every node
+                env=os.environ | dict(command.variables),
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+            ) as self._mpirun:
+                assert self._mpirun.stderr is not None
+                last: deque[str] = deque(maxlen=LAST_LINES)
+                for line in self._mpirun.stderr:
+                    sys.stderr.write(line)
+                    last.append(line)
+        return self._mpirun.returncode, "".join(last)
+
+    def execute(self, command: str) -> tuple[int, str]:
+        """Run a command of MPI's on this node; its status, and what it said."""
+        done = subprocess.run(
+            ["/bin/sh", "-c", command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        return done.returncode, done.stdout
+
+    def outcome(self) -> bytes:
+        """What the rank has left: ``("returned", value)``, ``("raised", error, text)`` or None."""
+        file = Path(self._folder, f"{self._rank}.outcome")
+        return file.read_bytes() if file.exists() else cloudpickle.dumps(None)
+
+    def stop(self) -> None:
+        """End the job, if it still runs, and leave nothing behind."""
+        if self._mpirun is not None and self._mpirun.poll() is None:
+            self._mpirun.terminate()
+        shutil.rmtree(self._folder or os.devnull, ignore_errors=True)
+
+
+def _serve(listener: Listener, firsts: Mapping[str, Any]) -> None:
+    """Hand the commands of agents to the actors of their nodes, until the listener is closed."""
+    with contextlib.suppress(OSError):
+        while True:
+            threading.Thread(target=_answer, args=(listener.accept(), firsts), daemon=True).start()
+
+
+def _answer(agent: Connection, firsts: Mapping[str, Any]) -> None:
+    import ray
+
+    with agent, contextlib.suppress(EOFError, BrokenPipeError):
+        node, command = agent.recv()
+        try:
+            agent.send(ray.get(firsts[node].execute.remote(command)))
+        except (KeyError, ray.exceptions.RayError) as error:
+            agent.send((1, f"wfbp: node {node} cannot be reached through Ray: {error!r}\n"))
+
+
+def _agent(folder: str, words: Sequence[str]) -> int:
+    """What ``mpirun`` calls as ssh is called: a host, and the words of a command for its shell."""
+    node, *command = words[1:] if words[0] == "-x" else words
+    with Client(os.path.join(folder, "socket"), "AF_UNIX") as place:
+        place.send((node, " ".join(command)))
+        status, told = place.recv()
+    sys.stderr.write(told)
+    return int(status)
+
+
+def _rank(folder: str) -> None:
+    """One rank: call the function as its actor would, and leave what it returned."""
+    file = Path(folder, f"{number(RANK, os.environ)}.task")
+    directory, path, variables, task = cloudpickle.loads(file.read_bytes())
+    os.chdir(directory)
+    sys.path[:] = path
+    devices = "CUDA_VISIBLE_DEVICES"  # MPI may have brought those of the first node
+    os.environ.pop(devices, None)
+    os.environ.update({k: v for k, v in variables.items() if k not in os.environ or k == devices})
+    outcome = file.with_suffix(".outcome")
+    try:
+        function, arguments = cloudpickle.loads(task)
+        returned = cloudpickle.dumps(("returned", function(*arguments)))
+    except BaseException as error:
+        text = traceback.format_exc()
+        try:
+            left = cloudpickle.dumps(("raised", error, text))
+            cloudpickle.loads(left)
+        except Exception:  # an error that does not travel; its text does
+            left = cloudpickle.dumps(("raised", None, text))
+        outcome.write_bytes(left)
+        raise
+    outcome.write_bytes(returned)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "agent":
+        sys.exit(_agent(sys.argv[2], sys.argv[3:]))
+    _rank(sys.argv[2])
