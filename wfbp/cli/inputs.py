@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,8 +25,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 EXAMPLES = Path(__file__).parent / "examples"
 EXAMPLE_TRACES = EXAMPLES / "traces"
 EXAMPLE_COSTS = EXAMPLES / "costs"
-EXAMPLE_WORKERS = {"10gbe-16": 16}
-"""Numbers of workers among which the example costs were measured."""
 
 
 def model_arguments(function: F) -> F:
@@ -107,7 +106,7 @@ def load(trace: str, cost: str | None, factor: float = 1.0, optimizer: str | Non
         if cost is None:
             measured_on, cost = run.size, trace
         else:
-            costs = Costs.load(_file(cost, EXAMPLE_COSTS))
+            costs, measured_on = _costs(cost)
     else:
         context = click.get_current_context(silent=True)
         if optimizer is not None:
@@ -116,15 +115,28 @@ def load(trace: str, cost: str | None, factor: float = 1.0, optimizer: str | Non
             text = (
                 "Missing option '--cost'. Only the directory of a run has costs of its own; give a "
                 "file that wfbp probe wrote, or an example: --cost "
-                + ", ".join(sorted(EXAMPLE_WORKERS))
+                + ", ".join(sorted(path.stem for path in EXAMPLE_COSTS.glob("*.json")))
             )
             raise click.UsageError(text, context)
         model = Trace.load(_file(trace, EXAMPLE_TRACES))
-        costs = Costs.load(_file(cost, EXAMPLE_COSTS))
-    if measured_on is None and not Path(cost).exists():
-        measured_on = EXAMPLE_WORKERS.get(cost)
+        costs, measured_on = _costs(cost)
     check_sums(trace, cost, model, costs, factor)
     return Model(model, costs, measured_on, run)
+
+
+def _costs(name: str) -> tuple[Costs, int | None]:
+    """The costs of a file or an example, and among how many ranks they were measured, if it tells.
+
+    Raises:
+        ValueError: it is wrong.
+        OSError: it cannot be read.
+    """
+    path = _file(name, EXAMPLE_COSTS)
+    costs = Costs.load(path)
+    num_ranks = json.loads(path.read_bytes()).get("num_ranks")
+    if num_ranks is not None and (type(num_ranks) is not int or num_ranks < 2):
+        raise ValueError(f"{path}: num_ranks: expected a whole number from 2, found {num_ranks!r}")
+    return costs, num_ranks
 
 
 def _file(name: str, examples: Path) -> Path:

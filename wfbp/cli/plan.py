@@ -122,7 +122,11 @@ def _measured(source: Model) -> list[str]:
         for key, word in (("measured_iteration_s", "measured"), ("exposed_s", "exposed"))
         if (seconds := source.run.slowest(key)) is not None
     ]
-    return [f"{told}: {', '.join(known) or 'not yet measured'}"]
+    notes = [f"{told}: {', '.join(known) or 'not yet measured'}"]
+    if absent := source.run.missing:
+        listed = ", ".join(map(str, absent))
+        notes.append(f"no file of {len(absent)} of {source.run.size} ranks: {listed}")
+    return notes
 
 
 def _row(group: GroupForecast) -> tuple[str, ...]:

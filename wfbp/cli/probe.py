@@ -186,7 +186,8 @@ def _tell(
         curve[Operation.REDUCE_SCATTER],
         curve[Operation.ALL_GATHER],
     )
-    Path(output).write_text(json.dumps(costs.to_json(), indent=1) + "\n")
+    document = {**costs.to_json(), "num_ranks": num_ranks}
+    Path(output).write_text(json.dumps(document, indent=1) + "\n")
     if plot is not None:
         from wfbp.cli.figures.cost_curve import cost_curve
         from wfbp.cli.page import Chapter, Section, write_page

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import click
 
 from wfbp.cli.inputs import FiniteRange
+from wfbp.config import Config
 from wfbp.errors import BackendError
 from wfbp.launcher.commands import Command, Job, mpirun_command, rank_program, slurm_command
 from wfbp.launcher.hosts import (
@@ -139,10 +140,13 @@ def command(
     if dry_run:
         click.echo(_shown(started))
         return
+    _check_settings(environment | dict(job.variables))
     if check and interface and (not job.hosts or any(h.is_local for h in job.placed())):
         _check_interface(interface)
     if check and launcher == "mpirun":
         _check_hosts(job.placed(), granted, remote_shell or "ssh", wait_s)
+    if check and not job.is_remote:
+        _check_program(program)
     _become(started, environment)
 
 
@@ -163,6 +167,31 @@ def _variables(texts: Sequence[str], environment: dict[str, str]) -> dict[str, s
             raise click.UsageError(f"-x {name}: it is not set here; give -x {name}=VALUE")
         variables[name] = value if equals else environment[name]
     return variables
+
+
+def _check_settings(environment: dict[str, str]) -> None:
+    """See that settings can be read, of which every rank would complain otherwise.
+
+    Raises:
+        click.UsageError: one cannot.
+    """
+    try:
+        Config.from_environment(environment)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def _check_program(program: Sequence[str]) -> None:
+    """See that a script of Python is there, where it is to run here.
+
+    Raises:
+        click.UsageError: it is not.
+    """
+    words = list(program)
+    if words[0] in ("python", "python3"):
+        words = words[1:2]
+    if words and words[0].endswith(".py") and not os.path.exists(words[0]):
+        raise click.UsageError(f"{words[0]}: no such file in {os.getcwd()}")
 
 
 def _check_interface(text: str) -> None:

@@ -41,10 +41,10 @@ def command(names: tuple[str, ...], output: str | None, as_json: bool) -> None:
         click.echo(json.dumps([_plain(*row) for row in rows], indent=1))
         return
     print_table(
-        "Example traces; compute is one iteration without communication, in ms",
+        "Example traces; compute in ms, without communication",
         (
             Column("name", "left"),
-            Column("model", "left"),
+            Column("model", "left", below=True),
             Column("tensors"),
             Column("size"),
             Column("compute"),

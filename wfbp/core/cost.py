@@ -325,7 +325,8 @@ class Costs:
         Args:
             data: the document, parsed. Each curve is either ``{"alpha_s": a, "beta_s_per_byte":
                 b}`` or ``{"points": [[bytes, seconds], ...]}``; all but ``all_reduce`` may be
-                absent.
+                absent. ``num_ranks``, among how many the costs were measured, is for those who
+                scale them.
 
         Raises:
             ValueError: one line with the place and what was found there.
@@ -333,7 +334,7 @@ class Costs:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             actual = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"not a cost file: expected format {FORMAT!r}, found {actual!r}")
-        known = ("format", "all_reduce", "reduce_scatter", "all_gather", "kappa")
+        known = ("format", "num_ranks", "all_reduce", "reduce_scatter", "all_gather", "kappa")
         _only_known("", data, known)
         if "all_reduce" not in data:
             raise ValueError("all_reduce: missing")

@@ -16,6 +16,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from traceback import extract_tb
 from types import TracebackType
 from typing import Any
 
@@ -323,7 +324,12 @@ def install(runtime: Runtime) -> None:
     def report(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        main(kind, error, traceback)
+        if issubclass(kind, KeyboardInterrupt) and main is sys.__excepthook__:
+            # As many tracebacks as ranks would bury what training has said.
+            where = f"rank {runtime.rank} of {runtime.size}: KeyboardInterrupt{_place(traceback)}"
+            sys.stderr.write(f"wfbp: {where}\n")
+        else:
+            main(kind, error, traceback)
         _end(runtime, error)
 
     def report_thread(found: threading.ExceptHookArgs) -> None:
@@ -340,6 +346,13 @@ def uninstall() -> None:
     if _previous is not None:
         sys.excepthook, threading.excepthook = _previous
         _previous = None
+
+
+def _place(traceback: TracebackType | None) -> str:
+    """Where a program was: the innermost line that is not of this package."""
+    package = str(Path(__file__).resolve().parents[1])
+    frames = [f for f in extract_tb(traceback) if not f.filename.startswith(package)]
+    return f" at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
 
 
 def _end(runtime: Runtime, error: BaseException) -> None:

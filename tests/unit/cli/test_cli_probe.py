@@ -113,6 +113,7 @@ def test_a_cost_file_from_real_ranks(
     for name in ("all-reduce", "reduce-scatter", "all-gather", "R2", "●", str(output)):
         assert name in run.stdout
     assert run.stdout.count("written:") == 1
+    assert json.loads(output.read_text())["num_ranks"] == num_ranks
     costs = Costs.load(output)
     for curve in (costs.all_reduce, costs.reduce_scatter, costs.all_gather):
         assert isinstance(curve, PiecewiseCost)

@@ -53,6 +53,15 @@ def test_an_example_says_among_how_many_it_was_measured(tmp_path: Path) -> None:
     assert "of one link" in wfbp(*arguments, cost, "--per-link").out
 
 
+def test_a_cost_file_may_say_so_too(tmp_path: Path) -> None:
+    arguments = ("simulate", RESNET, "--workers", "16", "--schedule", "wfbp", "--cost")
+    told = answer(*arguments, cost_file(tmp_path), "--measured-on", 16)
+    assert answer(*arguments, cost_file(tmp_path, num_ranks=16)) == told
+    for wrong in (1, 2.5, "16", True):
+        outcome = wfbp(*arguments, cost_file(tmp_path, num_ranks=wrong))
+        assert_refused(outcome, "cost.json: num_ranks: expected a whole number from 2")
+
+
 def test_per_link_by_hand(tmp_path: Path) -> None:
     """One message: a ring of 4 has 6 hops, and 1.5 times the bytes over every link."""
     cost = cost_file(tmp_path, all_reduce={"alpha_s": 1e-3, "beta_s_per_byte": 1e-9})

@@ -60,6 +60,16 @@ def test_many_schedules_go_into_several_tables(terminal: Terminal, tmp_path: Pat
     assert len(rows) == text.count("workers  ") >= 3  # every part begins with the workers
 
 
+def test_traces_are_one_table_in_a_narrow_terminal(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    text = shown(terminal, "traces")
+    assert text.splitlines()[0] == "Example traces; compute in ms, without communication"
+    assert re.search(r"name +tensors +size +compute *\n.*\n +model: times *\n", text)
+    assert text.count("resnet-50 ") == 1 + text.count("plan resnet-50 ")
+
+
 def test_a_wide_table_stays_whole_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     columns = [Column(f"heading {k}") for k in range(40)]
     print_table("title", columns, [[str(k) for k in range(40)]])

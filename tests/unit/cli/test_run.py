@@ -349,6 +349,18 @@ class TestMistakes:
         assert code == 1
         assert "no-such-shell is not installed here" in err
 
+    def test_mistakes_that_each_rank_would_tell(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        for program in (["missing.py"], ["python", "missing.py"]):
+            assert_refused(wfbp("run", "-n", 2, *program), "missing.py: no such file", "tmp")
+        program = ["python", "-c", "0"]
+        told = wfbp("run", "-n", 2, "-x", "WFBP_TRIAL_STEPS=abc", *program)
+        assert_refused(told, "WFBP_TRIAL_STEPS='abc': expected a whole number")
+        monkeypatch.setenv("WFBP_TIMEOUT_S", "-1")
+        assert_refused(wfbp("run", "-n", 2, *program), "WFBP_TIMEOUT_S='-1'")
+
     def test_dry_run_prints_the_command(self) -> None:
         code, out, _ = wfbp("run", "-n", 2, "--dry-run", "-x", "A=b c", "train.py", "--lr", "1")
         assert code == 0
