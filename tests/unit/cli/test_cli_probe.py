@@ -38,7 +38,7 @@ class Clock:
 def test_an_emulated_link_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine of which nobody else takes time."""
     clock = Clock()
-    for module in ("emulated", "probe", "waiting"):
+    for module in ("backend", "emulated", "probe", "waiting"):
         monkeypatch.setattr(f"wfbp.comm.{module}.time", clock)
     cost = LinearCost(5e-4, 1e-9)
     link = EmulatedLink(cost)
