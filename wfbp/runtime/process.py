@@ -349,9 +349,9 @@ def uninstall() -> None:
 
 
 def _place(traceback: TracebackType | None) -> str:
-    """Where a program was: the innermost line that is not of this package."""
+    """Where a program was: the innermost line that is neither of this package nor of Python."""
     package = str(Path(__file__).resolve().parents[1])
-    frames = [f for f in extract_tb(traceback) if not f.filename.startswith(package)]
+    frames = [f for f in extract_tb(traceback) if not f.filename.startswith((package, "<frozen"))]
     return f" at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
 
 
