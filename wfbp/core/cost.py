@@ -334,7 +334,7 @@ class Costs:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             actual = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"not a cost file: expected format {FORMAT!r}, found {actual!r}")
-        known = ("format", "num_ranks", "all_reduce", "reduce_scatter", "all_gather", "kappa")
+        known = ("format", "all_reduce", "reduce_scatter", "all_gather", "kappa", "num_ranks")
         _only_known("", data, known)
         if "all_reduce" not in data:
             raise ValueError("all_reduce: missing")
