@@ -17,9 +17,13 @@ pytestmark = [pytest.mark.parallel, pytest.mark.slow, pytest.mark.timeout(260)]
 NAMES = [snippet.name for snippet in snippets()]
 
 
-def printed(name: str) -> str:
-    """What rank 0 printed, where no rank failed."""
-    found = outcome("documents", 2, timeout=250)
+TUTORIALS = ("tutorials/jax.md", "tutorials/numpy.md")
+
+
+def printed(name: str, mpi: str = "mpich") -> str:
+    """What rank 0 printed, where no rank failed; under Open MPI the tutorials alone are run."""
+    chosen = () if mpi == "mpich" else TUTORIALS
+    found = outcome("documents", 2, *chosen, mpi=mpi, timeout=250)
     assert found.run.rc == 0, found.run
     for rank, results in enumerate(found.ranks):
         assert not results[name]["error"], f"rank {rank}: {results[name]['error']}"
@@ -39,10 +43,8 @@ def test_the_loss_falls(name: str) -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "at_most"), [("tutorials/jax.md", 1.5), ("tutorials/numpy.md", 1.5)]
-)
-def test_a_tutorial_learns(name: str, at_most: float) -> None:
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_a_tutorial_learns(name: str, mpi: str) -> None:
     """Without training the loss is 3.5 and 1.7."""
-    (loss,) = re.findall(r"loss ([\d.]+)", printed(name))
-    assert float(loss) < at_most
+    (loss,) = re.findall(r"loss ([\d.]+)", printed(name, mpi))
+    assert float(loss) < 1.5

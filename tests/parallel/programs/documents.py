@@ -1,7 +1,7 @@
 """The documentation's Python, one snippet after another on the ranks of one job.
 
-Usage: mpirun -n N python documents.py OUT. OUT/rank<r>.json has, by the snippet's name, what it
-printed on that rank and how it failed ("" where it did not).
+Usage: mpirun -n N python documents.py OUT [NAME ...]. OUT/rank<r>.json has, by the snippet's name,
+what it printed on that rank and how it failed ("" where it did not).
 """
 
 from __future__ import annotations
@@ -74,12 +74,14 @@ def names_for(name: str, source: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    (out,) = sys.argv[1:]
+    out, *chosen = sys.argv[1:]
     warnings.simplefilter("error")
     told = {}
     rank = MPI.COMM_WORLD.rank
     os.chdir(out)
     for name, source in snippets():
+        if chosen and name not in chosen:
+            continue
         error = ""
         with contextlib.redirect_stdout(io.StringIO()) as output:
             try:
