@@ -42,6 +42,8 @@ Example:
 
 from __future__ import annotations
 
+from pathlib import Path
+
 __all__ = [
     "AVAILABLE",
     "INSTRUCTIONS",
@@ -64,10 +66,17 @@ except ImportError as error:
 
     Transfers = None  # type: ignore[assignment,misc]
     AVAILABLE = False
+    _SOURCES = Path(__file__).resolve().parents[1]
+    _REMEDY = (
+        f"these are the sources in {_SOURCES}, where it was not built: run the program elsewhere, "
+        "or `pip install -e .` there (with -v, it says what fails)"
+        if (_SOURCES / "setup.py").exists()
+        else "to build it, install a C++ compiler and reinstall wfbp (with pip's -v, it says what "
+        "fails)"
+    )
     MISSING = (
         f"the C++ extension is not installed ({error}): packing goes through NumPy and messages "
-        "through Python, which is slower; to build it, install a C++ compiler and reinstall wfbp "
-        "(with pip's -v, it says what fails)"
+        f"through Python, which is slower; {_REMEDY}"
     )
 else:
     AVAILABLE = True

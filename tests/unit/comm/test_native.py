@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -517,3 +520,18 @@ def test_what_a_table_cannot_cast_is_refused(pack: ModuleType) -> None:
     for dtype, wide in (("float32", "float64"), ("float16", "bfloat16"), ("float16", "int32")):
         with pytest.raises(ValueError, match=f"{wide} cannot be packed as {dtype}"):
             pack.PackTable(np.zeros(16, np.uint8), [0], [8], dtype, wide)
+
+
+def test_sources_without_the_extension_say_where_they_are() -> None:
+    """A program beside a checkout imports its folder instead of what was installed."""
+    code = "import sys; sys.modules['wfbp._native'] = None; from wfbp import native"
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; print(native.MISSING)"],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"the sources in {root}" in done.stdout
+    assert "pip install -e ." in done.stdout
