@@ -295,9 +295,9 @@ def _rank(folder: str) -> None:
     directory, path, variables, task = cloudpickle.loads(file.read_bytes())
     os.chdir(directory)
     sys.path[:] = path
-    devices = "CUDA_VISIBLE_DEVICES"  # MPI may have brought those of the first node
-    os.environ.pop(devices, None)
-    os.environ.update({k: v for k, v in variables.items() if k not in os.environ or k == devices})
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # MPI may have brought those of the first node
+    of_rank = dict(os.environ)
+    os.environ |= variables | of_rank
     outcome = file.with_suffix(".outcome")
     try:
         function, arguments = cloudpickle.loads(task)
