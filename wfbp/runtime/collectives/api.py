@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 def init(
     comm: Any = None,
-    process_sets: Iterable[ProcessSet] | str | None = None,
+    process_sets: Iterable[ProcessSet | Iterable[int]] | str | None = None,
     *,
     backend: Backend | None = None,
     config: Config | None = None,
@@ -36,8 +36,9 @@ def init(
     Args:
         comm: an mpi4py communicator to work on (it is duplicated), or the numbers of the ranks in
             ``COMM_WORLD`` that take part; all of these by default.
-        process_sets: sets to make known, the same on every rank. They can be added at any time;
-            Horovod's ``"dynamic"`` is accepted.
+        process_sets: sets to make known, or the numbers of their ranks, the same on every rank;
+            or sets made of the communicators into which ``comm.Split()`` has put the ranks. They
+            can be added at any time; Horovod's ``"dynamic"`` is accepted.
         backend: how ranks talk, instead of MPI.
         config: settings; from the environment's ``WFBP_*`` by default.
 
@@ -50,11 +51,17 @@ def init(
     """
     if process.is_initialized():
         return
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise ValueError(f"process_sets is {process_sets!r}; expected sets, or 'dynamic'")
+        process_sets = None
     process.init(comm, backend=backend, config=config)
-    if process_sets is not None and process_sets != "dynamic":
-        for process_set in process_sets:
-            assert not isinstance(process_set, str)
+    try:
+        for process_set in process_sets or ():
             add_process_set(process_set)
+    except BaseException:
+        process.shutdown()
+        raise
 
 
 def start_timeline(file_path: str | Path, mark_cycles: bool = False) -> None:
@@ -179,7 +186,8 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Make a process set known; every rank of the job must call this, members or not.
 
     Args:
-        process_set: a set, or the numbers of its ranks.
+        process_set: a set, or the numbers of its ranks. Of a set made of a communicator each rank
+            passes its own.
 
     Returns:
         The set.
@@ -201,14 +209,19 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if found is global_process_set:
         raise ValueError("the process set of all ranks exists already, with number 0")
-    found.bind(operations, operations.add_set(found.ranks or ()))
+    if found.mpi_comm is None:
+        number = operations.add_set(found.ranks or ())
+    else:  # of which ranks may have had other numbers before shutdown()
+        number = operations.add_split(ProcessSet(found.mpi_comm).ranks or ())
+    found.bind(operations, number)
     return found
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Give a process set back; every rank of the job must call this, members or not.
 
-    Distributed optimizers of the set cannot step any more; they keep all of their state.
+    Sets made of the communicators of one ``comm.Split()`` go together. Distributed optimizers of
+    the set cannot step any more; they keep all of their state.
 
     Returns:
         Whether it was known; that of all ranks is not removed.

@@ -14,7 +14,7 @@ import numpy as np
 
 from wfbp.comm.backend import Backend, Buffer, Finished, HostBackend, Mailbox
 from wfbp.core.types import Op
-from wfbp.errors import WfbpError
+from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime import signals
 from wfbp.runtime.collectives.named_lane import JOIN, NamedLane, Outcome, Submission
 from wfbp.runtime.collectives.request import Adaptive, Kind, Reduction, Request
@@ -108,6 +108,7 @@ class Collectives:
         self._num_joins = 0
         self._set_numbers = count()
         self._sets: dict[int, _Set] = {}
+        self._split: dict[int, tuple[int, ...]] = {}  # of each, all that were made by one split
         self.rank = runtime.rank
         mine = json.dumps([runtime.local_rank, runtime.local_size]).encode()
         self.hosts: list[tuple[int, int]] = [
@@ -131,17 +132,54 @@ class Collectives:
             DisagreementError: ranks are about to do something else.
         """
         chosen = _check_ranks(ranks, self._runtime.size)
-        for number, known in self._sets.items():
-            if known.ranks == chosen:
-                raise ValueError(
-                    f"a process set of ranks {list(chosen)} exists already, with number {number}"
-                )
+        self._check_new(chosen)
         check_consistent(self._runtime, "add_process_set", str(list(chosen)))
         return self._make_set(chosen)
 
     @signals.postponing
+    def add_split(self, mine: Sequence[int]) -> int:
+        """Make a process set of each communicator that some rank tells; collective over all ranks.
+
+        Args:
+            mine: the ranks of the communicator that this rank has, ascending; none without one.
+
+        Returns:
+            Number of this rank's set; where it has none, of the first, which it is not in.
+
+        Raises:
+            ValueError: no rank has a communicator, or one of a set that exists.
+            DisagreementError: ranks are about to do something else, or in another order.
+        """
+        runtime, call = self._runtime, "add_process_set"
+        check_consistent(runtime, call, "sets of communicators")
+        told = [json.loads(said) for said in runtime.exchange(json.dumps([*mine]).encode(), call)]
+        chosen = {_check_ranks(ranks, runtime.size) for ranks in told if ranks}
+        for ranks in chosen:
+            self._check_new(ranks)
+            for rank in ranks:
+                if tuple(told[rank]) != ranks:
+                    raise DisagreementError(
+                        f"{runtime.where}: add_process_set: a communicator of ranks {list(ranks)} "
+                        f"is not that of rank {rank}, which passed one of {told[rank]}. Every rank "
+                        "must pass its communicators in the same order"
+                    )
+        if not chosen:
+            raise ValueError("a process set was made of a null communicator on every rank")
+        numbers = {ranks: self._make_set(ranks) for ranks in sorted(chosen)}
+        for number in numbers.values():
+            self._split[number] = tuple(numbers.values())
+        return numbers.get(tuple(mine), min(numbers.values()))
+
+    def _check_new(self, ranks: tuple[int, ...]) -> None:
+        for number, known in self._sets.items():
+            if known.ranks == ranks:
+                raise ValueError(
+                    f"a process set of ranks {list(ranks)} exists already, with number {number}"
+                )
+
+    @signals.postponing
     def remove_set(self, number: int) -> None:
-        """Give a process set back; collective over all ranks.
+        """Give a process set back, and those made together with it; collective over all ranks.
 
         Raises:
             ValueError: it is that of all ranks, or operations of it are pending.
@@ -150,14 +188,18 @@ class Collectives:
         if number == 0:
             raise ValueError("the process set of all ranks cannot be removed")
         self.check_idle(number)
-        found = self._sets[number]
-        check_consistent(self._runtime, "remove_process_set", str(list(found.ranks)))
-        del self._sets[number]
-        lane = found.lane
-        if lane is not None:  # a lane that is idle is not served, and nothing of it is under way
-            assert found.runtime is not None
-            found.runtime.channel.call(partial(_close, lane), "removing a process set")
-            found.runtime.close()
+        together = self._split.get(number, (number,))
+        removed = [self._sets[each] for each in together]
+        shown = ", ".join(str(list(found.ranks)) for found in removed)
+        check_consistent(self._runtime, "remove_process_set", shown)
+        for each, found in zip(together, removed, strict=True):
+            del self._sets[each]
+            self._split.pop(each, None)
+            lane = found.lane
+            if lane is not None:  # a lane that is idle is not served, nor is anything under way
+                assert found.runtime is not None
+                found.runtime.channel.call(partial(_close, lane), "removing a process set")
+                found.runtime.close()
 
     def check_idle(self, number: int) -> None:
         """Raise ``ValueError`` where operations of a process set are pending."""

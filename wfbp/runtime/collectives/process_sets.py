@@ -15,7 +15,8 @@ class ProcessSet:
     """Some of the ranks of this job; made known by :func:`add_process_set` on every rank.
 
     Args:
-        ranks_or_comm: numbers of the ranks, in any order, or an mpi4py communicator of them.
+        ranks_or_comm: numbers of the ranks, in any order, or an mpi4py communicator of them. Where
+            ranks pass different ones, as ``comm.Split()`` makes them, there is a set of each.
 
     Attributes:
         process_set_id: number of the set, once it was added; the same on every rank.
@@ -52,7 +53,9 @@ class ProcessSet:
         if self._ranks is not None:
             return list(self._ranks)
         if self.mpi_comm is not None:
-            self._ranks = sorted(self.mpi_comm.allgather(process.rank()))
+            # MPI.COMM_NULL is false: this rank was left out when the communicator was made.
+            found = self.mpi_comm.allgather(process.rank()) if self.mpi_comm else []
+            self._ranks = sorted(found)
             return list(self._ranks)
         return list(range(process.size())) if process.is_initialized() else None
 
@@ -105,6 +108,8 @@ class ProcessSet:
     def bind(self, owner: Collectives | None, number: int | None) -> None:
         """The set was added, or removed."""
         self._owner, self.process_set_id = owner, number
+        if owner is not None and number is not None:
+            self._ranks = list(owner.ranks_of(number))
 
     def _members(self) -> list[int]:
         members = self.ranks

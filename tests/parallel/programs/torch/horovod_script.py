@@ -21,6 +21,7 @@ from horovod.torch.functions import broadcast_object
 from horovod.torch.mpi_ops import allreduce_async, synchronize
 from horovod.torch.optimizer import DistributedOptimizer
 from horovod.torch.sync_batch_norm import SyncBatchNorm
+from mpi4py import MPI
 
 folder = Path(sys.argv[1])
 assert __name__ == "__main__"
@@ -227,4 +228,24 @@ hvd.shutdown()
 assert not hvd.is_initialized()
 hvd.init([*range(size)])
 assert hvd.size() == size
+hvd.shutdown()
+
+# Sets that are known from the beginning: of ranks, or of the communicators of a split.
+if size > 1:
+    world = MPI.COMM_WORLD
+    hvd.init(world, process_sets=[hvd.ProcessSet(world.Split(rank, 0))])
+    hvd.shutdown()
+    sets = [hvd.ProcessSet([0]), [1]]
+    hvd.init(world.Split(0, -rank), process_sets=sets)
+    assert hvd.rank() == size - 1 - rank
+    assert sets[0].included() == (hvd.rank() == 0)
+    hvd.shutdown()
+for wrong in ([[0], [0, size]], "static"):
+    try:
+        hvd.init(process_sets=wrong)
+    except ValueError as error:
+        assert "process" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError(wrong)
+    assert not hvd.is_initialized()
 (folder / f"rank{rank}.json").write_text('"done"')
