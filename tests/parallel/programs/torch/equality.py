@@ -38,6 +38,9 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "ps_layerwise": {"schedule": "ps_layerwise"},
     "replicated": {"schedule": "ps_layerwise", "optimizer_sharding": False},
 }
+CONFIG = Config(
+    warmup_steps=1, profile_steps=1, trial_steps=2, trial_min_s=0.0, probe_budget_s=0.05
+)
 MIN_STEPS = 20
 MAX_STEPS = 120
 BATCH = 6
@@ -175,11 +178,7 @@ def train(
 
 def main() -> None:
     torch.set_num_threads(1)
-    wfbp.init(
-        config=Config(
-            warmup_steps=1, profile_steps=1, trial_steps=2, trial_min_s=0.0, probe_budget_s=0.05
-        )
-    )
+    wfbp.init(config=CONFIG)
     only = sys.argv[2].split(",") if len(sys.argv) > 2 else list(SCHEDULES)
     runs = [(n, make, d) for n, make in OPTIMIZERS.items() for d in DTYPES[n]]
     if len(sys.argv) > 3 or wfbp.size() > 2:
