@@ -1,6 +1,6 @@
 """Train the same model over a slow link without and with overlap, and show both side by side.
 
-    python examples/overlap.py                 # as root: two ranks over a real link of 300 Mbit/s
+    python examples/overlap.py                 # as root: two ranks over a real link of 450 Mbit/s
     python examples/overlap.py --emulated      # anywhere: one rank, a link that only takes time
 
 The model is the GPT of ``torch_gpt.py``. Without overlap, all gradients travel in one message when
@@ -30,7 +30,9 @@ from rich.text import Text
 HERE = Path(__file__).resolve().parent
 LINK = HERE.parent / "launch" / "link.py"
 RUNS = {"without overlap": "single", "with overlap": "hybrid"}
-LAST_STEPS = 15
+LAST_STEPS = 12
+BATCH = 8
+"""Windows per rank: few, so that a demo takes a minute, and the link is as quick as backward."""
 COLUMNS = 64
 KINDS = {"wait": "red", "update": "cyan", "compute": "blue", "message": "yellow"}
 
@@ -40,7 +42,7 @@ def train(folder: Path, schedule: str, options: argparse.Namespace, emulated: bo
     program = [sys.executable, str(HERE / "torch_gpt.py")]
     if emulated:
         program = [sys.executable, __file__, "--rank", str(options.mbit)]
-    gpt = ["--schedule", schedule, "--steps", str(options.steps)]
+    gpt = ["--schedule", schedule, "--steps", str(options.steps), "--batch", str(BATCH)]
     command = program + gpt
     if not emulated:
         link = [sys.executable, str(LINK), "run", "--rate", f"{options.mbit}mbit", "-np", "2"]
@@ -100,8 +102,8 @@ def main() -> None:
         rank(int(sys.argv[2]), sys.argv[3:])
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mbit", type=int, default=300, help="of the link, per second")
-    parser.add_argument("--steps", type=int, default=30, help="of each run")
+    parser.add_argument("--mbit", type=int, default=450, help="of the link, per second")
+    parser.add_argument("--steps", type=int, default=24, help="of each run")
     parser.add_argument("--emulated", action="store_true", help="make no real link")
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="of pages and data")
     options = parser.parse_args()
