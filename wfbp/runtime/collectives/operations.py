@@ -31,6 +31,9 @@ _FLOATING = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 T = TypeVar("T")
 
+_numbers = count(1)
+"""Of handles: none is used again in this process, also behind another ``init()``."""
+
 
 class Handle(int, Generic[T]):
     """Number of an operation that was submitted; type checkers know by it what comes back."""
@@ -102,7 +105,6 @@ class Collectives:
         self._groups: dict[int, tuple[int, ...]] = {}
         self._results: dict[int, list[Any]] = {}  # of groups that were left in mid-wait
         self._unread: dict[int, Any] = {}  # of handles, that a handler's exception came before
-        self._numbers = count(1)
         self._reserved: dict[tuple[int, str], int] = {}
         self._unnamed: defaultdict[tuple[int, Kind], count[int]] = defaultdict(count)
         self._num_joins = 0
@@ -261,7 +263,7 @@ class Collectives:
                 Horovod raises a RuntimeError.
         """
         handles = self._begin(calls)
-        group: Handle[list[T]] = Handle(next(self._numbers))
+        group: Handle[list[T]] = Handle(next(_numbers))
         self._groups[group] = tuple(handles)
         return group
 
@@ -309,7 +311,7 @@ class Collectives:
             epoch = f"{self._num_joins}." if self._num_joins else ""
             request = replace(request, name=f"{kind.value}.unnamed.{epoch}{unnamed}")
         key = process_set, request.name
-        handle: Handle[T] = Handle(next(self._numbers))
+        handle: Handle[T] = Handle(next(_numbers))
         holder = self._reserved.setdefault(key, handle)
         if holder != handle and not self._gives_way(holder, kind):
             raise ValueError(

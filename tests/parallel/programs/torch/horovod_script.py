@@ -224,9 +224,19 @@ except hvd.HorovodInternalError as error:
     assert "root_rank" in str(error)  # noqa: PT017
 else:
     assert size == 1
+stale = hvd.allreduce_async(torch.ones(1), name="never waited for")
 hvd.shutdown()
 assert not hvd.is_initialized()
 hvd.init([*range(size)])
+numbers = [hvd.allreduce_async(torch.ones(1)) for _ in range(stale)]
+try:
+    hvd.synchronize(stale)
+except ValueError as error:
+    assert "of no pending operation" in str(error)  # noqa: PT017
+else:
+    raise AssertionError("a handle from before shutdown() is that of a new operation")
+for number in numbers:
+    hvd.synchronize(number)
 assert hvd.size() == size
 hvd.shutdown()
 
