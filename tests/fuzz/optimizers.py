@@ -173,7 +173,7 @@ KINDS: dict[str, Kind] = {
     "adadelta": Kind(lambda g: optim.Adadelta(g, 0.5, **_E)),
     "asgd": Kind(lambda g: optim.ASGD(g, 0.05, t0=3)),
     "rprop": Kind(lambda g: optim.Rprop(g, 0.01), rough=1e-6),
-    "adafactor": Kind(lambda g: optim.Adafactor(g, 0.05), "tensor"),
+    "adafactor": Kind(lambda g: optim.Adafactor(g, 0.05, eps=(1e-3, 1e-3)), "tensor"),
     "muon": Kind(lambda g: optim.Muon(g, 0.02), "tensor", matrices=True, rough=0.05),
     "lbfgs": Kind(lambda g: optim.LBFGS(g, 0.1, max_iter=3), "coupled", closure=True, rough=1e-4),
     "wolfe": Kind(
