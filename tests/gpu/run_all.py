@@ -1,12 +1,12 @@
 """All that a GPU is wanted for, in one command with a time budget, and its output kept.
 
-    python tests/gpu/session.py --out runs/gpu --wheels wheels --budget-minutes 45
+    python tests/gpu/run_all.py --out runs/gpu --wheels wheels --budget-minutes 45
 
 Parts follow one another in the order of what they tell: whether two ranks start, whether the device
 and the kernels do what they should, whether two ranks train as one, and only then how fast all that
 is. Each has a time limit, and the rest of the budget at most; what a part prints is kept in a file
-of its own as it comes, so that a session that is cut short has told what it could. ``--parts``
-chooses some, so that several commands can share a session: what has passed in the same folder is
+of its own as it comes, so that a run that is cut short has told what it could. ``--parts``
+chooses some, so that several commands can share the time: what has passed in the same folder is
 not run again, unless it is named.
 
 No network is needed: ``--wheels`` is a folder of wheels brought along, of those in :data:`WHEELS`
@@ -251,7 +251,7 @@ def main(words: Sequence[str]) -> int:
 def arguments(words: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("gpu-session"), help="for all output")
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="for all output")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to install first")
     parser.add_argument("--budget-minutes", type=float, default=45.0)
     parser.add_argument("--dry-run", action="store_true", help="needs no GPU")

@@ -1,4 +1,4 @@
-"""The session on a GPU, as far as it goes without one."""
+"""All that a GPU is wanted for, as far as it goes without one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu import session
-from tests.gpu.session import Outcome, Part
+from tests.gpu import run_all
+from tests.gpu.run_all import Outcome, Part
 
 
 def python(name: str, code: str, **details: object) -> Part:
@@ -21,7 +21,7 @@ def python(name: str, code: str, **details: object) -> Part:
 
 
 def outcome_of(part: Part, out: Path, limit_s: float = 20.0) -> Outcome:
-    return session.run(part, limit_s, out, dry_run=False)
+    return run_all.run(part, limit_s, out, dry_run=False)
 
 
 @pytest.mark.parametrize(
@@ -67,19 +67,19 @@ def test_what_needs_a_program_that_is_not_here_is_left_out(tmp_path: Path) -> No
     assert (found.verdict, found.told) == ("left out", "no-such-program is not installed")
 
 
-def test_a_session_goes_on_where_another_has_stopped(
+def test_a_run_goes_on_where_another_has_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fails = [python("one", "print('fine')"), python("two", "raise SystemExit(1)")]
-    monkeypatch.setattr(session, "parts", lambda out, wheels: fails)
-    assert session.main(["--out", str(tmp_path)]) == 1
+    monkeypatch.setattr(run_all, "parts", lambda out, wheels: fails)
+    assert run_all.main(["--out", str(tmp_path)]) == 1
     works = [python("one", "raise SystemExit(1)"), python("two", "print('now')")]
-    monkeypatch.setattr(session, "parts", lambda out, wheels: works)
-    assert session.main(["--out", str(tmp_path)]) == 0
+    monkeypatch.setattr(run_all, "parts", lambda out, wheels: works)
+    assert run_all.main(["--out", str(tmp_path)]) == 0
     assert "one: has passed before" in capsys.readouterr().out
-    assert session.main(["--out", str(tmp_path), "--budget-minutes", "0"]) == 0
+    assert run_all.main(["--out", str(tmp_path), "--budget-minutes", "0"]) == 0
     (tmp_path / "summary.json").unlink()
-    assert session.main(["--out", str(tmp_path), "--budget-minutes", "0"]) == 1
+    assert run_all.main(["--out", str(tmp_path), "--budget-minutes", "0"]) == 1
     told = json.loads((tmp_path / "summary.json").read_text())
     assert {(each["verdict"], each["told"]) for each in told} == {
         ("left out", "the time budget is spent")
@@ -87,10 +87,10 @@ def test_a_session_goes_on_where_another_has_stopped(
 
 
 def test_the_first_answers_come_first() -> None:
-    names = [part.name for part in session.parts(Path("out"), Path("wheels"))]
+    names = [part.name for part in run_all.parts(Path("out"), Path("wheels"))]
     expected = ["install", "hello", "single", "two_ranks", "pack", "sanitizer", "overhead", "ddp"]
     assert names == expected
-    known = {part.name: part for part in session.parts(Path("out"), None)}
+    known = {part.name: part for part in run_all.parts(Path("out"), None)}
     assert dict(known["two_ranks"].env) == {"NCCL_DEBUG": "INFO"}
     assert known["two_ranks"].all_run
 
@@ -100,7 +100,7 @@ def test_the_first_answers_come_first() -> None:
 def test_dry_run(tmp_path: Path) -> None:
     """Two ranks start, and the tests that a GPU is wanted for are found."""
     chosen = ["install", "hello", "single", "two_ranks"]
-    command = [sys.executable, str(Path(session.__file__)), "--dry-run", "--out", str(tmp_path)]
+    command = [sys.executable, str(Path(run_all.__file__)), "--dry-run", "--out", str(tmp_path)]
     done = subprocess.run(
         [*command, "--wheels", str(tmp_path), "--parts", *chosen],
         capture_output=True,
