@@ -15,7 +15,7 @@ INSTEAD = {
     # horovod
     "keras": "wfbp has no adapter for Keras; PyTorch is served by wfbp.torch",
     "mxnet": "wfbp has no adapter for MXNet; PyTorch is served by wfbp.torch",
-    "ray": f"wfbp has no adapter for Ray; {_RUN}",
+    "ray": "use wfbp.integrations.ray.run, or launch/ray_job.py for a script",
     "run": _RUN,
     "runner": _RUN,
     "spark": f"wfbp has no adapter for Spark; {_RUN}",
