@@ -28,7 +28,7 @@ def test_a_missing_extension_is_told_once(ranks: int) -> None:
     run = launcher.mpirun(ranks, "-c", INIT, timeout=40)
     assert run.rc == 0, run
     assert run.stderr.count("packing goes through NumPy") == 1, run
-    assert "with pip's -v" in run.stderr
+    assert "`pip install -e .` there (with -v, it says what fails)" in run.stderr
 
 
 ABSENT = """
