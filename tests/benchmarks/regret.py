@@ -87,7 +87,7 @@ def main(words: Sequence[str]) -> int:
     starts: list[Start] = []
     for number in range(options.starts):
         for model in options.models:
-            result = run_model(model, options, "training_worker")
+            result = run_model(model, options, "torch_worker")
             if result is None:
                 return 1
             start = Start.of(result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 
 import pytest
 
@@ -69,3 +70,11 @@ def test_the_command_line() -> None:
     assert {"wfbp-auto", "wfbp-oasr", "wfbp-independent", "wfbp-hybrid"} < set(options.contestants)
     assert "wfbp-ps" not in options.contestants
     assert options.starts == 3
+
+
+def test_ranks_run_a_module_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(regret, "run_model", lambda model, options, worker: asked.append(worker))
+    assert regret.main(["--models", "mlp", "--starts", "1"]) == 1
+    (worker,) = asked
+    assert find_spec(f"tests.benchmarks.{worker}") is not None
