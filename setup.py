@@ -3,7 +3,8 @@
 ``wfbp._native`` is always wanted; ``wfbp._jax_ffi`` where JAX, whose headers it needs, is installed
 already (``pip install --no-build-isolation``). Elsewhere its source comes with the package and is
 compiled at first use. The description on a package index is README.md, whose links to files become
-links to the repository. Everything else about the package is in ``pyproject.toml``.
+links to the repository, or mere text as long as that has no address. Everything else about the
+package is in ``pyproject.toml``.
 """
 
 from __future__ import annotations
@@ -131,17 +132,19 @@ def jax_extension() -> list[Extension]:
 
 
 def description() -> str:
-    """README.md with absolute links, since a package index has no other files."""
+    """README.md without relative links, since a package index has no other files."""
     root = Path(__file__).parent
     project = (root / "pyproject.toml").read_text(encoding="utf-8")
-    repository = re.findall(r'^Repository = "(.*)"$', project, re.MULTILINE)[0]
+    repository = re.search(r'^Repository = "(.*)"$', project, re.MULTILINE)
 
     def absolute(link: re.Match[str]) -> str:
-        kind = "tree" if link[1].endswith("/") else "blob"
-        return f"]({repository}/{kind}/main/{link[1]}"
+        if repository is None:
+            return link[1]
+        kind = "tree" if link[2].endswith("/") else "blob"
+        return f"[{link[1]}]({repository[1]}/{kind}/main/{link[2]})"
 
     text = (root / "README.md").read_text(encoding="utf-8")
-    return re.sub(r"\]\((?!https?:|#)([^)\s]+)", absolute, text)
+    return re.sub(r"\[([^\]]*)\]\((?!https?:|#)([^)\s]+)\)", absolute, text)
 
 
 ParallelCompile("WFBP_BUILD_JOBS").install()  # by default as many at once as there are cores

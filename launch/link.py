@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
-"""A real slow link on one machine: two network namespaces joined by a rate-limited veth pair.
+"""Real slow links on one machine: network namespaces as hosts, joined by rate-limited veth pairs.
 
     link.py run --rate 1gbit -np 2 -- python train.py    an MPI job whose ranks meet over the link
+    link.py run --hosts 4 -np 4 -- python train.py       four hosts, joined by a switch
     link.py up --rate 1gbit ; ... ; link.py down         the link alone, for other programs
 
-Half of the ranks live in each namespace. ``run`` makes a link of its own, removes it however it
-ends, and fails where fewer bytes crossed it than ``--expect-bytes``: MPI libraries like to find
+Each namespace has as many of the ranks. Two are joined by one link, three or four by a switch (a
+bridge in a further namespace) to which each has a link of that rate. ``run`` makes links of its
+own, removes them however it ends, and fails where a host has sent fewer bytes than
+``--expect-bytes``: MPI libraries like to find
 shared memory behind one's back, and then the link carries nothing but the start of the job while
 the program runs well.
 Needs root, iproute2 and an MPICH whose ``ofi`` module is built in (the wheel's is).
@@ -30,6 +33,7 @@ from types import FrameType
 
 INTERFACE = "wl0"
 SUBNET = "10.99.{}.{}"
+MOST_HOSTS = 4
 BURST = "256kb"
 LATENCY = "50ms"
 EXPECTED_BYTES = 1_000_000  # more than starting a job takes, less than a benchmark sends
@@ -41,50 +45,72 @@ class LinkError(RuntimeError):
 
 @dataclass(frozen=True)
 class Link:
-    """Two namespaces, one address in each.
+    """Some namespaces, one address in each.
 
     Args:
         name: prefix of the namespaces' names.
         subnet: third byte of the addresses; two links at once need two subnets only for
             people's sake, since namespaces do not see each other.
+        num_hosts: how many namespaces, from 2 to 4.
     """
 
     name: str
     subnet: int = 7
+    num_hosts: int = 2
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.num_hosts <= MOST_HOSTS:
+            raise LinkError(f"{self.num_hosts} hosts were asked for; expected 2 to {MOST_HOSTS}")
 
     @property
-    def namespaces(self) -> tuple[str, str]:
-        return f"{self.name}-a", f"{self.name}-b"
+    def namespaces(self) -> tuple[str, ...]:
+        return tuple(f"{self.name}-{letter}" for letter in "abcd"[: self.num_hosts])
 
     @property
-    def addresses(self) -> tuple[str, str]:
-        return SUBNET.format(self.subnet, 1), SUBNET.format(self.subnet, 2)
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(SUBNET.format(self.subnet, host + 1) for host in range(self.num_hosts))
+
+    @property
+    def switch(self) -> str:
+        """The namespace of the switch between more than two hosts."""
+        return f"{self.name}-switch"
 
     def up(self, rate: str) -> None:
-        """Make the link; on failure nothing is left behind."""
-        first, second = self.namespaces
-        taken = sorted(set(self.namespaces) & existing_namespaces())
+        """Make the links; on failure nothing is left behind."""
+        own = {*self.namespaces, *([self.switch] if self.num_hosts > 2 else [])}
+        taken = sorted(own & existing_namespaces())
         if taken:
             raise LinkError(f"{', '.join(taken)} exists already: link.py down --name {self.name}")
         try:
-            for namespace in self.namespaces:
+            for namespace in sorted(own):
                 ip("netns", "add", namespace)
-            veth = ("type", "veth", "peer", "name", INTERFACE, "netns", second)
-            ip("link", "add", INTERFACE, "netns", first, *veth)
+            if self.num_hosts == 2:
+                first, second = self.namespaces
+                join(first, INTERFACE, second, INTERFACE)
+            else:
+                self._plug_into_switch(rate)
             for namespace, address in zip(self.namespaces, self.addresses, strict=True):
                 ip("-n", namespace, "addr", "add", f"{address}/24", "dev", INTERFACE)
                 ip("-n", namespace, "link", "set", "lo", "up")
                 ip("-n", namespace, "link", "set", INTERFACE, "up")
-                limit = ("tbf", "rate", rate, "burst", BURST, "latency", LATENCY)
-                shaper = ("tc", "qdisc", "add", "dev", INTERFACE, "root", *limit)
-                command(*inside(namespace), *shaper)
+                limit_rate(namespace, INTERFACE, rate)
             self.wait_for_carrier()
         except LinkError:
             self.down()
             raise
 
+    def _plug_into_switch(self, rate: str) -> None:
+        """Give each host a link to one bridge, whose ports send at the rate of a link, too."""
+        ip("-n", self.switch, "link", "add", "switch", "type", "bridge")
+        for number, namespace in enumerate(self.namespaces):
+            port = f"port{number}"
+            join(namespace, INTERFACE, self.switch, port)
+            ip("-n", self.switch, "link", "set", port, "master", "switch", "up")
+            limit_rate(self.switch, port, rate)
+        ip("-n", self.switch, "link", "set", "switch", "up")
+
     def wait_for_carrier(self, timeout_s: float = 10.0) -> None:
-        """Wait until both ends report a carrier: the kernel takes up to a second to say so, and
+        """Wait until all ends report a carrier: the kernel takes up to a second to say so, and
         until then MPICH binds to the loopback interface and fails."""
         deadline = time.monotonic() + timeout_s
         for namespace in self.namespaces:
@@ -95,25 +121,26 @@ class Link:
 
     def down(self) -> None:
         """End what still runs inside, and remove the namespaces that exist."""
-        for namespace in set(self.namespaces) & existing_namespaces():
+        # Of a link that `up` made, also where `down` does not know how many hosts it has.
+        possible = {f"{self.name}-{letter}" for letter in "abcd"} | {self.switch}
+        for namespace in possible & existing_namespaces():
             for process in ip("netns", "pids", namespace).split():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(process), signal.SIGKILL)
             ip("netns", "delete", namespace)
 
-    def sent_bytes(self) -> tuple[int, int]:
-        """Bytes that each side has put on the link so far."""
-        first, second = (
+    def sent_bytes(self) -> tuple[int, ...]:
+        """Bytes that each host has put on its link so far."""
+        return tuple(
             transmitted(command(*inside(namespace), "cat", "/proc/net/dev"))
             for namespace in self.namespaces
         )
-        return first, second
 
     def mpi_command(self, launcher: Path, mpiexec: str, ranks: int) -> list[str]:
-        """The start of an ``mpiexec`` command line that puts half of the ranks on each side."""
+        """The start of an ``mpiexec`` command line that gives each host as many of the ranks."""
         options = ["-hosts", ",".join(self.addresses), "-iface", INTERFACE]
         options += ["-launcher", "ssh", "-launcher-exec", str(launcher)]
-        options += ["-n", str(ranks), "-ppn", str(max(1, -(-ranks // 2)))]
+        options += ["-n", str(ranks), "-ppn", str(max(1, -(-ranks // self.num_hosts)))]
         return [*inside(self.namespaces[0]), mpiexec, *options]
 
     def environment(self) -> dict[str, str]:
@@ -151,6 +178,18 @@ def command(*words: str) -> str:
     if done.returncode:
         raise LinkError(f"{shlex.join(words)}: {done.stderr.strip() or done.returncode}")
     return done.stdout
+
+
+def join(first: str, interface: str, second: str, other: str) -> None:
+    """A cable from an interface of one namespace to one of another."""
+    veth = ("type", "veth", "peer", "name", other, "netns", second)
+    ip("link", "add", interface, "netns", first, *veth)
+
+
+def limit_rate(namespace: str, interface: str, rate: str) -> None:
+    """Let an interface send no faster than this."""
+    limit = ("tbf", "rate", rate, "burst", BURST, "latency", LATENCY)
+    command(*inside(namespace), "tc", "qdisc", "add", "dev", interface, "root", *limit)
 
 
 def ip(*words: str) -> str:
@@ -215,14 +254,16 @@ def stopping_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def run(rate: str, ranks: int, program: Sequence[str], expect_bytes: int) -> int:
-    """Run an MPI program over a link of its own; its exit status.
+def run(
+    rate: str, ranks: int, program: Sequence[str], expect_bytes: int, num_hosts: int = 2
+) -> int:
+    """Run an MPI program over links of its own; its exit status.
 
     Raises:
-        LinkError: no link, or fewer than ``expect_bytes`` crossed it in either direction.
+        LinkError: no links, or some host has sent fewer than ``expect_bytes``.
     """
     mpiexec = find_mpiexec()
-    link = Link(f"wfbp{os.getpid()}")
+    link = Link(f"wfbp{os.getpid()}", num_hosts=num_hosts)
     with stopping_on_signals(), tempfile.TemporaryDirectory(prefix="wfbp-link-") as directory:
         launcher = Path(directory) / "launcher"
         launcher.write_text(link.launcher_script())
@@ -236,10 +277,11 @@ def run(rate: str, ranks: int, program: Sequence[str], expect_bytes: int) -> int
             sent = link.sent_bytes()
         finally:
             link.down()
-    print(f"link: {sent[0]} and {sent[1]} bytes crossed at {rate}", file=sys.stderr)
+    told = f"{', '.join(map(str, sent[:-1]))} and {sent[-1]} bytes"
+    print(f"link: {told} crossed at {rate}", file=sys.stderr)
     if status == 0 and min(sent) < expect_bytes:
         raise LinkError(
-            f"{sent[0]} and {sent[1]} bytes crossed the link, expected at least {expect_bytes} "
+            f"{told} crossed the link, expected at least {expect_bytes} "
             "each way: the ranks spoke to each other by another road"
         )
     return status
@@ -256,6 +298,9 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         if action != "run":
             sub.add_argument("--name", default="wfbp", help="prefix of the namespaces")
         if action != "down":
+            told = "namespaces that are joined (default: %(default)s)"
+            counts = range(2, MOST_HOSTS + 1)
+            sub.add_argument("--hosts", type=int, choices=counts, default=2, help=told)
             sub.add_argument("--rate", default="1gbit", help="of each direction, as tc writes it")
         if action == "run":
             sub.add_argument("-np", type=int, default=2, help="number of ranks")
@@ -277,14 +322,15 @@ def main() -> int:
     try:
         require_root_and_tools()
         if options.action == "up":
-            link = Link(options.name)
+            link = Link(options.name, num_hosts=options.hosts)
             link.up(options.rate)
             for namespace, address in zip(link.namespaces, link.addresses, strict=True):
                 print(f"{address} in namespace {namespace}, interface {INTERFACE}")
         elif options.action == "down":
             Link(options.name).down()
         else:
-            return run(options.rate, options.np, options.program, options.expect_bytes)
+            sent = options.program, options.expect_bytes
+            return run(options.rate, options.np, *sent, options.hosts)
     except LinkError as error:
         print(f"link.py: {error}", file=sys.stderr)
         return 1

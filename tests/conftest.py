@@ -17,8 +17,8 @@ from tests.parallel import runs
 from tests.support import launcher
 from tests.support.shared import FOLDER
 
-RUN_PARAMETERS = ("ranks", "num_ranks", "n", "mpi", "mode", "library")
-"""Parameters by which tests of one function differ in the MPI job that answers them."""
+RUN_PARAMETERS = ("ranks", "num_ranks", "n", "mpi")
+"""Parameters by which tests of one file differ in the MPI job that answers them."""
 
 
 def pytest_configure() -> None:
@@ -33,7 +33,10 @@ def pytest_unconfigure() -> None:
 
 
 def group_of(item: pytest.Item) -> str:
-    """Tests of one group run in one process: those that an MPI job answers, or one file's."""
+    """Tests of one group run in one process: those that an MPI job answers, or one file's.
+
+    Where two processes need one job, the second waits for the first, and a core has nothing to do.
+    """
     parallel = item.get_closest_marker("parallel") is not None
     if not (parallel and isinstance(item, pytest.Function)) or item.get_closest_marker("serial"):
         return str(item.path)
@@ -41,7 +44,7 @@ def group_of(item: pytest.Item) -> str:
     if isinstance(job := parameters.get("job"), runs.Job):  # also for other files
         return f"{job.program}-{job}"
     values = [str(value) for key, value in parameters.items() if key in RUN_PARAMETERS]
-    return "-".join([str(item.path), item.originalname, *values])
+    return "-".join([str(item.path), *values])
 
 
 @pytest.hookimpl(tryfirst=True)  # before this process tells pytest-xdist what there is

@@ -72,6 +72,8 @@ class Config(metaclass=_RenamedSettings):
         exchange_alone: whether PyTorch's optimizers exchange gradients where there is one rank,
             with itself: shows what that costs.
         nvtx: whether profilers are shown what is enqueued on GPUs by name, as NVTX ranges.
+        device_operations: whether operations on tensors of GPUs, such as ``allreduce``, go by NCCL
+            where they can; else through the host's memory.
 
     Example:
         >>> Config.from_environment({"WFBP_SCHEDULE": "oasr"}).schedule
@@ -99,6 +101,7 @@ class Config(metaclass=_RenamedSettings):
     timeline_steps: tuple[int, int] = (0, 2**62)
     exchange_alone: bool = False
     nvtx: bool = False
+    device_operations: bool = True
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -126,30 +129,56 @@ class Config(metaclass=_RenamedSettings):
             >>> Config.from_environment({"WFBP_THRESHOLD_BYTES": "4MiB"}).threshold_bytes
             4194304
         """
-        source = os.environ if environment is None else environment
-        values: dict[str, Any] = {}
-        before = {new: old for old, new in RENAMED.items()}
-        for field in fields(cls):
-            variable = f"WFBP_{field.name.upper()}"
-            old = f"WFBP_{before[field.name].upper()}" if field.name in before else ""
-            if old in source:  # init() logs what it is called now
-                if variable in source:
-                    raise ValueError(f"{old} and {variable} are both set: unset {old}")
-                variable = old
-            text = source.get(variable)
-            if text is None:
+        config, unreadable = read_environment(environment)
+        if unreadable:
+            raise ValueError(unreadable)
+        return config
+
+
+def read_environment(environment: Mapping[str, str] | None = None) -> tuple[Config, str]:
+    """The settings that the environment asks for, and what is wrong with those that it garbles.
+
+    Returns:
+        The settings, with defaults in place of what cannot be read; and what that is, with the
+        remedy, or an empty text.
+
+    Example:
+        >>> config, unreadable = read_environment({"WFBP_TIMEOUT_S": "soon"})
+        >>> config.timeout_s, unreadable
+        (600.0, "WFBP_TIMEOUT_S='soon': expected a number; correct or unset it")
+    """
+    source = os.environ if environment is None else environment
+    values: dict[str, Any] = {}
+    problems = []
+    before = {new: old for old, new in RENAMED.items()}
+    for field in fields(Config):
+        variable = f"WFBP_{field.name.upper()}"
+        old = f"WFBP_{before[field.name].upper()}" if field.name in before else ""
+        if old in source:  # init() logs what it is called now
+            if variable in source:
+                problems.append(f"{old} and {variable} are both set; unset {old}")
                 continue
-            convert, expected = _READERS.get(field.name) or _READERS[type(field.default).__name__]
-            try:
-                value = convert(text.strip())
-            except ValueError:
-                raise ValueError(f"{variable}={text!r}: expected {expected}") from None
-            try:
-                cls(**{field.name: value})
-            except ValueError as error:
-                raise ValueError(f"{variable}={text!r}: {error}") from None
-            values[field.name] = value
-        return cls(**values)
+            variable = old
+        text = source.get(variable)
+        if text is None:
+            continue
+        convert, expected = _READERS.get(field.name) or _READERS[type(field.default).__name__]
+        try:
+            value = convert(text.strip())
+        except ValueError:
+            problems.append(f"{variable}={text!r}: expected {expected}; {REMEDY}")
+            continue
+        try:
+            Config(**{field.name: value})
+        except ValueError as error:
+            problems.append(f"{variable}={text!r}: {error}; {REMEDY}")
+            continue
+        values[field.name] = value
+    return Config(**values), "; ".join(problems)
+
+
+REMEDY = "correct or unset it"
+"""What to do about a variable that cannot be read."""
 
 
 def num_bytes(text: str) -> int:
@@ -189,8 +218,10 @@ def unknown_variables(environment: Mapping[str, str] | None = None) -> str:
         near = get_close_matches(name, known, 1)
         parts.append(f"{name} (did you mean {near[0]}?)" if near else name)
     ignored = [f"not a setting, and ignored: {', '.join(parts)}"] if parts else []
-    told = [f"{old} is deprecated: use {new}" for old, new in renamed.items() if old in source]
-    return "; ".join([*told, *ignored])
+    deprecated = [
+        f"{old} is deprecated: use {new}" for old, new in renamed.items() if old in source
+    ]
+    return "; ".join([*deprecated, *ignored])
 
 
 def _switch(text: str) -> bool:

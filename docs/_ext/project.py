@@ -13,4 +13,5 @@ ROOT = Path(__file__).resolve().parents[2]
 _project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 release: str = _project["version"]
-repository_url: str = _project["urls"]["Repository"]
+repository_url: str = _project.get("urls", {}).get("Repository", "")
+"""Where the sources can be read; empty as long as they have no address."""

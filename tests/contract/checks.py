@@ -455,7 +455,7 @@ def check_many_in_flight(backend: Backend) -> None:
         lane.close()
 
 
-def check_who_tests_only_when_it_stirs_misses_nothing(backend: Backend) -> None:
+def check_testing_only_when_it_may_progress_misses_nothing(backend: Backend) -> None:
     """All kinds of works at once, on a backend and a duplicate; another rank comes late."""
     other = backend.duplicate()
     counts = [400_000] * backend.size

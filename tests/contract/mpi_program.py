@@ -37,7 +37,7 @@ def main(folder: str) -> None:
         found.append(type(backend._progress_group.transfers).__name__)
         # One host is all that there is here; what several would decide is decided for them.
         topology = replace(
-            backend._topology, scatters_directly=chunking is None, apart=way == "mixed"
+            backend._topology, scatters_directly=chunking is None, one_rank_per_host=way == "mixed"
         )
         backend._topology = backend._routes._topology = topology
         report = Path(folder, f"rank{backend.rank}")

@@ -1,7 +1,8 @@
-"""The documentation as a site: it builds without a warning, and its front page fits a screen."""
+"""The documentation as a site: it builds without a warning, and its pages fit a screen."""
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import subprocess
@@ -16,19 +17,28 @@ pytest.importorskip("furo")
 pytest.importorskip("myst_nb")
 
 ROOT = Path(__file__).resolve().parents[2]
-MEASURE = """<!doctype html><body><iframe style="width:{width}px;height:900px;border:0"
-src="{page}"></iframe><script>
-onload = () => {{
-  const page = document.querySelector("iframe").contentDocument
-  const pictures = [...page.querySelectorAll("article img")]
-  const told = {{
-    hidden: page.documentElement.scrollWidth - page.documentElement.clientWidth,
+MEASURE = """<!doctype html><body>
+<iframe style="width:{width}px;height:900px;border:0"></iframe><script>
+const frame = document.querySelector("iframe")
+const measure = (page) => {{
+  const root = page.documentElement, pictures = [...page.querySelectorAll("article img")]
+  return {{
+    hidden: root.scrollWidth - root.clientWidth,
     title: page.querySelector("h1").innerText,
     pictures: pictures.length,
     drawn: pictures.filter((picture) => picture.naturalWidth > 0).length,
+    narrow: Math.min(1000, ...pictures.map((picture) => picture.getBoundingClientRect().width)),
+  }}
+}}
+const show = async () => {{
+  const told = {{}}
+  for (const [name, address] of Object.entries({pages})) {{
+    await new Promise((loaded) => {{ frame.onload = loaded; frame.src = address }})
+    told[name] = measure(frame.contentDocument)
   }}
   document.body.innerHTML = "<pre>" + JSON.stringify(told) + "</pre>"
 }}
+show()
 </script></body>
 """
 
@@ -67,12 +77,25 @@ def test_the_notebook_was_executed(site: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_the_front_page_fits(width: int, site: Path, tmp_path: Path) -> None:
+def test_pages_fit(width: int, site: Path, tmp_path: Path) -> None:
+    """Nothing is wider than the window, and pictures are there and large enough to be read."""
+    pages = {
+        name: (site / name).with_suffix(".html").as_uri()
+        for path in (ROOT / "docs").rglob("*.md")
+        if (name := path.relative_to(ROOT / "docs").as_posix())
+    }
     page = tmp_path / "measure.html"
-    page.write_text(MEASURE.format(width=width, page=(site / "index.html").as_uri()))
+    page.write_text(MEASURE.format(width=width, pages=json.dumps(pages)))
     dom, log = dump(page, tmp_path, "--allow-file-access-from-files", "--window-size=1400,1000")
     found = re.search(r"<pre>(.*)</pre>", dom)
     assert found is not None, log
-    told = json.loads(found[1])
-    assert told == {"hidden": 0, "title": "wfbp", "pictures": 2, "drawn": 2}
+    told = json.loads(html.unescape(found[1]))
+    assert told.keys() == pages.keys()
+    assert told["index.md"]["title"] == "wfbp"
+    assert told["index.md"]["pictures"] == 2
+    assert told["concepts.md"]["pictures"] == 5
+    for name, measured in told.items():
+        assert measured["hidden"] == 0, f"{name} is wider than {width} pixels"
+        assert measured["drawn"] == measured["pictures"], f"{name} lacks pictures"
+        assert measured["narrow"] > 0.8 * min(width, 600), f"{name} has small pictures: {measured}"
     assert "CONSOLE" not in log, log

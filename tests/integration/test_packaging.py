@@ -11,6 +11,7 @@ import tarfile
 import venv
 import zipfile
 from email.parser import Parser
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,15 @@ def pip(python: Path, *arguments: str | Path, cwd: Path, **environment: str) -> 
     return run(*command, cwd=cwd, PIP_DISABLE_PIP_VERSION_CHECK="1", **environment)
 
 
+def lend(python: Path, *names: str) -> None:
+    """Give another environment packages of this one, as links."""
+    (target,) = (python.parents[1] / "lib").glob("python*/site-packages")
+    for name in names:
+        found = distribution(name)
+        for part in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
+            (target / part).symlink_to(Path(str(found.locate_file(part))))
+
+
 @pytest.fixture
 def quick(tmp_path: Path) -> dict[str, str]:
     """Variables of a compiler that optimizes nothing; what it builds is not timed here."""
@@ -92,8 +102,18 @@ def empty(tmp_path: Path) -> Path:
     return tmp_path / "env" / "bin" / "python"
 
 
+URLS = """
+[project.urls]
+Repository = "https://host.example/wfbp"
+Changelog = "https://host.example/wfbp/blob/main/CHANGELOG.md"
+"""
+"""As they will be given before the first release (docs/releasing.md)."""
+
+
 def test_sdist_and_wheel(source: Path, empty: Path, tmp_path: Path, quick: dict[str, str]) -> None:
     dist = tmp_path / "dist"
+    with open(source / "pyproject.toml", "a") as file:
+        file.write(URLS)
     # Without a choice, the wheel is built from the sdist: so the sdist is complete.
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", dist, cwd=source, **quick)
     (sdist,), (wheel,) = dist.glob("*.tar.gz"), dist.glob("*.whl")
@@ -114,7 +134,8 @@ def test_sdist_and_wheel(source: Path, empty: Path, tmp_path: Path, quick: dict[
     foreign = [n for n in names if not n.startswith(("wfbp/", "wfbp-"))]
     assert not foreign, "the wheel brings more than the package"
     check_as_an_index_does(sdist, wheel)
-    pip(empty, "install", "-c", ROOT / "constraints.txt", f"{wheel}[mpich]", cwd=tmp_path)
+    options = ("--no-compile", "-c", ROOT / "constraints.txt")
+    pip(empty, "install", *options, f"{wheel}[mpich]", cwd=tmp_path)
     told = run(empty, "-I", "-W", "error", "-c", SMOKE, cwd=tmp_path)
     assert "available=True" in told
     assert f"from={empty.parents[1]}" in told
@@ -147,6 +168,14 @@ def check_as_an_index_does(sdist: Path, wheel: Path) -> None:
     assert not relative
 
 
+def test_a_description_without_an_address_has_no_dead_links() -> None:
+    """As long as the repository has none; what links say stays."""
+    assert "[project.urls]\n" not in (ROOT / "pyproject.toml").read_text()
+    told = run(sys.executable, "setup.py", "-q", "--long-description", cwd=ROOT)
+    assert "* Quickstart, then three things to get right\n" in told
+    assert not re.findall(r"\]\([^)\s]+\)", told)
+
+
 def test_wheels_are_built_for_all_supported_versions() -> None:
     pytest.importorskip("cibuildwheel")
     command = (TOOLS / "cibuildwheel", "--platform", "linux", "--archs", "x86_64")
@@ -158,8 +187,7 @@ def test_wheels_are_built_for_all_supported_versions() -> None:
 def test_install_without_a_compiler(
     source: Path, empty: Path, tmp_path: Path, quick: dict[str, str], how: str
 ) -> None:
-    needs = ("setuptools", "pybind11", "numpy")
-    pip(empty, "install", "-c", ROOT / "constraints.txt", *needs, cwd=tmp_path)
+    lend(empty, "setuptools", "pybind11", "numpy")
     what = ("-e", source) if how == "editable" else (source,)
     options = ("--no-build-isolation", "--no-deps", "-v")
     told = pip(empty, "install", *options, *what, cwd=tmp_path, **NO_COMPILER)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -76,6 +77,8 @@ def test_every_rank_records_its_run(tmp_path: Path) -> None:
         assert (data["format"], data["rank"], data["size"]) == ("wfbp-run/1", rank, 3)
         assert data["report"]["phase"] == "installed"
         assert data["report"]["steps"] == 40
+        assert data["about"]["model"] == ""  # these are arrays
+        assert data["about"]["command"].split()[0] == sys.orig_argv[0]
         plan = Plan.from_json(data["plan"])
         assert plan.digest == data["report"]["plan_digest"]
         trace, costs = Trace.from_json(data["trace"]), Costs.from_json(data["costs"])
@@ -113,8 +116,13 @@ def test_recording_never_ends_training(
 
     monkeypatch.setattr("wfbp.runtime.engine.recorder.os.replace", full)
     with caplog.at_level(logging.WARNING, "wfbp"):
-        train(2, 3, tmp_path)
-    assert "the run could not be recorded: [Errno 28] No space left on device" in caplog.text
+        train(2, 40, tmp_path)  # written, or not, more than once
+    told = [text for text in caplog.messages if "could not be recorded" in text]
+    assert sorted(told) == [
+        f"rank {rank}: the run could not be recorded: [Errno 28] No space left on device"
+        for rank in range(2)
+    ]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_directory_comes_from_the_environment() -> None:

@@ -63,6 +63,8 @@ def planted(text: str, mutation: Mutation) -> str:
 
 def main() -> int:
     words = sys.argv[1:]
+    if unknown := [word for word in words if word not in (*ALL, "--list")]:
+        raise SystemExit(f"unknown: {', '.join(unknown)}\n{__doc__}")
     parts = [word for word in words if word in ALL] or list(ALL)
     mutations = [mutation for part in parts for mutation in ALL[part]]
     for mutation in mutations:

@@ -185,10 +185,16 @@ RUNTIME = [
         unit("runtime/test_profile"),
     ),
     Mutation(
-        "runtime/row_collectives.py",
-        "start = sum(counts[: runtime.rank])",
-        "start = sum(counts[: runtime.rank + 1])",
-        unit("runtime/test_row_collectives", "runtime/test_operations"),
+        "runtime/collectives/named_lane.py",
+        "start = sum(numels[: self._data.rank])",
+        "start = sum(numels[: self._data.rank + 1])",
+        unit("runtime/test_named_operations"),
+    ),
+    Mutation(
+        "runtime/collectives/coordinator.py",
+        "len(self._waiting | self._joined) == self._size",
+        "len(self._waiting) == self._size",
+        unit("runtime/test_named_operations"),
     ),
     Mutation(
         "runtime/transport/buffers.py",
@@ -212,7 +218,7 @@ RUNTIME = [
         "runtime/progress/plan_executor.py",
         "if sequencer.reduced:  # this begins",
         "if sequencer.done:  # this begins",
-        unit("runtime/test_executor"),
+        unit("runtime/test_plan_executor"),
     ),
 ]
 
@@ -306,8 +312,8 @@ TORCH = [
     ),
     Mutation(
         "torch/batch_norm.py",
-        "apart = counts * (means - mean_of_all).square()",
-        "apart = (means - mean_of_all).square()",
+        "between = counts * (means - mean_of_all).square()",
+        "between = (means - mean_of_all).square()",
         ("tests/parallel/test_torch.py", "-k", "norm and 2-overlap"),
     ),
     Mutation(

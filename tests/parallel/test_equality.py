@@ -14,69 +14,84 @@ from wfbp.core.types import ALL_REDUCE_SCHEDULES as ALL_REDUCE
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(200)]
 
 MAY_ALL_REDUCE = (*ALL_REDUCE, "auto", "hybrid")
+DECOUPLED = [schedule for schedule in equality.SCHEDULES if schedule not in ALL_REDUCE]
+"""Those that decouple, or may."""
+OPTIMIZERS = equality.OPTIMIZERS
 TOLERANCE = {"float32": 1e-5, "float64": 1e-13}
 
 
-def records(ranks: int, mpi: str, schedules: str) -> list[Any]:
-    found = outcome("torch/equality", ranks, schedules, mpi=mpi, timeout=180)
+EITHER = ("momentum", "adamw", equality.DOUBLE)
+RUNS = {
+    # Alone nothing is planned, and nothing sent: one of each kind of update.
+    1: [(schedule, "adamw") for schedule in ("auto", "ps_layerwise", "replicated")],
+    # Where whole gradients are reduced, optimizers step as without wfbp: one of each element type.
+    2: [
+        *((schedule, optimizer) for schedule in ALL_REDUCE for optimizer in EITHER[::2]),
+        *((schedule, optimizer) for schedule in DECOUPLED for optimizer in EITHER),
+        *((schedule, "nesterov") for schedule in ("auto", "wfbp", "ps_layerwise")),
+    ],
+    3: [
+        *((schedule, "momentum") for schedule in ALL_REDUCE),
+        *((schedule, optimizer) for schedule in DECOUPLED for optimizer in EITHER[1:]),
+        *(("dear", optimizer) for optimizer in further_optimizers.ALL),
+    ],
+    # Planners do not know the number of ranks. What four ranks could do otherwise than two or
+    # three is to cut and to send: whole groups, single tensors, and both in one plan.
+    4: [
+        (schedule, optimizer)
+        for schedule in ("auto", "wfbp", "hybrid", "ps_layerwise", "replicated")
+        for optimizer in ("momentum", equality.DOUBLE)
+    ],
+}
+"""Schedules and optimizers that are compared, by number of ranks."""
+UNDER_OPEN_MPI = [("auto", "adamw"), ("wfbp", "adamw")]
+
+
+def records(ranks: int, mpi: str = "mpich") -> list[Any]:
+    runs = RUNS[ranks] if mpi == "mpich" else UNDER_OPEN_MPI
+    found = outcome("torch/equality", ranks, *map("/".join, runs), mpi=mpi, timeout=180)
     assert found.run.rc == 0, found.run
     assert None not in found.ranks, found.run
     return found.ranks
 
 
-def check(ranks: int, mpi: str, schedules: str, schedule: str, optimizer: str) -> None:
-    for rank, rows in enumerate(records(ranks, mpi, schedules)):
-        mine = [r for r in rows if (r["schedule"], r["optimizer"]) == (schedule, optimizer)]
-        assert len(mine) == len(equality.DTYPES[optimizer])
-        for row in mine:
-            assert row["after_twenty"] <= TOLERANCE[row["dtype"]], (rank, row)
-            assert row["at_the_end"] <= TOLERANCE[row["dtype"]], (rank, row)
-            assert row["ranks_equal"], (rank, row)
-            assert row["moved"] > 0.01, (rank, row)
-            assert not row["unused_has_gradient"], (rank, row)
-            assert not row["unused_moved"], (rank, row)
-            assert not row["frozen_moved"], (rank, row)
-            if ranks > 1:
-                phases = [p for p in ("profile", "trial", "installed") if p in row["phases"]]
-                if schedule not in MAY_ALL_REDUCE:
-                    assert row["decoupled"], (rank, row)
-                tried = schedule in ("auto", "dear")
-                wanted = ["profile", "trial", "installed"]
-                assert phases == (wanted if tried else ["profile", "installed"]), row
+def check(schedule: str, optimizer: str, ranks: list[Any]) -> None:
+    for rank, rows in enumerate(ranks):
+        (row,) = [r for r in rows if (r["schedule"], r["optimizer"]) == (schedule, optimizer)]
+        assert row["after_twenty"] <= TOLERANCE[row["dtype"]], (rank, row)
+        assert row["at_the_end"] <= TOLERANCE[row["dtype"]], (rank, row)
+        assert row["ranks_equal"], (rank, row)
+        assert row["moved"] > 0.01, (rank, row)
+        assert not row["unused_has_gradient"], (rank, row)
+        assert not row["unused_moved"], (rank, row)
+        assert not row["frozen_moved"], (rank, row)
+        if len(ranks) > 1:
+            phases = [p for p in ("profile", "trial", "installed") if p in row["phases"]]
+            if schedule not in MAY_ALL_REDUCE:
+                assert row["decoupled"], (rank, row)
+            tried = schedule in ("auto", "dear")
+            wanted = ["profile", "trial", "installed"]
+            assert phases == (wanted if tried else ["profile", "installed"]), row
 
 
-SCHEDULES = {
-    # Alone nothing is planned, and nothing sent: one of each kind of update.
-    1: ("auto", "ps_layerwise", "replicated"),
-    2: tuple(equality.SCHEDULES),
-    3: tuple(equality.SCHEDULES),
-    # Planners do not know the number of ranks. What four ranks could do otherwise than two or
-    # three is to cut and to send: whole groups, single tensors, and both in one plan.
-    4: ("auto", "wfbp", "hybrid", "ps_layerwise", "replicated"),
-}
-"""By number of ranks."""
-
-
-@pytest.mark.parametrize("optimizer", equality.OPTIMIZERS)
 @pytest.mark.parametrize(
-    ("ranks", "schedule"), [(ranks, name) for ranks, names in SCHEDULES.items() for name in names]
+    ("ranks", "schedule", "optimizer"),
+    [(ranks, *run) for ranks, runs in RUNS.items() for run in runs if run[1] in OPTIMIZERS],
 )
 def test_equals_one_process(ranks: int, schedule: str, optimizer: str) -> None:
-    check(ranks, "mpich", ",".join(SCHEDULES[ranks]), schedule, optimizer)
+    check(schedule, optimizer, records(ranks))
 
 
-@pytest.mark.parametrize("schedule", ["auto", "wfbp"])
-def test_equals_one_process_under_open_mpi(schedule: str) -> None:
-    check(2, "openmpi", "auto,wfbp", schedule, "adamw")
+@pytest.mark.parametrize(("schedule", "optimizer"), UNDER_OPEN_MPI)
+def test_equals_one_process_under_open_mpi(schedule: str, optimizer: str) -> None:
+    check(schedule, optimizer, records(2, "openmpi"))
 
 
+@pytest.mark.parametrize("ranks", [3])
 @pytest.mark.parametrize("optimizer", further_optimizers.ALL)
-def test_further_optimizers_equal_one_process(optimizer: str) -> None:
+def test_further_optimizers_equal_one_process(optimizer: str, ranks: int) -> None:
     """Under a schedule that decouples every tensor; what can be shared out is."""
-    names = ",".join(further_optimizers.ALL)
-    found = outcome("torch/equality", 3, "dear", names, timeout=180)
-    assert found.run.rc == 0, found.run
-    for rank, rows in enumerate(found.ranks):
+    for rank, rows in enumerate(records(ranks)):
         (row,) = [r for r in rows if r["optimizer"] == optimizer]
         assert row["after_twenty"] <= TOLERANCE["float64"], (rank, row)
         assert row["at_the_end"] <= TOLERANCE["float64"], (rank, row)
@@ -99,8 +114,9 @@ def test_every_optimizer_of_pytorch_is_compared() -> None:
     assert found - compared - further_optimizers.COUPLED == {"Optimizer"}
 
 
-def test_the_small_threshold_makes_several_groups() -> None:
-    rows = records(2, "mpich", ",".join(equality.SCHEDULES))[0]
+@pytest.mark.parametrize("ranks", [2])
+def test_the_small_threshold_makes_several_groups(ranks: int) -> None:
+    rows = records(ranks)[0]
     groups = {r["schedule"]: r["num_groups"] for r in rows if r["dtype"] == "float32"}
     assert groups["single"] == 1
     assert groups["single"] < groups["threshold"] < groups["wfbp"]

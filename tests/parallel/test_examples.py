@@ -17,11 +17,8 @@ pytest.importorskip("sklearn")
 
 pytestmark = [pytest.mark.parallel, pytest.mark.slow, pytest.mark.timeout(260)]
 
-SCHEDULES = {
-    2: ("auto", "oasr", "mgwfbp", "wfbp", "single", "threshold"),
-    4: ("auto", "hybrid"),
-}
-"""By number of ranks."""
+SCHEDULES = {2: ("auto", "wfbp", "threshold"), 4: ("hybrid",)}
+"""By number of ranks; test_equality.py has all."""
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TOLERANCE = 0.006
 """Two of the 360 test images: what torch_digits.py states."""
@@ -56,11 +53,11 @@ def accuracies(output: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "schedule"), [(ranks, name) for ranks, names in SCHEDULES.items() for name in names]
+    ("size", "schedule"), [(size, name) for size, names in SCHEDULES.items() for name in names]
 )
-def test_digits(ranks: int, schedule: str) -> None:
+def test_digits(size: int, schedule: str) -> None:
     """At four ranks the same global batches are split otherwise."""
-    final = accuracies(told(ranks, digits(schedule)))[-1]
+    final = accuracies(told(size, digits(schedule)))[-1]
     assert final >= 0.97
     for other in SCHEDULES[2]:
         assert abs(final - accuracies(told(2, digits(other)))[-1]) <= TOLERANCE, other

@@ -11,20 +11,26 @@ from tests.parallel.runs import Job
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(300)]
 
-JOBS = [
-    Job("jax/operations", 1, "overlap"),
-    Job("jax/operations", 2, "overlap", "openmpi"),
-    Job("jax/operations", 3, "overlap"),
-]
+JOBS = [Job("jax/operations", 1, "overlap"), Job("jax/operations", 3, "overlap")]
 
-AT_FOUR = (
+SENDING = (
     "values_inside_jit_and_outside",
     "order_is_that_of_the_program",
     "odd_shapes",
     "broadcast_of_a_tree",
     "means_of_metrics",
 )
-"""Checks that also run on four ranks; compiling the others four times takes long."""
+"""Checks of what is sent; compiling takes long where others, such as derivatives, are run."""
+
+FURTHER_JOBS = {
+    Job("jax/operations", 2, "overlap", "openmpi"): (
+        *SENDING,
+        "every_operation_and_element_type",
+        "large_arrays_do_not_lock_up",
+        "disagreement",
+    ),
+    Job("jax/operations", 4, "overlap"): SENDING,
+}
 
 
 @pytest.mark.parametrize("name", check.all)
@@ -33,7 +39,8 @@ def test_operation(job: Job, name: str) -> None:
     job.passes(name)
 
 
-@pytest.mark.parametrize("name", AT_FOUR)
-@pytest.mark.parametrize("job", [Job("jax/operations", 4, "overlap")], ids=str)
-def test_operation_on_four_ranks(job: Job, name: str) -> None:
+@pytest.mark.parametrize(
+    ("job", "name"), [(job, name) for job, names in FURTHER_JOBS.items() for name in names], ids=str
+)
+def test_what_is_sent(job: Job, name: str) -> None:
     job.passes(name)

@@ -17,6 +17,11 @@ DECOUPLED = (
     ("WFBP_PROBE_BUDGET_S", "0.02"),
     ("WFBP_TIMEOUT_S", "20"),
 )
+SOME = {
+    (3, "mpich"): ("again wfbp", "go on independent", "scaler wfbp", "reducer go on", "operations"),
+    (2, "openmpi"): ("go on independent", "operations"),
+}
+"""Checks of jobs that have not all: one for each way to wait, and for each way to go on."""
 PROMPT = (("WFBP_TIMEOUT_S", "100"), ("WFBP_ABORT_GRACE_S", "1"))
 
 
@@ -24,13 +29,12 @@ PROMPT = (("WFBP_TIMEOUT_S", "100"), ("WFBP_ABORT_GRACE_S", "1"))
     ("n", "mpi", "name"),
     [
         *[(2, "mpich", name) for name in signals.CHECKS],
-        *[(3, "mpich", name) for name in signals.CHECKS],
-        *[(2, "openmpi", name) for name in ("go on independent", "operations")],
+        *[(n, mpi, name) for (n, mpi), names in SOME.items() for name in names],
     ],
 )
 def test_handlers_that_raise(n: int, mpi: str, name: str) -> None:
     """On one rank, at any moment of what waits for the others."""
-    names = signals.CHECKS if mpi == "mpich" else ("go on independent", "operations")
+    names = SOME.get((n, mpi), signals.CHECKS)
     found = outcome("signals", n, 20, *names, mpi=mpi, timeout=100, env=DECOUPLED)
     for rank, results in enumerate(found.ranks):
         assert results is not None, found.run

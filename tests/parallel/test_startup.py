@@ -70,6 +70,44 @@ def test_a_rank_that_ends_before_init_is_not_waited_for_for_ever() -> None:
         time.sleep(0.1)
 
 
+WRONG = """
+import wfbp
+wfbp.init({})
+"""
+
+
+@pytest.mark.parametrize(
+    ("mpi", "arguments", "variables", "told"),
+    [
+        (
+            "mpich",
+            "",
+            {"WFBP_TIMEOUT_S": "soon", "WFBP_NVTX": "x"},
+            "ValueError: WFBP_TIMEOUT_S='soon': expected a number; correct or unset it; "
+            "WFBP_NVTX='x': expected 1 or 0; correct or unset it",
+        ),
+        (
+            "openmpi",
+            "comm='world'",
+            {},
+            "TypeError: comm is 'world'; expected an mpi4py communicator, or the numbers of the "
+            "ranks that take part",
+        ),
+    ],
+)
+def test_what_all_ranks_have_wrong_is_printed_once(
+    mpi: str, arguments: str, variables: dict[str, str], told: str
+) -> None:
+    try:
+        run = launcher.mpirun(3, "-c", WRONG.format(arguments), mpi=mpi, timeout=40, env=variables)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    assert run.rc not in (0, None), run
+    lines = [line for line in run.stderr.splitlines() if "wfbp" in line or "Error" in line]
+    assert lines == [f"wfbp: all 3 ranks: {told} (at <string>:3, in <module>)"], run
+    assert "Traceback" not in run.stderr
+
+
 ALONE = """
 import wfbp
 wfbp.init()

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.launcher import mpirun
+from tests.support.trace_events import check
 from wfbp.cli.app import wfbp as command
 from wfbp.runtime.timeline import load, summarize
 
@@ -25,12 +26,16 @@ import wfbp
 wfbp.init()
 names = ("a", "b")
 reducer = wfbp.GradientReducer([(n, np.zeros(500_000, np.float32)) for n in names], schedule="wfbp")
+other = wfbp.GradientReducer([(n, np.zeros(3, np.float32)) for n in "cdefg"], name="other")
 gradients = [np.ones(500_000, np.float32) for _ in names]
 for step in range(45):
     for index in (1, 0):
         time.sleep(0.01)
         reducer.mark_ready(index, gradients[index])
     reducer.wait()
+    for index in range(5):
+        other.mark_ready(index, np.ones(3, np.float32))
+    other.wait()
     if step == 39:
         print(json.dumps({"rank": wfbp.rank(), **reducer.stats()}), flush=True)
 time.sleep(1.5)  # the timeline is written twice a second
@@ -40,6 +45,7 @@ time.sleep(60)
 """
 
 
+RANKS = 3
 STEPS = range(5, 41)
 WINDOW = 20
 """Steps of which statistics are."""
@@ -52,7 +58,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("job") / "timelines"
     steps = f"{STEPS[0]}-{STEPS[-1]}"
     settings = {**SETTINGS, "WFBP_TIMELINE": str(folder), "WFBP_TIMELINE_STEPS": steps}
-    run = mpirun(2, "-c", PROGRAM, env=settings)
+    run = mpirun(RANKS, "-c", PROGRAM, env=settings)
     assert run.rc not in (0, None), run
     return folder, run.stdout
 
@@ -61,7 +67,7 @@ def test_the_timeline_and_the_statistics_agree(job: tuple[Path, str]) -> None:
     """What is exposed, and so what overlaps, is the same in both."""
     folder, printed = job
     lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
-    assert sorted(stats["rank"] for stats in lines) == [0, 1]
+    assert sorted(stats["rank"] for stats in lines) == list(range(RANKS))
     for stats in lines:
         assert stats["iteration"] == STEPS[-1]
         document = load(folder / f"timeline.rank{stats['rank']}.json")
@@ -70,10 +76,12 @@ def test_the_timeline_and_the_statistics_agree(job: tuple[Path, str]) -> None:
         document["traceEvents"] = [
             e for e in events if e["ph"] == "M" or e["args"]["step"] >= first
         ]
-        (row,) = summarize(document)
+        of_other, row = summarize(document)
+        assert (of_other["optimizer"], row["optimizer"]) == ("other", "reducer")
         assert row["exposed_s"] == pytest.approx(stats["exposed_s"], rel=0.05)
         assert row["iteration_s"] == pytest.approx(stats["iteration_s"], rel=0.05)
-        waits_s = [e["dur"] * 1e-6 for e in events if e["name"] == "wait for gradients"][-WINDOW:]
+        waits = [e for e in events if e["name"] == "wait for gradients" and e["tid"] == 1]
+        waits_s = [e["dur"] * 1e-6 for e in waits][-WINDOW:]
         assert statistics.median(waits_s) == pytest.approx(stats["exposed_s"], rel=0.05)
         overlap = 1 - row["exposed_s"] / row["iteration_s"]
         assert overlap == pytest.approx(1 - stats["exposed_s"] / stats["iteration_s"], rel=0.05)
@@ -81,17 +89,20 @@ def test_the_timeline_and_the_statistics_agree(job: tuple[Path, str]) -> None:
 
 def test_every_rank_leaves_its_file(job: tuple[Path, str]) -> None:
     folder, _ = job
-    for rank in range(2):
+    for rank in range(RANKS):
         events = load(folder / f"timeline.rank{rank}.json")["traceEvents"]
-        json.loads((folder / f"timeline.rank{rank}.json").read_text())
+        check(json.loads((folder / f"timeline.rank{rank}.json").read_text()))
         steps = {e["args"]["step"] for e in events if "step" in e.get("args", {})}
         assert steps == set(STEPS)
     told = CliRunner().invoke(command, ["timeline", str(folder), "--json"])
     assert told.exit_code == 0, told.output
     rows = json.loads(told.output)["ranks"]
-    assert [(row["rank"], row["steps"]) for row in rows] == [(0, len(STEPS)), (1, len(STEPS))]
-    merged = load(folder / "timeline.json")["traceEvents"]
-    assert {e["pid"] for e in merged} == {0, 1}
+    assert [(row["rank"], row["optimizer"], row["steps"]) for row in rows] == [
+        (rank, name, len(STEPS)) for rank in range(RANKS) for name in ("other", "reducer")
+    ]
+    merged = load(folder / "timeline.json")
+    check(merged)
+    assert {e["pid"] for e in merged["traceEvents"]} == set(range(RANKS))
     table = CliRunner().invoke(command, ["timeline", str(folder)])
     assert table.exit_code == 0
     assert "exposed" in table.output

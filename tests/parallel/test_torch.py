@@ -1,41 +1,65 @@
-"""What PyTorch programs do, on two and three ranks, with and without changing plans."""
+"""What PyTorch programs do, while plans stay, while they change, and where they decouple.
+
+Every check runs on two ranks and on three: on two where gradients are reduced whole, by messages
+that leave during backward, and where plans change at every step or two; on three by a plan that
+decouples every tensor, or every other one.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.parallel.programs.torch import adasum, rebuilding, training_in_sets, uneven_data
-from tests.parallel.programs.torch.adapter import check
+from tests.parallel.programs.torch import (
+    adapter,
+    adasum,
+    batch_norm,
+    rebuilding,
+    training_in_sets,
+    uneven_data,
+)
 from tests.parallel.runs import Job
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(300)]
 
-JOBS = [
-    pytest.param(Job("torch/program", 2, "overlap"), marks=pytest.mark.quick),
-    Job("torch/program", 3, "changing"),
-    Job("torch/program", 2, "mixed"),
-    Job("torch/program", 3, "ps_layerwise"),
-]
+OVERLAP = Job("torch/program", 2, "overlap")
+CHANGING = Job("torch/program", 2, "changing")
+PS_LAYERWISE = Job("torch/program", 3, "ps_layerwise")
+MIXED = Job("torch/program", 3, "mixed")
+
+OF_NO_PLAN = (*batch_norm.check.all, "compiled_model")
+"""Checks to which it is the same whether plans change; compiling takes long."""
 
 ALONE = ("bad_arguments", "scheduler_made_before_wrapping", "clipping", "scaler_naive", "lbfgs")
 """Checks that also run on one rank."""
 
 
-@pytest.mark.parametrize("name", check.all)
-@pytest.mark.parametrize("job", JOBS, ids=str)
+@pytest.mark.parametrize("name", adapter.check.all)
+@pytest.mark.parametrize("job", [pytest.param(OVERLAP, marks=pytest.mark.quick)], ids=str)
 def test_program(job: Job, name: str) -> None:
     job.passes(name)
 
 
-@pytest.mark.parametrize("name", rebuilding.check.all)
-@pytest.mark.parametrize("job", [Job("torch/program", 3, "ps_layerwise")], ids=str)
-def test_rebuilding(job: Job, name: str) -> None:
+@pytest.mark.parametrize("name", [n for n in adapter.check.all if n not in OF_NO_PLAN])
+@pytest.mark.parametrize("job", [CHANGING], ids=str)
+def test_program_while_plans_change(job: Job, name: str) -> None:
+    job.passes(name)
+
+
+@pytest.mark.parametrize("name", [*adapter.waiting.all, *rebuilding.check.all])
+@pytest.mark.parametrize("job", [PS_LAYERWISE], ids=str)
+def test_program_whose_parameters_are_waited_for(job: Job, name: str) -> None:
+    job.passes(name)
+
+
+@pytest.mark.parametrize("name", adapter.mixing.all)
+@pytest.mark.parametrize("job", [MIXED], ids=str)
+def test_program_of_shards_and_whole_gradients(job: Job, name: str) -> None:
     job.passes(name)
 
 
 SETS = [
     Job("torch/program", 2, "overlap", "openmpi"),
-    Job("torch/program", 3, "changing"),
+    PS_LAYERWISE,
     Job("torch/program", 4, "overlap"),
 ]
 

@@ -6,8 +6,10 @@ Each line marked ``type: ignore`` is a mistake; mypy tells of marks on lines wit
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 import wfbp
@@ -79,6 +81,26 @@ def reduce(tensor: torch.Tensor) -> torch.Tensor:
     return mean + both[0] + rows + wait().to_dense() + total + received.sum() + done
 
 
+def reduce_arrays(array: npt.NDArray[np.float32], tensor: torch.Tensor) -> float:
+    """At the top level results are of the argument's kind."""
+    mean = wfbp.allreduce(array)
+    handle = wfbp.allreduce_async(tensor, name="a")
+    rows, received = wfbp.alltoall(array, splits=[len(array)])
+    group = wfbp.grouped_allreduce_async([array, array], name="b")
+    both = wfbp.synchronize(group)
+    if TYPE_CHECKING:
+        assert_type(mean, npt.NDArray[Any])
+        assert_type(wfbp.synchronize(handle), torch.Tensor)
+        assert_type(group, hvd.Handle[list[npt.NDArray[Any]]])
+        assert_type(wfbp.broadcast(tensor, 0), torch.Tensor)
+        assert_type(wfbp.broadcast([1.0, 2.0], 0), npt.NDArray[Any])
+        assert_type(wfbp.allgather(tensor), torch.Tensor)
+        mean.shap  # type: ignore[attr-defined]  # noqa: B018
+        wfbp.allreduce("text", op="sum")  # type: ignore[call-overload]
+        wfbp.reducescatter(object())  # type: ignore[type-var]
+    return float(mean.sum() + rows.sum() + received.sum() + both[0].sum())
+
+
 @hvd.elastic.run
 def run(state: hvd.elastic.TorchState, most: int) -> int:
     """What a state was made with are its attributes."""
@@ -97,5 +119,6 @@ def main() -> None:
     train(model, torch.optim.SGD(model.parameters(), lr=0.1))
     rebind(model)
     reduce(torch.ones(3))
+    reduce_arrays(np.ones(3, np.float32), torch.ones(3))
     run(hvd.elastic.TorchState(model, epoch=0), 2)
     hvd.shutdown()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from wfbp.config import Config, unknown_variables
+from wfbp.config import Config, read_environment, unknown_variables
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:
@@ -59,6 +59,17 @@ def test_other_variables_are_not_read() -> None:
 def test_what_cannot_be_read_names_the_variable(variable: str, text: str, told: str) -> None:
     with pytest.raises(ValueError, match=f"{variable}='{text}'.*{told}"):
         Config.from_environment({variable: text})
+
+
+def test_all_that_cannot_be_read_is_told_with_the_remedy() -> None:
+    variables = {"WFBP_TIMEOUT_S": "soon", "WFBP_NVTX": "x", "WFBP_TRIAL_STEPS": "7"}
+    config, unreadable = read_environment(variables)
+    assert config == Config(trial_steps=7)
+    assert unreadable == (
+        "WFBP_TIMEOUT_S='soon': expected a number; correct or unset it; "
+        "WFBP_NVTX='x': expected 1 or 0; correct or unset it"
+    )
+    assert read_environment({}) == (Config(), "")
 
 
 @pytest.mark.parametrize(

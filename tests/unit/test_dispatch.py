@@ -85,6 +85,38 @@ def test_a_result_is_of_the_kind_of_its_argument(value: Any) -> None:
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("make", [torch.ones, np.ones])
+def test_every_operation_takes_tensors_and_arrays(make: Any) -> None:
+    value, kind = make(4), type(make(4))
+    results: list[Any] = [
+        wfbp.allreduce(value, "a", wfbp.Sum, prescale_factor=2.0, postscale_factor=0.5),
+        wfbp.allreduce_(value),
+        wfbp.synchronize(wfbp.allreduce_async(value, name="b")),
+        wfbp.synchronize(wfbp.allreduce_async_(value)),
+        *wfbp.grouped_allreduce([value, value]),
+        *wfbp.grouped_allreduce_([value]),
+        *wfbp.synchronize(wfbp.grouped_allreduce_async([value, value])),
+        *wfbp.synchronize(wfbp.grouped_allreduce_async_([value])),
+        wfbp.broadcast_(value, 0),
+        wfbp.synchronize(wfbp.broadcast_async(value, 0)),
+        wfbp.synchronize(wfbp.broadcast_async_(value, 0)),
+        wfbp.synchronize(wfbp.allgather_async(value)),
+        *wfbp.grouped_allgather([value]),
+        *wfbp.synchronize(wfbp.grouped_allgather_async([value])),
+        wfbp.alltoall(value),
+        wfbp.alltoall(value, [4])[0],
+        wfbp.synchronize(wfbp.alltoall_async(value)),
+        wfbp.reducescatter(value, op=wfbp.Max),
+        wfbp.synchronize(wfbp.reducescatter_async(value)),
+        *wfbp.grouped_reducescatter([value]),
+        *wfbp.synchronize(wfbp.grouped_reducescatter_async([value])),
+    ]
+    for found in results:
+        assert type(found) is kind
+        assert found.tolist() == [1.0] * 4
+
+
+@pytest.mark.usefixtures("alone")
 def test_optimizers() -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
 
@@ -119,6 +151,12 @@ def test_jax_is_recognised() -> None:
     ):
         assert isinstance(found, jax.Array)
         assert found.tolist() == [1.0] * 3
+    assert wfbp.reducescatter(jnp.ones(3), op=wfbp.Sum).tolist() == [1.0] * 3
+    assert wfbp.alltoall(jnp.ones(3)).tolist() == [1.0] * 3
+    with pytest.raises(TypeError, match=r"allreduce_async\(\) takes no arrays of JAX"):
+        wfbp.allreduce_async(jnp.ones(3))
+    with pytest.raises(TypeError, match=r"wfbp\.jax\.allreduce\(\) has no prescale_factor"):
+        wfbp.allreduce(jnp.ones(3), prescale_factor=2.0)
     assert wfbp.broadcast_parameters({"w": np.ones(3)}) is None
     assert wfbp.broadcast_parameters({"w": torch.ones(3)}) is None
     for plain in (optax.sgd(0.5), optax.chain(optax.clip(1.0), optax.adam(0.1)), optax.identity()):

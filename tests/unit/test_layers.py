@@ -22,7 +22,7 @@ BELOW: dict[str, set[str]] = {
     "launcher": {"errors"},
     "comm": {"config", "core", "errors", "native"},
     "cuda": {"comm", "config", "core", "errors"},
-    "runtime": {"comm", "config", "core", "errors", "native"},
+    "runtime": {"comm", "config", "core", "deprecation", "errors", "native"},
     "monitoring": {"runtime"},
 }
 """What each part may import besides itself."""
@@ -162,8 +162,8 @@ RUNTIME = (
     "transport",
     "progress",
     "runtime",
+    "uncaught",
     "consistency",
-    "row_collectives",
     "collectives",
     "process",
     "engine",
@@ -171,7 +171,7 @@ RUNTIME = (
 )
 """The parts of ``wfbp.runtime``, lowest first: each may import those before it, and itself."""
 
-CALLED_BY_PROGRAMS = ("api", "objects", "process_sets", "queries")
+CALLED_BY_PROGRAMS = ("api", "calls", "objects", "process_sets", "queries")
 """Modules of ``wfbp.runtime.collectives`` that count as ``api``."""
 
 

@@ -29,11 +29,7 @@ class Timing:
 
 
 def run(sizes: Sequence[int], rounds: int) -> list[Timing]:
-    """Time float32 all-reduces; collective.
-
-    Raises:
-        RuntimeError: a result is wrong.
-    """
+    """Time float32 all-reduces; collective. Raises ``RuntimeError`` if a result is wrong."""
     world = MPI.COMM_WORLD.Dup()
     backend = MpiBackend()
     waiter = Waiter.watching(backend)
@@ -54,12 +50,12 @@ def run(sizes: Sequence[int], rounds: int) -> list[Timing]:
             if not (data == world.size * (world.size + 1) / 2).all():
                 raise RuntimeError(f"an all-reduce of {nbytes} bytes has a wrong sum")
         repeats = max(1, min(MOST_REPEATS, BUDGET_BYTES // nbytes // 8))
-        found: dict[Callable[[], None], list[float]] = {way: [] for way in ways}
+        times_s: dict[Callable[[], None], list[float]] = {way: [] for way in ways}
         for number in range(rounds):
             for way in ways if number % 2 else ways[::-1]:
                 data.fill(0)
-                found[way].append(_seconds(world, way, repeats))
-        medians = [statistics.median(found[way]) for way in ways]
+                times_s[way].append(_seconds(world, way, repeats))
+        medians = [statistics.median(times_s[way]) for way in ways]
         timings.append(Timing(nbytes, *medians))
     backend.close()
     world.Free()

@@ -11,8 +11,8 @@ from typing import Any
 from mpi4py import MPI
 
 
-def guarded(act: Callable[[], Any]) -> Any:
-    """What it returns, on rank 0 alone; where one rank fails, all end."""
+def run_or_abort(act: Callable[[], Any]) -> Any:
+    """Call a function and return its result, on rank 0 alone; if one rank fails, all end."""
     try:
         result = act()
     except Exception as error:

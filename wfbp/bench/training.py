@@ -72,11 +72,7 @@ def _random(seed: int, *shape: int) -> torch.Tensor:
 
 
 def model_named(text: str) -> Make:
-    """A model of :data:`MODELS`, or of a program: ``module:function``.
-
-    Raises:
-        ValueError: neither.
-    """
+    """A model of :data:`MODELS`, or of a program, ``module:function``; else ``ValueError``."""
     if text in MODELS:
         return MODELS[text]
     module, _, name = text.partition(":")
@@ -187,11 +183,7 @@ REFERENCE = "mpi-flat"
 
 
 def maker(name: str) -> Callable[[str, nn.Module, torch.optim.SGD], Contestant]:
-    """Who makes a contestant of this name.
-
-    Raises:
-        ValueError: nobody.
-    """
+    """The function that makes a contestant of this name; ``ValueError`` without one."""
     made = ours if name.startswith("wfbp-") else CONTESTANTS.get(name)
     if made is None:
         raise ValueError(f"contestant {name!r}: expected {', '.join(CONTESTANTS)}, wfbp-SCHEDULE")
@@ -201,20 +193,10 @@ def maker(name: str) -> Callable[[str, nn.Module, torch.optim.SGD], Contestant]:
 def run(
     make: Make, names: Sequence[str], rounds: int, device: str, say: Callable[[str], None]
 ) -> list[Contestant]:
-    """Compare contestants; collective.
+    """Compare contestants by blocks in turns, ``rounds`` of each; collective.
 
-    Args:
-        make: of the model.
-        names: of contestants.
-        rounds: blocks per contestant.
-        device: of the model, as ``cpu`` or ``cuda``.
-        say: shows progress.
-
-    Returns:
-        The contestants, with the seconds per iteration of their blocks.
-
-    Raises:
-        RuntimeError: one of them trains something else, or finds no plan.
+    Returns the contestants, with the seconds per iteration of their blocks. Raises ``RuntimeError``
+    if one of them trains something else, or finds no plan.
     """
     world = MPI.COMM_WORLD
     wfbp.torch.init()

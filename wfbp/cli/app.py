@@ -15,6 +15,7 @@ from importlib import import_module
 import click
 
 from wfbp.errors import WfbpError
+from wfbp.launcher.rank import RANK, number
 
 COMMANDS = (
     "run",
@@ -27,6 +28,8 @@ COMMANDS = (
     "timeline",
     "bench",
 )
+_ON_RANKS = ("wfbp probe", "wfbp bench")
+"""Commands that mpirun starts on every rank."""
 BAD_INPUT = 2
 FAILURE = 1
 INTERRUPTED = 130
@@ -60,20 +63,18 @@ class _Commands(click.Group):
 )
 @click.version_option(package_name="wfbp", message="wfbp %(version)s")
 def wfbp() -> None:
-    """Plan, simulate and measure data-parallel training."""
+    """Start, plan, simulate and measure data-parallel training.
+
+    On a new machine begin with wfbp doctor.
+    """
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and leave the process with its exit code.
+    """Run a command and leave the process with its exit code; ``arguments`` are the process's by
+    default.
 
-    0 is success, 1 a machine or an installation that cannot do it, 2 bad input or usage. What went
-    wrong is one line on stderr: these are a user's mistakes, and a traceback would bury them.
-
-    Args:
-        arguments: of the command line; those of this process by default.
-
-    Raises:
-        SystemExit: always.
+    0 is success, 1 a machine or an installation that cannot do it, 2 bad input or usage. An error
+    is one line on stderr: these are a user's mistakes, and a traceback would bury them.
     """
     try:
         code = wfbp.main(arguments, prog_name="wfbp", standalone_mode=False)
@@ -104,5 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _leave(message: str, code: int, context: click.Context | None = None) -> None:
     """End with one line on stderr, whatever the message holds."""
     where = context.command_path if context else "wfbp"
+    if where.startswith(_ON_RANKS) and number(RANK, os.environ):
+        sys.exit(
+            code
+        )  # every rank has the same command line, and rank 0 says what is wrong with it
     click.echo(f"{where}: error: {' '.join(message.split())}", err=True)
     sys.exit(code)

@@ -41,11 +41,14 @@ def training(model: str, contestants: str, rounds: int, device: str, as_json: bo
     from wfbp.bench import training as benchmark
 
     names = [name for name in contestants.split(",") if name]
-    make = benchmark.model_named(model)
-    for name in names:
-        benchmark.maker(name)
+    try:
+        make = benchmark.model_named(model)
+        for name in names:
+            benchmark.maker(name)
+    except ValueError as error:
+        raise click.UsageError(str(error), click.get_current_context()) from None
     _need_ranks()
-    results = ranks.guarded(lambda: benchmark.run(make, names, rounds, device, ranks.say))
+    results = ranks.run_or_abort(lambda: benchmark.run(make, names, rounds, device, ranks.say))
     if results is None:
         return
     figures = {c.name: benchmark.quartiles(c.seconds) for c in results}
@@ -69,7 +72,7 @@ def training(model: str, contestants: str, rounds: int, device: str, as_json: bo
     _show(document, f"Iterations of {model}", columns, rows, as_json)
 
 
-@command.command("comm")
+@command.command("comm", short_help="Time all-reduces by size, beside the MPI library's own.")
 @click.option("--max-bytes", type=click.IntRange(4096), default=64 << 20, show_default=True)
 @click.option("--rounds", type=click.IntRange(1, 1000), default=20, show_default=True)
 @json_option
@@ -80,7 +83,7 @@ def comm(max_bytes: int, rounds: int, as_json: bool) -> None:
 
     _need_ranks()
     sizes = [nbytes for nbytes in SIZES if nbytes <= max_bytes]
-    timings = ranks.guarded(lambda: benchmark.run(sizes, rounds))
+    timings = ranks.run_or_abort(lambda: benchmark.run(sizes, rounds))
     if timings is None:
         return
     rows = [

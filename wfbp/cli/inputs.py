@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from wfbp.core.checks import read_json
 from wfbp.core.cost import Costs
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation
@@ -72,11 +72,8 @@ LARGEST_S = 1e290
 class Model:
     """What a command plans with.
 
-    Args:
-        trace: of the model.
-        costs: of the network.
-        measured_on: the number of ranks among which the costs were measured, where that is known.
-        run: where both come from, if they were recorded.
+    ``measured_on`` is the number of ranks among which the costs were measured, where it is known;
+    ``run`` is the recorded run from which both come, if any.
     """
 
     trace: Trace
@@ -125,26 +122,20 @@ def load(trace: str, cost: str | None, factor: float = 1.0, optimizer: str | Non
 
 
 def _costs(name: str) -> tuple[Costs, int | None]:
-    """The costs of a file or an example, and among how many ranks they were measured, if it tells.
+    """The costs of a file or an example, and the number of ranks among which they were measured."""
+    return read_json(_file(name, EXAMPLE_COSTS), _costs_and_ranks)
 
-    Raises:
-        ValueError: it is wrong.
-        OSError: it cannot be read.
-    """
-    path = _file(name, EXAMPLE_COSTS)
-    costs = Costs.load(path)
-    num_ranks = json.loads(path.read_bytes()).get("num_ranks")
+
+def _costs_and_ranks(document: Any) -> tuple[Costs, int | None]:
+    costs = Costs.from_json(document)
+    num_ranks = document.get("num_ranks")
     if num_ranks is not None and (type(num_ranks) is not int or num_ranks < 2):
-        raise ValueError(f"{path}: num_ranks: expected a whole number from 2, found {num_ranks!r}")
+        raise ValueError(f"num_ranks: expected a whole number from 2, found {num_ranks!r}")
     return costs, num_ranks
 
 
 def _file(name: str, examples: Path) -> Path:
-    """A file of the user's, or else the example of that name.
-
-    Raises:
-        ValueError: neither is there.
-    """
+    """The user's file, or else the example of that name; ``ValueError`` without either."""
     if Path(name).exists():
         return Path(name)
     known = {path.stem: path for path in examples.glob("*.json")}
@@ -175,21 +166,15 @@ def _recorded(folder: str, optimizer: str | None) -> tuple[Run, Trace, Costs]:
             f"{folder}: the run ended after {first.steps} steps, in its {first.phase} phase, "
             "before model and network were measured; train for more steps"
         )
-    return runs[name], first.trace, first.costs
+    trace = replace(first.trace, model=first.about.model or first.trace.model)
+    return runs[name], trace, first.costs
 
 
 def check_sums(trace: str, cost: str, model: Trace, costs: Costs, factor: float = 1.0) -> None:
-    """Refuse figures each of which is a number while their sums would not be.
+    """Raise ``ValueError`` if sums of these numbers, scaled by ``factor``, may leave the range of
+    numbers.
 
-    Args:
-        trace: where the trace comes from, for the message.
-        cost: where the costs come from, for the message.
-        model: the trace.
-        costs: the costs.
-        factor: how many times the costs may be scaled up later.
-
-    Raises:
-        ValueError: sums may leave the range of numbers.
+    ``trace`` and ``cost`` are the files' names, for the message.
     """
     nbytes = float(sum(model.backward_bytes))
     slowest_s = max(costs.of(operation)(nbytes) for operation in Operation)
@@ -209,5 +194,5 @@ def best(iterations_s: Sequence[float], num_groups: Sequence[int]) -> int:
     2
     """
     limit_s = min(iterations_s) * (1 + 1e-9)
-    found = [index for index, seconds in enumerate(iterations_s) if seconds <= limit_s]
-    return min(found, key=lambda index: num_groups[index])
+    fast_enough = [index for index, seconds in enumerate(iterations_s) if seconds <= limit_s]
+    return min(fast_enough, key=lambda index: num_groups[index])

@@ -15,13 +15,7 @@ from wfbp.cli.figures import Figure
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A figure with its heading.
-
-    Args:
-        heading: text.
-        explanation: what is seen, one or two sentences of text.
-        figure: what is drawn.
-    """
+    """A figure with its heading, and one or two sentences that explain it."""
 
     heading: str
     explanation: str
@@ -34,7 +28,7 @@ class Chapter:
 
     Args:
         heading: text; none if empty.
-        verdict: what matters most, in one sentence of text; none if empty.
+        verdict: the main result, in one sentence of text; none if empty.
         facts: pairs of name and value, as text.
         notes: what the reader must know, as text.
         sections: in order.
@@ -53,16 +47,7 @@ def library() -> str:
 
 
 def write_page(path: str, title: str, chapters: Sequence[Chapter]) -> None:
-    """Write a page.
-
-    Args:
-        path: of the HTML file; replaced if it exists.
-        title: of the page, as text.
-        chapters: in order.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write an HTML page, replacing the file."""
     Path(path).write_text(page(title, chapters), encoding="utf-8")
 
 
@@ -80,13 +65,18 @@ def page(title: str, chapters: Sequence[Chapter]) -> str:
     )
 
 
+_LONG = 60
+"""A fact of more letters has a row of its own."""
+
+
 def _chapter(chapter: Chapter, figures: dict[str, Figure]) -> str:
     parts = [f"<h2>{html.escape(chapter.heading)}</h2>"] if chapter.heading else []
     if chapter.verdict:
         parts.append(f'<p class="verdict">{html.escape(chapter.verdict)}</p>')
     if chapter.facts:
         cells = (
-            f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>"
+            f"<div{' class=wide' if len(value) > _LONG else ''}>"
+            f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>"
             for name, value in chapter.facts
         )
         parts.append(f"<dl>{''.join(cells)}</dl>")

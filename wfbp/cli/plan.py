@@ -15,7 +15,7 @@ from wfbp.core.planners import PLANNERS, plan
 ALL = "all"
 
 
-@click.command("plan")
+@click.command("plan", short_help="Predict one iteration, by one schedule or by all.")
 @model_arguments
 @click.option(
     "--schedule",
@@ -116,13 +116,13 @@ def _measured(source: Model) -> list[str]:
     if source.run is None:
         return []
     plans = source.run.ranks[0].plan
-    told = f"the run itself, by {plans.schedule} in {len(plans.groups)} messages"
+    source_of = f"the run itself, by {plans.schedule} in {len(plans.groups)} messages"
     known = [
         f"{milliseconds(seconds)} ms {word}"
         for key, word in (("measured_iteration_s", "measured"), ("exposed_s", "exposed"))
         if (seconds := source.run.slowest(key)) is not None
     ]
-    notes = [f"{told}: {', '.join(known) or 'not yet measured'}"]
+    notes = [f"{source_of}: {', '.join(known) or 'not yet measured'}"]
     if absent := source.run.missing:
         listed = ", ".join(map(str, absent))
         notes.append(f"no file of {len(absent)} of {source.run.size} ranks: {listed}")

@@ -64,7 +64,7 @@ class Curve:
         return self.operation.value.replace("_", "-")
 
 
-@click.command("probe")
+@click.command("probe", short_help="Measure what messages cost among these ranks.")
 @click.option(
     "--max-bytes",
     type=_Bytes(),
@@ -119,15 +119,10 @@ def command(max_bytes: int, seconds: float, output: str, plot: str | None, as_js
 
 
 def measure(backend: Backend, max_bytes: int, seconds: float) -> list[Curve]:
-    """Time the three collectives; collective, with a progress bar on rank 0.
+    """Time the three collectives for about ``seconds`` in all; collective, with a progress bar on
+    rank 0.
 
-    Args:
-        backend: of this rank.
-        max_bytes: the largest message.
-        seconds: to spend, about; on all of them together.
-
-    Returns:
-        One curve per collective; the same on every rank.
+    Returns one curve per collective, the same on every rank.
     """
     from wfbp.comm.probe import measure_cost, probe_sizes
 

@@ -36,7 +36,7 @@ SCALED = ("wfbp", "single", "threshold", "mgwfbp", "oasr", "dear", "ipart", "hyb
 MOST_WORKERS = 2048
 
 
-@click.command("report")
+@click.command("report", short_help="Show a recorded run as one page that works offline.")
 @click.argument("run_dir", metavar="RUN_DIR")
 @click.option("--output", metavar="FILE", help=f"Where the page goes  [default: RUN_DIR/{PAGE}].")
 def command(run_dir: str, output: str | None) -> None:
@@ -90,10 +90,10 @@ def timeline_chapters(document: dict[str, Any]) -> list[Chapter]:
     rows = summarize(document)
     chapters = []
     for optimizer in dict.fromkeys(row["optimizer"] for row in rows):
-        found = step_of_timeline(document, optimizer)
-        if found is None:
+        shown_step = step_of_timeline(document, optimizer)
+        if shown_step is None:
             continue
-        step, figure = found
+        step, figure = shown_step
         facts = [
             (f"{name}, rank {row['rank']}", _ms(row[key], "one step only"))
             for row in rows
@@ -130,11 +130,11 @@ def _gantt_section(figure: dict[str, object]) -> Section:
 def _sections(
     run: Run, predicted: Forecast, every: Sequence[Forecast], trace: Trace, costs: Costs
 ) -> list[Section]:
-    found = []
+    sections = []
     if (figure := gantt(run, predicted)) is not None:
-        found.append(_gantt_section(figure))
+        sections.append(_gantt_section(figure))
     if (figure := predicted_and_measured(run)) is not None:
-        found.append(
+        sections.append(
             Section(
                 "Predicted against measured",
                 "The iteration and its exposed communication under the installed plan: from the "
@@ -143,7 +143,7 @@ def _sections(
             )
         )
     if (figure := message_times(run, predicted)) is not None:
-        found.append(
+        sections.append(
             Section(
                 "Messages, predicted against measured",
                 "How long each group kept the channel: by the cost curve, and the median over the "
@@ -151,7 +151,7 @@ def _sections(
                 figure,
             )
         )
-    found.append(
+    sections.append(
         Section(
             "What a message costs",
             "Measured on this network by the backend that trained, packing included. Plans are "
@@ -162,7 +162,7 @@ def _sections(
     ran = run.ranks[0]
     times = [r.figures["measured_iteration_s"] for r in run.ranks]
     known = [t for t in times if t is not None]
-    found.append(
+    sections.append(
         Section(
             "All schedules on what was measured",
             "Each schedule's prediction for this model on this network; the dashed line is what "
@@ -171,12 +171,12 @@ def _sections(
         )
     )
     if run.size < 2:
-        return found
+        return sections
     sweeps = {
         name: sweep([trace], costs, _worlds(run.size), SCALED, name, measured_on=run.size)
         for name in FLAT
     }
-    found.append(
+    sections.append(
         Section(
             "What if there were more workers",
             f"The same model and batch per worker, on links that cost what those among these "
@@ -185,7 +185,7 @@ def _sections(
             scaling(sweeps),
         )
     )
-    return found
+    return sections
 
 
 def _coincide(algorithm: str, rows: Sequence[SweepRow]) -> str:
@@ -206,15 +206,17 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     about, missing = first.about, f"not yet: {first.phase}"
     hosts = list(dict.fromkeys(rank.about.host for rank in run.ranks if rank.about.host))
     specs = first.plan.tensors
+    counted = f"{sum(s.numel for s in specs):,} parameters in {len(specs)} tensors"
     facts = [
         ("optimizer", run.name),
-        ("model", f"{sum(s.numel for s in specs):,} parameters in {len(specs)} tensors"),
+        ("model", f"{about.model}: {counted}" if about.model else counted),
         ("gradients", size(first.plan.total_bytes)),
         ("ranks", str(run.size)),
         ("hosts", _listed(hosts)),
         ("written", about.written.replace("T", " ").replace("+00:00", " UTC")),
         ("versions", ", ".join(f"{name} {version}" for name, version in about.versions)),
         ("communication by", about.library),
+        ("command", about.command),
         ("phase", first.phase),
         ("steps", f"{first.steps:,}"),
         ("schedule", first.plan.schedule + ("" if first.plan.overlap else ", after backward")),

@@ -170,11 +170,7 @@ def _variables(texts: Sequence[str], environment: dict[str, str]) -> dict[str, s
 
 
 def _check_settings(environment: dict[str, str]) -> None:
-    """See that settings can be read, of which every rank would complain otherwise.
-
-    Raises:
-        click.UsageError: one cannot.
-    """
+    """Raise ``click.UsageError`` if a setting cannot be read, before every rank complains."""
     try:
         Config.from_environment(environment)
     except ValueError as error:
@@ -182,11 +178,7 @@ def _check_settings(environment: dict[str, str]) -> None:
 
 
 def _check_program(program: Sequence[str]) -> None:
-    """See that a script of Python is there, where it is to run here.
-
-    Raises:
-        click.UsageError: it is not.
-    """
+    """Raise ``click.UsageError`` if a Python script that is to run here does not exist."""
     words = list(program)
     if words[0] in ("python", "python3"):
         words = words[1:2]
@@ -207,18 +199,10 @@ def _check_interface(text: str) -> None:
 def _check_hosts(
     hosts: Sequence[Host], granted: Allocation | None, shell: str, wait_s: float
 ) -> None:
-    """See that every other host can be reached, before a launcher waits for one that cannot.
+    """Raise ``BackendError``, naming all of them, if other hosts cannot be reached for ``wait_s``
+    seconds.
 
-    A batch system has its own way to its hosts, and vouches for them.
-
-    Args:
-        hosts: that get ranks.
-        granted: what a batch system granted, if these are of it.
-        shell: the command that reaches a host.
-        wait_s: how long hosts are tried again.
-
-    Raises:
-        BackendError: some cannot; the message names all of them, and why.
+    Hosts that a batch system has granted are not checked: it has its own way to them.
     """
     others = [host.name for host in hosts if not host.is_local]
     if not others or (granted is not None and granted.system != MPI_HOSTFILE):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wfbp.core.checks import number
+from wfbp.core.checks import number, read_json
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.trace import Trace
@@ -62,12 +61,16 @@ class About:
         host: of the rank.
         library: what moved bytes, in words.
         versions: by name.
+        model: class of the model, where it was seen.
+        command: by which the rank was started.
     """
 
     written: str = ""
     host: str = ""
     library: str = ""
     versions: tuple[tuple[str, str], ...] = ()
+    model: str = ""
+    command: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +128,7 @@ class Run:
 def load_runs(directory: str) -> list[Run]:
     """Every engine that the ranks recorded in a directory, by name.
 
-    Args:
-        directory: what ``WFBP_RECORD_DIR`` was set to.
-
-    Raises:
-        ValueError: no such files, or one that is wrong; one line with file and place.
-        OSError: it cannot be read.
+    Raises ``ValueError``, with file and place, if there are no such files or one is wrong.
     """
     folder = Path(directory)
     if not folder.exists():
@@ -172,20 +170,13 @@ def _joined(name: str, rows: Sequence[tuple[Path, int, RankRun]]) -> Run:
 
 
 def _load(path: Path) -> tuple[str, int, RankRun]:
-    try:
-        data = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
-    try:
-        return _document(data)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    return read_json(path, _document)
 
 
 def _document(data: Any) -> tuple[str, int, RankRun]:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise ValueError(f"not a recorded run: expected format {FORMAT!r}, found {found!r}")
+        actual = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise ValueError(f"not a recorded run: expected format {FORMAT!r}, found {actual!r}")
     size = _whole("size", data.get("size"), 1)
     rank = _whole("rank", data.get("rank"), 0)
     if rank >= size:
@@ -218,6 +209,8 @@ def _about(data: dict[str, Any]) -> About:
         str(data.get("host", "")),
         str(data.get("library", "")),
         tuple((name, str(version)) for name, version in versions.items()),
+        str(data.get("model", "")),
+        str(data.get("command", "")),
     )
 
 
@@ -229,13 +222,13 @@ def _iteration(place: str, row: Any, plan: Plan) -> Iteration:
             f"{place}.ready_s: {len(ready)} times for {len(plan.tensors)} tensors of the plan"
         )
     groups = []
-    for i, told in enumerate(_list(f"{place}.groups", row.get("groups"))):
+    for i, data in enumerate(_list(f"{place}.groups", row.get("groups"))):
         where = f"{place}.groups[{i}]"
-        told = _object(where, told)
-        group = _whole(f"{where}.group", told.get("group"), 0)
+        stamps = _object(where, data)
+        group = _whole(f"{where}.group", stamps.get("group"), 0)
         if group >= len(plan.groups):
             raise ValueError(f"{where}.group: {group} of {len(plan.groups)} groups of the plan")
-        times = (number(f"{where}.{k}", told.get(k)) for k in ("start_s", "packed_s", "end_s"))
+        times = (number(f"{where}.{k}", stamps.get(k)) for k in ("start_s", "packed_s", "end_s"))
         groups.append(GroupStamps(group, *times))
     return Iteration(
         tuple(_figure(f"{place}.ready_s[{i}]", at) for i, at in enumerate(ready)),

@@ -17,6 +17,7 @@ from wfbp.cli.inputs import (
     model_arguments,
 )
 from wfbp.cli.tables import Column, milliseconds, print_table
+from wfbp.core.bound import ratio_to_lower_bound
 from wfbp.core.cost import Costs, LinearCost, PiecewiseCost
 from wfbp.core.fit import fit_linear
 from wfbp.core.planners import PLANNERS
@@ -72,10 +73,10 @@ class _Counts(click.ParamType[tuple[int, ...]]):
         factor, rest = divmod(last, before)
         if rest or factor < 2:
             self.fail(f"'...' goes on by a whole factor, which {before},{last} does not have")
-        found = []
+        counts = []
         while (last := last * factor) < end:
-            found.append(last)
-        return found
+            counts.append(last)
+        return counts
 
     def _count(self, text: str) -> int:
         if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= MOST_WORKERS:
@@ -83,7 +84,7 @@ class _Counts(click.ParamType[tuple[int, ...]]):
         return int(text)
 
 
-@click.command("simulate")
+@click.command("simulate", short_help="Predict it for other numbers of workers.")
 @model_arguments
 @click.option(
     "--workers",
@@ -204,9 +205,7 @@ def _document(trace: Trace, algorithm: str, rows: Sequence[SweepRow]) -> dict[st
             asdict(row)
             | {
                 "exposed_s": max(0.0, row.iteration_s - row.compute_s),
-                "ratio_to_lower_bound": (
-                    row.iteration_s / row.lower_bound_s if row.lower_bound_s else 1.0
-                ),
+                "ratio_to_lower_bound": ratio_to_lower_bound(row.iteration_s, row.lower_bound_s),
                 "efficiency": row.efficiency,
                 "speedup": row.speedup,
             }
@@ -231,13 +230,13 @@ def _print(
     for row in rows:
         table.setdefault(row.workers, {})[row.schedule] = row
     cells = []
-    for count, found in table.items():
-        every = list(found.values())
+    for count, by_schedule in table.items():
+        every = list(by_schedule.values())
         chosen = every[best([r.iteration_s for r in every], [r.num_groups for r in every])]
         cells.append(
             (
                 str(count),
-                *(f"{found[name].iteration_s * 1e3:,.1f}" for name in schedules),
+                *(f"{by_schedule[name].iteration_s * 1e3:,.1f}" for name in schedules),
                 f"{chosen.lower_bound_s * 1e3:,.1f}",
                 chosen.schedule,
                 f"{chosen.efficiency:.1%}",

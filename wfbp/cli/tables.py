@@ -35,17 +35,10 @@ def print_table(
     notes: Sequence[str] = (),
     best: int | None = None,
 ) -> None:
-    """Print a table; nothing of it is cut.
+    """Print a table; nothing of it is cut. ``best`` is the index of the highlighted row.
 
-    What does not fit the terminal goes below its row where the column may, and else into further
-    tables, each of which begins with the first column.
-
-    Args:
-        title: above it.
-        columns: what stands in each.
-        rows: cells as text, printed as they are.
-        notes: lines below it.
-        best: index of the row that stands out.
+    Cells that do not fit the terminal go below their row where the column allows it, and else into
+    further tables, each of which begins with the first column.
     """
     from rich.cells import cell_len
     from rich.text import Text

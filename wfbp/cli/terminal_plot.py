@@ -41,20 +41,11 @@ def scatter(
     width: int = 72,
     height: int = 18,
 ) -> list[list[tuple[str, str]]]:
-    """Plot points, with dots where the fitted lines run.
+    """Plot points, with dots along the fitted lines, ``width`` by ``height`` characters without
+    labels.
 
-    Args:
-        series: what to plot; later ones lie above earlier ones, points above lines.
-        x_label: an x value as text.
-        y_label: a y value as text.
-        width: of the plot itself, in characters.
-        height: of the plot itself, in lines.
-
-    Returns:
-        Lines from top to bottom, each as pairs of text and colour.
-
-    Raises:
-        ValueError: no points, or one that has no logarithm.
+    Later series lie above earlier ones, points above lines. Returns lines from top to bottom, each
+    as pairs of text and colour. Raises ``ValueError`` for no points, or one that has no logarithm.
 
     Example:
         >>> plot = scatter([Series("a", [(1, 1), (100, 10)], lambda x: x**0.5)], str, str, 3, 3)

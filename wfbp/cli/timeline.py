@@ -8,12 +8,12 @@ from pathlib import Path
 import click
 
 from wfbp.cli.tables import Column, print_table
-from wfbp.runtime.timeline import load, merge, summarize
+from wfbp.runtime.timeline import load, merge, save, summarize
 
 MERGED = "timeline.json"
 
 
-@click.command("timeline")
+@click.command("timeline", short_help="Merge all ranks' timelines, and sum up their steps.")
 @click.argument(
     "places", metavar="FOLDER|FILE...", nargs=-1, required=True, type=click.Path(exists=True)
 )
@@ -30,29 +30,29 @@ def command(places: tuple[str, ...], output: str | None, as_json: bool) -> None:
     already; a job that was killed has left the ranks' files, which this merges.
     """
     folder = Path(places[0])
-    found = [Path(place) for place in places]
+    paths = [Path(place) for place in places]
     if folder.is_dir():
-        found = sorted(folder.glob("timeline.rank*.json"))
-        if not found:
+        paths = sorted(folder.glob("timeline.rank*.json"))
+        if not paths:
             raise ValueError(f"{folder}: no timelines; expected files such as timeline.rank0.json")
     else:
         folder = folder.parent
-    by_rank = [load(path) for path in found]
+    by_rank = [load(path) for path in paths]
     document = merge(by_rank)
     target = Path(output) if output else folder / MERGED
-    target.write_text(json.dumps(document))
+    save(document, target)
     rows = summarize(document)
     stepped = {row["rank"] for row in rows}
     empty = [
         path.name
-        for path, own in zip(found, by_rank, strict=True)
+        for path, own in zip(paths, by_rank, strict=True)
         if stepped.isdisjoint(event["pid"] for event in own["traceEvents"])
     ]
     if as_json:
         click.echo(json.dumps({"file": str(target), "ranks": rows, "without_steps": empty}))
         return
     print_table(
-        f"Medians of {len(found) - len(empty)} timelines, in ms",
+        f"Medians of {len(paths) - len(empty)} timelines, in ms",
         [
             Column("rank"),
             Column("optimizer", "left", below=True),

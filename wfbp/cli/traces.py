@@ -12,7 +12,7 @@ from wfbp.cli.tables import Column, milliseconds, print_table, size
 from wfbp.core.trace import Trace
 
 
-@click.command("traces")
+@click.command("traces", short_help="List the example traces, or write them as files.")
 @click.argument("names", metavar="[NAME...]", nargs=-1)
 @click.option("--output", metavar="DIR", help="Write the named ones, or all, as files there.")
 @json_option

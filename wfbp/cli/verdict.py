@@ -31,15 +31,11 @@ def not_yet(phase: str) -> str:
 
 
 def verdict(run: Run, forecasts: Sequence[Forecast]) -> str:
-    """What matters most about a run.
+    """The main result of a run, in one sentence: the first that holds of a late rank, a wrong
+    prediction, nothing to gain, and the gain by another schedule.
 
-    Args:
-        run: of at least one rank.
-        forecasts: of every schedule for what the run measured; none where it measured too little.
-
-    Returns:
-        One sentence: the first that holds of a rank that is late, a prediction that is off, nothing
-        to gain, and what another schedule would gain.
+    ``forecasts`` are of every schedule on the run's measurements; empty where it measured too
+    little.
     """
     first = run.ranks[0]
     measured_s, exposed_s = run.slowest("measured_iteration_s"), run.slowest("exposed_s")
@@ -63,13 +59,15 @@ def verdict(run: Run, forecasts: Sequence[Forecast]) -> str:
     if ratio is not None and ratio <= NOTHING_TO_GAIN:
         bound = "Communication-bound" if share > LATE else "Compute-bound"
         return f"{bound}: T/LB {ratio:.2f}, nothing to gain by another schedule."
-    told = f"Training waits {_ms(exposed_s)} of {_ms(measured_s)} ({share:.0%}) for communication"
-    told += "" if ratio is None else f", T/LB {ratio:.2f}"
+    sentence = (
+        f"Training waits {_ms(exposed_s)} of {_ms(measured_s)} ({share:.0%}) for communication"
+    )
+    sentence += "" if ratio is None else f", T/LB {ratio:.2f}"
     best = min(forecasts, key=lambda f: f.iteration_s, default=None)
     if best is None or predicted_s is None or best.iteration_s > 0.98 * predicted_s:
-        return f"{told}; no other schedule is predicted to be faster."
+        return f"{sentence}; no other schedule is predicted to be faster."
     gain_s = predicted_s - best.iteration_s
-    return f"{told}; schedule {best.schedule} is predicted to save {_ms(gain_s)}."
+    return f"{sentence}; schedule {best.schedule} is predicted to save {_ms(gain_s)}."
 
 
 def _late_rank(run: Run) -> tuple[int, int, float] | None:

@@ -27,17 +27,16 @@ Buffer = npt.NDArray[Any]
 
 
 class Segment(NamedTuple):
-    """A part of a collective's buffer whose data lie in memory of their own.
-
-    Large tensors travel from where they are, without being copied into the buffer first.
+    """A part of a collective's buffer whose data lie in memory of their own: large tensors are sent
+    from where they are, without a copy into the buffer.
 
     Args:
-        start: its first byte, in the buffer of an all-reduce and in each block otherwise.
+        start: its first byte in the buffer of an all-reduce, or in each block otherwise.
         data: the memory, read or written until the work is complete.
-        counts: where the buffer consists of blocks, bytes of each rank's part of ``data``, the
-            parts one after the other; the same on every rank.
-        result: of an all-reduce that :meth:`Backend.delivers`, where the result goes, if not into
-            the buffer; may be ``data``.
+        counts: where the buffer consists of blocks, bytes of each rank's part of ``data``, in rank
+            order; the same on every rank.
+        result: where an all-reduce that :meth:`Backend.delivers` writes the result, if not into the
+            buffer; may be ``data``.
     """
 
     start: int
@@ -47,10 +46,7 @@ class Segment(NamedTuple):
 
 
 class Work(ABC, Generic[T]):
-    """One collective under way.
-
-    ``nbytes`` is what travels, for those who decide how to wait.
-    """
+    """One collective under way; ``nbytes`` is the size of its message."""
 
     nbytes: int = 0
 
@@ -61,11 +57,7 @@ class Work(ABC, Generic[T]):
 
     @abstractmethod
     def test(self) -> bool:
-        """Move the collective on, without blocking; True once it is complete on this rank.
-
-        Raises:
-            BackendError: the library below failed; the work is over.
-        """
+        """Move the collective on, without blocking; True once it is complete on this rank."""
 
     @property
     @abstractmethod
@@ -89,61 +81,53 @@ class Backend(ABC):
 
     @property
     def activity(self) -> int:
-        """A number that changes whenever anything moved on here or on a duplicate.
-
-        Waiting stays attentive while it changes: a large message completes in many small steps.
-        """
+        """A number that changes whenever anything moves on here or on a duplicate, such as one step
+        of a large message."""
         return 0
 
     def may_progress(self) -> bool:
-        """Whether a test could find that something has moved on, here or on a duplicate.
+        """Whether a test could move anything on, here or on a duplicate; True where that is
+        unknown.
 
-        Asked between naps, so that what takes longer need not be done in vain; never blocks. It may
-        itself move on what takes no turn, as tests do. True where that is not known.
+        A cheap check between naps that never blocks. It may itself do some of the work of a test.
         """
         return True
 
     def stopwatch(self) -> Callable[[], float]:
-        """Start to measure how long collectives take.
-
-        Returns:
-            A function for when all that were started since are complete: the seconds that took.
-        """
+        """Return a function that gives the seconds from now until all collectives started since are
+        complete, once they are."""
         begin_s = time.perf_counter()
         return lambda: time.perf_counter() - begin_s
 
     @property
     def carries_itself(self) -> bool:
-        """Whether data travel between tests too, as the kernel moves them over a network.
+        """Whether data move between tests too, as over a network.
 
-        In memory that ranks share tests do the copying, so a rank that does not test waits longer.
+        In shared memory the tests copy, so a rank that does not test delays its peers.
         """
         return False
 
     def rest(self, nap_s: float, most_s: float) -> bool:
-        """Sleep until something that is under way has ended, testing all ``nap_s`` seconds.
+        """Sleep until an operation has ended, testing every ``nap_s`` seconds, for at most
+        ``most_s``.
 
-        Args:
-            nap_s: seconds from one test to the next.
-            most_s: seconds after which it returns anyway.
-
-        Returns:
-            Whether it slept; False where that is not possible here, or nothing is under way.
+        False, without sleeping, where the backend cannot or nothing is under way.
         """
         return False
 
     def zeros(self, nbytes: int) -> Buffer:
-        """A buffer where this backend's collectives find it, as uint8.
+        """A uint8 buffer in memory that this backend's collectives prefer.
 
-        Where one rank brings such a buffer to a collective, all do.
+        If one rank passes such a buffer to a collective, all ranks do.
         """
         return zeroed(nbytes)
 
     def delivers(self, buffer: Buffer) -> bool:
-        """Whether an all-reduce of this buffer itself copies segments in and their results out.
+        """Whether an all-reduce of this buffer copies segments in, and their results out, by
+        itself.
 
-        Then segments may say where their results go. Their memory is touched within calls of
-        :meth:`all_reduce` and of ``test()`` alone: a caller that calls neither may free it.
+        Segments may then name a place for their result. Their memory is touched within
+        :meth:`all_reduce` and ``test()`` only: a caller that calls neither may free it.
         """
         return False
 
@@ -206,33 +190,26 @@ class Backend(ABC):
 
     @abstractmethod
     def duplicate(self) -> Backend:
-        """A backend over the same ranks whose collectives cannot be confused with this one's.
-
-        Collective and blocking.
-        """
+        """A backend over the same ranks with collectives of its own. Collective and blocking."""
 
     @abstractmethod
     def send_notice(self, payload: bytes) -> None:
-        """Send a short message to every other rank, without waiting for it to be read.
-
-        Not a collective: this is how a rank that fails tells the others.
-        """
+        """Send a short message to every other rank, without waiting until it is read; not a
+        collective."""
 
     @abstractmethod
     def poll_notices(self) -> list[tuple[int, bytes]]:
         """Notices that have arrived, each with the rank that sent it; never blocks."""
 
     def give_up(self) -> None:  # noqa: B027 - nothing, unless ranks read each other's memory
-        """This rank waits for nothing that is under way any more, here or on a duplicate.
+        """Stop waiting for everything under way, here and on duplicates.
 
-        From here on buffers may change or go: ranks that still read them fail.
+        Buffers may change or be freed from here on; ranks that still read them fail.
         """
 
     def release(self) -> None:  # noqa: B027 - nothing, unless ranks read each other's memory
-        """Let go what is shared with other ranks, here and on duplicates; nothing follows.
-
-        Not collective. Buffers that are still in use stay as they are.
-        """
+        """Release memory shared with other ranks, here and on duplicates, as the last call; not
+        collective. Buffers that are still in use stay valid."""
 
     @abstractmethod
     def abort(self, code: int) -> None:
@@ -252,10 +229,8 @@ class Mailbox(ABC):
 
     @abstractmethod
     def receive(self) -> list[tuple[int, bytes]]:
-        """What has arrived, each with the rank that sent it; never blocks.
-
-        Messages of one rank come in the order in which it sent them.
-        """
+        """The messages that have arrived, each with its sender, in each sender's order; never
+        blocks."""
 
     @abstractmethod
     def close(self) -> None:
@@ -281,25 +256,20 @@ class HostBackend(Backend):
 
     @abstractmethod
     def subset(self, ranks: Sequence[int]) -> HostBackend | None:
-        """A backend over some of the ranks. Collective over all of them, and blocking.
+        """A backend over some of the ranks; None on the others.
 
-        Args:
-            ranks: ascending, the same on every rank; rank ``ranks[i]`` is rank i of the subset.
+        Collective over all ranks, and blocking.
 
-        Returns:
-            None on a rank that is not among them.
+        ``ranks`` is ascending and the same on every rank; rank ``ranks[i]`` is rank i of the
+        subset.
         """
 
     @abstractmethod
     def send(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
-        """Send bytes to one other rank, which has to :meth:`receive` as many.
+        """Send bytes to one other rank, which has to :meth:`receive` as many; not a collective.
 
-        Not a collective. Messages of one tag between two ranks arrive in the order of sending.
-
-        Args:
-            buffer: left as it is; must stay so until the work is complete.
-            peer: another rank.
-            tag: from 0 to 16383, chosen by the ranks.
+        Messages of one tag (0 to 16383) between two ranks arrive in the order of sending. The
+        buffer must not change until the work is complete.
         """
 
     @abstractmethod

@@ -33,13 +33,9 @@ def storage_dtype(dtype: str) -> np.dtype[Any]:
 def typed(buffer: Buffer, dtype: str, writeable: bool = True) -> Buffer:
     """The buffer's bytes seen as elements of ``dtype`` (uint16 for the half types), not copied.
 
-    Args:
-        buffer: one-dimensional and contiguous, of any element type.
-        dtype: what its bytes are.
-        writeable: whether it must be.
-
     Raises:
-        ValueError: the buffer is none of this, or its bytes are no whole number of elements.
+        ValueError: not one-dimensional, not contiguous, read-only where it must be writeable, or
+            no whole number of elements.
 
     Example:
         >>> typed(np.zeros(8, np.uint8), "float32")
@@ -64,15 +60,7 @@ def blocks(
 ) -> list[Buffer]:
     """The buffer of a reduce-scatter or an all-gather as one typed block per rank.
 
-    Args:
-        size: number of ranks.
-        buffer: of any element type, one-dimensional and contiguous.
-        counts: bytes of each block.
-        dtype: what the bytes are.
-        writeable: whether the buffer must be.
-
-    Raises:
-        ValueError: a size does not fit; the message names it.
+    ``counts`` are bytes. Raises ``ValueError``, naming the size that does not fit.
 
     Example:
         >>> blocks(2, np.zeros(3, np.float32), [8, 4], "float32")
@@ -90,11 +78,7 @@ def blocks(
 
 
 def check_counts(size: int, nbytes: int, counts: Sequence[int], dtype: str) -> None:
-    """Whether a buffer of so many bytes consists of one such block per rank.
-
-    Raises:
-        ValueError: a size does not fit; the message names it.
-    """
+    """Raise ``ValueError`` unless a buffer of ``nbytes`` consists of one such block per rank."""
     item = item_bytes(dtype)
     if len(counts) != size or any(count < 0 or count % item for count in counts):
         raise ValueError(
@@ -106,10 +90,7 @@ def check_counts(size: int, nbytes: int, counts: Sequence[int], dtype: str) -> N
 
 
 class Pieces:
-    """Several arrays seen as one, for who can send and receive piece by piece.
-
-    Args:
-        arrays: of the same element type, one after the other.
+    """Several arrays of one element type, one after the other, sliced as if they were one.
 
     Example:
         >>> pieces = Pieces([np.arange(3), np.arange(3, 5)])
@@ -136,7 +117,7 @@ class Pieces:
         return cls([array for array in arrays if array.size])
 
     def __getitem__(self, wanted: slice) -> list[Buffer]:
-        found = []
+        pieces = []
         start, stop = wanted.start, wanted.stop
         for array in self._arrays:
             if stop <= 0:
@@ -144,13 +125,13 @@ class Pieces:
             if start < array.size and stop > 0:
                 piece = array[max(0, start) : stop]
                 if piece.size:
-                    found.append(piece)
+                    pieces.append(piece)
             start, stop = start - array.size, stop - array.size
-        return found
+        return pieces
 
 
 def fill(buffer: Buffer, segments: Sequence[Segment]) -> None:
-    """Copy the segments of an all-reduce into its buffer, for who needs all in one piece."""
+    """Copy the segments of an all-reduce into its buffer, where all of it must be in one piece."""
     raw = buffer.view(np.uint8)
     for segment in segments:
         data = segment.data.view(np.uint8)
@@ -173,13 +154,9 @@ INTEGER = frozenset({"int32", "int64", "uint8"})
 
 
 def combine(shards: Sequence[Buffer], out: Buffer, dtype: str, op: Op) -> None:
-    """Combine one contribution per rank, given in rank order.
+    """Combine one contribution per rank, given in rank order; AVERAGE divides by their number.
 
-    Args:
-        shards: arrays of equal length as ``buffers.typed`` returns them, one per rank.
-        out: where the result goes; the very memory of one of ``shards``, or none of it.
-        dtype: element type of all of them.
-        op: how they combine; AVERAGE divides by ``len(shards)``.
+    ``shards`` are as :func:`typed` returns them. ``out`` is one of them, or does not overlap any.
 
     Example:
         >>> total = np.zeros(2, np.float32)
@@ -191,7 +168,7 @@ def combine(shards: Sequence[Buffer], out: Buffer, dtype: str, op: Op) -> None:
 
 
 def reduction(op: Op, num_ranks: int) -> tuple[str, float]:
-    """How so many contributions are combined: by what, and what the result is divided by.
+    """The operation that combines the contributions, and the divisor of its result.
 
     Example:
         >>> reduction(Op.AVERAGE, 3)

@@ -40,10 +40,13 @@ NETWORK = Chunking()
 
 
 def within_host(num_ranks: int, open_mpi: bool) -> Chunking:
-    """Within a host: copies do not overlap, so large messages go one chunk at a time.
+    """Sizes within a host.
 
-    Two at once would only drive each other out of the cache. Open MPI copies through small
-    fragments and gains from shards that stay in cache from their arrival to their reduction.
+    Copies do not overlap and would evict each other from the cache, so large messages go one chunk
+    at a time.
+
+    Open MPI copies through small fragments; it gains from shards that stay in cache from arrival to
+    reduction.
 
     >>> within_host(2, open_mpi=True).chunk_bytes >> 10
     1024

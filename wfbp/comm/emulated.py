@@ -105,9 +105,9 @@ class EmulatedLink(HostBackend):
     buffer as it is, SUM multiplies it by ``size``, every gathered part is this rank's.
 
     Args:
-        cost: bytes of a message to seconds, for every kind of collective.
-        size: number of ranks played.
-        others: the same for collectives that cost something else.
+        cost: bytes of a message to seconds.
+        size: number of ranks.
+        others: curves of the collectives that cost something else.
 
     Example:
         >>> from wfbp.comm.waiting import wait

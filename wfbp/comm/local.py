@@ -1,12 +1,11 @@
 """Ranks as threads of one process: the backend for tests of everything above it.
 
-Every collective is a rendezvous: it completes on a rank only once every rank has joined it. The
-last rank to join checks that all ranks meant the same collective, computes the results of all,
-and marks the works complete.
+A collective completes on a rank once every rank has joined it. The last rank to join checks that
+all ranks meant the same collective, computes all results, and marks the works complete.
 
-Threads: the world's condition guards the table of open rendezvous, the notices and the world's
-fate. A rank's buffer is written by the thread of the last rank to join, which is why it belongs
-to the collective until ``test()`` returns True.
+Threads: the world's condition guards the open collectives, the notices and the world's state. The
+last rank to join writes the buffers of all ranks, so a buffer belongs to the collective until
+``test()`` returned True.
 """
 
 from __future__ import annotations
@@ -47,9 +46,6 @@ class _WorldState:
 class LocalWorld:
     """``size`` ranks in one process.
 
-    Args:
-        size: number of ranks, at least 1.
-
     Example:
         >>> world = LocalWorld(1)
         >>> x = np.ones(3, np.float32)
@@ -86,8 +82,8 @@ class LocalWorld:
             del self.open[sequence]
         signatures = [meeting.inputs[r][0] for r in range(self.size)]
         if any(s != signatures[0] for s in signatures):
-            told = "; ".join(f"rank {r}: {s}" for r, s in enumerate(signatures))
-            meeting.error = BackendError(f"ranks started different collectives: {told}")
+            differences = "; ".join(f"rank {r}: {s}" for r, s in enumerate(signatures))
+            meeting.error = BackendError(f"ranks started different collectives: {differences}")
         else:
             try:
                 meeting.results = finish([meeting.inputs[r][1] for r in range(self.size)])
@@ -118,7 +114,7 @@ class _LocalWork(Work[T]):
         error = self._meeting.error or self._world.fate.error
         if error is not None:
             raise error
-        time.sleep(0)  # ranks are threads: who spins must let the others have the interpreter
+        time.sleep(0)  # ranks are threads: a spinning one must let the others have the interpreter
         return False
 
     @property
@@ -254,10 +250,10 @@ class LocalBackend(HostBackend):
     def subset(self, ranks: Sequence[int]) -> LocalBackend | None:
         def finish(_: list[Any]) -> list[Any]:
             world = LocalWorld(len(ranks), self._world.fate)
-            found: list[LocalBackend | None] = [None] * self.size
+            backends: list[LocalBackend | None] = [None] * self.size
             for index, rank in enumerate(ranks):
-                found[rank] = world.backend(index)
-            return found
+                backends[rank] = world.backend(index)
+            return backends
 
         made: LocalBackend | None = self._meet(("subset", *ranks), finish)
         return made

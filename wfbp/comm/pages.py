@@ -14,13 +14,10 @@ _MAPPED_BYTES = 64 << 10
 
 
 def zeroed(nbytes: int) -> npt.NDArray[Any]:
-    """So many zero bytes, as uint8.
+    """``nbytes`` zeroed bytes, as uint8; ``MemoryError`` where there are not so many.
 
-    Raises:
-        MemoryError: there are not so many.
-
-    Fusion buffers stay untouched wherever large tensors lie in them that are sent from where they
-    are. The C library would clear every byte that it has used before.
+    Untouched pages cost nothing: where large tensors are sent from where they are, their part of a
+    fusion buffer stays untouched. The C library would clear memory that it has used before.
 
     >>> zeroed(3)
     array([0, 0, 0], dtype=uint8)

@@ -38,7 +38,7 @@ WINDOW = 2
 COLD_BYTES = 16 << 20
 """Repetitions walk through at least this much memory."""
 
-Settle = Callable[[Work[Any]], Any]
+AwaitWork = Callable[[Work[Any]], Any]
 """Waits for a work; returns its result."""
 
 
@@ -71,21 +71,19 @@ def measure_cost(
 ) -> list[tuple[int, float]]:
     """Time collectives of float32 on the backend; collective and blocking.
 
-    Ranks start each repetition together; it is a stream of messages of one size, up to 4 MiB in
-    all, or one larger message. A message takes its share of the stream on the slowest rank; a
-    size, the median of its repetitions. Each size begins with two messages, which tell how long
-    streams may be and how many; ranks decide by the same numbers. Where the budget is spent, as on
-    a machine with more ranks than cores, sizes in between are left out.
+    Ranks start each repetition together. One repetition is a stream of messages of one size, up to
+    4 MiB in all, or one larger message; a message takes its share of the stream on the slowest
+    rank, a size the median of its repetitions. Each size begins with two messages, which decide how
+    long and how many streams are; all ranks use the same numbers. Where the budget is spent, sizes
+    in between are left out.
 
     Args:
-        backend: spoken to by this thread only.
         max_bytes: the largest message that will be sent.
-        operation: what is timed; sizes are those of the whole buffer, of which each rank keeps or
-            brings an equal share in a reduce-scatter or an all-gather.
-        budget_s: seconds to spend, about; at least the smallest and the largest size are
-            measured, once.
+        operation: sizes are those of the whole buffer, of which each rank keeps or brings an equal
+            share in a reduce-scatter or an all-gather.
+        budget_s: seconds to spend, about; at least the smallest and the largest size are measured.
         waiter: how to wait; a new one by default.
-        check: called while waiting; what it raises ends the measurement.
+        check: called while waiting; an error that it raises ends the measurement.
         on_size: called when a size is done.
 
     Returns:
@@ -96,7 +94,7 @@ def measure_cost(
         >>> [size for size, _ in measure_cost(LocalWorld(1).backend(0), 64)]
         [4, 16, 64]
     """
-    settle = partial(wait, waiter=waiter or Waiter.watching(backend), check=check)
+    await_work = partial(wait, waiter=waiter or Waiter.watching(backend), check=check)
     sizes = probe_sizes(max_bytes)
     data = backend.zeros(max(sizes[-1], COLD_BYTES) // 4 * 4).view(np.float32)
     points = []
@@ -105,9 +103,9 @@ def measure_cost(
 
     def measured(size: int, length: int, count: int) -> tuple[list[float], float]:
         """Seconds per message of each stream, and those spent so far, on the slowest rank."""
-        parts = _apart(data, size // 4)
-        times = _repeat(backend, start, parts, length, count, settle)
-        *slowest, spent_s = _together(backend, [*times, time.perf_counter() - begin_s], settle)
+        parts = _uncached_parts(data, size // 4)
+        times = _repeat(backend, start, parts, length, count, await_work)
+        *slowest, spent_s = _together(backend, [*times, time.perf_counter() - begin_s], await_work)
         return slowest, spent_s
 
     # What the first messages set up, and find cold, is not what later ones cost.
@@ -130,7 +128,7 @@ def measure_cost(
 
 
 def _from_afar(num_sizes: int) -> Iterator[int]:
-    """Both ends, then the middle of each part: so that what is left out is left out evenly.
+    """Indices of both ends, then the middle of each part, so that sizes left out are spread evenly.
 
     >>> list(_from_afar(7))
     [0, 6, 3, 1, 4, 2, 5]
@@ -170,11 +168,8 @@ _STARTS: dict[Operation, Callable[[Backend, Buffer], Work[None]]] = {
 }
 
 
-def _apart(data: Buffer, numel: int) -> Iterator[Buffer]:
-    """Parts of the data, one after another and round again.
-
-    A gradient is seldom in cache when it is sent; a buffer reduced again and again is.
-    """
+def _uncached_parts(data: Buffer, numel: int) -> Iterator[Buffer]:
+    """Parts of the data in turn, so that messages are not in cache, as gradients seldom are."""
     start = 0
     while True:
         yield data[start : start + numel]
@@ -189,25 +184,25 @@ def _repeat(
     parts: Iterator[Buffer],
     length: int,
     count: int,
-    settle: Settle,
+    await_work: AwaitWork,
 ) -> list[float]:
     """Seconds per message of each of ``count`` streams that the ranks start together."""
     times = []
     for _ in range(count):
-        settle(backend.all_gather_bytes(b""))
+        await_work(backend.all_gather_bytes(b""))
         stop = backend.stopwatch()
         under_way: deque[Work[None]] = deque()
         for part in islice(parts, length):
             if len(under_way) == WINDOW:
-                settle(under_way.popleft())
+                await_work(under_way.popleft())
             under_way.append(start(part))
         for work in under_way:
-            settle(work)
+            await_work(work)
         times.append(stop() / length)
     return times
 
 
-def _together(backend: Backend, times: list[float], settle: Settle) -> list[float]:
+def _together(backend: Backend, times: list[float], await_work: AwaitWork) -> list[float]:
     """Per repetition, the slowest rank's time."""
-    payloads = settle(backend.all_gather_bytes(json.dumps(times).encode()))
+    payloads = await_work(backend.all_gather_bytes(json.dumps(times).encode()))
     return [max(column) for column in zip(*(json.loads(s) for s in payloads), strict=True)]

@@ -5,7 +5,7 @@ Nothing below progresses without being tested, and testing costs a core. Three f
 * Is the training thread blocked (*urgent*)? Then nobody needs the core for a moment, and
   spinning gives the latency of a busy wait. A peer may be late by seconds, though: after a
   millisecond without progress naps begin.
-* How long does a step usually take (*gap*: seconds from one step of a message to the next, as
+* How often does a message move on (*gap*: the usual seconds from one of its moves to the next, as
   seen so far)? Shared memory steps every few microseconds, a 1 Gbit/s link every few
   milliseconds; spinning for the latter buys nothing, and a nap of a quarter of it costs nothing.
   While training computes, each nap costs it some 50 us of cold caches, and what is noticed late
@@ -93,11 +93,11 @@ class Policy:
         """Seconds to nap now; 0 is to spin.
 
         Args:
-            waited_s: seconds since the last progress.
-            naps: naps taken since then.
+            waited_s: since the last progress.
+            naps: taken since then.
             urgent: whether the training thread is blocked.
-            expected_s: expected duration of what is waited for, None if unknown.
-            gap_s: usual seconds from one step to the next, None if unknown.
+            expected_s: duration of the operation, None if unknown.
+            gap_s: usual time from one step of a message to the next, None if unknown.
         """
         if urgent:
             if waited_s < self.spin_s and (gap_s is None or gap_s < self.spin_gap_s):
@@ -116,17 +116,12 @@ class Policy:
 
 
 class Waiter:
-    """Waits a little at a time between tests of what is under way. Used by one thread.
+    """Waits a little at a time between tests of an operation. Used by one thread.
 
     Args:
-        policy: when to spin and how long to nap.
-        clock: seconds, monotone.
-        sleep: sleeps for that many seconds.
-        activity: a number that changes whenever something moved on (``Backend.activity``): the
-            steps of a large message on its way count as progress.
-        crowded: whether ranks of this job share cores. While spinning, the core is then offered
-            to others, without which a peer could not move; elsewhere that would only give it to
-            strangers, for milliseconds.
+        activity: a number that changes with every step of a message (``Backend.activity``).
+        crowded: whether ranks of this job share cores. Spinning then yields the core to peers,
+            which could not move otherwise; elsewhere a yield would lose it for milliseconds.
 
     Example:
         >>> waiter = Waiter()
@@ -177,11 +172,9 @@ class Waiter:
         self._naps = 0
 
     def nap_s(self, urgent: bool, expected_s: float | None) -> float:
-        """Seconds to nap now, 0 to spin: for callers that nap on something that can wake them.
+        """Seconds to nap now, 0 to spin; for callers that nap on an event.
 
-        Args:
-            urgent: whether the training thread is blocked on the result.
-            expected_s: expected duration of the operation under way, None if unknown.
+        Arguments as of :class:`Policy`.
         """
         if self._activity() != self._seen:
             self.progressed()
@@ -210,16 +203,9 @@ def wait(
     timeout_s: float | None = None,
     check: Check | None = None,
 ) -> T:
-    """Block until a collective is complete.
+    """Block until a collective is complete, and return its result.
 
-    Args:
-        work: what was started.
-        waiter: how to wait; by default a new one that watches the work.
-        timeout_s: give up after this; never by default.
-        check: called again and again; what it raises ends the wait.
-
-    Returns:
-        The collective's result.
+    ``check`` is called again and again; an error that it raises ends the wait.
 
     Raises:
         StallError: not complete after ``timeout_s`` seconds.

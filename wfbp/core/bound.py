@@ -11,6 +11,13 @@ from wfbp.core.trace import Trace
 from wfbp.core.types import Operation
 
 
+def ratio_to_lower_bound(iteration_s: float, bound_s: float) -> float:
+    """T/LB: 1.0 where nothing is left to gain, infinite where nothing need take any time."""
+    if bound_s == 0.0:
+        return 1.0 if iteration_s == 0.0 else float("inf")
+    return iteration_s / bound_s
+
+
 def lower_bound_s(trace: Trace, costs: Costs) -> float:
     """Seconds that every iteration takes at least, whatever is sent when and in what pieces.
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def one_of(place: str, value: str, known: Sequence[str], why: str = "") -> str:
-    """``value``, where it is one of the known ones.
+    """``value``, if it is one of ``known``; else a ``ValueError`` that names the nearest and all.
 
-    Args:
-        place: where the value stands, for the message.
-        value: anything.
-        known: what it may be.
-        why: behind the message, why it may be nothing else.
-
-    Raises:
-        ValueError: it is none of them; which one is nearest, and all of them.
+    ``place`` is where the value stands; ``why`` is added to the message.
 
     Example:
         >>> one_of("op", "sum", ["sum", "max"])
@@ -32,14 +29,7 @@ def one_of(place: str, value: str, known: Sequence[str], why: str = "") -> str:
 
 
 def number(place: str, value: Any) -> float:
-    """``value`` as a finite float of at least 0.
-
-    Args:
-        place: where the value stands, for the message.
-        value: anything.
-
-    Raises:
-        ValueError: not a number, negative, infinite or NaN.
+    """``value`` as a finite float of at least 0; else a ``ValueError`` that names its ``place``.
 
     Example:
         >>> number("alpha_s", 3)
@@ -54,3 +44,19 @@ def number(place: str, value: Any) -> float:
     if not (math.isfinite(result) and result >= 0):
         raise ValueError(f"{place}: expected a finite number of at least 0, found {value!r}")
     return result
+
+
+def read_json(path: str | Path, parse: Callable[[Any], T]) -> T:
+    """What ``parse`` makes of a JSON file.
+
+    A ``ValueError``, of ``parse`` or because the file is not JSON, begins with the file's name.
+    """
+    text = Path(path).read_bytes()
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    try:
+        return parse(data)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error

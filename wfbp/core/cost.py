@@ -5,7 +5,6 @@ Beside the curves stands ``kappa``, by how much communication slows down the com
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from wfbp.core.checks import number
+from wfbp.core.checks import number, read_json
 from wfbp.core.types import Operation
 
 __all__ = ["CostModel", "Costs", "Line", "LinearCost", "PiecewiseCost", "monotone_points"]
@@ -353,15 +352,7 @@ class Costs:
             ValueError: not JSON or not costs; one line that starts with the file's name.
             OSError: the file cannot be read.
         """
-        text = Path(path).read_bytes()
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"{path}: not JSON: {error}") from error
-        try:
-            return cls.from_json(data)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+        return read_json(path, cls.from_json)
 
 
 @lru_cache(maxsize=64)

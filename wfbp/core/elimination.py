@@ -54,10 +54,6 @@ class Rule:
 class SuccessiveElimination:
     """A comparison under way. Deterministic: equal measurements lead to equal decisions.
 
-    Args:
-        num_alternatives: at least one.
-        rule: when to drop and when to stop.
-
     Example:
         >>> comparison = SuccessiveElimination(2)
         >>> for _ in range(3):
@@ -74,13 +70,10 @@ class SuccessiveElimination:
         """The alternatives still compared, in their order."""
 
     def add(self, times_s: Sequence[Sequence[float]]) -> bool:
-        """Take in a round.
+        """Add a round: seconds of some iterations for each alternative in :attr:`alive`, in its
+        order.
 
-        Args:
-            times_s: seconds of some iterations, for each alternative alive, in their order.
-
-        Returns:
-            Whether the comparison is over.
+        Returns whether the comparison is over.
         """
         for alternative, times in zip(self.alive, times_s, strict=True):
             self._logs[alternative].append(math.log(statistics.median(times)))
@@ -106,15 +99,12 @@ class SuccessiveElimination:
         )
 
     def narrow(self, limit: float, most: int, least: int = 1) -> list[int]:
-        """Drop alternatives by their differences alone, however uncertain these are.
+        """Drop alternatives by their differences alone, and return them, the fastest first.
 
         Args:
-            limit: who is slower than the best one by a larger share is dropped.
-            most: alternatives that stay, the fastest ones; at least one.
-            least: alternatives that stay in any case, if no more than ``most``.
-
-        Returns:
-            Who was dropped, the fastest first.
+            limit: an alternative slower than the best by a larger share is dropped.
+            most: at most so many stay, the fastest ones.
+            least: at least so many stay, up to ``most``.
         """
         best = self.best
         differences = {i: self._difference(i, best)[0] for i in self.alive}
@@ -151,11 +141,11 @@ class SuccessiveElimination:
     def _differences(self) -> dict[int, tuple[float, float]]:
         """Per alternative alive, its difference from the best one and the error of that."""
         best = self.best
-        found = {i: self._difference(i, best) for i in self.alive}
-        others = [spread for i, (_, spread) in found.items() if i != best]
+        differences = {i: self._difference(i, best) for i in self.alive}
+        others = [spread for i, (_, spread) in differences.items() if i != best]
         usual = statistics.median(others) if others else 0.0
         scale = self._rule.num_errors * _MEDIAN_ERROR / math.sqrt(self._num_rounds)
-        return {i: (d, scale * max(spread, usual)) for i, (d, spread) in found.items()}
+        return {i: (d, scale * max(spread, usual)) for i, (d, spread) in differences.items()}
 
     def _difference(self, alternative: int, best: int) -> tuple[float, float]:
         """Median and spread over rounds of the logarithm of its time over the best one's."""

@@ -182,7 +182,7 @@ class Plan:
         """The plan that :meth:`to_json` wrote.
 
         Raises:
-            ValueError: not of the format, or not a valid plan.
+            ValueError: another format, or no valid plan.
         """
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"not a plan: expected format {FORMAT!r}")

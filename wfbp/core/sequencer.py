@@ -17,21 +17,21 @@ from wfbp.core.types import Phase
 class Sequencer:
     """Lets groups go in the plan's order, each when its tensors are ready, a few at a time.
 
-    Ready groups wait in a priority queue, the plan's order being the priority. The order is the
-    same on every rank whatever arrives first here, so ranks never start different collectives;
-    that is why a ready group waits for an unready one before it. The last group of backward
-    carries the ranks' requests to synchronize, so it goes only once the step is closed.
+    Ready groups wait in a priority queue whose priority is the plan's order. That order is the same
+    on every rank, so ranks never start different collectives; a ready group therefore waits for an
+    unready one before it. The last group of backward carries the ranks' requests to synchronize, so
+    it goes only once the step is closed.
 
-    All-gathers become ready together, by :meth:`gather`, once what was reduced has been put to use.
+    All-gathers become ready together, by :meth:`gather`, when the reduced shards have been used.
     They may last into the next step: :meth:`next_step` keeps them, and they go before all groups of
     the step that follows.
 
-    Not safe for use from several threads at once.
+    Not thread-safe.
 
     Args:
         plan: what to send.
-        window: groups that may be under way at the same time. One is the model of the papers; two
-            keep a link busy while the completion of the first is being noticed.
+        window: groups under way at once. One is the model of the papers; two keep a link busy
+            until the completion of the first is noticed.
 
     Example:
         >>> from wfbp.core.plan import Group, Plan
@@ -76,17 +76,16 @@ class Sequencer:
         self._begin()
 
     def next_step(self) -> None:
-        """Begin the step that follows; all-gathers that have not completed go on.
+        """Begin the next step; all-gathers that have not completed go on.
 
-        Raises:
-            ValueError: groups of backward have not completed.
+        Raises ``ValueError`` if groups of backward have not completed.
         """
         if not self._reduced:
             raise ValueError("the next step cannot begin before all groups of backward completed")
         self._begin()
 
     def discard(self) -> None:
-        """Begin the step anew: what was ready is forgotten; nothing of it may have started."""
+        """Begin the step anew, without ready tensors; none of its groups may have started."""
         self._begin()
 
     def _begin(self) -> None:
@@ -106,18 +105,17 @@ class Sequencer:
             heapq.heappush(self._queue, group)
 
     def close(self) -> None:
-        """No more gradients in this step: what is missing counts as ready."""
+        """No more gradients in this step: missing ones count as ready."""
         if self._closed:
             return
         self._closed = True
         self._queue = list(range(self._started, self._num_backward))
-        self._settle()
+        self._note_reduced()
 
     def gather(self, count: int | None = None) -> None:
-        """Let all-gathers of the plan go: the next ``count`` of them, or all that are left.
+        """Let the next ``count`` all-gathers of the plan go, or all that are left.
 
-        Raises:
-            ValueError: those of an earlier step are still waiting or under way.
+        Raises ``ValueError`` if those of an earlier step are still waiting or under way.
         """
         if not self._num_held:
             if self.gathering:
@@ -155,9 +153,9 @@ class Sequencer:
             self._completed += 1
         else:
             self._gathering.remove(group)
-        self._settle()
+        self._note_reduced()
 
-    def _settle(self) -> None:
+    def _note_reduced(self) -> None:
         if self._closed and self._completed == self._num_backward:
             # Gathers of the step before come first.
             self._reduced = self._reduced or not self.gathering

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wfbp.core.bound import lower_bound_s
+from wfbp.core.bound import lower_bound_s, ratio_to_lower_bound
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.trace import Trace
@@ -57,10 +57,8 @@ class PhaseTiming:
 def backward_phase(plan: Plan, trace: Trace, costs: Costs) -> PhaseTiming:
     """Backward: groups leave in order, each when its last gradient exists.
 
-    The phase ends once backward is through and all its groups have arrived.
-
-    Raises:
-        ValueError: plan and trace are not of the same tensors.
+    The phase ends once backward is through and all its groups have arrived. Raises ``ValueError``
+    if plan and trace are not of the same tensors.
     """
     rows = _backward_rows(plan, trace, costs)
     spans, clocks, walls = _send_in_backward(rows, costs.kappa)
@@ -165,11 +163,7 @@ def _forward_end_s(rows: Sequence[_ForwardRow], forward_s: float, kappa: float) 
 
 
 def check_same_tensors(plan: Plan, trace: Trace) -> None:
-    """Refuse a plan for another model.
-
-    Raises:
-        ValueError: with the first difference.
-    """
+    """Raise ``ValueError`` with the first difference, if a plan is for another model."""
     if len(plan.tensors) != len(trace.tensors):
         raise ValueError(
             f"the plan is of {len(plan.tensors)} tensors, the trace of {len(trace.tensors)}"
@@ -208,10 +202,8 @@ class Timeline:
 
     @property
     def ratio_to_lower_bound(self) -> float:
-        """T / LB; 1.0 where nothing is left to gain."""
-        if self.lower_bound_s == 0.0:
-            return 1.0 if self.iteration_s == 0.0 else float("inf")
-        return self.iteration_s / self.lower_bound_s
+        """T/LB; 1.0 where nothing is left to gain."""
+        return ratio_to_lower_bound(self.iteration_s, self.lower_bound_s)
 
 
 def timeline(plan: Plan, trace: Trace, costs: Costs) -> Timeline:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from wfbp.core.checks import number
+from wfbp.core.checks import number, read_json
 from wfbp.core.types import TensorSpec
 
 FORMAT = "wfbp-trace/1"
@@ -139,15 +138,7 @@ class Trace:
             ValueError: not JSON or not a trace; the message names the file.
             OSError: the file cannot be read.
         """
-        text = Path(path).read_bytes()
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"{path}: not JSON: {error}") from error
-        try:
-            return cls.from_json(data)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+        return read_json(path, cls.from_json)
 
 
 def _tensor(index: int, row: Any) -> TraceTensor:

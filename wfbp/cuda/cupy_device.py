@@ -64,7 +64,7 @@ class CupyDevice(Device):
     Args:
         index: among those that this process sees.
         current_stream: the raw handle of the calling thread's stream; CuPy's by default.
-        empty_cache: has the framework give back what it keeps for later, where memory runs out.
+        empty_cache: makes the framework free cached memory where there is none left.
         remedy: what a user can do then.
 
     Raises:
@@ -84,7 +84,7 @@ class CupyDevice(Device):
         self.index = index
         self._here = threading.local()
         count_devices()  # also lets the driver know of contexts
-        self._settle()
+        self._ensure_context()
         with cupy.cuda.Device(index):
             self._kernels = CudaKernels()
             properties = runtime.getDeviceProperties(index)
@@ -110,28 +110,28 @@ class CupyDevice(Device):
             ) from error
         return nccl
 
-    def _settle(self) -> None:
+    def _ensure_context(self) -> None:
         """Let the calling thread have this device, if it has none."""
-        if not hasattr(self._here, "settled"):
+        if not hasattr(self._here, "has_context"):
             if not self._driver.ctxGetCurrent():
                 self._runtime.setDevice(self.index)
             if threading.current_thread().name.startswith(OWN_THREADS):
                 _tolerate_captures()
-            self._here.settled = True
+            self._here.has_context = True
 
     def use(self) -> None:
         self._runtime.setDevice(self.index)
-        self._here.settled = True
+        self._here.has_context = True
 
     def current_stream(self) -> int:
         return self._current_stream()
 
     def _cupy_stream(self) -> int:
-        self._settle()
+        self._ensure_context()
         return int(self._cupy.cuda.get_current_stream().ptr)
 
     def new_stream(self) -> int:
-        self._settle()
+        self._ensure_context()
         with self._cupy.cuda.Device(self.index):
             handle = int(self._runtime.streamCreateWithPriority(_NON_BLOCKING, _GREATEST_PRIORITY))
         self._streams.append(weakref.finalize(self, _destroy, self._runtime, handle))
@@ -145,7 +145,7 @@ class CupyDevice(Device):
 
     def take_event(self, timed: bool) -> int:
         """The handle of an event that belongs to the caller until :meth:`own_event`."""
-        self._settle()
+        self._ensure_context()
         try:
             return (self._timed if timed else self._plain).pop()
         except IndexError:
@@ -157,12 +157,12 @@ class CupyDevice(Device):
         return _Event(handle, self._timed if timed else self._plain)
 
     def wait(self, stream: int, event: _Event) -> None:
-        self._settle()
+        self._ensure_context()
         with self._where(stream):
             self._runtime.streamWaitEvent(stream, event.handle)
 
     def done(self, event: _Event) -> bool:
-        self._settle()
+        self._ensure_context()
         status = self._runtime.eventQuery(event.handle)
         if status not in (0, _NOT_READY):
             raise BackendError(
@@ -171,11 +171,11 @@ class CupyDevice(Device):
         return bool(status == 0)
 
     def seconds(self, start: _Event, end: _Event) -> float:
-        self._settle()
+        self._ensure_context()
         return float(self._runtime.eventElapsedTime(start.handle, end.handle)) * 1e-3
 
     def zeros(self, nbytes: int, stream: int) -> Buffer:
-        self._settle()
+        self._ensure_context()
         cupy = self._cupy
 
         # CuPy's pool gives memory out again on the stream on which it was taken.
@@ -187,14 +187,10 @@ class CupyDevice(Device):
         return self._allocated(take, nbytes)
 
     def _allocated(self, take: Callable[[], T], nbytes: int) -> T:
-        """What takes memory gives; where there is none, caches are emptied, and it is called again.
+        """The result of ``take``, which allocates about ``nbytes``; called again with emptied
+        caches where memory runs out.
 
-        Args:
-            take: takes it.
-            nbytes: how much, about.
-
-        Raises:
-            BackendError: there is still none.
+        Raises ``BackendError`` if there is still none.
         """
         exhausted = self._cupy.cuda.memory.OutOfMemoryError
         try:
@@ -212,16 +208,29 @@ class CupyDevice(Device):
             ) from error
 
     def free_bytes(self) -> int:
-        self._settle()
+        self._ensure_context()
         with self._cupy.cuda.Device(self.index):
             free, _ = self._runtime.memGetInfo()
             return int(free + self._cupy.get_default_memory_pool().free_bytes())
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        self._settle()
+        self._ensure_context()
         with self._cupy.cuda.Device(self.index):
             memory = self._cupy.cuda.alloc_pinned_memory(nbytes)
         return np.frombuffer(memory, np.uint8, nbytes)
+
+    def borrow(self, address: int, nbytes: int, owner: object) -> Buffer:
+        self._ensure_context()
+        cupy = self._cupy
+        if not nbytes:  # frameworks give no address then
+            with cupy.cuda.Device(self.index):
+                nothing: Buffer = cupy.empty(0, cupy.uint8)
+            return nothing
+        memory = cupy.cuda.UnownedMemory(address, nbytes, owner, self.index)
+        array: Buffer = cupy.ndarray(
+            (nbytes,), cupy.uint8, memptr=cupy.cuda.MemoryPointer(memory, 0)
+        )
+        return array
 
     def address(self, buffer: Buffer) -> int:
         if isinstance(buffer, np.ndarray):
@@ -236,7 +245,7 @@ class CupyDevice(Device):
 
     def copy_bytes(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Enqueue a copy between two addresses."""
-        self._settle()
+        self._ensure_context()
         with self._where(stream):
             self._runtime.memcpyAsync(to, source, nbytes, _COPY_ANY_WAY, stream)
 
@@ -250,7 +259,7 @@ class CupyDevice(Device):
         tensor_dtype: str = "",
         unpack_stream: int | None = None,
     ) -> CudaTable:
-        self._settle()
+        self._ensure_context()
 
         def take() -> DevicePackTable:
             with self._cupy.cuda.Device(self.index):
@@ -271,12 +280,12 @@ class CupyDevice(Device):
     def is_capturing(self, stream: int) -> bool:
         if stream <= _LEGACY:  # cannot be captured, nor asked while another one is
             return False
-        self._settle()
+        self._ensure_context()
         with self._where(stream):
             return bool(self._runtime.streamIsCapturing(stream))
 
     def trim(self) -> None:
-        self._settle()
+        self._ensure_context()
         with self._cupy.cuda.Device(self.index):
             self._cupy.get_default_memory_pool().free_all_blocks()
 
@@ -296,7 +305,7 @@ class CupyDevice(Device):
     @contextmanager
     def active(self) -> Iterator[None]:
         """Within it, this is the calling thread's device."""
-        self._settle()
+        self._ensure_context()
         before = self._runtime.getDevice()
         if before == self.index:
             yield
@@ -332,10 +341,9 @@ class CudaTable:
 
 
 def count_devices() -> int:
-    """How many CUDA devices this process sees; no context is made on any.
+    """The number of CUDA devices that this process sees, found without making a context.
 
-    Raises:
-        ImportError: CuPy is not installed, or finds no driver.
+    Raises ``ImportError`` if CuPy is not installed, or finds no driver.
     """
     _, runtime, _ = _modules()
     try:
@@ -345,10 +353,8 @@ def count_devices() -> int:
 
 
 def _tolerate_captures() -> None:
-    """Let the calling thread ask for events while the program captures a graph in another one.
-
-    By default such a call makes the capture fail, and itself.
-    """
+    """Let the calling thread query events while the program captures a graph in another thread; by
+    default both would fail."""
     mode = ctypes.c_int(_RELAXED)
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))

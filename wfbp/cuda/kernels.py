@@ -1,6 +1,4 @@
-"""The CUDA kernels of ``csrc/pack.cu``: their source, their arguments, and CuPy's way to run
-them.
-"""
+"""The CUDA kernels of ``csrc/pack.cu``: source, arguments, and CuPy's way to run them."""
 
 from __future__ import annotations
 
@@ -25,12 +23,7 @@ class _ForeignStream:
 
 
 def stream_context(cupy: Any, stream: int) -> AbstractContextManager[object]:
-    """Within it, what CuPy does happens on a stream; memory that it takes is that stream's.
-
-    Args:
-        cupy: the package.
-        stream: raw handle of a stream of the current device.
-    """
+    """A context in which CuPy's work and memory belong to the stream with this raw handle."""
     external: AbstractContextManager[object]
     if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14 and later
         external = cupy.cuda.Stream.from_external(_ForeignStream(stream))
@@ -82,10 +75,10 @@ class Kernels(Protocol):
     """A device as the pack tables see it."""
 
     def upload(self, table: npt.NDArray[Any], stream: int) -> tuple[int, Any]:
-        """Copy a table to the device; returns its address and what keeps it there.
+        """Copy a table to the device; returns its address and the object that keeps it there.
 
-        It is there for what follows on the stream, whose memory it is: when nobody keeps it any
-        more, it is given out again there, behind all that may still read it.
+        The memory is the stream's: once freed, it is reused there behind every launch that may read
+        it.
         """
 
     def launch(self, name: str, num_blocks: int, arguments: int, stream: int) -> None:
@@ -102,8 +95,7 @@ class Kernels(Protocol):
 def kernel_name(source: str, target: str) -> str:
     """The kernel that reads one element type and writes another, times a scale.
 
-    Raises:
-        ValueError: there is none; the message says what there is.
+    Raises ``ValueError``, listing the kernels, if there is none.
 
     Example:
         >>> kernel_name("float32", "bfloat16")
@@ -118,11 +110,7 @@ def kernel_name(source: str, target: str) -> str:
 
 
 def source() -> str:
-    """The text of ``csrc/pack.cu``.
-
-    Raises:
-        FileNotFoundError: it lies neither beside this file nor in a checkout.
-    """
+    """The text of ``csrc/pack.cu``; ``FileNotFoundError`` if it is missing."""
     for path in _SOURCES:
         if path.exists():
             return path.read_text()

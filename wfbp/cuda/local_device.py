@@ -6,17 +6,9 @@ from __future__ import annotations
 def check_local_rank(
     where: str, local_rank: int, local_size: int, count: int, otherwise: str
 ) -> None:
-    """Raise where a rank has no GPU of its own.
+    """Raise ``RuntimeError`` if there are fewer GPUs (``count``) than ranks on this host.
 
-    Args:
-        where: this rank, for messages.
-        local_rank: its number on its host.
-        local_size: how many ranks there are on it.
-        count: how many GPUs this process sees.
-        otherwise: how the framework is given a GPU by number.
-
-    Raises:
-        RuntimeError: there are fewer GPUs than ranks on this host.
+    ``otherwise`` is how a program can choose a GPU by number, for the message.
 
     Example:
         >>> check_local_rank("rank 1 of 2", 1, 2, 2, "call set_device()")

@@ -36,17 +36,15 @@ class _Launch:
 class DevicePackTable:
     """Slots of a fusion buffer on the device and the addresses that they are filled from.
 
-    Write the addresses into ``pointers``, which lies on the host; 0 means absent. Then
+    Write the addresses into ``pointers``, which lies on the host; 0 means absent. Then :meth:`pack`
+    fills every slot with its tensor times a scale, or with zeros (a tensor that is its own slot
+    stays where it is), and :meth:`unpack` writes every slot, times a scale, to its address.
 
-    * :meth:`pack` fills every slot with its tensor times a scale, and with zeros where it is
-      absent; a tensor that is its own slot stays where it is;
-    * :meth:`unpack` writes every slot, times a scale, to its address, where there is one.
-
-    Both only enqueue: nothing is allocated or uploaded, no one waits, and ``pointers`` may be
-    written anew as soon as they return, since a launch carries its addresses with it. Groups of
-    more than :data:`~wfbp.cuda.kernels.CAPACITY` tensors take more than one launch. The caller
-    keeps what the addresses point at alive until the stream has passed the launch. A tensor may
-    not partly overlap a slot. One thread at a time may use a table.
+    Both only enqueue: nothing is allocated or uploaded, and ``pointers`` may be changed as soon as
+    they return, since a launch carries its addresses with it. Groups of more than
+    :data:`~wfbp.cuda.kernels.CAPACITY` tensors take more than one launch. The caller keeps the
+    tensors alive until the stream has passed the launch. A tensor may not partly overlap a slot.
+    For one thread at a time.
 
     Args:
         kernels: the device.
@@ -94,14 +92,7 @@ class DevicePackTable:
         self._launches = _launches(blocks, address, buffer, item)
 
     def pack(self, scale: float = 1.0) -> None:
-        """Enqueue the filling of the slots.
-
-        Args:
-            scale: factor; 1 for integers.
-
-        Raises:
-            ValueError: a scale other than 1 for a type that cannot be multiplied.
-        """
+        """Enqueue the filling of the slots, multiplied by ``scale``, which is 1 for integers."""
         self._run(self._tensor_dtype, self._dtype, True, scale, self._stream)
 
     def unpack(self, scale: float = 1.0) -> None:

@@ -4,21 +4,26 @@
     mpirun -np 4 python -m wfbp.horovod -m package.train
 
 ``stand_in()`` puts modules with ``wfbp.torch``'s functions in the place of ``horovod.torch`` and of
-what lies in and beside it, for this process.
+what lies in and beside it, for this process and those that multiprocessing starts from it, such as
+workers of a ``DataLoader``: by ``spawn`` and ``forkserver`` these import the program anew, with the
+``sys.path`` of this process, in which ``search_path`` comes before other places.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
 __version__ = "0.28.1"
 """Of Horovod, whose public functions are followed."""
 
+_SEARCH_PATH = str(Path(__file__).parent / "search_path")
 _SETS = ("ProcessSet", "add_process_set", "global_process_set", "remove_process_set")
 _BUILT = ("ccl_built", "ddl_built", "gloo_built", "mpi_built", "nccl_built")
 _COMPRESSORS = ("Compression", "Compressor", "FP16Compressor", "NoneCompressor")
@@ -27,10 +32,9 @@ _COMPRESSORS = ("Compression", "Compressor", "FP16Compressor", "NoneCompressor")
 def stand_in() -> None:
     """Make ``import horovod.torch`` find the functions of ``wfbp.torch``, in this process.
 
-    What is left out raises an ``ImportError`` or ``AttributeError`` that says what to use instead.
-
-    Raises:
-        ImportError: Horovod itself has been imported already.
+    Also in processes that ``multiprocessing`` starts from it. Names that are left out raise an
+    ``ImportError`` or ``AttributeError`` with their replacement. Raises ``ImportError`` if Horovod
+    itself has been imported already.
     """
     present = sys.modules.get("horovod")
     if present is not None:
@@ -44,6 +48,8 @@ def stand_in() -> None:
         if parent:
             setattr(sys.modules[parent], child, module)
     sys.meta_path.insert(0, _Finder())
+    if _SEARCH_PATH not in sys.path:
+        sys.path.insert(1, _SEARCH_PATH)  # behind the program's own folder
 
 
 def _contents() -> dict[str, Mapping[str, Any]]:
@@ -63,7 +69,7 @@ def _contents() -> dict[str, Mapping[str, Any]]:
         "horovod.common.elastic": errors,
         "horovod.common.exceptions": errors,
         "horovod.common.process_sets": _some(surface, _SETS),
-        "horovod.common.util": {name: _verbose(getattr(surface, name)) for name in _BUILT},
+        "horovod.common.util": _util(surface),
         "horovod.torch": everything,
         "horovod.torch.compression": _some(import_module("wfbp.torch.compression"), _COMPRESSORS),
         "horovod.torch.elastic": training,
@@ -71,13 +77,54 @@ def _contents() -> dict[str, Mapping[str, Any]]:
         "horovod.torch.elastic.state": training,
         "horovod.torch.functions": everything,
         "horovod.torch.mpi_ops": everything,
-        "horovod.torch.optimizer": everything,
+        "horovod.torch.optimizer": {**everything, "_DistributedOptimizer": _OptimizerClass},
         "horovod.torch.sync_batch_norm": everything,
     }
 
 
+class _InstanceOfBase(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, import_module("wfbp.torch").DistributedOptimizerBase)
+
+
+class _OptimizerClass(metaclass=_InstanceOfBase):
+    """Horovod's class of optimizers, which programs name in annotations and ``isinstance()``."""
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError(
+            "wfbp.horovod has no optimizers to derive from: call DistributedOptimizer(optimizer), "
+            "and derive from the optimizer's own class"
+        )
+
+    def __new__(cls, *args: object, **kwargs: object) -> NoReturn:
+        raise TypeError("call DistributedOptimizer(optimizer), which makes an optimizer")
+
+
 def _some(module: ModuleType, names: Sequence[str]) -> dict[str, Any]:
     return {name: getattr(module, name) for name in names}
+
+
+def _util(surface: ModuleType) -> dict[str, Callable[..., Any]]:
+    """What programs and optimizers that were made from Horovod's sources import."""
+
+    def check_extension(*_: object) -> None:
+        """Nothing here is built for one version of PyTorch."""
+
+    def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
+        return ext_base_name == "torch"
+
+    def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
+        return bool(import_module("torch").cuda.is_available())
+
+    def split_list(items: Sequence[Any], num_parts: int) -> list[Any]:
+        """Successive parts of a list; the first ones are longer by one where it does not divide."""
+        rest = iter(items)
+        length, longer = divmod(len(items), num_parts)
+        return [list(itertools.islice(rest, length + (k < longer))) for k in range(num_parts)]
+
+    functions = (check_extension, extension_available, gpu_available, split_list)
+    built = {name: _verbose(getattr(surface, name)) for name in _BUILT}
+    return {**built, **{function.__name__: function for function in functions}}
 
 
 def _verbose(built: Callable[[], Any]) -> Callable[[bool], Any]:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -138,7 +139,9 @@ def _run(ray: Any, places: Sequence[Any], task: bytes) -> list[Any]:
     ray.get([p.prepare.remote(folder, rank, directory, task) for rank, p in enumerate(ranks)])
     hosts = {node: len(there) for node, there in by_node.items()}
     firsts = {node: there[0] for node, there in by_node.items()}
-    status, told = ray.get(ranks[0].launch.remote(hosts, firsts))
+    names = ray.get([first.host_name.remote() for first in firsts.values()])
+    host_names = dict(zip(firsts, names, strict=True))
+    status, output = ray.get(ranks[0].launch.remote(hosts, firsts, host_names))
     outcomes = [cloudpickle.loads(o) for o in ray.get([p.outcome.remote() for p in ranks])]
     failures = [(rank, *o[1:]) for rank, o in enumerate(outcomes) if o and o[0] == "raised"]
     if failures:  # a rank that fails takes others with it: the first cause, if one is there
@@ -148,26 +151,50 @@ def _run(ray: Any, places: Sequence[Any], task: bytes) -> list[Any]:
     missing = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
     if missing or status:
         lost = f"; no result of ranks {', '.join(map(str, missing))}" if missing else ""
-        raise BackendError(f"mpirun ended with status {status}{lost}\n{told}".rstrip())
+        raise BackendError(f"mpirun ended with status {status}{lost}\n{output}".rstrip())
     return [outcome[1] for outcome in outcomes]
 
 
+def check_host_names(host_names: Mapping[str, str], vendor: Vendor) -> None:
+    """Refuse what Open MPI cannot run: it takes nodes that share a host name for one host.
+
+    Args:
+        host_names: by the node's address.
+        vendor: of the MPI that starts the ranks.
+
+    Raises:
+        BackendError: two nodes have one name, under Open MPI.
+    """
+    if vendor is not Vendor.OPEN_MPI:
+        return
+    nodes: dict[str, str] = {}
+    for node, name in host_names.items():
+        other = nodes.setdefault(name, node)
+        if other != node:
+            raise BackendError(
+                f"nodes {other} and {node} are both named {name!r}: Open MPI takes them for one "
+                "host, and its collectives fail; give each node a host name of its own, or "
+                "install MPICH (pip install 'wfbp[mpich]')"
+            )
+
+
 def _no_place(ray: Any, num_ranks: int, needs: Mapping[str, float], timeout_s: float) -> str:
-    def told(resources: Mapping[str, float]) -> str:
+    def named(resources: Mapping[str, float]) -> str:
         return ", ".join(f"{resources.get(name, 0.0):g} {name}" for name in needs)
 
     return (
-        f"Ray had no place for {num_ranks} ranks of {told(needs)} each within {timeout_s:g} s; the "
-        f"cluster has {told(ray.cluster_resources())}, of which {told(ray.available_resources())} "
-        "are free: add nodes, wait until others end (timeout_s), or ask for less"
+        f"Ray had no place for {num_ranks} ranks of {named(needs)} each within {timeout_s:g} s; "
+        f"the cluster has {named(ray.cluster_resources())}, of which "
+        f"{named(ray.available_resources())} are free: add nodes, wait until "
+        "others end (timeout_s), or ask for less"
     )
 
 
 class _Place:
-    """The place of one rank, an actor; the first on its node starts what MPI wants started there.
+    """The actor of one rank; the first on its node starts MPI's processes there.
 
-    The driver calls its methods, and the launching place calls ``execute``; up to three run at
-    once, on threads of their own. ``launch`` alone writes ``_mpirun`` and ``stop`` reads it.
+    The driver calls its methods, and the launching actor calls ``execute``; up to three run at
+    once, on threads of their own. Only ``launch`` writes ``_mpirun``; ``stop`` reads it.
     """
 
     _mpirun: subprocess.Popen[str] | None = None
@@ -184,6 +211,10 @@ class _Place:
         address: str = ray.util.get_node_ip_address()
         return address
 
+    def host_name(self) -> str:
+        """The name by which the node knows itself."""
+        return socket.gethostname()
+
     def prepare(self, folder: str, rank: int, directory: str, task: bytes) -> None:
         """Leave what the rank will need in a folder of its node."""
         self._folder, self._rank = folder, rank
@@ -193,18 +224,20 @@ class _Place:
         setting = (directory, sys.path, dict(os.environ), task)
         Path(folder, f"{rank}.task").write_bytes(cloudpickle.dumps(setting))
 
-    def launch(self, hosts: Mapping[str, int], firsts: Mapping[str, Any]) -> tuple[int, str]:
-        """Run the job; the status of ``mpirun``, and the end of what it said.
+    def launch(
+        self, hosts: Mapping[str, int], firsts: Mapping[str, Any], host_names: Mapping[str, str]
+    ) -> tuple[int, str]:
+        """Run the job; returns the status of ``mpirun`` and the end of its output.
 
-        Args:
-            hosts: how many ranks each node has, in the order of ranks.
-            firsts: the place by which each node is reached.
+        ``hosts`` are the ranks of each node, in the order of ranks; ``firsts`` the first actor of
+        each, ``host_names`` what each calls itself.
         """
         agent = Path(self._folder, "agent")
         call = f"exec {sys.executable} -m {__spec__.name} agent {self._folder}"
         agent.write_text(f'#!/bin/sh\n{call} "$@"\n')
         agent.chmod(0o700)
         mpi = find_mpi()
+        check_host_names(host_names, mpi.vendor)
         # Nodes reach this one by Ray's address for it. Only here a socket waits for the agent.
         own = (
             ("--prtemca", "plm_ssh_no_tree_spawn", "1")
@@ -284,8 +317,8 @@ def _agent(folder: str, words: Sequence[str]) -> int:
     node, *command = words[1:] if words[0] == "-x" else words
     with Client(os.path.join(folder, "socket"), "AF_UNIX") as place:
         place.send((node, " ".join(command)))
-        status, told = place.recv()
-    sys.stderr.write(told)
+        status, output = place.recv()
+    sys.stderr.write(output)
     return int(status)
 
 

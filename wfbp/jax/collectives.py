@@ -19,10 +19,15 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from wfbp.core.types import Op, item_bytes
+from wfbp.errors import DisagreementError
 from wfbp.jax import native
 from wfbp.jax.ordering import wait_for_programs
-from wfbp.runtime import process, row_collectives
-from wfbp.runtime.api import array_collectives
+from wfbp.runtime import process
+from wfbp.runtime.api.array_collectives import ArrayOperand
+from wfbp.runtime.collectives import calls
+from wfbp.runtime.collectives.arithmetic import equal_rows
+from wfbp.runtime.collectives.operations import Call
+from wfbp.runtime.collectives.process_sets import global_process_set
 from wfbp.runtime.consistency import Array, check_root
 from wfbp.runtime.runtime import Runtime
 
@@ -72,7 +77,9 @@ class AllReduce(Collective):
         return shape
 
     def run(self, runtime: Runtime, array: Array) -> Array:
-        return array_collectives.allreduce(array, self.name, self.op)
+        operand = ArrayOperand(array)
+        call = calls.allreduce(operand, self.name, global_process_set, self.op, 1.0, 1.0)
+        return _in_order(call)
 
     def transposed(self, cotangent: jax.Array) -> jax.Array:
         return apply(AllReduce(None, self.op), cotangent)
@@ -92,7 +99,8 @@ class Broadcast(Collective):
         return shape
 
     def run(self, runtime: Runtime, array: Array) -> Array:
-        return array_collectives.broadcast(array, self.root_rank, self.name)
+        operand = ArrayOperand(array)
+        return _in_order(calls.broadcast(operand, self.name, global_process_set, self.root_rank))
 
     def transposed(self, cotangent: jax.Array) -> jax.Array:
         total = apply(AllReduce(None, Op.SUM), cotangent)
@@ -110,7 +118,15 @@ class AllGather(Collective):
         return (sum(self.rows), *shape[1:])
 
     def run(self, runtime: Runtime, array: Array) -> Array:
-        return row_collectives.gather_rows(runtime, array, self.rows, self.name)
+        call = calls.allgather(ArrayOperand(array), self.name, global_process_set)
+        done = calls.run_in_order(calls.detailed(call))
+        if done.rows != self.rows:  # found on every rank, since all are told the same
+            raise DisagreementError(
+                f"{runtime.where}: allgather {self.name or done.name!r}: ranks have {done.rows} "
+                f"rows; expected {self.rows}. In a compiled program all must have equally many"
+            )
+        gathered: Array = done.result
+        return gathered
 
     def transposed(self, cotangent: jax.Array) -> jax.Array:
         return apply(ReduceScatter(None, self.rows, Op.SUM), cotangent)
@@ -127,7 +143,9 @@ class ReduceScatter(Collective):
         return (self.rows[process.rank()], *shape[1:])
 
     def run(self, runtime: Runtime, array: Array) -> Array:
-        return row_collectives.scatter_rows(runtime, array, self.rows, self.op, self.name)
+        operand, world = ArrayOperand(array), global_process_set
+        call = calls.reducescatter(operand, self.name, world, self.op, 1.0, 1.0, self.rows)
+        return _in_order(call)
 
     def transposed(self, cotangent: jax.Array) -> jax.Array:
         whole = apply(AllGather(None, self.rows), cotangent)
@@ -146,10 +164,27 @@ class AllToAll(Collective):
         return shape
 
     def run(self, runtime: Runtime, array: Array) -> Array:
-        return row_collectives.exchange_blocks(runtime, array, self.name)
+        call = calls.alltoall(ArrayOperand(array), self.name, global_process_set, None)
+        return _in_order(call)
 
     def transposed(self, cotangent: jax.Array) -> jax.Array:
         return apply(AllToAll(None), cotangent)
+
+
+def _in_order(call: Call[Any]) -> Array:
+    """Run an operation where the program has it.
+
+    Ranks find each other's by that order, and not by names: XLA's threads come to them, of which
+    one cannot know what else they will come to, and who is in another operation shall be told.
+    """
+    result: Array = calls.run_in_order(call)
+    return result
+
+
+def _count_rows(array: jax.Array, name: str | None) -> tuple[int, ...]:
+    """How many rows each rank's array has."""
+    mine = ArrayOperand(np.array(array.shape[:1]))
+    return tuple(_in_order(calls.allgather(mine, name, global_process_set)).tolist())
 
 
 def apply(collective: Collective, array: Any) -> jax.Array:
@@ -302,7 +337,7 @@ def allgather(array: Any, name: str | None = None) -> jax.Array:
     if is_compiling():
         return apply(AllGather(name, (x.shape[0],) * runtime.size), x)
     wait_for_programs()
-    return apply(AllGather(name, row_collectives.count_rows(runtime, x.shape, x.dtype, name)), x)
+    return apply(AllGather(name, _count_rows(x, name)), x)
 
 
 def reducescatter(array: Any, name: str | None = None, op: Op = Op.AVERAGE) -> jax.Array:
@@ -328,7 +363,7 @@ def reducescatter(array: Any, name: str | None = None, op: Op = Op.AVERAGE) -> j
     _check_op(x, op)
     if _alone(runtime):
         return x
-    return apply(ReduceScatter(name, row_collectives.equal_rows(x.shape[0], runtime.size), op), x)
+    return apply(ReduceScatter(name, equal_rows(x.shape[0], runtime.size), op), x)
 
 
 def alltoall(array: Any, name: str | None = None) -> jax.Array:

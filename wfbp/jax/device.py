@@ -18,11 +18,8 @@ from wfbp.runtime import process
 
 
 class XlaStreams(Device):
-    """A device whose streams are told by XLA, for one thread at a time each.
-
-    Args:
-        index: CUDA's number.
-    """
+    """A device whose streams XLA provides, for one thread at a time each; ``index`` is CUDA's
+    number."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -30,12 +27,8 @@ class XlaStreams(Device):
 
     @contextmanager
     def at(self, stream: int, event: Event | None = None) -> Iterator[None]:
-        """Within it, the calling thread's work is on a stream, and has come to an event.
-
-        Args:
-            stream: raw handle.
-            event: a timed one that was recorded there; None for wherever the stream has come to.
-        """
+        """A context in which the calling thread's work is on a stream, behind an event recorded
+        there; None for the stream's current position."""
         before = getattr(self._place, "now", None)
         self._place.now = stream, event
         try:
@@ -72,13 +65,9 @@ class XlaStreams(Device):
 
 
 class XlaDevice(XlaStreams, CupyDevice):
-    """A CUDA device that JAX runs programs on.
+    """A CUDA device that JAX runs programs on; ``index`` is CUDA's number in this process.
 
-    Args:
-        index: CUDA's number, among the devices that this process sees.
-
-    Raises:
-        ImportError: CuPy is not installed, or finds no driver.
+    Raises ``ImportError`` if CuPy is not installed, or finds no driver.
     """
 
     def __init__(self, index: int) -> None:
@@ -109,11 +98,7 @@ class XlaDevice(XlaStreams, CupyDevice):
 
 
 def check_device(device: XlaStreams | None, place: tuple[int, int, int] | None) -> None:
-    """Raise where a step does not run on the device whose gradients are exchanged.
-
-    Raises:
-        WfbpError: the message says what to do.
-    """
+    """Raise ``WfbpError`` if a step does not run on the device whose gradients are exchanged."""
     expected = "the CPU" if device is None else f"GPU {device.index}"
     actual = "the CPU" if place is None else f"GPU {place[0]}"
     if actual != expected:
@@ -129,9 +114,7 @@ def check_device(device: XlaStreams | None, place: tuple[int, int, int] | None) 
 def programs_device() -> XlaStreams | None:
     """The device that this process's programs run on; None for the CPU.
 
-    Raises:
-        NotImplementedError: they run on neither a CPU nor CUDA.
-        ImportError: on CUDA, where CuPy is not installed.
+    Raises ``NotImplementedError`` for others than CUDA, ``ImportError`` on CUDA without CuPy.
     """
     platform = jax.default_backend()
     if platform == "cpu":

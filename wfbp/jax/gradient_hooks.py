@@ -24,9 +24,7 @@ from wfbp.jax.gradient_sync import ExchangeKey, exchange_registry
 class Site:
     """One place in a program's text at which gradients are exchanged.
 
-    Args:
-        request: what is exchanged; that of other sites may be equal.
-        add: makes a request known; returns its key.
+    ``request`` may be equal to that of other sites; ``add`` registers it and returns its key.
     """
 
     request: ExchangeKey
@@ -34,7 +32,7 @@ class Site:
 
 
 def announce(gradient: Any, site: Site, index: int) -> Any:
-    """A gradient leaves as soon as it exists; what is returned must go into :func:`wait`.
+    """A gradient leaves as soon as it exists; the result must go into :func:`wait`.
 
     XLA runs a call as soon as its operands exist: this one has a single operand.
     """
@@ -57,8 +55,8 @@ def _key(program: Any, site: Site) -> int:
     with _sites_lock:
         keys = _sites.setdefault(program, {})
         if site not in keys:
-            turn = sum(other.request == site.request for other in keys)
-            keys[site] = site.add(replace(site.request, turn=turn))
+            occurrence = sum(other.request == site.request for other in keys)
+            keys[site] = site.add(replace(site.request, occurrence=occurrence))
         return keys[site]
 
 
@@ -108,16 +106,11 @@ _wait = _make("wfbp_wait")
 
 
 class TracedExchange:
-    """One exchange of gradients in a program's text: every leaf is announced once, then all are
-    waited for once.
+    """One exchange in a program's text: every leaf is announced once, then all are waited for once.
 
     While a program is traced, both become calls of XLA handlers (the primitives above). Outside of
-    programs the gradients leave at once.
-
-    Args:
-        request: what is exchanged.
-        traced: whether a program is being traced, rather than run. To be found out before the
-            function is differentiated, because that is a trace of its own.
+    programs the gradients leave at once. Whether a program is ``traced`` must be found out before
+    the function is differentiated, because that is a trace of its own.
     """
 
     def __init__(self, request: ExchangeKey, traced: bool) -> None:
@@ -143,7 +136,7 @@ class TracedExchange:
         return identity(leaf)
 
     def announce(self, index: int, gradient: Any) -> Any:
-        """Let a gradient leave; what is returned must go into :meth:`wait`."""
+        """Let a gradient leave; the result must go into :meth:`wait`."""
         self._announced.add(index)
         if self._is_traced(gradient):
             return announce(self._typed(index, gradient), self._site, index)

@@ -1,7 +1,8 @@
 """All exchanges of gradients of this process, and how ranks come to make the same ones.
 
-An :class:`ExchangeKey` says what is exchanged; equal ones share a :class:`GradientExchange`, which
-gives a step's announcements to its engine. The registry passes on what XLA's threads announce.
+An :class:`ExchangeKey` describes an exchange; equal ones share a :class:`GradientExchange`, which
+gives a step's announcements to its engine. The registry passes on the announcements of XLA's
+threads.
 """
 
 from __future__ import annotations
@@ -53,15 +54,15 @@ def _remedy() -> str:
 
 @dataclass(frozen=True)
 class ExchangeKey:
-    """What a program wants to have exchanged; what is equal here shares an engine.
+    """The description of an exchange; equal ones share an engine.
 
     Args:
-        name: for messages, and to keep exchanges of equal leaves apart.
+        name: for messages, and to distinguish exchanges of equal leaves.
         specs: the leaves, in the order of the tree.
         op: ``Op.AVERAGE`` or ``Op.SUM``.
         schedule: a planner's name, or ``auto``.
         threshold_bytes: for the ``threshold`` planner.
-        turn: 0, or how many equal requests come before it in the same program.
+        occurrence: 0, or how many equal exchanges come before it in the same program.
     """
 
     name: str
@@ -69,13 +70,13 @@ class ExchangeKey:
     op: Op
     schedule: str
     threshold_bytes: int
-    turn: int = 0
+    occurrence: int = 0
 
     @cached_property
     def text(self) -> str:
         """All of it; the same in every process."""
         rows = [[s.name, list(s.shape), s.dtype] for s in self.specs]
-        rest = [self.op.value, self.schedule, self.threshold_bytes, self.turn]
+        rest = [self.op.value, self.schedule, self.threshold_bytes, self.occurrence]
         return json.dumps([self.name, rows, *rest])
 
     @classmethod
@@ -88,7 +89,7 @@ class ExchangeKey:
     @property
     def title(self) -> str:
         """What messages call it."""
-        return f"{self.name} ({self.turn + 1})" if self.turn else self.name
+        return f"{self.name} ({self.occurrence + 1})" if self.occurrence else self.name
 
     @property
     def options(self) -> EngineOptions:
@@ -97,7 +98,7 @@ class ExchangeKey:
 
     @cached_property
     def key(self) -> int:
-        """A number that stands for it in compiled programs, which may be kept on disk."""
+        """A number for compiled programs, which may be kept on disk."""
         digest = hashlib.sha256(self.text.encode()).digest()
         return int.from_bytes(digest[:8], "little") >> 1
 
@@ -107,17 +108,17 @@ class GradientExchange:
 
     Announcements come from the announcement thread or from the training thread, waits from an XLA
     thread or from the training thread. ``lock`` is shared with all other exchanges and held for
-    every change of what is known of the open step; nothing waits under it.
+    every change of the open step's state; nothing waits under it.
 
     Args:
         request: what is exchanged.
         where: this rank, for messages.
         lock: see above.
-        make: gives the engine. Collective: called in the first wait, because only execution has an
+        make: makes the engine. Collective: called in the first wait, because only execution has an
             order that all ranks share.
-        copy: copies memory: to these addresses, from those, so many bytes each.
-        expect: is told, by leaf, the number of the group with which its gradient may leave before
-            the wait, -1 for none; only of those need announcements be passed on at once.
+        copy: copies memory, given target addresses, source addresses and sizes in bytes.
+        expect: gets, by leaf, the number of the group with which its gradient may leave before the
+            wait, -1 for none; only these announcements must be passed on at once.
     """
 
     def __init__(
@@ -170,11 +171,10 @@ class GradientExchange:
         self._mark(index, address, owner, time_s)
 
     def reduce(self, inputs: Sequence[int] | None, outputs: Sequence[int]) -> None:
-        """Close the step, and wait until all reduced gradients lie where they are wanted.
+        """Close the step, and wait until all reduced gradients lie in ``outputs``.
 
-        Args:
-            inputs: where the gradients lie now; None for where they were announced.
-            outputs: where they are wanted, reduced; may be the same.
+        ``inputs`` is where the gradients lie now, None for where they were announced; may be
+        ``outputs``.
 
         Raises:
             WfbpError: two steps ran at once; or ranks disagree, failed, or did not answer in time.
@@ -208,10 +208,10 @@ class GradientExchange:
             raise
 
     def _follow(self, inputs: Sequence[int]) -> None:
-        """Have gradients sent (again) that lie elsewhere than they were announced, if they were.
+        """Send gradients (again) that no longer lie where they were announced.
 
-        XLA may copy a gradient behind its announcement, and use that place for something else; or,
-        where it does not change from one turn of a loop to the next, announce it once for all.
+        XLA may copy a gradient behind its announcement, and reuse its memory; or announce a
+        gradient that is constant in a loop only once.
         """
         for index, address in enumerate(inputs):
             if self._addresses[index] != address:
@@ -258,7 +258,7 @@ class GradientExchange:
 
 
 def early_groups(plan: Plan, specs: Sequence[TensorSpec]) -> list[int]:
-    """The group with which each of some tensors may leave before the step is closed, or -1.
+    """Per tensor the group with which it may leave before the step is closed, or -1.
 
     Example:
         >>> from wfbp.core.plan import Group
@@ -280,17 +280,15 @@ _MAKING = "jax: making an exchange"
 class ExchangeRegistry:
     """Exchanges by key.
 
-    Programs are compiled in any order, and perhaps on one rank only; a request is known from
-    then on. Its engine is made when the first step of it ends. Ranks then tell each other which
-    exchange they have come to: where independent steps of one program run at once, that may not
-    be the same one everywhere. All that are wanted anywhere are made, in the order of their keys.
+    Programs are compiled in any order, and perhaps on one rank only; a request is known from then
+    on. Its engine is made when the first step of it ends. Ranks then tell each other which exchange
+    they have come to: where independent steps of one program run at once, that may differ. All that
+    are wanted anywhere are made, in the order of their keys.
 
     Any thread may call anything. ``_lock`` protects the tables and the open steps; ``_making`` is
     held while an engine is made, and waits for other ranks.
 
-    Args:
-        handlers: the XLA handlers that announce.
-        device: that programs run on; None for the CPU.
+    ``device`` is the one that programs run on; None for the CPU.
     """
 
     def __init__(self, handlers: native.Handlers, device: XlaStreams | None = None) -> None:
@@ -346,14 +344,14 @@ class ExchangeRegistry:
         self, ask: Callable[[GradientExchange], dict[str, Any]]
     ) -> dict[str, dict[str, Any]]:
         with self._lock:
-            found = [(self._requests[key].title, e) for key, e in self._exchanges.items()]
+            exchanges = [(self._requests[key].title, e) for key, e in self._exchanges.items()]
         answers: dict[str, dict[str, Any]] = {}
-        turns: Counter[str] = Counter()
-        for name, exchange in found:
+        counts: Counter[str] = Counter()
+        for name, exchange in exchanges:
             if answer := ask(exchange):
-                turns[name] += 1
-                turn = turns[name]
-                answers[name if turn == 1 else f"{name} [{turn}]"] = answer
+                counts[name] += 1
+                number = counts[name]
+                answers[name if number == 1 else f"{name} [{number}]"] = answer
         return answers
 
     def _wait(
@@ -365,8 +363,8 @@ class ExchangeRegistry:
     ) -> None:
         """All gradients of a compiled program exist; called on one of XLA's threads.
 
-        On a device they will, where the stream of ``place`` has come to; and what is reduced lies
-        in its place for what follows there.
+        On a device they exist at ``place`` in its stream, and results are ordered before later work
+        there.
         """
         with self._lock:
             self._take_notes()
@@ -438,7 +436,7 @@ class ExchangeRegistry:
         return known
 
     def _make(self, runtime: Runtime, wanted: ExchangeKey) -> Engine:
-        """The engine of a request; made together with all that other ranks have come to."""
+        """The engine of an exchange; made together with all others that ranks have come to."""
         with self._making:
             if wanted.key in self._engines:
                 return self._engines[wanted.key]
@@ -470,22 +468,17 @@ class ExchangeRegistry:
 
 @functools.cache
 def exchange_registry() -> ExchangeRegistry:
-    """Those of this process.
+    """The registry of this process.
 
-    Raises:
-        ImportError: there are no XLA handlers, and they cannot be compiled.
-        NotImplementedError: programs run on neither a CPU nor CUDA.
+    Raises ``ImportError`` without XLA handlers, ``NotImplementedError`` where programs run on
+    neither a CPU nor CUDA.
     """
     device = programs_device()
     return ExchangeRegistry(native.load(), device)
 
 
 def _disagree(where: str, requests: Sequence[ExchangeKey]) -> None:
-    """Raise what ranks disagree upon.
-
-    Raises:
-        DisagreementError: on every rank.
-    """
+    """Raise ``DisagreementError`` with the difference between the ranks' exchanges."""
     settings = [
         {"name": r.title, "op": str(r.op), "schedule": r.schedule, "bytes": r.threshold_bytes}
         for r in requests
@@ -498,7 +491,7 @@ def _disagree(where: str, requests: Sequence[ExchangeKey]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeOptions:
-    """How gradients are to be exchanged; None stands for what the environment says.
+    """How gradients are to be exchanged; None stands for the environment's setting.
 
     Args:
         user: the function that was called, for messages.
@@ -520,11 +513,7 @@ class ExchangeOptions:
         EngineOptions(*self._plan(config), self.op).check([some], self.user)
 
     def request(self, runtime: Runtime, layout: Layout) -> ExchangeKey:
-        """The exchange of a tree's leaves.
-
-        Raises:
-            ValueError: a bad argument.
-        """
+        """The exchange of a tree's leaves; ``ValueError`` for a bad argument."""
         schedule, limit_bytes = self._plan(runtime.config)
         EngineOptions(schedule, limit_bytes, self.op).check(layout.specs, self.user)
         return ExchangeKey(self.name or self.user, layout.specs, self.op, schedule, limit_bytes)

@@ -23,14 +23,9 @@ from wfbp.runtime.runtime import Runtime
 def argument_numbers(fun: Any, argnums: Any, user: str) -> tuple[int, ...]:
     """The numbers of the arguments to differentiate by.
 
-    Args:
-        fun: what is to be differentiated.
-        argnums: as in JAX: a whole number or a sequence of them, from the end where negative.
-        user: who asks, for messages.
-
-    Raises:
-        TypeError: not a function, no numbers, or an argument that the function does not have.
-            JAX would say so when gradients are computed.
+    ``argnums`` is as in JAX; negative ones count from the end. Raises ``TypeError`` for no
+    function, no numbers, or an argument that the function does not have, which JAX would report
+    only when gradients are computed.
     """
     if not callable(fun):
         raise TypeError(
@@ -121,10 +116,10 @@ def value_and_grad(
         Array([1., 3.], dtype=float32)
     """
     numbers = argument_numbers(fun, argnums, "value_and_grad")
-    asked = ExchangeOptions("value_and_grad", op, schedule, threshold_bytes, name)
+    exchange_options = ExchangeOptions("value_and_grad", op, schedule, threshold_bytes, name)
     # Functions may be made before init(), where modules are loaded.
     known = process.current("value_and_grad()").config if process.is_initialized() else Config()
-    asked.check(known)
+    exchange_options.check(known)
     options: dict[str, Any] = {
         "argnums": argnums,
         "has_aux": has_aux,
@@ -135,7 +130,7 @@ def value_and_grad(
     @functools.wraps(fun, updated=())
     def averaged(*args: Any, **kwargs: Any) -> Any:
         runtime = process.current("value_and_grad()")
-        taps = _DifferentiatedCall(fun, numbers, asked, runtime)
+        taps = _DifferentiatedCall(fun, numbers, exchange_options, runtime)
         taps.look_at(args)
         value, grads = jax.value_and_grad(taps.apply, **options)(*args, **kwargs)
         return value, taps.collect(grads, single=not isinstance(argnums, Sequence))
@@ -184,25 +179,19 @@ def grad(
 
 
 class _DifferentiatedCall:
-    """The taps of one call of a differentiated function.
-
-    Args:
-        fun: the function.
-        numbers: of the arguments that it is differentiated by.
-        asked: how gradients are to be exchanged.
-        runtime: of this rank.
-    """
+    """The taps of one call of a differentiated function; ``numbers`` are of its differentiated
+    arguments."""
 
     def __init__(
         self,
         fun: Callable[..., Any],
         numbers: Sequence[int],
-        asked: ExchangeOptions,
+        options: ExchangeOptions,
         runtime: Runtime,
     ) -> None:
         self._fun = fun
         self._numbers = numbers
-        self._asked = asked
+        self._options = options
         self._runtime = runtime
         self._traced = is_compiling()
         self._step: TracedExchange | None = None
@@ -217,14 +206,14 @@ class _DifferentiatedCall:
         names = argument_names(self._fun, len(args))
         parameters = [args[number] for number in self._numbers]
         roots = [names[number] for number in self._numbers]
-        self._layout = Layout.of(parameters, roots, self._asked.user)
+        self._layout = Layout.of(parameters, roots, self._options.user)
         return parameters
 
     def apply(self, *args: Any, **kwargs: Any) -> Any:
         """The function, its parameters tapped; JAX has checked the number of arguments by now."""
         parameters = self._lay_out(args)
         if self._layout.specs:
-            request = self._asked.request(self._runtime, self._layout)
+            request = self._options.request(self._runtime, self._layout)
             if self._runtime.size > 1:
                 self._step = TracedExchange(request, self._traced)
                 parameters = list(self._layout.replace(parameters, self._step.tap))

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from wfbp.core.types import Op
-from wfbp.jax.collectives import allreduce, is_compiling
+from wfbp.jax.collectives import AllReduce, allreduce, is_compiling
 from wfbp.jax.ordering import wait_for_programs
 from wfbp.jax.trees import is_value
 from wfbp.runtime import process
-from wfbp.runtime.api import array_collectives
 
 Tree = TypeVar("Tree")
 
@@ -67,7 +66,8 @@ def _now(values: list[Any], label: str) -> list[Any]:
     arrays = [np.asarray(value, np.float64) for value in values]
     wait_for_programs()
     flat = np.concatenate([np.zeros(0), *(array.reshape(-1) for array in arrays)])
-    means = _split(array_collectives.allreduce(flat, label), arrays)
+    runtime = process.current("average_metrics()")
+    means = _split(AllReduce(label, Op.AVERAGE).run(runtime, flat), arrays)
     return [_as(value, mean) for value, mean in zip(values, means, strict=True)]
 
 

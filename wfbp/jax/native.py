@@ -1,7 +1,7 @@
-"""The XLA handlers: those that were built with the package, or compiled at first use.
+"""The XLA handlers, built with the package or compiled at first use.
 
-What is compiled is kept in the user's cache folder (``$XDG_CACHE_HOME``, else ``~/.cache``), under
-a name made of the versions of Python and jaxlib and the source's hash. Of ranks that start together
+Compiled ones are kept in the user's cache folder (``$XDG_CACHE_HOME``, else ``~/.cache``), under a
+name made of the versions of Python and jaxlib and the source's hash. Of ranks that start together
 on a host, one compiles.
 """
 
@@ -54,20 +54,21 @@ class Handlers(Protocol):
         """
 
     def expect(self, exchange: int, groups: Sequence[int], /) -> None:
-        """What leaves an exchange before its wait, from the next step on.
+        """The leaves that may leave an exchange before its wait, from the next step on.
 
-        Per leaf the number of its group, -1 where that leaves no earlier. Of what nobody expects
-        nothing is told before it is taken.
+        ``groups`` has the group of each leaf, -1 where it leaves no earlier. Leaves that nobody
+        expects are reported only when they are taken.
         """
 
     def listen(self) -> bool:
         """Wait until a group is complete that was expected; False once closed."""
 
     def take(self) -> list[tuple[int, int, int, tuple[int, int, int] | None, float]]:
-        """What has been announced: exchange, index of the leaf, address of the gradient, place,
-        and how many seconds ago.
+        """The announcements: exchange, index of the leaf, address of the gradient, place, and
+        seconds ago.
 
-        That is None on the CPU; on CUDA the device, the stream, and an event recorded there or 0.
+        The place is None on the CPU; on CUDA the device, the stream, and an event recorded there or
+        0.
         """
 
     def wait_apart(self) -> None:
@@ -85,41 +86,37 @@ class Handlers(Protocol):
 
 @functools.cache
 def load() -> Handlers:
-    """The handlers, registered with XLA.
-
-    Raises:
-        ImportError: they were not built with the package and cannot be compiled here; the message
-            says what is missing.
-    """
+    """The handlers, registered with XLA; ``ImportError`` with what is missing if there are none."""
     native = cast(Handlers, _built() or _compiled())
     for platform, handlers in native.handlers().items():
         for target, handler in handlers.items():
             jax.ffi.register_ffi_target(target, handler, platform=platform)
-    if _apart.is_set():
+    if _own_threads.is_set():
         native.wait_apart()
     process.before_end(lambda _: wait_for_steps())
     atexit.register(_finish, native)
     return native
 
 
-_apart = Event()
+_own_threads = Event()
 
 
 def wait_on_own_threads() -> None:
-    """Let waits on the CPU hold up none of XLA's threads, from now on.
+    """From now on, let waits on the CPU block none of XLA's threads.
 
-    To be called where a program has more of what waits for other ranks than one exchange: they may
-    come to that in different orders. It costs a change of threads at each wait.
+    Needed where a program waits for other ranks in several exchanges or collectives, whose order
+    may differ. It costs a change of threads at each wait.
     """
-    _apart.set()
+    _own_threads.set()
     if load.cache_info().currsize:
         load().wait_apart()
 
 
 def _finish(native: Handlers) -> None:
-    """At exit, before the runtime is shut down: another rank may want what steps bring.
+    """At exit, before the runtime is shut down, since other ranks may need this rank's part in
+    steps.
 
-    Where the runtime has been made anew since, its own shutdown comes before, and has seen to it.
+    A runtime that was made anew since is shut down before, which has done this.
     """
     try:
         wait_for_steps()

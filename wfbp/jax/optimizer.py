@@ -65,8 +65,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             f"{_remedy(optimizer)}"
         )
     inner = optax.with_extra_args_support(optimizer)
-    asked = ExchangeOptions("DistributedOptimizer", op, schedule, threshold_bytes, name)
-    asked.check(runtime.config)
+    options = ExchangeOptions("DistributedOptimizer", op, schedule, threshold_bytes, name)
+    options.check(runtime.config)
 
     def update(
         updates: optax.Updates,
@@ -74,26 +74,26 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        found: tuple[optax.Updates, optax.OptState] = inner.update(
-            _averaged(updates, asked), state, params, **extra_args
+        result: tuple[optax.Updates, optax.OptState] = inner.update(
+            _averaged(updates, options), state, params, **extra_args
         )
-        return found
+        return result
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-def _remedy(found: Any) -> str:
-    if hasattr(found, "gradient_transformation"):
+def _remedy(optimizer: Any) -> str:
+    if hasattr(optimizer, "gradient_transformation"):
         return "; pass its .gradient_transformation()"
-    return "; call it first, as in optax.sgd(0.1)" if callable(found) else ""
+    return "; call it first, as in optax.sgd(0.1)" if callable(optimizer) else ""
 
 
-def _averaged(gradients: Any, asked: ExchangeOptions) -> Any:
+def _averaged(gradients: Any, options: ExchangeOptions) -> Any:
     runtime = process.current("DistributedOptimizer.update()")
-    layout = Layout.of([gradients], ["gradients"], asked.user)
+    layout = Layout.of([gradients], ["gradients"], options.user)
     if not layout.specs:
         return gradients
-    request = asked.request(runtime, layout)
+    request = options.request(runtime, layout)
     if runtime.size == 1:
         return gradients
     return layout.replace([gradients], TracedExchange(request, is_compiling()).wait)[0]

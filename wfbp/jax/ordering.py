@@ -1,7 +1,7 @@
-"""Collectives in the order of the program: what is under way comes first, on every rank.
+"""Collectives in the order of the program: operations under way come first, on every rank.
 
 JAX returns from a compiled function before it has run. The step may still have to exchange
-gradients, and ranks to agree upon plans: what a rank does next must not come in between.
+gradients, and ranks to agree on plans; later collectives must not come in between.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 import jax
 import numpy as np
 
-from wfbp.runtime.api import array_collectives
+from wfbp.runtime.collectives import api, objects
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,7 +35,7 @@ def wait_for_steps() -> None:
 
 
 def _after_programs(operation: Callable[P, T]) -> Callable[P, T]:
-    """The operation, behind what is under way."""
+    """The operation, run after the programs under way."""
 
     @functools.wraps(operation)
     def act(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -45,6 +45,6 @@ def _after_programs(operation: Callable[P, T]) -> Callable[P, T]:
     return act
 
 
-allgather_object = _after_programs(array_collectives.allgather_object)
-broadcast_object = _after_programs(array_collectives.broadcast_object)
-barrier = _after_programs(array_collectives.barrier)
+allgather_object = _after_programs(objects.allgather_object)
+broadcast_object = _after_programs(objects.broadcast_object)
+barrier = _after_programs(api.barrier)

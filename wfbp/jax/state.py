@@ -12,7 +12,7 @@ import numpy as np
 from wfbp.jax.ordering import wait_for_programs
 from wfbp.jax.trees import is_value
 from wfbp.runtime import process
-from wfbp.runtime.api import array_collectives
+from wfbp.runtime.api.parameters import MANY, broadcast_buffers
 from wfbp.runtime.consistency import (
     check_bytes,
     check_root,
@@ -51,21 +51,21 @@ def broadcast_parameters(parameters: Tree, root_rank: int = 0) -> Tree:
     runtime = process.current("broadcast_parameters()")
     paths, structure = jax.tree_util.tree_flatten_with_path(parameters)
     leaves = [leaf for _, leaf in paths]
-    found = {}
+    copies = {}
     rows = []
-    with sharing_argument_errors(runtime, array_collectives.MANY):
+    with sharing_argument_errors(runtime, MANY):
         check_root(runtime, root_rank)
         for index, (path, leaf) in enumerate(paths):
             if not is_value(leaf):
                 continue
             name = jax.tree_util.keystr(path)
-            found[index] = copy = _own_copy(name, leaf)
+            copies[index] = copy = _own_copy(name, leaf)
             rows.append((name, dtype_key(copy.dtype), copy.shape))
     wait_for_programs()
-    buffers = [flattened(copy).view(np.uint8) for copy in found.values()]
-    array_collectives.broadcast_buffers(runtime, rows, buffers, root_rank)
+    buffers = [flattened(copy).view(np.uint8) for copy in copies.values()]
+    broadcast_buffers(runtime, rows, buffers, root_rank)
     if runtime.size > 1:
-        for index, copy in found.items():
+        for index, copy in copies.items():
             leaves[index] = _like(leaves[index], copy)
     tree: Tree = jax.tree_util.tree_unflatten(structure, leaves)
     return tree

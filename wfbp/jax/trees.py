@@ -25,8 +25,8 @@ class Layout:
 
     Args:
         treedef: of all trees together.
-        places: which of their leaves travel; the others are passed on as they are.
-        specs: what those look like.
+        places: indices of the exchanged leaves; the others are passed on as they are.
+        specs: of the exchanged leaves.
     """
 
     treedef: Any
@@ -35,15 +35,10 @@ class Layout:
 
     @classmethod
     def of(cls, trees: Sequence[Any], roots: Sequence[str], user: str) -> Layout:
-        """What trees of gradients, or of parameters, exchange together.
+        """The leaves that trees of gradients, or of parameters, exchange together.
 
-        Leaves without elements, or that are no floating point numbers (step counters, gradients
-        of integers), are not exchanged.
-
-        Args:
-            trees: of arrays.
-            roots: what each tree is called; its leaves' names begin with that.
-            user: who asks, for messages.
+        Leaves without elements, or that are no floating point numbers (step counters, gradients of
+        integers), are not exchanged. ``roots`` name the trees; their leaves' names begin with them.
 
         Raises:
             TypeError: a leaf that is neither an array nor a number.
@@ -73,12 +68,7 @@ class Layout:
     def replace(
         self, trees: Sequence[Any], change: Callable[[list[Any]], list[Any]]
     ) -> tuple[Any, ...]:
-        """Trees of the same structure, with other values for the leaves that travel.
-
-        Args:
-            trees: as in :meth:`of`.
-            change: gets those leaves, returns what takes their place.
-        """
+        """Trees of the same structure in which ``change`` has replaced the exchanged leaves."""
         leaves = self.treedef.flatten_up_to(tuple(trees))
         changed = change([leaves[place] for place in self.places])
         for place, value in zip(self.places, changed, strict=True):

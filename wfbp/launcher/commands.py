@@ -90,14 +90,8 @@ class Command:
 
 
 def mpirun_command(job: Job, mpi: Mpi, environment: Mapping[str, str], is_root: bool) -> Command:
-    """How a library's ``mpirun`` is told of a job.
-
-    Args:
-        job: what to start.
-        mpi: the library.
-        environment: of the process that asks.
-        is_root: whether it is the superuser's.
-    """
+    """The ``mpirun`` command that starts a job; ``environment`` and ``is_root`` are of this
+    process."""
     build = _BUILDERS[mpi.vendor]
     words = build(job, mpi, environment, is_root)
     own = dict(job.variables) | _interface_variables(job)
@@ -118,14 +112,9 @@ def slurm_command(job: Job, vendor: Vendor) -> Command:
 
 
 def rank_program(program: Sequence[str], settings: Sequence[str], python: str = "") -> list[str]:
-    """A program with what prepares each rank in front of it.
+    """A program with :mod:`wfbp.launcher.rank` in front of it, if that has ``settings``.
 
-    A Python script is run by the interpreter that asks; anything else as it is.
-
-    Args:
-        program: as the user wrote it.
-        settings: options of :mod:`wfbp.launcher.rank`; where there are none it is left out.
-        python: the interpreter; this one by default.
+    A Python script is run by ``python``, this interpreter by default; anything else as it is.
     """
     python = python or sys.executable
     words = list(program)

@@ -15,12 +15,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine that takes ranks.
-
-    Args:
-        name: as the network knows it.
-        slots: how many ranks it takes.
-    """
+    """A machine that takes as many ranks as it has slots."""
 
     name: str
     slots: int = 1
@@ -40,11 +35,9 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What a batch system granted.
+    """Hosts granted by a batch system:
 
-    Args:
-        system: its name: ``Slurm``, ``PBS``, ``LSF``, ``Grid Engine``, or :data:`MPI_HOSTFILE`.
-        hosts: in its order.
+    ``Slurm``, ``PBS``, ``LSF``, ``Grid Engine``, or :data:`MPI_HOSTFILE`.
     """
 
     system: str
@@ -61,8 +54,7 @@ _SLOTS_KEY = re.compile(r"(slots|max[-_]slots)\s*=\s*(\S+)")
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """Hosts as ``-H`` takes them; one that is named twice has the sum of its slots.
 
-    Raises:
-        ValueError: not of the form ``a:4,b:4``.
+    Raises ``ValueError`` if not of the form ``a:4,b:4``.
 
     Example:
         >>> parse_hosts("node1:4,node2")
@@ -82,11 +74,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     """Hosts of a file: one a line, as ``a``, ``a:4`` (MPICH) or ``a slots=4`` (Open MPI).
 
-    Text behind ``#`` is a comment.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: a line cannot be read; the message has its number.
+    Text behind ``#`` is a comment. Raises ``ValueError``, with its number, for any other line.
     """
     hosts: list[Host] = []
     for number, line in enumerate(Path(path).read_text().splitlines(), 1):
@@ -116,11 +104,9 @@ def merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
 
 
 def allocation(environment: Mapping[str, str]) -> Allocation | None:
-    """What the batch system that started this process granted; None outside of one.
+    """The allocation of the batch system that started this process; None outside of one.
 
-    Raises:
-        ValueError: its description cannot be read.
-        OSError: a file that it names cannot be read.
+    Raises ``ValueError`` or ``OSError`` if its description cannot be read.
     """
     for system, read in _SYSTEMS:
         hosts = read(environment)
@@ -130,10 +116,7 @@ def allocation(environment: Mapping[str, str]) -> Allocation | None:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """The names in a Slurm node list.
-
-    Raises:
-        ValueError: brackets that do not match, or a range that is none.
+    """The names in a Slurm node list; ``ValueError`` for wrong brackets or ranges.
 
     Example:
         >>> expand_nodes("n[08-10,12],login")

@@ -29,13 +29,7 @@ class Vendor(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Mpi:
-    """An MPI library and its launcher.
-
-    Args:
-        vendor: its make.
-        version: of the library, as it says itself.
-        mpirun: path of the program that starts jobs.
-    """
+    """An MPI library, its version, and the path of its ``mpirun``."""
 
     vendor: Vendor
     version: tuple[int, ...]
@@ -55,13 +49,13 @@ _TIMEOUT_S = 30.0
 
 
 def vendor_of(text: str) -> Vendor | None:
-    """The make that a library's or a launcher's description of itself tells of.
+    """The make of MPI by a library's or a launcher's description of itself; None if unknown.
 
     Example:
         >>> vendor_of("HYDRA build details: ...")
         <Vendor.MPICH: 'MPICH'>
     """
-    return next((v for v, marks in _MARKS if any(mark in text for mark in marks)), None)
+    return next((v for v, words in _MARKS if any(mark in text for mark in words)), None)
 
 
 def version_of(text: str) -> tuple[int, ...]:
@@ -78,21 +72,20 @@ def version_of(text: str) -> tuple[int, ...]:
 def find_library(python: str = sys.executable) -> tuple[Vendor, tuple[int, ...]]:
     """The make and the version of the MPI library that a Python uses.
 
-    Raises:
-        BackendError: mpi4py or its library cannot be loaded, or is of an unknown make.
+    Raises ``BackendError`` if mpi4py or its library cannot be loaded, or is of an unknown make.
     """
     try:
         library = _output(python, "-c", _ASK)
     except (OSError, subprocess.SubprocessError) as error:
         raise BackendError(
-            f"{python} cannot load mpi4py and its MPI library ({_last_line(error)}); install them, "
+            f"{python} cannot load mpi4py and its MPI library ({_last_line(error)}). Install them, "
             'for example by: pip install "wfbp[mpich]"'
         ) from None
     vendor = vendor_of(library)
     if vendor is None:
         raise BackendError(
-            f"mpi4py uses an MPI library that wfbprun does not know ({library.splitlines()[0]}); "
-            "start the job by that library's own mpirun"
+            f"mpi4py uses an MPI library that wfbprun does not know ({library.splitlines()[0]}). "
+            "Start the job by that library's own mpirun"
         )
     return vendor, version_of(library)
 
@@ -100,13 +93,9 @@ def find_library(python: str = sys.executable) -> tuple[Vendor, tuple[int, ...]]
 def find_mpi(python: str = sys.executable, mpirun: str | None = None) -> Mpi:
     """The MPI library that a Python uses, with the launcher that fits.
 
-    Args:
-        python: the interpreter that will run the program.
-        mpirun: this launcher; by default one beside the interpreter, else the first on the path
-            that is of the library's make.
-
-    Raises:
-        BackendError: mpi4py or its library cannot be loaded, or no launcher fits.
+    The launcher is ``mpirun``, by default one beside the interpreter, else the first on the path of
+    the library's make. Raises ``BackendError`` if the library cannot be loaded, or no launcher
+    fits.
     """
     vendor, version = find_library(python)
     rejected = []

@@ -19,9 +19,8 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def share(cores: Sequence[int], local_rank: int, local_size: int) -> list[int]:
-    """The cores of one rank: contiguous parts that differ by one core at most.
-
-    Where ranks outnumber cores nobody is bound, and each rank may use all.
+    """The cores of one rank: contiguous parts that differ by one core at most; all where ranks
+    outnumber cores.
 
     Example:
         >>> share([0, 1, 2, 3, 4], 0, 2), share([0, 1, 2, 3, 4], 1, 2), share([0, 1], 2, 3)
@@ -54,10 +53,9 @@ def local_size(environment: Mapping[str, str]) -> int | None:
 
 
 def prepare(options: Sequence[str], environment: dict[str, str]) -> None:
-    """Choose cores, GPU and output as the options ask.
+    """Choose cores, GPU and output by the options.
 
-    Raises:
-        ValueError: an unknown option, or a launcher that does not tell ranks where they are.
+    Raises ``ValueError`` for an unknown option, or a launcher that does not number ranks.
     """
     left = list(options)
     while left:

@@ -20,15 +20,15 @@ class EngineOptions:
 
     Args:
         schedule: a planner's name, or ``auto``.
-        threshold_bytes: for the ``threshold`` planner, and for what others begin with.
+        threshold_bytes: for the ``threshold`` planner, and for the first plan of the others.
         op: ``Op.AVERAGE`` or ``Op.SUM``.
-        passes: backward passes per step: a tensor is ready when its gradient has appeared so often.
-            One whose gradient appears more often is waited for as often from the next step on.
-        decouples: whether the caller can do with shards of gradients, and ``Engine.gather``.
+        passes: backward passes per step. A tensor is ready when its gradient has appeared so often;
+            if it appears more often, the engine expects as many from the next step on.
+        decouples: whether the caller can use shards of gradients, and ``Engine.gather``.
         sharded_update: whether each rank then updates its shards only.
         name: of the optimizer, for messages.
-        wire_dtype: in which gradients of more bytes per element are reduced, one of
-            :data:`WIRE_DTYPES`; each gradient's own where it is empty.
+        wire_dtype: the type, of :data:`WIRE_DTYPES`, in which gradients of more bytes per element
+            are reduced; empty for their own.
     """
 
     schedule: str
@@ -41,11 +41,9 @@ class EngineOptions:
     wire_dtype: str = ""
 
     def check(self, specs: Sequence[TensorSpec], user: str = "") -> None:
-        """Raise unless the gradients of these tensors can be reduced so.
+        """Raise unless gradients of these tensors can be reduced with these options.
 
-        Args:
-            specs: the tensors.
-            user: who needs whole gradients where ``decouples`` is False, for messages.
+        ``user`` is what needs whole gradients where ``decouples`` is False, for messages.
 
         Raises:
             ImportError: ``dear`` without the ``search`` extra.
@@ -54,7 +52,7 @@ class EngineOptions:
         """
         check_schedule(self.schedule, self.decouples, user)
         if self.schedule == "dear":
-            ThresholdSearch()  # a missing library is told now and not in the middle of training
+            ThresholdSearch()  # a missing library is an error now and not in the middle of training
         _check_whole("threshold_bytes", self.threshold_bytes)
         _check_whole("backward_passes_per_step", self.passes)
         if self.threshold_bytes < 1:
@@ -78,10 +76,9 @@ class EngineOptions:
 
 
 def labelled(kind: str, name: str | None, numbers: Iterator[int]) -> str:
-    """What a collective is called in messages: by its caller's name, or a number.
+    """The label of a collective in messages: the caller's name, or a number.
 
-    Raises:
-        TypeError: the name is no string.
+    Raises ``TypeError`` if the name is no string.
     """
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name is {name!r}; expected a string")

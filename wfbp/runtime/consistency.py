@@ -1,8 +1,8 @@
-"""Whether ranks are about to do the same: compared before data moves.
+"""Checks that ranks are about to do the same, before data moves.
 
 Tensors and settings are compared once, when an engine is made, so that no step needs to negotiate.
-Synchronous collectives compare name, element type, shape and operation each time. An argument that
-one rank cannot take is told to the others, which would wait for that rank otherwise.
+Synchronous collectives compare name, element type, shape and operation each time. A rank that
+cannot take an argument tells the others, which would wait for it otherwise.
 """
 
 from __future__ import annotations
@@ -30,14 +30,10 @@ def encode_specs(specs: Sequence[TensorSpec], settings: dict[str, Any]) -> bytes
 
 
 def check_specs(who: str, payloads: Sequence[bytes]) -> None:
-    """Compare every rank's tensors and settings with rank 0's.
+    """Compare every rank's tensors and settings, as encoded in ``payloads``, with rank 0's.
 
-    Args:
-        who: this rank and what the tensors belong to, for messages.
-        payloads: what each rank said.
-
-    Raises:
-        DisagreementError: on every rank: which ranks, which tensors, what each of the two has.
+    Raises ``DisagreementError`` on every rank: which ranks, which tensors, what each of the two
+    has.
     """
     messages = [json.loads(p) for p in payloads]
     problems = []
@@ -54,11 +50,8 @@ def check_specs(who: str, payloads: Sequence[bytes]) -> None:
 
 
 def check_equal(who: str, what: str, values: Sequence[str]) -> None:
-    """Raise unless every rank said the same.
-
-    Raises:
-        DisagreementError: naming the first rank that differs from rank 0.
-    """
+    """Raise ``DisagreementError``, naming the first rank that differs from rank 0, unless all are
+    equal."""
     for rank, value in enumerate(values):
         if value != values[0]:
             raise DisagreementError(
@@ -118,16 +111,12 @@ Array = npt.NDArray[Any]
 
 
 def check_consistent(runtime: Runtime, call: str, *details: str, private: int = 0) -> list[int]:
-    """Compare what the ranks are about to do.
+    """Compare what the ranks are about to do, and return every rank's private number.
 
     Args:
-        runtime: of this rank.
         call: the operation, as programs call it.
-        details: its name and whatever else must be equal on all ranks, as messages show it.
+        details: its name and what else must be equal on all ranks, as messages show it.
         private: a number that may differ.
-
-    Returns:
-        Every rank's private number.
 
     Raises:
         DisagreementError: on every rank, with what each of two ranks is about to do.
@@ -157,12 +146,8 @@ def check_bytes(name: str, array: Array) -> None:
 
 
 def check_writable(name: str, array: Any) -> None:
-    """Raise unless values can be written into what was passed.
-
-    Raises:
-        TypeError: it is no array; a copy would be written to in vain.
-        ValueError: an array that is read-only, or one of Python objects.
-    """
+    """Raise ``TypeError`` for what is no array, ``ValueError`` for an array that is read-only or
+    holds Python objects."""
     if not isinstance(array, np.ndarray):
         raise TypeError(
             f"{name} is a {type(array).__qualname__}; expected a NumPy array, which can be filled "
@@ -197,10 +182,11 @@ _ARGUMENT_ERROR = "refused"
 
 @contextmanager
 def sharing_argument_errors(runtime: Runtime, call: str) -> Iterator[None]:
-    """Within it a call checks its arguments; what it raises ends the call on every rank.
+    """A context in which a call checks its arguments; an error that it raises ends the call on
+    every rank.
 
-    The others find out by :func:`check_argument_errors` on the payloads of the exchange with which
-    the call would have begun.
+    The others learn of it by :func:`check_argument_errors`, on the payloads of the exchange with
+    which the call would have begun.
     """
     try:
         yield
@@ -211,15 +197,9 @@ def sharing_argument_errors(runtime: Runtime, call: str) -> Iterator[None]:
 
 
 def check_argument_errors(runtime: Runtime, call: str, payloads: Sequence[Sequence[Any]]) -> None:
-    """Raise where another rank could not take its arguments.
+    """Raise ``PeerError`` if another rank could not take its arguments.
 
-    Args:
-        runtime: of this rank.
-        call: the public function, for messages.
-        payloads: what every rank brought to the call's first exchange, decoded.
-
-    Raises:
-        PeerError: which rank, and why.
+    ``payloads`` are what every rank sent to the call's first exchange, decoded.
     """
     for rank, payload in enumerate(payloads):
         if payload[0] == _ARGUMENT_ERROR:

@@ -1,7 +1,7 @@
 """The runtime of this process: made by ``init``, used everywhere, ended by ``shutdown``.
 
-``init`` compares the settings that must be the same on every rank, and installs hooks for uncaught
-exceptions: a rank that fails tells the others why before the job ends.
+``init`` compares the settings that must be the same on every rank. What is wrong with settings or
+arguments it says when ranks have met: once for all that have the same.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from pathlib import Path
-from traceback import extract_tb
-from types import TracebackType
 from typing import Any
 
 from wfbp import native
 from wfbp.comm.backend import Backend
-from wfbp.config import Config, unknown_variables
-from wfbp.errors import DisagreementError, NotInitializedError, WfbpError
-from wfbp.runtime import timeline
+from wfbp.comm.mpi.start_notice import under_launcher
+from wfbp.config import Config, read_environment, unknown_variables
+from wfbp.errors import DisagreementError, NotInitializedError, PeerError, WfbpError
+from wfbp.runtime import timeline, uncaught
 from wfbp.runtime.collectives.operations import Collectives
-from wfbp.runtime.consistency import check_argument_errors, sharing_argument_errors
 from wfbp.runtime.runtime import Runtime, describe_error
 
 _runtime: Runtime | None = None
@@ -47,26 +46,52 @@ def init(comm: Any = None, *, backend: Backend | None = None, config: Config | N
         config: settings; from the environment's ``WFBP_*`` by default.
 
     Raises:
-        ValueError: a ``WFBP_*`` variable cannot be read, or no directory made for records.
+        TypeError: ``comm`` is no communicator, or ``config`` no ``Config``.
+        ValueError: a ``WFBP_*`` variable cannot be read, or no directory made for records. Where
+            nobody catches it, one rank says so for all that have the same.
         PeerError: another rank could not make it.
         BackendError: MPI is missing or does not start, or a launcher (``torchrun``, ``srun``,
             another library's ``mpirun``) promised more ranks than MPI found.
         DisagreementError: ranks have different settings.
     """
+    start(comm, backend=backend, config=config)
+
+
+def start(
+    comm: Any = None,
+    *,
+    backend: Backend | None = None,
+    config: Config | None = None,
+    problem: Exception | None = None,
+) -> None:
+    """What :func:`init` does.
+
+    Args:
+        comm: as of :func:`init`.
+        backend: as of :func:`init`.
+        config: as of :func:`init`.
+        problem: of this rank, which is raised when it has met the others.
+    """
     global _runtime
     if _runtime is not None:
         return
-    config = config or Config.from_environment()
+    given: object = config  # whatever its type says
+    if not isinstance(given, Config | None):
+        problem = TypeError(f"config is {given!r}; expected a wfbp.Config")
+    if problem is not None or config is None:
+        config, unreadable = read_environment()
+        problem = problem or (ValueError(unreadable) if unreadable else None)
+    if not _is_communicator(comm):
+        problem = TypeError(
+            f"comm is {comm!r}; expected an mpi4py communicator, or the numbers of the "
+            "ranks that take part"
+        )
+    if problem is not None and backend is None and not under_launcher():
+        raise problem
     _set_up_logging(config)
     if backend is None:
-        from wfbp.comm.mpi.backend import MpiBackend
-
-        backend = MpiBackend(
-            comm,
-            start_timeout_s=config.timeout_s,
-            shared_memory=config.shared_memory,
-            check_launcher=config.check_launcher,
-        )
+        # Without a communicator of its own this rank meets those that have the same problem.
+        backend = _mpi_backend(comm if _is_communicator(comm) else None, config, problem)
     unknown = unknown_variables()
     if unknown and backend.local_rank == 0:
         logging.getLogger("wfbp").warning("%s", unknown)
@@ -74,7 +99,7 @@ def init(comm: Any = None, *, backend: Backend | None = None, config: Config | N
         logging.getLogger("wfbp").warning("%s", native.MISSING)
     runtime = Runtime(backend, config)
     try:
-        check_settings(runtime)
+        check_settings(runtime, problem)
         runtime.collectives = Collectives(runtime)
         if config.timeline:
             _start_timeline(runtime)
@@ -84,8 +109,40 @@ def init(comm: Any = None, *, backend: Backend | None = None, config: Config | N
         runtime.shutdown()
         raise
     _runtime = runtime
-    install(runtime)
+    uncaught.install(runtime)
     atexit.register(shutdown)
+
+
+def _mpi_backend(comm: Any, config: Config, problem: Exception | None) -> Backend:
+    """Ranks that meet by MPI; a problem of this one is told, too, where they do not."""
+    from wfbp.comm.mpi.backend import MpiBackend
+
+    def give_up() -> None:
+        if problem is not None:
+            sys.stderr.write(f"wfbp: {describe_error(problem)}\n")
+            sys.stderr.flush()
+            os._exit(1)
+
+    alone = threading.Timer(config.timeout_s, give_up)
+    alone.daemon = True
+    if problem is not None:
+        alone.start()
+    try:
+        return MpiBackend(
+            comm,
+            start_timeout_s=config.timeout_s,
+            shared_memory=config.shared_memory,
+            check_launcher=config.check_launcher,
+        )
+    finally:
+        alone.cancel()
+
+
+def _is_communicator(comm: Any) -> bool:
+    """Whether it is a communicator, numbers of ranks, or None, as far as can be seen."""
+    if isinstance(comm, Sequence) and not isinstance(comm, str | bytes):
+        return all(isinstance(rank, Integral) for rank in comm)
+    return comm is None or hasattr(comm, "Get_rank")
 
 
 def shutdown() -> None:
@@ -98,7 +155,7 @@ def shutdown() -> None:
     finally:  # others wait for this rank to leave, whatever its own program makes of its end
         runtime, _runtime = _runtime, None
         atexit.unregister(shutdown)
-        uninstall()
+        uncaught.uninstall()
         if runtime.collectives is not None:
             runtime.collectives.record(None)
         runtime.shutdown()
@@ -113,7 +170,12 @@ def _start_timeline(runtime: Runtime) -> None:
     path = timeline.rank_file(config.timeline, rank)
     offset_s = timeline.clock_offset_s(runtime)
     steps = config.timeline_steps
-    runtime.collectives.record(timeline.Timeline(path, rank, offset_s=offset_s, steps=steps))
+    try:
+        runtime.collectives.record(timeline.Timeline(path, rank, offset_s=offset_s, steps=steps))
+    except OSError as error:
+        logging.getLogger("wfbp").warning(
+            "%s: no timeline %s (%s); training goes on", runtime.where, path, error.strerror
+        )
 
 
 def _merge_timelines(runtime: Runtime) -> None:
@@ -122,17 +184,14 @@ def _merge_timelines(runtime: Runtime) -> None:
     paths = [timeline.rank_file(folder, rank) for rank in range(runtime.size)]
     try:
         documents = [timeline.load(path) for path in paths if path.exists()]
-        merged = folder / "timeline.json"
-        merged.write_text(json.dumps(timeline.merge(documents)))
+        timeline.save(timeline.merge(documents), folder / "timeline.json")
     except (OSError, ValueError) as error:
         logging.getLogger("wfbp").warning("the timelines were not merged: %s", error)
 
 
 def before_end(finish: Callable[[Runtime], None]) -> None:
-    """Have ``finish`` called before a runtime ends, while all of its ranks still answer.
-
-    That is by every :func:`shutdown`, and where a process set is removed, with that set's runtime.
-    """
+    """Have ``finish`` called before a runtime ends, while all of its ranks still answer: in
+    :func:`shutdown`, and where a process set is removed."""
     _finishers.append(finish)
 
 
@@ -148,11 +207,7 @@ def is_initialized() -> bool:
 
 
 def current(call: str) -> Runtime:
-    """The runtime, for a public function of this name.
-
-    Raises:
-        NotInitializedError: there is none.
-    """
+    """The runtime, for the public function ``call``; raises ``NotInitializedError`` without one."""
     if _runtime is None:
         raise NotInitializedError(call)
     return _runtime
@@ -179,14 +234,14 @@ def local_size() -> int:
 
 
 def _leave_to_parent() -> None:
-    """In a forked process, which is no rank: nothing that it does may reach the others.
+    """In a forked process, which is no rank, make every call fail but those that ask who it is.
 
-    It shares the memory that they read, and MPI forbids it all calls. Who it is it may ask.
+    It shares memory that other ranks read, and MPI allows it no calls.
     """
     if _runtime is None or _runtime.size == 1:
         return
     atexit.unregister(shutdown)
-    uninstall()
+    uncaught.uninstall()
     _runtime.thread.fail_in_fork(
         WfbpError(
             f"{_runtime.where}: this process was forked behind wfbp.init(), and is no rank; only "
@@ -226,21 +281,27 @@ _MOST_HOSTS = 8
 _LABEL = "init(): comparing settings"
 
 
-def check_settings(runtime: Runtime) -> None:
+def check_settings(runtime: Runtime, problem: Exception | None = None) -> None:
     """Compare the shared settings of all ranks; collective.
 
+    Args:
+        runtime: of this rank.
+        problem: why this rank cannot go on.
+
     Raises:
-        ValueError: this rank cannot record its run where it should.
-        PeerError: another rank cannot.
+        ValueError: this rank cannot record its run where it should; or its problem.
+        PeerError: another rank cannot go on.
         DisagreementError: on every rank; which settings differ, and who has what.
     """
-    with sharing_argument_errors(runtime, _LABEL):
+    try:
         _make_folder("WFBP_RECORD_DIR", runtime.config.record_dir)
         _make_folder("WFBP_TIMELINE", runtime.config.timeline)
+    except ValueError as error:
+        problem = problem or error
     mine = {name: _plain(getattr(runtime.config, name)) for name in SHARED}
-    payload = json.dumps(["", mine, platform.node()]).encode()
-    payloads = [json.loads(p) for p in runtime.exchange(payload, _LABEL)]
-    check_argument_errors(runtime, "init()", payloads)
+    payload = json.dumps([describe_error(problem) if problem else "", mine, platform.node()])
+    payloads = [json.loads(p) for p in runtime.exchange(payload.encode(), _LABEL)]
+    _raise_problems(runtime, problem, [text for text, _, _ in payloads])
     settings_by_rank = [settings for _, settings, _ in payloads]
     differing = [
         name
@@ -251,12 +312,54 @@ def check_settings(runtime: Runtime) -> None:
         shown = ", ".join(
             _describe_setting(name, [s[name] for s in settings_by_rank]) for name in differing
         )
-        raise DisagreementError(
+        disagreement = DisagreementError(
             f"{runtime.where}: init(): ranks disagree on {shown}. Set it to the same value on "
             "every rank; mpirun passes variables on to all of them"
         )
+        uncaught.print_line(disagreement, describe_error(disagreement) if runtime.rank == 0 else "")
+        raise disagreement
     if runtime.rank == 0:
         _tell_who_takes_part(runtime, [host for _, _, host in payloads])
+
+
+def compare_problem(problem: Exception) -> None:
+    """Have a problem at the end of ``init()`` printed once, if all ranks have it."""
+    runtime = current("init()")
+    try:
+        payloads = runtime.exchange(describe_error(problem).encode(), "init(): comparing errors")
+    except WfbpError:  # others have none, and went on
+        return
+    _print_once(runtime, problem, [payload.decode() for payload in payloads])
+
+
+def _raise_problems(runtime: Runtime, problem: Exception | None, problems: Sequence[str]) -> None:
+    """Raise what keeps this rank or another one from going on.
+
+    Args:
+        runtime: of this rank.
+        problem: of this rank.
+        problems: of each rank, in words; empty where there is none.
+    """
+    if problem is not None:
+        _print_once(runtime, problem, problems)
+        raise problem
+    for rank, text in enumerate(problems):
+        if text:
+            message = text.partition(": ")[2]
+            peer_error = PeerError(f"{runtime.where}: init(): rank {rank}: {message}")
+            uncaught.print_line(peer_error, "")  # that rank prints it
+            raise peer_error
+
+
+def _print_once(runtime: Runtime, problem: Exception, problems: Sequence[str]) -> None:
+    """Let the first of the ranks that have this problem print it for all of them."""
+    own, size = problems[runtime.rank], runtime.size
+    ranks = [rank for rank, text in enumerate(problems) if text == own]
+    if size == 1:
+        return
+    some = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {size}"
+    who = f"all {size} ranks" if len(ranks) == size else some
+    uncaught.print_line(problem, f"{who}: {own}" if ranks[0] == runtime.rank else "")
 
 
 def _tell_who_takes_part(runtime: Runtime, hosts: Sequence[str]) -> None:
@@ -307,55 +410,3 @@ def _describe_setting(name: str, values: list[Any]) -> str:
         for value, ranks in holders.items()
     ]
     return f"WFBP_{name.upper()} ({'; '.join(parts)})"
-
-
-_Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], Any]
-_ThreadHook = Callable[[threading.ExceptHookArgs], Any]
-_previous: tuple[_Hook, _ThreadHook] | None = None
-
-
-def install(runtime: Runtime) -> None:
-    """From now on an uncaught exception in a thread that trains ends the job."""
-    global _previous
-    if runtime.size == 1:
-        return
-    main, other = _previous = sys.excepthook, threading.excepthook
-
-    def report(
-        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
-        if issubclass(kind, KeyboardInterrupt) and main is sys.__excepthook__:
-            # As many tracebacks as ranks would bury what training has said.
-            where = f"rank {runtime.rank} of {runtime.size}: KeyboardInterrupt{_place(traceback)}"
-            sys.stderr.write(f"wfbp: {where}\n")
-        else:
-            main(kind, error, traceback)
-        _end(runtime, error)
-
-    def report_thread(found: threading.ExceptHookArgs) -> None:
-        other(found)
-        if found.exc_value is not None and runtime.thread.is_used_here:
-            _end(runtime, found.exc_value)
-
-    sys.excepthook, threading.excepthook = report, report_thread
-
-
-def uninstall() -> None:
-    """Put the previous hooks back."""
-    global _previous
-    if _previous is not None:
-        sys.excepthook, threading.excepthook = _previous
-        _previous = None
-
-
-def _place(traceback: TracebackType | None) -> str:
-    """Where a program was: the innermost line that is neither of this package nor of Python."""
-    package = str(Path(__file__).resolve().parents[1])
-    frames = [f for f in extract_tb(traceback) if not f.filename.startswith((package, "<frozen"))]
-    return f" at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
-
-
-def _end(runtime: Runtime, error: BaseException) -> None:
-    sys.stderr.flush()
-    sys.stdout.flush()
-    runtime.fail_job(describe_error(error))

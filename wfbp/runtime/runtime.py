@@ -1,7 +1,7 @@
 """The runtime of one rank: its backend, its communication thread, and its ties to other ranks.
 
-A process set has a runtime, too, on the ranks that are in it: with channels, lanes and costs of its
-own, on the communication thread that serves all ranks.
+A process set has a runtime, too, on its ranks: with channels, lanes and costs of its own, on the
+communication thread that serves all ranks.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from weakref import WeakSet
 
 from wfbp.comm.backend import Backend, Buffer, Finished, HostBackend
 from wfbp.comm.device.backend import DeviceBackend
-from wfbp.comm.device.connection import connect
+from wfbp.comm.device.connection import connect, connect_by_nccl
 from wfbp.comm.device.device import Device
 from wfbp.comm.device.launch_order import LaunchOrder
 from wfbp.comm.device.nccl import NcclBackend
+from wfbp.comm.waiting import wait
 from wfbp.config import Config
 from wfbp.core.cost import Costs
 from wfbp.core.types import Op, Operation
@@ -40,9 +41,12 @@ if TYPE_CHECKING:
 
 
 _MAX_LANES = 1 << 16
-"""Of one process set, as far as messages tell them apart."""
+"""Lanes of one process set, by the numbers that messages have for them."""
 
 _CONNECTING = "connecting devices"
+
+_OPERATIONS = -1
+"""In place of a lane's number: of the device backend of named operations."""
 
 _FORWARDING_S = 0.2
 """For the launcher to pass on what ranks have written: at an abort it may drop the rest."""
@@ -58,22 +62,20 @@ class Releasable(Protocol):
 class Runtime:
     """Everything a rank needs to work with the others.
 
-    Public methods may be called by training threads.
+    Training threads may call its public methods.
 
     Args:
-        backend: over all ranks of this runtime; from here on only the communication thread speaks
-            to it.
+        backend: over all ranks of this runtime; from here on only the communication thread uses it.
         config: settings of this rank.
-        within: the runtime of all ranks, where this one is of a process set. It owns the
-            communication thread, and ends with it.
+        within: the runtime of all ranks, if this one is of a process set. It owns the communication
+            thread, and ends with it.
         members: the ranks of the process set; all by default.
 
     Attributes:
-        rank: this process's number among the ranks of this runtime.
-        size: their number.
-        members: who they are, by their numbers among all ranks.
-        where: who this is, for messages ("rank 1 of 4"); all numbers in messages are of the same
-            kind.
+        rank: number of this process among the ranks of this runtime, as all numbers in messages.
+        size: number of ranks.
+        members: the ranks, by their numbers among all ranks.
+        where: this rank in messages ("rank 1 of 4").
 
     Example:
         >>> from wfbp.comm.local import LocalWorld
@@ -104,7 +106,7 @@ class Runtime:
         self._network = NetworkCosts(
             config.probe_budget_s, self._check_measurement, backend.rank == 0
         )
-        self._carriers: dict[tuple[int, int], DeviceBackend] = {}
+        self._device_backends: dict[tuple[int, int], DeviceBackend] = {}
         self._launch_orders: dict[int, LaunchOrder] = {}  # by device
         self._inner: list[Runtime] = []  # of process sets, in the order of making
         self._closed = False
@@ -151,12 +153,8 @@ class Runtime:
         return fetches
 
     def check(self) -> None:
-        """Raise what ended the runtime, if anything has.
-
-        Raises:
-            WfbpError: the first error, that the runtime was shut down, or that its process set was
-                removed.
-        """
+        """Raise the ``WfbpError`` that has ended the runtime, if any: the first error, the
+        shutdown, or the removal of its process set."""
         if self.thread.error is not None:
             raise self.thread.error
         if self._within is not None:
@@ -178,10 +176,10 @@ class Runtime:
         self.planning_channel = self.channel_on(self._duplicate(self.channel))
 
     def all_reduce(self, buffer: Buffer, dtype: str, op: Op, label: str) -> None:
-        """Combine a buffer over all ranks, in place.
+        """Combine a buffer over all ranks, in place; it may lie anywhere.
 
-        It may be anybody's: a gradient that lies in a fusion buffer here may lie elsewhere on other
-        ranks, whose messages would then go another way.
+        (A gradient in a fusion buffer here may lie elsewhere on other ranks, whose messages would
+        go another way.)
         """
         foreign = buffer.copy() if self._backend.delivers(buffer) else buffer
         self.call(lambda backend: backend.all_reduce(foreign, dtype, op), label)
@@ -203,14 +201,11 @@ class Runtime:
     def fetch(self, store: Store, version: int, items: object, label: str) -> Fetched:
         """What all other ranks published in their stores; not a collective.
 
-        Args:
-            store: this rank's own.
-            version: that is wanted; owners that have not come to it are waited for.
-            items: what is wanted of it, in JSON's types.
-            label: what this is, for messages.
+        ``items``, in JSON's types, are passed to the owners' ``collect``. Owners that have not come
+        to ``version`` are waited for.
 
         Raises:
-            DisagreementError: an owner has gone on, or has other things.
+            DisagreementError: an owner is past that version, or has other tensors.
             WfbpError: ranks failed, or did not answer in time.
         """
         self.check()
@@ -221,13 +216,10 @@ class Runtime:
         return fetched if ranks is None else {ranks.index(r): fetched[r] for r in fetched}
 
     def lease(self, channel: ControlChannel) -> Backend:
-        """A backend for a lane of its own; collective.
+        """A backend for a new lane; collective among the ranks on ``channel``.
 
-        One that a removed lane left idle on every rank, or a new one: MPI has a limited number of
+        Reuses one that a removed lane left idle on every rank, because MPI has a limited number of
         communicators.
-
-        Args:
-            channel: in which ranks have come to this.
         """
         idle = json.dumps(sorted(self._idle)).encode()
         payloads = channel.exchange(idle, "choosing a lane")
@@ -250,70 +242,119 @@ class Runtime:
         channel: ControlChannel,
         wire_dtype: str = "",
     ) -> Transport:
-        """What a lane's groups lie in and travel through; collective.
+        """The transport of a lane whose backend comes from :meth:`lease`; collective.
 
-        Args:
-            backend: of the lane, from :meth:`lease`.
-            device: where the tensors lie; None for the host.
-            channel: in which ranks have come to this.
-            wire_dtype: in which wider gradients are reduced, if not in their own type.
+        ``device`` is where the tensors lie, None for the host; ``wire_dtype`` is the type in which
+        wider gradients are reduced, empty for their own.
         """
         if device is None:
             return HostTransport(backend, self.config.zero_copy_min_bytes, wire_dtype)
         device.annotates, device.where = self.config.nvtx, self.where
         key = self._leased.index(backend), id(device)
-        if key not in self._carriers:
-            self._carriers[key] = channel.call(
+        if key not in self._device_backends:
+            self._device_backends[key] = channel.call(
                 lambda _: Finished(self._connect(backend, device)), _CONNECTING
             )
-        return DeviceTransport(self._carriers[key], backend, self.check, wire_dtype)
+        return DeviceTransport(self._device_backends[key], backend, self.check, wire_dtype)
 
     def _connect(self, backend: Backend, device: Device) -> DeviceBackend:
         """What carries the groups of a lane on a device; on the communication thread."""
         timeout_s, check = self.config.timeout_s, partial(self._check_measurement, _CONNECTING)
-        before = (c for (_, of), c in self._carriers.items() if of == id(device))
-        parent = next((c for c in before if isinstance(c, NcclBackend)), None)
-        carrier = connect(device, backend, timeout_s, check, parent)
-        if isinstance(carrier, NcclBackend):
-            order = self._launch_orders.get(id(device))
-            if order is None:
-                order = LaunchOrder(self.rank, self.size, self._loop.advance_lanes)
-                self._launch_orders[id(device)] = order
+        device_backend = connect(device, backend, timeout_s, check, self._parent(device))
+        if isinstance(device_backend, NcclBackend):
             assert isinstance(backend, HostBackend)
-            order.admit(carrier, backend, timeout_s, check)
-        return carrier
+            self._admit(device_backend, backend)
+        return device_backend
+
+    def launch_order(self, device: Device) -> LaunchOrder | None:
+        """The order of this runtime's lanes on a device, if there is any by NCCL."""
+        return self._launch_orders.get(id(device))
+
+    def connect_operations(
+        self, device: Device, host: HostBackend
+    ) -> tuple[DeviceBackend | None, int, str]:
+        """The backend of named operations on a device; collective, on the communication thread.
+
+        Args:
+            device: this rank's.
+            host: over all ranks; used by nobody else.
+
+        Returns:
+            The backend, if there is one now, its lane's number in the order of launches, and why
+            there will never be one.
+        """
+        timeout_s, check = self.config.timeout_s, partial(self._check_measurement, _CONNECTING)
+        order = self._launch_orders.get(id(device))
+        place = list(self._launch_orders).index(id(device)) if order is not None else -1
+        # Of a single lane, which is in no order yet, and whose program may be in mid-step.
+        launched = [] if order is None or order.orders else list(order.launched)
+        mine = json.dumps([place, launched]).encode()
+        ranks = [
+            json.loads(payload)
+            for payload in wait(host.all_gather_bytes(mine), timeout_s=timeout_s, check=check)
+        ]
+        if any(of != place for of, _ in ranks):
+            return None, -1, "ranks have tensors on the devices of different optimizers"
+        if any(of != launched for _, of in ranks):
+            return None, -1, ""
+        device.annotates, device.where = self.config.nvtx, self.where
+        device_backend, problem = connect_by_nccl(
+            device, host, timeout_s, check, self._parent(device)
+        )
+        if device_backend is None:
+            return None, -1, problem
+        number = self._admit(device_backend, host)
+        self._device_backends[_OPERATIONS, id(device)] = device_backend
+        return device_backend, number, ""
+
+    def _parent(self, device: Device) -> NcclBackend | None:
+        """A communicator of which a further one can be split."""
+        before = (c for (_, of), c in self._device_backends.items() if of == id(device))
+        return next((c for c in before if isinstance(c, NcclBackend)), None)
+
+    def _admit(self, device_backend: NcclBackend, host: HostBackend) -> int:
+        """Order what this backend launches, too."""
+        timeout_s, check = self.config.timeout_s, partial(self._check_measurement, _CONNECTING)
+        device = device_backend.device
+        order = self._launch_orders.get(id(device))
+        if order is None:
+            order = LaunchOrder(self.rank, self.size, self._loop.advance_lanes)
+            self._launch_orders[id(device)] = order
+        return order.admit(device_backend, host, timeout_s, check)
 
     def measure_costs(
         self,
         max_bytes: int,
         operations: Sequence[Operation] = (Operation.ALL_REDUCE,),
         anew: bool = False,
-        carrier: Backend | None = None,
+        lane_backend: Backend | None = None,
         channel: ControlChannel | None = None,
     ) -> Costs:
-        """The measured cost curves up to a message size; collective; each is measured once.
+        """The measured cost curves up to a message size, each measured once; collective.
 
         Args:
             max_bytes: the largest message that will be sent.
-            operations: which curves are needed; all-reduce always is. What is missing of them is
-                measured within ``config.probe_budget_s``, about, in all.
-            anew: whether to forget what was measured before: the network may have changed.
-            carrier: of a lane that sends nothing now; what is measured where it is a device's.
-            channel: in which ranks have come to this; the runtime's own by default.
+            operations: the curves needed; all-reduce always is. Missing ones are measured within
+                ``config.probe_budget_s`` in all, about.
+            anew: whether to measure again, because the network may have changed.
+            lane_backend: of a lane that sends nothing now; measured if it is a device's.
+            channel: on which ranks meet for this; the runtime's own by default.
 
         Returns:
             All curves known so far, the same on every rank.
         """
         return self._network.measure(
-            max_bytes, operations, anew, carrier, (channel or self.channel).call
+            max_bytes, operations, anew, lane_backend, (channel or self.channel).call
         )
 
     def expect_other_threads(self) -> None:
-        """From now on any thread may begin a collective, also one that has not done so yet.
-
-        A rank of which this is so is never found to wait for others in a circle.
-        """
+        """From now on any thread may begin a collective, so this rank is never judged."""
         self._loop.detector.other_threads = True
+
+    @property
+    def expects_other_threads(self) -> bool:
+        """Whether any thread may begin a collective, also one that has not done so yet."""
+        return self._loop.detector.other_threads
 
     def add_user(self, user: Releasable) -> None:
         """Have ``user`` let its buffers go at :meth:`shutdown`; it is not kept for that."""
@@ -338,9 +379,9 @@ class Runtime:
         idle = json.dumps(sorted(self._idle)).encode()  # in others steps are under way for ever
         payloads = self.channel.exchange(idle, label)
         common = set.intersection(*(set(json.loads(payload)) for payload in payloads))
-        for (number, _), carrier in self._carriers.items():
+        for (number, _), device_backend in self._device_backends.items():
             if number in common:
-                self.call(partial(_closing, carrier), label)
+                self.call(partial(_closing, device_backend), label)
         for order in self._launch_orders.values():
             self.call(partial(_closing, order), label)
         for number in sorted(common):
@@ -351,10 +392,9 @@ class Runtime:
         self._closed = True
 
     def shutdown(self) -> None:
-        """Leave: tell the others, wait until they leave too, and give everything back.
+        """Leave: tell the others, wait until they leave too, and release everything. Idempotent.
 
-        A rank that still needs this one gets a ``PeerError`` instead of a hang. Calling it again
-        does nothing.
+        A rank that still needs this one gets a ``PeerError`` instead of a hang.
         """
         if self._closed:
             return
@@ -374,11 +414,7 @@ class Runtime:
             self._backend.release()
 
     def fail_job(self, reason: str) -> None:
-        """End the job because this rank failed: tell the others why, let them report, abort.
-
-        Args:
-            reason: what happened here, one line.
-        """
+        """End the job because this rank failed: tell the others why, let them report, abort."""
         secondary = isinstance(self.thread.error, PeerError)
         self._tell({"kind": "failed", "reason": reason, "secondary": secondary})
         patience_s = self.config.abort_grace_s * (2 if secondary else 1)
@@ -402,8 +438,9 @@ class Runtime:
     def _give_back(self) -> None:
         self._loop.give_back()
         for runtime in (self, *self._inner):
-            for carrier in runtime._carriers.values():  # in the order of making, as on every rank
-                carrier.close()
+            # in the order of making, as on every rank
+            for device_backend in runtime._device_backends.values():
+                device_backend.close()
             for order in runtime._launch_orders.values():
                 order.close()
         for inner in self._inner:
@@ -417,8 +454,8 @@ class Runtime:
     def _give_up(self) -> None:
         """Of lanes that were not failing too: nothing may wait for other ranks at exit."""
         for runtime in (self, *self._inner):
-            for carrier in runtime._carriers.values():
-                carrier.give_up()
+            for device_backend in runtime._device_backends.values():
+                device_backend.give_up()
         self._backend.give_up()
 
     def _check_measurement(self, label: str, waited_s: float) -> None:

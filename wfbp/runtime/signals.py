@@ -1,13 +1,12 @@
-"""The program's signal handlers, kept out of operations that they would leave half done.
+"""Delays the program's signal handlers while an operation cannot be interrupted.
 
-Python runs a handler between any two instructions of the main thread, and what it raises appears
-there. Within an operation of the main thread all handlers that are Python's are therefore replaced
-by one that only notes the signal. The program's own are run where the operation waits and can be
-taken up again (the wait ends by :class:`HandlersDue`), else at its end. Where such an end is not
-in sight, because other ranks do not come, they are run after ``PATIENCE_S`` all the same; what they
-raise then ends the runtime.
+Python runs a handler between any two instructions of the main thread, and an error that it raises
+appears there. During an operation of the main thread all Python handlers are therefore replaced by
+one that only notes the signal. The program's own run where the operation waits and can be resumed
+(the wait ends by :class:`HandlersDue`), else at its end. If other ranks do not come, they run after
+``PATIENCE_S`` all the same; an error then ends the runtime.
 
-Handlers belong to the main thread: in others nothing of this happens.
+Signals arrive in the main thread only: other threads are not affected.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class _State:
 
 _state = _State()
 noted = _state.noted
-"""The signals that wait for their handlers, and since when; empty in most turns of a loop."""
+"""The signals that wait for their handlers, and since when; empty in most passes of a loop."""
 
 uninterruptible = _Nesting()
 """Within it no wait is left before the operation has come to its end, or to ``PATIENCE_S``."""
@@ -93,8 +92,8 @@ postponed = _Postponed()
 def enter() -> bool:
     """Begin an operation, which ends with :func:`leave`.
 
-    Returns:
-        Whether handlers were replaced for it; not in another thread, or within another operation.
+    Returns whether handlers were replaced for it: not in another thread, or within another
+    operation.
     """
     if _state.entered or not _in_main_thread():
         return False
@@ -102,10 +101,10 @@ def enter() -> bool:
     try:
         handlers = list(map(_signal.getsignal, _NUMBERS))
         if handlers != _state.handlers:
-            found = zip(_NUMBERS, handlers, strict=True)
+            handler_pairs = zip(_NUMBERS, handlers, strict=True)
             _state.handlers, _state.callables = (
                 handlers,
-                [pair for pair in found if callable(pair[1])],
+                [pair for pair in handler_pairs if callable(pair[1])],
             )
         for pair in _state.callables:
             _state.replaced.append(pair)
@@ -117,11 +116,7 @@ def enter() -> bool:
 
 
 def leave() -> None:
-    """End the operation, and run the handlers of signals that have come; again, it does nothing.
-
-    Raises:
-        BaseException: what a handler raises.
-    """
+    """End the operation, and run the handlers of pending signals, which may raise. Idempotent."""
     try:
         while _state.replaced:
             number, handler = _state.replaced[-1]
@@ -143,11 +138,9 @@ def serving() -> bool:
 
 
 def due(resumable: bool, since: float) -> bool:
-    """Whether a wait of the thread that is :func:`serving` must end for the sake of handlers.
+    """Whether a wait of the thread that is :func:`serving` must end so that handlers can run.
 
-    Args:
-        resumable: whether it can be taken up again.
-        since: when it has begun (``time.monotonic``).
+    ``resumable``: the wait can be resumed. ``since``: when it has begun (``time.monotonic``).
     """
     if not noted:
         return False
@@ -157,10 +150,9 @@ def due(resumable: bool, since: float) -> bool:
 
 
 def run_handlers() -> None:
-    """Run the handlers of signals that have come. No lock may be held.
+    """Run the handlers of pending signals, which may raise; see :func:`came_from_handler`.
 
-    Raises:
-        BaseException: what a handler raises; see :func:`came_from_handler`.
+    No lock may be held.
     """
     handlers = dict(_state.replaced)
     while noted:

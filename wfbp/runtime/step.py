@@ -1,9 +1,8 @@
-"""What is known of one step: its gradients, its events and its time stamps.
+"""The facts of one step: its gradients, its events and its time stamps.
 
-The training thread tells the executor of a step by a :class:`Step`, by indices of tensors that are
-ready, by ``CLOSE`` or ``DISCARD``, and by :class:`GatherRequest`. A :class:`BufferView` says where
-a tensor lies after reduction. :class:`StepTimestamps` are moments of a step before they are
-seconds.
+The training thread sends the executor a :class:`Step`, indices of tensors that are ready, ``CLOSE``
+or ``DISCARD``, and :class:`GatherRequest`. A :class:`BufferView` says where a tensor lies after
+reduction. :class:`StepTimestamps` are stamps of the transport, not yet seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ DISCARD = -2
 
 @dataclass(slots=True)
 class Step:
-    """What the training thread tells of one step, indexed by the plan's tensors.
+    """One step, indexed by the plan's tensors.
 
     The training thread writes; the communication thread reads a tensor's entries only after its
     ready event, and everything after the close.
@@ -31,13 +30,13 @@ class Step:
     Args:
         number: the step's.
         addresses: where the gradients lie; 0 where there is none.
-        owners: kept alive until the step is over; None where the memory is somebody else's, who
-            keeps it only until the step is over or fails.
+        owners: kept alive until the step is over; None where another owner keeps the memory only
+            until the step is over or fails.
         requested: whether this rank asks to synchronize at the end of the step.
         discards: whether it discards the step.
         targets: where all-reduced gradients are copied to as they arrive, from the close on; 0 for
             those that stay in their fusion buffer.
-        dependencies: of a device, events that groups have to wait for, by group.
+        dependencies: on a device, events for which groups have to wait, by group.
     """
 
     number: int
@@ -51,14 +50,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class GatherRequest:
-    """The training thread has put the reduced shards to use: all-gathers may go.
+    """The training thread has used the reduced shards: all-gathers may go.
 
     Args:
-        addresses: of whole tensors, indexed by the plan's tensors: where this rank's shards are
-            sent from and the others' are written. 0 for tensors that are not gathered.
+        addresses: of whole tensors, indexed by the plan's tensors: this rank's shards are sent from
+            there and the others' written there. 0 for tensors that are not gathered.
         owners: kept alive until the gathers are over.
         count: how many of the plan's all-gathers may go by now; None for all that are left.
-        dependencies: of a device, events that they have to wait for.
+        dependencies: on a device, events for which they have to wait.
     """
 
     addresses: list[int]
@@ -69,10 +68,8 @@ class GatherRequest:
 
 @dataclass(frozen=True, slots=True)
 class GroupTime:
-    """When one group was packed and travelled, seconds of ``time.perf_counter``.
-
-    (On a device they are timed events until they are read; see :func:`to_seconds`.)
-    """
+    """When one group was packed and travelled, seconds of ``time.perf_counter``; on a device timed
+    events, until :func:`to_seconds` reads them."""
 
     group: int
     start_s: float
@@ -82,7 +79,7 @@ class GroupTime:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step's messages brought.
+    """The result of a step's messages.
 
     Args:
         present: per tensor of the plan, whether any rank had a gradient.
@@ -102,10 +99,8 @@ GradientRef = tuple[int, object]
 
 
 class BufferView(NamedTuple):
-    """Where a tensor lies after reduction: the bytes, and their address.
-
-    ``whole`` tells whether they are all of the tensor or this rank's shard of it.
-    """
+    """Bytes and address of a tensor after reduction: all of it if ``whole``, else this rank's
+    shard."""
 
     data: Buffer
     address: int
@@ -127,7 +122,7 @@ Span = tuple[Timestamp, Timestamp]
 
 @dataclass(frozen=True, slots=True)
 class StepTimestamps:
-    """When things happened in one step; see :class:`~wfbp.runtime.tuning.profile.StepTimes`.
+    """Moments of one step; see :class:`~wfbp.runtime.tuning.profile.StepTimes`.
 
     Args:
         begun: the previous step's results were in hand.
@@ -138,7 +133,7 @@ class StepTimestamps:
         done: the results were in hand.
         update: the optimizer's update at the beginning of the step.
         waits: forward's waits for all-gathers.
-        times: of groups that travelled in backward.
+        times: of groups of backward.
         gathers: of all-gathers.
     """
 
@@ -168,31 +163,28 @@ NOT_MEASURED = MeasuredStep(StepTimes(0.0, [], []), [])
 """Of a step that was not measured."""
 
 
-def to_seconds(marks: StepTimestamps, at: Callable[[Timestamp], float]) -> MeasuredStep:
-    """Turn moments into seconds. What was over before the step began is no part of it: gradients
-    may have been forgotten since.
+def to_seconds(moments: StepTimestamps, at: Callable[[Timestamp], float]) -> MeasuredStep:
+    """Turn the moments of a step that is over into seconds, by ``at``.
 
-    Args:
-        marks: of a step that is over.
-        at: the seconds of a moment.
+    What was over before the step began is no part of it: gradients may have been discarded since.
     """
-    times = [_seconds(time, at) for time in marks.times]
-    begun_s = at(marks.begun)
+    times = [_seconds(time, at) for time in moments.times]
+    begun_s = at(moments.begun)
     stamps = StepTimes(
         begun_s,
-        [at(stamp) for stamp in marks.ready],
-        [at(stamp) for stamp in marks.forward],
-        at(marks.forward_end),
-        at(marks.closed),
-        at(marks.done),
+        [at(stamp) for stamp in moments.ready],
+        [at(stamp) for stamp in moments.forward],
+        at(moments.forward_end),
+        at(moments.closed),
+        at(moments.done),
         sum(t.packed_s - t.start_s for t in times),
-        _length([marks.update], at, begun_s),
-        _length(marks.waits, at, begun_s),
+        _length([moments.update], at, begun_s),
+        _length(moments.waits, at, begun_s),
     )
-    gathers = [_seconds(time, at) for time in marks.gathers]
-    waits = [(at(start), at(end)) for start, end in marks.waits]
+    gathers = [_seconds(time, at) for time in moments.gathers]
+    waits = [(at(start), at(end)) for start, end in moments.waits]
     return MeasuredStep(
-        stamps, [*gathers, *times], waits, (at(marks.update[0]), at(marks.update[1]))
+        stamps, [*gathers, *times], waits, (at(moments.update[0]), at(moments.update[1]))
     )
 
 

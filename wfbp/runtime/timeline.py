@@ -6,7 +6,8 @@ ready, and for groups on their way; each named operation has a row. Clocks of ho
 when the timeline is begun for all ranks, by the moments at which the same collective ends.
 
 The format is Chrome's trace event format (JSON object form). What is appended replaces the closing
-brackets, so that the file is complete JSON after every write, whatever becomes of the process.
+brackets, so that the file is complete JSON after every write, whatever becomes of the process. A
+file that cannot be written any more, as on a full disk, ends where it was complete last.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import math
 import os
 import socket
 import statistics
@@ -22,6 +24,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,18 +50,15 @@ _FIRST_OPERATION = 1000
 class Timeline:
     """Writes the timeline of one rank.
 
-    Training threads and the communication thread record, which appends to a deque and needs no
-    lock; a thread of its own turns records into text and writes them.
+    Training threads and the communication thread record by appending to a deque, without a lock; a
+    thread of the timeline's own turns records into text and writes them.
 
     Args:
         path: of the file; its folder is made.
         rank: of this process.
         offset_s: by how much this host's clock is ahead of rank 0's.
         steps: the first and the last step of each optimizer that are recorded.
-        mark_cycles: whether answers of the coordinator of named operations are marked.
-
-    Raises:
-        OSError: the file cannot be written.
+        mark_cycles: whether to mark answers of the coordinator of named operations.
     """
 
     def __init__(
@@ -83,15 +83,22 @@ class Timeline:
         self._engines: dict[str, int] = {}
         self._operations: dict[str, int] = {}
         self._heads: dict[str, tuple[Plan | None, list[str]]] = {}  # by optimizer, of its last plan
+        self._ended = False  # records are dropped from then on
         self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115 - closed by close()
         header = {"start_time_since_epoch_in_micros": start_us, "rank": rank, "pid": os.getpid()}
         head = json.dumps({"otherData": {**header, "host": socket.gethostname()}})
-        self._file.write(head[:-1].encode() + b', "traceEvents": [\n' + _TAIL)
-        self._end = self._file.tell() - len(_TAIL)
+        begin = head[:-1].encode() + b', "traceEvents": [\n'
+        self._end = len(begin)
         self._is_first = True
         self._pending: list[str] = []
         self._name("process_name", 0, f"rank {rank}")
-        self._flush()
+        try:
+            self._write_at(0, begin + _TAIL)
+            self._flush()
+        except OSError:
+            self._file.close()
+            self.path.unlink()
+            raise
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(
@@ -112,39 +119,35 @@ class Timeline:
             plan: by which it ran.
             measured: its times.
         """
-        if self._steps[0] <= number <= self._steps[1]:
+        wanted = self._steps[0] <= number <= self._steps[1] and not self._ended
+        if wanted and measured.stamps.begun_s >= self._start_s:  # else it lacks its beginning
             self._records.append((engine, number, plan, measured))
 
     def cycle(self) -> None:
         """The coordinator of named operations has answered."""
-        if self._mark_cycles:
+        if self._mark_cycles and not self._ended:
             self._records.append((time.monotonic(),))
 
     def operation(self, kind: str, name: str, submitted_s: float, ready_s: float) -> None:
-        """A named operation ends now that was submitted and became ready at these moments.
+        """Record a named operation that ends now; times are of ``time.monotonic``.
 
-        Args:
-            kind: of the operation.
-            name: of the operation.
-            submitted_s: ``time.monotonic``.
-            ready_s: all ranks had submitted it, as this rank has heard (``time.monotonic``).
+        It is ready when this rank learns that all ranks have submitted it.
         """
-        self._records.append((kind, name, submitted_s, ready_s, time.monotonic()))
+        if not self._ended:
+            self._records.append((kind, name, submitted_s, ready_s, time.monotonic()))
 
     def close(self) -> None:
         """Write what is left, and record no more."""
         self._closing.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
-        try:
-            self.flush()
-        except OSError as error:
-            log.warning("the timeline %s is not complete: %s", self.path, error)
+        self.flush()
         with self._lock:
+            self._ended = True
             self._file.close()
 
     def flush(self) -> None:
-        """Write what has been recorded."""
+        """Write what has been recorded. Where that fails, say so and record no more."""
         with self._lock:
             if self._file.closed:
                 return
@@ -156,7 +159,25 @@ class Timeline:
                     self._write_operation(*record)
                 else:
                     self._add("CYCLE_START", "i", _FIRST_OPERATION, record[0] - self._monotonic_s)
-            self._flush()
+            try:
+                self._flush()
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """Leave the file as it was complete last."""
+        self._ended = True
+        self._records.clear()
+        with suppress(OSError):
+            self._write_at(self._end, _TAIL)
+            self._file.truncate(self._end + len(_TAIL))
+        self._file.close()
+        log.warning(
+            "rank %d: the timeline %s ends here (%s); training goes on",
+            self._rank,
+            self.path,
+            error.strerror or error,
+        )
 
     def _write_step(self, engine: str, number: int, plan: Plan, measured: MeasuredStep) -> None:
         first = self._engines.get(engine)
@@ -245,6 +266,8 @@ class Timeline:
         facts: dict[str, Any] | None = None,
         length_s: float | None = None,
     ) -> None:
+        if at_s < self._start_s:
+            return  # it began before the timeline; viewers take no stamps below 0
         event: dict[str, Any] = {"name": name, "ph": phase, "pid": self._rank, "tid": row}
         event["ts"] = round((at_s - self._start_s) * 1e6, 3)
         if length_s is not None:
@@ -262,21 +285,23 @@ class Timeline:
         self._pending.clear()
         self._is_first = False
         data = text.encode()
-        self._file.seek(self._end)
-        self._file.write(data + _TAIL)
+        self._write_at(self._end, data + _TAIL)
         self._end += len(data)
+
+    def _write_at(self, place: int, data: bytes) -> None:
+        """Write all of the data; one call of the system may write a part."""
+        self._file.seek(place)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._file.write(rest) :]
 
 
 def _flush_until_closed(this: weakref.ref[Timeline], closing: threading.Event) -> None:
     while not closing.wait(FLUSH_S):
         timeline = this()
-        if timeline is None:
+        if timeline is None or timeline._ended:
             return
-        try:
-            timeline.flush()
-        except OSError as error:
-            log.warning("the timeline %s ends here: %s", timeline.path, error)
-            return
+        timeline.flush()
         del timeline
 
 
@@ -289,16 +314,10 @@ _ROUNDS = 9
 
 
 def clock_offset_s(runtime: Runtime) -> float:
-    """By how much this host's clock is ahead of rank 0's; collective.
+    """Seconds by which this host's clock is ahead of rank 0's, 0 on one host; collective.
 
     A small collective ends at about the same moment on all ranks: the median difference over some
     of them is good to about a message's latency.
-
-    Args:
-        runtime: of this rank.
-
-    Returns:
-        Seconds; 0 where all ranks share a host.
     """
     if runtime.local_size == runtime.size:
         return 0.0
@@ -317,37 +336,80 @@ def rank_file(folder: str | Path, rank: int) -> Path:
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """The document of one rank.
+    """The document of one rank; ``ValueError`` if it is no timeline.
 
-    A machine that fails in the middle of a write may leave a part of an event at the end of a file,
-    which is left out.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no timeline.
+    A part of an event at the end of a file, where a machine failed in the middle of a write, is
+    left out.
     """
-    text = Path(path).read_text()
     try:
-        document = json.loads(text)
-    except json.JSONDecodeError:
-        whole = text[: text.rfind(",\n")] if ",\n" in text else text
+        text = Path(path).read_text(encoding="utf-8")
         try:
+            document = json.loads(text)
+        except json.JSONDecodeError:
+            whole = text[: text.rfind(",\n")] if ",\n" in text else text
             document = json.loads(whole + "\n]}")
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}: no timeline: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: no timeline: {error}") from None
     if not (isinstance(document, dict) and "traceEvents" in document and "otherData" in document):
         raise ValueError(f"{path}: no timeline: expected traceEvents and otherData")
+    about, events = document["otherData"], document["traceEvents"]
+    if not (isinstance(about, dict) and _is_number(about.get(_START))):
+        raise ValueError(f"{path}: no timeline: expected a number for otherData.{_START}")
+    if not isinstance(events, list):
+        raise ValueError(f"{path}: no timeline: traceEvents is no list")
+    for number, event in enumerate(events):
+        if not _is_event(event):
+            raise ValueError(f"{path}: traceEvents[{number}] is none that wfbp writes")
     return document
 
 
+_START = "start_time_since_epoch_in_micros"
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_event(event: Any) -> bool:
+    """Whether it has what is read of it."""
+    if not (isinstance(event, dict) and isinstance(event.get("name"), str)):
+        return False
+    facts = event.get("args", {})
+    if not (type(event.get("pid")) is type(event.get("tid")) is int and isinstance(facts, dict)):
+        return False
+    if event.get("ph") == "M":
+        return isinstance(facts.get("name"), str) and "step" not in facts
+    numbers = ("ts", "dur") if event.get("ph") == "X" else ("ts",)
+    counted = [facts.get("step", 0)]
+    if "group" in facts:
+        counted += [facts.get(key) for key in ("group", "tensors", "bytes")]
+    if any(type(count) is not int for count in counted):
+        return False
+    return event.get("ph") in ("X", "i") and all(map(_is_number, map(event.get, numbers)))
+
+
+def save(document: dict[str, Any], path: str | Path) -> None:
+    """Write a document; whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    target = Path(path)
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    text = json.dumps(document)
+    try:
+        partial.write_text(text)
+        os.replace(partial, target)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(target)) from None
+
+
 def merge(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One document of several ranks', on the clock of the first.
+    """One document of several, as :func:`load` returns them, on the clock of the first.
 
-    Args:
-        documents: as :func:`load` returns them.
-
-    Returns:
-        The same format; stamps count from the earliest beginning.
+    Time stamps count from the earliest beginning.
     """
     starts_us = [d["otherData"]["start_time_since_epoch_in_micros"] for d in documents]
     earliest_us = min(starts_us, default=0)
@@ -355,22 +417,19 @@ def merge(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for document, start_us in zip(documents, starts_us, strict=True):
         for event in document["traceEvents"]:
             if "ts" in event:
-                event = {**event, "ts": round(event["ts"] + start_us - earliest_us, 3)}
+                event = {**event, "ts": round(event["ts"] + (start_us - earliest_us), 3)}
             events.append(event)
     return {"otherData": {"start_time_since_epoch_in_micros": earliest_us}, "traceEvents": events}
 
 
 def summarize(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """What steps took, by rank and optimizer.
-
-    Args:
-        document: of one rank or of several.
+    """What steps took, by rank and optimizer, from a document of one rank or of several.
 
     Returns:
         For each the ``rank``, ``optimizer``, the number of ``steps``, and in seconds the medians
         ``iteration_s``, ``forward_s``, ``backward_s``, ``update_s``, ``exposed_s`` (waits for
         communication) and ``communication_s`` (groups on their way); ``hidden`` is the part of the
-        communication during which training went on. None where there is nothing to tell.
+        communication during which training went on. None where it is not recorded.
     """
     names: dict[tuple[int, int], str] = {}
     events: dict[tuple[int, str], dict[int, list[dict[str, Any]]]] = {}
@@ -380,12 +439,12 @@ def summarize(document: dict[str, Any]) -> list[dict[str, Any]]:
     for event in document["traceEvents"]:
         step = event.get("args", {}).get("step")
         if event["ph"] == "X" and step is not None:
-            engine = names[event["pid"], event["tid"]].rpartition(":")[0]
+            engine = names.get((event["pid"], event["tid"]), "").rpartition(":")[0]
             steps = events.setdefault((event["pid"], engine), {})
             steps.setdefault(step, []).append(event)
     rows = []
     for (rank, engine), steps in sorted(events.items()):
-        taken = [_times_of(found) for _, found in sorted(steps.items())]
+        taken = [_times_of(step_events) for _, step_events in sorted(steps.items())]
         ends = {step: times["end_s"] for step, times in zip(sorted(steps), taken, strict=True)}
         lengths = [ends[step] - ends[step - 1] for step in ends if step - 1 in ends]
         row: dict[str, Any] = {"rank": rank, "optimizer": engine, "steps": len(steps)}

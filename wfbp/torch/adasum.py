@@ -1,10 +1,10 @@
-"""Distributed optimizers that step on their own gradients and combine what they changed by Adasum.
+"""Distributed optimizers that step on their own gradients and combine their updates by Adasum.
 
 Every rank updates its parameters by its own optimizer from its own gradients. The change of each
 parameter, and not its gradient, is then combined over the ranks: changes that are alike are
 averaged, changes that are orthogonal are added (Maleki et al., "Scaling Distributed Training with
-Adaptive Summation", 2020). So the learning rate need not grow with the number of ranks. The
-optimizer's state is that of each rank alone.
+Adaptive Summation", 2020). So the learning rate need not grow with the number of ranks. Each rank
+has an optimizer state of its own.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
             original: of the class over which this one is laid.
             named: the names and parameters of an optimizer, equal on every rank.
             process_set: the ranks that take part.
-            compression: in which type changes travel.
+            compression: type in which updates travel.
             kept: attributes of the original that this one takes over.
 
         Raises:
@@ -142,11 +142,7 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
         """Nothing: parameters are up to date behind :meth:`step`."""
 
     def skip_synchronize(self) -> NoReturn:
-        """An error: what is combined is made by :meth:`step` itself.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Raise ``RuntimeError``: :meth:`step` itself makes the updates that are combined."""
         raise RuntimeError(
             f"a distributed optimizer with op={Adasum} has no gradients to synchronize: it "
             "combines what its step changed. Change or clip this rank's gradients and call step()"

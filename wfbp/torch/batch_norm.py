@@ -29,9 +29,9 @@ class SyncBatchNorm(_BatchNorm):
     """``torch.nn.SyncBatchNorm``, over all ranks of wfbp and without a process group.
 
     Every rank must run the same of these layers, in the same order, whenever it trains; a rank's
-    batch may be empty. The statistics travel through the host, also those of a GPU, once per
-    forward and once per backward: where batches are large enough, ``torch.nn.BatchNorm2d`` is
-    faster.
+    batch may be empty. The statistics travel once per forward and once per backward, on GPUs by
+    NCCL where :func:`~wfbp.torch.allreduce` does: where batches are large enough,
+    ``torch.nn.BatchNorm2d`` is faster.
 
     Args:
         num_features: as of ``torch.nn.BatchNorm2d``, like the following; inputs have at least two
@@ -150,7 +150,8 @@ class _Normalise(torch.autograd.Function):
         process_set: ProcessSet,
     ) -> tuple[torch.Tensor, ...]:
         mean, squares, count = _statistics(x, process_set)
-        if count <= 1:
+        # Looked at where it may be: on a device the host would wait for it.
+        if x.numel() <= x.shape[1] and count <= 1:
             raise ValueError(
                 "SyncBatchNorm: expected more than one value per channel on all ranks together, "
                 f"found {int(count)}"
@@ -199,8 +200,8 @@ def _statistics(
     means, of_ranks = table[:, :-1].chunk(2, dim=1)
     total = counts.sum()
     mean_of_all = (counts * means).sum(0) / total
-    apart = counts * (means - mean_of_all).square()
-    return mean_of_all.to(wide.dtype), (of_ranks + apart).sum(0).to(wide.dtype), total
+    between = counts * (means - mean_of_all).square()
+    return mean_of_all.to(wide.dtype), (of_ranks + between).sum(0).to(wide.dtype), total
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

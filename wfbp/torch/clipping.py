@@ -27,11 +27,10 @@ class Limit:
 
     @classmethod
     def of(cls, max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> Limit:
-        """A caller's arguments.
+        """The limit by a caller's arguments.
 
-        Raises:
-            TypeError: a norm that is no number, such as the parameters.
-            ValueError: a norm that cannot be.
+        Raises ``TypeError`` if a norm is no number, such as the parameters; ``ValueError`` if it is
+        out of range.
         """
         largest = _number(max_norm)
         if largest is None or not largest >= 0:
@@ -58,7 +57,7 @@ def _number(value: Any) -> float | None:
 
 
 def _shown(value: Any) -> str:
-    """A value as messages show it; of what is no number or text, its class."""
+    """A value for messages: numbers and text as they are, else the class."""
     plain = value is None or isinstance(value, str | int | float)
     return repr(value) if plain else f"a {type(value).__qualname__}"
 
@@ -70,20 +69,17 @@ def clip(
     whole: Sequence[torch.Tensor],
     alone: bool = False,
 ) -> float:
-    """Scale gradients so that their norm is at most what the limit says; a collective.
+    """Scale gradients so that their norm is at most the limit's, and return the norm before; a
+    collective.
 
     Args:
-        runtime: of this rank.
         limit: compared with the other ranks' in the message that carries the norm.
         shards: this rank's parts of gradients.
         whole: gradients that are the same on every rank.
-        alone: whether all are whole, and other ranks do not come to this.
-
-    Returns:
-        The norm before.
+        alone: whether all are whole, and other ranks do not call this.
 
     Raises:
-        RuntimeError: the norm is not finite, where that is an error; nothing was scaled.
+        RuntimeError: the norm is not finite and the limit forbids that; nothing was scaled.
         DisagreementError: ranks have different limits.
     """
     parts = [*shards, *(whole if alone or runtime.rank == 0 else ())]
@@ -121,11 +117,8 @@ def _norm(powers: Any, norm_type: float) -> float:
 
 
 def _compare(runtime: Runtime, limits: Any) -> None:
-    """Raise unless every rank clips alike.
-
-    Raises:
-        DisagreementError: on every rank: which argument, and two ranks that differ in it.
-    """
+    """Raise ``DisagreementError`` on every rank, naming the argument and two ranks, unless all clip
+    alike."""
     for rank, theirs in enumerate(limits):
         for field, value, first in zip(fields(Limit), theirs, limits[0], strict=True):
             if value != first:

@@ -13,24 +13,24 @@ ranks' gradients, that of an average, of gathered rows and of a broadcast their 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 import torch
 
+from wfbp.comm.backend import Buffer
 from wfbp.comm.buffers import word_dtype
+from wfbp.comm.device.device import Device
 from wfbp.core.types import Op
 from wfbp.runtime import process
-from wfbp.runtime.collectives import api
-from wfbp.runtime.collectives.named_lane import Outcome
-from wfbp.runtime.collectives.operations import Call, Handle, chosen_reduction
+from wfbp.runtime.collectives import api, calls
+from wfbp.runtime.collectives.calls import DeviceOperand, Done, run, run_all, submit, submit_all
+from wfbp.runtime.collectives.operations import Call, Collectives, Handle, chosen_reduction
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.collectives.request import Kind, Reduction
+from wfbp.runtime.collectives.submission import Arrival, Placed
 from wfbp.torch.compression import Compression, Compressor
 from wfbp.torch.tensors import NAMES as TENSOR_NAMES
-from wfbp.torch.tensors import check, on_host, raw
-
-T = TypeVar("T")
+from wfbp.torch.tensors import check, note_use, on_host, raw, usable_device
 
 NAMES = {**TENSOR_NAMES, torch.int8: "int8", torch.int16: "int16", torch.bool: "bool"}
 """What can travel, and its name below."""
@@ -52,8 +52,7 @@ def allreduce_async(
     """
     reduction = chosen_reduction(average, op)
     scaling = prescale_factor, postscale_factor
-    call = _Submission(tensor, name, process_set).reduce(reduction, *scaling)
-    return _submitted(call)
+    return submit(calls.allreduce(Tensor(tensor), name, process_set, reduction, *scaling))
 
 
 def allreduce_async_(
@@ -72,8 +71,8 @@ def allreduce_async_(
     """
     reduction = chosen_reduction(average, op)
     scaling = prescale_factor, postscale_factor
-    call = _Submission(tensor, name, process_set, in_place=True).reduce(reduction, *scaling)
-    return _submitted(call)
+    operand = Tensor(tensor, in_place=True)
+    return submit(calls.allreduce(operand, name, process_set, reduction, *scaling))
 
 
 def allreduce_(
@@ -86,10 +85,10 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Combine a tensor over ranks, in place; see :func:`allreduce`."""
-    handle = allreduce_async_(
-        tensor, average, name, op, prescale_factor, postscale_factor, process_set
-    )
-    return api.synchronize(handle)
+    reduction = chosen_reduction(average, op)
+    scaling = prescale_factor, postscale_factor
+    operand = Tensor(tensor, in_place=True)
+    return run(calls.allreduce(operand, name, process_set, reduction, *scaling))
 
 
 def allreduce(
@@ -133,14 +132,14 @@ def allreduce(
     reduction = chosen_reduction(average, op)
     scaling = prescale_factor, postscale_factor
     narrow, ctx = _compressed(tensor, compression)
-    submission = _Submission(narrow, name, process_set, like=tensor)
-    done = _done(submission.reduce(reduction, *scaling))
+    operand = Tensor(narrow, like=tensor)
+    done = _done(calls.allreduce(operand, name, process_set, reduction, *scaling))
 
     def backward(grad: torch.Tensor, name: str) -> torch.Tensor:
         _check_linear(reduction)
         return allreduce(grad, None, name, compression, reduction, *scaling, process_set)
 
-    return done.connect(tensor, compression.decompress(done.result, ctx), backward)
+    return _connect(done, tensor, compression.decompress(done.result, ctx), backward)
 
 
 def grouped_allreduce_async(
@@ -155,8 +154,12 @@ def grouped_allreduce_async(
     """Begin to combine several tensors; ``synchronize`` returns a list of new ones."""
     reduction = chosen_reduction(average, op)
     scaling = prescale_factor, postscale_factor
-    group = _group(tensors, name, process_set)
-    return _all_submitted([each.reduce(reduction, *scaling) for each in group])
+    return submit_all(
+        [
+            calls.allreduce(operand, label, process_set, reduction, *scaling)
+            for operand, label in _group(tensors, name)
+        ]
+    )
 
 
 def grouped_allreduce_async_(
@@ -171,8 +174,12 @@ def grouped_allreduce_async_(
     """Begin to combine several tensors in place; ``synchronize`` returns a list of them."""
     reduction = chosen_reduction(average, op)
     scaling = prescale_factor, postscale_factor
-    group = _group(tensors, name, process_set, in_place=True)
-    return _all_submitted([each.reduce(reduction, *scaling) for each in group])
+    return submit_all(
+        [
+            calls.allreduce(operand, label, process_set, reduction, *scaling)
+            for operand, label in _group(tensors, name, in_place=True)
+        ]
+    )
 
 
 def grouped_allreduce_(
@@ -185,10 +192,14 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Combine several tensors in place; see :func:`allreduce`."""
-    handle = grouped_allreduce_async_(
-        tensors, average, name, op, prescale_factor, postscale_factor, process_set
+    reduction = chosen_reduction(average, op)
+    scaling = prescale_factor, postscale_factor
+    return run_all(
+        [
+            calls.allreduce(operand, label, process_set, reduction, *scaling)
+            for operand, label in _group(tensors, name, in_place=True)
+        ]
     )
-    return api.synchronize(handle)
 
 
 def grouped_allreduce(
@@ -205,16 +216,21 @@ def grouped_allreduce(
     reduction = chosen_reduction(average, op)
     scaling = prescale_factor, postscale_factor
     packed = _all_compressed(tensors, compression)
-    group = _group([narrow for narrow, _ in packed], name, process_set, like=tensors)
-    found = _all_done([each.reduce(reduction, *scaling) for each in group])
+    group = _group([narrow for narrow, _ in packed], name, like=tensors)
+    results = _all_done(
+        [
+            calls.allreduce(operand, label, process_set, reduction, *scaling)
+            for operand, label in group
+        ]
+    )
 
     def backward(grad: torch.Tensor, name: str) -> torch.Tensor:
         _check_linear(reduction)
         return allreduce(grad, None, name, compression, reduction, *scaling, process_set)
 
     return [
-        done.connect(tensor, compression.decompress(done.result, ctx), backward)
-        for tensor, (_, ctx), done in zip(tensors, packed, found, strict=True)
+        _connect(done, tensor, compression.decompress(done.result, ctx), backward)
+        for tensor, (_, ctx), done in zip(tensors, packed, results, strict=True)
     ]
 
 
@@ -249,11 +265,12 @@ def sparse_allreduce_async(
         f"dimensions, op={op}"
     )
     parts = {"indices": tensor._indices().t().contiguous(), "values": tensor._values()}
-    calls = [
-        _Submission(part, f"{name}.{kind}" if name else None, process_set).gather(whole)
-        for kind, part in parts.items()
-    ]
-    both = _all_submitted(calls)
+    both = submit_all(
+        [
+            calls.allgather(Tensor(part), f"{name}.{kind}" if name else None, process_set, whole)
+            for kind, part in parts.items()
+        ]
+    )
     shape = tensor.shape
 
     def wait() -> torch.Tensor:
@@ -273,7 +290,7 @@ def allgather_async(
     Returns:
         A handle for ``synchronize``, which returns a new tensor.
     """
-    return _submitted(_Submission(tensor, name, process_set).gather())
+    return submit(calls.allgather(Tensor(tensor), name, process_set))
 
 
 def allgather(
@@ -296,8 +313,8 @@ def allgather(
         ValueError: a scalar, a tensor that cannot be sent, or a name that is pending.
         DisagreementError: on every rank, where they do not match.
     """
-    submission = _Submission(tensor, name, process_set, like=tensor)
-    return _gathered(tensor, _done(submission.gather()), process_set)
+    done = _done(calls.allgather(Tensor(tensor, like=tensor), name, process_set))
+    return _gathered(tensor, done, process_set)
 
 
 def grouped_allgather_async(
@@ -306,8 +323,8 @@ def grouped_allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[torch.Tensor]]:
     """Begin several all-gathers; ``synchronize`` returns a list."""
-    group = _group(tensors, name, process_set)
-    return _all_submitted([each.gather() for each in group])
+    group = _group(tensors, name)
+    return submit_all([calls.allgather(operand, label, process_set) for operand, label in group])
 
 
 def grouped_allgather(
@@ -316,14 +333,16 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Several all-gathers; see :func:`allgather`; differentiable."""
-    group = _group(tensors, name, process_set, like=tensors)
-    found = _all_done([each.gather() for each in group])
+    group = _group(tensors, name, like=tensors)
+    results = _all_done([calls.allgather(operand, label, process_set) for operand, label in group])
     return [
-        _gathered(tensor, done, process_set) for tensor, done in zip(tensors, found, strict=True)
+        _gathered(tensor, done, process_set) for tensor, done in zip(tensors, results, strict=True)
     ]
 
 
-def _gathered(tensor: torch.Tensor, done: _Done, process_set: ProcessSet) -> torch.Tensor:
+def _gathered(
+    tensor: torch.Tensor, done: Done[torch.Tensor], process_set: ProcessSet
+) -> torch.Tensor:
     place = process_set.rank()
     start = sum(done.rows[:place])
 
@@ -331,7 +350,7 @@ def _gathered(tensor: torch.Tensor, done: _Done, process_set: ProcessSet) -> tor
         mean = allreduce(grad, name=name, process_set=process_set)
         return mean[start : start + done.rows[place]]
 
-    return done.connect(tensor, done.result, backward)
+    return _connect(done, tensor, done.result, backward)
 
 
 def broadcast_async(
@@ -345,7 +364,7 @@ def broadcast_async(
     Returns:
         A handle for ``synchronize``, which returns a new tensor.
     """
-    return _submitted(_Submission(tensor, name, process_set).broadcast(root_rank))
+    return submit(calls.broadcast(Tensor(tensor), name, process_set, root_rank))
 
 
 def broadcast_async_(
@@ -359,7 +378,7 @@ def broadcast_async_(
     Returns:
         A handle for ``synchronize``, which returns the tensor; leave that alone until then.
     """
-    return _submitted(_Submission(tensor, name, process_set, in_place=True).broadcast(root_rank))
+    return submit(calls.broadcast(Tensor(tensor, in_place=True), name, process_set, root_rank))
 
 
 def broadcast_(
@@ -369,7 +388,7 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Copy the root's tensor to every rank, in place; see :func:`broadcast`."""
-    return api.synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    return run(calls.broadcast(Tensor(tensor, in_place=True), name, process_set, root_rank))
 
 
 def broadcast(
@@ -396,13 +415,13 @@ def broadcast(
         ValueError: a tensor that cannot be sent, a name that is pending, or a root outside the set.
         DisagreementError: on every rank, where they do not match.
     """
-    done = _done(_Submission(tensor, name, process_set, like=tensor).broadcast(root_rank))
+    done = _done(calls.broadcast(Tensor(tensor, like=tensor), name, process_set, root_rank))
 
     def backward(grad: torch.Tensor, name: str) -> torch.Tensor:
         mean = allreduce(grad, name=name, process_set=process_set)
         return mean if process.rank() == root_rank else torch.zeros_like(mean)
 
-    return done.connect(tensor, done.result, backward)
+    return _connect(done, tensor, done.result, backward)
 
 
 @overload
@@ -430,7 +449,11 @@ def alltoall_async(
     Returns:
         A handle for ``synchronize``, which returns what :func:`alltoall` does.
     """
-    return _submitted(_Submission(tensor, name, process_set).exchange(splits))
+    operand = Tensor(tensor)
+    if splits is None:
+        return submit(calls.alltoall(operand, name, process_set, None))
+    rows, counts = _splits(splits)
+    return submit(calls.alltoall_counted(operand, name, process_set, rows, counts))
 
 
 @overload
@@ -476,16 +499,15 @@ def alltoall(
         >>> wfbp.alltoall(torch.arange(2 * wfbp.size())).shape[0] // wfbp.size()
         2
     """
-    submission = _Submission(tensor, name, process_set, like=tensor)
-    done = _done(submission.exchange(splits))
-    result, received = done.result if splits is not None else (done.result, None)
-    rows = done.rows
+    operand = Tensor(tensor, like=tensor)
+    rows, counts = (None, None) if splits is None else _splits(splits)
+    done = _done(calls.alltoall(operand, name, process_set, rows))
 
     def backward(grad: torch.Tensor, name: str) -> torch.Tensor:
-        return alltoall(grad, rows, name, process_set)[0]
+        return alltoall(grad, done.rows, name, process_set)[0]
 
-    found = done.connect(tensor, result, backward)
-    return found if received is None else (found, received)
+    connected = _connect(done, tensor, done.result, backward)
+    return connected if counts is None else (connected, counts(done.rows))
 
 
 def reducescatter_async(
@@ -501,9 +523,8 @@ def reducescatter_async(
     Returns:
         A handle for ``synchronize``, which returns a new tensor.
     """
-    return _submitted(
-        _Submission(tensor, name, process_set).scatter(op, prescale_factor, postscale_factor)
-    )
+    settings = op, prescale_factor, postscale_factor
+    return submit(calls.reducescatter(Tensor(tensor), name, process_set, *settings))
 
 
 def reducescatter(
@@ -539,10 +560,9 @@ def reducescatter(
     """
     settings = op, prescale_factor, postscale_factor
     narrow, ctx = _compressed(tensor, compression)
-    submission = _Submission(narrow, name, process_set, like=tensor)
-    return _scattered(
-        tensor, _done(submission.scatter(*settings)), ctx, compression, process_set, *settings
-    )
+    operand = Tensor(narrow, like=tensor)
+    done = _done(calls.reducescatter(operand, name, process_set, *settings))
+    return _scattered(tensor, done, ctx, compression, process_set, *settings)
 
 
 def grouped_reducescatter_async(
@@ -555,8 +575,12 @@ def grouped_reducescatter_async(
 ) -> Handle[list[torch.Tensor]]:
     """Begin several reduce-scatters; ``synchronize`` returns a list."""
     settings = op, prescale_factor, postscale_factor
-    group = _group(tensors, name, process_set)
-    return _all_submitted([each.scatter(*settings) for each in group])
+    return submit_all(
+        [
+            calls.reducescatter(operand, label, process_set, *settings)
+            for operand, label in _group(tensors, name)
+        ]
+    )
 
 
 def grouped_reducescatter(
@@ -571,17 +595,19 @@ def grouped_reducescatter(
     """Several reduce-scatters; see :func:`reducescatter`; differentiable."""
     settings = op, prescale_factor, postscale_factor
     packed = _all_compressed(tensors, compression)
-    group = _group([narrow for narrow, _ in packed], name, process_set, like=tensors)
-    found = _all_done([each.scatter(*settings) for each in group])
+    group = _group([narrow for narrow, _ in packed], name, like=tensors)
+    results = _all_done(
+        [calls.reducescatter(operand, label, process_set, *settings) for operand, label in group]
+    )
     return [
         _scattered(tensor, done, ctx, compression, process_set, *settings)
-        for tensor, (_, ctx), done in zip(tensors, packed, found, strict=True)
+        for tensor, (_, ctx), done in zip(tensors, packed, results, strict=True)
     ]
 
 
 def _scattered(
     tensor: torch.Tensor,
-    done: _Done,
+    done: Done[torch.Tensor],
     ctx: Any,
     compression: type[Compressor],
     process_set: ProcessSet,
@@ -595,47 +621,192 @@ def _scattered(
         factor *= process_set.size() if op is Op.SUM else 1
         return allgather(grad * factor if factor != 1 else grad, name, process_set)
 
-    return done.connect(tensor, compression.decompress(done.result, ctx), backward)
+    return _connect(done, tensor, compression.decompress(done.result, ctx), backward)
 
 
 # What they have in common.
 
 
-@dataclass(frozen=True, slots=True)
-class _Done:
-    """A complete operation that may be differentiated.
+class Tensor(DeviceOperand[torch.Tensor]):
+    """One tensor on its way into an operation.
 
     Args:
-        result: what its asynchronous form returns.
-        rows: as of ``Outcome``.
-        wanted: whether any rank wants to differentiate it.
-        name: of the operation.
+        tensor: what this rank contributes.
+        in_place: whether the result goes into the tensor.
+        like: for the forms that can be differentiated: the tensor that the program passed.
+        label: of the tensor, for messages.
     """
 
-    result: Any
-    rows: tuple[int, ...]
-    wanted: bool
-    name: str
-
-    def connect(
+    def __init__(
         self,
         tensor: torch.Tensor,
-        result: torch.Tensor,
-        backward: Callable[[torch.Tensor, str], torch.Tensor],
-    ) -> torch.Tensor:
-        """The result as a function of the tensor, if any rank differentiates.
+        in_place: bool = False,
+        like: torch.Tensor | None = None,
+        label: str = "tensor",
+    ) -> None:
+        check(label, tensor, NAMES)
+        self.dtype = NAMES[tensor.dtype]
+        self.shape = tuple(tensor.shape)
+        self.device = "cpu" if tensor.device.type == "cpu" else "gpu"
+        self.differentiable = like is not None and like.requires_grad and torch.is_grad_enabled()
+        self._tensor = tensor
+        self._in_place = in_place
+        self._private: torch.Tensor | None = None
+        self._placed = False
 
-        All ranks must take part in backward then, also those whose own tensor needs no gradient;
-        they find each other by the name of the operation.
-        """
-        if not (self.wanted and torch.is_grad_enabled()):
-            return result
-        name = f"{self.name}.gradient"
-        anchor = torch.zeros((), requires_grad=True)
-        found: torch.Tensor = _Connect.apply(  # type: ignore[no-untyped-call]
-            tensor, anchor, [result], lambda grad: backward(grad, name)
-        )
-        return found
+    def data(self) -> Buffer:
+        self._private = private = self._contiguous()
+        return raw(private).view(word_dtype(self.dtype))
+
+    def _contiguous(self) -> torch.Tensor:
+        """On the host, where the operation may write to it."""
+        if self._in_place:
+            return on_host(self._tensor)
+        detached = self._tensor.detach()
+        if detached.device.type == "cpu":
+            return detached.clone(memory_format=torch.contiguous_format)
+        return detached.cpu().contiguous()
+
+    def place(self) -> Device | None:
+        return usable_device(self._tensor)
+
+    def enqueue(self, device: Device, factor: float) -> Placed:
+        tensor = self._tensor.detach()
+        if self._in_place and tensor.is_contiguous() and factor == 1.0:
+            private = tensor
+        else:
+            private = tensor.clone(memory_format=torch.contiguous_format)
+        if factor != 1.0:
+            private.mul_(factor)
+        self._private, self._placed = private, True
+        memory = device.borrow(private.data_ptr(), private.nbytes, private)
+        return Placed(device, memory, device.record(device.current_stream()), private)
+
+    def whole(self, data: Buffer) -> torch.Tensor:
+        private = self._private
+        assert private is not None, "an operation begins with its data"
+        if self._placed:
+            with torch.no_grad():
+                private.copy_(self._from_host(data, self.shape))
+        return self._result(private)
+
+    def whole_there(self, arrival: Arrival, factor: float) -> torch.Tensor:
+        private = self._private
+        assert private is not None, "an operation begins with its data"
+        arrival.await_here()
+        note_use(private)
+        if factor != 1.0:
+            private.mul_(factor)
+        return self._result(private)
+
+    def _result(self, private: torch.Tensor) -> torch.Tensor:
+        tensor = self._tensor
+        if not self._in_place:
+            return private.to(tensor.device)
+        if private.data_ptr() != tensor.data_ptr():
+            with torch.no_grad():
+                tensor.copy_(private)
+        return tensor
+
+    def rows(self, data: Buffer, count: int) -> torch.Tensor:
+        return self._from_host(data, (count, *self.shape[1:])).to(self._tensor.device)
+
+    def _from_host(self, data: Buffer, shape: Sequence[int]) -> torch.Tensor:
+        elements = torch.from_numpy(data.view(word_dtype(self.dtype)))
+        return elements.view(self._tensor.dtype).view(*shape)
+
+    def rows_there(self, arrival: Arrival, count: int, factor: float) -> torch.Tensor:
+        tensor, private = self._tensor, self._private
+        assert private is not None, "an operation begins with its data"
+        result = torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+        arrival.copy_to(arrival.device.borrow(result.data_ptr(), result.nbytes, result))
+        note_use(private)
+        return result.mul_(factor) if factor != 1.0 else result
+
+
+def goes_by_device(operations: Collectives, tensor: torch.Tensor) -> bool:
+    """Whether a broadcast of a tensor among all ranks could go by its device, as far as this rank
+    knows.
+
+    Args:
+        operations: of all ranks.
+        tensor: of any element type.
+    """
+    if tensor.dtype not in NAMES:
+        return False
+    details = {"dtype": NAMES[tensor.dtype]}
+    device = operations.device_for(0, Kind.BROADCAST, details, lambda: usable_device(tensor))
+    return device is not None
+
+
+def _group(
+    group: Sequence[torch.Tensor],
+    name: str | None,
+    in_place: bool = False,
+    like: Sequence[torch.Tensor] | None = None,
+) -> list[tuple[Tensor, str | None]]:
+    """Tensors of one group, and the names of their operations."""
+    operands = [
+        Tensor(tensor, in_place, like[index] if like is not None else None, f"tensors[{index}]")
+        for index, tensor in enumerate(group)
+    ]
+    return list(zip(operands, calls.member_names(name, len(group)), strict=True))
+
+
+def _splits(
+    splits: torch.Tensor | Sequence[int],
+) -> tuple[Sequence[int], Callable[[tuple[int, ...]], torch.Tensor]]:
+    """Rows for each rank, and what makes a tensor of those that came from each."""
+    if not isinstance(splits, torch.Tensor):
+        return splits, lambda rows: torch.tensor(rows, dtype=torch.int32)
+    if splits.dtype.is_floating_point or splits.dtype is torch.bool or splits.dim() != 1:
+        raise calls.wrong_splits(splits.dtype, splits.shape)
+    device = splits.device
+    return splits.tolist(), lambda rows: torch.tensor(rows, dtype=torch.int32, device=device)
+
+
+def _compressed(
+    tensor: torch.Tensor, compression: type[Compressor], label: str = "tensor"
+) -> tuple[torch.Tensor, Any]:
+    check(label, tensor, NAMES)
+    return compression.compress(tensor.detach())
+
+
+def _all_compressed(
+    group: Sequence[torch.Tensor], compression: type[Compressor]
+) -> list[tuple[torch.Tensor, Any]]:
+    return [
+        _compressed(tensor, compression, f"tensors[{index}]") for index, tensor in enumerate(group)
+    ]
+
+
+def _done(call: Call[torch.Tensor]) -> Done[torch.Tensor]:
+    return run(calls.detailed(call))
+
+
+def _all_done(group: Sequence[Call[torch.Tensor]]) -> list[Done[torch.Tensor]]:
+    return run_all([calls.detailed(call) for call in group])
+
+
+def _connect(
+    done: Done[torch.Tensor],
+    tensor: torch.Tensor,
+    result: torch.Tensor,
+    backward: Callable[[torch.Tensor, str], torch.Tensor],
+) -> torch.Tensor:
+    """The result as a function of the tensor, if any rank differentiates.
+
+    All ranks must take part in backward then, also those whose own tensor needs no gradient; they
+    find each other by the name of the operation.
+    """
+    if not (done.differentiable and torch.is_grad_enabled()):
+        return result
+    name = f"{done.name}.gradient"
+    anchor = torch.zeros((), requires_grad=True)
+    connected: torch.Tensor = _Connect.apply(  # type: ignore[no-untyped-call]
+        tensor, anchor, [result], lambda grad: backward(grad, name)
+    )
+    return connected
 
 
 class _Connect(torch.autograd.Function):
@@ -658,193 +829,8 @@ class _Connect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        found = ctx.backward_of(grad)
-        return (found if ctx.needs_input_grad[0] else None), None, None, None
-
-
-class _Submission:
-    """One tensor on its way into an operation.
-
-    Args:
-        tensor: what this rank contributes.
-        name: of the operation.
-        process_set: the ranks that take part.
-        in_place: whether the result goes into the tensor.
-        like: for the forms that can be differentiated: the tensor that the program passed; their
-            handles give a :class:`_Done`.
-        label: of the tensor, for messages.
-    """
-
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        name: str | None,
-        process_set: ProcessSet,
-        in_place: bool = False,
-        like: torch.Tensor | None = None,
-        label: str = "tensor",
-    ) -> None:
-        check(label, tensor, NAMES)
-        self._tensor = tensor
-        self._name = name
-        self._set = process_set
-        self._in_place = in_place
-        self._like = like
-
-    def reduce(self, op: Reduction, prescale: float, postscale: float) -> Call[Any]:
-        """All-reduce."""
-        whole = self._private()
-        scaling = {"prescale": float(prescale), "postscale": float(postscale)}
-        finish = self._finisher(whole)
-        return self._call(Kind.ALLREDUCE, whole, finish, op=op, **scaling)
-
-    def broadcast(self, root_rank: int) -> Call[Any]:
-        """Broadcast."""
-        whole = self._private()
-        return self._call(Kind.BROADCAST, whole, self._finisher(whole), root=root_rank)
-
-    def gather(self, part_of: str = "") -> Call[Any]:
-        """All-gather."""
-        _check_rows("allgather", self._tensor)
-        return self._call(Kind.ALLGATHER, self._private(), self._all_rows, part_of=part_of)
-
-    def scatter(self, op: Reduction, prescale: float, postscale: float) -> Call[Any]:
-        """Reduce-scatter."""
-        _check_rows("reducescatter", self._tensor)
-        scaling = {"prescale": float(prescale), "postscale": float(postscale)}
-        op = chosen_reduction(None, op)
-        self._number(Kind.REDUCESCATTER)
-        place = self._set.rank()
-
-        def finish(outcome: Outcome) -> torch.Tensor:
-            return self._rows_of(outcome.rows[place], outcome)
-
-        return self._call(Kind.REDUCESCATTER, self._private(), finish, op=op, **scaling)
-
-    def exchange(self, splits: torch.Tensor | Sequence[int] | None) -> Call[Any]:
-        """All-to-all."""
-        _check_rows("alltoall", self._tensor)
-        self._number(Kind.ALLTOALL)
-        rows = _checked_splits(splits, self._tensor.shape[0], self._set.size())
-
-        def finish(outcome: Outcome) -> Any:
-            found = self._all_rows(outcome)
-            if splits is None:
-                return found
-            device = splits.device if isinstance(splits, torch.Tensor) else None
-            return found, torch.tensor(outcome.rows, dtype=torch.int32, device=device)
-
-        return self._call(Kind.ALLTOALL, self._private(), finish, splits=rows)
-
-    def _number(self, kind: Kind) -> int:
-        """Of the process set, which must be known."""
-        return self._set.known_id(f"{kind.value}()")
-
-    def _private(self) -> torch.Tensor:
-        """A contiguous tensor on the host that the operation may write to."""
-        if self._in_place:
-            return on_host(self._tensor)
-        detached = self._tensor.detach()
-        if detached.device.type == "cpu":
-            return detached.clone(memory_format=torch.contiguous_format)
-        return detached.cpu().contiguous()
-
-    def _finisher(self, whole: torch.Tensor) -> Callable[[Outcome], torch.Tensor]:
-        tensor = self._tensor
-
-        def finish(_: Outcome) -> torch.Tensor:
-            if not self._in_place:
-                return whole.to(tensor.device)
-            if whole.data_ptr() != tensor.data_ptr():
-                with torch.no_grad():
-                    tensor.copy_(whole)
-            return tensor
-
-        return finish
-
-    def _rows_of(self, count: int, outcome: Outcome) -> torch.Tensor:
-        """So many rows of what was gathered or received, as a new tensor."""
-        tensor = self._tensor
-        elements = torch.from_numpy(outcome.data.view(word_dtype(NAMES[tensor.dtype])))
-        return elements.view(tensor.dtype).view(count, *tensor.shape[1:]).to(tensor.device)
-
-    def _all_rows(self, outcome: Outcome) -> torch.Tensor:
-        return self._rows_of(sum(outcome.rows), outcome)
-
-    def _call(
-        self, kind: Kind, whole: torch.Tensor, finish: Callable[[Outcome], Any], **details: Any
-    ) -> Call[Any]:
-        like = self._like
-
-        def finish_all(outcome: Outcome) -> Any:
-            result = finish(outcome)
-            if like is None:
-                return result
-            return _Done(result, outcome.rows, outcome.differentiable, call.name or "")
-
-        dtype = NAMES[whole.dtype]
-        details.update(
-            dtype=dtype,
-            shape=tuple(whole.shape),
-            device="cpu" if self._tensor.device.type == "cpu" else "gpu",
-            differentiable=like is not None and like.requires_grad and torch.is_grad_enabled(),
-        )
-        data = raw(whole).view(word_dtype(dtype))
-        call = Call(kind, self._name, self._number(kind), data, finish_all, details)
-        return call
-
-
-def _submitted(call: Call[T]) -> Handle[T]:
-    return api.current(f"{call.kind.value}()").submit(call)
-
-
-def _all_submitted(calls: Sequence[Call[T]]) -> Handle[list[T]]:
-    return api.current("a grouped operation").submit_all(calls)
-
-
-def _compressed(
-    tensor: torch.Tensor, compression: type[Compressor], label: str = "tensor"
-) -> tuple[torch.Tensor, Any]:
-    check(label, tensor, NAMES)
-    return compression.compress(tensor.detach())
-
-
-def _all_compressed(
-    group: Sequence[torch.Tensor], compression: type[Compressor]
-) -> list[tuple[torch.Tensor, Any]]:
-    return [
-        _compressed(tensor, compression, f"tensors[{index}]") for index, tensor in enumerate(group)
-    ]
-
-
-def _checked_splits(
-    splits: torch.Tensor | Sequence[int] | None, num_rows: int, size: int
-) -> tuple[int, ...]:
-    """Rows for each rank.
-
-    Raises:
-        ValueError: they are none, or do not fit.
-    """
-    if splits is None:
-        if num_rows % size:
-            raise ValueError(
-                f"alltoall: {num_rows} rows are no equal parts for {size} ranks; pass splits"
-            )
-        return (num_rows // size,) * size
-    if isinstance(splits, torch.Tensor) and (
-        splits.dtype.is_floating_point or splits.dtype is torch.bool or splits.dim() != 1
-    ):
-        raise ValueError(
-            f"alltoall: splits are {splits.dtype} of shape {tuple(splits.shape)}; expected one "
-            "whole number per rank"
-        )
-    rows = tuple(int(count) for count in splits)
-    if len(rows) != size or min(rows) < 0 or sum(rows) != num_rows:
-        raise ValueError(
-            f"alltoall: splits are {list(rows)}; expected {size} numbers of rows that add up to "
-            f"{num_rows}"
-        )
-    return rows
+        result = ctx.backward_of(grad)
+        return (result if ctx.needs_input_grad[0] else None), None, None, None
 
 
 def _check_linear(op: Reduction) -> None:
@@ -852,37 +838,3 @@ def _check_linear(op: Reduction) -> None:
         raise RuntimeError(
             f"an operation that combines by {op} has no gradient; use Average or Sum"
         )
-
-
-def _done(call: Call[_Done]) -> _Done:
-    return api.synchronize(_submitted(call))
-
-
-def _all_done(calls: Sequence[Call[_Done]]) -> list[_Done]:
-    return api.synchronize(_all_submitted(calls))
-
-
-def _check_rows(call: str, tensor: torch.Tensor) -> None:
-    if tensor.dim() == 0:
-        raise ValueError(f"{call} needs at least one dimension; found a scalar")
-
-
-def _group(
-    group: Sequence[torch.Tensor],
-    name: str | None,
-    process_set: ProcessSet,
-    in_place: bool = False,
-    like: Sequence[torch.Tensor] | None = None,
-) -> list[_Submission]:
-    """Tensors of one group; their names tell how many there are."""
-    return [
-        _Submission(
-            tensor,
-            f"{name}.{index + 1}of{len(group)}" if name else None,
-            process_set,
-            in_place,
-            like[index] if like is not None else None,
-            f"tensors[{index}]",
-        )
-        for index, tensor in enumerate(group)
-    ]

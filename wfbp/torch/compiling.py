@@ -1,11 +1,11 @@
 """Compiled models whose gradients appear one after another.
 
 ``torch.compile`` makes one graph of a whole model, and one of its backward. Autograd sees a single
-operation: gradients are there, and hooks run, when all of it has run, so that nothing travels
-meanwhile. PyTorch's own answer for DistributedDataParallel (``torch._dynamo``'s DDPOptimizer) is to
-cut the graph of forward into pieces by the size of their parameters; each piece has a backward of
-its own. The same cuts serve here. Nothing has to be told of groups: the times at which gradients
-appear are measured, and groups planned from them.
+operation whose gradients and hooks all come at its end, so nothing could overlap. PyTorch's answer
+for DistributedDataParallel (``torch._dynamo``'s DDPOptimizer) cuts the graph of forward into pieces
+by the size of their parameters; each piece has a backward of its own. The same cuts serve here, and
+need not know the groups: the times at which gradients appear are measured, and groups planned from
+them.
 """
 
 from __future__ import annotations

@@ -92,9 +92,9 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def merge(self) -> None:
         """Count what all ranks have processed; collective. What is left is shared out anew."""
-        said = allgather_object((self.epoch, self._common, self._own), "elastic sampler")
-        self.epoch, self._common, _ = said[0]
-        self._common += sum(own for _, _, own in said)
+        by_rank = allgather_object((self.epoch, self._common, self._own), "elastic sampler")
+        self.epoch, self._common, _ = by_rank[0]
+        self._common += sum(own for _, _, own in by_rank)
         self._own = 0
         self.reset()
 

@@ -1,7 +1,7 @@
 """Notices gradients that were changed between their hooks and their reduction.
 
 On the host a few bytes are compared at once. On a device samples are compared there, and the host
-hears of it without waiting.
+learns the result without waiting.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ class DeviceGradientGuard:
     """The first elements of one gradient, before and after; used by the training thread and by
     backward's.
 
-    Args:
-        make_event: makes an event of the device that can be recorded and queried.
-        on_device: within what it returns, a gradient's device is the current one: it need not be
-            the program's.
+    ``make_event`` makes a device event; ``on_device`` is a context in which the gradient's device
+    is the current one.
     """
 
     def __init__(
@@ -46,11 +44,11 @@ class DeviceGradientGuard:
         self._make_event = make_event
         self._on_device = on_device
         self._before: torch.Tensor | None = None
-        self._told: deque[tuple[Any, torch.Tensor, int]] = deque()
+        self._answers: deque[tuple[Any, torch.Tensor, int]] = deque()
         self._num_steps = 0
 
     def take(self, grad: torch.Tensor) -> None:
-        """Remember a gradient as it is where the stream has come to, in some steps."""
+        """In some steps, remember a gradient as it is at this point of the stream."""
         number = self._num_steps
         if number < FIRST_STEPS or number % EVERY_STEPS == 0:
             self._before = _first(grad).clone()
@@ -64,22 +62,22 @@ class DeviceGradientGuard:
             changed = (_first(grad) != before).any()
             if before.is_cuda:  # made on backward's stream, which may be another one
                 before.record_stream(torch.cuda.current_stream())
-            told = torch.empty((), dtype=torch.bool, pin_memory=grad.is_cuda)
-            told.copy_(changed, non_blocking=True)
+            answer = torch.empty((), dtype=torch.bool, pin_memory=grad.is_cuda)
+            answer.copy_(changed, non_blocking=True)
             event = self._make_event()
             event.record()
-        self._told.append((event, told, index))
+        self._answers.append((event, answer, index))
 
     def end_step(self) -> None:
         """What was remembered and not compared is forgotten."""
         self._before = None
         self._num_steps += 1
 
-    def found(self) -> int | None:
+    def changed_index(self) -> int | None:
         """The index of a gradient that was changed in some earlier step, as far as is known."""
-        while self._told and self._told[0][0].query():
-            _, told, index = self._told.popleft()
-            if told:
+        while self._answers and self._answers[0][0].query():
+            _, answer, index = self._answers.popleft()
+            if answer:
                 return index
         return None
 
@@ -101,9 +99,9 @@ Sums = list[torch.Tensor]
 
 
 class Watched(torch.Tensor):
-    """A gradient that nobody but its optimizer should change now. It is a tensor like others."""
+    """A gradient that only its optimizer should change now; otherwise a tensor as any other."""
 
-    witness: Any = None
+    guard: Any = None
     """A weak reference, of the class made for each guard."""
 
     @classmethod
@@ -113,7 +111,7 @@ class Watched(torch.Tensor):
         kwargs = kwargs or {}
         if func not in _TELLING or "out" in kwargs:
             for grad in _watched((args, kwargs)):
-                guard = type(grad).witness()
+                guard = type(grad).guard()
                 grad.__class__ = torch.Tensor  # type: ignore[assignment]
                 if guard is not None:
                     guard.used(grad, func, kwargs.get("out") is not None)
@@ -122,12 +120,7 @@ class Watched(torch.Tensor):
 
 
 class GradientGuard:
-    """Gradients as their hooks saw them. Used by the training thread and by backward's.
-
-    Args:
-        name: of the optimizer, for messages.
-        names: of its parameters.
-    """
+    """Gradients as their hooks saw them. Used by the training thread and by backward's."""
 
     def __init__(self, name: str, names: Sequence[str]) -> None:
         self._name = name
@@ -136,7 +129,7 @@ class GradientGuard:
         """By index, written by the hooks; None where no hook has run."""
         self.versions = [0] * len(names)
         """How often each had been changed in place by then."""
-        self.watched = type("Watched", (Watched,), {"witness": weakref.ref(self)})
+        self.watched = type("Watched", (Watched,), {"guard": weakref.ref(self)})
         """The class of these gradients."""
         self.wanted: set[int] = set()
         """Those of which a sample is to be taken."""
@@ -163,27 +156,21 @@ class GradientGuard:
             grad.__class__ = self.watched
 
     def refuse(self, index: int, how: str) -> None:
-        """Raise because a gradient was changed.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Raise ``RuntimeError`` because a gradient was changed."""
         raise self._touched(index, how)
 
     def sample(self, index: int, grad: torch.Tensor) -> None:
-        """Remember some bytes of a gradient, which are not all zero.
-
-        Where they are, another gradient is taken in its place.
-        """
+        """Remember some bytes of a gradient that are not all zero; without any, sample another
+        gradient."""
         if _is_elsewhere(grad):
             if self._late_index in (-1, index):
                 self._late_index = index
                 self._device_guard.take(grad)
             return
         self._samples.pop(index, None)
-        found = _telling_bytes(grad)
-        if found is not None:
-            self._samples[index] = found
+        sampled = _telling_bytes(grad)
+        if sampled is not None:
+            self._samples[index] = sampled
         elif len(self.wanted) < _NUM_SAMPLED + _LOOKED_AT:
             self.wanted.update(((index - 1) % len(self._names), (index + 1) % len(self._names)))
 
@@ -206,19 +193,17 @@ class GradientGuard:
                 self.uses[index] = name, kept, _sums(kept)
 
     def check(self, params: Sequence[torch.Tensor]) -> list[int]:
-        """Compare every gradient with what its hook saw.
+        """Compare every gradient with what its hook saw; returns the indices of those that are
+        gone.
 
-        Returns:
-            Indices of parameters whose gradients are gone.
-
-        Raises:
-            RuntimeError: a gradient was changed or replaced, here or, on a device, in an earlier
-                step.
+        Raises ``RuntimeError`` if a gradient was changed or replaced, here or, on a device, in an
+        earlier step.
         """
-        late = self._device_guard.found()
+        late = self._device_guard.changed_index()
         if late is not None:
             raise self._touched(late, "changed in place, some steps ago,")
         gone = []
+        latest: dict[int, int] | None = None
         tensor, watched = torch.Tensor, self.watched
         for index, (seen, param) in enumerate(zip(self.grads, params, strict=True)):
             if seen is None:
@@ -228,7 +213,10 @@ class GradientGuard:
             grad = param.grad
             if grad is seen:
                 if seen._version != self.versions[index]:
-                    raise self._touched(index, "changed in place")
+                    if latest is None:
+                        latest = self._latest_versions()
+                    if seen.is_sparse or seen._version != latest[_memory(seen)]:
+                        raise self._touched(index, "changed in place")
             elif grad is None:
                 gone.append(index)
             else:
@@ -244,6 +232,21 @@ class GradientGuard:
         if index >= 0 and index not in gone and (seen := self.grads[index]) is not None:
             self._device_guard.compare(index, seen)
         return gone
+
+    def _latest_versions(self) -> dict[int, int]:
+        """What the last hook saw of each memory.
+
+        Gradients of parameters that were concatenated, for example, are parts of one tensor, and
+        count their changes together: one that is accumulated after another changes the other's
+        count.
+        """
+        latest: dict[int, int] = {}
+        with torch._C.DisableTorchFunctionSubclass():
+            for seen, version in zip(self.grads, self.versions, strict=True):
+                if seen is not None and not seen.is_sparse:
+                    place = _memory(seen)
+                    latest[place] = max(version, latest.get(place, version))
+        return latest
 
     def clear(self) -> None:
         """Forget all gradients. The lists stay the same ones."""
@@ -299,6 +302,10 @@ class GradientGuard:
         )
 
 
+def _memory(grad: torch.Tensor) -> int:
+    return grad.untyped_storage().data_ptr()
+
+
 def _watched(value: Any) -> Iterator[Watched]:
     """The watched tensors in an operation's arguments."""
     if isinstance(value, Watched):
@@ -352,9 +359,10 @@ _TELLING = frozenset(
 
 
 def _sums(grad: torch.Tensor) -> Sums:
-    """What tells of any change: of most bytes sums along rows and columns, the rest as they are.
+    """Checksums that show any single change: sums along rows and columns of most bytes, and the
+    rest as it is.
 
-    (Of each an element would have to change, and others against it, in the row and the column.)
+    (An undetected change needs others against it in the same row and column.)
     """
     if grad.is_sparse:
         return [*_sums(grad._values()), *_sums(grad._indices())]
@@ -370,13 +378,13 @@ def _sums(grad: torch.Tensor) -> Sums:
         rest = flat[:0]
         wide = flat.view(_INTEGERS[flat.element_size()])
     rows = wide.numel() // _COLUMNS
-    found = [wide[rows * _COLUMNS :].clone(), rest.clone().view(_INTEGERS[rest.element_size()])]
+    sums = [wide[rows * _COLUMNS :].clone(), rest.clone().view(_INTEGERS[rest.element_size()])]
     if rows:
         table = wide[: rows * _COLUMNS].view(rows, _COLUMNS)
         per_row = table.sum(1, dtype=torch.int64)
         places = torch.arange(1, rows + 1, device=grad.device)
-        found += [table.sum(0, dtype=torch.int64), (per_row * places).sum(), per_row.sum()]
-    return found
+        sums += [table.sum(0, dtype=torch.int64), (per_row * places).sum(), per_row.sum()]
+    return sums
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -395,17 +403,15 @@ def _is_elsewhere(grad: torch.Tensor) -> bool:
 
 
 def _telling_bytes(grad: torch.Tensor) -> tuple[int, bytes] | None:
-    """Bytes of a gradient of which not all are zero, behind how many others; None if none is near.
-
-    They are looked for at places all over its memory.
-    """
+    """Some bytes that are not all zero, searched all over a gradient, and their offset; None
+    without any."""
     if grad.is_sparse or grad.device.type != "cpu" or not grad.is_contiguous():
         return None
     address, nbytes = grad.data_ptr(), grad.numel() * grad.element_size()
     length = min(_SAMPLE_BYTES, nbytes)
     step = max(length, (nbytes - length) // (_LOOKED_AT - 1)) if nbytes else 1
     for place in range(0, nbytes - length + 1, step) if nbytes else ():
-        found = ctypes.string_at(address + place, length)
-        if any(found):
-            return place, found
+        sampled = ctypes.string_at(address + place, length)
+        if any(sampled):
+            return place, sampled
     return None

@@ -1,8 +1,8 @@
-"""What one distributed optimizer does together with other ranks.
+"""One distributed optimizer's part in the steps of all ranks.
 
 :class:`GradientHooks` ties parameters to an engine: hooks announce gradients, and results become
-``p.grad``. :class:`OptimizerSync` closes steps, has the optimizer updated, and sees that parameters
-are read up to date. The numbers by which ranks update are compared before the first update.
+``p.grad``. :class:`OptimizerSync` closes steps, has the optimizer updated, and keeps reads of
+parameters up to date. Hyperparameters are compared among ranks before the first update.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from wfbp.core.types import Op
+from wfbp.core.types import Op, TensorSpec
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime import process, signals
 from wfbp.runtime.arguments import EngineOptions
@@ -58,8 +58,9 @@ class GradientHooks:
     Args:
         runtime: with more than one rank.
         named: names and parameters, equal on every rank.
-        options: how gradients are reduced; equal on every rank.
-        sparse_as_dense: whether sparse gradients are made dense; otherwise they travel as they are.
+        specs: of the parameters.
+        options: equal on every rank.
+        sparse_as_dense: whether sparse gradients are made dense; otherwise they stay sparse.
         kind: the optimizer's class, which must be the same on every rank.
     """
 
@@ -67,6 +68,7 @@ class GradientHooks:
         self,
         runtime: Runtime,
         named: Sequence[tuple[str, torch.Tensor]],
+        specs: Sequence[TensorSpec],
         options: EngineOptions,
         *,
         sparse_as_dense: bool,
@@ -84,9 +86,6 @@ class GradientHooks:
         self._zeros: dict[int, tuple[torch.Tensor, int]] = {}
         self._views_of = 0
         self._successor = ""
-        self.before_release: Callable[[], None] = lambda: None
-        """Called before another object takes over."""
-        self.specs = self._specs = specs = [tensors.spec(n, p) for n, p in named]
         # Data travels in the order that parameters have now, whatever becomes of them.
         self._layouts = [tensors.Layout.of(p) for p in self._params]
         self.engine = self._engine = engine = Engine(
@@ -108,14 +107,13 @@ class GradientHooks:
         self.stats = engine.stats
         self._forward = ForwardProfiler(engine, self._params)
         self._hooks: dict[int, Any] = {}
+        weakref.finalize(self, _remove, self._hooks, self._engine, self._forward)
+
+    def attach(self) -> None:
+        """Announce gradients from now on; no other object may exchange them any more."""
         for index, param in enumerate(self._params):
-            previous = _owners.get(id(param))
-            if previous is not None:
-                previous.hand_over(self._names[index])
-            _owners[id(param)] = self
             if param.requires_grad:
                 self._hook(index)
-        weakref.finalize(self, _remove, self._hooks, self._engine, self._forward)
 
     @property
     def open(self) -> bool:
@@ -130,15 +128,15 @@ class GradientHooks:
 
     @property
     def handed_over(self) -> bool:
-        """Whether another object has taken over the parameters, or nobody."""
+        """Whether this object exchanges the parameters' gradients no longer."""
         return bool(self._successor)
 
     def reduce(self, whole: bool, wanted: bool = False) -> list[BufferView | None]:
         """Close the step, wait, and let ``p.grad`` be the reduced gradient of each parameter.
 
         Args:
-            whole: whether the optimizer cannot do with shards; the same on every rank.
-            wanted: whether this rank's program cannot, of which the others do not know.
+            whole: whether the optimizer needs whole gradients; the same on every rank.
+            wanted: whether this rank's program needs them, which the others do not know.
 
         Returns:
             Where each gradient lies; where it is a shard, ``p.grad`` is left as it is.
@@ -178,7 +176,7 @@ class GradientHooks:
         return reduced
 
     def take(self, reduced: Sequence[BufferView | None]) -> None:
-        """Let ``p.grad`` be what is whole of the reduced gradients."""
+        """Let ``p.grad`` be the reduced gradient where it is whole."""
         views, params, layouts = self._views, self._params, self._layouts
         for index, slot in enumerate(reduced):
             if slot is None or not slot.whole:
@@ -209,27 +207,24 @@ class GradientHooks:
     def _holds_sparse(self, index: int) -> bool:
         """Whether a parameter's gradient is sparse and travels so; known again now."""
         grad = self._params[index].grad
-        found = grad is not None and grad.is_sparse and not self._sparse_as_dense
-        if found and self._engine.may_decouple:
+        is_sparse = grad is not None and grad.is_sparse and not self._sparse_as_dense
+        if is_sparse and self._engine.may_decouple:
             raise ValueError(
                 f"{self._name}: the gradient of {self._names[index]} is sparse, and the schedule "
                 "may leave ranks shards of it; make its layer with sparse=False, or pass "
                 "sparse_as_dense=True or a schedule of all-reduces, such as schedule='oasr', to "
                 "DistributedOptimizer"
             )
-        (self._sparse.add if found else self._sparse.discard)(index)
-        return found
+        (self._sparse.add if is_sparse else self._sparse.discard)(index)
+        return is_sparse
 
     def _exchange_sparse(
         self, indices: Sequence[int], reduced: Sequence[BufferView | None]
     ) -> None:
-        """Combine sparse gradients: every rank gets all indices and values; a collective.
+        """Combine the sparse gradients of these parameters, by all ranks' indices and values; a
+        collective.
 
         Where other ranks have a dense gradient, the result is dense.
-
-        Args:
-            indices: of the parameters of which any rank has one; the same on every rank.
-            reduced: where dense gradients lie.
         """
         mine: list[tuple[int, bytes, bytes] | None] = []
         for index in indices:
@@ -237,8 +232,8 @@ class GradientHooks:
             if index not in self._sparse or grad is None:
                 mine.append(None)
                 continue
-            found = grad.detach().coalesce()
-            places, values = tensors.on_host(found.indices()), tensors.on_host(found.values())
+            sparse = grad.detach().coalesce()
+            places, values = tensors.on_host(sparse.indices()), tensors.on_host(sparse.values())
             mine.append(
                 (places.shape[0], tensors.raw(places).tobytes(), tensors.raw(values).tobytes())
             )
@@ -254,7 +249,7 @@ class GradientHooks:
                 param.grad = total
 
     def stand_in(self) -> None:
-        """Close a step of the other ranks, without gradients, and leave ``p.grad`` as it is."""
+        """Close a step of the other ranks, without gradients, and leave ``p.grad`` unchanged."""
         engine = self._engine
         engine.sparse = ()
         engine.synchronize(whole=True)
@@ -272,11 +267,8 @@ class GradientHooks:
                 self._guard.watch(index, grad)
 
     def check_shards(self, reduced: Sequence[BufferView | None]) -> None:
-        """Raise if the program has changed what it sees of gradients of which there are shards.
-
-        Raises:
-            RuntimeError: which one, and what to do.
-        """
+        """Raise ``RuntimeError`` if the program has changed ``p.grad`` where the optimizer uses a
+        shard of it."""
         guard = self._guard
         for index in guard.check(self._params):
             guard.refuse(index, "removed")
@@ -310,15 +302,9 @@ class GradientHooks:
                 param.grad = zeros = torch.zeros_like(param)
                 self._zeros[index] = zeros, zeros._version
 
-    def hand_over(self, shared: str) -> None:
-        """Let the parameters go, up to date, because another object takes over one of them."""
-        self.before_release()
-        self.release()
+    def release(self, shared: str = "these parameters") -> None:
+        """Let the parameters go; another object exchanges the gradients of ``shared``."""
         self._successor = shared
-
-    def release(self) -> None:
-        """Let the parameters go: their gradients are no longer exchanged by this object."""
-        self._successor = "these parameters"
         self.stop()
 
     def stop(self) -> None:
@@ -392,10 +378,8 @@ def _combined_sparse(
 ) -> torch.Tensor:
     """The sum of ranks' sparse gradients of a parameter, divided; halves are added in float32.
 
-    Args:
-        param: the parameter.
-        parts: number of sparse dimensions, indices and values of each rank that has a gradient.
-        divisor: of the sum.
+    ``parts`` are the number of sparse dimensions, indices and values of each rank that has a
+    gradient.
     """
     wide = torch.promote_types(param.dtype, torch.float32)
     places, values = [], []
@@ -426,13 +410,6 @@ def _fetcher(this: weakref.ref[GradientHooks]) -> Callable[[int], GradientRef | 
     return fetch
 
 
-_owners: weakref.WeakValueDictionary[int, GradientHooks] = weakref.WeakValueDictionary()
-"""Whose hooks a parameter has, by the parameter's id, which its owner keeps alive.
-
-(An attribute of the parameter would be pickled with it.)
-"""
-
-
 def _remove(hooks: dict[int, Any], engine: Engine, forward: ForwardProfiler) -> None:
     forward.stop()
     for handle in hooks.values():
@@ -444,18 +421,10 @@ def _remove(hooks: dict[int, Any], engine: Engine, forward: ForwardProfiler) -> 
 def check_equal_on_ranks(
     runtime: Runtime, engine: Engine, optimizer: torch.optim.Optimizer, name: str
 ) -> None:
-    """Raise unless every rank's parameter groups have the same hyperparameters; a collective.
+    """Raise ``DisagreementError`` on every rank unless all have the same hyperparameters; a
+    collective.
 
-    Those that the optimizer knows defaults for are compared, as far as they are plain values.
-
-    Args:
-        runtime: of this rank.
-        engine: of the optimizer.
-        optimizer: of the same class on every rank.
-        name: of the optimizer, for messages.
-
-    Raises:
-        DisagreementError: on every rank: which hyperparameter, and what two ranks have.
+    Those for which the optimizer has defaults are compared, as far as they are plain values.
     """
     mine = _hyperparameters(optimizer)
     payload, what = json.dumps(mine).encode(), "comparing learning rates and the like"
@@ -472,7 +441,7 @@ def check_equal_on_ranks(
 
 
 def _hyperparameters(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What is compared, by what messages call it."""
+    """The compared values, by their names in messages."""
     groups = optimizer.param_groups
     # An optimizer that never called its base class's constructor has none.
     known = getattr(optimizer, "defaults", {})
@@ -498,24 +467,29 @@ log = logging.getLogger("wfbp")
 
 
 def _finish(runtime: Runtime) -> None:
-    """Before a runtime ends: nobody could have parameters brought up to date behind that."""
+    """Before a runtime ends, bring parameters up to date, which is impossible afterwards."""
     if runtime is not process.current("shutdown()"):
         _leave_process_set(runtime)
         return
-    for gradients in list(_owners.values()):
-        gradients.leave_buffers()
+    for sync in set(_owners.values()):
+        sync.leave_buffers()
     for pending in list(pending_parameters.unfinished):
-        told = runtime.thread.error is not None  # to the program, by any call since
+        is_known = runtime.thread.error is not None  # to the program, by any call since
         try:
             pending.wait_all()
         except Exception as error:
-            if not told or not isinstance(error, WfbpError):
+            if not is_known or not isinstance(error, WfbpError):
                 log.error("parameters are not up to date at the end: %s", error)
         pending.release()
 
 
 process.before_end(_finish)
 
+_owners: weakref.WeakValueDictionary[int, OptimizerSync] = weakref.WeakValueDictionary()
+"""By a parameter's id, the object that exchanges its gradients, and keeps it alive.
+
+(An attribute of the parameter would be pickled with it.)
+"""
 _in_use: weakref.WeakValueDictionary[int, OptimizerSync] = weakref.WeakValueDictionary()
 """All that have not let their parameters go, in the order of making."""
 _made = count()
@@ -529,9 +503,9 @@ def in_use(runtime: Runtime | None = None) -> list[OptimizerSync]:
 def _leave_process_set(runtime: Runtime) -> None:
     """Let its optimizers go, with whole parameters and state; collective among its ranks."""
     mine = {sync.number: sync for sync in in_use(runtime)}
-    told = runtime.exchange(json.dumps(list(mine)).encode(), "removing a process set")
+    payloads = runtime.exchange(json.dumps(list(mine)).encode(), "removing a process set")
     # One that is forgotten may still be there on a rank whose interpreter has not collected it.
-    common = set.intersection(*(set(json.loads(numbers)) for numbers in told))
+    common = set.intersection(*(set(json.loads(numbers)) for numbers in payloads))
     for number, sync in mine.items():
         if number in common:
             sync.prepare_whole()
@@ -539,18 +513,18 @@ def _leave_process_set(runtime: Runtime) -> None:
 
 
 class OptimizerSync:
-    """Reduces gradients, has the optimizer updated, and sees that parameters are read up to date.
+    """Reduces gradients, has the optimizer updated, and keeps reads of parameters up to date.
 
-    Between :meth:`reduce` and :meth:`step` it holds what was reduced, which may be shards.
+    Between :meth:`reduce` and :meth:`step` it holds the reduced gradients, which may be shards.
 
     Args:
         runtime: with more than one rank.
         optimizer: the distributed one.
         named: names and parameters, equal on every rank.
-        options: how gradients are reduced; equal on every rank.
-        coupling: what the optimizer does to its tensors; decides how it is updated.
+        options: equal on every rank.
+        coupling: of the optimizer; decides how it is updated.
         step: the optimizer's own step.
-        sparse_as_dense: whether sparse gradients are made dense; otherwise they travel as they are.
+        sparse_as_dense: whether sparse gradients are made dense; otherwise they stay sparse.
         kind: the optimizer's own class.
     """
 
@@ -580,8 +554,11 @@ class OptimizerSync:
             options, decouples=coupling is not UpdateCoupling.COUPLED, sharded_update=sharded
         )
         self._gradients = gradients = GradientHooks(
-            runtime, named, options, sparse_as_dense=sparse_as_dense, kind=kind
+            runtime, named, specs, options, sparse_as_dense=sparse_as_dense, kind=kind
         )
+        for parameter_name, param in named:
+            if (previous := _owners.get(id(param))) is not None:
+                previous.hand_over(parameter_name)
         self._engine = engine = gradients.engine
         self._params = params = gradients.params
         self.named = list(named)
@@ -596,13 +573,15 @@ class OptimizerSync:
         self._result: Any = None
         self._sharding: StateSharding | None = None
         if sharded:
-            self._sharding = StateSharding(runtime, gradients.specs, params, optimizer)
+            self._sharding = StateSharding(runtime, specs, params, optimizer)
             self._update: Update = ShardedUpdate(
                 engine, optimizer, params, step, sharding=self._sharding
             )
         else:
             self._update = ReplicatedUpdate(engine, optimizer, params, step)
-        gradients.before_release = _letting_go(self._update)
+        for _, param in named:
+            _owners[id(param)] = self
+        gradients.attach()
         self._key = next(_made)
         _in_use[self._key] = self
         self.report = engine.report
@@ -634,12 +613,11 @@ class OptimizerSync:
         return self._held is not None
 
     def reduce(self, wanted: bool = False) -> None:
-        """Close the step and wait for what the optimizer needs of its gradients.
+        """Close the step and wait for the gradients that the optimizer needs.
 
-        Args:
-            wanted: whether the program is about to look at them all.
+        ``wanted``: the program is about to look at all of them.
         """
-        self._update.settle()
+        self._update.finish_pending()
         reduced = self._gradients.reduce(whole=False, wanted=wanted)
         self._compare()
         self._note_joined()
@@ -650,12 +628,11 @@ class OptimizerSync:
     def synchronize(self) -> bool:
         """Close the step, unless that was done, and have whole gradients and parameters.
 
-        Returns:
-            Whether any rank had a gradient.
+        Returns whether any rank had a gradient.
         """
         self._update.flush()
         if self._held is not None:
-            self.check_settled()
+            self.check_no_new_gradients()
             self._check_clipped()
             whole = self._engine.gather_gradients(self._held)
             self._engine.flush()
@@ -681,10 +658,8 @@ class OptimizerSync:
     def join(self, note_progress: Callable[[], None]) -> None:
         """Take part in all steps of the other ranks, without gradients, until they join, too.
 
-        Their steps change nothing here; see :attr:`last_active`.
-
-        Args:
-            note_progress: called after each step.
+        Their steps change nothing here; see :attr:`last_active`. ``note_progress`` is called after
+        each.
         """
         self.discard()
         for param in self._params:
@@ -715,12 +690,8 @@ class OptimizerSync:
         """Have all parameters up to date."""
         self._update.flush()
 
-    def check_settled(self) -> None:
-        """Raise unless no gradients have appeared since they were reduced.
-
-        Raises:
-            RuntimeError: there are some; whether other ranks have any, this one cannot know.
-        """
+    def check_no_new_gradients(self) -> None:
+        """Raise ``RuntimeError`` if gradients have appeared since they were reduced."""
         if self.open:
             raise RuntimeError(
                 f"{self._name}: gradients have appeared since they were averaged. Every backward() "
@@ -730,7 +701,8 @@ class OptimizerSync:
             )
 
     def step(self) -> Any:
-        """Let the optimizer step with what was reduced; what is decoupled travels from here on."""
+        """Let the optimizer step with the reduced gradients; decoupled parameters travel from here
+        on."""
         self._check_clipped()
         reduced, self._held = self._held, None
         self.stepped = True  # whatever the optimizer raises: it has changed something
@@ -743,12 +715,9 @@ class OptimizerSync:
         return result
 
     def rest_of_step(self) -> Any:
-        """Wait for what may not be read unnoticed, or not be measured.
+        """Wait for parameters whose reads cannot be noticed, or for all while compute is measured.
 
-        Returns:
-            What the optimizer returned.
-
-        It can be left, and called again.
+        Returns the optimizer's result. A signal handler may interrupt it; it can be called again.
         """
         if self._engine.profiling:
             self._update.flush()  # nothing travels where compute is measured
@@ -758,7 +727,7 @@ class OptimizerSync:
         return result
 
     def clip_grad_norm_(self, limit: Limit) -> torch.Tensor:
-        """Scale what was reduced; see the optimizer's method of that name."""
+        """Scale the reduced gradients; see the optimizer's method of that name."""
         self._check_clipped()
         norm = clip(self.runtime, limit, *self._reduced_tensors(), alone=self._alone)
         if self._held is not None:
@@ -779,15 +748,10 @@ class OptimizerSync:
     def combined_loss(self, loss: Any) -> Any:
         """The loss of all ranks, combined as their gradients are; a collective.
 
-        An optimizer that looks at the loss, as in a line search, must find on every rank what
-        belongs to the gradients that it finds there.
-
-        Args:
-            loss: what a closure returned here; only real numbers and tensors of one are combined,
-                over the ranks that have one.
-
-        Returns:
-            The same kind of value, the same bits on every rank; anything else as it is.
+        An optimizer that looks at the loss, as in a line search, must see on every rank the loss of
+        the averaged gradients. Only real numbers and tensors of one are combined, over the ranks
+        that have one; the result has the same type, and the same bits on every rank. Anything else
+        is returned as it is.
         """
         held = loss.detach() if isinstance(loss, torch.Tensor) else None
         if held is None:
@@ -862,6 +826,16 @@ class OptimizerSync:
         self._gradients.release()
         _in_use.pop(self._key, None)
 
+    def hand_over(self, shared: str) -> None:
+        """Let the parameters go, up to date, because another object takes over one of them."""
+        self._update.flush()
+        self._update.pending.release()
+        self._gradients.release(shared)
+
+    def leave_buffers(self) -> None:
+        """Let ``p.grad`` be memory of its own: the engine's goes at ``shutdown()``."""
+        self._gradients.leave_buffers()
+
     def leave(self) -> None:
         """Let the parameters go, because the runtime ends; they are up to date."""
         self._update.pending.release()
@@ -876,10 +850,10 @@ class OptimizerSync:
         self._is_clipped = False
 
     def _compare(self) -> None:
-        """Before the first update: see that ranks update by the same numbers.
+        """Before the first update, compare hyperparameters.
 
-        Behind the step's gradients, whose groups go through the same backend: every rank must use
-        that in the same order.
+        This follows the step's gradients, because their groups use the same backend in the same
+        order.
         """
         if not self._compared:
             try:
@@ -903,11 +877,3 @@ class OptimizerSync:
             elif not slot.whole and len(slot.data):
                 shards.append(tensors.shared(slot.data).view(param.dtype))
         return shards, whole
-
-
-def _letting_go(update: Update) -> Callable[[], None]:
-    def let_go() -> None:
-        update.flush()
-        update.pending.release()
-
-    return let_go

@@ -3,9 +3,9 @@
 A rank that has joined takes part in the steps of the others without gradients, for each of its
 optimizers on a thread of its own where there are several, because the others may step them in any
 order. In each of these steps it asks for the exchange at the step's end, by which all ranks know
-who has joined: they have whole gradients then and step whole parameters, so that none waits for a
-shard of a rank that does not step. The step in which all have joined is the last one. Then the
-ranks that came first get the parameters and the state of the last.
+who has joined: they then have whole gradients and step whole parameters, so that no rank waits for
+a shard of a joined one. The step in which all have joined is the last one. Then the ranks that
+joined first get the parameters and the state of the last.
 """
 
 from __future__ import annotations

@@ -73,11 +73,8 @@ INSTEAD = {
 
 
 def refuse(module: str, name: str) -> NoReturn:
-    """Raise for a name that a module has not, as its ``__getattr__`` does.
-
-    Raises:
-        AttributeError: always; it says what to use instead of a name that is left out.
-    """
+    """Raise ``AttributeError`` for a missing name, with its replacement if it was left out on
+    purpose."""
     if name in INSTEAD:
         raise AttributeError(f"{module} has no {name}: {INSTEAD[name]}")
     raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -42,10 +42,9 @@ UPDATES: dict[str, bool | None] = {"auto": None, "sharded": True, "replicated": 
 
 
 def optimizer_sharding_of(sharding: bool | None, update: str | None) -> bool | None:
-    """What a caller asks for, under the argument's present name or the one before.
+    """The argument ``optimizer_sharding``, or its value by the deprecated ``update``.
 
-    Raises:
-        ValueError: there is no such value, or both names are used.
+    Raises ``ValueError`` for an unknown value, or where both are given.
     """
     if not any(sharding is value for value in (True, False, None)):
         raise ValueError(f"optimizer_sharding is {sharding!r}; expected True, False or None")
@@ -64,32 +63,26 @@ def optimizer_sharding_of(sharding: bool | None, update: str | None) -> bool | N
 
 
 def chosen_coupling(optimizer: torch.optim.Optimizer, sharding: bool | None) -> UpdateCoupling:
-    """What the optimizer does to its tensors, as far as the caller lets that count.
-
-    Raises:
-        ValueError: the optimizer does not allow this update.
-    """
+    """The optimizer's coupling, as far as ``sharding`` allows it; ``ValueError`` if it requires
+    another."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if not all(tensors.is_dense(p) for p in params):
         return UpdateCoupling.COUPLED
-    nature = probe_optimizer(optimizer)
-    if sharding is True and nature is not UpdateCoupling.ELEMENTWISE:
+    coupling = probe_optimizer(optimizer)
+    if sharding is True and coupling is not UpdateCoupling.ELEMENTWISE:
         raise ValueError(
             f"optimizer_sharding is True, but {type(optimizer).__name__} does not treat every "
             "element by "
-            f"itself (it is {nature.value}); use None or False"
+            f"itself (it is {coupling.value}); use None or False"
         )
-    if sharding is False and nature is UpdateCoupling.ELEMENTWISE:
+    if sharding is False and coupling is UpdateCoupling.ELEMENTWISE:
         return UpdateCoupling.PER_TENSOR
-    return nature
+    return coupling
 
 
 def named_pairs(named_parameters: Iterable[Any]) -> list[tuple[str, torch.Tensor]]:
-    """The pairs of name and parameter that a caller passed.
-
-    Raises:
-        TypeError: something else was passed, as ``model.parameters()``.
-    """
+    """The pairs of name and parameter that a caller passed; ``TypeError`` for anything else, as
+    ``model.parameters()``."""
     if isinstance(named_parameters, torch.nn.Module):
         raise TypeError("named_parameters is a module; pass model.named_parameters()")
     pairs = list(named_parameters)
@@ -109,11 +102,9 @@ def named_params(
 ) -> list[tuple[str, torch.Tensor]]:
     """The optimizer's parameters in forward order, each with a unique name.
 
-    A parameter with several names goes by the first. Frozen ones that can never have a gradient,
-    because they are integers, are left out.
-
-    Raises:
-        ValueError: a name is given twice, or a name is missing where they must be ``complete``.
+    A parameter with several names goes by the first. Integer parameters, which can never have a
+    gradient, are left out. Raises ``ValueError`` if a name is given twice, or missing where
+    ``complete``.
     """
     owned = {
         id(p): (f"group{g}.param{k}", p)
@@ -143,7 +134,7 @@ def named_params(
 
 
 def check_params(named: Sequence[tuple[str, torch.Tensor]], options: EngineOptions) -> None:
-    """Raise unless the gradients of these parameters can be reduced so.
+    """Raise unless the gradients of these parameters can be reduced with these options.
 
     Raises:
         ImportError: ``dear`` without the ``search`` extra.
@@ -161,15 +152,10 @@ def param_ids(optimizer: torch.optim.Optimizer) -> frozenset[int]:
 
 
 def check_known(optimizer: torch.optim.Optimizer, known: Collection[int]) -> None:
-    """Raise unless the parameters in an optimizer's groups were there when it was wrapped.
+    """Raise ``RuntimeError`` if a parameter was put into ``param_groups`` since the optimizer was
+    wrapped.
 
-    Args:
-        optimizer: the distributed one.
-        known: ids of parameters.
-
-    Raises:
-        RuntimeError: one was put into ``param_groups`` since; it would be stepped with the
-            gradients of this rank alone.
+    It would be stepped with this rank's gradients alone. ``known`` are ids of parameters.
     """
     for g, group in enumerate(optimizer.param_groups):
         for k, param in enumerate(group["params"]):
@@ -190,10 +176,11 @@ _PRE_HOOKS = "_optimizer_step_pre_hooks"
 
 
 class SyncState(enum.Enum):
-    """Who asked for the averages that the next step is to use.
+    """Who asked for the averages that the next step is to use; reset by ``step()`` and
+    ``zero_grad()``.
 
-    It changes with calls that every rank makes, and not with what gradients a rank has: by it the
-    ranks decide alike whether to communicate. It is forgotten by ``step()`` and ``zero_grad()``.
+    It depends on calls that every rank makes, and not on the gradients of a rank: by it the ranks
+    decide alike whether to communicate.
     """
 
     NOBODY = 0
@@ -207,11 +194,11 @@ class SyncState(enum.Enum):
 
 @dataclass(slots=True)
 class _Left:
-    """A call that was left because the handler of a signal raised in it, or right behind it.
+    """A call that a signal handler interrupted by raising in it, or right behind it.
 
     Args:
         name: of the method.
-        finish: does the rest, and returns what the call would have; None where all is done.
+        finish: does the rest, and returns the call's result; None where all is done.
         result: where all is done.
         hook: has it finished before the next forward.
     """
@@ -226,11 +213,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def resuming(name: str = "") -> Callable[[F], F]:
-    """Let a method begin with the rest of a call that was left; for decorating.
+    """Decorator: let a method first complete an interrupted call.
 
-    Args:
-        name: of a method that every rank must carry out as often as the others. Once it is left,
-            calling it again completes the call, as does anything else that needs it.
+    ``name`` is of a method that every rank must carry out equally often: after an interruption,
+    calling it again completes the call, as does anything else that needs it.
     """
 
     def decorate(method: F) -> F:
@@ -289,8 +275,8 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
             runtime: of the process set; None on a rank outside it, which steps alone.
             original: of the class over which this one is laid.
             known: names and parameters as the user gave them, or None.
-            options: how gradients are reduced; equal on every rank.
-            coupling: what the optimizer does to its tensors.
+            options: equal on every rank.
+            coupling: of the optimizer.
             sparse_as_dense: whether sparse gradients are made dense.
         """
         # A scheduler made before may have put its own step() on the instance: ours must be found.
@@ -308,7 +294,7 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
         self._wfbp_renew(complete=True)
 
     def _wfbp_renew(self, complete: bool = False) -> None:
-        """Exchange gradients anew; what was before has let the parameters go. A collective."""
+        """Make a new exchange of gradients; an earlier one has been released. A collective."""
         named = named_params(self, self._wfbp_known, complete)
         options, kind = self._wfbp_options, type(self._wfbp_original)
         self._wfbp_sync_state = SyncState.NOBODY
@@ -366,9 +352,9 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
     @uncompiled
     @resuming("synchronize")
     def synchronize(self) -> None:
-        found = self._wfbp_sync is None or self._wfbp_sync.synchronize()
-        self._wfbp_sync_state = SyncState.PROGRAM if found else SyncState.NO_GRADIENTS
-        self._wfbp_synchronized = found
+        averaged = self._wfbp_sync is None or self._wfbp_sync.synchronize()
+        self._wfbp_sync_state = SyncState.PROGRAM if averaged else SyncState.NO_GRADIENTS
+        self._wfbp_synchronized = averaged
 
     @uncompiled
     @resuming()
@@ -379,15 +365,11 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
     @uncompiled
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        self._wfbp_finish_first()
-        pending = self._wfbp_sync is not None and self._wfbp_sync.open
-        if self._wfbp_sync_state is SyncState.NOBODY or pending:
-            raise RuntimeError("call optimizer.synchronize() before skip_synchronize()")
-        self._wfbp_skip = True
+        outer, self._wfbp_skip = self._wfbp_skip, True
         try:
             yield
         finally:
-            self._wfbp_skip = False
+            self._wfbp_skip = outer
 
     @uncompiled
     @resuming("clip_grad_norm_")
@@ -401,7 +383,7 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
         if self._wfbp_sync_state is SyncState.SCALER:  # a scaler that has skipped its step
             self._wfbp_sync_state = SyncState.NOBODY
         self._wfbp_reduce()
-        self._wfbp_synchronized = False  # Horovod has no such method: nothing is to be told of it
+        self._wfbp_synchronized = False  # Horovod has no such method
         return self._wfbp_sync.clip_grad_norm_(limit)
 
     @uncompiled
@@ -439,7 +421,7 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
                     return super().step(lambda: self._wfbp_evaluate(closure))
             finally:
                 self._wfbp_forget_sync()
-        if not self._wfbp_skip:
+        if not (self._wfbp_skip and self._wfbp_is_averaged()):
             self._wfbp_reduce()
             if self._wfbp_synchronized and exchange is not None:
                 warnings.warn(
@@ -451,12 +433,32 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
                     stacklevel=3,
                 )
         elif exchange is not None:
-            exchange.check_settled()
+            exchange.check_no_new_gradients()
         self._wfbp_forget_sync()
         if exchange is None:
             return super().step()
         # An optimizer that never called its base class's constructor has no hooks.
         return self._wfbp_apply() if hasattr(self, _PRE_HOOKS) else exchange.step()
+
+    def _wfbp_is_averaged(self) -> bool:
+        """Whether a step within ``skip_synchronize()`` has averages to take.
+
+        Raises:
+            RuntimeError: it has gradients that nobody has averaged.
+        """
+        if self._wfbp_sync_state is not SyncState.NOBODY:
+            return True
+        if self._wfbp_sync is not None:
+            has_gradients = self._wfbp_sync.open
+        else:
+            has_gradients = any(p.grad is not None for g in self.param_groups for p in g["params"])
+        if has_gradients:
+            raise RuntimeError(
+                f"{type(self).__name__}: step() within skip_synchronize() takes gradients as they "
+                "are, and nobody has averaged those of this step: call optimizer.synchronize() "
+                "before it"
+            )
+        return False
 
     # For PyTorch, which would have load_state_dict() call the hooks around all of this once more.
     step.hooked = True  # type: ignore[attr-defined]
@@ -475,7 +477,7 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
 
     @property
     def _wfbp_wanted(self) -> bool:
-        """Whether somebody is to see the averages before the step."""
+        """Whether a hook or the program needs the averages before the step."""
         own = getattr(self, _PRE_HOOKS, None)
         return bool(own or torch_optimizer._global_optimizer_pre_hooks)
 
@@ -603,7 +605,7 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
     @property
     @uncompiled
     def _step_supports_amp_scaling(self) -> bool:
-        """What ``torch.amp.GradScaler.step`` asks before it looks at gradients.
+        """Read by ``torch.amp.GradScaler.step`` before it looks at gradients.
 
         They must be averaged by then, so that an infinity on one rank makes every rank skip.
         """
@@ -622,7 +624,7 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
             if self._wfbp_sync_state is not SyncState.PROGRAM:
                 exchange.synchronize()
             else:
-                exchange.check_settled()
+                exchange.check_no_new_gradients()
                 if exchange.holds_shards:
                     exchange.synchronize()
         self._wfbp_sync_state = SyncState.SCALER
@@ -687,15 +689,14 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
             if self._wfbp_sync_state in (SyncState.NOBODY, SyncState.NO_GRADIENTS):
                 exchange.reduce(self._wfbp_wanted)
             else:
-                exchange.check_settled()
+                exchange.check_no_new_gradients()
         if self._wfbp_sync_state is not SyncState.SCALER:
             self._wfbp_sync_state = SyncState.PROGRAM
 
     def _wfbp_release(self, runtime: Runtime | None) -> None:
-        """Another one is made of the same optimizer, on every rank.
+        """Let the parameters go, because another optimizer is made of the same one, on every rank.
 
-        Raises:
-            RuntimeError: shards of its state went with another runtime.
+        Raises ``RuntimeError`` if shards of its state were lost with another runtime.
         """
         exchange = self._wfbp_sync
         if exchange is None:
@@ -873,10 +874,9 @@ def _check_unplanned(schedule: object, threshold_bytes: object, sharding: object
 
 
 def _runtime_of(process_set: ProcessSet) -> Runtime | None:
-    """What an optimizer's ranks communicate by; None where it steps alone, as under Horovod.
+    """The runtime of an optimizer's ranks; None where it steps alone, as under Horovod.
 
-    Raises:
-        ValueError: the set was not added, or this rank is not in it.
+    Raises ``ValueError`` if the set was not added, or this rank is not in it.
     """
     call = "DistributedOptimizer(process_set=...)"
     if gradient_sync.follows_horovod and not process_set.included():

@@ -1,14 +1,14 @@
-"""Whether an optimizer looks settings up by its tensors, instead of by what is in them.
+"""Whether an optimizer looks settings up by its tensors, instead of by their values.
 
 Ranks step shards, which are other tensors than the parameters: ``self.scale[p]``, ``id(p)``,
-``getattr(p, "lr_scale", 1.0)`` or ``p is q`` would find nothing there and silently use a default.
-Two ways find such optimizers:
+``getattr(p, "lr_scale", 1.0)`` or ``p is q`` would silently use a default. Two ways find such
+optimizers:
 
-* :func:`refers_to_tensors` reads them: what their attributes and groups hold, and what the code
-  of their classes mentions. This sees ``id()`` and ``is``, which no object notices.
-* :class:`LookupRecorder` is told by stand-ins for parameters (its :meth:`~LookupRecorder.tensor`)
-  that are hashed, compared or asked for an attribute that tensors do not have. This sees tables
-  wherever they lie, and also when they are filled later.
+* :func:`refers_to_tensors` reads them: the values of their attributes and groups, and the code of
+  their classes. This sees ``id()`` and ``is``, which no object notices.
+* :class:`LookupRecorder` makes stand-ins for parameters (:meth:`~LookupRecorder.tensor`) that note
+  when they are hashed, compared or asked for an attribute that tensors do not have. This sees
+  tables wherever they lie, and also when they are filled later.
 """
 
 from __future__ import annotations
@@ -37,11 +37,7 @@ _DEPTH = 6
 
 
 class LookupRecorder:
-    """Notes what an optimizer asks of its tensors beside their values.
-
-    Attributes:
-        things: what it asked for, in words.
-    """
+    """Notes what an optimizer asks of its tensors besides their values, in words, in ``things``."""
 
     def __init__(self) -> None:
         self.things: set[str] = set()
@@ -54,16 +50,13 @@ class LookupRecorder:
             self.things.add(thing)
 
     def tensor(self, values: torch.Tensor) -> torch.Tensor:
-        """A parameter that shares these values and tells what it is asked for."""
-        told: torch.Tensor = values.as_subclass(_telling(self)).requires_grad_()
-        return told
+        """A parameter that shares these values and notes what is asked of it."""
+        parameter: torch.Tensor = values.as_subclass(_telling(self)).requires_grad_()
+        return parameter
 
     def state(self, held: dict[Any, Any] | None = None) -> defaultdict[Any, Any]:
-        """State in which tensors may be looked up.
-
-        Args:
-            held: what it begins with; an optimizer may have put another dictionary in its place.
-        """
+        """State in which tensors may be looked up, beginning with ``held``; an optimizer may have
+        replaced the dictionary."""
         made: defaultdict[Any, Any] = self._quiet(dict, held or {})  # which hashes nothing
         return made
 
@@ -82,37 +75,37 @@ class LookupRecorder:
         return Names(names)
 
 
-def _telling(asked: LookupRecorder) -> Any:
+def _telling(lookups: LookupRecorder) -> Any:
     class Telling(nn.Parameter):
         __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
         def __getattribute__(self, name: str) -> Any:
             if name not in _KNOWN:
-                asked.note(f"attribute {name!r}")
+                lookups.note(f"attribute {name!r}")
             return super().__getattribute__(name)
 
         def __hash__(self) -> int:
-            asked.note("hash")
+            lookups.note("hash")
             return object.__hash__(self)
 
         def __eq__(self, other: object) -> Any:
             if isinstance(other, torch.Tensor):
-                asked.note("comparison with another tensor")
+                lookups.note("comparison with another tensor")
             return super().__eq__(other)
 
     return Telling
 
 
-def _quiet(asked: LookupRecorder) -> Any:
+def _quiet(lookups: LookupRecorder) -> Any:
     def quietly(name: str) -> Callable[..., Any]:
         act = getattr(defaultdict, name)
 
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            asked._at_state += 1
+            lookups._at_state += 1
             try:
                 return act(self, *args, **kwargs)
             finally:
-                asked._at_state -= 1
+                lookups._at_state -= 1
 
         return method
 
@@ -122,11 +115,11 @@ def _quiet(asked: LookupRecorder) -> Any:
 
 
 def refers_to_tensors(optimizer: torch.optim.Optimizer) -> str:
-    """How an optimizer can tell its tensors from others, or nothing.
+    """How an optimizer can tell its tensors from others, in words; empty if it cannot.
 
-    Looks for the parameters, their ids and their addresses in its attributes and groups (not in
-    ``state``, which the runtime keeps by shard), and in what functions of its own class mention;
-    and in these functions for ``id`` and for ``is`` between variables.
+    Searches its attributes and groups (not ``state``, which the runtime keeps by shard) and the
+    functions of its class for the parameters, their ids and their addresses; and these functions
+    for ``id`` and for ``is`` between variables.
     """
     params = [p for group in optimizer.param_groups for p in group["params"]]
     search = _Search(params)
@@ -181,12 +174,12 @@ class _Search:
             return False
         codes = list(_codes(function.__code__))
         names = {name for code in codes for name in code.co_names}
-        found = function.__globals__
-        if "id" in names and found.get("id", builtins.id) is builtins.id:
+        namespace = function.__globals__
+        if "id" in names and namespace.get("id", builtins.id) is builtins.id:
             return True
         if any(map(_compares_identities, codes)):
             return True
-        mentioned = [found[name] for name in names if name in found]
+        mentioned = [namespace[name] for name in names if name in namespace]
         for value in list(mentioned):
             holds = isinstance(value, types.ModuleType) and not _is_foreign(value.__name__)
             if holds or (isinstance(value, type) and not _is_foreign(value.__module__)):

@@ -57,9 +57,12 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
     def skip_synchronize(self) -> AbstractContextManager[None]:
         """Within it, ``step()`` takes gradients as they are: they have been synchronized.
 
+        It may be entered around a single step, or once around all of training.
+
         Raises:
-            RuntimeError: :meth:`synchronize` was not called since backward; with ``op=Adasum``
-                always, because what is combined is made by ``step()`` itself.
+            RuntimeError: at a ``step()`` with gradients for which :meth:`synchronize` was not
+                called since backward; with ``op=Adasum`` always, because what is combined is made
+                by ``step()`` itself.
         """
         raise NotImplementedError
 

@@ -1,7 +1,7 @@
 """How an optimizer couples the elements of its tensors, found by experiment.
 
 Copies of the optimizer step small stand-ins for its tensors, whole and cut; results are compared.
-The experiment leaves no traces in the optimizer, in PyTorch's modes or its random numbers.
+The experiment changes nothing in the optimizer, PyTorch's modes or its random numbers.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ class UnknownError(Exception):
 
 
 def stand_in(optimizer: torch.optim.Optimizer) -> Any:
-    """A copy without groups, state and hooks; its constructor is not called.
+    """A copy without groups, state and hooks, made without its constructor.
 
-    Raises:
-        UnknownError: it has attributes that cannot be copied.
+    Raises ``UnknownError`` if an attribute cannot be copied.
     """
     made: Any = object.__new__(type(optimizer))
     for key, value in optimizer.__dict__.items():
@@ -73,15 +72,10 @@ _CONSTANT = (
 
 
 def private_copy(value: Any, optimizer: Any = None, stand_in: Any = None) -> Any:
-    """A copy that shares nothing that can change.
+    """A copy of an attribute, or part of one, that shares nothing mutable; ``stand_in`` replaces
+    ``optimizer``.
 
-    Args:
-        value: an attribute, or part of one.
-        optimizer: whose attribute it is.
-        stand_in: whose attribute it becomes.
-
-    Raises:
-        UnknownError: it cannot be copied without what the optimizer works on.
+    Raises ``UnknownError`` if it cannot be copied without the optimizer's tensors.
     """
 
     def again(inner: Any) -> Any:
@@ -194,16 +188,10 @@ class UpdateCoupling(enum.Enum):
 
 
 def probe_optimizer(optimizer: torch.optim.Optimizer) -> UpdateCoupling:
-    """Find out what an optimizer does to its tensors, without touching it.
+    """The weakest coupling that holds for every kind of tensor the optimizer has.
 
-    What it does only after more than a dozen steps, or only to tensors of more than 20,000
-    elements, is not seen.
-
-    Args:
-        optimizer: not a distributed one.
-
-    Returns:
-        The least coupled nature that it shows on every kind of tensor it has.
+    The optimizer, not a distributed one, is not changed. Behaviour that begins after a dozen steps,
+    or needs more than 20,000 elements, is not seen.
 
     Example:
         >>> import torch
@@ -238,19 +226,19 @@ class _Subject:
 class _Member:
     """A subject, or a flat part of it, that one stand-in steps."""
 
-    def __init__(self, subject: _Subject, rank: int | None, asked: LookupRecorder | None) -> None:
+    def __init__(self, subject: _Subject, rank: int | None, lookups: LookupRecorder | None) -> None:
         self.group = subject.group
         self._rank = rank
         start = self._part(subject.start).clone()
         # Ranks step views of parameters, which are no parameters.
         self.param = torch.nn.Parameter(start) if rank is None else start
-        if asked is not None:
-            self.param = asked.tensor(start)
+        if lookups is not None:
+            self.param = lookups.tensor(start)
         self._address = start.data_ptr()
         self.gradients = [self._part(g) for g in subject.gradients]
 
     def state(self, held: dict[Any, Any], subject: _Subject) -> dict[Any, Any]:
-        """What the optimizer holds for the tensor that the subject stands for, cut like it."""
+        """The optimizer's state for this subject's tensor, cut like it."""
         cut: dict[Any, Any] = {}
         for key, value in held.items():
             if isinstance(value, torch.Tensor) and value.shape == subject.like.shape:
@@ -324,17 +312,17 @@ def _judge(
     for subject, param in zip(subjects, whole.params, strict=True):
         if not param.isfinite().all() or torch.equal(param, subject.start):
             raise UnknownError("its steps did not move every tensor to a finite value")
-    apart = run(*([subject] for subject in subjects))
+    separately = run(*([subject] for subject in subjects))
     if not (
-        nearly_equal(whole.params, apart.params)
-        and nearly_equal(whole.states, apart.states)
-        and _parts_agree(whole, apart)
+        nearly_equal(whole.params, separately.params)
+        and nearly_equal(whole.states, separately.states)
+        and _parts_agree(whole, separately)
     ):
         return UpdateCoupling.COUPLED
-    asked = LookupRecorder()
-    _run(optimizer, [subjects], None, started, asked)
-    if asked.things:
-        raise UnknownError(f"it asks its parameters for {', '.join(sorted(asked.things))}")
+    lookups = LookupRecorder()
+    _run(optimizer, [subjects], None, started, lookups)
+    if lookups.things:
+        raise UnknownError(f"it asks its parameters for {', '.join(sorted(lookups.things))}")
     try:
         ranks = [run(subjects, rank=rank) for rank in range(_RANKS + 1)]
         elementwise = _joins(subjects, whole, ranks)
@@ -359,7 +347,7 @@ def _run(
     calls: Sequence[Sequence[_Subject]],
     rank: int | None,
     started: bool,
-    asked: LookupRecorder | None = None,
+    lookups: LookupRecorder | None = None,
 ) -> _End:
     """Let one stand-in take its steps, in one or more calls each.
 
@@ -368,29 +356,29 @@ def _run(
         calls: the subjects of each call.
         rank: whose flat parts to step, or None for whole tensors.
         started: whether it begins with the optimizer's state, or with none.
-        asked: is to be told what it asks of its tensors, if anybody is.
+        lookups: records what it asks of its tensors, if given.
     """
     made = stand_in(optimizer)
     made.defaults = made.defaults | _SWITCHED_OFF
-    made.state = defaultdict(dict) if asked is None else asked.state()
+    made.state = defaultdict(dict) if lookups is None else lookups.state()
     members: list[_Member] = []
     rounds: list[tuple[list[_Member], dict[int, dict[str, Any]]]] = []
     for subjects in calls:
-        part = [_Member(subject, rank, asked) for subject in subjects]
+        part = [_Member(subject, rank, lookups) for subject in subjects]
         if started:
             for member, subject in zip(part, subjects, strict=True):
                 held = optimizer.state.get(subject.like, {})
                 made.state[member.param] = member.state(held, subject)
         members += part
-        rounds.append((part, _groups(optimizer, part, asked)))
+        rounds.append((part, _groups(optimizer, part, lookups)))
     for step in range(_STEPS):
         for part, groups in rounds:
             made.param_groups = list(groups.values())
             for member in part:
                 member.param.grad = member.gradients[step].clone() if member.param.numel() else None
             made.step()
-            if asked is not None:
-                made.state = asked.state(made.state)
+            if lookups is not None:
+                made.state = lookups.state(made.state)
     if rank is not None and any(member.moved for member in members):
         raise UnknownError("it replaces the memory of what it steps")
     states = [made.state.pop(member.param, {}) for member in members]
@@ -410,7 +398,7 @@ _SWITCHED_OFF = {"capturable": False, "differentiable": False}
 
 
 def _groups(
-    optimizer: torch.optim.Optimizer, members: Sequence[_Member], asked: LookupRecorder | None
+    optimizer: torch.optim.Optimizer, members: Sequence[_Member], lookups: LookupRecorder | None
 ) -> dict[int, dict[str, Any]]:
     """Copies of the groups of some members, with a learning rate under which they move."""
     groups: dict[int, dict[str, Any]] = {}
@@ -428,7 +416,7 @@ def _groups(
     for group in groups.values():
         if "param_names" in group:
             names = [f"tensor {k}" for k in range(len(group["params"]))]
-            group["param_names"] = names if asked is None else asked.names(names)
+            group["param_names"] = names if lookups is None else lookups.names(names)
     return groups
 
 

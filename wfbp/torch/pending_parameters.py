@@ -2,11 +2,12 @@
 
 After a decoupled step parameters are gathered while the program goes on. One that has not arrived
 is *pending*. It then has another class, the *stand-in* of its own: every use of the tensor from
-Python, and every use from C++ that begins with "is this a tensor?", comes through it, waits, puts
-the class back and goes on with the ordinary parameter. Nothing is to be known about modules, lists
-or functions through which the program comes to its parameters.
+Python, and every use from C++ that begins with "is this a tensor?", comes through it, waits,
+restores the class and goes on with the ordinary parameter. So the modules, lists or functions
+through which the program reaches its parameters do not matter.
 
-What no class can see is waited for within the step (:meth:`PendingParameters.wait_for_exposed`):
+Reads that no class can notice are covered within the step
+(:meth:`PendingParameters.wait_for_exposed` waits for these parameters):
 
 * memory that others use, too: a view, ``detach()`` or NumPy array that the program has kept, a
   scripted or traced copy of the module, another process;
@@ -84,25 +85,21 @@ class Arrivals(Protocol):
     """Brings the parameters that are pending."""
 
     def await_arrival(self, index: int) -> None:
-        """Wait for what is communicated for a parameter. Several threads may wait at a time."""
+        """Wait for the communication of a parameter. Several threads may wait at a time."""
 
     def complete(self, indices: Collection[int]) -> None:
-        """Do what is left to do before these may be read; called in the thread that reads."""
+        """Finish the update of these parameters; called in the thread that reads."""
 
 
 class PendingParameters:
     """The parameters of one optimizer, of which some may be pending.
 
     The training thread lets them be pending (:meth:`begin`); any thread may wait, or read.
-    ``_lock`` is held while parameters are updated and while classes change, never while
-    communication is waited for. The thread that updates uses pending parameters as they are.
-
-    Args:
-        params: by index.
-        arrivals: brings them.
+    ``_lock`` is held while parameters are updated and while classes change, never while waiting for
+    communication. The thread that updates uses pending parameters as they are.
 
     Attributes:
-        gradients: by id of a parameter, what the thread that updates finds as its ``grad``.
+        gradients: by id of a parameter, the ``grad`` that the updating thread sees.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], arrivals: Arrivals) -> None:
@@ -186,8 +183,8 @@ class PendingParameters:
         Args:
             indices: of these.
             groups: indices that arrive together, in the order of their arrival.
-            changed: those whose values change, as a graph that has kept one for its backward is to
-                hear.
+            changed: those whose values change, which a graph that keeps one for its backward must
+                notice.
             addresses: where all parameters lie now, by index.
             views: indices of parameters of which the optimizer keeps a view.
             view_of: that view.
@@ -222,21 +219,18 @@ class PendingParameters:
         exposed = self._compiled | self._unwatched
         uses = list(map(_storage_uses, self._cdata))
         if uses != self._uses:
-            for found, expected, sharers in zip(uses, self._uses, self._sharers, strict=True):
-                if found != expected:
+            for used, expected, sharers in zip(uses, self._uses, self._sharers, strict=True):
+                if used != expected:
                     exposed.update(sharers)
-                if found < expected:  # it is another memory now
+                if used < expected:  # it is another memory now
                     self._addresses = ()
         exposed |= self._kept_by_cpp()
         for index in sorted(exposed & self._left):
             self.wait(index)
 
     def wait(self, index: int) -> None:
-        """Wait until a parameter may be read.
-
-        Raises:
-            WfbpError: ranks failed, or did not answer in time.
-        """
+        """Wait until a parameter may be read; raises ``WfbpError`` if ranks failed or did not
+        answer in time."""
         if self.updates_here:
             return
         with signals.postponed:
@@ -268,14 +262,11 @@ class PendingParameters:
             self.wait(index)
 
     def find_compiled(self) -> None:
-        """Look which parameters compiled code has come to read."""
+        """Find parameters that newly compiled code reads."""
         self._compiled.update(k for k, p in enumerate(self._params) if hasattr(p, _COMPILED))
 
     def before_compilation(self) -> None:
-        """Have everything arrive.
-
-        What is pending whenever something is compiled is taken for the cause.
-        """
+        """Have everything arrive: pending parameters would invalidate what is compiled."""
         left = list(self._left)
         self._compilations.update(left)
         self._compiled.update(k for k in left if self._compilations[k] > 1)
@@ -310,15 +301,15 @@ class PendingParameters:
         self._unwatched = {
             k for k, p in enumerate(self._params) if p.device.type == "cpu" and is_shared(p)
         }
-        found: dict[int, list[int]] = {}
+        pending_arguments: dict[int, list[int]] = {}
         self._storages = []
         for index, param in enumerate(self._params):
             storage = param.untyped_storage()
-            if storage._cdata not in found:
+            if storage._cdata not in pending_arguments:
                 self._storages.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
-            found.setdefault(storage._cdata, []).append(index)
+            pending_arguments.setdefault(storage._cdata, []).append(index)
         self._cdata = [storage.cdata for storage in self._storages]
-        self._sharers = list(found.values())
+        self._sharers = list(pending_arguments.values())
         ours = Counter[int]()
         for view in () if view_of is None else map(view_of, views):
             kept: torch.Tensor | None = view
@@ -328,14 +319,15 @@ class PendingParameters:
         # Of parameters that share memory, none is to be read before all have arrived.
         self._uses = [
             _ALONE + ours[cdata] if len(sharers) == 1 else 0
-            for cdata, sharers in zip(found, self._sharers, strict=True)
+            for cdata, sharers in zip(pending_arguments, self._sharers, strict=True)
         ]
 
     def _kept_by_cpp(self) -> set[int]:
-        """Which parameters C++ code keeps beside their graph, as scripted and traced modules do.
+        """Indices of parameters that C++ code keeps besides their graph, as scripted and traced
+        modules do.
 
-        Two uses may be the graph's, or not. That is looked at when something has changed, and at
-        one parameter in each step, which tells whether graphs are still alive there.
+        Of two uses, one may be the graph's. It is checked when something has changed, and for one
+        parameter in each step, which shows whether graphs are still alive.
         """
         uses = list(map(_tensor_uses, self._params))
         if max(uses) < _USES:
@@ -362,18 +354,15 @@ class PendingParameters:
             return bool(_tensor_uses(param) == before and edge.node is not None)
 
 
-def settle_all() -> None:
+def await_all() -> None:
     """Wait until nothing is pending."""
     for pending in list(unfinished):
         pending.wait_all()
 
 
-def _settle(param: Any) -> bool:
-    """Wait until a parameter may be read.
-
-    Returns:
-        Whether it is pending all the same, because the calling thread updates it.
-    """
+def _await_param(param: Any) -> bool:
+    """Wait until a parameter may be read; whether it is pending all the same, because the calling
+    thread updates it."""
     while type(param) in _plain:
         held, index = _owners.get(id(param), (None, -1))
         owner = None if held is None else held()
@@ -392,7 +381,7 @@ def _disown(this: weakref.ref[PendingParameters], ids: Iterable[int]) -> None:
             del _owners[key]
 
 
-os.register_at_fork(before=settle_all)
+os.register_at_fork(before=await_all)
 
 
 def _listen() -> None:
@@ -446,13 +435,12 @@ _KEPT = frozenset(
 def _make_stand_in(kind: type) -> type | None:
     """A class whose instances are waited for whenever they are used.
 
-    An instance of it is laid out like one of ``kind`` and holds the same tensor, but as far as
-    ``isinstance`` can see it is no tensor: PyTorch's C++ code has to ask for its ``__class__``,
-    which waits. What is found on ``kind`` is found on the stand-in, and waits; functions of PyTorch
-    find ``__torch_function__``, which waits. ``grad`` is not waited for.
+    An instance is laid out like one of ``kind`` and holds the same tensor, but ``isinstance`` sees
+    no tensor: PyTorch's C++ code has to ask for its ``__class__``, which waits. Attributes of
+    ``kind`` exist on the stand-in, and wait; functions of PyTorch call ``__torch_function__``,
+    which waits. ``grad`` does not wait.
 
-    Returns:
-        None where ``kind`` acts upon functions or operators itself, or cannot be subclassed.
+    None where ``kind`` overrides functions or operators itself, or cannot be subclassed.
     """
     with _making:
         if kind not in _stand_ins:
@@ -524,39 +512,39 @@ def _let_pass(kind: type, made: Any) -> None:
     reduce = ForkingPickler._extra_reducers.get(kind)  # type: ignore[attr-defined]
     if reduce is not None:
 
-        def settled(param: Any) -> Any:
-            _settle(param)
+        def reduce_arrived(param: Any) -> Any:
+            _await_param(param)
             return reduce(param)
 
-        ForkingPickler.register(made, settled)
+        ForkingPickler.register(made, reduce_arrived)
 
 
-def _member(kind: type, name: str, found: Any) -> Any:
+def _member(kind: type, name: str, member: Any) -> Any:
     """What an attribute of a class becomes in its stand-in."""
-    if isinstance(found, classmethod | staticmethod) or not hasattr(found, "__get__"):
-        return found
-    if callable(found):
+    if isinstance(member, classmethod | staticmethod) or not hasattr(member, "__get__"):
+        return member
+    if callable(member):
 
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if _settle(self):
-                return found.__get__(self, kind)(*args, **kwargs)
+            if _await_param(self):
+                return member.__get__(self, kind)(*args, **kwargs)
             return getattr(type(self), name)(self, *args, **kwargs)
 
         method.__name__ = method.__qualname__ = name
         return method
 
     def get(self: Any) -> Any:
-        return found.__get__(self, kind) if _settle(self) else getattr(self, name)
+        return member.__get__(self, kind) if _await_param(self) else getattr(self, name)
 
     def set_(self: Any, value: Any) -> None:
-        if _settle(self):
-            found.__set__(self, value)
+        if _await_param(self):
+            member.__set__(self, value)
         else:
             setattr(self, name, value)
 
     def delete(self: Any) -> None:
-        if _settle(self):
-            found.__delete__(self)
+        if _await_param(self):
+            member.__delete__(self)
         else:
             delattr(self, name)
 
@@ -565,10 +553,10 @@ def _member(kind: type, name: str, found: Any) -> Any:
 
 def _class_of(kind: type, alias: type) -> tuple[Callable[[Any], type], Callable[[Any, type], None]]:
     def get(self: Any) -> type:
-        return kind if _settle(self) else alias
+        return kind if _await_param(self) else alias
 
     def set_(self: Any, value: type) -> None:
-        _settle(self)
+        _await_param(self)
         _set_class(self, value)
 
     return get, set_
@@ -580,7 +568,7 @@ def _absent_attribute(kind: Any) -> Callable[[Any, str], Any]:
     def get(self: Any, name: str) -> Any:
         if not hasattr(kind, name) and not hasattr(kind, "__getattr__"):
             raise AttributeError(f"'{kind.__name__}' object has no attribute '{name}'")
-        if not _settle(self):
+        if not _await_param(self):
             return getattr(self, name)
         stand_in = type(self)
         _set_class(self, kind)
@@ -602,18 +590,21 @@ def _torch_function(
     kwargs = kwargs or {}
     if func in _GRAD:
         return _GRAD[func](*args)
-    found = list(_pending_in((*args, *kwargs.values())))
-    updated_here = [param for param in found if _settle(param)]
-    if found and not updated_here:
+    pending_arguments = list(_pending_in((*args, *kwargs.values())))
+    updated_here = [param for param in pending_arguments if _await_param(param)]
+    if pending_arguments and not updated_here:
         return func(*args, **kwargs)
     with _as_plain_tensors():
         return func(*args, **kwargs)
 
 
 def _detach(self: Any) -> Any:
-    """``nn.Parameter.detach``; ``nn.Parameter(param)`` has compared classes before it calls this,
-    and takes what is no ordinary parameter only if this returns one of the same class."""
-    if _settle(self):
+    """``nn.Parameter.detach``.
+
+    ``nn.Parameter(param)`` compares classes before it calls this, and accepts another class only if
+    this returns an instance of the same.
+    """
+    if _await_param(self):
         return _Base.detach(self)
     if sys._getframe(1).f_code is _MAKES_PARAMETERS:
         return _Base._make_subclass(nn.Parameter, self)
@@ -633,7 +624,7 @@ def _pending_in(values: Iterable[Any]) -> Iterator[Any]:
             yield from _pending_in(value.values())
 
 
-def _found_gradients(param: Any) -> dict[int, torch.Tensor | None]:
+def _gradients_of_update(param: Any) -> dict[int, torch.Tensor | None]:
     """Gradients that a parameter's updater is to see instead of the program's."""
     held, _ = _owners.get(id(param), (None, -1))
     owner = None if held is None else held()
@@ -641,17 +632,17 @@ def _found_gradients(param: Any) -> dict[int, torch.Tensor | None]:
 
 
 def _get_grad(self: Any) -> Any:
-    found = _found_gradients(self)
-    if id(self) in found:
-        return found[id(self)]
+    gradients = _gradients_of_update(self)
+    if id(self) in gradients:
+        return gradients[id(self)]
     with _as_plain_tensors():
         return _Base.grad.__get__(self)
 
 
 def _set_grad(self: Any, value: Any) -> None:
-    found = _found_gradients(self)
-    if id(self) in found:
-        found[id(self)] = value
+    gradients = _gradients_of_update(self)
+    if id(self) in gradients:
+        gradients[id(self)] = value
         return
     with _as_plain_tensors():
         _Base.grad.__set__(self, value)

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 
 from wfbp.runtime import signals
-from wfbp.runtime.api import array_collectives
-from wfbp.runtime.collectives import api
+from wfbp.runtime.api.parameters import MANY, broadcast_object_among, broadcast_one, compare_many
+from wfbp.runtime.collectives import api, calls
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.consistency import check_root, sharing_argument_errors
 from wfbp.runtime.runtime import Runtime
-from wfbp.torch import gradient_sync, tensors
+from wfbp.torch import collectives, gradient_sync, tensors
 
 
 @signals.postponing
 def broadcast_parameters(
-    parameters: Mapping[str, Any] | Iterable[tuple[str, Any]],
+    parameters: Mapping[str, Any] | Iterable[tuple[str, Any]] | Iterable[torch.Tensor],
     root_rank: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> None:
@@ -27,12 +27,13 @@ def broadcast_parameters(
 
     Args:
         parameters: a model's ``state_dict()`` or ``named_parameters()``; entries that are no
-            tensors are left alone.
+            tensors are left alone. Or tensors without names, as its ``parameters()``, which go by
+            their order.
         root_rank: whose values everybody gets; its number among all ranks.
         process_set: the ranks that take part.
 
     Raises:
-        TypeError: neither of these, as a model or its ``parameters()``.
+        TypeError: none of these, as a model or a single tensor.
         ValueError: a tensor that cannot be sent, no such rank, or a rank outside the process set.
         PeerError: another rank found one of these.
         DisagreementError: ranks passed different names, shapes or element types.
@@ -49,45 +50,66 @@ def share(
 ) -> None:
     """Copy a rank's parameters and optimizer state to the other ranks of a runtime; collective.
 
-    Args:
-        runtime: of the optimizer.
-        optimizer: a distributed one.
-        named: its parameters.
-        root: whose values everybody gets; its number in the runtime.
+    ``root`` is its number in the runtime.
     """
     _broadcast_tensors(runtime, named, lambda: root)
     _broadcast_state(runtime, optimizer, root)
 
 
 def _broadcast_tensors(runtime: Runtime, parameters: Any, find_root: Callable[[], int]) -> None:
-    """As :func:`broadcast_parameters`; what ``find_root`` raises is told to the other ranks."""
-    rows, wholes = [], []
-    with sharing_argument_errors(runtime, array_collectives.MANY):
+    """As :func:`broadcast_parameters`; an error of ``find_root`` is sent to the other ranks."""
+    rows, placed = [], []
+    with sharing_argument_errors(runtime, MANY):
         named_tensors = _tensors_of(parameters)
         root = find_root()
         check_root(runtime, root)
-        for name, tensor in named_tensors.items():
+        for place, (name, tensor) in enumerate(named_tensors.items()):
             tensors.check_place(name, tensor)
             rows.append((name, str(tensor.dtype), tuple(tensor.shape)))
-            wholes.append(tensors.on_host(tensor))
-    buffers = [tensors.raw(whole) for whole in wholes]
-    array_collectives.broadcast_buffers(runtime, rows, buffers, root)
+            if runtime.collectives is not None and collectives.goes_by_device(
+                runtime.collectives, tensor
+            ):
+                placed.append(place)
+    by_device = compare_many(runtime, rows, root, placed)
+    if runtime.size == 1:
+        return
+    under_way = [
+        calls.submit(
+            calls.broadcast(
+                collectives.Tensor(tensor, in_place=True),
+                f"{MANY}: {name}",
+                global_process_set,
+                root,
+            )
+        )
+        for place, (name, tensor) in enumerate(named_tensors.items())
+        if place in by_device
+    ]
     with torch.no_grad():
-        for tensor, whole in zip(named_tensors.values(), wholes, strict=True):
-            if whole.data_ptr() != tensor.data_ptr():
-                tensor.copy_(whole)
+        for place, (name, tensor) in enumerate(named_tensors.items()):
+            if place not in by_device:
+                whole = tensors.on_host(tensor)
+                broadcast_one(runtime, name, tensors.raw(whole), root)
+                if runtime.rank != root and whole.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(whole)
+    for handle in under_way:
+        api.synchronize(handle)
 
 
 def _tensors_of(parameters: Any) -> dict[str, torch.Tensor]:
-    """The tensors among named values."""
+    """The tensors among named values, or all of several tensors by their order."""
     named: dict[Any, Any] = {None: None}
-    if not isinstance(parameters, torch.nn.Module):  # a ModuleDict would pass for a mapping
+    # A ModuleDict would pass for a mapping, and a tensor for its rows.
+    if not isinstance(parameters, torch.nn.Module | torch.Tensor):
         with suppress(TypeError, ValueError, RuntimeError):
-            named = dict(parameters)
+            listed = parameters if hasattr(parameters, "keys") else list(parameters)
+            if all(isinstance(p, torch.Tensor) for p in listed):
+                listed = [(f"parameter {k}", p) for k, p in enumerate(listed)]
+            named = dict(listed)
     if not all(isinstance(name, str) for name in named):
         raise TypeError(
-            f"parameters is a {type(parameters).__qualname__} without names; pass "
-            "model.state_dict() or model.named_parameters()"
+            f"parameters is a {type(parameters).__qualname__}; pass model.state_dict(), "
+            "model.named_parameters() or tensors in the same order on every rank"
         )
     return {k: v for k, v in named.items() if isinstance(v, torch.Tensor)}
 
@@ -124,15 +146,19 @@ def broadcast_optimizer_state(
 
 def _broadcast_state(runtime: Runtime, optimizer: torch.optim.Optimizer, root: int) -> None:
     """As :func:`broadcast_optimizer_state`, among the ranks of a runtime."""
-    here = None
+    whole = None
     if runtime.rank == root:
         # From the next step on every rank shards the state anew, also this one.
         getattr(_distributed(optimizer), "_wfbp_take_whole_state", lambda: None)()
-        here = optimizer.state_dict()
-    outline, contents = _take_apart(here)
-    outline = array_collectives.broadcast_object_among(runtime, outline, root, "optimizer state")
+        whole = optimizer.state_dict()
+    outline, contents = _outline_and_tensors(whole)
+    outline = broadcast_object_among(runtime, outline, root, "optimizer state")
     if runtime.rank != root:
-        contents = [torch.empty(shape, dtype=dtype) for shape, dtype in outline["tensors"]]
+        here = _place_of(optimizer)
+        contents = [
+            torch.empty(shape, dtype=dtype, device=here if on_device else "cpu")
+            for shape, dtype, on_device in outline["tensors"]
+        ]
     named = {f"optimizer state {k}": tensor for k, tensor in enumerate(contents)}
     _broadcast_tensors(runtime, named, lambda: root)
     if runtime.rank != root:
@@ -140,8 +166,14 @@ def _broadcast_state(runtime: Runtime, optimizer: torch.optim.Optimizer, root: i
         optimizer.load_state_dict(state)
         _restore_types(optimizer, state)
     elif hasattr(optimizer, "defaults"):
-        # Whoever loads a state has PyTorch add to the optimizer's defaults, which new groups get.
+        # Loading a state has PyTorch add to the optimizer's defaults, which new groups get.
         torch.optim.Optimizer.__setstate__(optimizer, {})
+
+
+def _place_of(optimizer: torch.optim.Optimizer) -> torch.device:
+    """Where an optimizer's parameters lie, the first one at least."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return next((param.device for param in params), torch.device("cpu"))
 
 
 def _distributed(optimizer: torch.optim.Optimizer) -> Any:
@@ -178,13 +210,13 @@ class _TensorSlot:
         self.index = index
 
 
-def _take_apart(state: Any) -> tuple[dict[str, Any], list[torch.Tensor]]:
+def _outline_and_tensors(state: Any) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """A state without its tensors, and the tensors."""
     contents: list[torch.Tensor] = []
 
     def walk(node: Any) -> Any:
         if isinstance(node, torch.Tensor):
-            contents.append(node.detach().cpu().contiguous())
+            contents.append(node.detach())
             return _TensorSlot(len(contents) - 1)
         if isinstance(node, dict):
             return {key: walk(value) for key, value in node.items()}
@@ -193,7 +225,8 @@ def _take_apart(state: Any) -> tuple[dict[str, Any], list[torch.Tensor]]:
         return node
 
     tree = walk(state)
-    return {"tree": tree, "tensors": [(tuple(t.shape), t.dtype) for t in contents]}, contents
+    outlined = [(tuple(t.shape), t.dtype, t.device.type != "cpu") for t in contents]
+    return {"tree": tree, "tensors": outlined}, contents
 
 
 def _put_together(node: Any, contents: list[torch.Tensor]) -> Any:

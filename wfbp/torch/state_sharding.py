@@ -1,8 +1,8 @@
 """Shards of parameters and of optimizer state, and the way between them and whole tensors.
 
-Ranks join shards in two ways. Where all of them must have whole state at the same place of the
-program, as when a plan changes, by all-gathers. Where one of them wants to know the whole state,
-as for a checkpoint, by fetching the others' shards from their communication threads, alone.
+Ranks join shards in two ways: by all-gathers, where all of them need whole state at the same place
+of the program, as when a plan changes; or by fetching from the others' communication threads, where
+one of them wants the whole state, as for a checkpoint.
 """
 
 from __future__ import annotations
@@ -31,17 +31,14 @@ _FETCH_BYTES = 256 << 20
 
 
 class StateSharding:
-    """Which parameters of an optimizer are updated shard by shard at present, and their state.
+    """The parameters of an optimizer that are updated shard by shard at present, and their state.
 
-    A sharded parameter's shard is a tensor of one dimension that shares its memory, and stands for
-    it in the optimizer's state. Whatever lies in the state with the parameter's own shape is
-    sharded with it; other values (counts of steps) are the same on every rank.
+    A sharded parameter's shard is a tensor of one dimension that shares its memory, and replaces it
+    in the optimizer's state. State of the parameter's own shape is sharded with it; other values
+    (counts of steps) are the same on every rank.
 
-    Args:
-        runtime: with more than one rank.
-        specs: of the parameters, in the same order.
-        params: dense in memory.
-        optimizer: whose state, by parameter or shard, is changed in place.
+    ``params`` are dense in memory. The state of ``optimizer``, by parameter or shard, is changed in
+    place.
     """
 
     def __init__(
@@ -82,7 +79,7 @@ class StateSharding:
         return list(self._shards)
 
     def shard(self, index: int) -> torch.Tensor:
-        """The shard that stands for a sharded parameter, where its memory lies now."""
+        """A sharded parameter's shard, in the parameter's present memory."""
         shard = self._shards[index]
         place = self.part(index, flat(self._params[index].detach()))
         if shard.data_ptr() != place.data_ptr():  # the parameter's data was replaced
@@ -95,11 +92,8 @@ class StateSharding:
             shard.grad = None
 
     def check(self) -> None:
-        """Raise unless sharded parameters lie in memory as they did, so that shards fit together.
-
-        Raises:
-            RuntimeError: a parameter has another shape, element type or memory order.
-        """
+        """Raise ``RuntimeError`` if a sharded parameter has another shape, element type or memory
+        order than before."""
         for index in self._shards:
             param, layout = self._params[index], self._layouts[index]
             if param.shape != layout.shape or param.dtype is not layout.dtype:
@@ -136,13 +130,13 @@ class StateSharding:
 
     def whole_state(self) -> State:
         """The state as it would be without shards, by parameter; any rank may ask, alone."""
-        found = {key: value for key, value in self._state.items() if key not in self._keys()}
+        state = {key: value for key, value in self._state.items() if key not in self._keys()}
         fetched = {} if self._was_emptied() else self._fetch(sorted(self._shards))
         # In the parameters' order, as every optimizer fills its state.
         for index, param in enumerate(self._params):
             if entry := fetched.get(index):
-                found[param] = entry
-        return found
+                state[param] = entry
+        return state
 
     def take_whole_state(self) -> None:
         """Let the state be whole here, until the next update; the others must do so, too."""
@@ -165,7 +159,7 @@ class StateSharding:
 
     def _fetch(self, indices: Sequence[int]) -> dict[int, dict[Any, Any]]:
         """The whole state of sharded parameters, in new tensors; not a collective."""
-        found: dict[int, dict[Any, Any]] = {}
+        entries: dict[int, dict[Any, Any]] = {}
         batch: list[int] = []
         for index in indices:
             batch.append(index)
@@ -173,12 +167,12 @@ class StateSharding:
                 fetched = self._runtime.fetch(self._store, self._version, batch, _FETCH_LABEL)
                 own = _collect(batch, self._shards, self._state)
                 fetched[self._runtime.rank] = own
-                found |= self._put_together(batch, fetched)
+                entries |= self._put_together(batch, fetched)
                 batch = []
-        return found
+        return entries
 
     def _put_together(self, indices: Sequence[int], fetched: Fetched) -> dict[int, dict[Any, Any]]:
-        """Whole tensors out of what every rank has of them."""
+        """Whole tensors, from every rank's part of them."""
         outlines: dict[int, dict[Any, Any]] = {}
         whole: dict[int, dict[Any, Any]] = {}
         # The first rank has a part of every parameter that has elements at all.
@@ -285,10 +279,9 @@ def _collect(
     shards: dict[int, torch.Tensor],
     state: State,
 ) -> Content:
-    """The state of some shards: outlines, and the bytes of what goes with the shards' elements.
+    """The state of some shards: outlines, and the bytes of what is sharded.
 
-    Raises:
-        RefusalError: one of these parameters is not sharded here.
+    Raises ``RefusalError`` if one of these parameters is not sharded here.
     """
     outlines: dict[int, dict[Any, Any]] = {}
     parts: list[Any] = []
@@ -310,7 +303,7 @@ def _collect(
 
 
 def gives_every_rank_a_shard(specs: Sequence[TensorSpec], size: int) -> bool:
-    """Whether every rank has elements of some tensor, which only the smallest models lack.
+    """Whether every rank has elements of some tensor; only the smallest models lack that.
 
     A rank that holds no state cannot tell that a program has emptied it, and saves nothing.
     """

@@ -28,11 +28,8 @@ NAMES = {
 
 
 def spec(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """What a tensor looks like to the runtime.
-
-    Raises:
-        ValueError: an element type or device that cannot be sent.
-    """
+    """The runtime's description of a tensor; ``ValueError`` for an element type or device that
+    cannot be sent."""
     check(name, tensor)
     return TensorSpec(name, tuple(tensor.shape), NAMES[tensor.dtype])
 
@@ -40,9 +37,7 @@ def spec(name: str, tensor: torch.Tensor) -> TensorSpec:
 def check(name: str, tensor: torch.Tensor, names: Mapping[torch.dtype, str] = NAMES) -> None:
     """Raise unless a tensor's bytes can be sent, as one of the element types in ``names``.
 
-    Raises:
-        TypeError: it is no tensor.
-        ValueError: an element type or device that cannot be sent.
+    Raises ``TypeError`` for what is no tensor, ``ValueError`` for its element type or device.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__qualname__}; expected a torch.Tensor")
@@ -159,9 +154,7 @@ def view(data: Buffer, layout: Layout) -> torch.Tensor:
 def device_of(name: str, named: Sequence[tuple[str, torch.Tensor]]) -> Device | None:
     """The device on which all these tensors lie; None for the host.
 
-    Raises:
-        ValueError: they lie on several devices, or on neither the host nor CUDA.
-        ImportError: CuPy is not installed.
+    Raises ``ValueError`` for several devices or other kinds, ``ImportError`` without CuPy.
     """
     places = {tensor.device for _, tensor in named}
     if len(places) > 1:
@@ -191,6 +184,27 @@ def cuda_device(index: int) -> Device:
         "make the model or the batch smaller, or let ranks share the optimizer's state "
         "(optimizer_sharding=True)",
     )
+
+
+def usable_device(tensor: torch.Tensor) -> Device | None:
+    """The device on which a tensor lies, where the runtime can use it; None for the host."""
+    if tensor.device.type != "cuda":
+        return None
+    return _cuda_device_if_any(tensor.device.index or 0)
+
+
+@functools.cache
+def _cuda_device_if_any(index: int) -> Device | None:
+    try:
+        return cuda_device(index)
+    except ImportError:  # without CuPy PyTorch copies to the host
+        return None
+
+
+def note_use(tensor: torch.Tensor) -> None:
+    """Its memory, made on another stream perhaps, is used on the current one from here on."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def set_local_device() -> torch.device:

@@ -1,7 +1,7 @@
 """Functions that ``torch.compile`` leaves alone: it breaks its graph before them.
 
 ``torch.compiler.disable`` does that, too, but imports the compiler, which takes seconds, and adds a
-call. Here a function is marked, at no cost where nobody compiles.
+call. Here a function is marked, at no cost where nothing is compiled.
 """
 
 from __future__ import annotations
@@ -15,14 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def uncompiled(function: F) -> F:
-    """Let neither a function nor what it calls be compiled; for decorating.
-
-    Args:
-        function: written in Python.
-
-    Returns:
-        The same function.
-    """
+    """Decorator: neither the function nor its callees are compiled."""
     frames: Any = torch._C._dynamo.eval_frame
     if not hasattr(frames, "set_code_exec_strategy"):
         disabled: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""What follows when gradients have been reduced: the optimizer's update.
+"""The optimizer's update after gradients have been reduced.
 
-Either every rank updates every parameter, what is decoupled when it is about to be read; or each
-rank updates its shards, and the parameters are gathered while the next forward runs.
+Either every rank updates every parameter, decoupled ones just before they are read; or each rank
+updates its shards, and the parameters are gathered while the next forward runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Update(ABC):
     """Steps an optimizer whose gradients an engine reduces.
 
     The training thread steps. A thread that reads a parameter waits, through ``pending``, and
-    carries out what is left to do.
+    carries out the rest of its update.
 
     Args:
         engine: has reduced the gradients.
@@ -64,14 +64,10 @@ class Update(ABC):
 
     @abstractmethod
     def apply(self, reduced: Reduced | None) -> Any:
-        """Step, and let what the plan decouples be gathered.
+        """Step, begin the all-gathers that the plan needs, and return the optimizer's result.
 
-        Args:
-            reduced: what the engine has reduced, shards among it; None where every ``p.grad``
-                is whole.
-
-        Returns:
-            What the optimizer's step returned.
+        ``reduced`` are the engine's results, shards among them; None where every ``p.grad`` is
+        whole.
         """
 
     def apply_whole(self) -> Any:
@@ -82,7 +78,7 @@ class Update(ABC):
         self._engine.mark_update(start)
         return result
 
-    def settle(self) -> None:
+    def finish_pending(self) -> None:
         """Do what must be done before anything else is reduced."""
         self.pending.wait_all()
 
@@ -92,25 +88,21 @@ class Update(ABC):
         self._engine.flush()
 
     def await_arrival(self, index: int) -> None:
-        """Wait for what is gathered for a parameter; any thread."""
+        """Wait for the all-gather of a parameter; any thread."""
         self._engine.await_tensor(index)
 
     def complete(self, indices: Collection[int]) -> None:  # noqa: B027 - most have nothing to do
-        """Do what is left to do before these parameters are read."""
+        """Finish the update of these parameters before they are read."""
 
     def _step(self) -> Any:
         with self.pending.updating():
             return self._own_step()
 
     def _run(self, groups: Sequence[Group], targets: Callable[[torch.Tensor], Targets]) -> Any:
-        """Step some tensors by the hyperparameters of these groups.
+        """Step some tensors by the hyperparameters of these groups, which stay as they are.
 
-        What the optimizer changes in its groups (some count steps there) is kept. Groups without
-        tensors it does not see.
-
-        Args:
-            groups: as they were when the step was asked for; left as they are.
-            targets: what is stepped for a parameter.
+        Changes that the optimizer makes to its groups (some count steps there) are kept. It does
+        not see groups without tensors. ``targets`` gives what is stepped for a parameter.
         """
         parts = copied_groups(groups)
         for part in parts:
@@ -119,18 +111,18 @@ class Update(ABC):
         own = self._optimizer.param_groups
         with stepped_groups(self._optimizer, [part for part in parts if part["params"]]):
             result = self._own_step()
-        for group, asked, old, new in zip(own, groups, before, parts, strict=True):
+        for group, requested, old, new in zip(own, groups, before, parts, strict=True):
             for key, value in new.items():
                 if key not in old or value is not old[key]:  # some count in a key of their own
                     group[key] = value
-                elif isinstance(value, torch.Tensor) and not torch.equal(value, asked[key]):
+                elif isinstance(value, torch.Tensor) and not torch.equal(value, requested[key]):
                     group[key].copy_(value)
         return result
 
 
 @contextmanager
 def stepped_groups(optimizer: torch.optim.Optimizer, groups: list[Group]) -> Iterator[None]:
-    """Within it an optimizer has these groups, as the calling thread sees it.
+    """A context in which an optimizer has these groups, as the calling thread sees it.
 
     Other threads may read and set its own meanwhile, as learning-rate schedulers do.
     """
@@ -151,10 +143,8 @@ def copied_groups(groups: Sequence[Group]) -> list[Group]:
 
 
 class ReplicatedUpdate(Update):
-    """Every rank updates every parameter; what the plan decouples just before it is read.
-
-    The thread that reads carries the update out, under the lock of ``pending``.
-    """
+    """Every rank updates every parameter; decoupled ones just before they are read, by the thread
+    that reads, under the lock of ``pending``."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -218,15 +208,15 @@ class ReplicatedUpdate(Update):
 
         self.pending.gradients = {id(self._params[k]): g for k, g in gradients.items()}
         try:
-            return _apart_from_modes(step)
+            return _outside_modes(step)
         finally:
             self.pending.gradients = {}
 
 
-def _apart_from_modes(act: Callable[[], Any]) -> Any:
-    """Call a function where no mode and no transform (``torch.func``) turns tensors into others.
+def _outside_modes(act: Callable[[], Any]) -> Any:
+    """Call a function where no mode and no transform (``torch.func``) affects tensors.
 
-    They belong to threads, so it is called in another one where any is at work.
+    They belong to threads, so it is called in another one where any is active.
     """
     functorch: Any = torch._C._functorch
     counts: Any = torch._C
@@ -240,19 +230,19 @@ def _apart_from_modes(act: Callable[[], Any]) -> Any:
 
 @contextmanager
 def _as_if_nothing_compiled() -> Iterator[None]:
-    """Within it, PyTorch's optimizers compute as they do in ``step()``.
+    """A context in which PyTorch's optimizers compute as they do in ``step()``.
 
-    While ``torch.compile`` looks at a function it may read parameters itself; optimizers that find
-    it at work keep numbers in float32 tensors.
+    While ``torch.compile`` traces a function it may read parameters itself; optimizers that see it
+    active keep numbers in float32 tensors.
     """
     compiler: Any = torch.compiler
-    found = getattr(compiler, "_is_compiling_flag", False)
-    if found:
+    is_compiling = getattr(compiler, "_is_compiling_flag", False)
+    if is_compiling:
         compiler._is_compiling_flag = False
     try:
         yield
     finally:
-        if found:
+        if is_compiling:
             compiler._is_compiling_flag = True
 
 
@@ -261,11 +251,7 @@ _EARLY = 8
 
 
 class ShardedUpdate(Update):
-    """Each rank updates its shards of what the plan decouples; the parameters are gathered.
-
-    Args:
-        sharding: of the optimizer's state.
-    """
+    """Each rank updates its shards of decoupled parameters, which are then gathered."""
 
     def __init__(self, *args: Any, sharding: StateSharding) -> None:
         super().__init__(*args)
@@ -281,7 +267,7 @@ class ShardedUpdate(Update):
 
     def _apply(self, reduced: Reduced | None) -> Any:
         engine, sharding = self._engine, self.sharding
-        self.settle()
+        self.finish_pending()
         self._follow()
         sharding.check()
         start = engine.now()
@@ -341,9 +327,9 @@ class ShardedUpdate(Update):
             self._early = self._first_groups()
 
     def _first_groups(self) -> tuple[set[int], int]:
-        """The parameters that forward needs first, by their ids, and how many groups they fill.
+        """Ids of the parameters that forward needs first, and the number of groups that they fill.
 
-        These are updated first, so that the others' update hides behind their all-gathers.
+        These are updated first, so that their all-gathers hide the others' update.
         """
         groups = self._engine.gather_groups
         sizes = [sum(self._params[k].nbytes for k in group) for group in groups]
@@ -354,13 +340,14 @@ class ShardedUpdate(Update):
 
     def _stepped(self, reduced: Reduced | None) -> set[int]:
         """The sharded parameters that have changed on any rank."""
-        found: Sequence[object] = [p.grad for p in self._params] if reduced is None else reduced
-        return {k for k in self.sharding.indices if found[k] is not None}
+        gradients: Sequence[object] = [p.grad for p in self._params] if reduced is None else reduced
+        return {k for k in self.sharding.indices if gradients[k] is not None}
 
     def _target(self, param: torch.Tensor, reduced: Reduced | None) -> Targets:
-        """What the optimizer steps for a parameter: itself or its shard.
+        """The tensor that the optimizer steps for a parameter: itself or its shard.
 
-        It sees empty shards, too, as tensors without gradient: it may count the steps of a group.
+        It also sees empty shards, as tensors without gradient, because it may count the steps of a
+        group.
         """
         index = self._index.get(id(param), -1)
         if index not in self.sharding:

@@ -22,7 +22,7 @@ PATCHED = ("step", *_ANSWERED)
 def _patch_original(original: torch.optim.Optimizer, distributed: torch.optim.Optimizer) -> None:
     """Let the original refuse to step, and otherwise do what the distributed one does.
 
-    It would step on what this rank alone has seen, and its state may be shards.
+    It would step on this rank's gradients alone, and its state may be shards.
     """
     name = type(original).__name__
 
@@ -51,14 +51,9 @@ def bare_step(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer
 
 
 def unwrap(original: torch.optim.Optimizer, runtime: Runtime | None) -> None:
-    """Let an optimizer be as it was before something was made of it, if anything was.
+    """Undo an earlier wrapping of an optimizer, if there was one; ``runtime`` is of the next.
 
-    Args:
-        original: the user's.
-        runtime: of what is going to be made of it.
-
-    Raises:
-        RuntimeError: shards of its state went with another runtime.
+    Raises ``RuntimeError`` if shards of its state were lost with another runtime.
     """
     previous: Any = original.__dict__.pop(_WRAPPED, None)
     if previous is not None:
@@ -69,7 +64,7 @@ def unwrap(original: torch.optim.Optimizer, runtime: Runtime | None) -> None:
 def note_wrapped(
     original: torch.optim.Optimizer, distributed: DistributedOptimizerBase, runtime: Runtime | None
 ) -> None:
-    """Let an optimizer know what was made of it, and refuse to step where there are more ranks."""
+    """Record an optimizer's wrapping, and make it refuse to step where there are more ranks."""
     original.__dict__[_WRAPPED] = distributed
     if runtime is not None and runtime.size > 1:
         _patch_original(original, distributed)

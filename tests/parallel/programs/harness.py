@@ -2,7 +2,8 @@
 
 A check is a function without arguments that raises where something is wrong. What went wrong on
 any rank goes into OUT/rank<r>.json under the check's name; the next check starts from a fresh
-runtime then, so that one defect fails one test.
+runtime then, so that one defect fails one test. So it does behind a check that has made a runtime
+with other settings.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from wfbp.core.cost import Costs
 from wfbp.core.plan import Group, Plan
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation, Phase
+from wfbp.runtime import process
 from wfbp.runtime.tuning import tuner
 from wfbp.runtime.tuning.candidates import make
 
@@ -109,8 +111,10 @@ class Checks:
             arrived = world.Ibarrier()
             while not arrived.Test():
                 time.sleep(1e-3)  # MPI would take the core that a slower rank needs
-            if any(world.allgather(problem)):
+            failed = any(world.allgather(problem))
+            if failed:
                 print(f"rank {world.rank}: {name} failed\n{problem}", file=sys.stderr, flush=True)
+            if failed or process.current("a check").config != MODES[mode]:
                 wfbp.shutdown()
                 wfbp.init(config=MODES[mode])
         Path(out, f"rank{world.rank}.json").write_text(json.dumps(results))

@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 import wfbp
-import wfbp.torch
 from wfbp.runtime import process
 
 kept: list[Any] = []
@@ -25,6 +23,10 @@ kept: list[Any] = []
 
 def train(schedule: str) -> None:
     """Some steps with gradients that lie in shared memory and outlive it."""
+    import torch
+
+    import wfbp.torch
+
     model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 3))
     optimizer = wfbp.torch.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
@@ -38,7 +40,18 @@ def train(schedule: str) -> None:
     kept.append((model, optimizer))
 
 
+def reduce() -> None:
+    """As :func:`train`, with arrays: PyTorch takes seconds to start."""
+    value = np.full(90_000, 1.0, np.float32)
+    reducer = wfbp.GradientReducer([("value", value)], schedule="single")
+    for _ in range(3):
+        reducer.mark_ready(0, value)
+        kept.append((reducer, reducer.wait()))
+
+
 def cycles(out: Path) -> None:
+    import torch
+
     counts = []
     for cycle in range(6):
         wfbp.init()
@@ -70,7 +83,10 @@ def cycles(out: Path) -> None:
 def fail(out: Path, how: str) -> None:
     wfbp.init()
     rank = wfbp.rank()
-    train("single")
+    if how == "raise":
+        train("single")
+    else:
+        reduce()
     (out / f"rank{rank}.json").write_text(json.dumps(segments()))
     wfbp.barrier()
     if how == "after":

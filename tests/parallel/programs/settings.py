@@ -1,6 +1,7 @@
 """Ranks whose environments differ: the last one has a variable that the others have not.
 
-Usage: mpirun -n N python settings.py OUT VARIABLE VALUE.
+Usage: mpirun -n N python settings.py OUT VARIABLE=VALUE [VARIABLE=VALUE ...]; one after another.
+OUT/rank<r>.json has what a rank was told of each (null: nothing).
 """
 
 from __future__ import annotations
@@ -16,19 +17,33 @@ import wfbp
 from wfbp.errors import DisagreementError
 
 
-def main() -> None:
-    out, variable, value = sys.argv[1:]
-    world = MPI.COMM_WORLD
-    if world.rank == world.size - 1:
+def told(variable: str, value: str) -> str | None:
+    """Begin with this setting on the last rank; then all ranks are alike, and begin."""
+    usual = os.environ.get(variable)
+    if MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1:
         os.environ[variable] = value
+    text = None
     try:
         wfbp.init()
     except DisagreementError as error:
-        Path(out, f"rank{world.rank}.json").write_text(json.dumps(str(error)))
+        text = str(error)
         assert not wfbp.is_initialized()
-        os.environ.pop(variable, None)
-        wfbp.init()  # alike now
-    assert wfbp.allgather_object(wfbp.rank()) == list(range(world.size))
+    os.environ.pop(variable, None)
+    if usual is not None:
+        os.environ[variable] = usual
+    wfbp.init()
+    assert wfbp.allgather_object(wfbp.rank()) == list(range(wfbp.size()))
+    wfbp.shutdown()
+    return text
+
+
+def main() -> None:
+    out, *settings = sys.argv[1:]
+    found = {}
+    for setting in settings:
+        variable, value = setting.split("=")
+        found[variable] = told(variable, value)
+    Path(out, f"rank{MPI.COMM_WORLD.rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

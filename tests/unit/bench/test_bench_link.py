@@ -51,6 +51,12 @@ def test_half_of_the_ranks_on_each_side() -> None:
     assert words[words.index("-n") + 1] == "4"
     assert words[words.index("-ppn") + 1] == "2"
     assert words[words.index("-hosts") + 1] == "10.99.7.1,10.99.7.2"
+    words = link.Link("x", num_hosts=3).mpi_command(Path("/l"), "mpiexec", 7)
+    assert words[words.index("-ppn") + 1] == "3"
+    assert words[words.index("-hosts") + 1] == "10.99.7.1,10.99.7.2,10.99.7.3"
+    for count in (1, 5):
+        with pytest.raises(link.LinkError, match="expected 2 to 4"):
+            link.Link("x", num_hosts=count)
 
 
 def test_bytes_are_read_from_the_transmit_column() -> None:
@@ -125,8 +131,9 @@ import sys
 import numpy as np
 from mpi4py import MPI
 data = np.zeros(int(sys.argv[1]), np.uint8)
-MPI.COMM_WORLD.Bcast(data, root=0)
-MPI.COMM_WORLD.Bcast(data, root=1)
+everybody = MPI.COMM_WORLD
+for root in range(everybody.size):
+    everybody.Bcast(data, root=root)
 """
 
 
@@ -134,7 +141,12 @@ MPI.COMM_WORLD.Bcast(data, root=1)
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize(
     ("options", "sent_bytes", "status"),
-    [([], 3_000_000, 0), ([], 1, 1), (["--expect-bytes", "4000000"], 3_000_000, 1)],
+    [
+        ([], 3_000_000, 0),
+        ([], 1, 1),
+        (["--expect-bytes", "4000000"], 3_000_000, 1),
+        (["--hosts", "4", "-np", "4"], 3_000_000, 0),
+    ],
 )
 def test_a_run_that_does_not_use_the_link_fails(
     options: list[str], sent_bytes: int, status: int

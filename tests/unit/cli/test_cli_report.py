@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.cli_runs import assert_refused, wfbp
 from tests.support.run_documents import costs, document, record, trace
+from wfbp.cli import report
 from wfbp.cli.figures.gantt import gantt, median_iteration
 from wfbp.cli.report import SCALED, chapter, timeline_chapters
 from wfbp.cli.run_files import Run, load_runs
@@ -24,6 +25,20 @@ from wfbp.core.timeline import timeline
 from wfbp.runtime.step import GroupTime, MeasuredStep
 from wfbp.runtime.timeline import Timeline, load, merge
 from wfbp.runtime.tuning.profile import StepTimes
+
+NEED_ALL_WORKERS = (
+    "test_a_chapter_has_all_its_figures",
+    "test_other_numbers_of_workers_by_every_algorithm",
+    "test_lines_that_coincide_are_told_apart",
+    "test_bad_documents",
+)
+
+
+@pytest.fixture(autouse=True)
+def _few_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What thousands of workers would do takes most of the time; tests of it have them."""
+    if request.node.originalname not in NEED_ALL_WORKERS:
+        monkeypatch.setattr(report, "MOST_WORKERS", 4)
 
 
 def only_run(folder: Path) -> Run:
@@ -57,6 +72,18 @@ def test_a_chapter_has_all_its_figures(tmp_path: Path) -> None:
     data = document(1, 2)  # the slower rank
     assert facts["T/LB, measured"] == f"{data['report']['ratio_to_lower_bound']:.3f}"
     assert facts["iteration, measured"] == f"{data['report']['measured_iteration_s'] * 1e3:.3f} ms"
+
+
+def test_who_ran_what(tmp_path: Path) -> None:
+    command = "python train.py --width 1024 --depth 24 --data /data/a --schedule hybrid --epochs 3"
+    about = {"model": "GPT", "command": command, "versions": {"wfbp": "0.1.0", "PyTorch": "2.13"}}
+    record(tmp_path, about=about)
+    facts = dict(chapter(only_run(tmp_path)).facts)
+    assert re.fullmatch(r"GPT: [\d,]+ parameters in 12 tensors", facts["model"])
+    assert (facts["command"], facts["versions"]) == (command, "wfbp 0.1.0, PyTorch 2.13")
+    text = Path(wfbp("report", tmp_path).out.strip()).read_text()
+    assert f"<div class=wide><dt>command</dt><dd>{command}</dd></div>" in text
+    assert wfbp("plan", tmp_path).out.startswith("GPT: 12 tensors")
 
 
 def colored(value: Any) -> Any:

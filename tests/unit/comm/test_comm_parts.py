@@ -173,7 +173,7 @@ def test_channels_fail_together_and_start_nothing_after_that() -> None:
     assert log == [0, 1, 2]
 
 
-def test_a_job_that_does_not_start_fails_the_family() -> None:
+def test_a_job_that_does_not_start_fails_the_progress_group() -> None:
     progress_group = ProgressGroup(PythonTransfers(), "rank 1 of 2")
     channel = Channel(Chunking(), progress_group)
     job = Recorded(0, 1, [])
@@ -194,7 +194,7 @@ class Chained(PythonTransfers):
         return super().progress()
 
 
-@pytest.mark.parametrize("finds", ["test", "stirs"])
+@pytest.mark.parametrize("finds", ["test", "may_progress"])
 def test_an_error_of_transfers_reaches_who_waits(finds: str) -> None:
     transfers = Chained()
     progress_group = ProgressGroup(transfers, "rank 1 of 2")
@@ -202,7 +202,7 @@ def test_an_error_of_transfers_reaches_who_waits(finds: str) -> None:
     work = work_of(Channel(Chunking(), progress_group), [job])
     assert not work.test()
     transfers.broken = True
-    if finds == "stirs":
+    if finds == "may_progress":
         assert progress_group.may_progress()
         transfers.broken = False  # the library need not say it twice
     for _ in range(2):
@@ -228,7 +228,7 @@ def test_what_is_under_way_at_a_failure_is_kept_and_nothing_else() -> None:
     assert [ref() is None for ref in kept] == [True, False, False, True, True]
 
 
-def test_who_leaves_with_messages_under_way_ends_the_family() -> None:
+def test_leaving_with_messages_under_way_ends_the_progress_group() -> None:
     """What is begun for them would otherwise go on, in memory that is gone."""
     progress_group = ProgressGroup(PythonTransfers(), "rank 1 of 2")
     leaving, staying = Channel(Chunking(), progress_group), Channel(Chunking(), progress_group)

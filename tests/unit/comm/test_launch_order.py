@@ -91,6 +91,18 @@ def test_what_has_its_turn_is_waited_for() -> None:
     assert second.launched == first.launched == ["a", "b"]
 
 
+def test_what_could_be_launched_is_told() -> None:
+    """Beside what was: of each lane what waits for nothing but its turn."""
+    first, second = pair("a", "b")
+    for name in "ab":
+        second.launch(name)
+    first.launch("a")
+    assert (first.order.launched, first.order.available) == ((1, 0), (1, 0))
+    assert (second.order.launched, second.order.available) == ((0, 0), (1, 1))
+    assert first.order.orders
+    assert not pair("a")[0].order.orders
+
+
 def test_copies_follow_the_launch() -> None:
     first, second = pair("a", "b")
     work = second.launch("a")

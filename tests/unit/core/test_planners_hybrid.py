@@ -114,7 +114,7 @@ def test_at_least_as_good_as_all_shared_groups(linear: bool) -> None:
         trace = reference.random_trace(rng, rng.randint(1, 5))
         costs = random_costs(rng, linear)
         best = best_of_shared_groups(trace, costs)
-        partitions = PartitionOptimizer(trace, costs).settle(shared_modes(trace, costs))
+        partitions = PartitionOptimizer(trace, costs).best_partitions(shared_modes(trace, costs))
         assert partitions.seconds <= best * (1 + 1e-9)
         shortest = iteration_s(plan("hybrid", trace, costs, tolerance=0), trace, costs)
         assert shortest <= best * (1 + 1e-9)
@@ -128,7 +128,7 @@ def test_at_least_as_good_as_every_split() -> None:
         partition_optimizer = PartitionOptimizer(trace, costs)
         last = len(trace.tensors)
         best = min(
-            partition_optimizer.settle(
+            partition_optimizer.best_partitions(
                 ((s, Operation.ALL_REDUCE), (last, Operation.REDUCE_SCATTER))
             ).seconds
             for s in range(last + 1)
@@ -147,7 +147,9 @@ def test_near_the_best_of_all_modes() -> None:
         costs = random_costs(rng, True)
         partition_optimizer = PartitionOptimizer(trace, costs)
         best = min(
-            partition_optimizer.settle(tuple((k + 1, way) for k, way in enumerate(ways))).seconds
+            partition_optimizer.best_partitions(
+                tuple((k + 1, way) for k, way in enumerate(ways))
+            ).seconds
             for ways in product(EITHER, repeat=num_tensors)
         )
         found = iteration_s(plan("hybrid", trace, costs, tolerance=0), trace, costs)

@@ -185,11 +185,26 @@ def modules(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Any:
         return _Array(nbytes, current.stream)
 
     cupy.zeros = zeros
+    cupy.empty = lambda size, dtype: _Array(size, -1)
+
+    def unowned(address: int, nbytes: int, owner: object, device_id: int) -> Any:
+        return types.SimpleNamespace(ptr=address, nbytes=nbytes, owner=owner, device=device_id)
+
+    def ndarray(shape: tuple[int], dtype: Any, memptr: Any) -> _Array:
+        memory, offset = memptr
+        assert (dtype, offset) == (np.uint8, 0)
+        found = _Array(*shape, -1)
+        found.data = memory
+        return found
+
+    cupy.ndarray = ndarray
     cupy.RawModule = lambda code, options: None
     cupy.cuda = types.SimpleNamespace(
         Device=device,
         Stream=Stream,
         memory=types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
+        UnownedMemory=unowned,
+        MemoryPointer=lambda memory, offset: (memory, offset),
         alloc_pinned_memory=lambda n: bytearray(n + 100),
         get_current_stream=lambda: types.SimpleNamespace(ptr=getattr(current, "stream", 0)),
     )
@@ -249,6 +264,16 @@ def test_no_thread_makes_a_context_on_another_device(monkeypatch: pytest.MonkeyP
     in_a_thread(lambda: made[0].record(next(iter(cuda.streams))))
     assert cuda.contexts == {2}
     assert cuda.trimmed == [2]
+
+
+def test_memory_of_frameworks_is_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its address, without asking the driver where that is; its owner is kept."""
+    modules(Cuda(4), monkeypatch)
+    device, owner = CupyDevice(2), object()
+    found: Any = device.borrow(4096, 24, owner)
+    assert (found.nbytes, device.address(found)) == (24, 4096)
+    assert (found.data.device, found.data.owner) == (2, owner)
+    assert device.borrow(0, 0, owner).nbytes == 0
 
 
 def test_devices_are_told_apart_behind_a_zero(monkeypatch: pytest.MonkeyPatch) -> None:

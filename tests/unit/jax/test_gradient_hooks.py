@@ -24,7 +24,7 @@ X = jnp.ones(3)
 
 def exchanged(x: Any, request: ExchangeKey = REQUEST) -> Any:
     """As a gradient of that request is, by a call of its own."""
-    site = gradient_hooks.Site(request, lambda r: 10 * (r.name == "other") + r.turn)
+    site = gradient_hooks.Site(request, lambda r: 10 * (r.name == "other") + r.occurrence)
     return gradient_hooks.wait([gradient_hooks.announce(x, site, 0)], site)[0]
 
 

@@ -195,7 +195,7 @@ def test_requests_are_the_same_in_every_process() -> None:
         ExchangeKey("test", SPECS, Op.SUM, "auto", 100),
         ExchangeKey("test", SPECS, Op.AVERAGE, "wfbp", 100),
         ExchangeKey("test", SPECS, Op.AVERAGE, "auto", 101),
-        ExchangeKey("test", SPECS, Op.AVERAGE, "auto", 100, turn=1),
+        ExchangeKey("test", SPECS, Op.AVERAGE, "auto", 100, occurrence=1),
     ]
     assert len({r.key for r in (REQUEST, *others)}) == 7
     assert all(0 <= r.key < 2**63 for r in others)

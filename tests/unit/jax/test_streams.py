@@ -17,12 +17,15 @@ from tests.support.software_xla import INDEX, SoftwareXla
 from tests.unit.runtime.test_device_engine import STEADY, Devices
 from wfbp.comm import probe
 from wfbp.config import Config
+from wfbp.core.plan import Plan
 from wfbp.core.types import Op, TensorSpec
 from wfbp.jax.gradient_sync import ExchangeKey, ExchangeRegistry, GradientExchange
 from wfbp.runtime import process
 from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.engine.engine import Engine
 from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.transport.device_transport import DeviceTransport
+from wfbp.runtime.transport.transport import BackwardBuffer
 
 SPECS = tuple(TensorSpec(f"leaf{k}", (10 * k + 1,), "float32") for k in range(4))
 REQUEST = ExchangeKey("test", SPECS, Op.AVERAGE, "wfbp", 100)
@@ -191,20 +194,28 @@ def step(program: Program, average: float, meanwhile: Callable[[], object] | Non
 
 
 def test_gradients_leave_at_the_place_of_their_announcement(
-    programs: Callable[..., Program],
+    programs: Callable[..., Program], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though the host has closed the step before the device computes what comes later in it."""
     found = devices(2, nccl=True, most_s=0.0)
     gates = [threading.Event() for _ in range(2)]
+    made: dict[int, tuple[DeviceTransport, BackwardBuffer]] = {}
+    backward = DeviceTransport.backward
+
+    def noting(self: DeviceTransport, plan: Plan, op: Op) -> list[BackwardBuffer]:
+        buffers = backward(self, plan, op)
+        made[self.backend.rank] = self, buffers[0]
+        return buffers
+
+    monkeypatch.setattr(DeviceTransport, "backward", noting)
 
     def body(runtime: Runtime) -> None:
         device = found.of[runtime.rank]
         program = programs(runtime, device)
         step(program, 1.0)
         device.drain()
-        engine = program.exchange._engine
-        assert engine is not None
-        transport, closed = engine._transport, threading.Event()
+        transport, buffer = made[runtime.rank]
+        closed = threading.Event()
         close = transport.close
 
         def close_and_tell(open_step: Any) -> Any:
@@ -215,7 +226,7 @@ def test_gradients_leave_at_the_place_of_their_announcement(
         transport.close = close_and_tell  # type: ignore[method-assign]
         runtime.post(lambda: (closed.wait(20.0), None)[1])  # the lane comes late
         step(program, 5.0, lambda: gates[runtime.rank].wait(20.0))
-        reduced = engine._tracker.slot(3).data.view(np.float32)
+        reduced = buffer.slot(0).view(np.float32)
         nap = threading.Event()
         for _ in range(1000):
             if (reduced == 5.0).all():

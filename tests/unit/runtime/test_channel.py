@@ -1,4 +1,4 @@
-"""Talk between ranks that come to things in different orders."""
+"""Control channels between ranks that come to things in different orders."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def side_by_side(*bodies: Callable[[], Any]) -> list[Any]:
     return all_well(found)
 
 
-def test_talks_do_not_wait_for_each_other() -> None:
+def test_channels_do_not_wait_for_each_other() -> None:
     """Each rank comes to another one first, and to the second only when the first is over."""
 
     def body(runtime: Runtime) -> list[list[bytes]]:
-        talks = [
+        channels = [
             runtime.channel,
             *(runtime.channel_on(runtime.lease(runtime.channel)) for _ in range(2)),
         ]
 
         def say(number: int) -> list[bytes]:
             time.sleep(0.05 * ((number + runtime.rank) % 3))
-            return talks[number].exchange(bytes([number]), f"talk {number}")
+            return channels[number].exchange(bytes([number]), f"channel {number}")
 
         return side_by_side(*(lambda k=k: say(k) for k in range(3)))
 
@@ -53,27 +53,27 @@ def test_talks_do_not_wait_for_each_other() -> None:
     assert all_well(run_ranks(3, body)) == [wanted] * 3
 
 
-def test_one_item_after_another_in_rank_0s_order() -> None:
+def test_one_holder_after_another_in_rank_0s_order() -> None:
     def body(runtime: Runtime) -> list[str]:
-        talks = {name: runtime.channel_on(runtime.lease(runtime.channel)) for name in "abc"}
+        channels = {name: runtime.channel_on(runtime.lease(runtime.channel)) for name in "abc"}
         begun: list[str] = []
         delays = {"a": 0.1, "b": 0.0, "c": 0.2} if runtime.rank == 0 else {"a": 0.05, "c": 0.0}
 
         def act(name: str) -> None:
             time.sleep(delays.get(name, 0.1))
-            with runtime.collective_lock.hold(talks[name], name):
+            with runtime.collective_lock.hold(channels[name], name):
                 begun.append(name)
                 # Blocks the turn until all ranks are here.
-                runtime.lease(talks[name])
+                runtime.lease(channels[name])
                 begun.append(name)
 
-        side_by_side(*(lambda name=name: act(name) for name in talks))
+        side_by_side(*(lambda name=name: act(name) for name in channels))
         return begun
 
     assert all_well(run_ranks(3, body)) == [list("bbaacc")] * 3
 
 
-def test_an_item_that_fails_makes_room_for_the_next() -> None:
+def test_a_lock_whose_holder_fails_is_released() -> None:
     def body(runtime: Runtime) -> None:
         for _ in range(2):
             with (

@@ -90,7 +90,9 @@ def jobs(draw: st.DrawFn) -> Job:
 
 
 @given(jobs(), st.integers(0, 10**6))
-def test_who_is_entangled_never_goes_on_and_who_stands_still_is(job: Job, seed: int) -> None:
+def test_ranks_in_a_deadlock_never_go_on_and_ranks_that_stand_still_are_in_one(
+    job: Job, seed: int
+) -> None:
     draw = random.Random(seed)
     found = []
     while True:

@@ -14,13 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.device_trainer import DeviceTrainer
-from tests.support.fake_nccl import FakeNccl
+from tests.support.devices import Devices
 from tests.support.ranks import QUICK, all_well, run_ranks
 from tests.support.software_device import SoftwareDevice
 from tests.support.trainer import make_specs, mean
 from wfbp.comm import probe
-from wfbp.comm.backend import Backend
-from wfbp.comm.local import LocalWorld
 from wfbp.config import Config
 from wfbp.core.types import DECOUPLED_SCHEDULES as DECOUPLED
 from wfbp.core.types import Op
@@ -38,35 +36,6 @@ ALL_REDUCE = ("auto", "oasr", "mgwfbp", "wfbp", "single", "threshold")
 def _short_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measuring what thousands of messages cost would take most of the time here."""
     monkeypatch.setattr(probe, "LONGEST_STREAM", 2)
-
-
-class Devices:
-    """One software device per rank, connected by a library that stands for NCCL, or by none."""
-
-    def __init__(
-        self,
-        size: int,
-        nccl: bool,
-        seed: int = 0,
-        most_s: float = 3e-4,
-        kind: type[Any] = SoftwareDevice,
-    ) -> None:
-        self._worlds: list[LocalWorld] = []
-        self._made = [0] * size
-        self._size = size
-        self._lock = threading.Lock()
-        self.of = [kind(seed + rank, most_s) for rank in range(size)]
-        for rank, device in enumerate(self.of):
-            if nccl:
-                device.library = FakeNccl(device, lambda rank=rank: self._connect(rank))
-
-    def _connect(self, rank: int) -> Backend:
-        with self._lock:
-            number = self._made[rank]
-            self._made[rank] += 1
-            if number == len(self._worlds):
-                self._worlds.append(LocalWorld(self._size))
-            return self._worlds[number].backend(rank)
 
 
 @settings(deadline=None, max_examples=4, suppress_health_check=list(HealthCheck))
@@ -299,7 +268,7 @@ def test_a_group_is_packed_while_another_travels() -> None:
                     while not device.library.calls or len(device.library.calls) % 3 != 1:
                         time.sleep(1e-4)
                     device.enqueue(
-                        transport.carrier.stream,  # type: ignore[attr-defined]
+                        transport.backend.stream,  # type: ignore[attr-defined]
                         lambda network=network: network.wait(20.0),
                     )
             trainer.synchronize([float(number)] * 3, f"step {number}")
@@ -320,8 +289,8 @@ def test_a_discarded_step_is_sent_before_its_buffers_are_packed_again() -> None:
         device = devices.of[runtime.rank]
         specs = make_specs([10, 20, 30])
         trainer = DeviceTrainer(runtime, device, specs, schedule="wfbp", op=Op.SUM)
-        carrier: Any = trainer.engine._transport.carrier
-        device.enqueue(carrier.stream, lambda: networks[runtime.rank].wait(20.0))
+        backend: Any = trainer.engine._transport.backend
+        device.enqueue(backend.stream, lambda: networks[runtime.rank].wait(20.0))
         for value in (100.0, 1.0):
             trainer.zero()
             for k in (2, 1, 0):
@@ -507,7 +476,7 @@ def test_staging_is_said_once_per_host(caplog: pytest.LogCaptureFixture) -> None
 
     def body(runtime: Runtime) -> str:
         DeviceTrainer(runtime, devices.of[runtime.rank], make_specs([3]))
-        return type(runtime._carriers[0, id(devices.of[runtime.rank])]).__name__
+        return type(runtime._device_backends[0, id(devices.of[runtime.rank])]).__name__
 
     with caplog.at_level("WARNING", logger="wfbp"):
         assert all_well(run_ranks(2, body)) == ["StagedBackend"] * 2
@@ -540,7 +509,7 @@ def test_a_failure_on_the_device_ends_the_run(name: str) -> None:
         other = DeviceTrainer(runtime, device, make_specs([5]), schedule="wfbp")
         trainer = DeviceTrainer(runtime, device, make_specs([10]), schedule="wfbp")
         other.engine.close()
-        device.enqueue(trainer.engine._transport.carrier.stream, breaks(device))
+        device.enqueue(trainer.engine._transport.backend.stream, breaks(device))
         for _ in range(2000):
             trainer.zero()
             trainer.accumulate(0, 1.0)

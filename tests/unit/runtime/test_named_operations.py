@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,22 +13,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import QUICK, all_well, run_ranks
 from wfbp.comm.local import LocalWorld
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError
 from wfbp.runtime.collectives.arithmetic import adasum, scale
 from wfbp.runtime.collectives.coordinator import Coordinator
-from wfbp.runtime.collectives.named_lane import JOIN, NamedLane, Submission
+from wfbp.runtime.collectives.named_lane import JOIN, NamedLane
 from wfbp.runtime.collectives.operations import Call, Collectives
 from wfbp.runtime.collectives.request import (
     Kind,
     Request,
     Response,
+    Route,
     decode_requests,
     decode_responses,
     encode,
 )
+from wfbp.runtime.collectives.submission import Outcome, Submission
+from wfbp.runtime.consistency import check_consistent
 from wfbp.runtime.runtime import Runtime
 
 
@@ -73,15 +78,19 @@ def test_a_lane_that_is_closed_is_not_served() -> None:
 
 
 def test_requests_and_responses_survive_the_journey() -> None:
-    requests = [reduction("a", (), prescale=0.1), Request(Kind.ALLTOALL, "é", splits=(1, 0, 2))]
+    requests = [
+        reduction("a", (), prescale=0.1),
+        Request(Kind.ALLTOALL, "é", splits=(1, 0, 2), waits=True, called="e"),
+    ]
     assert decode_requests(encode(requests)) == requests
-    responses = [Response(requests[1], "wrong", ((1,), (2, 3)), True)]
+    responses = [Response(requests[1], "wrong", ((1,), (2, 3)), True, unmatched=True)]
     assert decode_responses(encode(responses)) == responses
 
 
 @pytest.mark.parametrize(
     ("other", "what"),
     [
+        (reduction("x", called="y"), "the name: rank 0: ; rank 1: y"),
         (reduction("x", (3,)), "shape: rank 0: (2,); rank 1: (3,)"),
         (reduction("x", prescale=2.0), "prescale_factor: rank 0: 1.0; rank 1: 2.0"),
         (reduction("x", device="gpu"), "the device: rank 0: cpu; rank 1: gpu"),
@@ -125,6 +134,146 @@ def test_only_reductions_and_barriers_do_without_those_who_joined() -> None:
     assert last.extents == ((2,),)
     coordinator.add(0, reduction("afterwards"))
     assert coordinator.take() == []
+
+
+def test_operations_go_by_the_device_where_all_ranks_could() -> None:
+    coordinator = Coordinator(2)
+
+    def answer(name: str, *requests: Request) -> Response:
+        for rank, request in enumerate(requests):
+            coordinator.add(rank, request)
+        (response,) = coordinator.take()
+        assert response.request.name == name
+        return response
+
+    could = {"device": "gpu", "on_device": True}
+    response = answer(
+        "x", reduction("x", **could, available=(3, 1, 5)), reduction("x", **could, available=(2, 4))
+    )
+    assert (response.route, response.available) == (Route.DEVICE, (2, 1))
+    assert decode_responses(encode([response]))[0].route is Route.DEVICE
+    assert answer("y", reduction("y", **could), reduction("y", device="gpu")).route is Route.HOST
+    coordinator.add(1, Request(Kind.JOIN, JOIN))
+    assert answer("z", reduction("z", **could)).route is Route.HOST
+
+
+def test_programs_that_wait_in_different_operations_are_told() -> None:
+    coordinator = Coordinator(3)
+    coordinator.add(0, reduction("x", waits=True))
+    coordinator.add(1, reduction("y", waits=True))
+    coordinator.add(2, reduction("x"))  # goes on
+    assert not coordinator.stands_still
+    coordinator.add(2, Request(Kind.BARRIER, "z", waits=True))
+    assert coordinator.stands_still
+    coordinator.refuse_waiting()
+    assert not coordinator.stands_still
+    refused = coordinator.take()
+    assert [response.request.name for response in refused] == ["x", "y", "z"]
+    assert [response.extents for response in refused] == [((0, 2),), ((1,),), ((2,),)]
+    for response in refused:
+        assert response.unmatched
+        told = "rank 0: allreduce 'x'; rank 1: allreduce 'y'; rank 2: barrier 'z'. Every rank"
+        assert told in response.error
+    for rank in range(3):
+        coordinator.add(rank, reduction("x", waits=True))
+    (response,) = coordinator.take()
+    assert not response.error
+    assert not coordinator.stands_still
+
+
+def test_who_has_joined_waits_too() -> None:
+    coordinator = Coordinator(3)
+    coordinator.add(1, Request(Kind.JOIN, JOIN))
+    assert not coordinator.stands_still
+    coordinator.add(0, reduction("x", waits=True))
+    coordinator.add(2, reduction("y", waits=True))
+    assert coordinator.stands_still
+    coordinator.refuse_waiting()
+    assert "rank 2: allreduce 'y'; rank 1: join()" in coordinator.take()[0].error
+
+
+def rows_of(outcome: Outcome) -> Any:
+    return outcome.data.view(np.float32).reshape(-1, 2)
+
+
+def test_rows_are_shared_out_as_told() -> None:
+    arrays = np.random.default_rng(3).integers(-9, 9, (3, 7, 2)).astype(np.float32)
+    ends = [0, 0, 5, 7]
+
+    def body(runtime: Runtime) -> Any:
+        operations = Collectives(runtime)
+        details = {"dtype": "float32", "shape": (7, 2), "op": Op.SUM, "splits": (0, 5, 2)}
+        data = arrays[runtime.rank].reshape(-1).copy()
+        call = Call(Kind.REDUCESCATTER, None, 0, data, rows_of, details)
+        return operations.run(call).tolist()
+
+    wanted = [arrays.sum(0)[a:b].tolist() for a, b in pairwise(ends)]
+    assert all_well(run_ranks(3, body)) == wanted
+
+
+def test_rows_are_exchanged() -> None:
+    arrays = np.arange(36, dtype=np.float32).reshape(3, 6, 2)
+
+    def body(runtime: Runtime) -> Any:
+        operations = Collectives(runtime)
+        details = {"dtype": "float32", "shape": (6, 2), "splits": (2, 2, 2)}
+        data = arrays[runtime.rank].reshape(-1).copy()
+        return operations.run(Call(Kind.ALLTOALL, None, 0, data, rows_of, details)).tolist()
+
+    for rank, found in enumerate(all_well(run_ranks(3, body))):
+        assert found == arrays[:, 2 * rank : 2 * rank + 2].reshape(6, 2).tolist()
+
+
+def test_ordered_operations_match_whatever_they_are() -> None:
+    """And compare their names; the next ones match again."""
+
+    def body(runtime: Runtime) -> float:
+        operations = Collectives(runtime)
+
+        def act(kind: Kind, name: str | None, **details: Any) -> float:
+            details.update(dtype="float32", shape=(3,))
+            data = np.ones(3, np.float32)
+            call = Call(kind, name, 0, data, lambda outcome: float(outcome.data[0]), details)
+            call.ordered = True
+            return operations.run(call)
+
+        other: dict[str, Any] = {"op": Op.SUM} if runtime.rank else {"root": 0}
+        kind = Kind.ALLREDUCE if runtime.rank else Kind.BROADCAST
+        with pytest.raises(DisagreementError, match="on the operation: rank 0: broadcast; rank 1"):
+            act(kind, None, **other)
+        with pytest.raises(
+            DisagreementError, match="on the name: rank 0: allreduce 'a'; rank 1: all"
+        ):
+            act(Kind.ALLREDUCE, "ba"[runtime.rank == 0], op=Op.SUM)
+        return act(Kind.ALLREDUCE, "same", op=Op.SUM)
+
+    assert all_well(run_ranks(2, body)) == [2.0, 2.0]
+
+
+def test_a_number_that_was_used_in_vain_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else operations without a name would never match again."""
+    monkeypatch.setattr(Collectives, "_may_go_on_elsewhere", lambda _: False)
+
+    def body(runtime: Runtime) -> float:
+        operations = Collectives(runtime)
+
+        def barrier() -> None:
+            operations.run(Call(Kind.BARRIER, None, 0, np.empty(0, np.uint8), lambda _: None))
+
+        def total() -> float:
+            details = {"dtype": "float32", "shape": (1,), "op": Op.SUM}
+            data = np.ones(1, np.float32)
+            return operations.run(
+                Call(Kind.ALLREDUCE, None, 0, data, lambda outcome: outcome.data[0], details)
+            )
+
+        for _ in range(2):
+            with pytest.raises(DisagreementError, match="ranks wait in different operations: "):
+                (total if runtime.rank else barrier)()
+            barrier()
+        return float(total())
+
+    assert all_well(run_ranks(2, body)) == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
@@ -204,12 +353,22 @@ def test_ranks_that_wait_for_different_names_are_told() -> None:
         handle = submit(operations, f"of rank {runtime.rank}", 1.0)
         operations.synchronize(handle)
 
-    from dataclasses import replace
-
-    from tests.support.ranks import QUICK
-
     patient = replace(QUICK, stall_warning_s=0.3, timeout_s=20.0)
     for error in run_ranks(2, body, patient):
         assert isinstance(error, DisagreementError)
         assert "rank 0: in allreduce 'of rank 0'" in str(error)
         assert "rank 1: in allreduce 'of rank 1'" in str(error)
+
+
+def test_a_rank_that_has_joined_while_another_waits_elsewhere_is_told() -> None:
+    def body(runtime: Runtime) -> None:
+        operations = runtime.collectives = Collectives(runtime)
+        if runtime.rank:
+            check_consistent(runtime, "broadcast_parameters()")
+        else:
+            operations.synchronize(operations.begin_join())
+
+    for error in run_ranks(2, body, replace(QUICK, stall_warning_s=0.3, timeout_s=20.0)):
+        assert isinstance(error, DisagreementError), error
+        assert "rank 0: in join" in str(error)
+        assert "rank 1: in broadcast_parameters()" in str(error)

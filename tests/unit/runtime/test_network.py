@@ -48,11 +48,11 @@ class Known(NetworkCosts):
         max_bytes: int,
         operations: Sequence[Operation],
         anew: bool,
-        carrier: Backend | None,
+        lane_backend: Backend | None,
     ) -> Costs:
         backend = LocalWorld(1).backend(0)
         return self.measure(
-            max_bytes, operations, anew, carrier, lambda start, _: start(backend).result
+            max_bytes, operations, anew, lane_backend, lambda start, _: start(backend).result
         )
 
 
@@ -83,9 +83,9 @@ def test_what_is_known_is_not_measured_again(measured: list[tuple[Operation, int
 
 
 def on_device(free_bytes: int) -> Any:
-    carrier = Mock(spec=DeviceBackend, device=Mock())
-    carrier.device.free_bytes.return_value = free_bytes
-    return carrier
+    lane_backend = Mock(spec=DeviceBackend, device=Mock())
+    lane_backend.device.free_bytes.return_value = free_bytes
+    return lane_backend
 
 
 @pytest.mark.parametrize(
@@ -95,12 +95,12 @@ def on_device(free_bytes: int) -> Any:
 def test_a_device_is_measured_further_where_it_has_room(
     measured: list[tuple[Operation, int]], asked: int, free: int, largest: int
 ) -> None:
-    known, carrier = Known(), on_device(free * MIB)
+    known, lane_backend = Known(), on_device(free * MIB)
     known.ask(asked * MIB, REDUCE, False, None)
     for _ in range(2):
-        known.ask(asked * MIB, REDUCE, False, carrier)
+        known.ask(asked * MIB, REDUCE, False, lane_backend)
     assert [nbytes for _, nbytes in measured] == [16 * MIB, largest * MIB]
-    carrier.device.trim.assert_called_once()
+    lane_backend.device.trim.assert_called_once()
 
 
 def test_the_fullest_device_decides(measured: list[tuple[Operation, int]]) -> None:

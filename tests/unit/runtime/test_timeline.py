@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
+import os
 import statistics
 import time
+from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import wfbp
 from tests.support.ranks import all_well, run_ranks
+from tests.support.trace_events import check
 from tests.support.trainer import Trainer, make_specs
+from wfbp.comm.local import LocalWorld
 from wfbp.config import Config
+from wfbp.runtime import timeline as module
 from wfbp.runtime.runtime import Runtime
-from wfbp.runtime.timeline import Timeline, clock_offset_s, load, merge, summarize
+from wfbp.runtime.timeline import Timeline, clock_offset_s, load, merge, save, summarize
 
 CONFIG = Config(schedule="wfbp", warmup_steps=1, profile_steps=2, replan_threshold=0.0)
 STEPS = 40
@@ -44,6 +53,7 @@ def test_it_shows_the_overlap_that_is_reported(tmp_path: Path) -> None:
 
     reported = all_well(run_ranks(2, body, CONFIG))
     documents = [load(tmp_path / f"timeline.rank{rank}.json") for rank in range(2)]
+    check(merge(documents))
     for rank, document in enumerate(documents):
         waits: dict[int, float] = {}
         names = {e["name"] for e in document["traceEvents"]}
@@ -95,6 +105,104 @@ def test_a_part_of_a_write_is_left_out(tmp_path: Path) -> None:
         timeline.path.write_text(text)
         with pytest.raises(ValueError, match="no timeline"):
             load(timeline.path)
+
+
+class FullDisk:
+    """A file whose disk takes a number of bytes at most, beyond what is there already."""
+
+    def __init__(self, file: FileIO, room: int) -> None:
+        self._file = file
+        self._most = os.fstat(file.fileno()).st_size + room
+
+    def write(self, data: memoryview) -> int:
+        fits = self._most - self._file.tell()
+        if fits <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self._file.write(data[:fits])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def test_a_full_disk_ends_the_timeline_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FLUSH_S", 60.0)
+    timeline = Timeline(tmp_path / "t.json", 3)
+
+    def operate(count: int) -> None:
+        for _ in range(count):
+            timeline.operation("allreduce", "x", time.monotonic(), time.monotonic())
+
+    operate(1)
+    timeline.flush()
+    before = timeline.path.read_bytes()
+    monkeypatch.setattr(timeline, "_file", FullDisk(timeline._file, 300))
+    with caplog.at_level(logging.WARNING, "wfbp"):
+        operate(1)
+        timeline.flush()  # there is room
+        whole = timeline.path.read_bytes()
+        assert len(whole) > len(before)
+        operate(9)
+        timeline.flush()
+        assert timeline.path.read_bytes() == whole
+        operate(5)
+        assert not timeline._records
+        timeline.flush()
+        timeline.close()
+    (told,) = caplog.messages
+    assert told == (
+        f"rank 3: the timeline {timeline.path} ends here (No space left on device); training goes "
+        "on"
+    )
+    assert len(json.loads(whole)["traceEvents"]) == len(json.loads(before)["traceEvents"]) + 2
+
+
+def test_a_file_that_cannot_be_begun_is_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Timeline, place: int, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Timeline, "_write_at", full)
+    with pytest.raises(OSError, match="No space left"):
+        Timeline(tmp_path / "t.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_training_starts_without_a_timeline_where_none_can_be_begun(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Timeline, place: int, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Timeline, "_write_at", full)
+    with caplog.at_level(logging.WARNING, "wfbp"):
+        wfbp.init(backend=LocalWorld(1).backend(0), config=Config(timeline=str(tmp_path)))
+        wfbp.shutdown()
+    assert "no timeline" in caplog.messages[0]
+    assert "(No space left on device); training goes on" in caplog.messages[0]
+
+
+def test_what_began_before_the_timeline_is_left_out(tmp_path: Path) -> None:
+    """Viewers take no stamps below 0."""
+    before_s = time.monotonic()
+    time.sleep(1e-3)
+    timeline = Timeline(tmp_path / "t.json")
+    timeline.operation("allreduce", "x", before_s, time.monotonic())
+    timeline.close()
+    events = load(timeline.path)["traceEvents"]
+    assert [e["name"] for e in events if e["ph"] == "X"] == ["ALLREDUCE"]
+
+
+def test_a_document_is_saved_whole_or_not_at_all(tmp_path: Path) -> None:
+    save({"a": 1}, tmp_path / "merged.json")
+    with pytest.raises(TypeError):
+        save({"a": object()}, tmp_path / "merged.json")
+    with pytest.raises(OSError, match="directory"):
+        save({}, tmp_path / "none" / "merged.json")
+    assert json.loads((tmp_path / "merged.json").read_text()) == {"a": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["merged.json"]
 
 
 def test_merged_ranks_are_on_one_clock(tmp_path: Path) -> None:

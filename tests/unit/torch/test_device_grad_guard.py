@@ -41,10 +41,10 @@ def step(sample: DeviceGradientGuard, grad: torch.Tensor, change: bool = False) 
 def test_a_change_is_told_when_the_device_has_come_to_it(sample: DeviceGradientGuard) -> None:
     step(sample, torch.ones(5))
     step(sample, torch.ones(5), change=True)
-    assert sample.found() is None
+    assert sample.changed_index() is None
     Event.happened = True
-    assert sample.found() == 3
-    assert sample.found() is None
+    assert sample.changed_index() == 3
+    assert sample.changed_index() is None
 
 
 def test_the_answer_comes_from_the_gradients_device() -> None:
@@ -73,9 +73,9 @@ def test_what_is_no_number_has_not_changed(sample: DeviceGradientGuard) -> None:
     step(sample, torch.tensor([float("nan"), float("inf"), -0.0]))
     step(sample, torch.ones(4, 6).t())
     step(sample, torch.ones(40, dtype=torch.bfloat16))
-    assert sample.found() is None
+    assert sample.changed_index() is None
     step(sample, torch.ones(4, 6).t(), change=True)
-    assert sample.found() == 3
+    assert sample.changed_index() == 3
 
 
 def test_later_steps_are_looked_at_now_and_then(sample: DeviceGradientGuard) -> None:
@@ -83,7 +83,7 @@ def test_later_steps_are_looked_at_now_and_then(sample: DeviceGradientGuard) -> 
     seen = []
     for number in range(2 * EVERY_STEPS + 1):
         step(sample, torch.ones(3), change=True)
-        if sample.found() is not None:
+        if sample.changed_index() is not None:
             seen.append(number)
     assert seen == [*range(FIRST_STEPS), EVERY_STEPS, 2 * EVERY_STEPS]
 
@@ -93,10 +93,10 @@ def test_a_gradient_that_is_gone_is_not_compared(sample: DeviceGradientGuard) ->
     sample.take(torch.ones(3))
     sample.end_step()
     sample.compare(3, torch.zeros(3))
-    assert sample.found() is None
+    assert sample.changed_index() is None
 
 
-def test_a_witness_tells_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_guard_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device, with gradients of the host."""
     monkeypatch.setattr(grad_guard, "_is_elsewhere", lambda grad: True)
     monkeypatch.setattr(grad_guard, "DeviceGradientGuard", lambda: DeviceGradientGuard(Event))

@@ -163,6 +163,28 @@ def test_what_was_changed_before_the_last_pass_is_what_it_saw() -> None:
     assert guard.check([param]) == []
 
 
+def test_gradients_that_are_parts_of_one_tensor_may_be_accumulated() -> None:
+    """PyTorch takes over the parts as they are, and they count changes in place together."""
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(3)]
+    guard = GradientGuard("SGD", ["a", "b", "c"])
+    for index, param in enumerate(params):
+        param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            lambda param, index=index: announce(guard, index, param)
+        )
+    for _ in range(3):
+        (torch.cat(params[:2]) * torch.arange(6.0)).sum().backward()
+        params[2].sum().backward()
+    assert grad(params[0]).untyped_storage().data_ptr() == (
+        grad(params[1]).untyped_storage().data_ptr()
+    )
+    assert guard.check(params) == []
+    for changed in (0, 1):
+        with torch._C.DisableTorchFunctionSubclass():
+            grad(params[changed]).add_(1.0)
+        with pytest.raises(RuntimeError, match=r"the gradient of [ab] was changed in place"):
+            guard.check(params)
+
+
 def test_sparse_gradients() -> None:
     for change in (True, False):
         param = torch.nn.Parameter(torch.ones(50, 3))

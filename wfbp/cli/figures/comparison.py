@@ -14,9 +14,7 @@ from wfbp.cli.run_files import Run
 def schedules(forecasts: Sequence[Forecast], measured: tuple[str, float] | None) -> Figure:
     """Every schedule's predicted iteration, split into computation and exposed communication.
 
-    Args:
-        forecasts: one per schedule, for the same trace and costs.
-        measured: the schedule that ran, and the measured seconds per iteration.
+    ``measured`` is the schedule that ran, and its measured seconds per iteration.
     """
     rows = sorted(forecasts, key=lambda f: f.iteration_s, reverse=True)
     labels = {f.schedule: f"{f.schedule}, T/LB {f.ratio_to_lower_bound:.3f}" for f in rows}

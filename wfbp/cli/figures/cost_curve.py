@@ -16,11 +16,8 @@ _LARGEST = 2.0**28
 
 
 def cost_curve(costs: Costs) -> Figure:
-    """The measured points of each collective, the curve through them, and the fitted line.
-
-    Args:
-        costs: curves that were measured are drawn with their fit, given lines as they are.
-    """
+    """The measured points of each collective, the curve through them, and the fitted line; given
+    lines are drawn as they are."""
     data: list[dict[str, Any]] = []
     own = {
         Operation.ALL_REDUCE: costs.all_reduce,

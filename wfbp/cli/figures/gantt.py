@@ -23,17 +23,12 @@ class _Bar(NamedTuple):
 
 
 def gantt(run: Run, predicted: Forecast | None) -> Figure | None:
-    """The Gantt chart of one iteration, the one of median length among those recorded.
+    """The Gantt chart of one iteration, of median length among those recorded; None without one on
+    all ranks.
 
     Every rank's clock starts when it had the previous iteration's gradients in hand, which is
-    nearly the same moment on all ranks, since the last message ends together.
-
-    Args:
-        run: its ranks become rows.
-        predicted: becomes two more rows, where there is a prediction.
-
-    Returns:
-        The figure; None where no iteration was recorded on all ranks.
+    nearly the same moment on all ranks, since the last message ends together. A prediction becomes
+    two more rows.
     """
     index = median_iteration(run)
     if index is None:
@@ -80,15 +75,8 @@ _KINDS = (
 
 
 def step_of_timeline(document: dict[str, Any], optimizer: str) -> tuple[int, Figure] | None:
-    """The Gantt chart of one step of a timeline, that of median length.
-
-    Args:
-        document: as :func:`wfbp.runtime.timeline.load` or ``merge`` returns it.
-        optimizer: whose step.
-
-    Returns:
-        The number of the step and its figure; None where no step is there on all ranks.
-    """
+    """The number and Gantt chart of one step of a timeline, of median length; None without one on
+    all ranks."""
     rows_of = {
         (e["pid"], e["tid"]): e["args"]["name"]
         for e in document["traceEvents"]

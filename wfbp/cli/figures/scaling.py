@@ -10,11 +10,8 @@ from wfbp.sim.sweep import SweepRow
 
 
 def scaling(sweeps: Mapping[str, Sequence[SweepRow]]) -> Figure:
-    """Share of the iteration that computes, by workers; a line per schedule.
-
-    Args:
-        sweeps: rows of one model by algorithm; where there are several, a menu chooses.
-    """
+    """Share of the iteration that computes, by workers; a line per schedule, and a menu of
+    algorithms."""
     data: list[dict[str, Any]] = []
     owners: list[str] = []
     for algorithm, rows in sweeps.items():

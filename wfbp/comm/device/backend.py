@@ -284,12 +284,12 @@ def _parts(
     data: Buffer, blocks: Blocks, segments: Sequence[Any], dtype: str, writeable: bool
 ) -> list[tuple[int, Buffer, Buffer]]:
     """Of every segment and rank: the rank, its place in the rank's block, its data."""
-    found = []
+    parts = []
     for start, source, counts, _ in segments:
         whole = raw(source, dtype, writeable)
         own = Blocks.of(len(blocks.counts), whole.nbytes, tuple(counts), dtype)
         for rank, part in enumerate(own.cut(whole)):
             if part.size:
                 place = blocks.starts[rank] + start
-                found.append((rank, data[place : place + part.size], part))
-    return found
+                parts.append((rank, data[place : place + part.size], part))
+    return parts

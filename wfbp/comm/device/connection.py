@@ -45,6 +45,26 @@ def connect(
     Returns:
         A backend of the same kind on every rank. Where it is staged, one rank per host logs why.
     """
+    backend, reason = connect_by_nccl(device, host, timeout_s, check, parent)
+    if backend is not None:
+        return backend
+    if host.local_rank == 0:
+        log.warning(
+            "gradients on %s travel through the host's memory, which is slower than NCCL: %s",
+            device.name,
+            reason,
+        )
+    return StagedBackend(device, host.duplicate())
+
+
+def connect_by_nccl(
+    device: Device,
+    host: Backend,
+    timeout_s: float | None = None,
+    check: Check | None = None,
+    parent: NcclBackend | None = None,
+) -> tuple[NcclBackend | None, str]:
+    """A backend by NCCL on every rank, or on none, and why; arguments as of :func:`connect`."""
     library: Any = None
     problem = ""
     try:
@@ -57,22 +77,18 @@ def connect(
         "problem": problem,
         "splits": parent is not None and parent.splits(),
     }
-    told = wait(host.all_gather_bytes(json.dumps(mine).encode()), timeout_s=timeout_s, check=check)
-    ranks = [json.loads(each) for each in told]
+    payloads = wait(
+        host.all_gather_bytes(json.dumps(mine).encode()), timeout_s=timeout_s, check=check
+    )
+    ranks = [json.loads(each) for each in payloads]
     reason = nccl_obstacle(ranks)
     if not reason:
         shared = parent if all(rank["splits"] for rank in ranks) else None
         backend, reason = _join(device, host, library, timeout_s, check, shared)
         if backend is not None:
             _tell_library(library.get_version(), host)
-            return backend
-    if host.local_rank == 0:
-        log.warning(
-            "gradients on %s travel through the host's memory, which is slower than NCCL: %s",
-            device.name,
-            reason,
-        )
-    return StagedBackend(device, host.duplicate())
+            return backend, ""
+    return None, reason
 
 
 def _tell_library(version: int, host: Backend) -> None:
@@ -100,8 +116,8 @@ def _join(
         mine = "failed", str(error)
     except StallError as error:  # because another rank did
         mine = "stalled", str(error)
-    told = wait(host.all_gather_bytes(json.dumps(mine).encode()), check=check)
-    _, problem = min((each for each in map(json.loads, told) if each[0]), default=("", ""))
+    payloads = wait(host.all_gather_bytes(json.dumps(mine).encode()), check=check)
+    _, problem = min((each for each in map(json.loads, payloads) if each[0]), default=("", ""))
     if problem and backend is not None:
         backend.give_up()
         backend = None
@@ -114,12 +130,12 @@ def nccl_obstacle(ranks: list[dict[str, Any]]) -> str:
     >>> nccl_obstacle([{"device": "a", "shares": False, "problem": ""}] * 2)
     'ranks 0 and 1 share a GPU (NCCL_MULTI_RANK_GPU_ENABLE=1 lets NCCL 2.30 try)'
     """
-    for rank, told in enumerate(ranks):
-        if told["problem"]:
-            return f"rank {rank}: {told['problem']}"
+    for rank, status in enumerate(ranks):
+        if status["problem"]:
+            return f"rank {rank}: {status['problem']}"
     first: dict[str, int] = {}
-    for rank, told in enumerate(ranks):
-        other = first.setdefault(told["device"], rank)
-        if other != rank and not told["shares"]:
+    for rank, status in enumerate(ranks):
+        other = first.setdefault(status["device"], rank)
+        if other != rank and not status["shares"]:
             return f"ranks {other} and {rank} share a GPU ({SHARING}=1 lets NCCL 2.30 try)"
     return ""

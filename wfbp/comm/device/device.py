@@ -108,6 +108,10 @@ class Device(ABC):
         """Bytes of the host that can be copied from and to without waiting."""
 
     @abstractmethod
+    def borrow(self, address: int, nbytes: int, owner: object) -> Buffer:
+        """Memory of this device that a framework has taken, as bytes; ``owner`` is kept with it."""
+
+    @abstractmethod
     def address(self, buffer: Buffer) -> int:
         """Where a buffer lies."""
 

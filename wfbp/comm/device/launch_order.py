@@ -68,7 +68,7 @@ class LaunchOrder:
         host: HostBackend,
         timeout_s: float | None = None,
         check: Check | None = None,
-    ) -> None:
+    ) -> int:
         """Order a further lane's collectives, too; collective and blocking.
 
         Args:
@@ -76,14 +76,33 @@ class LaunchOrder:
             host: over the same ranks.
             timeout_s: how long that may take.
             check: called while it does; what it raises ends it.
+
+        Returns:
+            The lane's number, the same on every rank.
         """
         if len(self._lanes) == 1:
             mine = json.dumps(self._lanes[0].num_launched).encode()
-            told = wait(host.all_gather_bytes(mine), timeout_s=timeout_s, check=check)
-            self._lanes[0].num_free = max(map(json.loads, told))
+            counts = wait(host.all_gather_bytes(mine), timeout_s=timeout_s, check=check)
+            self._lanes[0].num_free = max(map(json.loads, counts))
             self._mailbox = host.mailbox()
         carrier.in_order = partial(self._launch, len(self._lanes))
         self._lanes.append(_Lane())
+        return len(self._lanes) - 1
+
+    @property
+    def orders(self) -> bool:
+        """Whether there is more than one lane, and thus an order."""
+        return self._mailbox is not None
+
+    @property
+    def launched(self) -> tuple[int, ...]:
+        """Collectives of each lane that were launched here."""
+        return tuple(lane.num_launched for lane in self._lanes)
+
+    @property
+    def available(self) -> tuple[int, ...]:
+        """The same, and those that wait for nothing but their turn."""
+        return tuple(lane.num_launched + len(lane.waiting) for lane in self._lanes)
 
     def _launch(self, number: int, start: Callable[[], DeviceWork], nbytes: int) -> DeviceWork:
         """Start a collective when its turn has come.

@@ -131,7 +131,7 @@ class NcclBackend(DeviceBackend):
         return True
 
     def _all_reduce(self, data: Buffer, dtype: str, op: Op) -> DeviceWork:
-        if not _defines(dtype, op):
+        if not defines(dtype, op):
             return self._through_host().all_reduce(data, dtype, op)
         address = self.device.address(data)
         count = data.nbytes // item_bytes(dtype)
@@ -140,7 +140,7 @@ class NcclBackend(DeviceBackend):
         return self._started(data.nbytes, data)
 
     def _reduce_scatter(self, data: Buffer, blocks: Blocks, dtype: str, op: Op) -> DeviceWork:
-        if not _defines(dtype, op):
+        if not defines(dtype, op):
             return self._through_host()._reduce_scatter(data, blocks, dtype, op)
         address = self.device.address(data)
         types = DTYPES[dtype], OPS[op]
@@ -297,8 +297,17 @@ def _splits(nccl: Any) -> bool:
     return hasattr(nccl, "NcclConfig") and nccl.get_version() >= _FIRST_THAT_SPLITS
 
 
-def _defines(dtype: str, op: Op) -> bool:
-    """Whether NCCL combines as ``wfbp.comm.buffers`` says."""
+def defines(dtype: str, op: Op) -> bool:
+    """Whether NCCL combines elements of a type as :mod:`wfbp.comm.buffers` says.
+
+    Args:
+        dtype: a key of :data:`DTYPES`.
+        op: how contributions combine.
+
+    Example:
+        >>> defines("float32", Op.AVERAGE), defines("int32", Op.AVERAGE), defines("float32", Op.MAX)
+        (True, False, False)
+    """
     if dtype in INTEGER:
         return op is not Op.AVERAGE
     return op not in (Op.MIN, Op.MAX)

@@ -35,12 +35,7 @@ _unsent: list[tuple[MPI.Request, bytes | Buffer]] = []
 
 
 class NoticeChannel:
-    """Sends and collects notices on a communicator of its own. For one thread at a time.
-
-    Args:
-        mpi: the module ``mpi4py.MPI``.
-        comm: a communicator that nothing else uses.
-    """
+    """Sends and collects notices on a communicator of its own; for one thread at a time."""
 
     def __init__(self, mpi: ModuleType, comm: MPI.Comm) -> None:
         self._mpi = mpi
@@ -82,7 +77,7 @@ class NoticeChannel:
         return arrived
 
     def close(self) -> None:
-        """Give the communicator back; what is still under way goes on."""
+        """Free the communicator; messages under way go on."""
         _unsent.extend(item for item in self._sending if not item[0].Test())
         self._comm.Free()
 
@@ -107,18 +102,16 @@ class MpiBackend(HostBackend):
     """Collectives on a duplicate of an MPI communicator. Making one is collective.
 
     Args:
-        comm: an mpi4py communicator, or the numbers of the ranks in ``MPI.COMM_WORLD`` that take
-            part, this one among them; all of these by default.
-        chunking: sizes that decide how messages travel; by default what measured best, within
-            one host or between hosts.
-        start_timeout_s: how long MPI may take to start, where it has not been started.
-        shared_memory: whether ranks of one host may read each other's memory, if all of them want
-            it.
-        check_launcher: whether to fail where a launcher promised more ranks than MPI found.
+        comm: an mpi4py communicator, or the numbers in ``MPI.COMM_WORLD`` of the ranks that take
+            part; all by default.
+        chunking: by default what measured best, within one host or between hosts.
+        start_timeout_s: how long MPI may take to start.
+        shared_memory: whether ranks of one host read each other's memory, if all of them allow it.
+        check_launcher: whether to fail if a launcher promised more ranks than MPI has.
 
     Raises:
         BackendError: mpi4py or MPI is missing or does not allow threads; a launcher promised more
-            ranks than MPI found.
+            ranks than MPI has.
 
     Example:
         >>> import numpy as np
@@ -197,13 +190,13 @@ class MpiBackend(HostBackend):
 
     @property
     def carries_itself(self) -> bool:
-        return self._topology.apart
+        return self._topology.one_rank_per_host
 
     def may_progress(self) -> bool:
         return self._progress_group.may_progress()
 
     def rest(self, nap_s: float, most_s: float) -> bool:
-        return self._topology.apart and self._progress_group.rest(nap_s, most_s)
+        return self._topology.one_rank_per_host and self._progress_group.rest(nap_s, most_s)
 
     def all_reduce(
         self, buffer: Buffer, dtype: str, op: Op, segments: Sequence[Segment] = ()

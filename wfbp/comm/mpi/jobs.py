@@ -32,9 +32,8 @@ NUM_TAGS = 1 << 14
 class Job(ABC):
     """One message of a work: a chunk of a large one, or all of a small one.
 
-    A library collective may be begun in :meth:`start` alone, because only the order of starts is
-    the same on every rank; what follows in :meth:`step` travels point to point, under a tag of
-    the job's own.
+    Only :meth:`start` may begin a library collective, because only the order of starts is the same
+    on every rank; :meth:`step` sends point to point, under a tag of the job's own.
     """
 
     __slots__ = ("nbytes", "work")
@@ -57,12 +56,8 @@ class Job(ABC):
 
 
 class ProgressGroup:
-    """The channels that move on together, and a count of what moved.
-
-    Args:
-        transfers: of all their jobs.
-        who: this rank in words, for errors.
-    """
+    """The channels of a backend and its duplicates, which move on together, and a count of what
+    moved."""
 
     def __init__(self, transfers: Transfers, who: str) -> None:
         self.channels: list[Channel] = []
@@ -94,11 +89,8 @@ class ProgressGroup:
             return True
 
     def rest(self, nap_s: float, most_s: float) -> bool:
-        """Sleep until a transfer is over; arguments as for :meth:`Transfers.rest`.
-
-        Returns:
-            Whether it slept: False where nothing is under way, or what transfers do not move on.
-        """
+        """Sleep as :meth:`Transfers.rest` does; False where nothing is under way that transfers
+        move on."""
         jobs = [job for channel in self.channels for job in channel.active]
         if self.failure is not None or not jobs or not all(job.is_transfer for job in jobs):
             return False
@@ -109,14 +101,14 @@ class ProgressGroup:
         return True
 
     def end(self) -> None:
-        """Nobody waits any more for what is under way, if anything is."""
+        """No rank waits any more for messages under way; keep their memory for good."""
         if any(channel.active for channel in self.channels):
             self.fail(RuntimeError("given up with messages under way"))
 
     def fail(self, error: Exception) -> None:
-        """Keep what went wrong first, for those who wait on any channel.
+        """Keep the first error, which every channel raises from now on.
 
-        Nothing more is started or moved on, and the memory of what is under way is kept for good.
+        Nothing more is started, and the memory of messages under way is kept for good.
         """
         if self.failure is not None:
             return
@@ -160,12 +152,8 @@ class MpiWork(Work[T]):
 
 
 class Channel:
-    """Jobs of one communicator, started in order, a window of them at once. For one thread.
-
-    Args:
-        window: how many bytes and jobs may be under way.
-        progress_group: the channels that move on together; this one joins them.
-    """
+    """Jobs of one communicator, started in order, a window of bytes and jobs at once; for one
+    thread."""
 
     def __init__(self, window: Chunking, progress_group: ProgressGroup) -> None:
         self._window = window
@@ -231,13 +219,7 @@ class Channel:
 
 
 class LibraryCollective(Job):
-    """One non-blocking collective.
-
-    Args:
-        nbytes: what travels.
-        begin: starts it.
-        after: what is left to do on this rank once it is complete.
-    """
+    """One non-blocking collective of the MPI library, and what this rank does after it."""
 
     __slots__ = ("_after", "_begin", "_request")
 
@@ -263,14 +245,7 @@ class LibraryCollective(Job):
 
 
 class BytesGather(Job):
-    """Every rank's payload, of any length: each rank sends its own to every other.
-
-    Args:
-        mpi: the module ``mpi4py.MPI``.
-        comm: the communicator.
-        sequence: number of the job on its channel, the same on every rank.
-        payload: what this rank has to say.
-    """
+    """Every rank's payload, of any length: each rank sends its own to every other."""
 
     __slots__ = ("_comm", "_missing", "_mpi", "_parts", "_pending", "_tag")
 
@@ -347,16 +322,11 @@ class DirectReduce(TransferJob):
     """All-reduce or reduce-scatter of one chunk.
 
     Args:
-        comm: the communicator.
-        progress_group: whose transfers carry it.
-        scratch: where arriving shards are kept.
         sequence: number of the job on its channel, the same on every rank.
-        shards: what this rank contributes to each rank's shard, in pieces as ``buffers.typed``
+        shards: this rank's contribution to each rank's shard, in pieces as ``buffers.typed``
             gives them; cut in the same places on every rank.
-        results: where the combined shards go, one per rank; may be what this rank contributes.
-            Without ``gather`` only its own is used.
-        dtype: their element type.
-        op: how contributions combine.
+        results: where the combined shards go, one per rank; may be the contributions. Without
+            ``gather`` only this rank's is used.
         gather: whether every rank gets every shard's result, or only its own.
     """
 
@@ -432,12 +402,8 @@ class DirectReduce(TransferJob):
 class DirectGather(TransferJob):
     """All-gather of one chunk, in place.
 
-    Args:
-        comm: the communicator.
-        progress_group: whose transfers carry it.
-        sequence: number of the job on its channel, the same on every rank.
-        parts: the chunk as one part per rank, in pieces of uint8 that are cut in the same places
-            on every rank; this rank's is sent, the others arrive.
+    ``parts`` are the chunk's uint8 pieces by rank, cut in the same places on every rank; this
+    rank's are sent, the others are received. ``sequence`` is as in :class:`DirectReduce`.
     """
 
     __slots__ = ("_comm", "_parts", "_progress_group", "_tag")

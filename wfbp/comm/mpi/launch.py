@@ -56,8 +56,6 @@ class Promise:
     """What a launcher says.
 
     Args:
-        launcher: who says so.
-        variable: in which variable.
         size: how many ranks there are; at least, where only a rank's number is known.
         rank: this process's number, where it is known.
         local_size: how many of them on this host, where that is known.
@@ -81,30 +79,26 @@ def promises(environment: Mapping[str, str]) -> tuple[list[Promise], list[Promis
         >>> promises({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"})  # a program run by hand in sbatch
         ([], [])
     """
-    found = []
+    of_mpi = []
     for launcher, sizes, ranks in _MPI_LAUNCHERS:
-        if promise := _said(environment, launcher, sizes, ranks):
-            found.append(promise)
+        if promise := _promise_of(environment, launcher, sizes, ranks):
+            of_mpi.append(promise)
     others = []
-    if _started_by_srun(environment) and (promise := _said(environment, *_SRUN)):
+    if _started_by_srun(environment) and (promise := _promise_of(environment, *_SRUN)):
         others.append(promise)
     if "RANK" in environment or "TORCHELASTIC_RUN_ID" in environment:
         local = number(("LOCAL_WORLD_SIZE",), environment)
         launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "its environment"
-        if promise := _said(environment, launcher, ("WORLD_SIZE",), ("RANK",), local):
+        if promise := _promise_of(environment, launcher, ("WORLD_SIZE",), ("RANK",), local):
             others.append(promise)
-    return found, others
+    return of_mpi, others
 
 
 def broken_promise(environment: Mapping[str, str], size: int) -> Promise | None:
-    """Of how many ranks more than MPI found a launcher speaks; None where there are no more.
+    """The promise of a launcher of this process that has more ranks than MPI; None without one.
 
-    A launcher of MPI programs that promised as many as MPI found has started this process; what
-    other variables tell of has started that launcher, or is left over in its shell.
-
-    Args:
-        environment: of this process.
-        size: of ``MPI_COMM_WORLD``.
+    A launcher of MPI programs that promised as many ranks as MPI has started this process. Other
+    variables then describe that launcher itself, or its shell.
     """
     of_mpi, others = promises(environment)
     if any(promise.size == size and promise.is_exact for promise in of_mpi):
@@ -115,16 +109,8 @@ def broken_promise(environment: Mapping[str, str], size: int) -> Promise | None:
 
 
 def check_launch(mpi: ModuleType, comm: MPI.Comm | None) -> None:
-    """Refuse to be a job of fewer ranks than were started.
-
-    Args:
-        mpi: the module ``mpi4py.MPI``.
-        comm: what the program wants to work on; None for all ranks.
-
-    Raises:
-        BackendError: a launcher promised more ranks than MPI found; the message has the command
-            that starts them as one job.
-    """
+    """Raise ``BackendError``, with the right command, if a launcher promised more ranks than MPI
+    has."""
     # A program that asks for itself alone knows what it does; one that MPI has spawned has the
     # variables of the job that spawned it.
     if comm is not None and comm == mpi.COMM_SELF:
@@ -139,17 +125,18 @@ def check_launch(mpi: ModuleType, comm: MPI.Comm | None) -> None:
     library = " ".join(version.replace("Version:", "").split())
     who = "one" if promise.rank is None else f"rank {promise.rank}"
     more = "" if promise.is_exact else " or more"
-    found = "this process alone" if size == 1 else f"{size} ranks"
+    actual = "this process alone" if size == 1 else f"{size} ranks"
     raise BackendError(
         f"this process is {who} of {promise.size}{more}, says {promise.launcher} "
-        f"({promise.variable}={environment[promise.variable]}), but MPI ({library}) found {found}: "
-        "the others would train apart. Start all as one job, by the mpirun of this library:\n"
+        f"({promise.variable}={environment[promise.variable]}), but MPI ({library}) found "
+        f"{actual}: the others would train apart. Start all as one job, by the "
+        "mpirun of this library:\n"
         f"    {_command(promise, library)}\n{_srun_hint(promise, library)}"
         f"Where this process is to be a job of its own, set {SWITCH}=0"
     )
 
 
-def _said(
+def _promise_of(
     environment: Mapping[str, str],
     launcher: str,
     sizes: tuple[str, ...],
@@ -169,9 +156,8 @@ def _said(
 def _started_by_srun(environment: Mapping[str, str]) -> bool:
     """Whether this process is a task of a job step.
 
-    In a batch script and in the shell of an allocation there are the variables of the allocation,
-    and numbers as of a first task; so there are in a shell at a terminal (``srun --pty``), from
-    which programs are started by hand.
+    A batch script and a terminal (``srun --pty``) see the allocation's variables with the numbers
+    of a first task; programs started by hand there are no tasks.
     """
     if "SLURM_PTY_PORT" in environment:
         return False

@@ -21,10 +21,8 @@ _NOTICE_S = 1.0
 def load(timeout_s: float | None = None) -> ModuleType:
     """The module ``mpi4py.MPI``; importing it starts MPI.
 
-    Args:
-        timeout_s: how long the start may take, after which the process says where it stands and
-            ends. MPI starts when all ranks have come; one that ended before is waited for for
-            ever by MPICH, and no Python code runs meanwhile.
+    MPI starts when all ranks have come, and MPICH waits forever for one that has ended. No Python
+    code runs meanwhile, so after ``timeout_s`` a timer prints where the process is and ends it.
 
     Raises:
         BackendError: mpi4py or the MPI library is missing, or MPI does not allow threads.
@@ -49,17 +47,13 @@ def load(timeout_s: float | None = None) -> ModuleType:
 def unlink_segments(mpi: ModuleType) -> None:
     """Remove the names of the memory that MPICH shares among the ranks of this host.
 
-    All ranks of this job on this host must have mapped it. MPICH removes its names at
-    ``MPI_Finalize`` only, so that each job that is aborted or killed would leave its memory in
-    ``/dev/shm`` for good. What this process has mapped belongs to its own job, and stays usable.
-
-    Args:
-        mpi: the module ``mpi4py.MPI``.
+    MPICH removes them in ``MPI_Finalize`` only, so an aborted job would leave its memory in
+    ``/dev/shm`` for good. All ranks of this job on this host must have mapped it; it stays usable.
     """
     pattern = _SEGMENT_ALONE if mpi.COMM_WORLD.size == 1 else _SEGMENT
     try:
         with open("/proc/self/maps") as file:
-            names = {found[0] for line in file if (found := pattern.search(line.rstrip()))}
+            names = {match[0] for line in file if (match := pattern.search(line.rstrip()))}
     except OSError:  # no such system: neither are there such names
         return
     for name in names:
@@ -73,7 +67,7 @@ _SEGMENT_ALONE = re.compile(r"/dev/shm/(mpich_\w+|sm_segment\.\S+)$")
 
 
 def _start_which_waits_for_every_rank() -> ModuleType:
-    """Named for the traceback that tells who never came."""
+    """Start MPI; the name shows in the traceback of a rank whose peers never came."""
     from mpi4py import MPI
 
     return MPI
@@ -81,10 +75,10 @@ def _start_which_waits_for_every_rank() -> ModuleType:
 
 @contextmanager
 def _ending_after(timeout_s: float | None) -> Iterator[None]:
-    """End the process if the block takes longer, with the reason and a traceback of where it is.
+    """End the process if the block takes longer, with the reason and a traceback.
 
-    By the fault handler's timer, which needs no interpreter; there is one per process, and
-    a handler that the program had set is lost. The reason comes from a process of its own.
+    Uses the fault handler's timer, which needs no interpreter; there is one per process, so a
+    handler of the program is lost. Another process prints the reason.
     """
     output = sys.__stderr__
     if timeout_s is None or output is None:
@@ -100,7 +94,7 @@ def _ending_after(timeout_s: float | None) -> Iterator[None]:
 
 @contextmanager
 def _noticing(timeout_s: float) -> Iterator[None]:
-    """Have it told what is waited for if the block takes longer, where others can be waited for."""
+    """Have a process report that other ranks are missing, if the block takes longer."""
     if not (sys.executable and start_notice.under_launcher()):
         yield
         return

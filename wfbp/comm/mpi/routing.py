@@ -1,4 +1,4 @@
-"""Which way a collective goes, and the jobs that it is cut into.
+"""Which way a collective's messages go, and the jobs that it is cut into.
 
 Small all-reduces go by the library's own collectives; large ones, half precision and the cases
 that the library does not define by direct exchange (``jobs``), in chunks.
@@ -36,11 +36,10 @@ class Topology:
     Args:
         local_rank: among the ranks of this host.
         local_size: their number.
-        chunking: sizes.
         direct: whether large messages are exchanged directly, each rank with every other.
         scatters_directly: whether a reduce-scatter is.
         shared: whether all ranks share this host, and are few enough for direct exchange.
-        apart: whether no two ranks share a host.
+        one_rank_per_host: whether no two ranks share a host.
     """
 
     local_rank: int
@@ -49,11 +48,11 @@ class Topology:
     direct: bool
     scatters_directly: bool
     shared: bool = False
-    apart: bool = False
+    one_rank_per_host: bool = False
 
     @classmethod
     def find(cls, mpi: ModuleType, comm: MPI.Comm, chunking: Chunking | None) -> Topology:
-        """Find out who shares a host, and how messages travel best there. Collective."""
+        """Find out which ranks share a host, and how messages travel best there. Collective."""
         node = comm.Split_type(mpi.COMM_TYPE_SHARED)
         local_rank, local_size = node.rank, node.size
         node.Free()
@@ -77,14 +76,7 @@ class Topology:
 
 
 class Routing:
-    """Cuts the collectives of one communicator into jobs.
-
-    Args:
-        mpi: the module ``mpi4py.MPI``.
-        comm: the communicator.
-        progress_group: of the channel that jobs are for.
-        topology: of the communicator.
-    """
+    """Cuts the collectives of one communicator into jobs."""
 
     def __init__(
         self, mpi: ModuleType, comm: MPI.Comm, progress_group: ProgressGroup, topology: Topology
@@ -109,7 +101,7 @@ class Routing:
         return self._sequence
 
     def exchanges(self, nbytes: int, dtype: str, op: Op) -> bool:
-        """Whether an all-reduce goes by direct exchange, piece by piece where that is wanted."""
+        """Whether an all-reduce goes by direct exchange."""
         topology = self._topology
         return needs_exchange(dtype, op) or (
             topology.direct and nbytes > topology.chunking.small_bytes

@@ -30,18 +30,13 @@ NUM_FLAG_SETS = HEADER_BYTES // _FLAG_SET_BYTES - 1
 
 
 class SharedFlags:
-    """Where the ranks tell how far each has come with the jobs of one channel.
+    """Flags by which each rank tells how far it is with the jobs of one channel.
 
-    A job has a row of each rank's flags, written by that rank alone: where its contribution lies,
-    then, in a number that only grows, which job it is and its phase. Jobs are numbered alike on all
-    ranks, and rows are used again in turn, once no rank needs what stands there: a job that follows
-    on a row shows that the one before is over.
+    A job has one row per rank, which only that rank writes: the offset of its contribution, then
+    one growing number that encodes job and phase. Jobs have the same numbers on all ranks. Rows are
+    reused in turn once no rank needs them: a later job in a row shows that the earlier one is over.
 
-    Args:
-        memory: of all ranks.
-        rank: this one.
-        size: number of ranks.
-        channel: number of the channel, below :data:`NUM_FLAG_SETS`; the same on every rank.
+    ``channel`` is the number of the channel, below :data:`NUM_FLAG_SETS`, the same on every rank.
     """
 
     def __init__(self, memory: SharedMemory, rank: int, size: int, channel: int) -> None:
@@ -60,10 +55,9 @@ class SharedFlags:
         return self._jobs
 
     def begin(self, job: int, offset: int) -> bool:
-        """This rank's contribution is ready, and lies there in its memory.
+        """Publish that this rank's contribution to a job lies at ``offset``.
 
-        Returns:
-            False where a rank may still need the row for the job that had it before.
+        False where a rank may still need the row for the job that used it before.
         """
         before = job - _NUM_ROWS
         if before > 0 and not all(self.reached(r, before, TAKEN) for r in range(len(self._words))):
@@ -74,11 +68,11 @@ class SharedFlags:
         return True
 
     def tell(self, job: int, phase: int) -> None:
-        """This rank has come to a phase."""
+        """Publish that this rank has reached a phase of a job."""
         self._words[self._rank][job % _NUM_ROWS][0] = job * _PHASES + phase
 
     def reached(self, rank: int, job: int, phase: int) -> bool:
-        """Whether a rank has come to a phase."""
+        """Whether a rank has reached a phase of a job."""
         return bool(self._words[rank][job % _NUM_ROWS][0] >= job * _PHASES + phase)
 
     def offset(self, rank: int, job: int) -> int:
@@ -91,12 +85,10 @@ _WAITING = 0
 
 
 class Part(NamedTuple):
-    """A part of a chunk whose data, and perhaps the result, lie in other memory.
+    """A part of a chunk that lies elsewhere, from element ``start`` on.
 
-    Args:
-        start: its first element in the chunk.
-        data: what this rank contributes; read when the job starts.
-        result: where the result goes; None for the chunk.
+    ``data`` is this rank's contribution, read when the job starts; ``result`` is where the result
+    goes, None for the chunk.
     """
 
     start: int
@@ -105,18 +97,8 @@ class Part(NamedTuple):
 
 
 class SharedReduceJob(Job):
-    """All-reduce of one chunk that lies in memory which the other ranks can read.
-
-    Args:
-        memory: of all ranks.
-        flags: of the channel.
-        progress_group: told when a phase is over.
-        rank: this one.
-        chunk: this rank's contribution, and where the result goes.
-        parts: those that lie elsewhere, in ascending order.
-        dtype: element type.
-        op: how contributions combine.
-    """
+    """All-reduce of one chunk in shared memory, in place; ``parts`` lie elsewhere, in ascending
+    order."""
 
     __slots__ = (
         "_chunk",
@@ -210,11 +192,7 @@ class SharedReduceJob(Job):
         self._progress_group.moves += 1
 
     def _check_read(self) -> None:
-        """What was read of other ranks was theirs to the end.
-
-        Raises:
-            BackendError: not of all of them.
-        """
+        """Raise ``BackendError`` if a rank gave up before this one had read its memory."""
         gone = [peer for peer in self._flags.peers if self._memory.withdrawn(peer)]
         if gone:
             names = " and ".join(f"rank {peer}" for peer in sorted(gone))
@@ -260,15 +238,7 @@ class SharedReduceJob(Job):
 
 
 class SharedAllReduce:
-    """Cuts all-reduces of one channel into jobs.
-
-    Args:
-        memory: of all ranks.
-        flags: of the channel.
-        progress_group: told when a phase of a job is over.
-        rank: this one.
-        window: how many bytes the channel has under way.
-    """
+    """Cuts all-reduces of one channel into jobs, ``window`` bytes under way at once."""
 
     def __init__(
         self,
@@ -334,10 +304,10 @@ class SharedAllReduce:
 
 def _within(parts: Sequence[Part], start: int, stop: int) -> list[Part]:
     """What lies between two elements of a buffer, counted from the first."""
-    found = []
+    parts_within = []
     for first, data, result in parts:
         if first < stop and start < first + data.size:
             cut = slice(max(start - first, 0), stop - first)
             piece = None if result is None else result[cut]
-            found.append(Part(max(first - start, 0), data[cut], piece))
-    return found
+            parts_within.append(Part(max(first - start, 0), data[cut], piece))
+    return parts_within

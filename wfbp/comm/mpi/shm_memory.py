@@ -38,7 +38,7 @@ log = logging.getLogger("wfbp")
 
 
 def known_reason(wanted: bool) -> str:
-    """Why there is none, where nobody need be surprised."""
+    """The reason why there is no shared memory, if it is an expected one."""
     if not wanted:
         return f"{SWITCH} switches it off"
     # A Python that was built for old systems lacks the call.
@@ -48,18 +48,16 @@ def known_reason(wanted: bool) -> str:
 
 
 def log_reason(who: str, first: bool, answers: Sequence[tuple[str, str]]) -> None:
-    """Log why there is none, on every rank: a warning on the first, unless a rank has an excuse.
+    """Log on every rank why there is no shared memory.
 
-    Args:
-        who: this rank, for messages.
-        first: whether it is the one that warns.
-        answers: excuse and problem of each rank; empty where it has none.
+    ``answers`` are each rank's excuse and problem, empty where it has none. It is a warning on the
+    ``first`` rank, unless a rank has an excuse.
     """
     reasons: dict[str, list[str]] = {}
-    for rank, found in enumerate(answers):
-        if reason := "".join(found):
+    for rank, answer in enumerate(answers):
+        if reason := "".join(answer):
             reasons.setdefault(reason, []).append(str(rank))
-    told = "; ".join(
+    by_reason = "; ".join(
         f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {reason}"
         for reason, ranks in reasons.items()
     )
@@ -68,17 +66,15 @@ def log_reason(who: str, first: bool, answers: Sequence[tuple[str, str]]) -> Non
         logging.WARNING if first and not excused else logging.INFO,
         "%s: ranks of this host do not read each other's memory, and send messages (%s)%s",
         who,
-        told,
+        by_reason,
         "" if excused else f". Messages are slower; set {SWITCH}=0 where that is as it should be",
     )
 
 
 def make_file(token: bytes) -> int:
-    """A file that is as large as the machine's memory.
+    """A file without a name, as large as the machine's memory.
 
-    Raises:
-        OSError: there are no such files, or not so large ones.
-        OverflowError: the same.
+    Raises ``OSError`` or ``OverflowError`` where the system has no such files.
     """
     file = os.memfd_create("wfbp")
     try:
@@ -91,17 +87,10 @@ def make_file(token: bytes) -> int:
 
 
 class Mapping:
-    """A file in memory, which keeps no descriptor open (those of the module ``mmap`` do).
+    """A file mapped into memory, which keeps no descriptor open (the module ``mmap`` keeps one).
 
-    It ends when nothing refers to it and its :attr:`bytes` any more.
-
-    Args:
-        descriptor: of the file; may be closed afterwards.
-        nbytes: length of the file.
-        writeable: whether it can be written.
-
-    Raises:
-        OSError: it cannot be mapped.
+    It is unmapped when nothing refers to it and its :attr:`bytes`. Raises ``OSError`` if it cannot
+    be mapped.
     """
 
     def __init__(self, descriptor: int, nbytes: int, writeable: bool) -> None:
@@ -131,11 +120,7 @@ class Mapping:
         return np.asarray(self)
 
     def advise(self, advice: int, start: int = 0, nbytes: int | None = None) -> None:
-        """As ``mmap.madvise``.
-
-        Raises:
-            OSError: the system refuses.
-        """
+        """As ``mmap.madvise``; raises ``OSError`` where the system refuses."""
         length = self.nbytes if nbytes is None else nbytes
         address = ctypes.c_void_p(self.address + start)
         if _library().madvise(address, ctypes.c_size_t(length), advice):
@@ -149,20 +134,17 @@ class Mapping:
             self.advise(mmap.MADV_REMOVE, start, nbytes)
 
     def keep_only(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Let the file go; some ranges stay where they are, with what they hold, as private memory.
+        """Unmap the file; some ranges stay at their address, with their contents, as private
+        memory.
 
-        Args:
-            ranges: start and end of what is still in use, by pages, in ascending order. Nothing
-                else may be used any more; each range goes with :meth:`discard`.
-
-        Raises:
-            OSError: there is no memory for them.
+        ``ranges`` are start and end of what is in use, in whole pages and ascending;
+        :meth:`discard` frees each. Raises ``OSError`` where there is no memory for them.
         """
         access = mmap.PROT_READ | mmap.PROT_WRITE
         library = _library()
         for start, end in ranges:
             length = end - start
-            # Moved there in one piece: who reads meanwhile finds the same bytes, old or new.
+            # Moved there at once: concurrent readers see the same bytes, old or new.
             copy = _map(None, length, access, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
             ctypes.memmove(copy, self.address + start, length)
             library.mremap.restype = ctypes.c_void_p
@@ -197,7 +179,7 @@ def _library() -> ctypes.CDLL:
 def _map(address: int | None, nbytes: int, access: int, flags: int, descriptor: int) -> int:
     function = _library().mmap
     function.restype = ctypes.c_void_p
-    found: int | None = function(
+    mapped: int | None = function(
         ctypes.c_void_p(address),
         ctypes.c_size_t(nbytes),
         access,
@@ -205,9 +187,9 @@ def _map(address: int | None, nbytes: int, access: int, flags: int, descriptor: 
         descriptor,
         ctypes.c_long(0),
     )
-    if found is None or found == ctypes.c_void_p(-1).value:
+    if mapped is None or mapped == ctypes.c_void_p(-1).value:
         raise _error()
-    return found
+    return mapped
 
 
 def _unmap(address: int, nbytes: int) -> None:
@@ -222,9 +204,8 @@ def _error() -> OSError:
 def open_map(process: int, file: int, token: bytes, mine: bool) -> Mapping:
     """Map a rank's memory.
 
-    Raises:
-        OSError: it cannot be seen from here.
-        ValueError: that is another process's, which has the same number in another container.
+    Raises ``OSError`` if it cannot be opened from here, ``ValueError`` if another process has the
+    same number in its container.
     """
     path = f"/proc/{process}/fd/{file}"
     if not stat.S_ISREG(os.stat(path).st_mode):  # to open or read another one's pipe may block
@@ -244,11 +225,7 @@ def open_map(process: int, file: int, token: bytes, mine: bool) -> Mapping:
 
 
 def _try_free(memory: Mapping) -> None:
-    """Whether what is freed becomes hole.
-
-    Raises:
-        OSError: it does not.
-    """
+    """Raise ``OSError`` unless freed pages become a hole in the file."""
     data = memory.bytes
     data[HEADER_BYTES] = 1
     memory.discard(HEADER_BYTES, PAGE_BYTES)
@@ -262,18 +239,14 @@ _WITHDRAWN_WORD = 8
 
 
 class FreeList:
-    """Which ranges of a memory are free: takes the first that is large enough.
-
-    Args:
-        start: of the memory.
-        end: behind it.
+    """The free ranges of a memory; takes the first that is large enough.
 
     Example:
-        >>> room = FreeList(0, 100)
-        >>> room.take(30), room.take(30)
+        >>> free = FreeList(0, 100)
+        >>> free.take(30), free.take(30)
         (0, 30)
-        >>> room.give(0, 30)
-        >>> room.take(40), room.take(20)
+        >>> free.give(0, 30)
+        >>> free.take(40), free.take(20)
         (60, 0)
     """
 
@@ -281,11 +254,8 @@ class FreeList:
         self._gaps = [(start, end)]
 
     def take(self, nbytes: int) -> int:
-        """Where so many bytes are free, and no longer are.
-
-        Raises:
-            MemoryError: nowhere.
-        """
+        """Take the first free range of ``nbytes`` and return its start; ``MemoryError`` without
+        one."""
         for k, (start, end) in enumerate(self._gaps):
             if end - start >= nbytes:
                 self._gaps[k : k + 1] = [(start + nbytes, end)] if end - start > nbytes else []
@@ -303,35 +273,32 @@ class FreeList:
         self._gaps = joined
 
     def taken(self, start: int, end: int) -> list[tuple[int, int]]:
-        """The ranges between that are not free.
+        """The parts of a range that are in use.
 
-        >>> room = FreeList(0, 100)
-        >>> room.take(30), room.take(30)
+        >>> free = FreeList(0, 100)
+        >>> free.take(30), free.take(30)
         (0, 30)
-        >>> room.taken(0, 100)
+        >>> free.taken(0, 100)
         [(0, 60)]
         """
-        found = []
+        used = []
         for gap_start, gap_end in (*self._gaps, (end, end)):
             if gap_start > start:
-                found.append((start, gap_start))
+                used.append((start, gap_start))
             start = gap_end
-        return found
+        return used
 
 
 class SharedMemory:
-    """The memory of all ranks of a communicator whose ranks share a host.
+    """The memory of all ranks of a communicator whose ranks share a host, mapped by rank.
 
-    :meth:`zeros` and :meth:`offset` may be called by any thread, and arrays be dropped by any.
-
-    Args:
-        rank: this one.
-        maps: of all ranks, by rank; this one's can be written.
+    Only this rank's map is writeable. Any thread may call :meth:`zeros` and :meth:`offset`, and
+    drop arrays.
     """
 
     def __init__(self, rank: int, maps: list[Mapping]) -> None:
         self._whole = [m.bytes for m in maps]
-        self._said = [whole[:HEADER_BYTES].view(np.int64) for whole in self._whole]
+        self._headers = [whole[:HEADER_BYTES].view(np.int64) for whole in self._whole]
         self._rank = rank
         self._map = maps[rank]
         self._address = self._map.address
@@ -344,16 +311,11 @@ class SharedMemory:
 
     @classmethod
     def connect(cls, comm: MPI.Comm, wanted: bool = True) -> SharedMemory | None:
-        """Map the memory of all ranks. Collective.
+        """Map the memory of all ranks that share a host. Collective.
 
-        Args:
-            comm: of ranks that share a host.
-            wanted: whether this rank wants it.
-
-        Returns:
-            The memory; None, on every rank, where it is not wanted or cannot be had on all of them:
-            on other systems than Linux, across containers or users, or where the size of processes
-            is limited. The log says why, on every rank the same.
+        None, on every rank, where a rank does not want it or cannot have it: on systems other than
+        Linux, across containers or users, or under a limit on the size of processes. Every rank
+        logs why.
         """
         token = secrets.token_bytes(_TOKEN_BYTES)
         made: int | None = None
@@ -364,9 +326,9 @@ class SharedMemory:
                 made = make_file(token)
             except Exception as error:  # whatever it is, the others are to hear of it
                 problem = f"it cannot be made: {error}"
-        told = comm.allgather((os.getpid(), made, token))
+        files = comm.allgather((os.getpid(), made, token))
         try:
-            for rank, (process, file, sign) in enumerate(told):
+            for rank, (process, file, sign) in enumerate(files):
                 if file is not None:  # else that rank says why
                     maps.append(open_map(process, file, sign, rank == comm.rank))
         except Exception as error:
@@ -380,23 +342,23 @@ class SharedMemory:
         return None
 
     def withdraw(self) -> None:
-        """From now on, what others read here may not be what they were told of."""
-        if self._said:
-            self._said[self._rank][_WITHDRAWN_WORD] = 1
+        """Mark this rank's memory as invalid: buffers may change from now on."""
+        if self._headers:
+            self._headers[self._rank][_WITHDRAWN_WORD] = 1
 
     def withdrawn(self, rank: int) -> bool:
-        """Whether a rank has said so; asked after its memory has been read."""
-        return bool(self._said[rank][_WITHDRAWN_WORD])
+        """Whether a rank has marked its memory as invalid; checked after it has been read."""
+        return bool(self._headers[rank][_WITHDRAWN_WORD])
 
     def release(self) -> None:
-        """Let all ranks' memory go; nothing is reduced any more, and nothing made.
+        """Unmap all ranks' memory, as the last call.
 
-        Buffers that are still in use here, such as gradients that the program holds, stay where
-        they are, with what they hold, as memory of this process alone.
+        Buffers still in use here, such as gradients that the program holds, stay at their address
+        as private memory.
         """
-        if not self._said:
+        if not self._headers:
             return
-        for views in (*self._views, self._whole, self._said):
+        for views in (*self._views, self._whole, self._headers):
             views.clear()
         with self._lock:
             while self._freed:
@@ -406,16 +368,12 @@ class SharedMemory:
 
     def views(self, start: int, nbytes: int) -> list[Buffer]:
         """These bytes of every rank's memory; :meth:`release` empties the list."""
-        found = [whole[start : start + nbytes] for whole in self._whole]
-        self._views.append(found)
-        return found
+        views = [whole[start : start + nbytes] for whole in self._whole]
+        self._views.append(views)
+        return views
 
     def zeros(self, nbytes: int) -> Buffer:
-        """Bytes that the other ranks can read, all zero.
-
-        Raises:
-            MemoryError: more than the machine has.
-        """
+        """Zeroed bytes that the other ranks can read; ``MemoryError`` where there are no more."""
         length = max(1, -(-nbytes // PAGE_BYTES)) * PAGE_BYTES
         with self._lock:
             while self._freed:

@@ -28,8 +28,8 @@ _LOOK_S, _MOST_LOOK_S = 0.05, 1.0
 
 def number(names: tuple[str, ...], environment: Mapping[str, str]) -> int | None:
     """What a launcher says in one of these variables, where there is one."""
-    found = next((environment[name] for name in names if name in environment), "")
-    return int(found) if found.isdecimal() else None
+    text = next((environment[name] for name in names if name in environment), "")
+    return int(text) if text.isdecimal() else None
 
 
 def under_launcher() -> bool:
@@ -41,13 +41,13 @@ def under_launcher() -> bool:
 def main() -> None:
     """Wait; if that takes too long, tell; tidy up behind a rank that ends meanwhile."""
     limit_s = float(sys.argv[1])
-    begun_s, look_s, told, rank = time.monotonic(), _LOOK_S, False, os.getppid()
+    begun_s, look_s, reported, rank = time.monotonic(), _LOOK_S, False, os.getppid()
     segments: set[str] = set()
     while not select.select([sys.stdin], [], [], look_s)[0]:
         look_s = min(2 * look_s, _MOST_LOOK_S)
         segments |= _segments(rank)
-        if not told and time.monotonic() - begun_s >= limit_s:
-            told = True
+        if not reported and time.monotonic() - begun_s >= limit_s:
+            reported = True
             _tell(limit_s)
     if sys.stdin.buffer.read() != OVER:
         for name in segments:
@@ -88,12 +88,12 @@ def _missing() -> str:
             alive.add(rank)
             if os.path.basename(__file__).encode() in _read(int(pid), "cmdline"):
                 waiting.add(rank)
-    found = [
+    missing = [
         f"rank {rank}, which {'is still elsewhere' if rank in alive else 'has ended'}"
         for rank in range(size)
         if rank not in waiting
     ]
-    return "; ".join(found)
+    return "; ".join(missing)
 
 
 def _launcher(pid: int) -> int:
@@ -112,7 +112,7 @@ def _ancestors(pid: int) -> Iterator[int]:
 
 
 def _environment(pid: int) -> dict[str, str]:
-    """Of a process; empty where it has ended, or is somebody else's."""
+    """The environment of a process; empty where it has ended, or belongs to another user."""
     pairs = _read(pid, "environ").decode(errors="replace").split("\0")
     return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 

@@ -33,13 +33,8 @@ Message = tuple[Buffer, int, bool]
 
 
 class Reduction(NamedTuple):
-    """Contributions that are combined, piece by piece.
-
-    Args:
-        dtype: element type.
-        op: how they combine.
-        pieces: of each, one contribution per rank, and where the result goes.
-    """
+    """Contributions to combine: for each piece one contribution per rank, and where the result
+    goes."""
 
     dtype: str
     op: Op
@@ -55,10 +50,10 @@ class Transfer(Protocol):
 
 
 class Transfers(Protocol):
-    """The transfers of a backend and its duplicates. For one thread.
+    """The transfers of a backend and its duplicates; for one thread.
 
-    The caller keeps its memory: until it is done or, after an error, for ever. After an
-    error of the library nothing more is asked of it.
+    The caller keeps a transfer's memory until it is done or, after an error, forever. Nothing is
+    called any more after an error of the library.
     """
 
     def begin(
@@ -69,40 +64,24 @@ class Transfers(Protocol):
         reduced: Reduction | None = None,
         then: Sequence[Message] = (),
     ) -> Transfer:
-        """Start messages; combine what has arrived once all are complete, then start others.
-
-        Args:
-            comm: the communicator.
-            tag: of the first messages; those behind the reduction have the next one.
-            messages: to start at once.
-            reduced: how what arrives is combined.
-            then: messages to start after that.
-        """
+        """Start ``messages`` with this tag; once all are complete, combine ``reduced`` and start
+        ``then``, with the next tag."""
 
     def progress(self) -> int:
         """Move all transfers on, without blocking; how many messages have ended."""
 
     def rest(self, nap_s: float, most_s: float) -> int:
-        """Sleep, and move all transfers on each ``nap_s`` seconds, until one of them is done.
-
-        Args:
-            nap_s: seconds from one test to the next.
-            most_s: seconds after which it returns anyway.
-
-        Returns:
-            How many messages have ended.
-        """
+        """Sleep, moving all transfers on every ``nap_s`` seconds, until one is done or ``most_s``
+        have passed; returns how many messages have ended."""
 
 
 def find_transfers(mpi: ModuleType, tells: bool = True) -> Transfers:
-    """By the extension where that is possible.
+    """Native transfers where the extension and the library allow it, else those in Python.
 
-    Args:
-        mpi: the module ``mpi4py.MPI``.
-        tells: whether to say where only the library is in the way.
+    ``tells``: log it where only the library prevents native ones.
     """
     if native.Transfers is None:
-        return PythonTransfers()  # what is missing has been told
+        return PythonTransfers()  # the reason has been logged
     try:
         return NativeTransfers(mpi, native.Transfers(**_functions(mpi)))
     except (OSError, AttributeError, ValueError) as error:
@@ -116,12 +95,7 @@ def find_transfers(mpi: ModuleType, tells: bool = True) -> Transfers:
 
 
 class NativeTransfers:
-    """Transfers by the C++ extension, which calls the library that mpi4py has loaded.
-
-    Args:
-        mpi: the module ``mpi4py.MPI``.
-        extension: ``native.Transfers`` of that library.
-    """
+    """Transfers by the C++ extension, which calls the library that mpi4py has loaded."""
 
     def __init__(self, mpi: ModuleType, extension: native.Transfers) -> None:
         self._handle_of = mpi._handleof
@@ -222,13 +196,13 @@ class _Transfer:
 
 
 def _functions(mpi: ModuleType) -> dict[str, Any]:
-    """What the extension has to know of the library.
+    """The addresses of MPI functions and the sizes that the extension needs.
 
     Raises:
         OSError: the library cannot be opened.
-        AttributeError: it has not what is needed.
-        ValueError: its handles are not all of one size, or its errors end the job: of a test of
-            several messages MPICH asks the error handler of ``COMM_SELF``.
+        AttributeError: it lacks a function.
+        ValueError: handles differ in size, or errors end the job (for a test of several messages
+            MPICH calls the error handler of ``COMM_SELF``).
     """
     if mpi.COMM_SELF.Get_errhandler() != mpi.ERRORS_RETURN:
         raise ValueError("the error handler of COMM_SELF is not ERRORS_RETURN, mpi4py's default")
@@ -256,11 +230,7 @@ def _address(function: Any) -> int:
 
 
 def _error_at(mpi: ModuleType) -> int:
-    """Where in a status its error lies, found by a mark.
-
-    Raises:
-        AttributeError: nowhere.
-    """
+    """The offset of the error in a status, found by a marker; ``AttributeError`` without one."""
     status = mpi.Status()
     mark = 0x5A17C0DE
     status.Set_error(mark)

@@ -97,11 +97,7 @@ def threshold(trace: Trace, costs: Costs, *, threshold_bytes: int = DEFAULT_BYTE
 
 
 def ends_by_size(sizes: Sequence[int], threshold_bytes: int) -> list[int]:
-    """Ends of the runs that are closed once they hold ``threshold_bytes`` or more.
-
-    Raises:
-        ValueError: ``threshold_bytes`` is under 1.
-    """
+    """Ends of the groups that are closed once they hold ``threshold_bytes`` or more, at least 1."""
     if not threshold_bytes >= 1:
         raise ValueError(f"threshold_bytes: expected at least 1, found {threshold_bytes!r}")
     ends = []
@@ -229,7 +225,7 @@ def ipart(trace: Trace, costs: Costs) -> Plan:
     Partitions of the pull follow each other in forward order: while the layers of one compute,
     the next one travels. The push mirrors it: seen from the end of backward, while the layers of
     one partition compute, the one sent before travels. Where not even one tensor fits, one is
-    taken. The rule does not say how large the exposed partition at the border is; 1, 2, 4, ...
+    taken. The rule does not say how large the exposed partition between the phases is; 1, 2, 4, ...
     tensors are tried in each phase, and the size that ends earliest is taken.
 
     Args:
@@ -268,7 +264,7 @@ def _best_ends(row: Row, compute_s: Sequence[float], kappa: float) -> list[int]:
     sent = list(accumulate(reversed(row.sizes), initial=0))
     computed = list(accumulate(compute_s, initial=0.0))
     cost = row.segments[0][1]
-    found = []
+    candidates = []
     first = 1
     while True:
         first = min(first, num_tensors)
@@ -276,9 +272,9 @@ def _best_ends(row: Row, compute_s: Sequence[float], kappa: float) -> list[int]:
         ends = [num_tensors - start for start in reversed(starts)]
         partition = measure(row, ends, kappa)
         lag = kappa / (1.0 + kappa)
-        found.append((partition.makespan + lag * partition.busy, len(ends), ends))
+        candidates.append((partition.makespan + lag * partition.busy, len(ends), ends))
         if first == num_tensors:
-            return min(found)[2]
+            return min(candidates)[2]
         first *= 2
 
 

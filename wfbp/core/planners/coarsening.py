@@ -20,33 +20,28 @@ def even_progress(trace: Trace) -> list[float]:
     return list(accumulate(shares, initial=0.0))
 
 
-def spread_borders(marks: Sequence[float], low: int, high: int, count: int) -> list[int]:
-    """At most ``count`` + 1 borders from ``low`` to ``high``, both included, evenly by ``marks``.
+def spread_boundaries(progress: Sequence[float], low: int, high: int, count: int) -> list[int]:
+    """At most ``count`` + 1 boundaries from ``low`` to ``high``, including both, even in progress.
 
     Example:
-        >>> spread_borders([0.0, 1.0, 2.0, 6.0, 7.0, 8.0], 0, 5, 2)
+        >>> spread_boundaries([0.0, 1.0, 2.0, 6.0, 7.0, 8.0], 0, 5, 2)
         [0, 3, 5]
     """
     if high - low <= count:
         return list(range(low, high + 1))
-    step = (marks[high] - marks[low]) / count
+    step = (progress[high] - progress[low]) / count
     chosen = [low]
     for at in range(low + 1, high):
-        if marks[at] - marks[low] >= len(chosen) * step and len(chosen) < count:
+        if progress[at] - progress[low] >= len(chosen) * step and len(chosen) < count:
             chosen.append(at)
     return [*chosen, high]
 
 
-def coarsened(trace: Trace, borders: Sequence[int]) -> Trace:
-    """The trace whose tensors are all those between two borders, in backward order, as one.
-
-    Args:
-        trace: sizes and compute times.
-        borders: counted in backward order, from 0 to the number of tensors.
-    """
+def coarsened(trace: Trace, boundaries: Sequence[int]) -> Trace:
+    """The trace in which the tensors between two boundaries, in backward order, are one."""
     rows = trace.tensors[::-1]
     merged = []
-    for start, end in pairwise(borders):
+    for start, end in pairwise(boundaries):
         run = rows[start:end]
         merged.append(
             TraceTensor(
@@ -58,22 +53,18 @@ def coarsened(trace: Trace, borders: Sequence[int]) -> Trace:
     return Trace(trace.model, tuple(reversed(merged)), trace.other_s)
 
 
-def refined(modes: Modes, borders: Sequence[int]) -> Modes:
+def refined(modes: Modes, boundaries: Sequence[int]) -> Modes:
     """Modes of a coarsened trace as modes of the one that it came from."""
-    return tuple((borders[end], operation) for end, operation in modes)
+    return tuple((boundaries[end], operation) for end, operation in modes)
 
 
-def expanded(plan: Plan, trace: Trace, borders: Sequence[int]) -> Plan:
-    """A plan of a coarsened trace as one of the trace that it came from: what was one tensor
-    travels together.
+def expanded(plan: Plan, trace: Trace, boundaries: Sequence[int]) -> Plan:
+    """The plan of ``coarsened(trace, boundaries)`` as a plan of ``trace``.
 
-    Args:
-        plan: of ``coarsened(trace, borders)``.
-        trace: of all tensors.
-        borders: counted in backward order, from 0 to the number of tensors.
+    One coarse tensor becomes consecutive tensors of one group.
     """
     last = len(trace.tensors) - 1
-    blocks = [range(last - start, last - end, -1) for start, end in pairwise(borders)][::-1]
+    blocks = [range(last - start, last - end, -1) for start, end in pairwise(boundaries)][::-1]
     groups: list[Group] = []
     for group in plan.groups:
         order = 1 if group.phase is Phase.BACKWARD else -1

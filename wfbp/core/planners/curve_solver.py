@@ -24,12 +24,9 @@ ROUNDING = 1e-12
 class CurveSolver:
     """Exact answers for any monotone cost.
 
-    A run that mixes element types costs one message per type. It is taken to leave as a whole,
-    when its last gradient exists.
-
-    Args:
-        row: what is cut into runs.
-        kappa: interference; on the compute clock a message takes 1 / (1 + kappa) of its cost.
+    A run of several element types costs one message per type, all sent when its last gradient
+    exists. With interference ``kappa`` a message takes 1 / (1 + kappa) of its cost on the compute
+    clock.
     """
 
     def __init__(self, row: Row, kappa: float) -> None:
@@ -97,17 +94,19 @@ class CurveSolver:
         return self._partition(ends[::-1])
 
     def cheapest(self, makespan: float) -> Partition | None:
-        """Backward from the deadline D, with least busy time.
+        """The partition of least busy time whose makespan is at most the deadline D, built from the
+        end.
 
-        Let runs leave as late as they can: back to back, the last arriving at D. If those behind
-        j keep the channel busy for w(j), the run (i, j] starts at D - (w(j) + c) / (1 + kappa),
-        and it may if that is r_j or later. Less busy time behind j so both costs less and leaves
-        more room before it, and one figure per j is enough:
+        Let each run leave as late as it can: back to back, the last arriving at D. If the runs
+        behind j keep the channel busy for w(j), the run (i, j] starts at D - (w(j) + c) / (1 +
+        kappa), which must be r_j or later. Less busy time behind j both costs less and leaves more
+        time before it, so one number per j is enough:
 
             w(i) = min over j > i of  w(j) + c(P_j - P_i)   where it is <= (1 + kappa) * (D - r_j)
 
-        The least busy time is a falling staircase over D: an answer holds from its own makespan
-        up to the deadline that was asked for, and searches ask within one step again and again.
+        The least busy time is a step function that falls with D. An answer holds for all deadlines
+        from its own makespan up to D, and searches ask within one step again and again, so it is
+        kept.
         """
         if makespan < self._floor or makespan <= self._impossible:
             return None
@@ -124,17 +123,17 @@ class CurveSolver:
         return partition
 
     def _cheapest(self, makespan: float) -> Partition | None:
-        room = self._room(makespan)
+        latest_busy = self._latest_busy(makespan)
         busy = np.full(self._n + 1, np.inf)
         busy[-1] = 0.0
         following = np.zeros(self._n + 1, dtype=np.int64)
         for j in range(self._n, 0, -1):
-            if busy[j] > room[j]:
+            if busy[j] > latest_busy[j]:
                 continue
             row = self._row(j) if self._table is None else self._table[j]
             through = row[:j] + busy[j]
             better = through < busy[:j]
-            better &= through <= room[j]
+            better &= through <= latest_busy[j]
             np.copyto(busy[:j], through, where=better)  # much faster than busy[:j][better] = ...
             np.copyto(following[:j], j, where=better)
         if not np.isfinite(busy[0]):
@@ -147,14 +146,14 @@ class CurveSolver:
     def fewest(
         self, makespan: float, accept: Callable[[Partition], bool], at_most: int
     ) -> Partition | None:
-        """As :meth:`cheapest`, one table per number of runs, until one reaches the start.
+        """As :meth:`cheapest`, with one table per number of runs, until one covers the whole row.
 
-        A state is dropped where fewer runs reach it as cheaply, and where even the fastest
-        partition of what is left in front would come too late.
+        A state is dropped if fewer runs reach it as cheaply, or if even the fastest partition of
+        the rest would be too late.
         """
         if makespan < self._floor:
             return None
-        room = self._room(makespan)
+        latest_busy = self._latest_busy(makespan)
         earliest = self._best[0]
         busy = np.full(self._n + 1, np.inf)
         busy[-1] = 0.0
@@ -164,7 +163,7 @@ class CurveSolver:
             alive = np.flatnonzero(np.isfinite(busy))
             if not len(alive):
                 return None
-            busy, following = self._one_run_more(busy, room, alive)
+            busy, following = self._one_run_more(busy, latest_busy, alive)
             busy[busy >= least] = np.inf
             late = makespan - self._speed * busy < earliest - ROUNDING * makespan
             busy[late] = np.inf
@@ -180,13 +179,13 @@ class CurveSolver:
                 busy[0] = np.inf
         return None
 
-    def _one_run_more(self, busy: Floats, room: Floats, alive: Ints) -> tuple[Floats, Ints]:
+    def _one_run_more(self, busy: Floats, latest_busy: Floats, alive: Ints) -> tuple[Floats, Ints]:
         least = np.full(self._n + 1, np.inf)
         following = np.zeros(self._n + 1, dtype=np.int64)
         columns = np.arange(self._n + 1)
         for js in _chunks(alive, self._n + 1):
             through = self._rows(js) + busy[js, None]
-            through[through > room[js, None]] = np.inf
+            through[through > latest_busy[js, None]] = np.inf
             first = through.argmin(axis=0)
             through_first = through[first, columns]
             better = through_first < least
@@ -194,10 +193,10 @@ class CurveSolver:
             following[better] = js[first[better]]
         return least, following
 
-    def _room(self, makespan: float) -> Floats:
+    def _latest_busy(self, makespan: float) -> Floats:
         """Busy time that may lie behind the start of a run that ends with gradient j."""
-        room: Floats = (makespan - self._r) / self._speed
-        return room
+        latest_busy: Floats = (makespan - self._r) / self._speed
+        return latest_busy
 
     def _partition(self, ends: Sequence[int]) -> Partition:
         at = busy = 0.0

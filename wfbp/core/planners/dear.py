@@ -28,12 +28,11 @@ several ranks overlap, each would put back what another had set."""
 
 
 class ThresholdSearch:
-    """A Gaussian process over the logarithm of the threshold, and expected improvement.
-
-    The same answers lead to the same questions, on every rank.
+    """Bayesian optimisation: a Gaussian process over the logarithm of the threshold, and expected
+    improvement. Equal measurements lead to equal proposals, on every rank.
 
     Args:
-        first_bytes: asked first; the search goes from 1/25 of it to about ten times as much.
+        first_bytes: proposed first; the search covers 1/25 of it to about ten times as much.
 
     Raises:
         ImportError: the ``search`` extra is not installed.
@@ -60,22 +59,22 @@ class ThresholdSearch:
         )
         self._scale = first_bytes / DEFAULT_BYTES
         self._first_s = 0.0
-        self._asked: dict[str, float] = {}
+        self._proposed: dict[str, float] = {}
 
     def ask(self) -> int:
         """The threshold to try next, in bytes."""
         if self._first_s:
             with _ONE_AT_A_TIME:
-                self._asked = self._search.suggest()
+                self._proposed = self._search.suggest()
         else:
-            self._asked = {"doublings": math.log2(DEFAULT_BYTES / MIN_SEARCHED_BYTES)}
-        searched: float = MIN_SEARCHED_BYTES * 2.0 ** self._asked["doublings"]
+            self._proposed = {"doublings": math.log2(DEFAULT_BYTES / MIN_SEARCHED_BYTES)}
+        searched: float = MIN_SEARCHED_BYTES * 2.0 ** self._proposed["doublings"]
         return max(1, round(searched * self._scale))
 
     def tell(self, iteration_s: float) -> None:
         """What an iteration took with the threshold last asked for."""
         self._first_s = self._first_s or iteration_s
-        self._search.register(params=self._asked, target=-iteration_s / self._first_s)
+        self._search.register(params=self._proposed, target=-iteration_s / self._first_s)
 
 
 def dear(trace: Trace, costs: Costs, *, threshold_bytes: int = DEFAULT_BYTES) -> Plan:
@@ -145,4 +144,4 @@ def dear_search(trace: Trace, costs: Costs, *, trials: int = 10) -> Plan:
         made = dear(trace, costs, threshold_bytes=search.ask())
         plans.append((iteration_s(made, trace, costs), made))
         search.tell(plans[-1][0])
-    return min(plans, key=lambda found: found[0])[1]
+    return min(plans, key=lambda candidate: candidate[0])[1]

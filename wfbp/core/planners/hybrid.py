@@ -23,7 +23,7 @@ from wfbp.core.planners.baselines import (
     single,
     threshold,
 )
-from wfbp.core.planners.coarsening import coarsened, even_progress, refined, spread_borders
+from wfbp.core.planners.coarsening import coarsened, even_progress, refined, spread_boundaries
 from wfbp.core.planners.dear import dear
 from wfbp.core.planners.exact import independent, oasr
 from wfbp.core.planners.optimum import PRECISION, ROUNDING, TOLERANCE, check_tolerance
@@ -40,26 +40,26 @@ from wfbp.core.types import Operation
 Floats = npt.NDArray[np.float64]
 
 MAX_BORDERS = 48
-"""Borders between which groups are sought; with no more tensors than that, all of them."""
+"""Boundaries between which groups are sought; with no more tensors than that, all of them."""
 MAX_STATES = 48
-"""Pareto states kept per border; with more, some that lie close to others are dropped."""
+"""Pareto states kept per boundary; with more, some that lie close to others are dropped."""
 
 
 def shared_modes(trace: Trace, costs: Costs) -> Modes:
     """Modes of the best plan whose all-gathers are of the same groups as its reduce-scatters.
 
-    A state of gradient j is (f, g): when backward's channel is free after the groups of 1..j,
-    and when their all-gathers end in forward's mirror (``Rows.forward``). A group (i, j] leads
-    from (f, g) of i to one of
+    A state of gradient j is (f, g): when backward's channel is free after the groups of 1..j, and
+    when their all-gathers end in mirrored forward (``Rows.forward``). A group (i, j] leads from (f,
+    g) of i to one of
 
         all-reduced   max(f, r_j) + c_AR(P_j - P_i),   g
         decoupled     max(f, r_j) + c_RS(P_j - P_i),   max(g, r'_j) + c_AG(P_j - P_i)
 
-    Both programmes run through the gradients in the same order, so states that another one beats
-    in both figures are dropped, and of those at j = L the one of least f + max(g, T_f) wins. With
-    interference ready times move with the busy time so far, and states are compared as without.
+    Both phases run through the gradients in the same order, so a state that is no better in either
+    number is dropped; of those at j = L the one of least f + max(g, T_f) wins. With interference,
+    ready times move with the busy time so far, and states are compared as without it.
 
-    Exact without interference for as many tensors and states as are kept (the constants above).
+    Exact without interference, up to the number of tensors and states kept (the constants above).
     """
     solver = _SharedSearch(trace, costs)
     return solver.modes()
@@ -68,8 +68,8 @@ def shared_modes(trace: Trace, costs: Costs) -> Modes:
 class _SharedSearch:
     def __init__(self, trace: Trace, costs: Costs) -> None:
         num_tensors = len(trace.tensors)
-        self._borders = spread_borders(even_progress(trace), 0, num_tensors, MAX_BORDERS)
-        at = np.array(self._borders)
+        self._boundaries = spread_boundaries(even_progress(trace), 0, num_tensors, MAX_BORDERS)
+        at = np.array(self._boundaries)
         backward_s = np.concatenate([[0.0], trace.ready_times_s])
         forward_s = np.cumsum([0.0, *(t.forward_s for t in reversed(trace.tensors))])
         self._r: Floats = backward_s[at]
@@ -79,11 +79,11 @@ class _SharedSearch:
         self._lag = costs.kappa / (1.0 + costs.kappa)
 
     def modes(self) -> Modes:
-        """Forward over the borders, then back along the choices."""
+        """Forward over the boundaries, then back along the choices."""
         # Columns of a state: f, g, busy time of backward, of forward; then where it came from.
         fronts = [np.zeros((1, 4))]
         origins: list[npt.NDArray[np.int64]] = [np.zeros((1, 3), dtype=np.int64)]
-        for j in range(1, len(self._borders)):
+        for j in range(1, len(self._boundaries)):
             states, origin = self._arrivals(fronts, j)
             kept = _pareto(states[:, 0], states[:, 1])
             fronts.append(states[kept])
@@ -92,11 +92,11 @@ class _SharedSearch:
         floor = self._left[-1] + self._lag * last[:, 3]
         state = int(np.argmin(last[:, 0] + np.maximum(last[:, 1], floor)))
         modes: list[tuple[int, Operation]] = []
-        j = len(self._borders) - 1
+        j = len(self._boundaries) - 1
         while j > 0:
             i, before, decoupled = origins[j][state]
             operation = Operation.REDUCE_SCATTER if decoupled else Operation.ALL_REDUCE
-            modes.append((self._borders[j], operation))
+            modes.append((self._boundaries[j], operation))
             j, state = int(i), int(before)
         return tuple(reversed(modes))
 
@@ -112,10 +112,10 @@ class _SharedSearch:
         start = np.maximum(f, self._r[j] + self._lag * busy_f)
         reduced = np.stack([start + reduce_s, g, busy_f + reduce_s, busy_g], axis=1)
         after = np.maximum(g, self._left[j] + self._lag * busy_g) + gather_s
-        apart = np.stack([start + scatter_s, after, busy_f + scatter_s, busy_g + gather_s], axis=1)
+        split = np.stack([start + scatter_s, after, busy_f + scatter_s, busy_g + gather_s], axis=1)
         origin = np.stack([i, number], axis=1)
         ways = [np.column_stack([origin, np.full(len(i), way)]) for way in (0, 1)]
-        return np.concatenate([reduced, apart]), np.concatenate(ways)
+        return np.concatenate([reduced, split]), np.concatenate(ways)
 
 
 def _pareto(f: Floats, g: Floats) -> npt.NDArray[np.int64]:
@@ -130,26 +130,24 @@ def _pareto(f: Floats, g: Floats) -> npt.NDArray[np.int64]:
 
 
 POSITIONS = 24
-"""Borders looked at in one round; with no more tensors than that, all of them."""
+"""Boundaries looked at in one round; with no more tensors than that, all of them."""
 
 
-def best_split(trace: Trace, settle: Callable[[Modes], PhasePartitions]) -> PhasePartitions:
-    """The best borders s <= t: gradients s+1..t are decoupled, the others all-reduced.
+def best_split(trace: Trace, optimize: Callable[[Modes], PhasePartitions]) -> PhasePartitions:
+    """The best boundaries s <= t: gradients s+1..t are decoupled, the others all-reduced.
 
-    Backward has room early, when the channel still waits for gradients: what is all-reduced then
-    need not be gathered. And where all-reduce is cheaper than both halves of it, the last
-    gradients, which nothing can hide, are all-reduced too. First s is sought with t = L, then
-    t with that s: among evenly spread positions, and again around the best of them.
+    The channel is idle early in backward, so all-reducing the first gradients saves their gathers.
+    If an all-reduce costs less than its two halves, the last gradients, which nothing hides, are
+    all-reduced too. First s is sought with t = L, then t with that s: among evenly spread
+    positions, and again around the best of them.
 
-    Args:
-        trace: sizes and compute times.
-        settle: the shortest iteration with given modes.
+    ``optimize`` gives the shortest iteration with given modes.
     """
     last = len(trace.tensors)
-    marks = even_progress(trace)
+    progress = even_progress(trace)
 
     def split(s: int, t: int) -> PhasePartitions:
-        return settle(
+        return optimize(
             (
                 (s, Operation.ALL_REDUCE),
                 (t, Operation.REDUCE_SCATTER),
@@ -157,25 +155,25 @@ def best_split(trace: Trace, settle: Callable[[Modes], PhasePartitions]) -> Phas
             )
         )
 
-    first = _least(lambda s: split(s, last), marks, 0, last)
-    return _least(lambda t: split(first[0], t), marks, first[0], last)[1]
+    first = _least(lambda s: split(s, last), progress, 0, last)
+    return _least(lambda t: split(first[0], t), progress, first[0], last)[1]
 
 
 def _least(
-    score: Callable[[int], PhasePartitions], marks: Sequence[float], low: int, high: int
+    score: Callable[[int], PhasePartitions], progress: Sequence[float], low: int, high: int
 ) -> tuple[int, PhasePartitions]:
-    """The border of least iteration among those looked at: narrowing around the best."""
-    found: dict[int, PhasePartitions] = {}
+    """The boundary of least iteration among those looked at: narrowing around the best."""
+    scores: dict[int, PhasePartitions] = {}
     while True:
-        for position in spread_borders(marks, low, high, POSITIONS):
-            if position not in found:
-                found[position] = score(position)
-        best = min(found, key=lambda at: (found[at].seconds, at))
-        known = sorted(found)
+        for position in spread_boundaries(progress, low, high, POSITIONS):
+            if position not in scores:
+                scores[position] = score(position)
+        best = min(scores, key=lambda at: (scores[at].seconds, at))
+        known = sorted(scores)
         at = known.index(best)
         low, high = known[max(at - 1, 0)], known[min(at + 1, len(known) - 1)]
         if high - best <= 1 and best - low <= 1:
-            return best, found[best]
+            return best, scores[best]
 
 
 Planner = Callable[[Trace, Costs], Plan]
@@ -238,11 +236,11 @@ def hybrid(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> Plan:
     partition_optimizer = PartitionOptimizer(trace, costs)
     num_tensors = len(trace.tensors)
     reduced, decoupled = (
-        partition_optimizer.settle(all_by(operation, num_tensors))
+        partition_optimizer.best_partitions(all_by(operation, num_tensors))
         for operation in (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER)
     )
     mixed = [
-        partition_optimizer.settle(modes, MIXED_PRECISION)
+        partition_optimizer.best_partitions(modes, MIXED_PRECISION)
         for modes in (split_modes(trace, costs), shared_modes(trace, costs))
     ]
     candidates = [reduced, decoupled, *mixed]
@@ -270,13 +268,17 @@ def split_modes(trace: Trace, costs: Costs) -> Modes:
     """Modes of the best split; on a coarsened trace where exact partitions take long."""
     curves = [costs.of(operation) for operation in Operation]
     dtypes = {t.spec.dtype for t in trace.tensors}
-    borders = list(range(len(trace.tensors) + 1))
+    boundaries = list(range(len(trace.tensors) + 1))
     if len(dtypes) > 1 or not all(isinstance(curve, LinearCost) for curve in curves):
-        borders = spread_borders(even_progress(trace), 0, len(trace.tensors), MAX_CURVE_TENSORS)
-        trace = coarsened(trace, borders)
+        boundaries = spread_boundaries(
+            even_progress(trace), 0, len(trace.tensors), MAX_CURVE_TENSORS
+        )
+        trace = coarsened(trace, boundaries)
     partition_optimizer = PartitionOptimizer(trace, costs)
-    best = best_split(trace, lambda modes: partition_optimizer.settle(modes, SEARCH_PRECISION))
-    return refined(best.modes, borders)
+    best = best_split(
+        trace, lambda modes: partition_optimizer.best_partitions(modes, SEARCH_PRECISION)
+    )
+    return refined(best.modes, boundaries)
 
 
 def _chosen(plans: list[Plan], trace: Trace, costs: Costs, latest_s: float) -> Plan:

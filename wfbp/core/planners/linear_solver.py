@@ -12,11 +12,9 @@ from wfbp.core.planners.partition import Partition, Row
 
 
 class LinearSolver:
-    """Exact answers where a message of m bytes takes alpha + beta * m seconds.
+    """Exact answers where m bytes take alpha + beta * m seconds, for one element type.
 
-    Args:
-        row: of one element type; the cost of every segment is linear.
-        kappa: interference; on the compute clock a message takes 1 / (1 + kappa) of its cost.
+    With interference ``kappa`` a message takes 1 / (1 + kappa) of its cost on the compute clock.
     """
 
     def __init__(self, row: Row, kappa: float) -> None:
@@ -32,12 +30,12 @@ class LinearSolver:
     def fastest(self) -> Partition:
         """finish(j) = min over i < j of max(finish(i), r_j) + alpha + beta * (P_j - P_i).
 
-        finish never falls in j: leaving the last gradient out of a partition of 1..j makes one
-        of 1..j-1 that ends no later. So i with finish(i) <= r_j are a prefix 0..i0, of which i0
-        is best (it leaves the fewest bytes). For the others the term is
-        (finish(i) - beta * P_i) + alpha + beta * P_j: a minimum over the window i0 < i < j, both
-        of whose borders only move right, so a monotone queue yields it in O(L) altogether. Where
-        a segment begins, the row to the left is out of reach and finish goes on.
+        finish never falls in j: leaving the last gradient out of a partition of 1..j makes one of
+        1..j-1 that ends no later. So the i with finish(i) <= r_j are a prefix 0..i0, of which i0 is
+        best (it leaves the fewest bytes). For the others the term is (finish(i) - beta * P_i) +
+        alpha + beta * P_j: a minimum over the window i0 < i < j, whose ends only move right, so a
+        monotone queue finds all of them in O(L). A run does not reach across the start of its
+        segment; finish carries on.
         """
         num_tensors = len(self._r)
         finish = [0.0] * (num_tensors + 1)
@@ -74,24 +72,25 @@ class LinearSolver:
         return self._partition(ends[::-1])
 
     def cheapest(self, makespan: float, at_most: int | None = None) -> Partition | None:
-        """Backward from the deadline D, each run as long as it may be.
+        """The partition of least busy time whose makespan is at most D, each run as long as
+        allowed.
 
-        Let runs leave as late as they can: back to back, the last arriving at D. The t-th run
+        Let each run leave as late as it can: back to back, the last arriving at D. The t-th run
         from the end, (i, j], then starts at D - beta * (P_L - P_i) - t * alpha whatever the runs
-        behind it are, and it may if that is r_j or later:
+        behind it are, which must be r_j or later:
 
             beta * P_i >= r_j + t * alpha - (D - beta * P_L)
 
-        Busy time is alpha * t + beta * P_L, so cheapest means fewest runs, and taking the
-        smallest such i each time yields them. Proof: write (j, t) for "t runs cover j+1..L". If
-        j' <= j and t' <= t, any step from (j, t) to i < j' is allowed from (j', t') too, since
-        the right side grows with j (through r_j) and with t; and if i >= j', then (j', t') already
-        covers more with fewer runs. So a state with both figures smaller reaches 0 with no more
-        runs, and the greedy choice always has the smallest j for its t. If from its j no i is
-        allowed, no state reached by t runs goes below j either, hence nothing reaches 0.
+        Busy time is alpha * t + beta * P_L, so the cheapest partition has the fewest runs, and
+        taking the smallest such i each time finds it. Proof: write (j, t) for "t runs cover
+        j+1..L". If j' <= j and t' <= t, any step from (j, t) to i < j' is allowed from (j', t')
+        too, since the right side grows with j (through r_j) and with t; and if i >= j', then (j',
+        t') already covers more with fewer runs. So a state smaller in both numbers reaches 0 with
+        no more runs, and the greedy choice always has the smallest j for its t. If no i is allowed
+        from its j, no state reached by t runs goes below j either, so none reaches 0.
 
-        A segment is such a row of its own, whose deadline is the start of what lies behind it:
-        the fewest runs there leave the latest deadline to the segments before.
+        Each segment is such a row; its deadline is the start of the segments behind it, and the
+        fewest runs there leave the latest deadline to those before.
         """
         if makespan < self._floor:
             return None
@@ -152,7 +151,7 @@ class _Piece:
         self._sent_s = beta * prefix[end] - beta * prefix[start]
         self.alpha = cost.alpha_s * speed
         self.sent = [speed * (beta * p) for p in prefix[start : end + 1]]
-        """Seconds of beta for all bytes of the row up to each border of the segment."""
+        """Seconds of beta for all bytes of the row up to each boundary of the segment."""
 
     def busy_s(self, num_runs: int) -> float:
         """Wall seconds of the segment in that many messages."""

@@ -1,4 +1,4 @@
-"""The best partition of a row: earliest finish, and fewest runs for a finish almost as early."""
+"""The best partition of a row: the earliest finish, and the fewest runs for almost that finish."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ ROUNDING = 1e-12
 
 
 def check_tolerance(tolerance: float) -> None:
-    """Refuse what is no tolerance.
-
-    Raises:
-        ValueError: negative, infinite or not a number.
-    """
+    """Raise ``ValueError`` unless the tolerance is finite and at least 0."""
     if not 0.0 <= tolerance < float("inf"):
         raise ValueError(f"tolerance: expected a finite number of at least 0, found {tolerance!r}")
 
@@ -40,19 +36,20 @@ def finish_s(partition: Partition, lag: float) -> float:
 
 
 def optimum(solver: Solver, lag: float, fixed_s: float, precision: float = PRECISION) -> Partition:
-    """The partition of least finish.
+    """The partition with the earliest finish, makespan + lag * busy time.
 
-    Without interference that is the fastest. With it, let b(v) be the least busy time of
-    makespan at most v: a falling staircase, of which the solver gives any point. An interval
-    (low, high] of makespans holds no finish under low + lag * b(high), so intervals are split,
-    most promising first, until none can beat the best by more than the precision. Each answer
-    moves to a corner of the staircase, and the step just below it is asked for too.
+    Without interference this is the fastest partition. With it, let b(v) be the least busy time of
+    partitions with makespan at most v, a step function that falls with v; the solver evaluates it
+    at any point. Every partition with makespan in (low, high] finishes at low + lag * b(high) or
+    later. This bound drives a branch and bound: the interval of the least bound is split until no
+    bound is below the best finish by more than the precision. Each answer of the solver ends at a
+    step of b, so the search also asks just below it.
 
     Args:
         solver: of the row.
         lag: kappa / (1 + kappa).
-        fixed_s: seconds of the iteration beside this phase; the precision is relative to all.
-        precision: how far from the optimum the answer may be.
+        fixed_s: the rest of the iteration, in seconds.
+        precision: relative to the whole iteration.
     """
     best = solver.fastest()
     if lag == 0.0:
@@ -85,12 +82,12 @@ def optimum(solver: Solver, lag: float, fixed_s: float, precision: float = PRECI
 
 
 def fewest(solver: Solver, lag: float, latest_s: float, best: Partition) -> Partition:
-    """The fewest runs that finish by ``latest_s``, or ``best`` where it has as few.
+    """The partition of fewest runs that finishes by ``latest_s``; ``best`` if no other has fewer.
 
-    All partitions in question have a makespan of at most v = latest. So they keep the channel
-    busy for at least b(v), which leaves v = latest - lag * b(v) for the makespan, and so on down
-    to the fixed point. For a linear cost b is known from the number of runs alone, hence the
-    cheapest partition there is the one of fewest runs.
+    Such a partition has makespan v <= latest, so its busy time is at least b(v), which leaves v <=
+    latest - lag * b(v) for the makespan. Iterating this to its fixed point gives the deadline for
+    which the solver is asked. (For a linear cost b(v) depends on the number of runs alone, so the
+    cheapest partition is the one of fewest runs.)
     """
     makespan = latest_s
     at_most = len(best.ends)
@@ -127,7 +124,7 @@ def fastest_of_as_few(
 def within(
     solver: Solver, lag: float, fixed_s: float, best: Partition, tolerance: float
 ) -> Partition:
-    """The fewest runs whose iteration is within ``tolerance`` of that by ``best``.
+    """The partition of fewest runs whose iteration is within ``tolerance`` of that with ``best``.
 
     Among partitions of as few runs it is the fastest, to a thousandth of the tolerance.
     """

@@ -1,7 +1,7 @@
-"""Partitions: into which runs is a row of gradients cut, in backward and in forward?
+"""Partitions: how a row of gradients is cut into runs, in backward and in forward.
 
-The solvers answer for one :class:`Row`; :class:`Rows` are those of a trace. Interference is taken
-out by the compute clock (see ``wfbp.core.timeline``): ready times are then fixed.
+The solvers work on one :class:`Row`; :class:`Rows` makes those of a trace. Times count on the
+compute clock (see ``wfbp.core.timeline``), on which interference does not move ready times.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Ends = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Gradients that cross the channel in this order, in runs.
+    """Gradients that are sent in this order, in runs.
 
     Args:
         ready_s: r_1 <= ... <= r_L, seconds from the start of the phase.
         sizes: bytes m_1..m_L.
         dtypes: element type of each.
         segments: (end, cost of a message) in order, the last end being L. A run lies within one
-            segment: what is sent by different collectives cannot share a message.
+            segment, because a message has one collective.
         floor_s: the phase takes at least this long, whatever is sent.
     """
 
@@ -55,7 +55,7 @@ class Partition:
 
 
 def measure(row: Row, ends: Sequence[int], kappa: float) -> Partition:
-    """A partition that somebody else made, with its figures. For one element type."""
+    """A given partition with its makespan and busy time. For one element type."""
     speed = 1.0 / (1.0 + kappa)
     at = busy = 0.0
     start = 0
@@ -83,9 +83,9 @@ class Solver(Protocol):
     def fewest(
         self, makespan: float, accept: Callable[[Partition], bool], at_most: int
     ) -> Partition | None:
-        """Of the fewest runs (at most ``at_most``) of at most this makespan, and accepted.
+        """The fewest runs, at most ``at_most``, within this makespan that ``accept`` allows.
 
-        Of each number of runs only the cheapest is asked about.
+        For each number of runs only the cheapest partition is considered.
         """
 
 
@@ -94,12 +94,7 @@ Modes = tuple[tuple[int, Operation], ...]
 
 
 class Rows:
-    """The rows of one trace under whatever modes.
-
-    Args:
-        trace: sizes and compute times.
-        costs: of the channel.
-    """
+    """The rows of one trace, for given modes."""
 
     def __init__(self, trace: Trace, costs: Costs) -> None:
         self._ready_s = trace.ready_times_s
@@ -114,16 +109,15 @@ class Rows:
         return Row(self._ready_s, self._sizes, self._dtypes, segments, self._ready_s[-1])
 
     def forward(self, scattered: Sequence[int]) -> Row:
-        """All-gathers of the next forward, seen from its end backward in time.
+        """The row of all-gathers of the next forward, seen from its end backward in time.
 
-        Let forward end at T. Tensor i has to be there at T - s_i, s_i being the forward compute
+        Let forward end at T. Tensor i must have arrived at T - s_i, s_i being the forward compute
         from i to the end. Run time backward from T: now the message that holds i cannot start
-        before s_i, messages follow each other from the last tensor to the first, and the last
-        one ends where forward begins. So it is backward's problem with s_i as ready times, and
-        its makespan is T.
+        before s_i, messages follow each other from the last tensor to the first, and the last one
+        ends where forward begins. So it is backward's problem with s_i as ready times, and its
+        makespan is T.
 
-        Args:
-            scattered: positions in backward order (from 0) of what is gathered, increasing.
+        ``scattered`` are increasing positions in backward order, from 0.
         """
         return Row(
             [self._left_s[k] for k in scattered],
@@ -151,10 +145,10 @@ def scattered(modes: Modes) -> list[int]:
         >>> scattered(((2, Operation.ALL_REDUCE), (4, Operation.REDUCE_SCATTER)))
         [2, 3]
     """
-    found: list[int] = []
+    positions: list[int] = []
     start = 0
     for end, operation in modes:
         if operation is Operation.REDUCE_SCATTER:
-            found += range(start, end)
+            positions += range(start, end)
         start = end
-    return found
+    return positions

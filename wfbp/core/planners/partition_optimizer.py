@@ -21,8 +21,6 @@ class PhasePartitions:
     """Modes, and the runs of both phases.
 
     Args:
-        modes: how each gradient is sent.
-        backward: runs of backward.
         forward: runs of forward; None where nothing is gathered.
         seconds: of the iteration.
     """
@@ -39,12 +37,8 @@ class PhasePartitions:
 
 
 class PartitionOptimizer:
-    """Finds the runs for modes. Once these are given, the phases are apart, and each is exact.
-
-    Args:
-        trace: sizes and compute times.
-        costs: of the channel.
-    """
+    """Finds the best partitions for given modes: the phases are then independent, and each is
+    exact."""
 
     def __init__(self, trace: Trace, costs: Costs) -> None:
         self._rows = Rows(trace, costs)
@@ -54,7 +48,7 @@ class PartitionOptimizer:
         self._other_s = trace.other_s
         self._alone_s = trace.forward_s + trace.backward_s + trace.other_s
 
-    def settle(self, modes: Modes, precision: float = PRECISION) -> PhasePartitions:
+    def best_partitions(self, modes: Modes, precision: float = PRECISION) -> PhasePartitions:
         """The shortest iteration with these modes, to a relative precision."""
         modes = _joined(modes)
         backward_row, forward_row = self._phases(modes)
@@ -65,8 +59,8 @@ class PartitionOptimizer:
     def with_fewer_groups(self, best: PhasePartitions, latest_s: float) -> PhasePartitions:
         """Few groups for an iteration of at most ``latest_s``, with the modes of ``best``.
 
-        The time to spare is shared out between the phases in a few ways; in each phase the
-        groups are the fewest for its share.
+        The spare time is divided between the phases in a few ways; each phase takes the fewest
+        groups for its part.
         """
         rounding_s = ROUNDING * latest_s  # or an optimum of fewer groups might be missed
         spare_s = max(latest_s - best.seconds, 0.0)
@@ -103,7 +97,7 @@ class PartitionOptimizer:
 
 
 def plan_of_partitions(schedule: str, trace: Trace, partitions: PhasePartitions) -> Plan:
-    """The plan that a settled choice means."""
+    """The plan of these partitions."""
     forward_ends = partitions.forward.ends if partitions.forward else ()
     return plan_of_phases(schedule, trace, partitions.modes, partitions.backward.ends, forward_ends)
 

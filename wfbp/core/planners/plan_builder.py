@@ -14,13 +14,8 @@ from wfbp.core.types import Operation, Phase, TensorSpec
 def plan_of_runs(schedule: str, trace: Trace, ends: Sequence[int]) -> Plan:
     """The plan that all-reduces gradients 1..e_1, e_1+1..e_2, ... of backward together.
 
-    Args:
-        schedule: name of the planner.
-        trace: whose tensors are planned.
-        ends: e_1 < e_2 < ... < e_n = L, counted in backward order from 1.
-
-    Returns:
-        One group per run and element type, in sending order.
+    ``ends`` are e_1 < e_2 < ... < e_n = L, counted in backward order from 1. There is one group per
+    run and element type, in sending order.
 
     Example:
         >>> from wfbp.core.trace import TraceTensor
@@ -42,16 +37,9 @@ def plan_of_phases(
 ) -> Plan:
     """The plan of runs in backward and of runs in forward.
 
-    Args:
-        schedule: name of the planner.
-        trace: whose tensors are planned.
-        modes: how backward is sent, segment by segment; runs do not cross segments.
-        backward_ends: ends of backward's runs, as in :func:`plan_of_runs`.
-        forward_ends: ends of the runs into which what is scattered is cut, counted among that
-            alone in backward order; forward sends the last of them first.
-
-    Returns:
-        One group per run and element type, in sending order.
+    ``modes`` says how backward is sent, segment by segment; runs do not cross segments.
+    ``backward_ends`` are as in :func:`plan_of_runs`. ``forward_ends`` cut the reduce-scattered
+    tensors, counted among them alone in backward order; forward sends the last run first.
 
     Example:
         >>> from wfbp.core.trace import TraceTensor

@@ -1,5 +1,6 @@
 """What programs call: collectives on arrays and gradient reduction for arrays.
 
-``array_collectives`` are synchronous and compare their arguments between ranks first; ``reducer``
-is for any training loop that knows when a gradient exists.
+``array_collectives`` makes operations of NumPy's arrays, as ``wfbp.torch.collectives`` does of
+tensors; ``parameters`` copies those of one rank to all; ``reducer`` is for any training loop that
+knows when a gradient exists.
 """

@@ -1,295 +1,184 @@
-"""Synchronous collectives on NumPy arrays, under Horovod's names.
+"""The operations on NumPy arrays, and CuPy's; what programs call is in ``wfbp.dispatch``.
 
-Every rank calls the same operations in the same order. Before data moves, the ranks compare what
-they are about to do, so a disagreement is an error on every rank and not a hang.
+What ranks do is that of ``runtime.collectives``, as for tensors.
 """
 
 from __future__ import annotations
 
-import json
-import pickle
-from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+import importlib
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
 from wfbp.comm.backend import Buffer
-from wfbp.core.types import Op, item_bytes
-from wfbp.errors import DisagreementError
-from wfbp.runtime import process, signals
-from wfbp.runtime.arguments import labelled
+from wfbp.comm.buffers import HALF, word_dtype
+from wfbp.runtime.collectives import calls
+from wfbp.runtime.collectives.arithmetic import ITEM
+from wfbp.runtime.collectives.calls import Operand
+from wfbp.runtime.collectives.operations import Call, chosen_reduction
+from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
+from wfbp.runtime.collectives.request import Reduction
 from wfbp.runtime.consistency import (
     Array,
-    check_argument_errors,
     check_bytes,
-    check_consistent,
-    check_root,
     check_writable,
-    describe_array,
     dtype_key,
     flattened,
     in_native_order,
-    sharing_argument_errors,
 )
-from wfbp.runtime.row_collectives import gather_rows
-from wfbp.runtime.runtime import Runtime
-
-MANY = "broadcast_parameters"
 
 
-def allreduce(array: Any, name: str | None = None, op: Op = Op.AVERAGE) -> Array:
-    """Combine an array over all ranks.
+class ArrayOperand(Operand[Any]):
+    """One array on its way into an operation.
 
     Args:
-        array: same shape and element type on every rank; float16, bfloat16 (of ml_dtypes),
-            float32, float64, int32, int64 or uint8.
-        name: for messages.
-        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
-            truncated to an integer.
-
-    Returns:
-        A new array; the argument is left as it is.
+        value: an array of NumPy or CuPy, or what NumPy makes one of.
+        in_place: whether the result goes into it.
+        label: of the array, for messages.
 
     Raises:
-        ValueError: an element type that cannot be sent.
-        DisagreementError: ranks called different operations.
-
-    Example:
-        >>> import wfbp
-        >>> wfbp.init()
-        >>> wfbp.allreduce(np.float32([1, 2]), op=wfbp.Sum) / wfbp.size()
-        array([1., 2.], dtype=float32)
+        TypeError: no array, where the result goes into it.
+        ValueError: an array of Python objects, or one that is read-only.
     """
-    runtime = process.current("allreduce()")
-    result = np.array(in_native_order(np.asarray(array)), order="C", copy=True)
-    reduce_in_place(runtime, flattened(result), result.dtype.name, result.shape, op, name)
-    return result
+
+    def __init__(self, value: Any, in_place: bool = False, label: str = "array") -> None:
+        self._on_device = hasattr(value, "__cuda_array_interface__")
+        if in_place and not self._on_device:
+            check_writable(label, value)
+        # Arrays of a device travel by the host, as those of NumPy do.
+        source = _cupy().asnumpy(_cupy().asarray(value)) if self._on_device else np.asarray(value)
+        check_bytes(label, source)
+        self._value, self._source, self._in_place = value, source, in_place
+        self._type = source.dtype if source.dtype.isnative else source.dtype.newbyteorder("=")
+        self._private: Array | None = None
+        self.dtype = dtype_key(self._type)
+        self.shape = source.shape
+
+    def data(self) -> Buffer:
+        source = in_native_order(self._source)
+        if self._in_place and source.flags.c_contiguous:
+            self._private = source
+        else:
+            self._private = np.array(source, order="C", copy=True)
+        flat = flattened(self._private)
+        return flat.view(word_dtype(self.dtype)) if self.dtype in HALF else flat
+
+    def whole(self, data: Buffer) -> Any:
+        assert self._private is not None, "an operation begins with its data"
+        if not self._in_place:
+            return self._placed(self._private)
+        if self._on_device:
+            with self._device():
+                _cupy().asarray(self._value)[...] = _cupy().asarray(self._private)
+        elif self._private is not self._value:
+            np.copyto(self._value, self._private)
+        return self._value
+
+    def rows(self, data: Buffer, count: int) -> Any:
+        array = data.view(np.uint8).view(self._type).reshape(count, *self.shape[1:])
+        return self._placed(array)
+
+    def _placed(self, array: Array) -> Any:
+        """A result where the operand is."""
+        if not self._on_device:
+            return array
+        with self._device():
+            return _cupy().asarray(array)
+
+    def _device(self) -> Any:
+        """Makes the operand's device CuPy's current one."""
+        return getattr(self._value, "device", None) or nullcontext()
 
 
-@signals.postponing
-def reduce_in_place(
-    runtime: Runtime,
-    buffer: Buffer,
-    dtype: str,
-    shape: Sequence[int],
-    op: Op,
-    name: str | None,
-) -> None:
-    """Combine a flat buffer over all ranks, after comparing name, type, shape and operation."""
-    item_bytes(dtype)
-    if not isinstance(op, Op):
-        raise ValueError(f"op is {op!r}; expected one of {', '.join(map(str, Op))}")
-    label = labelled("allreduce", name, runtime.numbers)
-    if runtime.size == 1:
-        runtime.check()
-        return
-    check_consistent(runtime, "allreduce", label, describe_array(dtype, shape), f"op={op}")
-    runtime.all_reduce(buffer, dtype, op, f"allreduce of {label}")
-
-
-def broadcast(array: Any, root_rank: int, name: str | None = None) -> Array:
-    """The root's array, on every rank.
-
-    Args:
-        array: same shape and element type on every rank.
-        root_rank: whose values everybody gets.
-        name: for messages.
-
-    Returns:
-        A new array.
-
-    Raises:
-        ValueError: no such rank, or an array of Python objects.
-        DisagreementError: ranks called different operations.
-
-    Example:
-        >>> import wfbp
-        >>> wfbp.init()
-        >>> wfbp.broadcast(np.arange(3), root_rank=0)
-        array([0, 1, 2])
-    """
-    runtime = process.current("broadcast()")
-    source = np.asarray(array)
-    check_bytes("array", source)
-    result = np.array(in_native_order(source), order="C", copy=True)
-    broadcast_in_place(
-        runtime,
-        flattened(result).view(np.uint8),
-        dtype_key(result.dtype),
-        result.shape,
-        root_rank,
-        name,
-    )
-    return result
-
-
-@signals.postponing
-def broadcast_in_place(
-    runtime: Runtime,
-    buffer: Buffer,
-    dtype: str,
-    shape: Sequence[int],
-    root_rank: int,
-    name: str | None,
-) -> None:
-    """Copy the root's bytes to every rank, after comparing name, type, shape and root."""
-    check_root(runtime, root_rank)
-    label = labelled("broadcast", name, runtime.numbers)
-    if runtime.size == 1:
-        runtime.check()
-        return
-    check_consistent(
-        runtime, "broadcast", label, describe_array(dtype, shape), f"root_rank={root_rank}"
-    )
-    _broadcast_one(runtime, buffer, root_rank, f"broadcast of {label}")
-
-
-@signals.postponing
-def broadcast_arrays(arrays: Mapping[str, Any], root_rank: int = 0) -> None:
-    """Copy the root's arrays to every rank, in place.
-
-    Args:
-        arrays: by name; same names, shapes and element types on every rank.
-        root_rank: whose values everybody gets.
-
-    Raises:
-        DisagreementError: ranks passed different names, shapes or element types.
-        TypeError: an entry that is no array.
-        ValueError: no such rank, a read-only array, or one of Python objects.
-        PeerError: another rank found one of these.
-    """
-    runtime = process.current("broadcast_parameters()")
-    rows = []
-    copies = []
-    with sharing_argument_errors(runtime, MANY):
-        check_root(runtime, root_rank)
-        for name, array in arrays.items():
-            check_writable(name, array)
-            rows.append((name, dtype_key(array.dtype), array.shape))
-            copies.append(np.array(in_native_order(array), order="C", copy=None))
-    broadcast_buffers(runtime, rows, [flattened(a).view(np.uint8) for a in copies], root_rank)
-    for array, copy in zip(arrays.values(), copies, strict=True):
-        if copy is not array:
-            np.copyto(array, copy)
-
-
-@signals.postponing
-def broadcast_buffers(
-    runtime: Runtime,
-    rows: Sequence[tuple[str, str, Sequence[int]]],
-    buffers: Sequence[Buffer],
-    root_rank: int,
-) -> None:
-    """Copy the root's bytes of many named buffers to every rank, after comparing them all.
-
-    Arguments must have been checked within ``sharing_argument_errors``.
-    """
-    if runtime.size == 1:
-        runtime.check()
-        return
-    described = [[name, dtype, list(shape)] for name, dtype, shape in rows]
-    payloads = runtime.exchange(json.dumps([root_rank, described]).encode(), MANY)
-    entries = [json.loads(payload) for payload in payloads]
-    check_argument_errors(runtime, MANY, entries)
-    for rank, theirs in enumerate(entries):
-        for first, other in zip_longest(
-            _entries(entries[0]), _entries(theirs), fillvalue="no more"
-        ):
-            if other != first:
-                raise DisagreementError(
-                    f"{runtime.where}: {MANY}: ranks disagree: {first} on rank 0, {other} on rank "
-                    f"{rank}. Every rank must pass the same names, shapes and types"
-                )
-    for (name, _, _), buffer in zip(rows, buffers, strict=True):
-        _broadcast_one(runtime, buffer, root_rank, f"broadcast of {name}")
-
-
-def _entries(message: Sequence[Any]) -> list[str]:
-    """What a rank brought to a broadcast of many, as messages show it."""
-    root_rank, rows = message
-    entries = [f"{name} {describe_array(dtype, shape)}" for name, dtype, shape in rows]
-    return [f"root_rank={root_rank}", *entries]
-
-
-def _broadcast_one(runtime: Runtime, buffer: Buffer, root_rank: int, label: str) -> None:
-    runtime.call(lambda backend: backend.broadcast(buffer, root_rank), label)
-
-
-def allgather(array: Any, name: str | None = None) -> Array:
-    """The arrays of all ranks, concatenated along the first dimension in rank order.
-
-    Args:
-        array: at least one dimension; sizes may differ between ranks in the first one only.
-        name: for messages.
-
-    Returns:
-        A new array.
-
-    Raises:
-        ValueError: a scalar, or an array of Python objects.
-        DisagreementError: ranks called different operations.
-
-    Example:
-        >>> import wfbp
-        >>> wfbp.init()
-        >>> len(wfbp.allgather(np.zeros((2, 3)))) == 2 * wfbp.size()
-        True
-    """
-    runtime = process.current("allgather()")
-    if np.ndim(array) == 0:
-        raise ValueError("allgather needs at least one dimension; found a scalar")
-    source = np.ascontiguousarray(in_native_order(np.asarray(array)))
-    return gather_rows(runtime, source, None, name)
-
-
-@signals.postponing
-def allgather_object(value: Any, name: str | None = None) -> list[Any]:
-    """Every rank's object, in rank order; any object that can be pickled.
-
-    Example:
-        >>> import wfbp
-        >>> wfbp.init()
-        >>> wfbp.allgather_object("me") == ["me"] * wfbp.size()
-        True
-    """
-    runtime = process.current("allgather_object()")
-    label = labelled("allgather_object", name, runtime.numbers)
-    check_consistent(runtime, "allgather_object", label)
-    payloads = runtime.exchange(pickle.dumps(value), f"allgather_object {label}")
-    return [pickle.loads(payload) for payload in payloads]
-
-
-@signals.postponing
-def broadcast_object(value: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
-    """The root's object, on every rank; any object that can be pickled.
-
-    Args:
-        value: looked at on the root only.
-        root_rank: whose object everybody gets.
-        name: for messages.
-
-    Example:
-        >>> import wfbp
-        >>> wfbp.init()
-        >>> wfbp.broadcast_object({"epoch": 3}, root_rank=0)
-        {'epoch': 3}
-    """
-    return broadcast_object_among(process.current("broadcast_object()"), value, root_rank, name)
-
-
-def broadcast_object_among(
-    runtime: Runtime, value: Any, root_rank: int, name: str | None = None
+def perform(
+    function: str,
+    value: Any,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    **options: Any,
 ) -> Any:
-    """As :func:`broadcast_object`, among the ranks of a runtime; the root by its number there."""
-    check_root(runtime, root_rank)
-    label = labelled("broadcast_object", name, runtime.numbers)
-    check_consistent(runtime, "broadcast_object", label, f"root_rank={root_rank}")
-    payload = pickle.dumps(value) if runtime.rank == root_rank else b""
-    return pickle.loads(runtime.exchange(payload, f"broadcast_object {label}")[root_rank])
+    """What the function of ``wfbp.dispatch`` does with an array, or several.
+
+    Args:
+        function: its name, such as ``grouped_allreduce_async_``.
+        value: what it was given first.
+        name: as there.
+        process_set: as there.
+        options: its other arguments.
+
+    Returns:
+        A result or, of an asynchronous function, a handle.
+    """
+    words = function.split("_")
+    in_place, is_async, is_grouped = words[-1] == "", "async" in words, words[0] == "grouped"
+    make = _MAKERS[words[1] if is_grouped else words[0]]
+    if not is_grouped:
+        call = make(ArrayOperand(value, in_place), name, process_set, **options)
+        return calls.submit(call) if is_async else calls.run(call)
+    group = [
+        make(ArrayOperand(each, in_place, f"tensors[{index}]"), label, process_set, **options)
+        for index, (each, label) in enumerate(
+            zip(value, calls.member_names(name, len(value)), strict=True)
+        )
+    ]
+    return calls.submit_all(group) if is_async else calls.run_all(group)
 
 
-@signals.postponing
-def barrier() -> None:
-    """Wait until every rank has come here."""
-    check_consistent(process.current("barrier()"), "barrier")
+def _reducing(make: Callable[..., Call[Any]]) -> Callable[..., Call[Any]]:
+    """An operation of ``calls`` that combines arrays, with the arguments that programs give it."""
+
+    def call(
+        operand: ArrayOperand,
+        name: str | None,
+        process_set: ProcessSet,
+        op: Reduction,
+        prescale_factor: float,
+        postscale_factor: float,
+    ) -> Call[Any]:
+        _check_numbers(operand)
+        op = chosen_reduction(None, op)
+        return make(operand, name, process_set, op, prescale_factor, postscale_factor)
+
+    return call
+
+
+def _alltoall(
+    operand: ArrayOperand,
+    name: str | None,
+    process_set: ProcessSet,
+    splits: Sequence[int] | Array | None = None,
+) -> Call[Any]:
+    if splits is None:
+        return calls.alltoall(operand, name, process_set, None)
+    counts = np.asarray(splits)
+    if counts.ndim != 1 or (counts.size and counts.dtype.kind not in "iu"):
+        raise calls.wrong_splits(counts.dtype, counts.shape)
+    rows: Sequence[int] = counts.tolist()
+    return calls.alltoall_counted(
+        operand, name, process_set, rows, lambda counts: np.array(counts, np.int32)
+    )
+
+
+_MAKERS: dict[str, Callable[..., Call[Any]]] = {
+    "allreduce": _reducing(calls.allreduce),
+    "allgather": calls.allgather,
+    "broadcast": calls.broadcast,
+    "alltoall": _alltoall,
+    "reducescatter": _reducing(calls.reducescatter),
+}
+
+
+def _check_numbers(operand: ArrayOperand) -> None:
+    """Raise ``ValueError`` unless elements of this type can be combined."""
+    if operand.dtype not in ITEM:
+        known = ", ".join(ITEM)
+        raise ValueError(
+            f"elements of type {operand.dtype!r} cannot be combined; expected one of {known}"
+        )
+
+
+def _cupy() -> Any:
+    """CuPy, which a program has that has arrays of a device."""
+    return importlib.import_module("cupy")

@@ -145,7 +145,7 @@ class GradientReducer:
     def stats(self) -> dict[str, Any]:
         """How training goes, for logs and monitors; empty with one rank.
 
-        Keys as of PyTorch's ``optimizer.stats()``.
+        The keys are those of PyTorch's ``optimizer.stats()``.
         """
         return self._engine.stats() if self._engine is not None else {}
 

@@ -51,17 +51,37 @@ def init(
     """
     if process.is_initialized():
         return
-    if isinstance(process_sets, str):
-        if process_sets.lower() != "dynamic":
-            raise ValueError(f"process_sets is {process_sets!r}; expected sets, or 'dynamic'")
-        process_sets = None
-    process.init(comm, backend=backend, config=config)
+    problem: Exception | None = None
+    sets: list[ProcessSet] = []
     try:
-        for process_set in process_sets or ():
+        sets = _process_sets(process_sets)
+    except (TypeError, ValueError) as error:  # ranks that have the same say so once
+        problem = error
+    process.start(comm, backend=backend, config=config, problem=problem)
+    try:
+        for process_set in sets:
             add_process_set(process_set)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, TypeError | ValueError):
+            process.compare_problem(error)
         process.shutdown()
         raise
+
+
+def _process_sets(given: Iterable[ProcessSet | Iterable[int]] | str | None) -> list[ProcessSet]:
+    """What :func:`init` was given, as sets.
+
+    Raises:
+        TypeError: not sets, nor numbers of ranks.
+        ValueError: a text that is not ``"dynamic"``.
+    """
+    if given is None or (isinstance(given, str) and given.lower() == "dynamic"):
+        return []
+    if isinstance(given, str):
+        raise ValueError(f"process_sets is {given!r}; expected sets, or 'dynamic'")
+    if not isinstance(given, Iterable):
+        raise TypeError(f"process_sets is {given!r}; expected sets, or 'dynamic'")
+    return [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in given]
 
 
 def start_timeline(file_path: str | Path, mark_cycles: bool = False) -> None:
@@ -102,13 +122,13 @@ def runtime_of(process_set: ProcessSet, call: str) -> Runtime:
         ValueError: the set was not added, or this rank is not in it.
         NotInitializedError: there is no runtime.
     """
-    found = current(call).runtime_of(process_set.known_id(call))
-    if found is None:
+    runtime = current(call).runtime_of(process_set.known_id(call))
+    if runtime is None:
         raise ValueError(
             f"{process.current(call).where} is not in the process set of ranks "
             f"{process_set.ranks}: call {call} only where process_set.included()"
         )
-    return found
+    return runtime
 
 
 def current(call: str) -> Collectives:
@@ -126,6 +146,8 @@ def current(call: str) -> Collectives:
 def poll(handle: int) -> bool:
     """Whether an operation is complete, so that :func:`synchronize` would return at once.
 
+    Of a tensor on a GPU: whether the GPU is done with it.
+
     Args:
         handle: what a function whose name ends in ``_async`` returned.
 
@@ -141,6 +163,9 @@ def synchronize(handle: Handle[T]) -> T: ...
 def synchronize(handle: int) -> Any: ...
 def synchronize(handle: int) -> Any:
     """Wait until an operation is complete, and return its result. The handle is used up.
+
+    Where a tensor on a GPU travels by NCCL, the host does not wait for the GPU: the calling
+    thread's current stream does, and what is enqueued there from now on finds the result.
 
     Args:
         handle: what a function whose name ends in ``_async`` returned.
@@ -163,8 +188,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     operations = current("barrier()")
     nothing = np.empty(0, np.uint8)
     number = process_set.known_id("barrier()")
-    call = Call(Kind.BARRIER, None, number, nothing, lambda _: None)
-    operations.synchronize(operations.submit(call))
+    operations.run(Call(Kind.BARRIER, None, number, nothing, lambda _: None))
 
 
 def join(device: int = -1) -> int:
@@ -206,15 +230,15 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         the set of all ranks exists already
     """
     operations = current("add_process_set()")
-    found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    if found is global_process_set:
+    made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if made is global_process_set:
         raise ValueError("the process set of all ranks exists already, with number 0")
-    if found.mpi_comm is None:
-        number = operations.add_set(found.ranks or ())
+    if made.mpi_comm is None:
+        number = operations.add_set(made.ranks or ())
     else:  # of which ranks may have had other numbers before shutdown()
-        number = operations.add_split(ProcessSet(found.mpi_comm).ranks or ())
-    found.bind(operations, number)
-    return found
+        number = operations.add_split(ProcessSet(made.mpi_comm).ranks or ())
+    made.bind(operations, number)
+    return made
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:

@@ -1,4 +1,4 @@
-"""What named operations compute themselves: scaling, narrow integers, Adasum."""
+"""What named operations compute themselves: scaling, narrow integers, shares of rows, Adasum."""
 
 from __future__ import annotations
 
@@ -47,6 +47,15 @@ def carried(data: Buffer, dtype: str, op: Op) -> tuple[Buffer, str, Op]:
     return data.astype(kind), kind, op
 
 
+def equal_rows(num_rows: int, size: int) -> tuple[int, ...]:
+    """Rows of each rank where they are shared out as equally as possible, first ranks first.
+
+    >>> equal_rows(7, 3)
+    (3, 2, 2)
+    """
+    return tuple(num_rows // size + (rank < num_rows % size) for rank in range(size))
+
+
 def adasum(parts: Sequence[Buffer], dtype: str) -> Buffer:
     """Combine contributions pairwise, as of Maleki et al., "Scaling Distributed Training with
     Adaptive Summation" (2020), equation 3 and section 3.2.
@@ -77,8 +86,8 @@ def _pair(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[Any]:
     norm_a, norm_b = float(wide_a @ wide_a), float(wide_b @ wide_b)
     of_a = 1.0 if norm_a == 0.0 else 1.0 - dot / (2.0 * norm_a)
     of_b = 1.0 if norm_b == 0.0 else 1.0 - dot / (2.0 * norm_b)
-    found: npt.NDArray[Any] = (of_a * wide_a + of_b * wide_b).astype(a.dtype)
-    return found
+    combined: npt.NDArray[Any] = (of_a * wide_a + of_b * wide_b).astype(a.dtype)
+    return combined
 
 
 def _widened(data: Buffer, dtype: str) -> npt.NDArray[Any]:

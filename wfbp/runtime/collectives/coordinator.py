@@ -2,7 +2,8 @@
 
 Rank 0 of a process set is its coordinator. Every rank sends it what its program submits, in the
 order of submission; as soon as all ranks have submitted an operation of one name, the coordinator
-answers all of them, in one order, which is that of the answers. Pure: no messages, no clock.
+answers all of them, in one order, which is that of the answers. Where every rank's program waits in
+an operation and none of these is the same on all, no rank can go on. Pure: no messages, no clock.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from wfbp.runtime.collectives.request import Kind, Request, Response
+from wfbp.runtime.collectives.request import Kind, Request, Response, Route
 
 _MAX_SHOWN = 4
 
@@ -23,6 +24,7 @@ _EQUAL: dict[Kind, tuple[tuple[str, Callable[[Request], Any]], ...]] = {
     ),
     Kind.REDUCESCATTER: (
         ("shape", lambda r: r.shape),
+        ("rows of each rank", lambda r: r.splits),
         ("op", lambda r: r.op),
         ("prescale_factor", lambda r: r.prescale),
         ("postscale_factor", lambda r: r.postscale),
@@ -60,6 +62,7 @@ class Coordinator:
         self._size = size
         self._pending: dict[str, dict[int, Request]] = {}
         self._joined: dict[int, Request] = {}
+        self._waiting: dict[int, Request] = {}  # what programs wait in, at most one per rank
         self._ready: list[Response] = []
 
     def add(self, rank: int, request: Request) -> None:
@@ -68,12 +71,40 @@ class Coordinator:
             self._join(rank, request)
             return
         self._pending.setdefault(request.name, {})[rank] = request
+        if request.waits:
+            self._waiting[rank] = request
         self._check(request.name)
 
     def take(self) -> list[Response]:
         """What all ranks have come to since the last call, in the order to do it in."""
         ready, self._ready = self._ready, []
         return ready
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether every rank's program waits in some operation, or has joined.
+
+        Then none of them goes on but by what another thread submits.
+        """
+        return bool(self._waiting) and len(self._waiting | self._joined) == self._size
+
+    def refuse_waiting(self) -> None:
+        """Answer what programs wait in by an error: :attr:`stands_still` has lasted."""
+        holders: dict[str, list[int]] = {}
+        for rank, request in sorted(self._waiting.items()):
+            holders.setdefault(request.label, []).append(rank)
+        shown = "; ".join(f"{_ranks(ranks)}: {label}" for label, ranks in holders.items())
+        if self._joined:
+            shown += f"; {_ranks(sorted(self._joined))}: join()"
+        error = (
+            f"ranks wait in different operations: {shown}. Every rank must call the same "
+            "operations, by the same names or, without names, in the same order"
+        )
+        for name in {request.name: None for request in self._waiting.values()}:
+            requests = self._pending.pop(name)
+            first = next(iter(requests.values()))
+            self._ready.append(Response(first, error, (tuple(requests),), unmatched=True))
+        self._waiting.clear()
 
     def missing(self, name: str) -> list[int]:
         """The ranks that have not submitted a pending operation."""
@@ -93,6 +124,9 @@ class Coordinator:
         absent = [rank for rank in self._joined if rank not in requests]
         if len(requests) + len(absent) == self._size:
             del self._pending[name]
+            for rank, request in requests.items():
+                if request.waits:
+                    self._waiting.pop(rank, None)
             self._ready.append(_answer(dict(sorted(requests.items())), sorted(absent)))
 
 
@@ -102,7 +136,7 @@ def _answer(requests: Mapping[int, Request], joined: list[int]) -> Response:
     error = _difference(requests)
     if not error and joined and first.kind not in _WITH_JOINED:
         error = (
-            f"{first.kind.value} {first.name!r}: {_ranks(joined)} called join() and can only be "
+            f"{first.label}: {_ranks(joined)} called join() and can only be "
             "stood in for in an allreduce or barrier. Call join() on every rank before this"
         )
     if error:
@@ -113,7 +147,11 @@ def _answer(requests: Mapping[int, Request], joined: list[int]) -> Response:
     elif first.kind is Kind.ALLTOALL:
         extents = tuple(request.splits for request in requests.values())
     wanted = any(request.differentiable for request in requests.values())
-    return Response(first, "", extents, wanted)
+    if joined or not all(request.on_device for request in requests.values()):
+        return Response(first, "", extents, wanted)
+    # A lane that some rank does not know of yet counts as one that has launched nothing there.
+    counts = zip(*(request.available for request in requests.values()), strict=False)
+    return Response(first, "", extents, wanted, Route.DEVICE, tuple(map(min, counts)))
 
 
 def _difference(requests: Mapping[int, Request]) -> str:
@@ -121,6 +159,7 @@ def _difference(requests: Mapping[int, Request]) -> str:
     first = next(iter(requests.values()))
     general: tuple[tuple[str, Callable[[Request], Any]], ...] = (
         ("the operation", lambda r: r.kind.value),
+        ("the name", lambda r: r.called),
         ("the tensor of which this is a part", lambda r: r.part_of),
         ("the element type", lambda r: r.dtype),
         ("the device", lambda r: r.device),
@@ -130,11 +169,11 @@ def _difference(requests: Mapping[int, Request]) -> str:
         for rank, request in requests.items():
             holders.setdefault(of(request), []).append(rank)
         if len(holders) > 1:
-            told = [f"{_ranks(ranks)}: {value}" for value, ranks in holders.items()]
-            more = f"; and {len(told) - _MAX_SHOWN} more" if len(told) > _MAX_SHOWN else ""
+            values = [f"{_ranks(ranks)}: {value}" for value, ranks in holders.items()]
+            more = f"; and {len(values) - _MAX_SHOWN} more" if len(values) > _MAX_SHOWN else ""
             return (
-                f"{first.kind.value} {first.name!r}: ranks disagree on {what}: "
-                f"{'; '.join(told[:_MAX_SHOWN])}{more}. Operations of one name must be equal on "
+                f"{first.label}: ranks disagree on {what}: "
+                f"{'; '.join(values[:_MAX_SHOWN])}{more}. Operations of one name must be equal on "
                 "every rank"
             )
     return ""

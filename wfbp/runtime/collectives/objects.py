@@ -9,13 +9,15 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from wfbp.deprecation import renamed_keyword
 from wfbp.runtime.collectives.api import current
-from wfbp.runtime.collectives.named_lane import Outcome
 from wfbp.runtime.collectives.operations import Call
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.collectives.request import Kind
+from wfbp.runtime.collectives.submission import Outcome
 
 
+@renamed_keyword("value", "obj")
 def broadcast_object(
     obj: Any = None,
     root_rank: int = 0,
@@ -47,11 +49,11 @@ def broadcast_object(
     operations = current("broadcast_object()")
     is_root = operations.rank == root_rank
     payload = cloudpickle.dumps(obj) if is_root else b""
-    label = f"{name}.object" if name else None
-    found = _gather(number, payload, label, root_rank)
-    return obj if is_root else pickle.loads(b"".join(found))
+    parts = _gather("broadcast_object", name, number, payload, root_rank)
+    return obj if is_root else pickle.loads(b"".join(parts))
 
 
+@renamed_keyword("value", "obj")
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
@@ -73,14 +75,15 @@ def allgather_object(
         True
     """
     number = process_set.known_id("allgather_object()")
-    label = f"{name}.object" if name else None
-    found = _gather(number, cloudpickle.dumps(obj), label, -1)
-    return [pickle.loads(payload) for payload in found]
+    payloads = _gather("allgather_object", name, number, cloudpickle.dumps(obj))
+    return [pickle.loads(payload) for payload in payloads]
 
 
-def _gather(process_set: int, payload: bytes, name: str | None, root: int) -> list[bytes]:
-    """Every rank's bytes; the root, if there is one, is compared."""
-    operations = current("a gathering of objects")
+def _gather(
+    function: str, name: str | None, process_set: int, payload: bytes, root: int | None = None
+) -> list[bytes]:
+    """Every rank's bytes; function and root, if there is one, are compared."""
+    operations = current(f"{function}()")
 
     def split(outcome: Outcome) -> list[bytes]:
         ends = list(accumulate(outcome.rows))
@@ -90,8 +93,10 @@ def _gather(process_set: int, payload: bytes, name: str | None, root: int) -> li
         ]
 
     details: dict[str, Any] = {"dtype": "uint8", "shape": (len(payload),)}
-    if root >= 0:
+    details["called"] = f"{function} {name!r}" if name else function
+    if root is not None:
         details["root"] = root
     data = np.frombuffer(payload, np.uint8)
-    call = Call(Kind.ALLGATHER, name, process_set, data, split, details)
-    return operations.synchronize(operations.submit(call))
+    label = f"{name}.object" if name else None
+    call = Call(Kind.ALLGATHER, label, process_set, data, split, details)
+    return operations.run(call)

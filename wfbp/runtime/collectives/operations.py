@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,11 +14,15 @@ from typing import Any, Generic, TypeVar, overload
 import numpy as np
 
 from wfbp.comm.backend import Backend, Buffer, Finished, HostBackend, Mailbox
+from wfbp.comm.device.device import Device
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime import signals
-from wfbp.runtime.collectives.named_lane import JOIN, NamedLane, Outcome, Submission
+from wfbp.runtime.collectives import device_operations
+from wfbp.runtime.collectives.device_operations import DeviceOperations
+from wfbp.runtime.collectives.named_lane import JOIN, NamedLane, UnmatchedError
 from wfbp.runtime.collectives.request import Adaptive, Kind, Reduction, Request
+from wfbp.runtime.collectives.submission import Outcome, Placed, Submission
 from wfbp.runtime.consistency import check_consistent
 from wfbp.runtime.progress.deadlock import ALL_RANKS, Members, RankStatus
 from wfbp.runtime.progress.loop import Reply
@@ -30,6 +35,13 @@ _FLOATING = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
 T = TypeVar("T")
+
+_LEAVING = "add_process_set: behind all operations on devices"
+
+_NAP_S = 100e-6
+
+_Post = Callable[[Callable[[], None]], None]
+"""Hands a message to the communication thread."""
 
 _numbers = count(1)
 """Of handles: none is used again in this process, also behind another ``init()``."""
@@ -54,6 +66,10 @@ class Call(Generic[T]):
         finish: makes of the outcome what :meth:`Collectives.synchronize` returns.
         details: further fields of :class:`Request`; ``op`` is a :data:`Reduction`, ``root`` a rank
             of all.
+        placed: the data, where they lie on a device; see :meth:`Collectives.device_for`.
+        waits: whether the thread that submits it then waits for it.
+        ordered: whether ranks find each other by the order of all such operations, of whatever
+            kind, and only compare the name.
     """
 
     kind: Kind
@@ -62,13 +78,17 @@ class Call(Generic[T]):
     data: Buffer
     finish: Callable[[Outcome], T]
     details: dict[str, Any] = field(default_factory=dict)
+    placed: Placed | None = None
+    waits: bool = False
+    ordered: bool = False
 
 
 @dataclass(slots=True)
 class _Submitted:
     """An operation that was submitted and not waited for yet.
 
-    ``left`` says that what a signal's handler raised has ended the wait.
+    ``number`` is its own, of ``numbers``, where it was given one. ``left`` says that what a
+    signal's handler raised has ended the wait.
     """
 
     key: tuple[int, str]
@@ -76,7 +96,34 @@ class _Submitted:
     label: str
     reply: Reply[Outcome]
     finish: Callable[[Outcome], Any]
+    placed: Placed | None = None
+    numbers: _Counter | None = None
+    number: int = -1
     left: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the result is there, also on its device."""
+        return self.reply.answered and (self.placed is None or self.placed.complete)
+
+
+class _Counter:
+    """Numbers from 0, of which the last can be given back; any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = 0
+
+    def take(self) -> int:
+        with self._lock:
+            self._next += 1
+            return self._next - 1
+
+    def give_back(self, number: int) -> None:
+        """The number was used in vain; it is lost where later ones were taken meanwhile."""
+        with self._lock:
+            if number == self._next - 1:
+                self._next = number
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +153,22 @@ class Collectives:
         self._results: dict[int, list[Any]] = {}  # of groups that were left in mid-wait
         self._unread: dict[int, Any] = {}  # of handles, that a handler's exception came before
         self._reserved: dict[tuple[int, str], int] = {}
-        self._unnamed: defaultdict[tuple[int, Kind], count[int]] = defaultdict(count)
+        self._unnamed: dict[tuple[int, Kind | None], _Counter] = {}
         self._num_joins = 0
         self._set_numbers = count()
         self._sets: dict[int, _Set] = {}
         self._split: dict[int, tuple[int, ...]] = {}  # of each, all that were made by one split
         self.rank = runtime.rank
-        mine = json.dumps([runtime.local_rank, runtime.local_size]).encode()
-        self.hosts: list[tuple[int, int]] = [
-            tuple(json.loads(said)) for said in runtime.exchange(mine, "init(): comparing hosts")
+        may = runtime.config.device_operations and runtime.size > 1
+        may = may and device_operations.may_have_devices()
+        mine = json.dumps([runtime.local_rank, runtime.local_size, may]).encode()
+        ranks = [
+            json.loads(payload) for payload in runtime.exchange(mine, "init(): comparing hosts")
         ]
+        self.hosts: list[tuple[int, int]] = [(place, size) for place, size, _ in ranks]
         """Of every rank, its number on its host and how many there are."""
+        self._may_have_devices = all(may for *_, may in ranks)
+        self._devices: DeviceOperations | None = None
         runtime.thread.loop.extend_status(self.extend_status)
         self._make_set(tuple(range(runtime.size)))
 
@@ -136,6 +188,7 @@ class Collectives:
         chosen = _check_ranks(ranks, self._runtime.size)
         self._check_new(chosen)
         check_consistent(self._runtime, "add_process_set", str(list(chosen)))
+        self._leave_devices()
         return self._make_set(chosen)
 
     @signals.postponing
@@ -154,23 +207,42 @@ class Collectives:
         """
         runtime, call = self._runtime, "add_process_set"
         check_consistent(runtime, call, "sets of communicators")
-        told = [json.loads(said) for said in runtime.exchange(json.dumps([*mine]).encode(), call)]
-        chosen = {_check_ranks(ranks, runtime.size) for ranks in told if ranks}
+        ranks_by_rank = [
+            json.loads(payload) for payload in runtime.exchange(json.dumps([*mine]).encode(), call)
+        ]
+        chosen = {_check_ranks(ranks, runtime.size) for ranks in ranks_by_rank if ranks}
         for ranks in chosen:
             self._check_new(ranks)
             for rank in ranks:
-                if tuple(told[rank]) != ranks:
+                if tuple(ranks_by_rank[rank]) != ranks:
                     raise DisagreementError(
                         f"{runtime.where}: add_process_set: a communicator of ranks {list(ranks)} "
-                        f"is not that of rank {rank}, which passed one of {told[rank]}. Every rank "
-                        "must pass its communicators in the same order"
+                        f"is not that of rank {rank}, which passed one of {ranks_by_rank[rank]}. "
+                        "Every rank must pass its communicators in the same order"
                     )
         if not chosen:
             raise ValueError("a process set was made of a null communicator on every rank")
+        self._leave_devices()
         numbers = {ranks: self._make_set(ranks) for ranks in sorted(chosen)}
         for number in numbers.values():
             self._split[number] = tuple(numbers.values())
         return numbers.get(tuple(mine), min(numbers.values()))
+
+    def _leave_devices(self) -> None:
+        """From now on named operations go through the host; collective over all ranks.
+
+        The optimizers of a process set launch collectives on the same devices, in no order with
+        those of other sets, so none of the named operations may be left. Behind the barrier all of
+        them were answered: each rank has submitted it behind those that could go by its device.
+        """
+        if self._devices is not None and not self._devices.retired:
+            self._devices.retire()
+            nothing = np.empty(0, np.uint8)
+            self.synchronize(self.submit(Call(Kind.BARRIER, _LEAVING, 0, nothing, lambda _: None)))
+            while not self._devices.is_done:
+                self._runtime.check()
+                self._runtime.thread.progress()
+                time.sleep(_NAP_S)
 
     def _check_new(self, ranks: tuple[int, ...]) -> None:
         for number, known in self._sets.items():
@@ -192,16 +264,16 @@ class Collectives:
         self.check_idle(number)
         together = self._split.get(number, (number,))
         removed = [self._sets[each] for each in together]
-        shown = ", ".join(str(list(found.ranks)) for found in removed)
+        shown = ", ".join(str(list(process_set.ranks)) for process_set in removed)
         check_consistent(self._runtime, "remove_process_set", shown)
-        for each, found in zip(together, removed, strict=True):
+        for each, process_set in zip(together, removed, strict=True):
             del self._sets[each]
             self._split.pop(each, None)
-            lane = found.lane
+            lane = process_set.lane
             if lane is not None:  # a lane that is idle is not served, nor is anything under way
-                assert found.runtime is not None
-                found.runtime.channel.call(partial(_close, lane), "removing a process set")
-                found.runtime.close()
+                assert process_set.runtime is not None
+                process_set.runtime.channel.call(partial(_close, lane), "removing a process set")
+                process_set.runtime.close()
 
     def check_idle(self, number: int) -> None:
         """Raise ``ValueError`` where operations of a process set are pending."""
@@ -224,23 +296,70 @@ class Collectives:
         number = next(self._set_numbers)
         runtime = self._runtime
         label = "making a process set"
+        with_devices = number == 0 and self._may_have_devices
         with runtime.collective_lock.hold(runtime.channel, label):
-            made = runtime.channel.call(lambda backend: Finished(_connect(backend, ranks)), label)
+            made = runtime.channel.call(
+                lambda backend: Finished(_connect(backend, ranks, with_devices)), label
+            )
         if made is None:
             self._sets[number] = _Set(ranks, None, None)
             return number
-        data, mailbox, own = made
+        data, mailbox, own, beside = made
+        if beside is not None:
+            self._devices = DeviceOperations(runtime, beside)
         members = ALL_RANKS if own is None else Members(number, ranks)
         if own is not None:
             runtime = Runtime(own, runtime.config, within=runtime, members=members)
             runtime.timeline = self._runtime.timeline
         name = "" if own is None else f"process set {list(ranks)}"
-        lane = NamedLane(runtime.thread, data, mailbox, name, self._runtime.where, members)
+        devices = self._devices if number == 0 else None
+        lane = NamedLane(runtime.thread, data, mailbox, name, self._runtime.where, members, devices)
         lane.timeline = runtime.timeline
         self._sets[number] = _Set(ranks, lane, runtime)
         return number
 
     # Operations.
+
+    def device_for(
+        self,
+        process_set: int,
+        kind: Kind,
+        details: dict[str, Any],
+        place: Callable[[], Device | None],
+    ) -> Device | None:
+        """Where an operation may be carried out, if not through the host's memory.
+
+        A call whose data are ``placed`` there may go either way, as all ranks agree.
+
+        Args:
+            process_set: number of the one whose ranks take part.
+            kind: what is to be done.
+            details: as of :class:`Call`.
+            place: tells the device on which the tensor lies, if it does.
+        """
+        if self._devices is None or process_set:
+            return None
+        is_scaled = (details.get("prescale", 1.0), details.get("postscale", 1.0)) != (1.0, 1.0)
+        if not device_operations.carries(kind, details["dtype"], details.get("op"), is_scaled):
+            return None
+        device = place()
+        return device if device is not None and self._devices.takes(device) else None
+
+    @signals.postponing
+    def run(self, call: Call[T]) -> T:
+        """Begin an operation and wait for its result.
+
+        Handlers of signals run behind it. Raises as :meth:`submit_all` and :meth:`synchronize` do.
+        """
+        call.waits = True
+        with signals.uninterruptible:
+            return self.synchronize(self._begin([call], self._runtime.thread.leave)[0])
+
+    @signals.postponing
+    def run_all(self, calls: Sequence[Call[T]]) -> list[T]:
+        """The same for several operations, of which none is begun where one is refused."""
+        with signals.uninterruptible:
+            return self.synchronize(self._begin_group(calls, self._runtime.thread.leave))
 
     def submit(self, call: Call[T]) -> Handle[T]:
         """Begin an operation; raises as :meth:`submit_all` does.
@@ -248,7 +367,7 @@ class Collectives:
         Returns:
             A handle.
         """
-        return self._begin([call])[0]
+        return self._begin([call], self._runtime.post)[0]
 
     def submit_all(self, calls: Sequence[Call[T]]) -> Handle[list[T]]:
         """Begin several operations, or none where one of them is refused.
@@ -262,13 +381,16 @@ class Collectives:
             WfbpError: the runtime has ended; or Adasum of anything but an allreduce, for which
                 Horovod raises a RuntimeError.
         """
-        handles = self._begin(calls)
+        return self._begin_group(calls, self._runtime.post)
+
+    def _begin_group(self, calls: Sequence[Call[T]], post: _Post) -> Handle[list[T]]:
+        handles = self._begin(calls, post)
         group: Handle[list[T]] = Handle(next(_numbers))
         self._groups[group] = tuple(handles)
         return group
 
     @signals.postponing
-    def _begin(self, calls: Sequence[Call[T]]) -> list[Handle[T]]:
+    def _begin(self, calls: Sequence[Call[T]], post: _Post) -> list[Handle[T]]:
         self._runtime.check()
         checked = [self._check(call) for call in calls]
         begun: list[tuple[NamedLane, Submission]] = []
@@ -283,7 +405,7 @@ class Collectives:
                 self._release(handle, self._handles[handle])
             raise
         for lane, submission in begun:
-            self._runtime.post(partial(lane.submit, submission))
+            post(partial(lane.submit, submission))
         return handles
 
     def _check(self, call: Call[Any]) -> tuple[NamedLane, Request]:
@@ -297,7 +419,19 @@ class Collectives:
                 f"{self._runtime.where} is not in the process set of ranks {list(members.ranks)}"
             )
         details = _checked(call.kind, call.details, members.ranks)
-        return members.lane, Request(call.kind, name or "", **details)
+        waits = call.waits and not self._may_go_on_elsewhere()
+        return members.lane, Request(call.kind, name or "", waits=waits, **details)
+
+    def _may_go_on_elsewhere(self) -> bool:
+        """Whether another thread of this program may submit what other ranks wait in."""
+        return (
+            self._runtime.expects_other_threads
+            or threading.current_thread() is not threading.main_thread()
+            or any(
+                thread is not threading.main_thread() and not thread.name.startswith("wfbp")
+                for thread in threading.enumerate()
+            )
+        )
 
     def _reserve(self, call: Call[T], request: Request) -> tuple[Handle[T], Submission]:
         """Take the operation's name, or a number instead of one.
@@ -306,10 +440,15 @@ class Collectives:
             ValueError: the name is pending.
         """
         kind, process_set = call.kind, call.process_set
-        if not call.name and kind is not Kind.JOIN:
-            unnamed = next(self._unnamed[process_set, kind])
+        numbers, number = None, -1
+        if call.ordered or (not call.name and kind is not Kind.JOIN):
+            sort = process_set, None if call.ordered else kind
+            numbers = self._unnamed.setdefault(sort, _Counter())
+            number = numbers.take()
             epoch = f"{self._num_joins}." if self._num_joins else ""
-            request = replace(request, name=f"{kind.value}.unnamed.{epoch}{unnamed}")
+            group = "ordered" if call.ordered else f"{kind.value}.unnamed"
+            called = f"{kind.value} {call.name!r}" if call.name else request.called
+            request = replace(request, name=f"{group}.{epoch}{number}", called=called)
         key = process_set, request.name
         handle: Handle[T] = Handle(next(_numbers))
         holder = self._reserved.setdefault(key, handle)
@@ -319,9 +458,11 @@ class Collectives:
                 "synchronize() its handle first, or choose another name"
             )
         self._reserved[key] = handle
-        submission = Submission(request, call.data)
+        submission = Submission(request, call.data, call.placed)
         call.name = request.name
-        self._handles[handle] = _Submitted(key, kind, request.label, submission.reply, call.finish)
+        self._handles[handle] = _Submitted(
+            key, kind, request.label, submission.reply, call.finish, call.placed, numbers, number
+        )
         return handle, submission
 
     def poll(self, handle: int) -> bool:
@@ -334,10 +475,10 @@ class Collectives:
             return True
         if handle in self._groups:
             return all(self.poll(member) for member in self._groups[handle])
-        reply = self._find(handle).reply
-        if not reply.answered:
+        entry = self._find(handle)
+        if not entry.reply.answered:
             self._runtime.thread.progress()
-        return reply.answered
+        return entry.is_complete
 
     @overload
     def synchronize(self, handle: Handle[T]) -> T: ...
@@ -368,6 +509,11 @@ class Collectives:
                 entry.left = True
                 signals.run_handlers()  # what one raises leaves the handle as it is
                 continue
+            except UnmatchedError:
+                self._release(handle, entry)
+                if entry.numbers is not None:  # other ranks have numbered something else
+                    entry.numbers.give_back(entry.number)
+                raise
             except BaseException:
                 self._release(handle, entry)
                 raise
@@ -394,33 +540,43 @@ class Collectives:
                 raise result
         return results
 
-    def begin_join(self) -> Handle[int]:
-        """Contribute zeros from now on until all ranks have called this; returns a handle."""
+    def begin_join(self) -> Handle[list[int]]:
+        """Contribute zeros from now on until all ranks have called this; returns a handle.
+
+        Also to the process sets that this rank is in: the others go on there, too.
+        """
         nothing = np.empty(0, np.uint8)
-        return self.submit(Call(Kind.JOIN, JOIN, 0, nothing, lambda outcome: outcome.rows[0]))
+        mine = [
+            number for number, process_set in self._sets.items() if process_set.lane is not None
+        ]
+        return self.submit_all(
+            [
+                Call(Kind.JOIN, JOIN, number, nothing, lambda outcome: outcome.rows[0])
+                for number in mine
+            ]
+        )
 
     def note_progress(self) -> None:
         """This rank has joined, and the others go on."""
-        lane = self._sets[0].lane
-        assert lane is not None
-        lane.note_progress()
+        for process_set in self._sets.values():
+            if process_set.lane is not None:
+                process_set.lane.note_progress()
 
-    def end_join(self, handle: Handle[int]) -> int:
+    def end_join(self, handle: Handle[list[int]]) -> int:
         """Wait for the other ranks; returns the last one to come."""
-        last = self.synchronize(handle)
+        last, *_ = self.synchronize(handle)  # of all ranks, and of each set
         # Ranks that were stood in for have numbered fewer operations than the others.
         self._num_joins += 1
-        for key in [key for key in self._unnamed if key[0] == 0]:
-            del self._unnamed[key]
+        self._unnamed.clear()
         return last
 
     def record(self, timeline: Timeline | None) -> None:
         """Record steps and operations in another timeline from now on, or in none; the one before
         is closed."""
         before, self._runtime.timeline = self._runtime.timeline, timeline
-        for found in self._sets.values():
-            if found.lane is not None and found.runtime is not None:
-                found.lane.timeline = found.runtime.timeline = timeline
+        for process_set in self._sets.values():
+            if process_set.lane is not None and process_set.runtime is not None:
+                process_set.lane.timeline = process_set.runtime.timeline = timeline
         if before is not None:
             before.close()
 
@@ -447,12 +603,12 @@ class Collectives:
         awaits = ""
         submitted: list[str] = []
         outside: list[int] = []
-        for number, found in list(self._sets.items()):
-            if found.lane is None:
+        for number, process_set in list(self._sets.items()):
+            if process_set.lane is None:
                 outside.append(number)
                 continue
-            submitted += [f"{number}:{name}" for name in found.lane.pending]
-            if name := found.lane.awaited(awaited):
+            submitted += [f"{number}:{name}" for name in process_set.lane.pending]
+            if (name := process_set.lane.awaited(awaited)) is not None:
                 awaits = f"{number}:{name}"
         return replace(
             status, awaits=awaits, submitted=tuple(sorted(submitted)), outside=tuple(outside)
@@ -460,9 +616,9 @@ class Collectives:
 
     def close(self) -> None:
         """Give all communicators back; collective, and nothing may be under way."""
-        for found in self._sets.values():
-            if found.lane is not None:
-                found.lane.close()
+        for process_set in self._sets.values():
+            if process_set.lane is not None:
+                process_set.lane.close()
 
 
 def chosen_reduction(average: bool | None, op: object) -> Reduction:
@@ -524,13 +680,13 @@ def _close(lane: NamedLane, _: Backend) -> Finished[None]:
 
 
 def _connect(
-    backend: Backend, ranks: tuple[int, ...]
-) -> tuple[HostBackend, Mailbox, HostBackend | None] | None:
+    backend: Backend, ranks: tuple[int, ...], with_devices: bool
+) -> tuple[HostBackend, Mailbox, HostBackend | None, HostBackend | None] | None:
     """Communicators for a process set; None on a rank outside it.
 
     Returns:
-        For the data of named operations and for their messages, and for a runtime of the set's
-        own, which that of all ranks does not need.
+        For the data of named operations and for their messages, for a runtime of the set's own,
+        which that of all ranks does not need, and for named operations on devices, if wanted.
     """
     assert isinstance(backend, HostBackend), "the runtime's own backend is one of the host"
     whole = len(ranks) == backend.size
@@ -540,7 +696,9 @@ def _connect(
     assert isinstance(data, HostBackend)
     own = None if whole else data.duplicate()
     assert own is None or isinstance(own, HostBackend)
-    return data, data.mailbox(), own
+    beside = data.duplicate() if with_devices else None
+    assert beside is None or isinstance(beside, HostBackend)
+    return data, data.mailbox(), own, beside
 
 
 def _check_ranks(ranks: Iterable[int], size: int) -> tuple[int, ...]:

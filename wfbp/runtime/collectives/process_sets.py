@@ -54,8 +54,8 @@ class ProcessSet:
             return list(self._ranks)
         if self.mpi_comm is not None:
             # MPI.COMM_NULL is false: this rank was left out when the communicator was made.
-            found = self.mpi_comm.allgather(process.rank()) if self.mpi_comm else []
-            self._ranks = sorted(found)
+            members = self.mpi_comm.allgather(process.rank()) if self.mpi_comm else []
+            self._ranks = sorted(members)
             return list(self._ranks)
         return list(range(process.size())) if process.is_initialized() else None
 

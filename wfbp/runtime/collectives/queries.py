@@ -53,7 +53,11 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Version of NCCL that operations go through: 0, because they go through the host."""
+    """Version of NCCL by which Adasum would average within a host: 0, because it does not.
+
+    Horovod's programs ask this to scale learning rates for Adasum. Which operations go by NCCL does
+    not depend on how wfbp was built.
+    """
     return 0
 
 

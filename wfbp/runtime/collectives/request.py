@@ -51,9 +51,15 @@ class Request:
         root: whose values everybody gets, in a broadcast.
         prescale: factor before the reduction.
         postscale: factor behind it.
-        splits: rows for each rank, in an all-to-all.
+        splits: rows for each rank, in an all-to-all; in a reduce-scatter too, where they are not
+            shared out equally.
         differentiable: whether this rank wants to differentiate the result.
         part_of: what this rank has of which this is a part, in words; empty where it is all.
+        on_device: whether this rank could carry it out on the device where the tensor lies.
+        available: if so, of each lane on that device the collectives that this rank has launched or
+            could launch now.
+        waits: whether the rank's program does nothing else before this is complete.
+        called: what it is in messages, if not its kind and name; compared too.
     """
 
     kind: Kind
@@ -68,10 +74,16 @@ class Request:
     splits: tuple[int, ...] = ()
     differentiable: bool = False
     part_of: str = ""
+    on_device: bool = False
+    available: tuple[int, ...] = ()
+    waits: bool = False
+    called: str = ""
 
     @property
     def label(self) -> str:
         """For messages; a join needs no name."""
+        if self.called:
+            return self.called
         return f"{self.kind.value} {self.name!r}" if self.name else f"{self.kind.value}()"
 
     def row(self) -> tuple[Any, ...]:
@@ -89,12 +101,17 @@ class Request:
             self.splits,
             self.differentiable,
             self.part_of,
+            self.on_device,
+            self.available,
+            self.waits,
+            self.called,
         )
 
     @classmethod
-    def decode(cls, said: Sequence[Any]) -> Request:
+    def decode(cls, fields: Sequence[Any]) -> Request:
         """What :func:`encode` was given, after a journey as JSON."""
-        kind, name, dtype, shape, device, op, root, before, after, splits, wanted, part_of = said
+        kind, name, dtype, shape, device, op, root, before, after, splits, *others = fields
+        wanted, part_of, on_device, available, waits, called = others
         return cls(
             Kind(kind),
             name,
@@ -108,7 +125,20 @@ class Request:
             tuple(splits),
             wanted,
             part_of,
+            on_device,
+            tuple(available),
+            waits,
+            called,
         )
+
+
+class Route(str, enum.Enum):
+    """How an operation travels, the same on every rank."""
+
+    HOST = "host"
+    DEVICE = "device"
+    CONNECT = "connect"
+    """By the device, once the ranks have connected theirs for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,25 +149,40 @@ class Response:
         request: of the lowest rank that submitted it; all agree with it where there is no error.
         error: what is wrong, on every rank; empty if nothing is.
         extents: of an all-gather the rows of each rank, of an all-to-all the splits of each rank,
-            of a join the last rank.
+            of a join the last rank, of an unmatched operation the ranks that have submitted it.
         differentiable: whether any rank wants to differentiate the result.
+        route: how it travels. The coordinator names the device where every rank could; its lane
+            decides.
+        available: of each lane on the device, how many collectives every rank could have launched
+            when it submitted this; not sent.
+        unmatched: whether the error is that not all ranks have submitted it, nor ever will.
     """
 
     request: Request
     error: str = ""
     extents: tuple[tuple[int, ...], ...] = ()
     differentiable: bool = False
+    route: Route = Route.HOST
+    available: tuple[int, ...] = ()
+    unmatched: bool = False
 
     def row(self) -> tuple[Any, ...]:
-        """All fields, in the order of :meth:`decode`."""
-        return self.request.row(), self.error, self.extents, self.differentiable
+        """The fields that are sent, in the order of :meth:`decode`."""
+        route = self.route.value
+        sent = self.extents, self.differentiable, route, self.unmatched
+        return self.request.row(), self.error, *sent
 
     @classmethod
-    def decode(cls, said: Sequence[Any]) -> Response:
+    def decode(cls, fields: Sequence[Any]) -> Response:
         """What :func:`encode` was given, after a journey as JSON."""
-        request, error, extents, differentiable = said
+        request, error, extents, differentiable, route, unmatched = fields
         return cls(
-            Request.decode(request), error, tuple(tuple(each) for each in extents), differentiable
+            Request.decode(request),
+            error,
+            tuple(tuple(each) for each in extents),
+            differentiable,
+            Route(route),
+            unmatched=unmatched,
         )
 
 
@@ -148,9 +193,9 @@ def encode(messages: Sequence[Request] | Sequence[Response]) -> bytes:
 
 def decode_requests(payload: bytes) -> list[Request]:
     """The inverse of :func:`encode`."""
-    return [Request.decode(said) for said in json.loads(payload)]
+    return [Request.decode(fields) for fields in json.loads(payload)]
 
 
 def decode_responses(payload: bytes) -> list[Response]:
     """The inverse of :func:`encode`."""
-    return [Response.decode(said) for said in json.loads(payload)]
+    return [Response.decode(fields) for fields in json.loads(payload)]

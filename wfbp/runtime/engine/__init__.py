@@ -1,7 +1,7 @@
 """One optimizer's gradients, from ready events to averaged values.
 
 Read ``engine`` first: what adapters call. ``tracker`` notes which gradients exist and posts events;
-``allgather`` is what the training thread knows of all-gathers; ``step_sync`` is the exchange at a
-step's end that happens only where a rank asks for it. ``recorder`` writes what was done,
+``allgather`` is the training thread's side of all-gathers; ``step_sync`` is the exchange at the end
+of a step, which happens only where a rank asks for it. ``recorder`` writes records of runs,
 ``allocator`` keeps freed memory with the process.
 """

@@ -1,4 +1,4 @@
-"""All-gathers as the training thread sees them: who has to wait for what."""
+"""The training thread's side of all-gathers: which tensors have arrived, and waiting for them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,10 @@ from wfbp.runtime.transport.transport import Transport
 
 
 class AllGatherState:
-    """What is being gathered, by the installed plan.
+    """The all-gathers of the installed plan; tensors are known by their index into the engine's
+    specs.
 
-    Tensors are known by their index into the engine's specs. Begun by the training thread; any
-    thread may wait; ``_lock`` is held for one arrival.
-
-    Args:
-        runtime: to wait with.
-        lane: carries the gathers out.
-        transport: where tensors lie.
-        name: of the optimizer, for messages.
+    The training thread begins them; any thread may wait. ``_lock`` is held for one arrival.
     """
 
     def __init__(
@@ -46,13 +40,7 @@ class AllGatherState:
         """Whether anything has not arrived yet."""
 
     def install(self, plan: Plan, members: Sequence[int], num_tensors: int) -> None:
-        """Follow another plan; nothing may be pending.
-
-        Args:
-            plan: what is sent.
-            members: per tensor of the plan, its index.
-            num_tensors: number of indices.
-        """
+        """Follow another plan while nothing is pending; ``members`` are its tensors' indices."""
         self._members = members
         self._group_of = [-1] * num_tensors
         groups = [group for group in plan.groups if group.phase is Phase.FORWARD]
@@ -79,8 +67,8 @@ class AllGatherState:
         Args:
             addresses: of whole tensors, by index; only those of gathered tensors are used.
             owners: kept alive until all has arrived.
-            count: how many groups may go now; :meth:`release_rest` lets the others follow. All by
-                default.
+            count: how many groups may go now, by default all; :meth:`release_rest` lets the others
+                go.
         """
         if not self._num_groups:
             return
@@ -101,27 +89,13 @@ class AllGatherState:
         self._lane.events.append(event)
         self._runtime.post(self._lane.wake)
 
-    def arrived(self, index: int) -> bool:
-        """Whether a tensor is whole.
-
-        Raises:
-            WfbpError: ranks failed.
-        """
-        group = self._group_of[index]
-        while self._num_arrived <= group and self._lane.arrivals.answered:
-            self._wait(self._num_arrived)
-        return group < self._num_arrived
-
     def wait(self, index: int) -> None:
-        """Wait until a tensor is whole.
-
-        Raises:
-            WfbpError: ranks failed, or did not answer in time.
-        """
+        """Wait until a tensor is whole; raises ``WfbpError`` if ranks failed or did not answer in
+        time."""
         self._wait(self._group_of[index])
 
     def take_times(self) -> tuple[list[Span], list[GroupTime]]:
-        """When threads have waited since this was last asked, and what has arrived."""
+        """The waits of threads, and the times of gathers, since the last call."""
         taken = self._waits, self._times
         self._waits, self._times = [], []
         return taken
@@ -131,7 +105,7 @@ class AllGatherState:
         self._wait(self._num_groups - 1)
 
     def _wait(self, group: int) -> None:
-        # One arrival at a time: who waits for an early group does not wait for later ones.
+        # One arrival at a time: a thread that waits for an early group waits for no later one.
         while self.pending and self._num_arrived <= group:
             try:
                 self._await_next(group)
@@ -154,15 +128,7 @@ class AllGatherState:
 
 
 class GradientAssembler:
-    """Storage of gathered gradients, one buffer per tensor, made when it is first needed.
-
-    Args:
-        specs: all tensors of the engine.
-        allgather: brings the other ranks' shards.
-        transport: where gradients lie.
-        rank: this rank.
-        size: number of ranks.
-    """
+    """Storage of gathered gradients, one buffer per tensor, made when it is first needed."""
 
     def __init__(
         self,
@@ -179,22 +145,19 @@ class GradientAssembler:
         self._storage: list[Buffer | None] = [None] * len(specs)
 
     def forget(self) -> None:
-        """Keep no storage but what is in use, until it is needed again."""
+        """Drop the storage; the program keeps what it still uses."""
         self._storage = [None] * len(self._specs)
 
     def begin(
         self, reduced: Sequence[BufferView | None], kept: Collection[int] = ()
     ) -> list[BufferView | None]:
-        """Gather what was scattered; the slots hold whole gradients once that has arrived.
+        """Gather shards of gradients; returns views that hold whole gradients once all have
+        arrived.
 
         Args:
-            reduced: per tensor its whole gradient or this rank's shard; None where no rank had a
-                gradient.
-            kept: addresses of what the program holds as its gradients: where storage was handed
-                out that lies there, it is left to the program.
-
-        Returns:
-            The same with whole gradients in place of shards.
+            reduced: per tensor its whole gradient or this rank's shard; None where no rank had one.
+            kept: addresses of the program's gradients: storage that lies there is left to the
+                program.
         """
         whole = list(reduced)
         addresses = [0] * len(whole)

@@ -1,9 +1,9 @@
-"""Freed gradients stay with the process, and what a change of plans frees goes.
+"""Keeps freed gradients with the process, and gives back memory that a change of plans frees.
 
 Backward allocates every gradient anew, and a reduced step frees them all at once. The C library
-then hands the memory back to the system, and the next step pays for it page by page: measured,
-6.5 ms of a 7 ms backward for 16 MB of gradients (docs/benchmarks/training.md). What was freed for
-good, as old buffers and whole optimizer state that became shards, must be given back by name.
+then returns the memory to the system, and the next step pays for it page by page: 6.5 ms of a 7 ms
+backward for 16 MB of gradients (docs/benchmarks/training.md). Memory freed for good, as old buffers
+and whole optimizer state, must therefore be given back explicitly.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ _MMAP_BYTES = (1 << 30, 32 << 20)
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to keep what is freed, unless ``MALLOC_*`` variables say how it should behave.
+    """Tell glibc to keep freed memory, unless ``MALLOC_*`` variables set its behaviour.
 
-    Returns:
-        Whether that was done; other C libraries are left alone.
+    Returns whether that was done; other C libraries are left alone.
     """
     library = _library()
     if library is None:
@@ -33,17 +32,14 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> bool:
-    """Hand what is free at present to the system, where :func:`keep_freed_memory` keeps it.
-
-    Returns:
-        Whether there was any.
-    """
+    """Return freed memory to the system, where :func:`keep_freed_memory` keeps it; whether there
+    was any."""
     library = _library()
     return library is not None and bool(library.malloc_trim(0))
 
 
 def _library() -> ctypes.CDLL | None:
-    """The C library, where it is one that is told what to keep."""
+    """The C library, if it is glibc."""
     if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):
         return None
     library = ctypes.CDLL(None)

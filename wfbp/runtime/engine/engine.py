@@ -2,8 +2,8 @@
 
 The training thread calls :meth:`Engine.mark_ready` as gradients appear and
 :meth:`Engine.synchronize` when it needs them averaged; between the two, the communication thread
-sends by the installed plan. Where the plan decouples tensors, a rank gets its shards of them, puts
-them to use, and calls ``Engine.gather``, which brings the others' while the next forward runs.
+sends by the installed plan. Where the plan decouples tensors, a rank gets its shards of them,
+updates them, and calls ``Engine.gather``, which brings the others' while the next forward runs.
 """
 
 from __future__ import annotations
@@ -47,24 +47,42 @@ SAMPLED_STEPS = 16
 class Engine:
     """Averages the gradients of a fixed list of tensors, step after step.
 
-    Used by one training thread; what crosses to the communication thread goes through the lane.
+    Used by one training thread; the lane carries everything to the communication thread.
 
     Args:
         runtime: an initialised runtime with more than one rank.
         specs: the tensors, in forward order as far as it is known; equal on every rank.
-        options: how they are reduced; equal on every rank.
+        options: equal on every rank.
         active: per tensor, whether a gradient is expected; the others join when one appears.
-        compared: what else must be the same on every rank, by what messages call it.
+        compared: what else must be the same on every rank, by its name in messages.
         device: on which all tensors lie; the host by default.
         fetch: returns the gradient of a tensor for which no event came, or None; called when the
             step closes.
-        channel: in which ranks have come to this; the runtime's own by default.
+        channel: on which ranks make the engine; the runtime's own by default.
 
     Raises:
         ValueError: bad arguments.
         ImportError: ``dear`` without the ``search`` extra.
         DisagreementError: other ranks passed other tensors or settings.
     """
+
+    sparse: Collection[int] = ()
+    """The tensors of which this rank has sparse gradients in this step, which its caller exchanges;
+    set before :meth:`synchronize`."""
+    sparse_anywhere: Sequence[int] = ()
+    """The same of any rank, in the step that was reduced last."""
+    joined = False
+    """Whether this rank has no more data, and takes part without gradients; set by its caller."""
+    joined_ranks: Sequence[int] = ()
+    """The ranks that had joined in the step that was reduced last."""
+    evaluates = False
+    """Whether this step is an evaluation of a closure; set by its caller."""
+    evaluated = False
+    """The same of any rank, in the step that was reduced last, if ranks have joined."""
+    profiling = False
+    """Whether this step's times will be used to plan."""
+    num_installed = 0
+    """How many plans have been installed."""
 
     def __init__(
         self,
@@ -84,34 +102,10 @@ class Engine:
         self._name = name = options.name
         chosen = [k for k in range(len(specs)) if active is None or active[k]] or [0]
         planned = [specs[k] for k in chosen]
-        self._tuner = Tuner(
-            runtime.config,
-            options.schedule,
-            options.threshold_bytes,
-            planned,
-            options.decouples,
-            runtime.size if options.sharded_update else 1,
-            tells=runtime.rank == 0,
-            name=name,
-            wire_dtype=options.wire_dtype,
-        )
-        settings = {
-            **compared,
-            "schedule": options.schedule,
-            "threshold_bytes": options.threshold_bytes,
-            "op": str(options.op),
-            "compression": options.wire_dtype or "none",
-            "decouples": options.decouples,
-            "shares the update": options.sharded_update,
-            "tensors with gradient": [spec.name for spec in planned],
-            "plan": self._tuner.plan.digest,
-        }
-        payload = consistency.encode_specs(self.specs, settings)
+        self._tuner = _make_tuner(runtime, options, planned)
         self._who = f"{runtime.where}: {name}"
         channel = channel or runtime.channel
-        consistency.check_specs(
-            self._who, exchange_payloads(channel, name, payload, "comparing tensors")
-        )
+        self._compare(channel, options, compared, planned)
         with runtime.collective_lock.hold(channel, f"{name}: making a lane"):
             backend = runtime.lease(channel)
             self._transport = transport = runtime.make_transport(
@@ -133,24 +127,6 @@ class Engine:
         self.mark_ready = tracker.mark_ready
         self.mark_forward = tracker.mark_forward
         self.await_tensor = self._allgather.wait
-        self.num_installed = 0
-        """How many plans have been taken into use."""
-        self.sparse: Collection[int] = ()
-        """The tensors of which this rank has sparse gradients in this step, which its caller
-        exchanges; set before :meth:`synchronize`."""
-        self.sparse_anywhere: Sequence[int] = ()
-        """Those of which any rank had one, in the step that was reduced last."""
-        self.joined = False
-        """Whether this rank has no more data, and takes part for the sake of the others; it must
-        have no gradients then. Set by its caller, like :attr:`sparse`."""
-        self.joined_ranks: Sequence[int] = ()
-        """The ranks of which this was so, in the step that was reduced last."""
-        self.evaluates = False
-        """Whether this step is an evaluation of a closure; set by its caller."""
-        self.evaluated = False
-        """Whether it was on any rank, in the step that was reduced last, if ranks have joined."""
-        self.profiling = False
-        """Whether this step's times will be used to plan."""
         self._steps = 0
         self._number = 0
         self._num_unread = 0
@@ -159,24 +135,47 @@ class Engine:
         self._kept: deque[StepTimestamps] = deque()
         self._unread: list[Step] = []
         self._closed = False
-        self._settling = False
+        self._newly_installed = False
         self._closing: tuple[bool, bool] | None = None
         keep_freed_memory()
         self._install()
         runtime.add_lane(self._lane)
         runtime.add_user(self)
-        self._recorder: Recorder | None = None
-        if folder := runtime.config.record_dir:
-            of_set = f"{name} of process set {runtime.members.number}"
-            named = of_set if runtime.members.number else name
-            self._recorder = Recorder(
-                folder, named, runtime.rank, runtime.size, runtime.library, self.report
-            )
+        self._recorder = _make_recorder(runtime, name, self.report)
         tracker.begin(self._number, transport.now(), self.profiling)
+
+    def _compare(
+        self,
+        channel: ControlChannel,
+        options: EngineOptions,
+        compared: Mapping[str, Any],
+        planned: Sequence[TensorSpec],
+    ) -> None:
+        """Raise unless every rank makes the same engine; collective."""
+        settings = {
+            **compared,
+            "schedule": options.schedule,
+            "threshold_bytes": options.threshold_bytes,
+            "op": str(options.op),
+            "compression": options.wire_dtype or "none",
+            "decouples": options.decouples,
+            "shares the update": options.sharded_update,
+            "tensors with gradient": [spec.name for spec in planned],
+            "plan": self._tuner.plan.digest,
+        }
+        payload = consistency.encode_specs(self.specs, settings)
+        consistency.check_specs(
+            self._who, exchange_payloads(channel, self._name, payload, "comparing tensors")
+        )
 
     def now(self) -> Timestamp:
         """This moment, on the clock of the tensors' device."""
         return self._transport.now()
+
+    def name_model(self, name: str) -> None:
+        """What is trained, for the record of the run."""
+        if self._recorder is not None:
+            self._recorder.model = name
 
     def exchange(self, payload: bytes, what: str) -> list[bytes]:
         """Every rank's payload, behind :meth:`synchronize`; collective."""
@@ -200,14 +199,8 @@ class Engine:
         self._tracker.drop(index)
 
     def gather(self, addresses: Sequence[int], owners: object, count: int | None = None) -> None:
-        """Send this rank's shards of decoupled tensors, and receive the others' shards.
-
-        Args:
-            addresses: of whole tensors, by index; only those of decoupled tensors are used.
-            owners: kept alive until all has arrived.
-            count: how many groups may go now; :meth:`gather_rest` lets the others follow. All by
-                default.
-        """
+        """Send this rank's shards of decoupled tensors, and receive the others'; see
+        :meth:`AllGatherState.begin`. :meth:`gather_rest` lets the groups beyond ``count`` go."""
         self._allgather.begin(addresses, owners, count)
 
     def gather_rest(self) -> None:
@@ -217,7 +210,7 @@ class Engine:
     def gather_gradients(
         self, reduced: Sequence[BufferView | None], kept: Collection[int] = ()
     ) -> list[BufferView | None]:
-        """Gather what was scattered; see :meth:`GradientAssembler.begin`."""
+        """Gather shards of gradients; see :meth:`GradientAssembler.begin`."""
         return self._assembler.begin(reduced, kept)
 
     def flush(self) -> None:
@@ -235,8 +228,7 @@ class Engine:
 
     @property
     def unfinished(self) -> bool:
-        """Whether a step was closed whose gradients nobody has taken, because a signal's handler
-        raised in :meth:`synchronize`."""
+        """Whether :meth:`synchronize` has closed a step and was interrupted by a signal handler."""
         return self._closing is not None
 
     @property
@@ -264,20 +256,20 @@ class Engine:
     ) -> list[BufferView | None]:
         """Close the step and wait until every gradient is reduced.
 
-        What the handler of a signal raises may end the wait. The step is :attr:`unfinished` then,
-        and to be taken up by another call before anything else; its arguments are ignored.
+        A signal handler of the program may raise and end the wait. The step is :attr:`unfinished`
+        then; another call must complete it before anything else, and its arguments are ignored.
 
         Args:
-            whole: whether shards do not do; the same on every rank. Where another plan decouples
-                other tensors, all gradients are whole anyway.
-            wanted: the same, but of this rank alone.
+            whole: whether the caller needs whole gradients; the same on every rank. They are whole
+                in any case where another plan decouples other tensors.
+            wanted: the same, for this rank alone.
             targets: addresses, by tensor, to which whole reduced gradients are copied as they
-                arrive; they may be those of the gradients themselves.
+                arrive; may be those of the gradients themselves.
 
         Returns:
-            Per tensor, where its reduced gradient lies until the next step's first gradient;
-            None where no rank had one, or where it was copied to its target. Of a decoupled
-            tensor it may be this rank's shard.
+            Per tensor, where its reduced gradient lies until the next step's first gradient; None
+            where no rank had one, or where it was copied to its target. Of a decoupled tensor it
+            may be this rank's shard.
 
         Raises:
             RuntimeError: a gradient lies where another tensor's is averaged.
@@ -304,10 +296,11 @@ class Engine:
             return self._conclude(result, whole, wanted)
 
     def _conclude(self, result: StepResult, whole: bool, wanted: bool) -> list[BufferView | None]:
-        """The step's messages have come in: settle the rest, and begin the next step."""
+        """After the step's messages: exchange unplanned gradients, and begin the next step."""
         tracker = self._tracker
-        if self._settling:  # the first step by the plan that stays: nothing is left of others
-            self._settling = False
+        if self._newly_installed:
+            # the first step by the plan that stays: nothing is left of others
+            self._newly_installed = False
             give_back_freed_memory()
         self._allgather.wait_all()
         done = self._transport.join()
@@ -322,13 +315,13 @@ class Engine:
             done = tracker.begun
         self.sparse_anywhere, self.joined_ranks, self.evaluated = (), (), False
         if result.requested or self._tuner.round_due:
-            told = {"joined": self.joined, "evaluates": self.evaluates}
-            whole |= self._step_sync.run(reduced, wanted, self.sparse, told)
+            status = {"joined": self.joined, "evaluates": self.evaluates}
+            whole |= self._step_sync.run(reduced, wanted, self.sparse, status)
             self.sparse_anywhere = self._step_sync.sparse
-            told_by = self._step_sync.told
-            self.joined_ranks = [rank for rank, one in enumerate(told_by) if one["joined"]]
-            self.evaluated = any(one["evaluates"] for one in told_by)
-            whole |= bool(self.joined_ranks)  # who has joined puts no shards to use
+            statuses = self._step_sync.statuses
+            self.joined_ranks = [rank for rank, one in enumerate(statuses) if one["joined"]]
+            self.evaluated = any(one["evaluates"] for one in statuses)
+            whole |= bool(self.joined_ranks)  # joined ranks use no shards
         changed = self._tuner.plan is not planned
         whole |= changed and self._tuner.plan.decoupled != planned.decoupled
         if self._allgather.gatherable and whole:
@@ -337,7 +330,7 @@ class Engine:
         if changed:
             self._install()
         if self._tuner.phase != phase:  # a trial may have ended with the plan it tried last
-            self._settling = self._tuner.phase is TuningPhase.INSTALLED
+            self._newly_installed = self._tuner.phase is TuningPhase.INSTALLED
             self._lane.costs = self._tuner.message_costs
         tracker.step.owners = []  # gradients that were sent are no longer needed
         self._transport.timing = self._times_groups
@@ -346,7 +339,7 @@ class Engine:
 
     @property
     def _times_groups(self) -> bool:
-        """Whether anybody will look at the times of the next step's groups."""
+        """Whether the times of the next step's groups will be used."""
         if self._tuner.phase is not TuningPhase.INSTALLED:
             return True
         observed = self._recorder is not None or self._runtime.timeline is not None
@@ -368,10 +361,9 @@ class Engine:
             log_summary(self._name, self.stats())
 
     def discard(self) -> None:
-        """Forget the gradients of the open step (they were zeroed before they were used).
+        """Forget the gradients of the open step, which were zeroed before they were used.
 
-        Raises:
-            WfbpError: a step that was discarded before has failed.
+        Raises ``WfbpError`` if an earlier discarded step has failed.
         """
         tracker, lane = self._tracker, self._lane
         while self._num_unread and lane.reply.answered:
@@ -436,7 +428,7 @@ class Engine:
         self._lane.events.append(CLOSE)
 
     def _await_result(self) -> StepResult:
-        """What the closed step brought, behind what nobody read of steps before."""
+        """The result of the closed step, after those of discarded steps before it."""
         while True:
             try:
                 while self._num_unread:
@@ -451,3 +443,28 @@ class Engine:
             else:
                 self._tracker.unseal()
                 return result
+
+
+def _make_tuner(runtime: Runtime, options: EngineOptions, specs: Sequence[TensorSpec]) -> Tuner:
+    return Tuner(
+        runtime.config,
+        options.schedule,
+        options.threshold_bytes,
+        specs,
+        options.decouples,
+        runtime.size if options.sharded_update else 1,
+        tells=runtime.rank == 0,
+        name=options.name,
+        wire_dtype=options.wire_dtype,
+    )
+
+
+def _make_recorder(
+    runtime: Runtime, name: str, report: Callable[[], dict[str, Any]]
+) -> Recorder | None:
+    """The recorder, if runs are to be recorded."""
+    if not (folder := runtime.config.record_dir):
+        return None
+    if runtime.members.number:
+        name = f"{name} of process set {runtime.members.number}"
+    return Recorder(folder, name, runtime.rank, runtime.size, runtime.library, report)

@@ -8,16 +8,19 @@ import logging
 import os
 import platform
 import re
+import shlex
 import socket
 import sys
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from wfbp.core.bound import ratio_to_lower_bound
 from wfbp.core.plan import Plan
 from wfbp.runtime.step import GroupTime
 from wfbp.runtime.tuning.profile import StepTimes, TuningPhase
@@ -25,12 +28,7 @@ from wfbp.runtime.tuning.tuner import Tuner
 
 
 def make_report(tuner: Tuner, num_steps: int) -> dict[str, Any]:
-    """The plan in use and what it costs; times in seconds, None where not yet known.
-
-    Args:
-        tuner: whose plan it is.
-        num_steps: steps taken so far.
-    """
+    """The plan in use and what it costs; times in seconds, None where not yet known."""
     predicted = tuner.predicted
     bound_s = predicted.lower_bound_s if predicted else None
     measured_s = tuner.measured_s
@@ -50,23 +48,19 @@ def make_report(tuner: Tuner, num_steps: int) -> dict[str, Any]:
         "predicted_exposed_s": predicted.exposed_s if predicted else None,
         "exposed_s": tuner.exposed_s,
         "lower_bound_s": bound_s,
-        "ratio_to_lower_bound": latest_s / bound_s if latest_s and bound_s else None,
+        "ratio_to_lower_bound": (
+            ratio_to_lower_bound(latest_s, bound_s) if latest_s and bound_s else None
+        ),
         "plan_digest": tuner.plan.digest,
     }
 
 
 def make_stats(tuner: Tuner, num_steps: int) -> dict[str, Any]:
-    """How training goes: plain numbers, and the plan in words.
+    """How training goes, as plain numbers, and the plan in words; None where not yet known.
 
-    Args:
-        tuner: whose plan it is.
-        num_steps: steps taken so far.
-
-    Returns:
-        ``iteration``: steps so far; ``iteration_s`` and ``exposed_s``: the median of the last
-        steps, and how much of it training waited for communication; ``bytes``: of gradients per
-        step; ``ratio_to_lower_bound``: T/LB; ``predicted_s``: of the plan; ``plan`` and
-        ``phase``. None where not yet known.
+    ``iteration``: steps so far; ``iteration_s`` and ``exposed_s``: the median of the last steps,
+    and the part of it that training waited for communication; ``bytes``: of gradients per step;
+    ``ratio_to_lower_bound``: T/LB; ``predicted_s``: of the plan; ``plan`` and ``phase``.
     """
     report = make_report(tuner, num_steps)
     return {
@@ -111,23 +105,17 @@ _taken: Counter[Path] = Counter()
 
 
 class Recorder:
-    """Keeps an engine's last iterations under its plan, and writes the document now and then.
+    """Keeps an engine's last iterations under its plan, and writes the record now and then.
 
-    It is written when the installed plan has run for :data:`KEPT_ITERATIONS` steps, again each
-    time that number has doubled (so that writing costs nothing in the long run and never falls
-    into the steps that the tuner measures), when the engine is closed, and when the process ends.
-    Used by the engine's training thread.
+    It is written when the installed plan has run for :data:`KEPT_ITERATIONS` steps, again each time
+    that number has doubled (so that writing never falls into steps that the tuner measures), when
+    the engine is closed, and when the process ends. Used by the engine's training thread.
 
     Args:
         directory: made if it does not exist; shared by the ranks.
         name: of the engine; a second engine of that name in this process gets a number.
-        rank: of this process.
-        size: number of ranks.
-        library: what moves bytes, in words.
-        report: gives the engine's report.
-
-    Raises:
-        OSError: the directory cannot be made.
+        library: the MPI library, in words.
+        report: returns the engine's report.
     """
 
     def __init__(
@@ -150,6 +138,9 @@ class Recorder:
         self._size = size
         self._library = library
         self._report = report
+        self.model = ""
+        """What is trained, by its class; set by whoever finds out."""
+        self._failed = False
         self._plan: Plan | None = None
         self._phase: TuningPhase | None = None
         self._steps = 0
@@ -181,7 +172,11 @@ class Recorder:
             partial.write_text(json.dumps(self.document(), allow_nan=False))
             os.replace(partial, self.path)
         except OSError as error:
-            log.warning("rank %d: the run could not be recorded: %s", self._rank, error)
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            if not self._failed:
+                log.warning("rank %d: the run could not be recorded: %s", self._rank, error)
+            self._failed = True
 
     def document(self) -> dict[str, Any]:
         """The document as plain data. There must have been a step."""
@@ -198,6 +193,8 @@ class Recorder:
                 "host": socket.gethostname(),
                 "library": self._library,
                 "versions": _versions(),
+                "model": self.model,
+                "command": _command(),
             },
             "report": self._report(),
             "plan": self._plan.to_json(),
@@ -205,6 +202,18 @@ class Recorder:
             "costs": tuner.costs.to_json() if tuner.costs else None,
             "iterations": [_iteration(stamps, times) for stamps, times in self._iterations],
         }
+
+
+def _command() -> str:
+    """By which this process was started; what is long in it, as a program behind -c, is cut."""
+    words = (
+        word if len(word) <= _MOST_LETTERS else word[:_MOST_LETTERS] + "..."
+        for word in sys.orig_argv
+    )
+    return shlex.join(words)
+
+
+_MOST_LETTERS = 200
 
 
 def _versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The exchange at a step's end, which happens only where some rank asks for it.
+"""The exchange at the end of a step, which happens only where some rank asks for it.
 
 A tensor that had no gradient before (frozen until now, or seldom used), or whose gradient grew
 after it was sent, is reduced here, in a message of its own; and the tuner decides about plans.
@@ -32,17 +32,11 @@ def reduce_unplanned(
     sources: Sequence[tuple[int, object]],
     op: Op,
 ) -> list[BufferView | None]:
-    """Reduce tensors now; collective.
+    """Reduce tensors now, in new storage; collective.
 
-    Args:
-        channel: in which ranks have come to this.
-        transport: where they lie; of a lane that sends nothing now.
-        specs: equal on every rank.
-        sources: per tensor, address and owner; address 0 where this rank has no gradient.
-        op: ``Op.AVERAGE`` or ``Op.SUM``.
-
-    Returns:
-        Per tensor, where it lies reduced, in new storage; None where no rank has a gradient.
+    ``sources`` are address and owner per tensor, address 0 where this rank has no gradient. The
+    lane of ``transport`` must be idle. Returns where each tensor lies; None where no rank has a
+    gradient.
     """
     plan = Plan("unplanned", tuple(specs), split_by_dtype(specs, [range(len(specs))]))
     step = Step(0, [address for address, _ in sources], [owner for _, owner in sources])
@@ -68,7 +62,7 @@ def _send_unplanned(
 ) -> Work[None]:
     transport.order_after_gradients(step, group)
     buffer.pack(step)
-    return _EnqueuedWork(transport, buffer.send(transport.carrier))
+    return _EnqueuedWork(transport, buffer.send(transport.backend))
 
 
 class _EnqueuedWork(Work[None]):
@@ -92,20 +86,11 @@ class _EnqueuedWork(Work[None]):
 
 
 class StepSynchronizer:
-    """Settles at the end of a step what its plan did not.
+    """Reduces at the end of a step what the plan did not carry, and has the tuner decide about
+    plans.
 
-    Of engines that are used side by side, one rank may come to the end of this one's step first and
-    another rank to that of another engine: each has a channel of its own.
-
-    Args:
-        runtime: of this rank.
-        channel: of this engine alone.
-        tracker: knows what the plan did not carry.
-        transport: where gradients lie.
-        tuner: decides about plans.
-        op: how gradients combine.
-        name: of the optimizer, for messages.
-        who: rank and optimizer, for errors.
+    Each engine has a channel of its own, because ranks may end the steps of several engines in
+    different orders.
     """
 
     def __init__(
@@ -128,7 +113,7 @@ class StepSynchronizer:
         self._name = name
         self._who = who
         self.sparse: Sequence[int] = ()
-        self.told: Sequence[dict[str, Any]] = ()
+        self.statuses: Sequence[dict[str, Any]] = ()
 
     def exchange(self, payload: bytes, what: str) -> list[bytes]:
         """Every rank's payload, at the end of a step; collective."""
@@ -139,7 +124,7 @@ class StepSynchronizer:
         reduced: list[BufferView | None],
         wanted: bool,
         sparse: Collection[int],
-        told: dict[str, Any],
+        status: dict[str, Any],
     ) -> bool:
         """Reduce what the plan did not carry; let the tuner decide. Collective.
 
@@ -147,15 +132,12 @@ class StepSynchronizer:
             reduced: per tensor of the engine, where it lies reduced; completed here.
             wanted: whether this rank wants whole gradients.
             sparse: the tensors of which this rank has sparse gradients, which are not reduced here;
-                :attr:`sparse` then tells of those that any rank has.
-            told: what this rank tells the others, in JSON's types; :attr:`told` then has every
-                rank's.
+                :attr:`sparse` then has those of all ranks.
+            status: what this rank tells the others, in JSON's types; :attr:`statuses` then has
+                every rank's.
 
         Returns:
             Whether any rank wants whole gradients.
-
-        Raises:
-            WfbpError: ranks disagree, failed, or did not answer in time.
         """
         tracker, tuner = self._tracker, self._tuner
         due = tuner.round_due
@@ -163,7 +145,7 @@ class StepSynchronizer:
         mine = {
             "unplanned": sorted(tracker.unplanned),
             "tuner": of_tuner,
-            "told": told,
+            "status": status,
             "whole": wanted,
             "sparse": sorted(sparse),
         }
@@ -171,7 +153,7 @@ class StepSynchronizer:
             self._channel, self._name, json.dumps(mine).encode(), "end of the step"
         )
         messages = [json.loads(p) for p in payloads]
-        self.told = [message["told"] for message in messages]
+        self.statuses = [message["status"] for message in messages]
         self.sparse = sorted({index for message in messages for index in message["sparse"]})
         unplanned = sorted({index for message in messages for index in message["unplanned"]})
         if unplanned:
@@ -200,7 +182,7 @@ class StepSynchronizer:
             self._channel, f"{self._name}: measuring the network"
         ):
             return self._runtime.measure_costs(
-                nbytes, tuner.operations, tuner.doubts_costs, self._transport.carrier, self._channel
+                nbytes, tuner.operations, tuner.doubts_costs, self._transport.backend, self._channel
             )
 
     def _share(self, compute: Callable[[], Any]) -> Any:

@@ -31,14 +31,9 @@ _PATIENCE_STEPS = 8
 
 
 class AccumulationCounter:
-    """Counts of one engine's tensors, by index. For the training thread.
+    """Counts per tensor how often its gradient appears in a step. For the training thread.
 
-    ``fired`` and ``expected`` are read, and the former counted up, where each gradient appears:
-    without a call in between.
-
-    Args:
-        passes: what is expected at first.
-        num_tensors: number of indices.
+    The hot path reads ``fired`` and ``expected`` and increments ``fired`` without a call.
     """
 
     def __init__(self, passes: int, num_tensors: int) -> None:
@@ -53,7 +48,7 @@ class AccumulationCounter:
         """How often each gradient has appeared in the open step."""
 
     def learn(self) -> None:
-        """Expect as many as were seen in this step: more at once, fewer after some such steps.
+        """Expect as many gradients as this step had: more at once, fewer after some such steps.
 
         Example:
             >>> counter = AccumulationCounter(1, 2)
@@ -77,8 +72,8 @@ class AccumulationCounter:
 class AliasCheck:
     """The slots of a plan, each for one tensor's gradients alone.
 
-    A program that lets two tensors share one gradient may put one into the other's slot. By the
-    time that it is packed, the average may have come there, or a part of it.
+    A program that lets two tensors share one gradient may put one into the other's slot, and the
+    average may have been written there before it is packed.
 
     Args:
         specs: all tensors of the engine.
@@ -106,15 +101,10 @@ class AliasCheck:
     def check(
         self, who: str, addresses: Sequence[int], unplanned: Mapping[int, GradientRef]
     ) -> None:
-        """Raise where a gradient lies in another tensor's slot.
+        """Raise ``RuntimeError`` if a gradient lies in another tensor's slot.
 
-        Args:
-            who: rank and optimizer, for messages.
-            addresses: of gradients, per tensor of the plan.
-            unplanned: those that the plan does not carry as they are, by index.
-
-        Raises:
-            RuntimeError: which one, and where.
+        ``addresses`` are those of the plan's tensors; ``unplanned`` are the other gradients, by
+        index.
         """
         if not self._owners.keys().isdisjoint(addresses):
             for index, address in zip(self._members, addresses, strict=True):
@@ -137,16 +127,7 @@ class GradientTracker:
 
     Tensors are known by their *index* into the specs, and to the lane by their *plan index*, that
     into the plan's tensors; it is -1 for a tensor that the plan does not carry, whose gradient is
-    *unplanned*.
-
-    Args:
-        specs: all tensors of the engine.
-        lane: gets the events.
-        transport: where gradients lie, and how moments are told there.
-        thread: is woken where it sleeps.
-        passes: how often a gradient appears per step, until something else is seen.
-        fetch: the gradient of a tensor for which no event came, or None.
-        who: rank and optimizer, for messages.
+    *unplanned*. ``fetch`` returns the gradient of a tensor for which no event came, or None.
     """
 
     def __init__(
@@ -207,10 +188,10 @@ class GradientTracker:
         self._restart(now, profiling)
 
     def withdraw(self, now: Timestamp, profiling: bool = False) -> bool:
-        """Let it be as if no gradient had appeared in the open step, if the lane knows of none.
+        """Undo the open step's gradients, if the lane has read none of their events.
 
-        Returns:
-            Whether that is so. Else events may have been taken back; the step has to be closed.
+        If it returns False, some events may have been taken back all the same: the step has to be
+        closed.
         """
         posted = sum(self._sizes) - sum(self._left)
         while posted:
@@ -250,10 +231,10 @@ class GradientTracker:
             owner: kept alive until the step is over.
             time_s: since when, on the host (``time.perf_counter``); None for now.
         """
-        passes = self._accumulation
-        counts = passes.fired
+        accumulation = self._accumulation
+        counts = accumulation.fired
         counts[index] = fired = counts[index] + 1
-        expected = passes.expected[index]
+        expected = accumulation.expected[index]
         if fired != expected:
             if fired > expected:
                 self._grown(index, address, owner)
@@ -297,17 +278,6 @@ class GradientTracker:
         """Forward has ended, as far as is known yet."""
         self._forward_end = self._transport.now()
 
-    def slot(self, index: int) -> BufferView:
-        """Where a tensor lies in its fusion buffer; a gradient written there is not copied.
-
-        Raises:
-            KeyError: the plan does not carry the tensor, or not whole.
-        """
-        plan_index = self.plan_indices[index]
-        if plan_index < 0 or not self._slots[plan_index].whole:
-            raise KeyError(f"{self.specs[index].name} is in no group, or decoupled")
-        return self._slots[plan_index]
-
     @property
     def open(self) -> bool:
         """Whether gradients have appeared since the step began."""
@@ -333,10 +303,10 @@ class GradientTracker:
             step.targets = [0 if k in self.unplanned else targets[k] for k in self.members]
 
     def close_discarded(self) -> None:
-        """Close a step of which what it brings is dropped.
+        """Close a step whose results are dropped.
 
-        That must not come to where a gradient of this rank lies, also of a tensor that had none in
-        this step: the next one may add to it.
+        They must not overwrite a gradient of this rank, also of a tensor that had none in this
+        step: the next step may add to it.
         """
         self._closed = self._transport.close(self.step)
         self._take_up_unannounced()

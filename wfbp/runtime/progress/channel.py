@@ -1,16 +1,15 @@
 """Control channels: collectives of bytes that a training thread waits for.
 
-Each payload carries a tag that says what for. Exchanges meet in the order in which ranks come to
-them; ranks that have come to different ones find out by the tag, before anybody reads a payload
-that was meant for another purpose.
+Each payload carries a tag with its purpose. Ranks that have come to different exchanges find out by
+the tag, before anybody reads a payload of another purpose.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from contextlib import contextmanager, nullcontext
+from typing import TypeVar
 
 from wfbp.comm.backend import Backend, Work
 from wfbp.errors import DisagreementError
@@ -27,14 +26,9 @@ def encode_tagged(purpose: str, payload: bytes) -> bytes:
 
 
 def decode_tagged(where: str, tagged: Sequence[bytes]) -> list[bytes]:
-    """Every rank's payload.
+    """Every rank's payload, as :func:`encode_tagged` made it.
 
-    Args:
-        where: who this is, for messages ("rank 1 of 4").
-        tagged: what :func:`encode_tagged` gave on each rank.
-
-    Raises:
-        DisagreementError: purposes differ; those of two ranks.
+    Raises ``DisagreementError``, with the purposes of two ranks, if purposes differ.
 
     Example:
         >>> decode_tagged(
@@ -64,15 +58,8 @@ T = TypeVar("T")
 class ControlChannel:
     """Collectives on one backend, one after another; every rank calls the same in the same order.
 
-    Channels on different backends do not wait for each other: their collectives may come in any
-    order, and not the same on every rank. Any training thread may use one.
-
-    Args:
-        thread: speaks to the backend.
-        backend: whose collectives these are; lanes may use it beside them.
-        check: raises what ended the runtime, if anything has.
-        where: who this is, for messages ("rank 1 of 4").
-        members: the ranks that are on the backend.
+    Channels on different backends are independent: ranks may use them in different orders. Any
+    training thread may use one. ``check`` raises the error that has ended the runtime, if any.
     """
 
     def __init__(
@@ -90,12 +77,7 @@ class ControlChannel:
         self._members = members
 
     def call(self, start: Callable[[Backend], Work[T]], label: str) -> T:
-        """Run one collective and return its result.
-
-        Args:
-            start: starts it on the backend.
-            label: what it is, for messages.
-        """
+        """Run one collective, begun by ``start``, and return its result."""
         self._check()
         backend = self._backend
         return self._thread.call(lambda: start(backend), label, backend, self._members)
@@ -105,15 +87,9 @@ class ControlChannel:
         self._backend.close()
 
     def exchange(self, payload: bytes, label: str, purpose: str = "") -> list[bytes]:
-        """Every rank's payload, in rank order, after comparing what ranks exchange them for.
+        """Every rank's payload, in rank order, after comparing its purpose, by default the label.
 
-        Args:
-            payload: of this rank.
-            label: what this is, for messages.
-            purpose: what is compared; the label by default.
-
-        Raises:
-            DisagreementError: on every rank; the purposes of two.
+        Raises ``DisagreementError`` on every rank, with the purposes of two.
         """
         letter = encode_tagged(purpose or label, payload)
         tagged = self.call(lambda backend: backend.all_gather_bytes(letter), label)
@@ -121,29 +97,36 @@ class ControlChannel:
 
 
 class CollectiveLock:
-    """Lets operations that hold a whole rank up until all have come to them run one by one.
+    """Orders operations that block a whole rank until all ranks have come to them.
 
-    Making a communicator and measuring the network are such. Ranks that were in different ones
-    would wait for each other for ever; so rank 0 decides which comes first, and the others learn it
-    on the operation's own control channel. Any training thread may take it.
-
-    Args:
-        rank: of this process.
+    Making a communicator and measuring the network are such: ranks in different ones would wait for
+    each other forever. Rank 0 decides which comes first, and the others learn it on the operation's
+    own control channel. Any training thread may take the lock.
     """
 
     def __init__(self, rank: int) -> None:
         # Held by rank 0 from before any rank begins an operation until every rank has ended it.
-        self._open: AbstractContextManager[Any] = threading.Lock() if rank == 0 else nullcontext()
+        self._lock = threading.Lock() if rank == 0 else None
 
     @contextmanager
     def hold(self, channel: ControlChannel, label: str) -> Iterator[None]:
-        """Within it no rank is in another such operation; collective among ranks on the channel.
-
-        Args:
-            channel: in which all ranks come to this, at the same place.
-            label: what this is, for messages.
-        """
-        with self._open:
+        """A context in which no rank is in another such operation; collective among the channel's
+        ranks."""
+        with self._lock or nullcontext():
             channel.exchange(b"", f"{label}: its turn")
             yield
             channel.exchange(b"", f"{label}: its end")
+
+    def take(self) -> bool:
+        """Take it for an operation that other ranks begin because rank 0 tells them; on rank 0.
+
+        Returns:
+            Whether nobody else has it. It is given back when every rank has ended that.
+        """
+        assert self._lock is not None
+        return self._lock.acquire(blocking=False)
+
+    def release(self) -> None:
+        """Give it back."""
+        assert self._lock is not None
+        self._lock.release()

@@ -1,15 +1,15 @@
-"""Waits that last: where the other ranks are, and whether ranks wait for each other.
+"""Long waits: where the other ranks are, and whether ranks wait for each other.
 
 A collective ends when every rank has begun it. Calls follow one another on one backend, so their
-count tells which ranks have come to one; a lane's collectives follow its plan, and are counted,
-too. A rank *needs* another where it waits for a collective that the other has not begun and, being
-in a wait itself, will not begin before that is over. Ranks that need one another in a circle never
-go on; a rank that is only slow is in no circle, because it does not wait.
+count tells which ranks have begun one; a lane's collectives follow its plan, and are counted, too.
+A rank *needs* another where it waits for a collective that the other has not begun and, being in a
+wait itself, will not begin before that is over. Ranks that need one another in a circle are in a
+deadlock; a rank that is only slow is in no circle, because it does not wait.
 
 A rank that has waited for long asks all others, reports their answers, and where these show a
 circle, asks once more. Every first answer was given before the second question, every second one
-after it: where none has changed, all were true at once. Then nothing can move any of these ranks
-any more, and the asker tells all. Every other wait is judged by its length.
+after it: answers that have not changed were all true at the same time. Then none of these ranks can
+go on, and the asking rank tells all. Every other wait is judged by its length.
 """
 
 from __future__ import annotations
@@ -28,22 +28,18 @@ _MAX_SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Which ranks take part in a collective.
+    """The ranks that take part in a collective.
 
     Args:
-        number: of their process set, the same on every rank; 0 of all ranks.
-        ranks: theirs, ascending; None for all.
+        number: of their process set, the same on every rank; 0 for all ranks.
+        ranks: ascending; None for all.
     """
 
     number: int = 0
     ranks: tuple[int, ...] | None = None
 
     def root(self, root_rank: int) -> int:
-        """The number among the members of the rank that sends.
-
-        Raises:
-            ValueError: it is none of them.
-        """
+        """The root's number among the members; ``ValueError`` if it is none of them."""
         if self.ranks is None:
             return root_rank
         if root_rank not in self.ranks:
@@ -69,9 +65,9 @@ class LaneStatus:
     Args:
         number: of the lane, the same on every rank.
         started: collectives begun.
-        completed: collectives done; they end in their order, as far as the lane takes note.
-        dry: whether nothing is under way or queued: it starts no collective until its training
-            thread acts.
+        completed: collectives done; they end in order, as the lane counts them.
+        dry: whether nothing is under way or queued: the lane starts no collective until its
+            training thread acts.
     """
 
     number: int
@@ -86,7 +82,7 @@ class RankStatus:
 
     Args:
         text: for people.
-        waits: whether all that could begin a collective here is in a wait.
+        waits: whether every thread that could begin a collective here is in a wait.
         num_waits: waits begun so far; two equal statuses with equal counts are one wait.
         calls: begun so far among all ranks.
         call: label of the one under way, if any; labels are the same on every rank.
@@ -124,7 +120,7 @@ class RankStatus:
             return reached < begun or (reached == begun and elsewhere)
         if self.awaits:
             members = self.awaits.partition(":")[0]
-            joined = f"{members}:join" in other.submitted
+            joined = f"{members}:" in other.submitted  # a join has no name
             return not (self.awaits in other.submitted or joined or int(members) in other.outside)
         # Which of its lanes it waits for is not known here: each of them must need the other.
         theirs = {lane.number: lane for lane in other.lanes}
@@ -156,13 +152,10 @@ class RankStatus:
 
 
 def find_deadlock(statuses: Sequence[RankStatus]) -> list[int]:
-    """The ranks that can never go on, because they need one another in a circle.
+    """The ranks that can never go on: those that need one another in a circle, and those that need
+    one of these. None while any rank does not wait.
 
-    Args:
-        statuses: of all ranks, at one time.
-
-    Returns:
-        Those in a circle and those that need one of these; none while any rank does not wait.
+    ``statuses`` are of all ranks, at one time.
 
     Example:
         >>> barrier = RankStatus("in barrier", True, 3, 2, "barrier")
@@ -198,23 +191,16 @@ _LEFT_GRACE_S = 2.0
 
 
 class DeadlockDetector:
-    """Judges what a rank waits for: by its length, by who has left, and by who waits for whom.
+    """Judges waits of this rank: by their length, by ranks that have left, and by circles of waits.
 
-    Owned by the progress loop, and called under its lock.
-
-    Args:
-        rank: of this process.
-        size: number of ranks.
-        config: after how long to warn and to give up.
-        where: who this is, for messages ("rank 1 of 4").
-        send: sends a notice to all other ranks.
-        activity: a number that changes whenever anything moved on (``Backend.activity``): a rank
-            that has left may have done its part, and the others be in the middle of theirs.
+    Owned by the progress loop, and called under its lock. ``send`` sends a notice to all other
+    ranks; ``activity`` changes whenever anything moves on (``Backend.activity``): a rank that has
+    left may have done its part, and the others are still busy with theirs.
 
     Attributes:
-        gone: ranks that take part in nothing any more, and how they left.
-        other_threads: whether threads that have not communicated yet may begin a collective.
-            Whether this rank can go on by itself is then not known, and it is never judged.
+        gone: ranks that have left, and how.
+        other_threads: whether threads that have not communicated yet may begin a collective; this
+            rank is then never found to be in a deadlock.
     """
 
     def __init__(
@@ -250,14 +236,10 @@ class DeadlockDetector:
         self.gone[rank] = how
 
     def check(self, waits: Sequence[Wait], now: float) -> WfbpError | None:
-        """Look at what is waited for; where that lasts, warn and ask the other ranks.
+        """Judge all waits of this rank at ``now`` (``time.monotonic``): warn and ask the other
+        ranks if they last.
 
-        Args:
-            waits: all of this rank's.
-            now: ``time.monotonic``.
-
-        Returns:
-            The error to end with, if the wait is hopeless or too long.
+        Returns the error to end with, if a wait is hopeless or too long.
         """
         activity = self._activity()
         if activity != self._last_activity:
@@ -279,10 +261,10 @@ class DeadlockDetector:
         since, what, _ = waits[0]
         waited = now - since
         if waited > self._config.timeout_s:
-            asked = f" {self.answers}" if self.answers else ""
+            answers = f" {self.answers}" if self.answers else ""
             return StallError(
                 f"{self._where} waited {waited:.0f} s ({what}); some rank does not take part."
-                f"{asked} Look for a call that only some ranks make, and at what the ranks "
+                f"{answers} Look for a call that only some ranks make, and at what the ranks "
                 "reported above; WFBP_TIMEOUT_S sets the limit."
             )
         if waited > self._next_warning_s.get(what, self._config.stall_warning_s):
@@ -295,15 +277,9 @@ class DeadlockDetector:
     def handle_notice(
         self, sender: int, notice: dict[str, Any], own: RankStatus
     ) -> DisagreementError | None:
-        """A question, an answer or a verdict of another rank.
+        """A question, an answer or a verdict of another rank, of a kind in :data:`NOTICES`.
 
-        Args:
-            sender: who sent it.
-            notice: of a kind in :data:`NOTICES`.
-            own: this rank's status now.
-
-        Returns:
-            What this rank has to end with, if all is known.
+        ``own`` is this rank's status now. Returns the error to end with, if a deadlock is certain.
         """
         if self.other_threads:
             own = replace(own, waits=False)
@@ -369,4 +345,4 @@ class DeadlockDetector:
 
 
 NOTICES = ("where", "here", "deadlock")
-"""Kinds of notices by which detectors talk."""
+"""Kinds of notices that detectors exchange."""

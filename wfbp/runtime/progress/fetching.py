@@ -1,13 +1,13 @@
-"""Fetching what other ranks hold, while their training threads do something else.
+"""Fetching data that other ranks hold, while their training threads do something else.
 
-One rank alone may want what is shared out among all, as the optimizer's state when it saves a
-checkpoint. It asks all others by a notice, and their communication threads answer by themselves,
-by messages between two ranks: the number of bytes of a head, the head, and the parts that it
-announces, cut into pieces.
+One rank alone may want data that are distributed among all, as the optimizer's state when it saves
+a checkpoint. It asks all others by a notice, and their communication threads answer by messages
+between two ranks: the number of bytes of a head, the head, and the parts that it announces, cut
+into pieces.
 
-What is fetched belongs to a *version*, a count of the owner's updates. An owner that has not come
-to it yet answers later. It cannot have gone past it: the rank that asks is in a call between two
-steps, so the others cannot have ended the next step, whose gradients they need from it.
+Data belong to a *version*, a count of the owner's updates. An owner that has not come to it yet
+answers later. It cannot be past it: the asking rank is in a call between two steps, so the others
+cannot have ended the next step, whose gradients they need from it.
 """
 
 from __future__ import annotations
@@ -37,18 +37,14 @@ Fetched = dict[int, Content]
 
 
 class RefusalError(Exception):
-    """An owner has not got what it is asked for; raised by what :meth:`Store.publish` is given."""
+    """An owner does not have the items; raised by the ``collect`` of :meth:`Store.publish`."""
 
 
 class Store:
     """What one rank lets others fetch. Equal on every rank but for its content.
 
     The training thread publishes; the communication thread reads ``published``, which is replaced
-    as a whole.
-
-    Args:
-        key: the same on every rank that has the store.
-        members: these ranks.
+    as a whole. ``key`` is the same on every rank that has the store; ``members`` are these ranks.
     """
 
     def __init__(self, key: str, members: Members = ALL_RANKS) -> None:
@@ -57,12 +53,11 @@ class Store:
         self.published: tuple[int, Callable[[Any], Content]] | None = None
 
     def publish(self, version: int, collect: Callable[[Any], Content]) -> None:
-        """From now on others may fetch this version, and none before.
+        """From now on others may fetch this version, larger than those before, and no other.
 
-        Args:
-            version: larger than those before.
-            collect: called under the progress lock with what a rank asks for; its parts may not
-                change before the next version is published. Raises :class:`RefusalError`.
+        ``collect`` is called under the progress lock with the items that a rank asks for; the parts
+        that it returns may not change before the next version is published. It may raise
+        :class:`RefusalError`.
         """
         self.published = version, collect
 
@@ -102,12 +97,7 @@ class _Question:
 
 
 class Fetches:
-    """All requests of and to one rank. A ``Lane``: for turns.
-
-    Args:
-        backend: over all ranks.
-        where: who this is, for messages ("rank 1 of 4").
-    """
+    """All requests of and to one rank, as a ``Lane``."""
 
     expected_s = None
     has_room = False
@@ -142,12 +132,8 @@ class Fetches:
     ) -> None:
         """Fetch from all other ranks that have a store.
 
-        Args:
-            store: this rank's own.
-            version: that is wanted.
-            items: what is wanted of it, in JSON's types; the owners' ``collect`` is given it.
-            label: what this is, for messages.
-            reply: gets what every other rank hands over.
+        ``store`` is this rank's own; ``items``, in JSON's types, are passed to the owners'
+        ``collect``. ``reply`` gets the content of every other rank.
         """
         if self._error is not None:
             reply.fail(self._error)
@@ -198,7 +184,7 @@ class Fetches:
         return progressed
 
     def may_progress(self) -> bool:
-        """Whether anything could have arrived: nobody knows."""
+        """Whether anything could have arrived; always True, since that is unknown."""
         return True
 
     def rest(self, nap_s: float, most_s: float) -> bool:
@@ -215,7 +201,7 @@ class Fetches:
 
     @property
     def waiting_since(self) -> float | None:
-        """When anything last arrived of what this rank waits for longest."""
+        """When a message last arrived for the oldest request of this rank."""
         return min((fetch.since for fetch in self._fetches), default=None)
 
     def describe(self) -> str:
@@ -235,7 +221,7 @@ class Fetches:
             fetch.reply.fail(error)
 
     def _answer(self, question: _Question) -> bool:
-        """Send what is asked for; False where that has to wait."""
+        """Send the requested content; False where it is not published yet."""
         store = self._stores.get(question.key)
         published = None if store is None else store.published
         refusal = ""
@@ -252,16 +238,16 @@ class Fetches:
                 head, parts = published[1](question.items)
             except RefusalError as error:
                 refusal = str(error)
-        told = pickle.dumps((refusal, head, [part.nbytes for part in parts]))
-        length = np.frombuffer(len(told).to_bytes(8, "little"), np.uint8)
-        for buffer in (length, np.frombuffer(told, np.uint8), *parts):
+        head_bytes = pickle.dumps((refusal, head, [part.nbytes for part in parts]))
+        length = np.frombuffer(len(head_bytes).to_bytes(8, "little"), np.uint8)
+        for buffer in (length, np.frombuffer(head_bytes, np.uint8), *parts):
             for piece in _pieces(buffer):
                 work = self._host.send(piece, question.sender, question.tag)
                 self._sends.append((work, piece))
         return True
 
     def _receive(self, one: _Incoming) -> bool:
-        """Take what has come from one rank, and expect what follows; True where anything has."""
+        """Take arrived messages of one rank, and expect the next; True where any had arrived."""
         if one.stage == "done":
             return False
         left = [work for work in one.works if not work.test()]

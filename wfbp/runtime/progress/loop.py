@@ -1,9 +1,9 @@
 """The progress loop: the state of communication, moved on by one thread at a time.
 
-Two kinds of work live here: *calls*, one collective each, for which a training thread waits; and
-*lanes*, which send the groups of a plan, or named operations, while training goes on. Beside them
-ranks send each other short *notices*, which are read some times a second: that one fails or
-leaves, where one is, and which state it wants to fetch.
+It holds two kinds of work: *calls*, one collective each, for which a training thread waits; and
+*lanes*, which send the groups of a plan, or named operations, while training goes on. Besides,
+ranks send each other short *notices*, which are read some times a second: that a rank fails or
+leaves, where it is, and which state it wants to fetch.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from wfbp.runtime.progress.deadlock import (
 
 
 class AutoResetEvent:
-    """An event that one waiting thread takes; repeated :meth:`set` calls coalesce.
+    """An event that one waiting thread takes; repeated :meth:`set` calls coalesce. Thread-safe.
 
-    Any thread may do anything. (``queue.SimpleQueue.get`` cannot serve here: where an item was
-    taken by another thread and the timeout has passed by then, it waits for ever, in CPython
-    3.11 at least; timeouts of some microseconds make that likely.)
+    (``queue.SimpleQueue.get`` cannot serve: if another thread takes the item and the timeout has
+    passed by then, it waits forever, in CPython 3.11 at least; timeouts of microseconds make that
+    likely.)
 
     Example:
         >>> event = AutoResetEvent()
@@ -87,12 +87,8 @@ class Reply(Generic[T]):
         return bool(self._answers)
 
     def get(self, timeout_s: float) -> T:
-        """The answer.
-
-        Raises:
-            TimeoutError: none came in time.
-            BaseException: what :meth:`fail` was given.
-        """
+        """The answer, or the error given to :meth:`fail`; ``TimeoutError`` if neither comes in
+        time."""
         deadline = time.monotonic() + timeout_s
         while not self._answers:  # it may have been set for an answer that was taken
             if not self._answered.wait(deadline - time.monotonic()) and not self._answers:
@@ -108,9 +104,9 @@ class Call:
     """One collective to run.
 
     Args:
-        label: what it is, for messages.
+        label: for messages.
         start: starts it.
-        reply: where its result goes.
+        reply: gets its result.
         line: calls of one line follow one another: those on one backend.
         members: the ranks that take part.
         since: when it was asked for (``time.monotonic``).
@@ -127,10 +123,7 @@ class Call:
 
 
 class Calls:
-    """Runs the calls of a line in the order in which they were asked for, and lines side by side.
-
-    Used under the progress lock.
-    """
+    """Runs the calls of one line in order, and lines side by side. Used under the progress lock."""
 
     def __init__(self) -> None:
         self._lines: dict[object, deque[Call]] = {}  # those in which a call waits
@@ -200,10 +193,10 @@ class Lane(Protocol):
         """Move on; True where something was started or completed."""
 
     def may_progress(self) -> bool:
-        """Whether what is under way could move on now."""
+        """Whether an operation under way could move on now."""
 
     def rest(self, nap_s: float, most_s: float) -> bool:
-        """Sleep until what is under way may have moved on; see ``Backend.rest``."""
+        """Sleep until an operation under way may have moved on; see ``Backend.rest``."""
 
     @property
     def busy(self) -> bool:
@@ -227,7 +220,7 @@ class Lane(Protocol):
 
     @property
     def expected_s(self) -> float | None:
-        """How long what is under way should take, where that is known."""
+        """Expected duration of the operation under way, None if unknown."""
 
     @property
     def waiting_since(self) -> float | None:
@@ -258,9 +251,9 @@ class ThreadWaits:
 
     @property
     def stands_still(self) -> bool:
-        """Whether the only thread that has ever communicated waits for what has not come.
+        """Whether the only thread that has ever communicated is waiting.
 
-        Of several threads, one might yet begin what another rank waits for.
+        With several threads, another one might still begin what other ranks wait for.
         """
         alone = len(self._threads) == 1 and self.num_waiting == 1
         return alone and not self.awaited.answered
@@ -276,14 +269,9 @@ class ProgressLoop:
     For one thread at a time. Other threads may only append to ``messages``, then set ``wakeup``
     where a thread may be resting, write ``waits``, and read ``error``.
 
-    Args:
-        backend: over all ranks.
-        config: timeouts.
-        where: who this is, for messages ("rank 1 of 4").
-
     Attributes:
-        detector: judges waits that last.
-        ended: ranks that have said that they leave or have failed.
+        detector: judges long waits.
+        ended: ranks that have announced that they leave or have failed.
     """
 
     def __init__(self, backend: Backend, config: Config, where: str) -> None:
@@ -309,51 +297,39 @@ class ProgressLoop:
         self._next_tick = 0.0
 
     def progress(self, urgent: bool) -> float:
-        """Move everything on once; whatever fails in it ends the runtime.
+        """Move everything on once; an error ends the runtime.
 
-        Args:
-            urgent: whether a training thread is blocked.
+        ``urgent``: a training thread is blocked.
 
-        Returns:
-            Seconds that may pass before the next call unless ``wakeup`` is set; 0 for none.
+        Returns seconds that may pass before the next call unless ``wakeup`` is set; 0 for none.
         """
-        return self._guarded(self._progress, urgent)
+        return self._or_end_runtime(self._progress, urgent)
 
     def poll(self) -> float:
-        """Look, between two naps while training computes, whether :meth:`progress` is due.
+        """A cheap look between two naps while training computes; seconds until the next look, 0 if
+        :meth:`progress` is due.
 
-        It costs less: a call's long way through the interpreter takes caches from training.
-
-        Returns:
-            Seconds that may pass before the next look; 0 where :meth:`progress` is due.
+        It spares training the cache misses of a full pass.
         """
-        return self._guarded(self._poll)
+        return self._or_end_runtime(self._poll)
 
     def rest(self, nap_s: float) -> None:
-        """Sleep between two calls, for the thread that waits for what is under way.
+        """Sleep between two calls, for the thread that waits for an operation.
 
-        Where the backend can sleep by itself, it looks every ``nap_s`` seconds and the interpreter
-        is not needed until something has arrived. ``wakeup``, which may be set for the other
-        thread, is not noticed meanwhile: so this takes some milliseconds at most.
-
-        Args:
-            nap_s: as :meth:`progress` has returned it.
+        Where the backend can sleep by itself, it looks every ``nap_s`` seconds (as :meth:`progress`
+        returned it) without the interpreter, until something has arrived. ``wakeup`` is not noticed
+        meanwhile, so this takes some milliseconds at most.
         """
         busy = [lane for lane in self._lanes if lane.busy]
         alone = len(busy) == 1 and not self._calls and not self.messages
-        if not (alone and self._guarded(busy[0].rest, nap_s, _REST_S)):
+        if not (alone and self._or_end_runtime(busy[0].rest, nap_s, _REST_S)):
             self.wakeup.wait(min(nap_s, _REST_S))
 
     def check_measurement(self, label: str, waited_s: float, members: Members = ALL_RANKS) -> None:
-        """Do within a long measurement what :meth:`progress` does some times a second.
+        """Check for failures and deadlock within a long measurement, as :meth:`progress` does.
 
-        Args:
-            label: what is measured.
-            waited_s: for how long it has waited for other ranks.
-            members: the ranks that take part.
-
-        Raises:
-            WfbpError: what ends the runtime.
+        ``waited_s`` is how long it has waited for other ranks. Raises the ``WfbpError`` that ends
+        the runtime.
         """
         now = time.monotonic()
         if now < self._next_tick:
@@ -390,12 +366,10 @@ class ProgressLoop:
             self._calls.add(call)
 
     def add_lane(self, lane: Lane, number: int | None = None, members: Members = ALL_RANKS) -> None:
-        """Serve a lane from now on.
+        """Serve a lane from now on; no other thread uses it any more.
 
-        Args:
-            lane: that no other thread uses any more.
-            number: of a lane that follows a plan, the same on every rank.
-            members: the ranks that communicate through it.
+        ``number`` of a lane that follows a plan is the same on every rank; ``members`` communicate
+        by it.
         """
         if self.error is not None:
             lane.fail(self.error)
@@ -411,12 +385,11 @@ class ProgressLoop:
         self._members.pop(lane, None)
 
     def retire_lane(self, lane: Lane, idle: Message) -> None:
-        """No longer serve a lane, once it has done what other ranks wait for.
+        """Stop serving a lane, which gets no events any more, once it has done what other ranks
+        wait for.
 
-        Args:
-            lane: that gets no events any more.
-            idle: called then, unless messages of the lane are still under way, which would meet
-                those of the next user of its backend.
+        ``idle`` is called then, unless messages of the lane are still under way, which would meet
+        those of the next user of its backend.
         """
         if lane.owes_work and self.error is None:
             self._retiring.append((lane, idle))
@@ -446,7 +419,7 @@ class ProgressLoop:
         """Keep the first error and end with it everything that waits, now and later."""
         if self.error is not None:
             return
-        # Before anybody hears of it, who may then use buffers that other ranks still read.
+        # First: a thread that hears of it may reuse buffers that other ranks still read.
         for lane in self._lanes:
             lane.backend.give_up()
         self.error = error
@@ -488,7 +461,7 @@ class ProgressLoop:
         return status
 
     def give_back(self) -> None:
-        """The backend is about to be closed; nothing is read from it in the rest of this turn."""
+        """The backend is about to be closed; nothing is read from it in the rest of this pass."""
         self._given_back = True
 
     def _tick(self, now: float) -> None:
@@ -521,7 +494,7 @@ class ProgressLoop:
             else:
                 self._handlers[kind](sender, notice)
 
-    def _guarded(self, act: Callable[..., float], *arguments: Any) -> float:
+    def _or_end_runtime(self, act: Callable[..., float], *arguments: Any) -> float:
         try:
             return act(*arguments)
         except WfbpError as error:

@@ -1,4 +1,4 @@
-"""The planned lane: sends one engine's groups, step after step."""
+"""The plan executor: sends one engine's groups, step after step."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class _InFlight:
 
 
 class PlanExecutor:
-    """Feeds ready events to the sequencer and carries out what it says.
+    """Feeds ready events to the sequencer and carries out its decisions.
 
-    ``events``, ``reply`` and ``arrivals`` are what threads share: the training thread
-    appends events (``deque.append`` is atomic) and installs plans only while nothing is under
-    way; everything else happens under the progress lock. A step's events are the :class:`Step`,
-    the tensors that become ready, and ``CLOSE`` (or ``DISCARD``: nothing has left). The next
-    step's may follow at once: they are read when this step's messages have come in. A
-    :class:`GatherRequest` lets the plan's all-gathers go, which may last into the next step; it
-    comes before any tensor of that step is ready.
+    The training thread appends to ``events`` (``deque.append`` is atomic), reads ``reply`` and
+    ``arrivals``, and installs plans only while nothing is under way; everything else happens under
+    the progress lock. A step's events are the :class:`Step`, the indices of tensors that become
+    ready, and ``CLOSE`` (or ``DISCARD``: nothing has left). The next step's may follow at once:
+    they are read when this step's messages have come in. A :class:`GatherRequest` lets the plan's
+    all-gathers go, which may last into the next step; it comes before any tensor of that step is
+    ready.
     """
 
     def __init__(self, backend: Backend, transport: Transport, op: Op, name: str) -> None:
@@ -56,11 +56,8 @@ class PlanExecutor:
         self._num_started = 0
 
     def install(self, plan: Plan) -> list[BackwardBuffer]:
-        """Send by another plan from the next step on; called while nothing is under way.
-
-        Returns:
-            The buffers of the groups of backward.
-        """
+        """Send by another plan from the next step on, while nothing is under way; returns the
+        buffers of backward's groups."""
         self._plan = plan
         self._sequencer = Sequencer(plan, WINDOW)
         # In one assignment: the communication thread may be asked where it is at any time.
@@ -76,18 +73,18 @@ class PlanExecutor:
         self._gather_buffers.clear()
 
     def wake(self) -> None:
-        """Message that events are waiting; the loop advances the lane after it has read it."""
+        """An empty message: the loop advances every lane after it has read one."""
 
     def advance(self) -> bool:
         self._transport.poll()
         progressed = self._start_groups()
-        settled = self._transport.is_enqueued
-        while self._in_flight and settled(self._in_flight[0].work):
+        is_enqueued = self._transport.is_enqueued
+        while self._in_flight and is_enqueued(self._in_flight[0].work):
             self._complete(self._in_flight.popleft())
             progressed = True
             self._start_groups()
         for flight in list(self._in_flight)[1:]:
-            settled(flight.work)
+            is_enqueued(flight.work)
         if self._closing and self._sequencer.reduced:
             self._closing = False
             result, self._result = self._result, StepResult([False] * len(self._plan.tensors))
@@ -200,14 +197,14 @@ class PlanExecutor:
             buffer = self._buffers[group]
             buffer.pack(self._step)
             packed = transport.packing_stamp()
-            work = buffer.send(transport.carrier)
+            work = buffer.send(transport.backend)
         else:
             transport.order_after_shards(self._gather)
             start = transport.packing_stamp()
             gathered = self._gather_buffers[group - len(self._buffers)]
             gathered.pack(self._gather)
             packed = transport.packing_stamp()
-            work = gathered.send(transport.carrier)
+            work = gathered.send(transport.backend)
         expected_s = None
         if self.costs is not None:
             expected_s = self.costs.of(self._plan.groups[group].operation)(work.nbytes)
@@ -236,9 +233,9 @@ class PlanExecutor:
 
     def _time(self, flight: _InFlight) -> GroupTime:
         end = self._transport.lane_stamp()
-        found = GroupTime(flight.group, flight.start, flight.packed, end)
-        self._transport.watch(found)
-        return found
+        times = GroupTime(flight.group, flight.start, flight.packed, end)
+        self._transport.watch(times)
+        return times
 
     def _take_in(self, group: int) -> None:
         """What a group of backward brought."""

@@ -1,9 +1,9 @@
 """The communication thread, and the lock that decides which thread speaks to the backend.
 
 Training threads post messages; the communication thread acts on them, moves collectives on and
-waits for them without taking the core that training needs. A training thread that has to wait
-for a result takes the driver lock and moves communication on itself until the result has come: it
-is not handed from thread to thread and core to core, and caches stay warm.
+waits for them without taking the core that training needs. A training thread that has to wait for a
+result takes the driver lock and moves communication on itself until the result has come: no
+hand-over between threads and cores, and caches stay warm.
 """
 
 from __future__ import annotations
@@ -45,11 +45,6 @@ class CommunicationThread:
     may be read late, and ``sleeping``. A thread that appends an event to a lane and then finds
     ``sleeping`` true must post a message; the communication thread sets it before it looks at the
     events for the last time, so none is overlooked.
-
-    Args:
-        backend: over all ranks; from here on only this thread and threads that drive use it.
-        config: timeouts.
-        where: who this is, for messages ("rank 1 of 4").
     """
 
     def __init__(self, backend: Backend, config: Config, where: str) -> None:
@@ -73,9 +68,9 @@ class CommunicationThread:
         return self.loop.error
 
     def fail_in_fork(self, error: WfbpError) -> None:
-        """In a forked process, where no other thread runs: every call raises this from now on.
+        """In a forked process, make every call raise ``error`` from now on.
 
-        The threads that held the locks there will never release them.
+        The threads that held the locks do not exist there and will never release them.
         """
         self._driver_lock, self._progress_lock = threading.Lock(), threading.Lock()
         self.loop.error = error
@@ -109,6 +104,13 @@ class CommunicationThread:
         self.loop.messages.append(message)
         self.loop.wakeup.set()
 
+    def leave(self, message: Message) -> None:
+        """Have ``message`` called before anything else by the caller, which now waits.
+
+        The communication thread is not woken: two threads would contend for the interpreter.
+        """
+        self.loop.messages.append(message)
+
     def call(
         self,
         start: Callable[[], Work[T]],
@@ -118,32 +120,27 @@ class CommunicationThread:
     ) -> T:
         """Run one collective and wait for its result.
 
-        Args:
-            start: starts the collective; called under the progress lock.
-            label: what it is, for messages.
-            line: calls of different lines do not wait for each other.
-            members: the ranks that take part.
-
-        Raises:
-            WfbpError: this collective failed, or an earlier error has ended the runtime.
+        ``start`` is called under the progress lock; calls of different ``line`` run side by side.
+        Raises ``WfbpError`` if this collective failed, or an earlier error has ended the runtime.
         """
         reply: Reply[T] = Reply()
         call = Call(label, start, reply, line, members)
-        self.loop.messages.append(lambda: self.loop.enqueue(call))
+        self.leave(lambda: self.loop.enqueue(call))
         return self.await_reply(reply, label)
 
     def await_reply(self, reply: Reply[T], label: str, resumable: bool = False) -> T:
-        """Wait for an answer to what was appended or posted before; drive, unless another does.
+        """Wait for the answer to an event or message; drive communication, unless another thread
+        does.
 
         Args:
             reply: where the answer comes.
             label: what is waited for, for messages.
             resumable: whether the caller can wait again after ``HandlersDue``, unless it is within
-                ``signals.uninterruptible``; else handlers of signals run here once they are
-                overdue, and what they raise ends the runtime.
+                ``signals.uninterruptible``; else signal handlers run here once they are overdue,
+                and an error that one raises ends the runtime.
 
         Raises:
-            HandlersDue: signals have come to the main thread, and their handlers are to run.
+            HandlersDue: the main thread has to run signal handlers.
             WfbpError: ranks failed, or did not answer in time.
         """
         self._here.used = True
@@ -201,7 +198,7 @@ class CommunicationThread:
                 nap_s = loop.progress(urgent=True)
                 if nap_s > 0 and not reply.answered:
                     loop.rest(nap_s)
-        except KeyboardInterrupt:  # that would not wait for the end of a turn
+        except KeyboardInterrupt:  # that would not wait for the end of a pass
             loop.fail(self._interrupted())
             raise
         return reply.get(timeout_s=0.0)

@@ -1,14 +1,14 @@
 """Fusion buffers on the host: where the tensors of each group lie while they travel.
 
-A message's start-up is shared by copying small tensors into one buffer. For a large tensor the
-copy costs more than a message of its own, so the backend is told where it lies instead. Large
-tensors come first in a buffer, so that the small ones and the flags behind them stay one piece.
-Decoupled groups travel as shards: each rank gets one part of every tensor, and all ranks' parts lie
-one behind the other in the buffer.
+Copying small tensors into one buffer shares a message's start-up. For a large tensor the copy costs
+more than a message of its own, so the backend sends it from where it lies. Large tensors come first
+in a buffer, so that the small ones and the flags behind them stay one piece. Decoupled groups
+travel as shards: each rank gets one part of every tensor, and all ranks' parts lie one behind the
+other in the buffer.
 
-Compressed groups are cast while they are packed, all tensors of them, and cast back to memory of
-their own when they have arrived: what is planned, shared out and handed to training is of the
-gradients' type everywhere; only the message is of another.
+All tensors of a compressed group are cast while they are packed, and cast back to memory beside the
+message when they have arrived: plans, shards and results are of the gradients' type, only the
+message is of another.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ class _Storage:
 
     def __init__(
         self, offsets: Sequence[int], nbytes: Sequence[int], flags: int, dtype: str, end: int,
-        carrier: Backend | None,
+        backend: Backend | None,
     ) -> None:  # fmt: skip
         width = item_bytes(dtype)
-        self.bytes = aligned_bytes(end + flags * width, carrier)
+        self.bytes = aligned_bytes(end + flags * width, backend)
         self.buffer: Buffer = self.bytes.view(storage_dtype(dtype))
         self.tail = self.buffer[end // width :]
         self.address: int = self.bytes.__array_interface__["data"][0]
-        self.delivers = carrier is not None and carrier.delivers(self.buffer)
+        self.delivers = backend is not None and backend.delivers(self.buffer)
         self.slots = frozenset(
             self.address + start for start, size in zip(offsets, nbytes, strict=True) if size
         )
@@ -107,23 +107,23 @@ class _Storage:
 class FusionBuffer:
     """Storage of one all-reduced group, and the packing into it.
 
-    Used by one thread at a time; the views of its tensors belong to the training thread between
-    the completion of the group and the next step's first gradient.
+    Used by one thread at a time; the views of its tensors belong to the training thread between the
+    completion of the group and the next step's first gradient.
 
-    Results never come to where a gradient of this rank lies: it may still grow, and be sent again.
-    A program that accumulates into what the step before has brought makes the buffer go to other
-    storage, and back again in the step behind.
+    Results are never written over a gradient of this rank, which may still grow, and be sent again.
+    If a program accumulates into the result of the step before, the buffer moves to other storage,
+    and back again in the step after.
 
     Args:
         plan: what to send.
-        group: index of the group whose storage this is.
+        group: index of the group.
         op: ``Op.AVERAGE`` or ``Op.SUM``.
         size: number of ranks.
         zero_copy_min_bytes: tensors of at least this size are not packed.
-        carrier: that will be asked to send, where it is known.
+        backend: that will send, where it is known.
 
     Attributes:
-        num_moves: how often the buffer has gone to other storage, so that slots lie elsewhere.
+        num_moves: how often the buffer has moved to other storage, with all slots.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class FusionBuffer:
         op: Op,
         size: int,
         zero_copy_min_bytes: int,
-        carrier: Backend | None = None,
+        backend: Backend | None = None,
     ) -> None:
         self.dtype = plan.dtype(group)
         self._op = op
@@ -145,7 +145,7 @@ class FusionBuffer:
         self._large = buffer_layout.large
         self._segments: list[Segment] = []
         self._end = aligned(buffer_layout.end)
-        self._carrier = carrier
+        self._backend = backend
         self._delivered: set[int] = set()
         self.num_moves = 0
         self._storage = self._made()
@@ -153,7 +153,7 @@ class FusionBuffer:
 
     def _made(self) -> _Storage:
         return _Storage(
-            self._offsets, self._nbytes, self._flags.count, self.dtype, self._end, self._carrier
+            self._offsets, self._nbytes, self._flags.count, self.dtype, self._end, self._backend
         )
 
     @property
@@ -178,8 +178,8 @@ class FusionBuffer:
         """Copy small tensors, and note where the large ones lie; zeros for what is absent.
 
         Memory without an owner may be freed where a step fails. It is copied too, unless the
-        backend would not read it afterwards; then results go where they are wanted, if that is
-        known by now.
+        backend would not read it afterwards; then results go to their targets, if these are known
+        by now.
         """
         sources = [step.addresses[k] for k in self._members]
         if not self._storage.slots.isdisjoint(sources):
@@ -206,7 +206,7 @@ class FusionBuffer:
         storage.tail[:] = flags
 
     def unpack(self, addresses: Sequence[int]) -> None:
-        """Copy the tensors to these addresses, indexed by tensor; 0: not that one.
+        """Copy the tensors to these addresses, by tensor of the plan; 0 for none.
 
         Those that the backend has delivered are there already.
         """
@@ -220,16 +220,12 @@ class FusionBuffer:
         return backend.all_reduce(self.buffer, self.dtype, self._op, segments)
 
     def arrived(self, step: int) -> GroupFlags:
-        """Read the flags of the reduced message.
-
-        Args:
-            step: this rank's step number.
-        """
+        """Read the flags of the reduced message; ``step`` is this rank's step number."""
         return self._flags.read(self._storage.tail, step)
 
 
 class _Results:
-    """Where the tensors of a compressed group come to lie."""
+    """Memory for the results of a compressed group."""
 
     def __init__(self, offsets: Sequence[int], nbytes: Sequence[int], end: int) -> None:
         self._places = [
@@ -248,21 +244,15 @@ class _Results:
 
 
 class CastFusionBuffer:
-    """Storage of one all-reduced group that travels in a smaller type; as ``FusionBuffer``.
+    """Storage of one all-reduced group that travels as ``wire_dtype``; otherwise a
+    ``FusionBuffer``.
 
     Results are cast to memory beside the message, of which there are two in turns, for the same
     reason.
-
-    Args:
-        plan: what to send.
-        group: index of the group whose storage this is.
-        op: ``Op.AVERAGE`` or ``Op.SUM``.
-        wire_dtype: float16 or bfloat16.
-        carrier: that will be asked to send, where it is known.
     """
 
     def __init__(
-        self, plan: Plan, group: int, op: Op, wire_dtype: str, carrier: Backend | None = None
+        self, plan: Plan, group: int, op: Op, wire_dtype: str, backend: Backend | None = None
     ) -> None:
         self.dtype = wire_dtype
         self._op = op
@@ -275,7 +265,7 @@ class CastFusionBuffer:
         offsets, end = layout(wire_bytes)
         end = aligned(end)
         width = item_bytes(wire_dtype)
-        message = aligned_bytes(end + self._flags.count * width, carrier)
+        message = aligned_bytes(end + self._flags.count * width, backend)
         self.buffer: Buffer = message.view(storage_dtype(wire_dtype))
         """What is sent: the tensors and the flags, as elements."""
         self._tail = self.buffer[end // width :]
@@ -320,16 +310,16 @@ class CastFusionBuffer:
         return backend.all_reduce(self.buffer, self.dtype, self._op)
 
     def arrived(self, step: int) -> GroupFlags:
-        """Cast what was reduced back, and read its flags."""
+        """Cast the results back, and read the flags."""
         self._table.pointers[:] = self._results.addresses
         self._table.unpack()
         return self._flags.read(self._tail, step)
 
 
-def aligned_bytes(size: int, carrier: Backend | None = None) -> Buffer:
-    """Zeroed bytes that start at a cache line, where the carrier wants them."""
+def aligned_bytes(size: int, backend: Backend | None = None) -> Buffer:
+    """Zeroed bytes that start at a cache line, in memory that the backend prefers."""
     size_of_all = size + _LINE_BYTES
-    raw = zeroed(size_of_all) if carrier is None else carrier.zeros(size_of_all)
+    raw = zeroed(size_of_all) if backend is None else backend.zeros(size_of_all)
     start = -raw.__array_interface__["data"][0] % _LINE_BYTES
     return raw[start : start + size]
 
@@ -364,14 +354,11 @@ class ShardBlocks:
     """The layout of a group's shards in one buffer, all ranks' blocks behind each other.
 
     Args:
-        plan: what is sent.
-        group: index of the group.
-        size: number of ranks.
         allocate: makes a buffer of so many bytes.
         make_table: makes the tables that copy shards.
         zero_copy_min_bytes: tensors of at least this size are not packed; None to pack all.
-        tail_bytes: to be left free at the end of each block.
-        wire_dtype: in which the shards lie there, if not in the group's type; all are packed then.
+        tail_bytes: left free at the end of each block.
+        wire_dtype: the type of the shards there, if not the group's; all are packed then.
     """
 
     def __init__(
@@ -467,7 +454,7 @@ class ShardBlocks:
 
 
 def picker(indices: Sequence[int]) -> Callable[[Sequence[int]], tuple[int, ...]]:
-    """What returns the values at these indices.
+    """Return a function that gives the values at these indices.
 
     Example:
         >>> picker([2, 0])([5, 6, 7])
@@ -531,15 +518,8 @@ class ShardTable:
 class ScatterBuffer:
     """Storage of one reduce-scattered group; the counterpart of ``FusionBuffer``.
 
-    Args:
-        plan: what to send.
-        group: index of the group whose storage this is.
-        op: ``Op.AVERAGE`` or ``Op.SUM``.
-        rank: this rank.
-        size: number of ranks.
-        zero_copy_min_bytes: tensors of at least this size are not packed.
-        wire_dtype: in which it travels, if not in the group's type; the shard of this rank is
-            then cast back to memory beside the message.
+    If it travels as another ``wire_dtype``, this rank's shard is cast back to memory beside the
+    message.
     """
 
     def __init__(
@@ -612,15 +592,8 @@ class ScatterBuffer:
 
 
 class GatherBuffer:
-    """Storage of one all-gathered group.
-
-    Args:
-        plan: what to send.
-        group: index of the group whose storage this is.
-        rank: this rank.
-        size: number of ranks.
-        zero_copy_min_bytes: tensors of at least this size are not packed.
-    """
+    """Storage of one all-gathered group; tensors of at least ``zero_copy_min_bytes`` are not
+    packed."""
 
     def __init__(
         self, plan: Plan, group: int, rank: int, size: int, zero_copy_min_bytes: int

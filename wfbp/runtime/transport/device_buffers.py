@@ -1,6 +1,6 @@
 """Fusion buffers on a device: the counterparts of those in ``buffers``.
 
-Packing is enqueued on the carrier's stream for that, which does not wait for messages under way;
+Packing is enqueued on the backend's packing stream, which does not wait for messages under way;
 copying back, on the stream of the messages. All memory is the packing stream's. Every tensor is
 packed, large ones too: on a device a copy costs little beside the message, and one launch serves
 the whole group. Flags do not travel behind the tensors, but beside them (``flags``).
@@ -29,21 +29,21 @@ class _Storage:
 
     def __init__(
         self,
-        carrier: DeviceBackend,
+        backend: DeviceBackend,
         total: int,
         offsets: Sequence[int],
         nbytes: Sequence[int],
         dtype: str,
         tensor_dtype: str = "",
     ) -> None:
-        device = carrier.device
-        self.bytes = device.zeros(total, carrier.packing)
+        device = backend.device
+        self.bytes = device.zeros(total, backend.packing)
         address = device.address(self.bytes)
         self.addresses = tuple(address + start for start in offsets)
         self.slots = frozenset(
             start for start, size in zip(self.addresses, nbytes, strict=True) if size
         )
-        self.table = _made_table(carrier, self.bytes, offsets, nbytes, dtype, tensor_dtype)
+        self.table = _made_table(backend, self.bytes, offsets, nbytes, dtype, tensor_dtype)
 
 
 class DeviceFusionBuffer:
@@ -53,12 +53,12 @@ class DeviceFusionBuffer:
 
     Args:
         plan: what to send.
-        group: index of the group whose storage this is.
+        group: index of the group.
         op: ``Op.AVERAGE`` or ``Op.SUM``.
-        carrier: sends it.
-        flags: travel beside this group, if beside any.
-        deliveries: gets what copies tensors to where they are wanted, once they are reduced.
-        wire_dtype: in which it travels, if not in the group's type.
+        backend: sends it.
+        flags: travel beside this group, if any do.
+        deliveries: gets the tables that copy reduced tensors to their targets.
+        wire_dtype: the type of the message, if not the group's.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class DeviceFusionBuffer:
         plan: Plan,
         group: int,
         op: Op,
-        carrier: DeviceBackend,
+        backend: DeviceBackend,
         flags: HostFlags | None,
         deliveries: list[SlotTable],
         wire_dtype: str = "",
@@ -77,12 +77,12 @@ class DeviceFusionBuffer:
         self._beside = AttachedFlags(flags)
         members = plan.groups[group].tensors
         self._pick = picker(members)
-        self._placed: tuple[int, ...] | None = None
+        self._placed: tuple[int, ...] = ()
         self._nbytes = [plan.tensors[k].nbytes for k in members]
         self._offsets = plan.offsets(group)
         total = aligned(plan.nbytes(group))
         self._total = total
-        self._carrier = carrier
+        self._backend = backend
         self.num_moves = 0
         self._message: _Storage | None = None
         if wire_dtype not in ("", self._dtype):
@@ -90,14 +90,14 @@ class DeviceFusionBuffer:
             wire_bytes = [spec.wire_bytes(wire_dtype) for spec in specs]
             offsets, end = layout(wire_bytes)
             end = aligned(end)
-            self._message = _Storage(carrier, end, offsets, wire_bytes, wire_dtype, self._dtype)
+            self._message = _Storage(backend, end, offsets, wire_bytes, wire_dtype, self._dtype)
             self._dtype, self._tensor_dtype = wire_dtype, self._dtype
         self._storage = self._made()
         self._other: _Storage | None = None
 
     def _made(self) -> _Storage:
         dtype = self._tensor_dtype
-        return _Storage(self._carrier, self._total, self._offsets, self._nbytes, dtype)
+        return _Storage(self._backend, self._total, self._offsets, self._nbytes, dtype)
 
     def slot(self, position: int) -> Buffer:
         """The bytes of the group's tensor at ``position``."""
@@ -112,7 +112,7 @@ class DeviceFusionBuffer:
             self._make_room(sources)
             self._placed = sources
         table = self._sent.table
-        table.point(sources)
+        table.point(self._placed)
         table.pack()
 
     def _make_room(self, sources: tuple[int, ...]) -> None:
@@ -138,7 +138,7 @@ class DeviceFusionBuffer:
 
     def send(self, backend: Backend) -> Work[None]:
         """Reduce it."""
-        self._carrier.follow_packing()
+        self._backend.follow_packing()
         return self._beside.accompany(backend.all_reduce(self._sent.bytes, self._dtype, self._op))
 
     def arrived(self, step: int) -> GroupFlags:
@@ -192,7 +192,7 @@ class _GroupAndFlags(DeviceWork):
 
 
 def _made_table(
-    carrier: DeviceBackend,
+    backend: DeviceBackend,
     buffer: Buffer,
     offsets: Sequence[int],
     nbytes: Sequence[int],
@@ -200,22 +200,22 @@ def _made_table(
     tensor_dtype: str,
 ) -> _Table:
     """A table that packs before messages and unpacks behind them."""
-    device = carrier.device
+    device = backend.device
     table = device.pack_table(
-        buffer, offsets, nbytes, dtype, carrier.packing, tensor_dtype, carrier.stream
+        buffer, offsets, nbytes, dtype, backend.packing, tensor_dtype, backend.stream
     )
     return _Table(device, table)
 
 
 def _shard_blocks(
-    plan: Plan, group: int, carrier: DeviceBackend, wire_dtype: str = ""
+    plan: Plan, group: int, backend: DeviceBackend, wire_dtype: str = ""
 ) -> ShardBlocks:
     return ShardBlocks(
         plan,
         group,
-        carrier.size,
-        lambda nbytes: carrier.device.zeros(nbytes, carrier.packing),
-        partial(_made_table, carrier),
+        backend.size,
+        lambda nbytes: backend.device.zeros(nbytes, backend.packing),
+        partial(_made_table, backend),
         wire_dtype=wire_dtype,
     )
 
@@ -231,7 +231,7 @@ class _Table:
     def point(self, addresses: tuple[int, ...]) -> None:
         """Write the addresses. To compare takes a third of the time that writing them does, and
         allocators mostly give a step's gradients the memory of those of the step before."""
-        if addresses != self._pointed:
+        if addresses is not self._pointed and addresses != self._pointed:
             self._table.pointers[:] = np.fromiter(addresses, np.int64, len(addresses))
             self._pointed = addresses
 
@@ -259,23 +259,23 @@ class DeviceScatterBuffer:
         plan: Plan,
         group: int,
         op: Op,
-        carrier: DeviceBackend,
+        backend: DeviceBackend,
         flags: HostFlags | None,
         deliveries: list[SlotTable],
         wire_dtype: str = "",
     ) -> None:
         self.num_moves = 0
         self._op = op
-        self._rank = carrier.rank
+        self._rank = backend.rank
         self._beside = AttachedFlags(flags)
-        self._carrier = carrier
-        self._blocks = blocks = _shard_blocks(plan, group, carrier, wire_dtype)
-        self._table = blocks.table(range(carrier.size))
+        self._backend = backend
+        self._blocks = blocks = _shard_blocks(plan, group, backend, wire_dtype)
+        self._table = blocks.table(range(backend.size))
         self._results: list[Buffer] = []
         if blocks.casts:
-            rank, device = carrier.rank, carrier.device
+            rank, device = backend.rank, backend.device
             offsets, nbytes, end = blocks.result_layout(rank)
-            memory = device.zeros(aligned(end), carrier.packing)
+            memory = device.zeros(aligned(end), backend.packing)
             self._results = [
                 memory[offset : offset + size] for offset, size in zip(offsets, nbytes, strict=True)
             ]
@@ -300,7 +300,7 @@ class DeviceScatterBuffer:
     def send(self, backend: Backend) -> Work[None]:
         """Reduce it, each rank its block."""
         blocks = self._blocks
-        self._carrier.follow_packing()
+        self._backend.follow_packing()
         work = backend.reduce_scatter(blocks.bytes, blocks.counts, blocks.dtype, self._op)
         return self._beside.accompany(work)
 
@@ -312,18 +312,12 @@ class DeviceScatterBuffer:
 
 
 class DeviceGatherBuffer:
-    """Storage of one all-gathered group.
+    """Storage of one all-gathered group."""
 
-    Args:
-        plan: what to send.
-        group: index of the group whose storage this is.
-        carrier: sends it.
-    """
-
-    def __init__(self, plan: Plan, group: int, carrier: DeviceBackend) -> None:
-        rank, size = carrier.rank, carrier.size
-        self._carrier = carrier
-        self._blocks = blocks = _shard_blocks(plan, group, carrier)
+    def __init__(self, plan: Plan, group: int, backend: DeviceBackend) -> None:
+        rank, size = backend.rank, backend.size
+        self._backend = backend
+        self._blocks = blocks = _shard_blocks(plan, group, backend)
         self._own = blocks.table([rank])
         self._others = blocks.table([r for r in range(size) if r != rank])
 
@@ -333,7 +327,7 @@ class DeviceGatherBuffer:
 
     def send(self, backend: Backend) -> Work[None]:
         """Gather it."""
-        self._carrier.follow_packing()
+        self._backend.follow_packing()
         return backend.all_gather(self._blocks.bytes, self._blocks.counts)
 
     def unpack(self, addresses: Sequence[int]) -> None:

@@ -5,13 +5,13 @@
     lane's stream                              wait, reduce                wait, reduce | event
     consumer's stream                                                                wait, update
 
-The host waits for nothing here. One event follows the last gradient of a group (one per stream
-that made any of them); the packing stream waits for it, and the lane's stream for what was packed:
-a group is packed while the one before it travels. The consumer's stream waits for the lane's before
-it reads what was reduced. And before the packing stream writes to a buffer again, it waits for an
-event of the consumer's, recorded when the next step's first gradient appears, because all that was
-to be read before has been enqueued by then; and for all that the lane has been told until then: a
-step that was discarded is nobody's to consume.
+The host waits for nothing here. One event follows the last gradient of a group (one per stream that
+made any of them); the packing stream waits for it, and the lane's stream for the packing: a group
+is packed while the one before it travels. The consumer's stream waits for the lane's before it
+reads results. Before the packing stream writes to a buffer again, it waits for an event of the
+consumer's, recorded when the next step's first gradient appears, because all reads of the results
+have been enqueued by then; and for everything enqueued on the lane until then, because nobody
+consumes a step that was discarded.
 """
 
 from __future__ import annotations
@@ -56,47 +56,41 @@ LAG_STEPS = 2
 """While plans are measured, a step's times are taken this many steps later, on every rank alike:
 its device has then run ahead of nobody, and the next steps' work is enqueued already."""
 
-"""Phases of the tuner in which nothing is measured that ranks decide by together."""
-
 _CHECK_S = 0.05
 _NAP_S = 100e-6
 
 
-def _timed(marks: StepTimestamps) -> StepTimestamps:
+def _timed(moments: StepTimestamps) -> StepTimestamps:
     """A step's times without those of groups that were not timed."""
-    if all(time_.start_s for time_ in (*marks.times, *marks.gathers)):
-        return marks
-    times = [time_ for time_ in marks.times if time_.start_s]
-    return replace(marks, times=times, gathers=[t for t in marks.gathers if t.start_s])
+    if all(time_.start_s for time_ in (*moments.times, *moments.gathers)):
+        return moments
+    times = [time_ for time_ in moments.times if time_.start_s]
+    return replace(moments, times=times, gathers=[t for t in moments.gathers if t.start_s])
 
 
 class DeviceTransport(Transport):
     """Memory and streams of one device.
 
-    ``_home`` is the stream on which the training thread last took what was reduced. ``_deliveries``
-    copy what was reduced to where the training thread wants it: behind all groups, because the copy
-    waits for the end of backward, and what follows it on the lane's stream would wait too.
-
-    Args:
-        carrier: sends the groups, on the lane's stream.
-        host: carries what ranks say of a step.
-        check: raises what has ended the runtime.
-        wire_dtype: in which wider gradients are reduced, if not in their own type.
+    ``_home`` is the stream on which the training thread last consumed results. ``_deliveries`` copy
+    results to their targets behind all groups, because the copy waits for the end of backward, and
+    so would everything behind it on the lane's stream. ``check`` raises the error that has ended
+    the runtime.
     """
+
+    backend: DeviceBackend
 
     def __init__(
         self,
-        carrier: DeviceBackend,
+        backend: DeviceBackend,
         host: Backend,
         check: Callable[[], None],
         wire_dtype: str = "",
     ) -> None:
-        super().__init__(carrier)
+        super().__init__(backend)
         self._wire_dtype = wire_dtype
-        self._backend = carrier
-        self._device = device = carrier.device
-        self._stream = carrier.stream
-        self._packing = carrier.packing
+        self._device = device = backend.device
+        self._stream = backend.stream
+        self._packing = backend.packing
         self._gathered: object = None
         self._host = host
         self._check = check
@@ -126,12 +120,12 @@ class DeviceTransport(Transport):
             kind = DeviceScatterBuffer if scatters else DeviceFusionBuffer
             beside = flags if group == last else None
             wire = wire_type(plan.dtype(group), self._wire_dtype)
-            buffers.append(kind(plan, group, op, self._backend, beside, self._deliveries, wire))
+            buffers.append(kind(plan, group, op, self.backend, beside, self._deliveries, wire))
         return buffers
 
     def forward(self, plan: Plan) -> list[ForwardBuffer]:
         return [
-            DeviceGatherBuffer(plan, group, self._backend)
+            DeviceGatherBuffer(plan, group, self.backend)
             for group in range(plan.num_backward, len(plan.groups))
         ]
 
@@ -188,7 +182,7 @@ class DeviceTransport(Transport):
             undone.popleft()
         if undone and time.monotonic() >= self._next_check:
             self._next_check = time.monotonic() + _CHECK_S
-            self._backend.check()
+            self.backend.check()
 
     @property
     def waiting_since(self) -> float | None:
@@ -197,7 +191,7 @@ class DeviceTransport(Transport):
 
     def give_up(self) -> None:
         self._undone.clear()
-        self._backend.give_up()
+        self.backend.give_up()
 
     # On the training thread, or on backward's.
 
@@ -254,11 +248,11 @@ class DeviceTransport(Transport):
             return
         measuring = phase is not TuningPhase.INSTALLED
         while kept and (len(kept) > LAG_STEPS if measuring else self._device.done(kept[0].done)):
-            marks = kept.popleft()
-            while not self._device.done(marks.done):
+            moments = kept.popleft()
+            while not self._device.done(moments.done):
                 self._check()
                 time.sleep(_NAP_S)
-            yield to_seconds(_timed(marks), partial(self._at, marks.begun))
+            yield to_seconds(_timed(moments), partial(self._at, moments.begun))
 
     def _at(self, begun: Event, stamp: Timestamp) -> float:
         """A moment in seconds; the beginning of its step is at one second."""
@@ -280,7 +274,7 @@ class DeviceTransport(Transport):
     def _refuse_capture(self, stream: int) -> None:
         if self._device.is_capturing(stream):
             raise RuntimeError(
-                f"rank {self.carrier.rank}: a step's gradients were about to be captured in a CUDA "
+                f"rank {self.backend.rank}: a step's gradients were about to be captured in a CUDA "
                 "graph, in which other ranks cannot take part; capture the model alone "
                 "(torch.cuda.make_graphed_callables), and call backward() and step() outside"
             )

@@ -1,8 +1,8 @@
-"""What ranks say of a step beside its gradients: presence, requests, the step's number.
+"""What ranks tell each other of a step beside its gradients: presence, requests, the step's number.
 
 In the host's memory the flags travel behind the tensors of each message. On a device reading them
-would make the host wait for it in every step; so they travel on their own, through the host, in one
-small all-reduce that is started when the step's last group leaves.
+would make the host wait in every step; so they travel on their own, through the host, in one small
+all-reduce that is started when the step's last group leaves.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ NUM_STEP_FLAGS = 2 + 2 * _STEP_BITS
 
 @dataclass(frozen=True, slots=True)
 class GroupFlags:
-    """What a completed group's flags say.
+    """The reduced flags of a group.
 
     Args:
         present: per tensor of the group, whether any rank had a gradient for it.
         requested: whether any rank asks to synchronize at the end of the step (last group only).
         discarded: whether any rank discards the step (last group only).
         steps_agree: whether all ranks are at the same step (last group only).
-        tensors: which tensors of the plan ``present`` tells of.
+        tensors: the tensors of the plan to which ``present`` belongs.
     """
 
     present: list[bool]
@@ -44,13 +44,7 @@ class GroupFlags:
 
 
 class FlagCodec:
-    """Writes and reads the flags of one group.
-
-    Args:
-        plan: what is sent.
-        group: index of the group.
-        dtype: of the message; the group's by default.
-    """
+    """Writes and reads the flags of one group, of ``dtype``, by default the group's."""
 
     def __init__(self, plan: Plan, group: int, dtype: str = "") -> None:
         self._dtype = dtype or plan.dtype(group)
@@ -63,14 +57,8 @@ class FlagCodec:
     def values(
         self, addresses: Sequence[int], requested: bool, step: int, discards: bool
     ) -> Buffer:
-        """The flags of this rank.
-
-        Args:
-            addresses: of the group's gradients; 0 where there is none.
-            requested: whether the rank asks to synchronize at the end of the step.
-            step: its number.
-            discards: whether the rank discards the step.
-        """
+        """The flags of this rank; ``addresses`` are of the group's gradients, 0 where there is
+        none."""
         flags = [1.0 if address else 0.0 for address in addresses]
         if self._is_last:
             flags += [float(requested), float(discards), *step_flags(step)]
@@ -107,12 +95,7 @@ def _decode(values: Buffer, dtype: str) -> list[float]:
 
 
 class HostFlags:
-    """The flags of all tensors of a plan. Used in turns.
-
-    Args:
-        plan: what is sent.
-        host: carries them.
-    """
+    """The flags of all tensors of a plan, sent through the host. Used under the progress lock."""
 
     def __init__(self, plan: Plan, host: Backend) -> None:
         self._host = host
@@ -121,8 +104,8 @@ class HostFlags:
 
     def send(self, step: Step) -> Work[None]:
         """Tell the other ranks of a step that is closed."""
-        border = [step.requested, step.discards, *step_flags(step.number)]
-        self._message[:] = [bool(address) for address in step.addresses] + border
+        step_values = [step.requested, step.discards, *step_flags(step.number)]
+        self._message[:] = [bool(address) for address in step.addresses] + step_values
         return self._host.all_reduce(self._message, "uint8", Op.MAX)
 
     def read(self, number: int) -> GroupFlags:

@@ -1,8 +1,8 @@
-"""What a lane's groups lie in and travel through, and how that is ordered with training.
+"""Storage of a lane's groups, how they are sent, and how that is ordered with training.
 
-On the host everything has happened when it is told; :class:`HostTransport` has nothing to order. On
-a device (``device_transport``) threads only enqueue, and what they enqueue on different streams is
-ordered by events.
+On the host a call has done its work when it returns; :class:`HostTransport` has nothing to order.
+On a device (``device_transport``) threads only enqueue, and events order the work of different
+streams.
 
 A *stamp* is a moment in the training thread's work or the lane's: seconds of ``time.perf_counter``
 on the host, a timed event on a device, which becomes seconds when it has happened; 0 is "did not".
@@ -46,7 +46,7 @@ class BackwardBuffer(Protocol):
     """Storage of one group of backward.
 
     Attributes:
-        num_moves: how often slots have come to lie elsewhere, which only :meth:`pack` makes them.
+        num_moves: how often :meth:`pack` has moved the slots to other storage.
     """
 
     num_moves: int
@@ -64,7 +64,7 @@ class BackwardBuffer(Protocol):
         """What ranks said of the step, when it is reduced."""
 
     def unpack(self, addresses: Sequence[int]) -> None:
-        """Copy tensors to these addresses, indexed by tensor; 0: not that one.
+        """Copy tensors to these addresses, by tensor of the plan; 0 for none.
 
         On a device that happens behind all groups, when the training thread joins.
         """
@@ -84,18 +84,14 @@ class ForwardBuffer(Protocol):
 
 
 class Transport(ABC):
-    """Of one lane; see the module.
-
-    Args:
-        carrier: sends the groups.
-    """
+    """The transport of one lane; see the module. ``backend`` sends the groups."""
 
     timing = True
     """Whether the moments of groups are wanted, where they cost anything; the training thread may
     change it at any time."""
 
-    def __init__(self, carrier: Backend) -> None:
-        self.carrier = carrier
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
 
     # Under the progress lock.
 
@@ -144,20 +140,17 @@ class Transport(ABC):
 
     @abstractmethod
     def watch(self, time: GroupTime) -> None:
-        """A group is settled; keep an eye on it until it is over."""
+        """A group is enqueued; watch it until it is complete."""
 
     @abstractmethod
     def poll(self) -> None:
-        """Called in every turn.
-
-        Raises:
-            BackendError: something that was settled has failed.
-        """
+        """Called in every pass of the loop; raises ``BackendError`` if an enqueued operation has
+        failed."""
 
     @property
     @abstractmethod
     def waiting_since(self) -> float | None:
-        """Since when the oldest settled group is not over (``time.monotonic``)."""
+        """Since when the oldest enqueued group is not complete (``time.monotonic``)."""
 
     @abstractmethod
     def give_up(self) -> None:
@@ -193,11 +186,11 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self, step: Step) -> Timestamp:
-        """No more gradients: whatever has not left may go when training has come here."""
+        """The step closes: groups that have not left may go when training has come here."""
 
     @abstractmethod
     def join(self) -> Timestamp:
-        """What the training thread does from here on finds what the lane has settled."""
+        """Order the training thread's later work behind the lane's enqueued results."""
 
     @abstractmethod
     def dependencies(self) -> list[Any]:
@@ -211,7 +204,7 @@ class Transport(ABC):
     def take_measured(
         self, kept: deque[StepTimestamps], phase: TuningPhase
     ) -> Iterable[MeasuredStep]:
-        """Take those steps of which the tuner, in its phase, can be told now.
+        """Take those steps whose times the tuner, in its phase, can be given now.
 
         While plans are measured these are the same ones on every rank.
         """
@@ -220,14 +213,11 @@ class Transport(ABC):
 class HostTransport(Transport):
     """Memory of the host, where nothing has to be ordered.
 
-    Args:
-        carrier: sends the groups.
-        zero_copy_min_bytes: tensors of at least this size are not packed.
-        wire_dtype: in which wider gradients are reduced, if not in their own type.
+    ``zero_copy_min_bytes``: tensors of at least this size are not packed.
     """
 
-    def __init__(self, carrier: Backend, zero_copy_min_bytes: int, wire_dtype: str = "") -> None:
-        super().__init__(carrier)
+    def __init__(self, backend: Backend, zero_copy_min_bytes: int, wire_dtype: str = "") -> None:
+        super().__init__(backend)
         self._wire_dtype = wire_dtype
         self._zero_copy_min_bytes = zero_copy_min_bytes
         self.now = self.produced = perf_counter
@@ -237,16 +227,16 @@ class HostTransport(Transport):
         return [self._backward(plan, group, op) for group in range(plan.num_backward)]
 
     def _backward(self, plan: Plan, group: int, op: Op) -> BackwardBuffer:
-        carrier, direct = self.carrier, self._zero_copy_min_bytes
+        backend, direct = self.backend, self._zero_copy_min_bytes
         wire = wire_type(plan.dtype(group), self._wire_dtype)
         if plan.groups[group].operation is Operation.REDUCE_SCATTER:
-            return ScatterBuffer(plan, group, op, carrier.rank, carrier.size, direct, wire)
+            return ScatterBuffer(plan, group, op, backend.rank, backend.size, direct, wire)
         if wire != plan.dtype(group):
-            return CastFusionBuffer(plan, group, op, wire, carrier)
-        return FusionBuffer(plan, group, op, carrier.size, direct, carrier)
+            return CastFusionBuffer(plan, group, op, wire, backend)
+        return FusionBuffer(plan, group, op, backend.size, direct, backend)
 
     def forward(self, plan: Plan) -> list[ForwardBuffer]:
-        rank, size, direct = self.carrier.rank, self.carrier.size, self._zero_copy_min_bytes
+        rank, size, direct = self.backend.rank, self.backend.size, self._zero_copy_min_bytes
         return [
             GatherBuffer(plan, g, rank, size, direct)
             for g in range(plan.num_backward, len(plan.groups))
@@ -259,10 +249,10 @@ class HostTransport(Transport):
         return work.test()
 
     def may_progress(self) -> bool:
-        return self.carrier.may_progress()
+        return self.backend.may_progress()
 
     def rest(self, nap_s: float, most_s: float) -> bool:
-        return self.carrier.rest(nap_s, most_s)
+        return self.backend.rest(nap_s, most_s)
 
     def packing_stamp(self) -> float:
         return perf_counter()
@@ -308,7 +298,7 @@ class HostTransport(Transport):
         return None
 
     def give_up(self) -> None:
-        """Nothing: what is under way has been dropped."""
+        """Nothing to do."""
 
     def begin(self, step: Step, profiling: bool) -> None:
         """Nothing."""

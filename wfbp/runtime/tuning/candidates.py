@@ -10,7 +10,7 @@ from wfbp.core import planners
 from wfbp.core.checks import one_of
 from wfbp.core.cost import CostModel, Costs, LinearCost, PiecewiseCost
 from wfbp.core.plan import Group, Plan
-from wfbp.core.planners.coarsening import coarsened, even_progress, expanded, spread_borders
+from wfbp.core.planners.coarsening import coarsened, even_progress, expanded, spread_boundaries
 from wfbp.core.timeline import timeline
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import (
@@ -37,15 +37,10 @@ _NUM_FURTHER = 3
 
 
 def check_schedule(schedule: str, decouples: bool, user: str = "") -> None:
-    """Raise unless a schedule exists and can be served.
+    """Raise ``ValueError`` unless the schedule exists and, where it decouples, ``decouples`` allows
+    it.
 
-    Args:
-        schedule: its name.
-        decouples: whether schedules that decouple all-reduce can be served.
-        user: who needs whole gradients where they cannot.
-
-    Raises:
-        ValueError: what it is, and what it may be.
+    ``user`` is what needs whole gradients otherwise, for the message.
     """
     known = SCHEDULES if decouples else (AUTO, *ALL_REDUCE_SCHEDULES)
     why = ""
@@ -55,8 +50,8 @@ def check_schedule(schedule: str, decouples: bool, user: str = "") -> None:
 
 
 def first_plan(schedule: str, specs: Sequence[TensorSpec], threshold_bytes: int) -> Plan:
-    """The plan to begin with, before anything has been measured: groups of at least so many bytes,
-    unless the schedule looks at sizes only anyway.
+    """The plan before anything is measured: groups of at least so many bytes, unless the schedule
+    looks at sizes only anyway.
 
     A schedule that decouples begins decoupled, so state that is to be sharded is never whole.
 
@@ -78,8 +73,8 @@ def make(name: str, trace: Trace, costs: Costs, threshold_bytes: int) -> Plan:
     num_tensors = len(trace.tensors)
     if num_tensors <= MAX_EXACT or name not in _SLOW:
         return planners.plan(name, trace, costs, **options)
-    borders = spread_borders(even_progress(trace), 0, num_tensors, MAX_EXACT)
-    return expanded(planners.plan(name, coarsened(trace, borders), costs), trace, borders)
+    boundaries = spread_boundaries(even_progress(trace), 0, num_tensors, MAX_EXACT)
+    return expanded(planners.plan(name, coarsened(trace, boundaries), costs), trace, boundaries)
 
 
 def encode_groups(plans: Sequence[Plan]) -> list[dict[str, Any]]:
@@ -135,20 +130,11 @@ def auto_candidates(
 def further_candidates(
     tried: Sequence[Plan], chosen: Plan, trace: Trace, costs: Costs, decouples: bool
 ) -> list[Plan]:
-    """Plans that were not tried, and should beat the chosen one by what its trial has taught.
+    """A few untried plans that should beat the chosen one, by the interference that its trial
+    showed; the one predicted to be fastest first.
 
-    Planners were first asked without knowing how much communication slows computation down. With
-    that they put less of it where training computes: another hybrid, groups cut otherwise.
-
-    Args:
-        tried: all plans of the trial.
-        chosen: the fastest of them.
-        trace: as measured.
-        costs: with the interference that the trial showed.
-        decouples: whether schedules that decouple all-reduce can be served.
-
-    Returns:
-        A few, the one predicted to be fastest first.
+    Planners first ran without knowing how much communication slows computation down. With ``costs``
+    that have it they overlap less: another hybrid, or other groups.
     """
     names = [name for name in _names(decouples) if name not in UNMEASURED]
     plans = distinct([*tried, *(make(name, trace, costs, 0) for name in names)])[len(tried) :]

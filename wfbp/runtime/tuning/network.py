@@ -39,11 +39,8 @@ log = logging.getLogger("wfbp")
 class NetworkCosts:
     """The cost curves that ranks have measured together.
 
-    Args:
-        budget_s: seconds that measuring may take, about, in all.
-        check: called again and again with a label and the seconds waited; raises where waiting on
-            is hopeless.
-        tells: whether this rank logs what is measured.
+    ``budget_s`` is the time to measure in all, about. ``check`` is called again and again with a
+    label and the seconds waited; it raises where waiting on is hopeless. ``tells``: this rank logs.
     """
 
     def __init__(
@@ -64,11 +61,11 @@ class NetworkCosts:
         max_bytes: int,
         operations: Sequence[Operation],
         anew: bool,
-        carrier: Backend | None,
+        lane_backend: Backend | None,
         call: Callable[[Callable[[Backend], Any], str], Any],
     ) -> Costs:
         """As :meth:`Runtime.measure_costs`; ``call`` runs one collective."""
-        through = carrier if isinstance(carrier, DeviceBackend) else None
+        through = lane_backend if isinstance(lane_backend, DeviceBackend) else None
         way = type(through).__name__
         curves = self._curves.setdefault(way, {})
         if through is None:
@@ -106,16 +103,7 @@ class NetworkCosts:
                     label,
                 )
                 curves[operation] = asked_bytes, PiecewiseCost(points)
-                (least, first_s), (most, last_s) = points[0], points[-1]
-                self._tell(
-                    "%s: %d bytes in %.1f us, %s bytes in %.2f ms (%.2f GB/s)",
-                    operation.value,
-                    least,
-                    first_s * 1e6,
-                    f"{most:,}",
-                    last_s * 1e3,
-                    most / last_s * 1e-9,
-                )
+                self._tell_curve(operation, points)
             if through is not None:
                 through.device.trim()
             self._tell("measured in %.1f s", time.perf_counter() - begin_s)
@@ -127,13 +115,25 @@ class NetworkCosts:
             )
         return self._costs[way]
 
+    def _tell_curve(self, operation: Operation, points: Sequence[tuple[float, float]]) -> None:
+        (least, first_s), (most, last_s) = points[0], points[-1]
+        self._tell(
+            "%s: %d bytes in %.1f us, %s bytes in %.2f ms (%.2f GB/s)",
+            operation.value,
+            least,
+            first_s * 1e6,
+            f"{most:,}",
+            last_s * 1e3,
+            most / last_s * 1e-9,
+        )
 
-def _bound(carrier: DeviceBackend, call: Callable[[Callable[[Backend], Any], str], Any]) -> int:
+
+def _bound(backend: DeviceBackend, call: Callable[[Callable[[Backend], Any], str], Any]) -> int:
     """The largest message for which every rank's device has room; collective."""
-    free = str(carrier.device.free_bytes()).encode()
-    told = call(lambda backend: backend.all_gather_bytes(free), "comparing devices' free memory")
-    room = min(int(each) for each in told) // _PART_OF_FREE
-    return max(_LARGEST_BYTES, min(_LARGEST_ON_DEVICE_BYTES, room))
+    free = str(backend.device.free_bytes()).encode()
+    answers = call(lambda backend: backend.all_gather_bytes(free), "comparing devices' free memory")
+    smallest = min(int(each) for each in answers) // _PART_OF_FREE
+    return max(_LARGEST_BYTES, min(_LARGEST_ON_DEVICE_BYTES, smallest))
 
 
 def _measure(backend: Backend, **options: Any) -> tuple[tuple[float, float], ...]:

@@ -32,8 +32,8 @@ class StepTimes:
     Args:
         begun_s: the previous step's results were in hand.
         ready_s: per tensor, its gradient existed.
-        forward_s: per tensor, its first use in forward, where the adapter can tell.
-        forward_end_s: forward ended, where the adapter can tell.
+        forward_s: per tensor, its first use in forward, where the adapter knows it.
+        forward_end_s: forward ended, where the adapter knows it.
         closed_s: the step closed.
         done_s: the results were in hand.
         packing_s: duration of all packing in the step.
@@ -78,8 +78,8 @@ class Profile:
     def of(cls, steps: Sequence[StepTimes]) -> Profile:
         """The medians. A tensor without gradient in some of the steps is ready at their close.
 
-        Whatever the steps gather has arrived before forward begins; it tells nothing of compute. (A
-        forward before the update, which no gradients follow, has nothing to do with them either.)
+        All-gathers end before forward begins here, so they do not distort compute. (A forward
+        before the update, which no gradients follow, is not counted either.)
         """
 
         def relative(step: StepTimes, stamp: float, absent: float = -1.0) -> float:
@@ -125,15 +125,14 @@ class _Event:
 def combine(
     specs: Sequence[TensorSpec], profiles: Sequence[Profile], kept: Collection[TensorSpec] = ()
 ) -> Trace | None:
-    """One trace from every rank's profile, the same on every rank.
+    """One trace from every rank's profile, the same on every rank; None if there was no gradient at
+    all.
 
-    A collective starts when the last rank is ready, so every time is the maximum over ranks; a
-    rank that never has a gradient that others have sends zeros for it when its step closes.
-    Tensors that no rank ever had a gradient for are left out, unless they are ``kept``.
-
-    Returns:
-        The trace, in forward order (the reverse of the order in which gradients appear), its last
-        gradient ready when the step closes; None if there was no gradient at all.
+    A collective starts when the last rank is ready, so every time is the maximum over ranks; a rank
+    that never has a gradient that others have sends zeros for it when its step closes. Tensors that
+    no rank ever had a gradient for are left out, unless they are ``kept``. Tensors are in forward
+    order (the reverse of the order in which gradients appear); the last gradient is ready when the
+    step closes.
     """
     closed_s = max(p.closed_s for p in profiles)
     events = []

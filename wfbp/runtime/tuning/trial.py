@@ -1,7 +1,8 @@
 """Trials: which of several plans is fastest in reality.
 
 A trial goes in rounds. In each, every plan of :attr:`plans` runs for :attr:`num_steps` steps; then
-the ranks put their times together, and the trial is over or goes on with other plans.
+the ranks exchange their times, and :meth:`Trial.conclude` ends the trial with the fastest plan, or
+begins another round, perhaps of fewer plans.
 """
 
 from __future__ import annotations
@@ -29,11 +30,7 @@ Times = Sequence[Sequence[float]]
 
 
 class Candidate:
-    """A plan, and the seconds that its iterations took.
-
-    Args:
-        plan: what ran.
-    """
+    """A plan, and the seconds that its iterations took."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -66,14 +63,7 @@ class Trial(Protocol):
     """Of a trial that is over, plans that might be as fast as the chosen one."""
 
     def conclude(self, ranks: Sequence[Times]) -> Plan | None:
-        """End a round.
-
-        Args:
-            ranks: what each rank measured.
-
-        Returns:
-            The fastest plan; None where another round follows.
-        """
+        """End a round, given each rank's times: the fastest plan, or None for another round."""
 
 
 def num_cold(num_steps: int) -> int:
@@ -83,18 +73,21 @@ def num_cold(num_steps: int) -> int:
 
 
 class EliminationTrial:
-    """The slower ones drop out from round to round: see :mod:`wfbp.core.elimination`.
+    """Drops the slower plans from round to round: see :mod:`wfbp.core.elimination`.
 
-    Rounds are short, and every other one runs in the reverse order, so that a machine that slowly
-    changes favours nobody. Differences within noise decide nothing: see :func:`_preferred`.
+    The trial ends when :class:`~wfbp.core.elimination.SuccessiveElimination` says so (one plan is
+    left, none can be faster by more than its margin, or it has had its rounds), or when the steps
+    and seconds are used up. Rounds are short, and every other one runs in the reverse order, so
+    that a machine that slowly changes favours no plan. Differences within noise decide nothing: see
+    :func:`_preferred`.
 
     Args:
         plans: at least one; the first is in use.
         num_steps: for each plan in two rounds.
-        most_steps: the trial may take, about; at least the first round is run. Where that is too
+        most_steps: of the whole trial, about; at least the first round is run. Where that is too
             few for all plans, those that seem slow by the first rounds leave early, and become
             :attr:`undecided`.
-        most_s: seconds that it may take, about, if those are more steps.
+        most_s: seconds of the whole trial, about, if those are more steps.
     """
 
     def __init__(
@@ -147,10 +140,10 @@ class EliminationTrial:
         return self.num_steps + num_cold(self.num_steps)
 
     def _affordable(self, each_s: Sequence[float]) -> bool:
-        """Whether another round can be afforded, if with fewer plans.
+        """Whether the steps and seconds left suffice for another round, if need be with fewer
+        plans.
 
-        Args:
-            each_s: what each plan of the round took.
+        ``each_s`` is how long each plan of the round took.
         """
         if self._steps_left is None:
             return True
@@ -178,15 +171,10 @@ class EliminationTrial:
 
 
 class SearchTrial:
-    """DeAR's threshold, sought by Bayesian optimisation over measured iterations.
+    """Finds DeAR's threshold by Bayesian optimisation over measured iterations.
 
-    Args:
-        make: a plan with this threshold.
-        first_bytes: the threshold to begin with.
-        num_steps: for each plan.
-
-    Raises:
-        ImportError: the ``search`` extra is not installed.
+    ``make`` makes a plan with a threshold; ``first_bytes`` is tried first. Needs the ``search``
+    extra.
     """
 
     def __init__(self, make: Callable[[int], Plan], first_bytes: int, num_steps: int) -> None:
@@ -223,11 +211,10 @@ def _slowest(ranks: Sequence[Times]) -> list[list[float]]:
 
 
 def _preferred(equal: Sequence[Candidate], incumbent: Candidate | None = None) -> Plan:
-    """Of plans that take as long within noise, the one to run.
+    """The plan to run, of those that are equally fast within noise.
 
-    The plan in use stays; else the one is taken with the fewest groups that overlap, which
-    costs the least of what the trial could not see, and of these the first, which was predicted to
-    be the fastest.
+    The plan in use stays; else the one with the fewest overlapping groups is taken, whose costs
+    outside of the trial are least, and of these the first, which was predicted to be the fastest.
     """
     if incumbent is not None and incumbent in equal:
         return incumbent.plan

@@ -1,5 +1,7 @@
-"""Which plan runs when: measure, plan, try, keep what is fastest, and notice when it no longer
-is.
+"""The tuner: which plan runs when. Measure, plan, try, keep the fastest, replan when it is slower.
+
+The training thread gives it every step (:meth:`Tuner.after_step`), which may start the next plan of
+a trial. Rounds end on all ranks together (:meth:`Tuner.decide`).
 """
 
 from __future__ import annotations
@@ -54,8 +56,7 @@ _NUM_WINDOWS = 5
 class DriftDetector:
     """Compares each window of steps with the first one.
 
-    Args:
-        limit: relative change that counts; 0: none does.
+    ``limit`` is the relative change that counts; 0 turns it off.
 
     Example:
         >>> drift = DriftDetector(0.25)
@@ -115,17 +116,13 @@ class Tuner:
     Args:
         config: how long each phase lasts.
         schedule: a planner's name, or ``auto``.
-        threshold_bytes: for the ``threshold`` planner, and for the first plan of those that have to
-            measure.
+        threshold_bytes: for the ``threshold`` planner, and for the first plan of the others.
         specs: the tensors to plan, in forward order as far as it is known.
-        decouples: whether schedules that decouple all-reduce can be served.
+        decouples: whether the caller can use schedules that decouple all-reduce.
         num_updaters: ranks that share the update of a decoupled tensor; 1 where each does all.
-        tells: whether what happens is logged; by one rank.
-        name: of the optimizer, for that.
-        wire_dtype: in which wider gradients are reduced, if not in their own type.
-
-    Raises:
-        ValueError: no such schedule.
+        tells: whether this rank logs; one does.
+        name: of the optimizer, for logs.
+        wire_dtype: the type in which wider gradients are reduced, if not their own.
     """
 
     def __init__(
@@ -224,7 +221,8 @@ class Tuner:
 
     @property
     def message_costs(self) -> Costs | None:
-        """The costs by the bytes that travel, where what is planned is compressed."""
+        """The costs by the bytes of messages, which are fewer than the planned ones under
+        compression."""
         return None if self.costs is None else self.costs.compressed(1.0 / self._part)
 
     @property
@@ -245,8 +243,8 @@ class Tuner:
     @property
     def wants_round(self) -> bool:
         """Whether this rank asks for a round: the iteration time has changed, another plan was
-        faster in its trial than the installed one is now, or it is time to look again at what a
-        trial could not tell apart."""
+        faster in its trial than the installed one is now, or an undecided trial is to be repeated.
+        """
         return self.phase is TuningPhase.INSTALLED and (
             self._drift_detector.has_drifted or self._looks_again or bool(self._rivals(self._now_s))
         )
@@ -284,16 +282,13 @@ class Tuner:
         measure: Callable[[], Costs],
         share: Share = lambda compute: compute(),
     ) -> Plan:
-        """Conclude a round; the same on every rank.
+        """Conclude a round, and return the plan to run from here on; the same on every rank.
 
         Args:
-            messages: what each rank brought, in rank order.
+            messages: each rank's :meth:`message`, in rank order.
             measure: measures the network's costs; a collective.
-            share: what rank 0 computes, in JSON's types; a collective. So ranks that share cores do
-                not plan at once, and agree whatever machines they run on.
-
-        Returns:
-            The plan to run from here on.
+            share: computes on rank 0 and returns the result, in JSON's types, on every rank. So
+                ranks that share cores do not plan at once, and agree whatever machines they run on.
         """
         if self.phase is TuningPhase.PROFILE:
             self._plan_anew(messages, measure, share)
@@ -445,10 +440,8 @@ class Tuner:
     ) -> None:
         """Compare plans, the first of which is in use.
 
-        Args:
-            plans: at least one.
-            share: of the steps and seconds that trials may take.
-            spent: how many they have taken.
+        ``share`` is the part of the steps and seconds that trials may take, ``spent`` what they
+        have taken.
         """
         most_steps = round(share * _LIMIT_STEPS * self._config.trial_steps) - spent[0]
         most_s = share * _LIMIT_S * self._config.trial_min_s - spent[1]

@@ -24,23 +24,31 @@ from tests.parallel.programs.torch import (
     zeroing,
 )
 
-check = Checks(
+waiting = Checks(
     zeroing.check,
-    passes.check,
-    missing.check,
-    layouts.check,
-    clipping.check,
-    precision.check,
     schedules.check,
-    checkpoints.check,
     optimizers.check,
     closures.check,
     arguments.check,
     touching.check,
     settling.check,
     reading.check,
-    hooks.check,
     border.check,
-    resuming.check,
     batch_norm.check,
 )
+"""What is read, and when: checks for plans under which every parameter is waited for."""
+
+mixing = Checks(
+    passes.check,
+    missing.check,
+    layouts.check,
+    clipping.check,
+    precision.check,
+    checkpoints.check,
+    hooks.check,
+    resuming.check,
+)
+"""What gradients and states are: checks for plans under which ranks hold shards of some tensors,
+and others whole."""
+
+check = Checks(waiting, mixing)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from functools import partial
+
 import ml_dtypes
 import numpy as np
 import torch
@@ -30,6 +33,11 @@ def allreduce_of_arrays() -> None:
             assert found.dtype == dtype
             assert np.array_equal(found, wanted), (name, op, found, wanted)
             assert np.array_equal(array, np.array(values(wfbp.rank())).astype(dtype))
+    for name in ("int8", "int16"):
+        array = np.array(values(wfbp.rank()), name)
+        assert wfbp.allreduce(array).tolist() == combined(Op.AVERAGE, wfbp.size(), True)
+    flags = np.array([wfbp.rank() == 0, True])
+    assert wfbp.allreduce(flags, op=wfbp.Min).tolist() == [wfbp.size() == 1, True]
     assert wfbp.allreduce(3.0, op=wfbp.Sum) == 3.0 * wfbp.size()
     assert wfbp.allreduce(np.float32(3)).shape == ()
     assert wfbp.allreduce([1.0, 2.0]).tolist() == [1.0, 2.0]
@@ -140,3 +148,100 @@ def places() -> None:
     assert wfbp.is_initialized()
     wfbp.init()  # again: nothing happens
     assert wfbp.torch.rank() == wfbp.rank()
+
+
+@check
+def arrays_by_name_in_any_order() -> None:
+    rank, size = wfbp.rank(), wfbp.size()
+    names = [f"n{k}" for k in range(120)]
+    random.Random(rank).shuffle(names)
+    handles = {}
+    for name in names:
+        k = int(name[1:])
+        if k % 4 == 0:
+            handles[name] = wfbp.allgather_async(np.full((rank + k % 3, 2), k), name)
+        elif k % 4 == 1:
+            handles[name] = wfbp.broadcast_async(np.full(2, k + rank), k % size, name)
+        elif k % 4 == 2:
+            handles[name] = wfbp.reducescatter_async(np.full(k, rank + k), name, wfbp.Sum)
+        else:
+            handles[name] = wfbp.allreduce_async(np.full(k, rank + k), name, wfbp.Max)
+    random.Random(100 + rank).shuffle(names)
+    wfbp.barrier()
+    for name in names:
+        k = int(name[1:])
+        found = wfbp.synchronize(handles[name])
+        wanted = (k, k + k % size, size * k + sum(range(size)), k + size - 1)[k % 4]
+        assert (found == wanted).all(), (name, found)
+    # One rank waits at once, another later; and one has a tensor where another has an array.
+    if rank == 0:
+        assert wfbp.allreduce(np.ones(2), name="late", op=wfbp.Sum).tolist() == [size] * 2
+    else:
+        handle = wfbp.torch.allreduce_async(
+            torch.ones(2, dtype=torch.float64), name="late", op=wfbp.Sum
+        )
+        assert wfbp.synchronize(handle).tolist() == [size] * 2
+
+
+@check
+def arrays_to_and_from_each_rank() -> None:
+    rank, size = wfbp.rank(), wfbp.size()
+    rows, received = wfbp.alltoall(np.full(sum(range(size)), rank, np.int16), list(range(size)))
+    assert rows.tolist() == [r for r in range(size) for _ in range(rank)]
+    assert received.tolist() == [rank] * size
+    assert wfbp.alltoall(np.arange(size) + 10 * rank).tolist() == [
+        10 * r + rank for r in range(size)
+    ]
+    part = wfbp.reducescatter(np.arange(7.0), op=wfbp.Sum, postscale_factor=0.5)
+    assert part.tolist() == (np.array_split(np.arange(7.0), size)[rank] * size / 2).tolist()
+    group = wfbp.grouped_allreduce([np.full(2, rank), np.full((), rank, "f2")], op=wfbp.Sum)
+    assert [each.tolist() for each in group] == [[sum(range(size))] * 2, sum(range(size))]
+    mine = np.full((2, 3), float(rank)).T
+    assert wfbp.broadcast_(mine, size - 1) is mine
+    assert (mine == size - 1).all()
+    if size & (size - 1) == 0:
+        assert wfbp.allreduce(np.ones(3), op=wfbp.Adasum).tolist() == [1.0] * 3
+        assert wfbp.allreduce(np.float16([1, 2]), op=wfbp.Adasum).tolist() == [1.0, 2.0]
+    else:
+        adasum = partial(wfbp.allreduce, np.ones(3), op=wfbp.Adasum)
+        raises(ValueError, "a power of two of ranks", act=adasum)
+
+
+@check
+def halves_of_arrays_beside_those_of_tensors() -> None:
+    """They are answered together, and travel as one message."""
+    size = wfbp.size()
+    tensor = wfbp.torch.allreduce_async(torch.ones(4).half(), name="tensor", op=wfbp.Sum)
+    array = wfbp.allreduce_async(np.full(3, 2, "f2"), name="array", op=wfbp.Sum)
+    assert wfbp.torch.synchronize(tensor).tolist() == [size] * 4
+    assert wfbp.synchronize(array).tolist() == [2 * size] * 3
+
+
+@check
+def arrays_in_a_process_set() -> None:
+    rank, size = wfbp.rank(), wfbp.size()
+    if size == 1:
+        return
+    some = wfbp.add_process_set([0, size - 1] if size > 2 else [1])
+    mine = np.array([rank])
+    if some.included():
+        assert wfbp.allreduce(mine, op=wfbp.Sum, process_set=some).tolist() == [size - 1]
+        assert wfbp.allgather(mine, process_set=some).tolist() == some.ranks
+        assert wfbp.broadcast(mine, size - 1, process_set=some).tolist() == [size - 1]
+        assert wfbp.allgather_object(rank, process_set=some) == some.ranks
+        wfbp.barrier(some)
+    else:
+        refused = partial(wfbp.allreduce, mine, process_set=some)
+        raises(ValueError, "is not in the process set", act=refused)
+    assert wfbp.allreduce(mine, op=wfbp.Sum).tolist() == [sum(range(size))]
+    assert wfbp.remove_process_set(some)
+
+
+@check
+def arrays_where_some_have_joined() -> None:
+    rank, size = wfbp.rank(), wfbp.size()
+    for step in range(rank):
+        found = wfbp.allreduce(np.ones(2), op=wfbp.Sum)
+        assert found.tolist() == [size - 1.0 - step] * 2
+    assert wfbp.join() == size - 1
+    assert wfbp.allreduce(np.ones(2), op=wfbp.Sum).tolist() == [float(size)] * 2

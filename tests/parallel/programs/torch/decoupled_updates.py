@@ -193,8 +193,13 @@ def beside(schedule: str, kind: str, habits: Habits) -> None:
     assert min(moved) > 1e-5, moved
 
 
+TOGETHER = ("scaler", "averages", "a scaler and more", "all but a scaler")
+"""Habits of every kind of update. One habit alone is tried where updates wait the longest."""
+
 for _kind in KINDS:
     for _name, _habits in HABITS.items():
+        if _kind != "replicated" and _name not in TOGETHER:
+            continue
         for _schedule in ("dear", "hybrid") if _name == "all but a scaler" else ("ipart",):
             _check = partial(beside, _schedule, _kind, _habits)
             check.all[f"{_name}, {_kind}, {_schedule}"] = _check

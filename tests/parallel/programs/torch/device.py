@@ -1,16 +1,23 @@
 """``equality.py`` with gradients on a software device: the whole runtime under real MPI.
 
 PyTorch computes on the host, which plays the consumer's stream; what the lane does happens later,
-on streams that are threads. Usage: as of ``equality.py``, and NCCL or STAGED behind it.
+on streams that are threads. Usage: mpirun -n N python device.py OUT RUN [RUN ...], where a run is
+LIBRARY/SCHEDULE, and a library NCCL or STAGED; writes OUT/rank<r>.json, records by run.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
+from mpi4py import MPI
 
 import wfbp.torch as wfbp
 from tests.parallel.programs.torch import equality
@@ -18,16 +25,107 @@ from tests.support.fake_nccl import FakeNccl
 from tests.support.software_device import SoftwareDevice
 from wfbp.comm import probe
 from wfbp.comm.mpi.backend import MpiBackend
-from wfbp.torch import gradient_sync
+from wfbp.runtime.collectives import device_operations
+from wfbp.torch import collectives, gradient_sync
 
-OPTIMIZERS = ("adamw",)
+
+def public_operations(device: SoftwareDevice) -> None:
+    """By the device they give what they give through the host, and nothing waits for the device."""
+    rank = wfbp.rank()
+    x = torch.arange(10.0).reshape(5, 2) * (rank + 1)
+    weights = torch.linspace(-1, 2, 20).reshape(10, 2)
+    norm = wfbp.SyncBatchNorm(2)
+
+    def in_place(act: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> torch.Tensor:
+        assert act(tensor) is tensor
+        return tensor
+
+    def gradient(act: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        y = x.clone().requires_grad_()
+        found = act(y)
+        (found * weights[: len(found)]).sum().backward()
+        assert y.grad is not None
+        return y.grad
+
+    def normalised(batch: torch.Tensor) -> torch.Tensor:
+        layer = copy.deepcopy(norm)
+        with patch.object(torch.Tensor, "__bool__", side_effect=AssertionError("waits")):
+            moved = gradient(layer)
+        assert layer.running_mean is not None
+        return torch.cat([layer(batch).detach(), moved, layer.running_mean[None]])
+
+    acts: dict[str, Callable[[], torch.Tensor]] = {
+        "average": lambda: wfbp.allreduce(x),
+        "scaled": lambda: wfbp.allreduce(x, op=wfbp.Sum, prescale_factor=0.5, postscale_factor=3.0),
+        "average of integers": lambda: wfbp.allreduce(x.long()),
+        "largest integer": lambda: wfbp.allreduce(x.int(), op=wfbp.Max),
+        "largest": lambda: wfbp.allreduce(x, op=wfbp.Max),
+        "half": lambda: wfbp.allreduce(x.bfloat16(), op=wfbp.Product),
+        "narrow": lambda: wfbp.allreduce(x, compression=wfbp.Compression.fp16),
+        "adasum": lambda: wfbp.allreduce(x, op=wfbp.Adasum),
+        "nothing": lambda: wfbp.allreduce(x[:0]),
+        "a number": lambda: wfbp.allreduce(x.sum()),
+        "in place": lambda: in_place(wfbp.allreduce_, x.clone()),
+        "in place, by columns": lambda: in_place(wfbp.allreduce_, x.clone().t()),
+        "in place, scaled": lambda: in_place(
+            lambda y: wfbp.allreduce_(y, op=wfbp.Sum, prescale_factor=0.5), x.clone()
+        ),
+        "group": lambda: torch.cat(wfbp.grouped_allreduce([x, x[1:] + 1, x[:0]])),
+        "rows": lambda: wfbp.allgather(x[: rank + 1]),
+        "rows of one rank": lambda: wfbp.allgather(x[: 2 * rank]),
+        "truth": lambda: wfbp.allgather(x > 3),
+        "root": lambda: wfbp.broadcast(x.short(), 1),
+        "root, in place": lambda: in_place(lambda y: wfbp.broadcast_(y, 0), x.clone()),
+        "shares": lambda: wfbp.reducescatter(x[:4], op=wfbp.Sum, postscale_factor=2.0),
+        "unequal shares": lambda: wfbp.reducescatter(x),
+        "parts": lambda: wfbp.alltoall(x[:4]),
+        "gradient of an average": lambda: gradient(wfbp.allreduce),
+        "gradient of rows": lambda: gradient(wfbp.allgather),
+        "gradient of shares": lambda: gradient(wfbp.reducescatter),
+        "batch norm": lambda: normalised(x),
+    }
+    for name, act in acts.items():
+        found = []
+        for here in (device, None):
+            collectives.usable_device = lambda _, here=here: here  # type: ignore[misc]
+            found.append(act())
+        torch.testing.assert_close(*found, rtol=0, atol=0, msg=lambda text, n=name: f"{n}: {text}")
+    collectives.usable_device = lambda _: device
+    shared_state()
+    if device.library is not None:
+        used = {call.name for call in device.library.calls}
+        assert used >= {"allReduce", "reduceScatter", "allGather", "send", "broadcast"}, used
+
+
+def shared_state() -> None:
+    """Parameters, buffers and optimizer state of every layout and type."""
+
+    def made(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        layers = [torch.nn.Conv2d(2, 3, 2), torch.nn.BatchNorm2d(3)]
+        model = torch.nn.Sequential(*layers).to(memory_format=torch.channels_last)
+        model.register_buffer("mask", torch.rand(4) > 0.5)
+        model.register_buffer("waves", torch.randn(3, dtype=torch.complex64))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (seed + 1))
+        model(torch.randn(2, 2, 4, 4)).square().sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    root = wfbp.size() - 1
+    (wanted, of_root), (model, optimizer) = made(root), made(wfbp.rank())
+    wfbp.broadcast_parameters(model.state_dict(), root)
+    wfbp.broadcast_optimizer_state(optimizer, root)
+    for mine, theirs in (
+        (model.state_dict(), wanted.state_dict()),
+        (optimizer.state_dict()["state"], of_root.state_dict()["state"]),
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    assert optimizer.param_groups[0]["lr"] == of_root.param_groups[0]["lr"]
 
 
 def two_optimizers(device: SoftwareDevice) -> None:
     """Gradients of the one come first on one rank, those of the other on another; the ranks launch
     both in one order, and train as one process does."""
-    torch.set_num_threads(1)
-    wfbp.init(config=equality.CONFIG)
     torch.manual_seed(0)
     models = [torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)) for _ in range(2)]
     references = copy.deepcopy(models)
@@ -65,18 +163,37 @@ def two_optimizers(device: SoftwareDevice) -> None:
     assert set(orders[0]) == {0, 1}
 
 
-def main() -> None:
-    probe.LONGEST_STREAM = 2
-    device = SoftwareDevice(seed=len(sys.argv), most_s=2e-4)
-    if sys.argv.pop() == "NCCL":
+def records_of(library: str, schedules: list[str]) -> dict[str, Any]:
+    """What training by each schedule gives on a fresh device, by run."""
+    device = SoftwareDevice(seed=len(schedules), most_s=2e-4)
+    if library == "NCCL":
         device.library = FakeNccl(device, MpiBackend)
     gradient_sync.device_of = lambda *_: device  # type: ignore[assignment]
+    device_operations.may_have_devices = lambda: True
+    collectives.usable_device = lambda _: None
+    wfbp.init(config=equality.CONFIG)
     if device.library is not None:
         two_optimizers(device)
-    equality.OPTIMIZERS = {n: equality.OPTIMIZERS[n] for n in OPTIMIZERS}
-    equality.main()
+    public_operations(device)
+    records = {f"{library}/{name}": equality.train(name, "adamw") for name in schedules}
+    wfbp.shutdown()
     device.drain()
     assert device.calls["pack"] > 100
+    return records
+
+
+def main() -> None:
+    probe.LONGEST_STREAM = 2
+    torch.set_num_threads(1)
+    out, *runs = sys.argv[1:]
+    schedules: dict[str, list[str]] = {}
+    for run in runs:
+        library, schedule = run.split("/")
+        schedules.setdefault(library, []).append(schedule)
+    told: dict[str, Any] = {}
+    for library, names in schedules.items():
+        told |= records_of(library, names)
+    Path(out, f"rank{MPI.COMM_WORLD.rank}.json").write_text(json.dumps(told))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,12 @@ def last() -> str:
     return f"rank {wfbp.size() - 1}"
 
 
+def others() -> str:
+    """All ranks but the last, as messages name them."""
+    ranks = ", ".join(map(str, range(wfbp.size() - 1)))
+    return f"rank{'s' * (wfbp.size() > 2)} {ranks}"
+
+
 def wrap(named: Named, **options: Any) -> Any:
     optimizer = torch.optim.SGD([p for _, p in named], lr=0.1)
     return wfbp.torch.DistributedOptimizer(optimizer, named, **options)
@@ -204,15 +210,15 @@ def allreduce() -> None:
     def act(shape: int = 3, name: str = "x", dtype: str = "float32", op: Any = wfbp.Sum) -> None:
         wfbp.allreduce(np.zeros(shape, dtype), name=name, op=op)
 
-    for options, found in (
-        ({"shape": 4}, "allreduce(x, float32(4,), op=wfbp.Sum)"),
-        ({"dtype": "float64"}, "allreduce(x, float64(3,), op=wfbp.Sum)"),
-        ({"name": "y"}, "allreduce(y, float32(3,), op=wfbp.Sum)"),
-        ({"op": wfbp.Max}, "allreduce(x, float32(3,), op=wfbp.Max)"),
-    ):
-        mine: dict[str, Any] = options if odd() else {}
-        told = f"allreduce(x, float32(3,), op=wfbp.Sum) on rank 0, {found} on {last()}"
-        raises(DisagreementError, told, act=lambda m=mine: act(**m))
+    different: tuple[tuple[dict[str, Any], str, str, str], ...] = (
+        ({"shape": 4}, "disagree on shape", "(3,)", "(4,)"),
+        ({"dtype": "float64"}, "disagree on the element type", "float32", "float64"),
+        ({"name": "y"}, "wait in different operations", "allreduce 'x'", "allreduce 'y'"),
+        ({"op": wfbp.Max}, "disagree on op", "sum", "max"),
+    )
+    for options, what, usual, other in different:
+        told = f"{what}: {others()}: {usual}; {last()}: {other}"
+        raises(DisagreementError, told, "'x'", act=lambda m=options: act(**m if odd() else {}))
     tensor = torch.zeros(4 if odd() else 3)
     raises(DisagreementError, "(3,)", "(4,)", last(), act=lambda: wfbp.torch.allreduce(tensor))
 
@@ -236,25 +242,32 @@ def different_operations() -> None:
     raises(
         DisagreementError,
         "broadcast_object",
+        f"root_rank: {others()}: 0; {last()}: 1",
         act=lambda: wfbp.broadcast_object(1, root_rank=1 if odd() else 0),
     )
     raises(
         DisagreementError,
-        f"comparing tensors on rank 0, barrier() on {last()}",
-        act=lambda: wfbp.barrier() if odd() else wrap([("a", parameter(3))]),
+        "allgather_object",
+        act=lambda: wfbp.broadcast_object(1, name="x") if odd() else wfbp.allgather_object(1, "x"),
     )
     state = {"a": torch.zeros(3)}
     raises(
         DisagreementError,
-        "broadcast_parameters",
-        act=lambda: wfbp.barrier() if odd() else wfbp.torch.broadcast_parameters(state),
+        f"comparing tensors on rank 0, broadcast_parameters on {last()}",
+        act=lambda: wfbp.broadcast_parameters(state) if odd() else wrap([("a", parameter(3))]),
     )
     raises(
         DisagreementError,
-        "allgather(x, rows of float64(3,))",
-        "allgather(x, rows of float64(4,))",
+        f"allgather 'x': ranks disagree on all dimensions but the first: {others()}: (3,)",
         act=lambda: wfbp.allgather(np.zeros((2, 4 if odd() else 3)), name="x"),
     )
+    raises(
+        DisagreementError,
+        f"{others()}: allreduce 'allreduce.unnamed.",
+        act=lambda: wfbp.torch.barrier() if odd() else wfbp.torch.allreduce(torch.ones(2)),
+    )
+    wfbp.barrier()
+    assert wfbp.allreduce(array).tolist() == [0.0] * 3
 
 
 @check
@@ -345,7 +358,19 @@ def one_rank_is_in_another_collective() -> None:
     ):
         text = stepping(act, lambda o: o.zero_grad(), DisagreementError, warmup_steps, 0.3)
         assert "ranks wait for each other in different places: " in text, text
-        assert f"{last()}: {place}" in text, text
+        assert place in text.partition(f"{last()}: ")[2], text
+
+
+@check
+def one_rank_is_in_a_barrier_while_others_wrap() -> None:
+    fresh(wfbp.Config(stall_warning_s=0.3, timeout_s=5.0))
+    raises(
+        DisagreementError,
+        "ranks wait for each other in different places: ",
+        f"{last()}: in barrier",
+        act=lambda: wfbp.barrier() if odd() else wrap([("a", parameter(3))]),
+    )
+    fresh(wfbp.Config())
 
 
 @check

@@ -1,8 +1,8 @@
-"""Training on N ranks against one process on the concatenated batch, for every schedule.
+"""Training on N ranks against one process on the concatenated batch.
 
-Usage: mpirun -n N python equality.py OUT [SCHEDULES [FURTHER]], both separated by commas; writes
-OUT/rank<r>.json, a list of one record per combination of schedule, optimizer and element type. With
-FURTHER the optimizers are these of ``further_optimizers``.
+Usage: mpirun -n N python equality.py OUT RUN [RUN ...], where a run is SCHEDULE/OPTIMIZER, an
+optimizer of :data:`OPTIMIZERS` or of ``further_optimizers``; writes OUT/rank<r>.json, a list of one
+record per run.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def param_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-OPTIMIZERS: dict[str, Callable[[torch.nn.Module], torch.optim.Optimizer]] = {
+Make = Callable[[torch.nn.Module], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
     "momentum": lambda m: torch.optim.SGD(param_groups(m), momentum=0.9),
     "nesterov": lambda m: torch.optim.SGD(param_groups(m), momentum=0.9, nesterov=True),
     # A larger epsilon: the default turns rounding errors of gradients near 0 into full steps.
@@ -88,12 +90,8 @@ OPTIMIZERS: dict[str, Callable[[torch.nn.Module], torch.optim.Optimizer]] = {
 }
 
 
-DTYPES = {
-    "momentum": (torch.float32,),
-    "nesterov": (torch.float32,),
-    "adamw": (torch.float32,),
-    "adamw with its default epsilon": (torch.float64,),
-}
+DOUBLE = "adamw with its default epsilon"
+"""In float64, as ``further_optimizers`` are."""
 
 
 def distance(one: Model, other: Model) -> float:
@@ -122,10 +120,12 @@ def fingerprint(model: Model) -> str:
     return hashlib.sha256(state).hexdigest()
 
 
-def train(
-    schedule: str, optimizer_name: str, make: further_optimizers.Make, dtype: torch.dtype
-) -> dict[str, Any]:
+def train(schedule: str, optimizer_name: str) -> dict[str, Any]:
     rank, size = wfbp.rank(), wfbp.size()
+    further = further_optimizers.made(param_groups)
+    make = (OPTIMIZERS | further)[optimizer_name]
+    is_double = optimizer_name == DOUBLE or optimizer_name in further
+    dtype = torch.float64 if is_double else torch.float32
     torch.manual_seed(7)
     reference = Model().to(dtype)
     model = copy.deepcopy(reference)
@@ -178,16 +178,12 @@ def train(
 
 def main() -> None:
     torch.set_num_threads(1)
+    out, *runs = sys.argv[1:]
     wfbp.init(config=CONFIG)
-    only = sys.argv[2].split(",") if len(sys.argv) > 2 else list(SCHEDULES)
-    runs = [(n, make, d) for n, make in OPTIMIZERS.items() for d in DTYPES[n]]
-    if len(sys.argv) > 3 or wfbp.size() > 2:
-        trial._NUM_SEARCHED = 2  # of dear: elsewhere all are searched, which takes long
-    if len(sys.argv) > 3:
-        further = further_optimizers.made(param_groups)
-        runs = [(n, further[n], torch.float64) for n in sys.argv[3].split(",")]
-    records = [train(schedule, *run) for schedule in only for run in runs]
-    Path(sys.argv[1], f"rank{wfbp.rank()}.json").write_text(json.dumps(records))
+    if wfbp.size() > 2:
+        trial._NUM_SEARCHED = 2  # of dear: on two ranks all are searched, which takes long
+    records = [train(*run.split("/")) for run in runs]
+    Path(out, f"rank{wfbp.rank()}.json").write_text(json.dumps(records))
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.common.process_sets import ProcessSet
-from horovod.common.util import nccl_built
+from horovod.common.util import check_extension, extension_available, nccl_built, split_list
 from horovod.torch import compression, mpi_ops
 from horovod.torch.elastic import ElasticSampler, TorchState
 from horovod.torch.elastic.sampler import ElasticSampler as SameSampler
 from horovod.torch.functions import broadcast_object
 from horovod.torch.mpi_ops import allreduce_async, synchronize
-from horovod.torch.optimizer import DistributedOptimizer
+from horovod.torch.optimizer import DistributedOptimizer, _DistributedOptimizer
 from horovod.torch.sync_batch_norm import SyncBatchNorm
 from mpi4py import MPI
 
@@ -35,6 +35,9 @@ assert (SameSampler, ProcessSet) == (ElasticSampler, hvd.ProcessSet)
 assert (SyncBatchNorm, broadcast_object) == (hvd.SyncBatchNorm, hvd.broadcast_object)
 assert hvd.DistributedOptimizer is DistributedOptimizer
 assert nccl_built(verbose=True) == 0
+check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__, "mpi_lib_v2")
+assert [extension_available(name) for name in ("torch", "mxnet")] == [True, False]
+assert split_list([1, 2, 3, 4, 5], 3) == [[1, 2], [3, 4], [5]]
 assert importlib.util.find_spec("horovod.torch") is not None
 hvd.init(process_sets="dynamic")
 rank, size = hvd.rank(), hvd.size()
@@ -88,6 +91,15 @@ optimizer = hvd.DistributedOptimizer(
     2.0,
 )
 assert optimizer._parameter_names == {weight: "weight"}
+assert isinstance(optimizer, _DistributedOptimizer)
+assert not isinstance(torch.optim.SGD([weight], lr=1.0), _DistributedOptimizer)
+try:
+
+    class _Own(_DistributedOptimizer):
+        pass
+
+except TypeError as error:
+    assert "derive from the optimizer's own class" in str(error)  # noqa: PT017
 for passes in (2, 1):
     optimizer.set_backward_passes_per_step(passes)
     for _ in range(passes):
@@ -139,6 +151,43 @@ for skip in (False, False, True):
     optimizer.zero_grad()
 assert pair[0].tolist() == [-1.625] * 3
 assert pair[1].tolist() == [1.0] * 3  # no weight decay: nobody has had a gradient for it
+
+# Tensors without names go by their order.
+unnamed = [torch.full((2,), float(rank)), torch.full((3,), float(rank))]
+hvd.broadcast_parameters(unnamed, root_rank=size - 1)
+hvd.broadcast_parameters(torch.nn.Linear(1, 1).parameters(), root_rank=0)
+assert [t.tolist() for t in unnamed] == [[size - 1.0] * 2, [size - 1.0] * 3]
+for wrong in (torch.ones(2), torch.nn.Linear(1, 1), [torch.ones(1), "a"]):
+    try:
+        hvd.broadcast_parameters(wrong, root_rank=0)
+    except TypeError as error:
+        assert "tensors in the same order" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError(wrong)
+
+# All of training within skip_synchronize(), as integrations of Horovod do it.
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(pair, lr=1.0))
+with optimizer.skip_synchronize():
+    optimizer.zero_grad()
+    optimizer.step()  # without gradients, before the first backward
+    for _ in range(3):
+        before = pair[0].detach().clone()
+        (pair[0].sum() * (rank + 1.0)).backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        assert torch.equal(before - pair[0], torch.full((3,), (size + 1) / 2))
+        optimizer.zero_grad()
+    pair[0].sum().backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        assert "call optimizer.synchronize() before" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("a step within skip_synchronize() without synchronize()")
+    optimizer.synchronize()
+    optimizer.step()
+optimizer.zero_grad()
 
 # A rank outside the process set of an optimizer steps alone.
 if size > 1:

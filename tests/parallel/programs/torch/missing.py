@@ -16,6 +16,7 @@ from tests.parallel.programs.torch.training import (
     momentum,
     square,
 )
+from wfbp.runtime import process
 
 check = Checks()
 
@@ -64,7 +65,8 @@ def zeros_left_behind_do_not_start_anew() -> None:
     model = Branches()
     optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()))
     phases = []
-    for step in range(240):
+    is_tried = process.current("a check").config.schedule == "auto"
+    for step in range(240 if is_tried else 40):
         optimizer.zero_grad(set_to_none=False)
         backward(model, wfbp.rank(), step)
         optimizer.step()

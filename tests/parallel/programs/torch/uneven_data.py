@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,19 +88,18 @@ def unequally_many_batches() -> None:
     """Every rank ends with the parameters of a program that averages zeros; nobody warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for schedule in SCHEDULES:
-            for make in (momentum, adamw):
-                epochs = Epochs(make, schedule=schedule)
-                for epoch in range(3):
-                    for step in range(num_batches(wfbp.rank(), epoch)):
-                        epochs.step(step, epoch, WAYS[step % 4])
-                    last = wfbp.join()
-                    assert num_batches(last, epoch) == num_batches(last_rank(epoch), epoch)
-                    for step in range(num_batches(last, epoch)):
-                        epochs.step_reference(step, epoch, WAYS[step % 4])
-                    epochs.check(f"{schedule}, epoch {epoch}")
-                state = epochs.optimizer.state_dict()["state"]
-                assert len(state) == 4
+        for k, schedule in enumerate(SCHEDULES):
+            epochs = Epochs((momentum, adamw)[k % 2], schedule=schedule)
+            for epoch in range(3):
+                for step in range(num_batches(wfbp.rank(), epoch)):
+                    epochs.step(step, epoch, WAYS[step % 4])
+                last = wfbp.join()
+                assert num_batches(last, epoch) == num_batches(last_rank(epoch), epoch)
+                for step in range(num_batches(last, epoch)):
+                    epochs.step_reference(step, epoch, WAYS[step % 4])
+                epochs.check(f"{schedule}, epoch {epoch}")
+            state = epochs.optimizer.state_dict()["state"]
+            assert len(state) == 4
 
 
 @check
@@ -160,6 +160,44 @@ def sparse_gradients_of_unequal_number() -> None:
     assert wfbp.join() == size - 1
     start[1] -= sum(range(1, size + 1)) / size
     same(layer.weight.detach(), start, "embedding", 1e-6)
+
+
+@check
+def process_sets_of_ranks_that_have_joined() -> None:
+    """They are stood in for there, too; others do not notice."""
+    rank, size = wfbp.rank(), wfbp.size()
+    if size < 3:
+        return
+    some = wfbp.add_process_set([0, size - 1])
+    other = wfbp.add_process_set(range(1, size))
+    for step in range(rank):
+        for members in (some, other, wfbp.global_process_set):
+            if members.included():
+                found = wfbp.allreduce(torch.ones(2), op=wfbp.Sum, process_set=members)
+                assert members.ranks is not None
+                assert found.tolist() == [sum(r > step for r in members.ranks)] * 2
+        if some.included() and step:
+            refused = partial(wfbp.allgather, torch.ones(1), process_set=some)
+            raises(WfbpError, "called join()", act=refused)
+    assert wfbp.join() == size - 1
+    if some.included():
+        model, _ = pair()
+        optimizer = wfbp.DistributedOptimizer(
+            momentum(model.parameters()), model.named_parameters(), process_set=some
+        )
+        for step in range(1 + 2 * rank):
+            optimizer.zero_grad()
+            square(model, rank, step)
+            optimizer.step()
+    wfbp.join()
+    if some.included():
+        for p in model.parameters():
+            everywhere = wfbp.allgather(p.detach()[None], process_set=some)
+            assert torch.equal(everywhere, p.detach().expand_as(everywhere))
+    for members in (some, other):
+        if members.included():
+            assert wfbp.allreduce(torch.ones(1), process_set=members).item() == 1.0
+        wfbp.remove_process_set(members)
 
 
 @check

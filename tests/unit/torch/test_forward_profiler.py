@@ -1,0 +1,74 @@
+"""What the profile sees of forward: first uses, its end, and whose forward it is."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from wfbp.torch.forward_profiler import ForwardProfiler
+
+
+class Engine:
+    """Notes what it is told."""
+
+    profiling = True
+
+    def __init__(self) -> None:
+        self.used: list[int] = []
+        self.models: list[str] = []
+
+    def mark_forward(self, index: int) -> None:
+        self.used.append(index)
+
+    def mark_forward_end(self) -> None:
+        pass
+
+    def name_model(self, name: str) -> None:
+        self.models.append(name)
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def test_the_model_is_the_outermost_module_with_most_parameters() -> None:
+    net, engine = Net(), Engine()
+    profiler = ForwardProfiler(engine, list(net.parameters()))  # type: ignore[arg-type]
+    profiler.follow()
+    other = torch.nn.Linear(1, 1)
+    for _ in range(2):
+        torch.nn.MSELoss()(other(net(torch.ones(3, 2))), torch.ones(3, 1))
+    net.layers[0](torch.ones(1, 2))  # a part of it alone, as checkpointing does
+    engine.profiling = False
+    profiler.follow()
+    assert engine.models == ["Net"]
+    assert engine.used == [0, 1, 2, 3] * 2 + [0, 1]
+
+
+def test_a_forward_that_raises_is_left() -> None:
+    net, engine = Net(), Engine()
+    profiler = ForwardProfiler(engine, list(net.parameters()))  # type: ignore[arg-type]
+    profiler.follow()
+    with contextlib.suppress(RuntimeError):
+        net(torch.ones(3, 5))
+    assert profiler._depth == 0
+    profiler.stop()
+    assert engine.models == ["Net"]
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")
+def test_a_compiled_model_has_its_own_name() -> None:
+    net, engine = Net(), Engine()
+    profiler = ForwardProfiler(engine, list(net.parameters()))  # type: ignore[arg-type]
+    profiler.follow()
+    compiled = torch.compile(net, backend="eager")
+    compiled(torch.ones(3, 2))
+    profiler.stop()
+    assert engine.models == ["Net"]

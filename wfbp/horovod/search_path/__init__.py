@@ -1,0 +1,1 @@
+"""A folder for ``sys.path`` in which lies a module ``horovod`` and nothing else."""

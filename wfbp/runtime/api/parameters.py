@@ -1,0 +1,140 @@
+"""Copies of one rank's parameters on every rank, and of an object among the ranks of a runtime.
+
+Before data moves, the ranks compare what they are about to do, so a disagreement is an error on
+every rank and not a hang.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from wfbp.comm.backend import Buffer
+from wfbp.errors import DisagreementError
+from wfbp.runtime import process, signals
+from wfbp.runtime.arguments import labelled
+from wfbp.runtime.consistency import (
+    check_argument_errors,
+    check_consistent,
+    check_root,
+    check_writable,
+    describe_array,
+    dtype_key,
+    flattened,
+    in_native_order,
+    sharing_argument_errors,
+)
+from wfbp.runtime.runtime import Runtime
+
+MANY = "broadcast_parameters"
+
+
+@signals.postponing
+def broadcast_arrays(arrays: Mapping[str, Any], root_rank: int = 0) -> None:
+    """Copy the root's arrays to every rank, in place.
+
+    Args:
+        arrays: by name; same names, shapes and element types on every rank.
+        root_rank: whose values everybody gets.
+
+    Raises:
+        DisagreementError: ranks passed different names, shapes or element types.
+        TypeError: an entry that is no array.
+        ValueError: no such rank, a read-only array, or one of Python objects.
+        PeerError: another rank found one of these.
+    """
+    runtime = process.current("broadcast_parameters()")
+    rows = []
+    copies = []
+    with sharing_argument_errors(runtime, MANY):
+        check_root(runtime, root_rank)
+        for name, array in arrays.items():
+            check_writable(name, array)
+            rows.append((name, dtype_key(array.dtype), array.shape))
+            copies.append(np.array(in_native_order(array), order="C", copy=None))
+    broadcast_buffers(runtime, rows, [flattened(a).view(np.uint8) for a in copies], root_rank)
+    for array, copy in zip(arrays.values(), copies, strict=True):
+        if copy is not array:
+            np.copyto(array, copy)
+
+
+@signals.postponing
+def broadcast_buffers(
+    runtime: Runtime,
+    rows: Sequence[tuple[str, str, Sequence[int]]],
+    buffers: Sequence[Buffer],
+    root_rank: int,
+) -> None:
+    """Copy the root's bytes of many named buffers to every rank, after comparing them all.
+
+    Arguments must have been checked within ``sharing_argument_errors``.
+    """
+    compare_many(runtime, rows, root_rank)
+    if runtime.size > 1:
+        for (name, _, _), buffer in zip(rows, buffers, strict=True):
+            broadcast_one(runtime, name, buffer, root_rank)
+
+
+def compare_many(
+    runtime: Runtime,
+    rows: Sequence[tuple[str, str, Sequence[int]]],
+    root_rank: int,
+    marked: Sequence[int] = (),
+) -> set[int]:
+    """Compare what ranks bring to a broadcast of many; collective.
+
+    Args:
+        runtime: of the ranks.
+        rows: name, element type and shape of each.
+        root_rank: whose values everybody gets.
+        marked: places in ``rows``, also different ones on every rank.
+
+    Returns:
+        The places that all ranks have marked.
+    """
+    if runtime.size == 1:
+        runtime.check()
+        return set(marked)
+    described = [[name, dtype, list(shape)] for name, dtype, shape in rows]
+    message = json.dumps([root_rank, described, list(marked)])
+    payloads = runtime.exchange(message.encode(), MANY)
+    entries = [json.loads(payload) for payload in payloads]
+    check_argument_errors(runtime, MANY, entries)
+    for rank, theirs in enumerate(entries):
+        for first, other in zip_longest(
+            _entries(entries[0]), _entries(theirs), fillvalue="no more"
+        ):
+            if other != first:
+                raise DisagreementError(
+                    f"{runtime.where}: {MANY}: ranks disagree: {first} on rank 0, {other} on rank "
+                    f"{rank}. Every rank must pass the same names, shapes and types"
+                )
+    return set.intersection(*(set(theirs[2]) for theirs in entries))
+
+
+def broadcast_one(runtime: Runtime, name: str, buffer: Buffer, root_rank: int) -> None:
+    """Copy the root's bytes of one that was compared."""
+    runtime.call(lambda backend: backend.broadcast(buffer, root_rank), f"broadcast of {name}")
+
+
+def _entries(message: Sequence[Any]) -> list[str]:
+    """What a rank brought to a broadcast of many, as messages show it."""
+    root_rank, rows, _ = message
+    entries = [f"{name} {describe_array(dtype, shape)}" for name, dtype, shape in rows]
+    return [f"root_rank={root_rank}", *entries]
+
+
+def broadcast_object_among(
+    runtime: Runtime, value: Any, root_rank: int, name: str | None = None
+) -> Any:
+    """The root's object, on every rank of a runtime; the root by its number there."""
+    check_root(runtime, root_rank)
+    label = labelled("broadcast_object", name, runtime.numbers)
+    check_consistent(runtime, "broadcast_object", label, f"root_rank={root_rank}")
+    payload = pickle.dumps(value) if runtime.rank == root_rank else b""
+    return pickle.loads(runtime.exchange(payload, f"broadcast_object {label}")[root_rank])

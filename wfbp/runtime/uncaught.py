@@ -1,0 +1,100 @@
+"""What becomes of an exception that the program does not catch.
+
+While a runtime is there, it ends the job: the other ranks are told why. An error of ``init()`` that
+several ranks have alike is printed by one of them, in one line: as many tracebacks as ranks would
+bury it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from traceback import extract_tb
+from types import TracebackType
+from typing import Any
+
+from wfbp.runtime.runtime import Runtime, describe_error
+
+_Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], Any]
+_ThreadHook = Callable[[threading.ExceptHookArgs], Any]
+
+_previous: tuple[_Hook, _ThreadHook] | None = None
+"""The hooks that were there before; None where they still are."""
+_runtime: Runtime | None = None
+_LINE = "_wfbp_line"
+"""Attribute of an exception: what this rank prints of it instead of a traceback."""
+
+
+def install(runtime: Runtime) -> None:
+    """From now on an uncaught exception in a thread that trains ends the job."""
+    global _runtime
+    if runtime.size > 1:
+        _runtime = runtime
+        _hook()
+
+
+def uninstall() -> None:
+    """Put the previous hooks back."""
+    global _previous, _runtime
+    _runtime = None
+    if _previous is not None:
+        sys.excepthook, threading.excepthook = _previous
+        _previous = None
+
+
+def print_line(error: BaseException, line: str) -> None:
+    """Have one line printed of an exception, should nobody catch it, instead of a traceback.
+
+    Args:
+        error: that is about to be raised.
+        line: to which the program's place is added; nothing is printed where it is empty.
+    """
+    setattr(error, _LINE, line)
+    _hook()
+
+
+def _hook() -> None:
+    global _previous
+    if _previous is None:
+        _previous = sys.excepthook, threading.excepthook
+        sys.excepthook, threading.excepthook = _report, _report_thread
+
+
+def _report(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    main = sys.__excepthook__ if _previous is None else _previous[0]
+    line = getattr(error, _LINE, None)
+    if line is not None:
+        line += f" ({_place(traceback)})" if line else ""
+    elif issubclass(kind, KeyboardInterrupt) and _runtime is not None:
+        line = f"{_runtime.where}: KeyboardInterrupt {_place(traceback)}"
+    if line is None or (line and main is not sys.__excepthook__):  # the program's own hook
+        main(kind, error, traceback)
+    elif line:
+        sys.stderr.write(f"wfbp: {line}\n")
+    if _runtime is not None:
+        _end(_runtime, error)
+
+
+def _report_thread(arguments: threading.ExceptHookArgs) -> None:
+    other = threading.__excepthook__ if _previous is None else _previous[1]
+    other(arguments)
+    if _runtime is not None and arguments.exc_value is not None and _runtime.thread.is_used_here:
+        _end(_runtime, arguments.exc_value)
+
+
+def _place(traceback: TracebackType | None) -> str:
+    """Where a program was: the innermost line that is neither of this package nor of Python."""
+    package = str(Path(__file__).resolve().parents[1])
+    frames = [f for f in extract_tb(traceback) if not f.filename.startswith((package, "<frozen"))]
+    last = frames[-1] if frames else None
+    return f"at {last.filename}:{last.lineno}, in {last.name}" if last else "within wfbp"
+
+
+def _end(runtime: Runtime, error: BaseException) -> None:
+    sys.stderr.flush()
+    sys.stdout.flush()
+    runtime.fail_job(describe_error(error))
