@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from wfbp.errors import DisagreementError
 from wfbp.runtime.collectives.arithmetic import adasum, scale
 from wfbp.runtime.collectives.coordinator import Coordinator
 from wfbp.runtime.collectives.named_lane import JOIN, NamedLane
-from wfbp.runtime.collectives.operations import Call, Collectives
+from wfbp.runtime.collectives.operations import Call, Collectives, _never_communicates
 from wfbp.runtime.collectives.request import (
     Kind,
     Request,
@@ -274,6 +276,26 @@ def test_a_number_that_was_used_in_vain_is_used_again(monkeypatch: pytest.Monkey
         return float(total())
 
     assert all_well(run_ranks(2, body)) == [2.0, 2.0]
+
+
+def test_threads_of_libraries_are_known_to_begin_nothing() -> None:
+    """A progress bar's thread must not make ranks that wait in different operations wait long."""
+    queue_of_torch = pytest.importorskip("torch.utils.data._utils.pin_memory")
+    monitor = pytest.importorskip("tqdm").TMonitor
+    over = threading.Event()
+    bar = monitor.__new__(monitor)
+    threading.Thread.__init__(bar)
+    own = threading.Thread(target=over.wait)
+    pool = ThreadPoolExecutor(1)
+    pool.submit(over.wait)
+    loader = threading.Thread(target=queue_of_torch._pin_memory_loop)
+    try:
+        assert [_never_communicates(each) for each in (bar, loader)] == [True, True]
+        (of_pool,) = pool._threads
+        assert [_never_communicates(each) for each in (own, of_pool)] == [False, False]
+    finally:
+        over.set()
+        pool.shutdown()
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])

@@ -40,6 +40,9 @@ _LEAVING = "add_process_set: behind all operations on devices"
 
 _NAP_S = 100e-6
 
+_QUIET_LIBRARIES = frozenset({"jax", "tensorboard", "torch", "tqdm", "wfbp"})
+"""Packages whose own threads begin no collective: bars, loaders and writers have such threads."""
+
 _Post = Callable[[Callable[[], None]], None]
 """Hands a message to the communication thread."""
 
@@ -428,7 +431,7 @@ class Collectives:
             self._runtime.expects_other_threads
             or threading.current_thread() is not threading.main_thread()
             or any(
-                thread is not threading.main_thread() and not thread.name.startswith("wfbp")
+                thread is not threading.main_thread() and not _never_communicates(thread)
                 for thread in threading.enumerate()
             )
         )
@@ -637,6 +640,12 @@ def chosen_reduction(average: bool | None, op: object) -> Reduction:
         known = ", ".join(map(str, (*Op, *Adaptive)))
         raise ValueError(f"op is {op!r}; expected one of {known}")
     return op
+
+
+def _never_communicates(thread: threading.Thread) -> bool:
+    """Whether a thread runs nothing but code of a library that does not communicate by it."""
+    code = getattr(thread, "_target", None) or type(thread)  # the target is gone where it ended
+    return str(getattr(code, "__module__", "")).partition(".")[0] in _QUIET_LIBRARIES
 
 
 def _checked(kind: Kind, details: dict[str, Any], ranks: Sequence[int]) -> dict[str, Any]:
