@@ -15,6 +15,9 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do \
 	$$p -c '$(USABLE)' 2>/dev/null && echo $$p && break; done)
 
 # Nothing is compiled to bytecode that nobody imports: of 250 MB of Python, tests read a part.
+# What is imported is kept, though images of Python say no: each rank would compile PyTorch anew,
+# which takes longer than all the rest of its start.
+unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install \
 	--no-compile -c $(CONSTRAINTS)
 INSTALLED := $(VENV)/.installed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -53,6 +54,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     Those with the most tests take longest; the many short files at the end fill every process.
     """
+    gc.freeze()  # a million objects of modules and tests that no collection need look at
     for item in session.items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         if isinstance(job := parameters.get("job"), runs.Job):
