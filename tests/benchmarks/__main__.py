@@ -14,6 +14,7 @@ BENCHMARKS = {
     "scaling": "every schedule from 4 to 2048 workers, and the time to predict it",
     "validation": "the model against published measurements and claims",
     "comm": "collectives of the MPI backend: latency, bandwidth, CPU use",
+    "operations": "round trips of named operations, and what idle ranks cost",
     "training": "whole iterations against other ways of data-parallel training",
     "regret": "how much slower auto ends than the best fixed schedule, in fresh starts",
     "jax": "iterations of jitted steps against other ways; overlap; cost per leaf",

@@ -107,3 +107,16 @@ def test_collectives_of_the_backend(mpirun: Mpirun) -> None:
     assert set(document["cpu_shares"]) == {"idle", "waiting for a late rank"}
     assert len(document["streams"]) == 8
     assert document["machine"]["ranks"] == "2"
+
+
+@pytest.mark.slow
+def test_round_trips_of_named_operations(mpirun: Mpirun) -> None:
+    arguments = ("operations", "--json", "--rounds", 2, "--calls", 3, "--bytes", 4, 4000)
+    run = mpirun(2, "-m", "tests.benchmarks", *arguments)
+    assert run.rc == 0, run.stderr
+    document = json.loads(run.stdout)
+    assert {row["nbytes"] for row in document["rows"]} == {4, 4000}
+    named = [row for row in document["rows"] if row["operation"] == "allreduce(array, name='x')"]
+    assert len(named) == 2
+    assert all(row["median_us"] > 0.0 for row in document["rows"])
+    assert document["idle_share"] >= 0.0

@@ -16,10 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.ranks import QUICK, all_well, run_ranks
-from wfbp.comm.local import LocalWorld
+from wfbp.comm.backend import Buffer
+from wfbp.comm.buffers import word_dtype
+from wfbp.comm.local import LocalBackend, LocalWorld
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError
-from wfbp.runtime.collectives.arithmetic import adasum, scale
+from wfbp.runtime.collectives.arithmetic import ITEM, adasum, scale
 from wfbp.runtime.collectives.coordinator import Coordinator
 from wfbp.runtime.collectives.named_lane import JOIN, NamedLane
 from wfbp.runtime.collectives.operations import Call, Collectives, _never_communicates
@@ -30,7 +32,8 @@ from wfbp.runtime.collectives.request import (
     Route,
     decode_requests,
     decode_responses,
-    encode,
+    encode_requests,
+    encode_responses,
 )
 from wfbp.runtime.collectives.submission import Outcome, Submission
 from wfbp.runtime.consistency import check_consistent
@@ -81,12 +84,16 @@ def test_a_lane_that_is_closed_is_not_served() -> None:
 
 def test_requests_and_responses_survive_the_journey() -> None:
     requests = [
-        reduction("a", (), prescale=0.1),
+        reduction("a", (), prescale=0.1, data=b"1234"),
         Request(Kind.ALLTOALL, "é", splits=(1, 0, 2), waits=True, called="e"),
     ]
-    assert decode_requests(encode(requests)) == requests
-    responses = [Response(requests[1], "wrong", ((1,), (2, 3)), True, unmatched=True)]
-    assert decode_responses(encode(responses)) == responses
+    assert decode_requests(encode_requests(requests)) == requests
+    responses = [
+        Response(requests[1], "wrong", ((1,), (2, 3)), True, unmatched=True),
+        Response(requests[0], result=b"12345678"),
+    ]
+    sent = [replace(each, request=replace(each.request, data=None)) for each in responses]
+    assert decode_responses(encode_responses(responses)) == sent
 
 
 @pytest.mark.parametrize(
@@ -138,6 +145,68 @@ def test_only_reductions_and_barriers_do_without_those_who_joined() -> None:
     assert coordinator.take() == []
 
 
+def test_the_coordinator_reduces_what_comes_with_the_requests() -> None:
+    coordinator = Coordinator(3)
+    for rank in range(3):
+        coordinator.add(rank, reduction("x", data=np.float32([rank, 1]).tobytes()))
+    (response,) = coordinator.take()
+    assert response.result == np.float32([3, 3]).tobytes()
+    # Of one rank the data did not come: all send them.
+    for rank in range(3):
+        coordinator.add(rank, reduction("x", data=bytes(8) if rank else None))
+    assert coordinator.take()[0].result is None
+    coordinator.add(1, Request(Kind.JOIN, JOIN))
+    for rank in (0, 2):
+        largest = replace(reduction("x"), op="max", data=np.float32([-rank, rank]).tobytes())
+        coordinator.add(rank, largest)
+    assert coordinator.take()[0].result == np.float32([0, 2]).tobytes()
+    for rank in (0, 2):
+        data = bytes(8 + rank)
+        coordinator.add(rank, reduction("x", (2 + rank,), data=data))
+    (response,) = coordinator.take()
+    assert "shape" in response.error
+    assert response.result is None
+
+
+def test_small_reductions_give_what_large_ones_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no message of their own."""
+    messages: list[int] = []
+    reduce = LocalBackend.all_reduce
+
+    def counted(self: LocalBackend, buffer: Buffer, *arguments: Any) -> Any:
+        messages.append(buffer.nbytes)
+        return reduce(self, buffer, *arguments)
+
+    monkeypatch.setattr(LocalBackend, "all_reduce", counted)
+    times = 2000
+
+    def body(runtime: Runtime) -> None:
+        operations = Collectives(runtime)
+
+        def combined(data: Buffer, dtype: str, op: Op) -> Buffer:
+            half = {} if dtype == "bool" else {"prescale": 1.5, "postscale": 2.0}
+            details = {"dtype": dtype, "shape": data.shape, "op": op, **half}
+            call = Call(Kind.ALLREDUCE, None, 0, data, lambda outcome: outcome.data, details)
+            return operations.run(call)
+
+        values = [runtime.rank - 1.0, 3.0, 5.0 * runtime.rank, -2.0]
+        for dtype in ITEM:
+            for op in Op:
+                if dtype == "bool" and op is Op.AVERAGE:
+                    continue
+                kind = np.float16 if dtype == "bfloat16" else dtype
+                kept = np.abs(values).astype(kind).view(word_dtype(dtype))
+                small = kept.copy()
+                large = combined(np.repeat(kept, times), dtype, op)
+                found = combined(small, dtype, op)
+                assert found.tobytes() == large[::times].tobytes(), (dtype, op)
+                assert found is small
+
+    all_well(run_ranks(3, body))
+    assert messages
+    assert min(messages) >= 4 * times
+
+
 def test_operations_go_by_the_device_where_all_ranks_could() -> None:
     coordinator = Coordinator(2)
 
@@ -153,7 +222,7 @@ def test_operations_go_by_the_device_where_all_ranks_could() -> None:
         "x", reduction("x", **could, available=(3, 1, 5)), reduction("x", **could, available=(2, 4))
     )
     assert (response.route, response.available) == (Route.DEVICE, (2, 1))
-    assert decode_responses(encode([response]))[0].route is Route.DEVICE
+    assert decode_responses(encode_responses([response]))[0].route is Route.DEVICE
     assert answer("y", reduction("y", **could), reduction("y", device="gpu")).route is Route.HOST
     coordinator.add(1, Request(Kind.JOIN, JOIN))
     assert answer("z", reduction("z", **could)).route is Route.HOST

@@ -40,6 +40,7 @@ class NoticeChannel:
     def __init__(self, mpi: ModuleType, comm: MPI.Comm) -> None:
         self._mpi = mpi
         self._comm = comm
+        self._status = mpi.Status()
         self._sending: list[tuple[MPI.Request, bytes | Buffer]] = []
 
     def send(self, payload: bytes) -> None:
@@ -50,7 +51,8 @@ class NoticeChannel:
     def send_to(self, peer: int, payload: bytes) -> None:
         """Send to one rank."""
         request = self._comm.Isend([payload, self._mpi.BYTE], peer, TAG)
-        self._sending.append((request, payload))
+        if not request.Test():
+            self._sending.append((request, payload))
 
     def start_send(self, buffer: Buffer, peer: int, tag: int) -> MPI.Request:
         """Send to one rank; tags are apart from those of notices."""
@@ -69,7 +71,7 @@ class NoticeChannel:
         if self._sending:
             self._sending = [item for item in self._sending if not item[0].Test()]
         arrived = []
-        status = self._mpi.Status()
+        status = self._status
         while (message := self._comm.Improbe(self._mpi.ANY_SOURCE, TAG, status)) is not None:
             content = bytearray(status.Get_count(self._mpi.BYTE))
             message.Recv([content, self._mpi.BYTE])

@@ -2,8 +2,10 @@
 
 Rank 0 of a process set is its coordinator. Every rank sends it what its program submits, in the
 order of submission; as soon as all ranks have submitted an operation of one name, the coordinator
-answers all of them, in one order, which is that of the answers. Where every rank's program waits in
-an operation and none of these is the same on all, no rank can go on. Pure: no messages, no clock.
+answers all of them, in one order, which is that of the answers. A reduction so small that its data
+came with the requests is carried out here, and the answer has its result. Where every rank's
+program waits in an operation and none of these is the same on all, no rank can go on. Pure: no
+messages, no clock.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from wfbp.core.types import Op
+from wfbp.runtime.collectives.arithmetic import reduced
 from wfbp.runtime.collectives.request import Kind, Request, Response, Route
 
 _MAX_SHOWN = 4
@@ -147,6 +151,10 @@ def _answer(requests: Mapping[int, Request], joined: list[int]) -> Response:
     elif first.kind is Kind.ALLTOALL:
         extents = tuple(request.splits for request in requests.values())
     wanted = any(request.differentiable for request in requests.values())
+    if all(request.data is not None for request in requests.values()):
+        parts = [request.data for request in requests.values() if request.data is not None]
+        result = reduced(parts, len(joined), first.dtype, Op(first.op))
+        return Response(first, "", extents, wanted, result=result)
     if joined or not all(request.on_device for request in requests.values()):
         return Response(first, "", extents, wanted)
     # A lane that some rank does not know of yet counts as one that has launched nothing there.

@@ -25,7 +25,14 @@ from wfbp.comm.backend import Backend, Finished, HostBackend, Mailbox, Work
 from wfbp.comm.buffers import word_dtype
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, WfbpError
-from wfbp.runtime.collectives.arithmetic import ITEM, adasum, carried, equal_rows, scale
+from wfbp.runtime.collectives.arithmetic import (
+    ITEM,
+    adasum,
+    carried,
+    deliver,
+    equal_rows,
+    scale,
+)
 from wfbp.runtime.collectives.coordinator import Coordinator
 from wfbp.runtime.collectives.device_operations import DeviceOperations
 from wfbp.runtime.collectives.request import (
@@ -36,7 +43,8 @@ from wfbp.runtime.collectives.request import (
     Route,
     decode_requests,
     decode_responses,
-    encode,
+    encode_requests,
+    encode_responses,
 )
 from wfbp.runtime.collectives.submission import Outcome, Submission
 from wfbp.runtime.progress.deadlock import ALL_RANKS, Members
@@ -224,7 +232,8 @@ class NamedLane:
             self._outbox = []
             if self._devices is not None:
                 outbox = [self._devices.describe(request) for request in outbox]
-            self._mailbox.send(0, encode(outbox))
+            if self._coordinator is None:
+                self._mailbox.send(0, encode_requests(outbox))
         elif not self._pending:
             return False
         arrived = self._mailbox.receive()
@@ -235,10 +244,13 @@ class NamedLane:
         for rank, payload in arrived:
             for request in decode_requests(payload):
                 self._coordinator.add(rank, request)
-        refused = self._coordinator.stands_still and self._refuse_late(self._coordinator)
-        if arrived or refused:
+        for request in outbox:
+            self._coordinator.add(0, request)
+        moved = bool(outbox or arrived)
+        moved |= self._coordinator.stands_still and self._refuse_late(self._coordinator)
+        if moved:
             self._answer([self._routed(response) for response in self._coordinator.take()])
-        return bool(outbox or arrived or refused)
+        return moved
 
     def _refuse_late(self, coordinator: Coordinator) -> bool:
         """Refuse what programs wait in, where they have stood still for long; whether it did."""
@@ -257,13 +269,16 @@ class NamedLane:
         """Tell all ranks what they have come to, and start it here."""
         if not responses:
             return
-        payload = encode(responses)
-        for rank in range(1, self.backend.size):
-            self._mailbox.send(rank, payload)
+        if self.backend.size > 1:
+            payload = encode_responses(responses)
+            for rank in range(1, self.backend.size):
+                self._mailbox.send(rank, payload)
         self._start_all(responses)
 
     def _routed(self, response: Response) -> Response:
         """An answer that says which way its operation goes."""
+        if response.route is Route.HOST:
+            return response
         if self._devices is None:
             return replace(response, route=Route.HOST)
         return self._devices.route(response)
@@ -275,12 +290,27 @@ class NamedLane:
         messages are read."""
         if self.timeline is not None:
             self.timeline.cycle()
-        for together in _fusible(responses):
+        for response in responses:
+            if response.result is not None:
+                self._deliver(response, response.result)
+        for together in _fusible([each for each in responses if each.result is None]):
             if self._devices is not None and self._devices.opens(together[0].route):
                 self._launch(self._devices, together)
             else:
                 self._due.append(together)
         self._start_due()
+
+    def _deliver(self, response: Response, result: bytes) -> None:
+        """Complete an operation that the coordinator has carried out."""
+        submission = self._pending.pop(response.request.name, None)
+        if submission is None:  # it has joined
+            return
+        if self.timeline is not None:
+            _recorded(_nothing, self.timeline, [submission], time.monotonic())()
+        request, data = submission.request, submission.data
+        deliver(result, data, request.dtype, Op(request.op))
+        scale(data, request.dtype, request.postscale)
+        submission.reply.put(Outcome(data, differentiable=response.differentiable))
 
     def _launch(self, devices: DeviceOperations, responses: Sequence[Response]) -> None:
         """Start operations on the device."""
@@ -464,6 +494,8 @@ def _row_numel(request: Request) -> int:
 
 def _fusible(responses: Sequence[Response]) -> list[list[Response]]:
     """Runs of responses that can travel as one message; the same on every rank."""
+    if len(responses) < 2:
+        return [[response] for response in responses]
     runs: list[list[Response]] = []
     sort: object = None
     room = 0

@@ -19,6 +19,7 @@ from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime import signals
 from wfbp.runtime.collectives import device_operations
+from wfbp.runtime.collectives.arithmetic import contribution
 from wfbp.runtime.collectives.device_operations import DeviceOperations
 from wfbp.runtime.collectives.named_lane import JOIN, NamedLane, UnmatchedError
 from wfbp.runtime.collectives.request import Adaptive, Kind, Reduction, Request
@@ -39,6 +40,9 @@ T = TypeVar("T")
 _LEAVING = "add_process_set: behind all operations on devices"
 
 _NAP_S = 100e-6
+
+_SMALL_BYTES = 1 << 10
+"""Reductions of up to this size need no messages but those by which ranks agree on them."""
 
 _QUIET_LIBRARIES = frozenset({"jax", "tensorboard", "torch", "tqdm", "wfbp"})
 """Packages whose own threads begin no collective: bars, loaders and writers have such threads."""
@@ -399,8 +403,8 @@ class Collectives:
         begun: list[tuple[NamedLane, Submission]] = []
         handles: list[Handle[T]] = []
         try:
-            for call, (lane, request) in zip(calls, checked, strict=True):
-                handle, submission = self._reserve(call, request)
+            for call, (lane, details) in zip(calls, checked, strict=True):
+                handle, submission = self._reserve(call, details)
                 handles.append(handle)
                 begun.append((lane, submission))
         except ValueError:
@@ -411,8 +415,8 @@ class Collectives:
             post(partial(lane.submit, submission))
         return handles
 
-    def _check(self, call: Call[Any]) -> tuple[NamedLane, Request]:
-        """Who is to carry an operation out, and what is asked for."""
+    def _check(self, call: Call[Any]) -> tuple[NamedLane, dict[str, Any]]:
+        """Who is to carry an operation out, and the fields of its request but for the name."""
         name = call.name
         if name is not None and not isinstance(name, str):
             raise TypeError(f"name is {name!r}; expected a string")
@@ -422,8 +426,11 @@ class Collectives:
                 f"{self._runtime.where} is not in the process set of ranks {list(members.ranks)}"
             )
         details = _checked(call.kind, call.details, members.ranks)
-        waits = call.waits and not self._may_go_on_elsewhere()
-        return members.lane, Request(call.kind, name or "", waits=waits, **details)
+        details["waits"] = call.waits and not self._may_go_on_elsewhere()
+        if _is_small(call):
+            factor = details.get("prescale", 1.0)
+            details["data"] = contribution(call.data, details["dtype"], call.details["op"], factor)
+        return members.lane, details
 
     def _may_go_on_elsewhere(self) -> bool:
         """Whether another thread of this program may submit what other ranks wait in."""
@@ -436,13 +443,13 @@ class Collectives:
             )
         )
 
-    def _reserve(self, call: Call[T], request: Request) -> tuple[Handle[T], Submission]:
+    def _reserve(self, call: Call[T], details: dict[str, Any]) -> tuple[Handle[T], Submission]:
         """Take the operation's name, or a number instead of one.
 
         Raises:
             ValueError: the name is pending.
         """
-        kind, process_set = call.kind, call.process_set
+        kind, process_set, name = call.kind, call.process_set, call.name or ""
         numbers, number = None, -1
         if call.ordered or (not call.name and kind is not Kind.JOIN):
             sort = process_set, None if call.ordered else kind
@@ -450,19 +457,21 @@ class Collectives:
             number = numbers.take()
             epoch = f"{self._num_joins}." if self._num_joins else ""
             group = "ordered" if call.ordered else f"{kind.value}.unnamed"
-            called = f"{kind.value} {call.name!r}" if call.name else request.called
-            request = replace(request, name=f"{group}.{epoch}{number}", called=called)
-        key = process_set, request.name
+            if name:
+                details["called"] = f"{kind.value} {name!r}"
+            name = f"{group}.{epoch}{number}"
+        request = Request(kind, name, **details)
+        key = process_set, name
         handle: Handle[T] = Handle(next(_numbers))
         holder = self._reserved.setdefault(key, handle)
         if holder != handle and not self._gives_way(holder, kind):
             raise ValueError(
-                f"{kind.value}: an operation of the name {request.name!r} is pending on this rank; "
+                f"{kind.value}: an operation of the name {name!r} is pending on this rank; "
                 "synchronize() its handle first, or choose another name"
             )
         self._reserved[key] = handle
         submission = Submission(request, call.data, call.placed)
-        call.name = request.name
+        call.name = name
         self._handles[handle] = _Submitted(
             key, kind, request.label, submission.reply, call.finish, call.placed, numbers, number
         )
@@ -646,6 +655,16 @@ def _never_communicates(thread: threading.Thread) -> bool:
     """Whether a thread runs nothing but code of a library that does not communicate by it."""
     code = getattr(thread, "_target", None) or type(thread)  # the target is gone where it ended
     return str(getattr(code, "__module__", "")).partition(".")[0] in _QUIET_LIBRARIES
+
+
+def _is_small(call: Call[Any]) -> bool:
+    """Whether the coordinator carries an operation out, from data that come with the requests."""
+    return (
+        call.kind is Kind.ALLREDUCE
+        and call.details["op"] is not Adasum
+        and call.placed is None
+        and call.data.nbytes <= _SMALL_BYTES
+    )
 
 
 def _checked(kind: Kind, details: dict[str, Any], ranks: Sequence[int]) -> dict[str, Any]:

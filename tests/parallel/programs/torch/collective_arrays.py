@@ -33,6 +33,7 @@ def allreduce_of_arrays() -> None:
             assert found.dtype == dtype
             assert np.array_equal(found, wanted), (name, op, found, wanted)
             assert np.array_equal(array, np.array(values(wfbp.rank())).astype(dtype))
+            assert np.array_equal(wfbp.allreduce(np.tile(array, 500), op=op), np.tile(wanted, 500))
     for name in ("int8", "int16"):
         array = np.array(values(wfbp.rank()), name)
         assert wfbp.allreduce(array).tolist() == combined(Op.AVERAGE, wfbp.size(), True)
@@ -211,10 +212,10 @@ def arrays_to_and_from_each_rank() -> None:
 def halves_of_arrays_beside_those_of_tensors() -> None:
     """They are answered together, and travel as one message."""
     size = wfbp.size()
-    tensor = wfbp.torch.allreduce_async(torch.ones(4).half(), name="tensor", op=wfbp.Sum)
-    array = wfbp.allreduce_async(np.full(3, 2, "f2"), name="array", op=wfbp.Sum)
-    assert wfbp.torch.synchronize(tensor).tolist() == [size] * 4
-    assert wfbp.synchronize(array).tolist() == [2 * size] * 3
+    tensor = wfbp.torch.allreduce_async(torch.ones(4000).half(), name="tensor", op=wfbp.Sum)
+    array = wfbp.allreduce_async(np.full(3000, 2, "f2"), name="array", op=wfbp.Sum)
+    assert wfbp.torch.synchronize(tensor).tolist() == [size] * 4000
+    assert wfbp.synchronize(array).tolist() == [2 * size] * 3000
 
 
 @check

@@ -28,7 +28,7 @@ def ranks_sum() -> int:
 def every_type_and_shape() -> None:
     rank, size = wfbp.rank(), wfbp.size()
     for dtype in (*INTEGERS, *FLOATS):
-        for shape in ((), (0,), (3, 2), (4, 0, 2)):
+        for shape in ((), (0,), (3, 2), (4, 0, 2), (60, 20)):  # the last is not small
             tensor = torch.full(shape, rank + 1).to(dtype)
             for op, want in (
                 (wfbp.Sum, size + ranks_sum()),
@@ -75,9 +75,10 @@ def memory_in_another_order() -> None:
 def scaled() -> None:
     size = wfbp.size()
     for dtype in INTEGERS[1:]:
-        tensor = torch.tensor([-3, 3, 5], dtype=dtype)
-        found = wfbp.allreduce(tensor, op=wfbp.Sum, prescale_factor=0.5)
-        assert found.tolist() == [-size, size, 2 * size]
+        for times in (1, 500):
+            tensor = torch.tensor([-3, 3, 5] * times, dtype=dtype)
+            found = wfbp.allreduce(tensor, op=wfbp.Sum, prescale_factor=0.5)
+            assert found.tolist() == [-size, size, 2 * size] * times
     half = torch.tensor([1.0, 3.0], dtype=torch.float16)
     assert wfbp.allreduce(half, op=wfbp.Sum, postscale_factor=0.1).dtype == torch.float16
     found = wfbp.allreduce(torch.ones(2), prescale_factor=2.0, postscale_factor=3.0)
@@ -447,6 +448,8 @@ def uneven_data() -> None:
             assert wfbp.allreduce(ones, op=wfbp.Sum).tolist() == [size - 1.0] * 2
             found = wfbp.allreduce(torch.ones(3), op=wfbp.Sum, name="step")
             assert found.tolist() == [size - 1.0] * 3
+            found = wfbp.allreduce(torch.ones(500), op=wfbp.Sum, name="large")
+            assert found.tolist() == [size - 1.0] * 500
             if size > 1:
                 raises(WfbpError, f"rank {first} called join()", act=lambda: wfbp.allgather(ones))
             # A name that has nothing to do with the others' call of join().
