@@ -24,6 +24,7 @@ are disturbed for seconds at a time.
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,16 +99,25 @@ class SuccessiveElimination:
             if i in kept and i != best
         )
 
-    def narrow(self, limit: float, most: int, least: int = 1) -> list[int]:
+    def narrow(
+        self, limit: float, most: int, least: int = 1, forecasts_s: Sequence[float] = ()
+    ) -> list[int]:
         """Drop alternatives by their differences alone, and return them, the fastest first.
 
         Args:
             limit: an alternative slower than the best by a larger share is dropped.
             most: at most so many stay, the fastest ones.
             least: at least so many stay, up to ``most``.
+            forecasts_s: positive seconds expected of each alternative, of those dropped before,
+                too; or empty. They count as one more round, so that a single round that was
+                disturbed does not decide.
         """
-        best = self.best
-        differences = {i: self._difference(i, best)[0] for i in self.alive}
+        rounds = self._logs
+        if forecasts_s:
+            expected = map(math.log, forecasts_s)
+            rounds = [[*logs, log] for logs, log in zip(rounds, expected, strict=True)]
+        best = self._best(rounds)
+        differences = {i: _difference(rounds[i], rounds[best])[0] for i in self.alive}
         order = sorted(self.alive, key=lambda i: (differences[i], i != best, i))
         near = sum(difference <= math.log1p(limit) for difference in differences.values())
         kept = set(order[: min(most, max(near, least))])
@@ -122,35 +132,39 @@ class SuccessiveElimination:
     @property
     def best(self) -> int:
         """The alternative with the least time so far."""
-        return min(self.alive, key=lambda i: (self._relative(i), i))
+        return self._best(self._logs)
 
     @property
     def equal(self) -> list[int]:
         """The alternatives alive that are slower than the best one by no more than ``margin``."""
-        differences = {i: self._difference(i, self.best)[0] for i in self.alive}
+        best = self._logs[self.best]
+        differences = {i: _difference(self._logs[i], best)[0] for i in self.alive}
         return [i for i, difference in differences.items() if difference <= self._rule.margin]
 
-    def _relative(self, alternative: int) -> float:
-        """The median over rounds of its time, each divided by the round's median."""
-        logs = self._logs
-        return statistics.median(
-            logs[alternative][r] - statistics.median(logs[i][r] for i in self.alive)
-            for r in range(self._num_rounds)
-        )
+    def _best(self, rounds: Sequence[Sequence[float]]) -> int:
+        """By the median over rounds of the times, each divided by the round's median."""
+        times = [rounds[i] for i in self.alive]
+        middles = [statistics.median(in_round) for in_round in zip(*times, strict=True)]
+
+        def relative(i: int) -> float:
+            return float(statistics.median(map(operator.sub, rounds[i], middles)))
+
+        return min(self.alive, key=lambda i: (relative(i), i))
 
     def _differences(self) -> dict[int, tuple[float, float]]:
         """Per alternative alive, its difference from the best one and the error of that."""
         best = self.best
-        differences = {i: self._difference(i, best) for i in self.alive}
+        logs = self._logs
+        differences = {i: _difference(logs[i], logs[best]) for i in self.alive}
         others = [spread for i, (_, spread) in differences.items() if i != best]
         usual = statistics.median(others) if others else 0.0
         scale = self._rule.num_errors * _MEDIAN_ERROR / math.sqrt(self._num_rounds)
         return {i: (d, scale * max(spread, usual)) for i, (d, spread) in differences.items()}
 
-    def _difference(self, alternative: int, best: int) -> tuple[float, float]:
-        """Median and spread over rounds of the logarithm of its time over the best one's."""
-        pairs = zip(self._logs[alternative], self._logs[best], strict=True)
-        differences = [here - there for here, there in pairs]
-        middle = statistics.median(differences)
-        deviation = statistics.median(abs(d - middle) for d in differences)
-        return middle, _NORMAL_MAD * deviation
+
+def _difference(times: Sequence[float], best: Sequence[float]) -> tuple[float, float]:
+    """Median and spread over rounds of the logarithm of one's time over the best one's."""
+    differences = [here - there for here, there in zip(times, best, strict=True)]
+    middle = statistics.median(differences)
+    deviation = statistics.median(abs(d - middle) for d in differences)
+    return middle, _NORMAL_MAD * deviation

@@ -51,6 +51,9 @@ class Candidate:
         return statistics.median(map(statistics.median, self._rounds))
 
 
+Forecast = Callable[[Sequence[Candidate]], Sequence[float]]
+
+
 class Trial(Protocol):
     """A comparison of plans. Used by one thread."""
 
@@ -84,6 +87,8 @@ class EliminationTrial:
     Args:
         plans: at least one; the first is in use.
         num_steps: for each plan in two rounds.
+        forecast: predicts the seconds per iteration of each candidate, given what was measured so
+            far. Where plans have to leave early, that counts as one more round.
         most_steps: of the whole trial, about; at least the first round is run. Where that is too
             few for all plans, those that seem slow by the first rounds leave early, and become
             :attr:`undecided`.
@@ -96,8 +101,10 @@ class EliminationTrial:
         num_steps: int,
         most_steps: int | None = None,
         most_s: float = 0.0,
+        forecast: Forecast = lambda _: (),
     ) -> None:
         self.candidates = [Candidate(plan) for plan in plans]
+        self._forecast = forecast
         self.num_steps = (num_steps + 1) // 2
         self.undecided: list[Plan] = []
         self._steps_left = most_steps
@@ -159,7 +166,9 @@ class EliminationTrial:
         if num_affordable < 2:
             return False
         limit = _LIMITS[min(num_rounds, len(_LIMITS)) - 1]
-        dropped = self._comparison.narrow(limit, num_affordable, _LEAST_NARROWED)
+        dropped = self._comparison.narrow(
+            limit, num_affordable, _LEAST_NARROWED, self._forecast(self.candidates)
+        )
         self.undecided += [self.candidates[k].plan for k in dropped]
         return len(self._comparison.alive) > 1
 

@@ -303,13 +303,13 @@ class Tuner:
             self._profile()
         elif any(m["looks_again"] for m in messages):
             self._tell("comparing again what an earlier trial could not tell apart")
-            self._return_to(self._undecided)
+            self._return_to(self._undecided, share)
         elif rivals := self._rivals(max(m["now_s"] for m in messages)):
             # Perhaps everything takes longer now; each time it is therefore watched for twice as
             # long before the next return.
             self._regret_windows *= 2
             self._tell("other plans were faster in their trial than this one is now")
-            self._return_to([c.plan for c in rivals])
+            self._return_to([c.plan for c in rivals], share)
         return self.plan
 
     @property
@@ -422,7 +422,7 @@ class Tuner:
         if len(plans) == 1:
             self._install(plans[0])
         else:
-            self._eliminate(plans, _FIRST_SHARE if self._schedule == AUTO else 1.0)
+            self._eliminate(plans, share, _FIRST_SHARE if self._schedule == AUTO else 1.0)
 
     def _trial_steps(self, plan: Plan) -> int:
         """Steps per candidate in two rounds: as many as the configured time holds."""
@@ -436,22 +436,36 @@ class Tuner:
         return math.ceil(seconds / expected_s) if expected_s > 0 else 0
 
     def _eliminate(
-        self, plans: Sequence[Plan], share: float = 1.0, spent: tuple[int, float] = (0, 0.0)
+        self,
+        plans: Sequence[Plan],
+        share: Share,
+        part: float = 1.0,
+        spent: tuple[int, float] = (0, 0.0),
     ) -> None:
         """Compare plans, the first of which is in use.
 
-        ``share`` is the part of the steps and seconds that trials may take, ``spent`` what they
+        ``part`` is the share of the steps and seconds that trials may take, ``spent`` what they
         have taken.
         """
-        most_steps = round(share * _LIMIT_STEPS * self._config.trial_steps) - spent[0]
-        most_s = share * _LIMIT_S * self._config.trial_min_s - spent[1]
+        most_steps = round(part * _LIMIT_STEPS * self._config.trial_steps) - spent[0]
+        most_s = part * _LIMIT_S * self._config.trial_min_s - spent[1]
         self._tell(
             "trial of %d plans, of at most %d steps or %.1f s",
             len(plans),
             max(0, most_steps),
             max(0.0, most_s),
         )
-        self._try(EliminationTrial(plans, self._trial_steps(plans[0]), most_steps, most_s))
+        num_steps = self._trial_steps(plans[0])
+
+        def forecast(candidates: Sequence[Candidate]) -> Sequence[float]:
+            def each_s() -> list[float]:
+                kappa = self._fit_kappa(candidates)
+                return [max(self._forecast_s(c.plan, kappa), 1e-9) for c in candidates]
+
+            shared: list[float] = share(each_s)
+            return shared
+
+        self._try(EliminationTrial(plans, num_steps, most_steps, most_s, forecast))
 
     def _try(self, trial: Trial) -> None:
         self._trial = trial
@@ -480,14 +494,10 @@ class Tuner:
         near = {c.plan.digest for c in self._trial.candidates if c.measured_s <= close_s}
         self._undecided += [p for p in self._trial.undecided if p.digest in near]
         trace, costs = self.trace, self.costs
-        overlapped = [
-            (c.plan, c.measured_s + self._saved_s(c.plan)) for c in self._tried if c.plan.overlap
-        ]
-
         chosen_s = next(c.measured_s for c in self._trial.candidates if c.plan is chosen)
 
         def plan() -> tuple[float, list[dict[str, Any]], list[int]]:
-            kappa = fit_kappa(trace, costs, overlapped) if overlapped else self._kappa
+            kappa = self._fit_kappa(self._tried)
             further: list[Plan] = []
             if self._schedule == AUTO and is_first:
                 tried = [c.plan for c in self._tried]
@@ -495,8 +505,7 @@ class Tuner:
                 further = further_candidates(tried, chosen, trace, learnt, self._decouples)
             disturbed = []
             for k, c in enumerate(self._tried):
-                forecast_s = iteration_by_kappa(c.plan, trace, costs)(kappa)
-                forecast_s -= min(self._saved_s(c.plan), trace.other_s)
+                forecast_s = self._forecast_s(c.plan, kappa)
                 slow = c.num_rounds < _FEW_ROUNDS and c.measured_s > _DISTURBED * forecast_s
                 if slow and forecast_s < chosen_s:
                     disturbed.append((forecast_s, k))
@@ -507,7 +516,7 @@ class Tuner:
         self._undecided += [self._tried[k].plan for k in disturbed]
         if further:
             plans = [chosen, *decode_groups(further, trace)]
-            self._eliminate(plans, spent=(self._num_trial_steps, self._trial.spent_s))
+            self._eliminate(plans, share, spent=(self._num_trial_steps, self._trial.spent_s))
             return
         self._install(chosen)
 
@@ -524,6 +533,22 @@ class Tuner:
             self.predicted.ratio_to_lower_bound,
             "" if self.measured_s is None else f"; {self.measured_s * 1e3:.1f} ms in its trial",
         )
+
+    def _fit_kappa(self, candidates: Sequence[Candidate]) -> float:
+        """How much communication slows down compute, by what was measured."""
+        assert self.trace is not None
+        assert self.costs is not None
+        overlapped = [
+            (c.plan, c.measured_s + self._saved_s(c.plan)) for c in candidates if c.plan.overlap
+        ]
+        return fit_kappa(self.trace, self.costs, overlapped) if overlapped else self._kappa
+
+    def _forecast_s(self, plan: Plan, kappa: float) -> float:
+        """What an iteration should take."""
+        assert self.trace is not None
+        assert self.costs is not None
+        forecast_s = iteration_by_kappa(plan, self.trace, self.costs)(kappa)
+        return forecast_s - min(self._saved_s(plan), self.trace.other_s)
 
     def _saved_s(self, plan: Plan) -> float:
         """What ranks save that update their shards of decoupled tensors only."""
@@ -556,10 +581,10 @@ class Tuner:
         ]
         return sorted(rivals, key=lambda c: c.measured_s)[:_MOST_RIVALS]
 
-    def _return_to(self, rivals: Sequence[Plan]) -> None:
+    def _return_to(self, rivals: Sequence[Plan], share: Share) -> None:
         """Try plans again beside the installed one: a disturbed trial may have dropped the best."""
         self._undecided = []
-        self._eliminate([self.plan, *rivals])
+        self._eliminate([self.plan, *rivals], share)
 
 
 def _measured_s(candidate: Candidate) -> float:
