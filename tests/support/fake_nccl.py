@@ -98,9 +98,6 @@ class FakeNccl:
     def groupEnd(self) -> None:  # noqa: N802
         assert self.grouped > 0
         self.grouped -= 1
-        if not self.grouped:
-            for made in self.communicators:
-                made.flush()
 
 
 _ids = itertools.count()
@@ -127,10 +124,11 @@ class FakeCommunicator:
         assert (self._host.rank, self._host.size) == (rank, size)
         ids = wait(self._host.all_gather_bytes(repr(uid).encode()), timeout_s=_LIMIT_S)
         assert len(set(ids)) == 1, "ranks joined with different ids"
-        self._messages: list[tuple[str, int, int, int, int]] = []
         self._streams: set[int] = set()
         self.shares = False
         self.parent: FakeCommunicator | None = None
+        self.family = [self]
+        """All that share resources."""
         self.aborted = False
         self.destroyed = False
 
@@ -147,6 +145,8 @@ class FakeCommunicator:
             assert self._device.record(stream).soon(), "a collective of the parent is under way"
         made = FakeCommunicator(self._nccl, self._size, bytes(128), self._rank)
         made.parent = self
+        self.family.append(made)
+        made.family = self.family
         self._nccl.communicators.append(made)
         return made
 
@@ -208,51 +208,14 @@ class FakeCommunicator:
             stream, data, lambda copy: wait(self._host.broadcast(copy, root), timeout_s=_LIMIT_S)
         )
 
-    def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
-        self._message("send", sendbuf, count, datatype, peer, stream)
-
-    def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
-        self._message("recv", recvbuf, count, datatype, peer, stream)
-
-    def _message(
-        self, name: str, address: int, count: int, datatype: int, peer: int, stream: int
-    ) -> None:
-        assert self._nccl.grouped, "a message on its own would wait for its peer"
-        assert peer != self._rank
-        assert datatype == self._nccl.NCCL_UINT8
-        self._log(name, stream, address=address, count=count, peer=peer)
-        self._messages.append((name, address, count, peer, stream))
-
-    def flush(self) -> None:
-        """The end of a group: its messages travel together, as one exchange."""
-        messages, self._messages = self._messages, []
-        if not messages:
-            return
-        (stream,) = {m[4] for m in messages}
-        incoming = [memory(a, n) for name, a, n, _, _ in messages if name == "recv"]
-
-        def run() -> None:
-            sent = {
-                peer: memory(a, n).tobytes() for name, a, n, peer, _ in messages if name == "send"
-            }
-            parts = [sent.get(peer, b"") for peer in range(self._size)]
-            head = np.array([len(p) for p in parts], np.int64).tobytes()
-            told = wait(self._host.all_gather_bytes(head + b"".join(parts)), timeout_s=_LIMIT_S)
-            for name, a, n, peer, _ in messages:
-                if name == "recv":
-                    sizes = np.frombuffer(told[peer][: 8 * self._size], np.int64)
-                    start = 8 * self._size + int(sizes[: self._rank].sum())
-                    assert sizes[self._rank] == n, "a message of another size was expected"
-                    memory(a, n)[:] = np.frombuffer(told[peer][start : start + n], np.uint8)
-
-        self._device.write(stream, incoming, run)
-
     def check_async_error(self) -> None:
         if self._nccl.error is not None:
             raise self._nccl.error
 
     def abort(self) -> None:
-        self.aborted = True
+        """Shared resources have one flag that ends all kernels."""
+        for each in self.family:
+            each.aborted = True
 
     def destroy(self) -> None:
         assert not self.destroyed

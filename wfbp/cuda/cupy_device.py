@@ -120,8 +120,8 @@ class CupyDevice(Device):
             self._here.has_context = True
 
     def use(self) -> None:
+        self._ensure_context()
         self._runtime.setDevice(self.index)
-        self._here.has_context = True
 
     def current_stream(self) -> int:
         return self._current_stream()

@@ -16,7 +16,7 @@ from tests.contract.checks import CHECKS
 from tests.support.fake_nccl import FakeNccl
 from tests.support.software_device import SoftwareDevice
 from wfbp.comm.backend import Backend, Buffer
-from wfbp.comm.device import connection
+from wfbp.comm.device import connection, nccl
 from wfbp.comm.device.backend import Blocks, DeviceBackend
 from wfbp.comm.device.connection import connect, nccl_obstacle
 from wfbp.comm.device.nccl import NcclBackend
@@ -186,8 +186,6 @@ def test_what_nccl_is_told(dtype: str) -> None:
         assert {call.stream for call in calls} == {stream}
         told = [(call.name, *call.arguments.values()) for call in calls]
         part = 8 * item
-        mine, others = (6 * item, 10 * item) if rank == 0 else (10 * item, 6 * item)
-        own, other = (0, 6 * item) if rank == 0 else (6 * item, 0)
         assert told == [
             ("allReduce", address, address, 16, FakeNccl.NCCL_SUM),
             ("allReduce", address + 4 * item, address + 4 * item, 12, FakeNccl.NCCL_PROD),
@@ -195,8 +193,8 @@ def test_what_nccl_is_told(dtype: str) -> None:
             ("allReduce", address, address, 16, FakeNccl.NCCL_SUM),
             ("broadcast", address, address, 16 * item, 1),
             ("allGather", address + rank * part, address, 8 * item),
-            ("send", address + own, mine, 1 - rank),
-            ("recv", address + other, others, 1 - rank),
+            ("broadcast", address, address, 6 * item, 0),
+            ("broadcast", address + 6 * item, address + 6 * item, 10 * item, 1),
         ]
 
 
@@ -330,6 +328,70 @@ def test_where_nccl_fails_on_one_rank_all_are_staged(caplog: pytest.LogCaptureFi
 
     ranks.run(body)
     assert "rank 1 of 2: NCCL could not connect the ranks: NCCL_ERROR_SYSTEM" in caplog.text
+
+
+def test_where_there_is_no_id_all_are_staged(caplog: pytest.LogCaptureFixture) -> None:
+    """As where NCCL_SOCKET_IFNAME names no interface: the others do not wait for the id."""
+    ranks = Ranks(2)
+    hosts = LocalWorld(2)
+
+    def fails() -> None:
+        raise RuntimeError("NCCL_ERROR_INVALID_USAGE")
+
+    ranks.libraries[0].get_unique_id = fails  # type: ignore[method-assign,assignment]
+    for device, library in zip(ranks.devices, ranks.libraries, strict=True):
+        device.library = library
+
+    def body(rank: int) -> None:
+        backend = connect(ranks.devices[rank], hosts.backend(rank), timeout_s=20.0)
+        assert isinstance(backend, StagedBackend)
+
+    ranks.run(body)
+    reason = "rank 0 of 2: NCCL could not connect the ranks: NCCL_ERROR_INVALID_USAGE"
+    assert f"{reason} (NCCL_DEBUG=WARN tells more)" in caplog.text
+
+
+def test_a_lane_that_cannot_be_split_leaves_the_first_one_alone() -> None:
+    """Aborting the part of it that a rank has would abort all that shares its resources."""
+    ranks = Ranks(2)
+    hosts = [LocalWorld(2), LocalWorld(2)]
+    for device, library in zip(ranks.devices, ranks.libraries, strict=True):
+        device.library = library
+
+    def body(rank: int) -> None:
+        first = connect(ranks.devices[rank], hosts[0].backend(rank), timeout_s=20.0)
+        assert isinstance(first, NcclBackend)
+        (whole,) = ranks.libraries[rank].communicators
+        split = whole.commSplit
+
+        def fails(*arguments: Any) -> Any:
+            split(*arguments)
+            raise RuntimeError("NCCL_ERROR_UNHANDLED_CUDA_ERROR")
+
+        if rank == 1:
+            whole.commSplit = fails  # type: ignore[method-assign]
+        second = connect(ranks.devices[rank], hosts[1].backend(rank), timeout_s=20.0, parent=first)
+        assert isinstance(second, StagedBackend)
+        data = np.full(4, float(rank), np.float32)
+        wait(first.all_reduce(data, "float32", Op.SUM), timeout_s=20.0)
+        assert set(data) == {1.0}
+        assert not whole.aborted
+        assert ranks.libraries[0].communicators[1].destroyed
+
+    ranks.run(body)
+
+
+def test_an_abort_that_does_not_return_is_not_waited_for(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "_ABORT_S", 0.05)
+    ranks = Ranks(1)
+    backend = ranks.backend("nccl", 0)
+    gate = threading.Event()
+    monkeypatch.setattr(ranks.libraries[0].communicators[0], "abort", gate.wait)
+    backend.give_up()
+    gate.set()
+    assert "rank 0 of 1: NCCL has not aborted within 0.05 s" in caplog.text
 
 
 def test_the_probe_reads_the_devices_clock() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from tests.support.device_trainer import DeviceTrainer
 from tests.support.devices import Devices
 from tests.support.ranks import QUICK, all_well, run_ranks
 from tests.support.software_device import SoftwareDevice
-from tests.support.trainer import make_specs, mean
+from tests.support.trainer import address, make_specs, mean
 from wfbp.comm import probe
 from wfbp.config import Config
 from wfbp.core.types import DECOUPLED_SCHEDULES as DECOUPLED
@@ -301,6 +302,57 @@ def test_a_discarded_step_is_sent_before_its_buffers_are_packed_again() -> None:
         time.sleep(0.05)  # what does not wait for the network is done by now
         networks[runtime.rank].set()
         trainer.finish()
+
+    all_well(run_ranks(2, body, STEADY))
+
+
+def test_a_step_is_packed_again_when_it_has_been_sent() -> None:
+    """Rank 0 discards what rank 1 has only one of: rank 1 sends the same step once more."""
+    devices = Devices(2, nccl=True, most_s=0.0)
+    networks = [threading.Event() for _ in range(2)]
+
+    def body(runtime: Runtime) -> None:
+        device = devices.of[runtime.rank]
+        specs = make_specs([10, 20, 30])
+        trainer = DeviceTrainer(runtime, device, specs, schedule="wfbp", op=Op.SUM)
+        backend: Any = trainer.engine._transport.backend
+        device.enqueue(backend.stream, lambda: networks[runtime.rank].wait(20.0))
+        for value in (100.0, 1.0) if runtime.rank == 0 else (1.0,):
+            trainer.zero()
+            for k in (2, 1, 0):
+                trainer.accumulate(k, value)
+            while len(device.library.calls) < 2:  # else it could be taken back
+                time.sleep(1e-4)
+        trainer.synchronize([2.0] * 3, "the step after the discarded one")
+        time.sleep(0.05)  # what does not wait for the network is done by now
+        networks[runtime.rank].set()
+        trainer.finish()
+
+    all_well(run_ranks(2, body, STEADY))
+
+
+def test_what_is_made_when_a_step_closes_is_waited_for() -> None:
+    """A gradient that nobody announced may be brought into order by a copy, which comes late."""
+    devices = Devices(2, nccl=True, most_s=0.0)
+
+    def body(runtime: Runtime) -> None:
+        device = devices.of[runtime.rank]
+        trainer = DeviceTrainer(runtime, device, make_specs([10, 20]), schedule="wfbp")
+        copies = []
+
+        def fetch(index: int) -> Any:
+            copy = np.zeros(trainer.specs[index].nbytes, np.uint8)
+            copies.append(copy)
+            device.enqueue(trainer.main, lambda: time.sleep(5e-3))
+            device.write(trainer.main, [copy], lambda: copy.view(np.float64).fill(3.0))
+            return address(copy), copy
+
+        trainer.engine._tracker._fetch = fetch
+        trainer.zero()
+        trainer.accumulate(1, 1.0)
+        trainer.synchronize([3.0, 1.0], "a step with a copy")
+        trainer.finish()
+        assert len(copies) == 1
 
     all_well(run_ranks(2, body, STEADY))
 

@@ -119,7 +119,7 @@ def _join(
     payloads = wait(host.all_gather_bytes(json.dumps(mine).encode()), check=check)
     _, problem = min((each for each in map(json.loads, payloads) if each[0]), default=("", ""))
     if problem and backend is not None:
-        backend.give_up()
+        backend.discard()
         backend = None
     return backend, problem
 

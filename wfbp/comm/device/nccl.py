@@ -10,7 +10,10 @@ split from another one and shares its resources. What NCCL does not define as
 host; gradients never need it.
 
     equal blocks      reduce-scatter and all-gather are NCCL's own, in place
-    unequal blocks    reduce-scatter is an all-reduce, all-gather one group of sends and receives
+    unequal blocks    reduce-scatter is an all-reduce, all-gather one group of broadcasts
+
+(Not of sends and receives: NCCL connects ranks for these when they are first used, whatever
+``NCCL_RUNTIME_CONNECT`` says.)
 
 Half precision is added as NCCL adds it: averages are scaled before they are added, so they do not
 overflow, and partial sums may be rounded; on the host they are not.
@@ -21,6 +24,7 @@ thread of its own (:class:`Joining`), so that somebody can watch the time.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -57,9 +61,12 @@ _FIRST_THAT_SPLITS = 21801
 
 _IDLE_S = 0.1
 _NAP_S = 1e-4
+_ABORT_S = 10.0
 
 _IN_PROGRESS = 7
 """``ncclInProgress``: no error."""
+
+log = logging.getLogger("wfbp")
 
 
 class NcclBackend(DeviceBackend):
@@ -90,6 +97,7 @@ class NcclBackend(DeviceBackend):
         self._nccl = nccl
         self._timeout_s = timeout_s
         self._who = f"rank {self.rank} of {self.size}"
+        self._shares = parent is not None
         make = self._join() if parent is None else partial(self._split, parent)
         joining = Joining(make, self._who)
         self._comm = wait(joining, timeout_s=timeout_s, check=check)
@@ -99,8 +107,16 @@ class NcclBackend(DeviceBackend):
     def _join(self) -> Callable[[], Any]:
         """What makes the communicator, with the first rank's id."""
         os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
-        mine = bytes(c % 256 for c in self._nccl.get_unique_id()) if self.rank == 0 else b""
+        mine, problem = b"", None
+        if self.rank == 0:
+            try:
+                mine = bytes(c % 256 for c in self._nccl.get_unique_id())
+            except Exception as error:  # told below: the other ranks wait for the id
+                problem = error
         uid = wait(self.host.all_gather_bytes(mine), timeout_s=self._timeout_s)[0]
+        if not uid:
+            reason = "rank 0 has no id for them" if problem is None else _reason(problem)
+            raise BackendError(_not_connected(self._who, reason)) from problem
         size, rank, device = self.size, self.rank, self.device
         config = (self._nccl.NcclConfig(1),) if _splits(self._nccl) else ()
 
@@ -167,22 +183,17 @@ class NcclBackend(DeviceBackend):
                 own = address + blocks.starts[self.rank]
                 self._comm.allGather(own, address, blocks.counts[self.rank], BYTE, self.stream)
             else:
-                self._exchange(address, blocks)
+                self._broadcast_all(address, blocks)
         return self._started(blocks.total, data)
 
-    def _exchange(self, address: int, blocks: Blocks) -> None:
-        """An all-gather of unequal blocks."""
-        own, nbytes = address + blocks.starts[self.rank], blocks.counts[self.rank]
+    def _broadcast_all(self, address: int, blocks: Blocks) -> None:
+        """An all-gather of unequal blocks: every rank broadcasts its own."""
         self._nccl.groupStart()
         try:
-            for step in range(1, self.size):
-                peer = (self.rank + step) % self.size
+            for root, (start, nbytes) in enumerate(zip(blocks.starts, blocks.counts, strict=True)):
                 if nbytes:
-                    self._comm.send(own, nbytes, BYTE, peer, self.stream)
-                peer = (self.rank - step) % self.size
-                if there := blocks.counts[peer]:
-                    place = address + blocks.starts[peer]
-                    self._comm.recv(place, there, BYTE, peer, self.stream)
+                    place = address + start
+                    self._comm.broadcast(place, place, nbytes, BYTE, root, self.stream)
         finally:
             self._nccl.groupEnd()
 
@@ -212,7 +223,22 @@ class NcclBackend(DeviceBackend):
     def give_up(self) -> None:
         if not self._over:
             self._over = True
-            self._comm.abort()
+            # By a thread, because an abort that finds NCCL stuck does not return.
+            aborting = threading.Thread(target=self._comm.abort, name="wfbp-abort", daemon=True)
+            aborting.start()
+            aborting.join(_ABORT_S)
+            if aborting.is_alive():
+                log.error("%s: NCCL has not aborted within %g s", self._who, _ABORT_S)
+
+    def discard(self) -> None:
+        """Let it go unused, because another rank could not join.
+
+        To abort one that shares resources would abort all that share them.
+        """
+        if self._shares:
+            self._destroy()
+        else:
+            self.give_up()
 
     def duplicate(self) -> Backend:
         return NcclBackend(self.device, self.host.duplicate(), self._nccl, self._timeout_s)
@@ -221,11 +247,14 @@ class NcclBackend(DeviceBackend):
         """Give the communicator back. Collective; waits for works that are not complete."""
         if self._staged is not None:
             self._staged.close()
+        self._destroy()
+        self.host.close()
+
+    def _destroy(self) -> None:
         if not self._over:
             self._over = True
             self.device.use()
             self._comm.destroy()
-        self.host.close()
 
 
 class _NcclWork(DeviceWork):
@@ -262,7 +291,9 @@ class Joining(Work[Any]):
         self._who = who
         self._made: list[Any] = []
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(make,), daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(make,), name="wfbp-joining", daemon=True
+        )
         self._thread.start()
 
     def _run(self, make: Callable[[], Any]) -> None:
@@ -275,14 +306,16 @@ class Joining(Work[Any]):
         if self._thread.is_alive():
             return False
         if self._error is not None:
-            raise BackendError(
-                f"{self._who}: NCCL could not connect the ranks: {_reason(self._error)}"
-            ) from self._error
+            raise BackendError(_not_connected(self._who, _reason(self._error))) from self._error
         return True
 
     @property
     def result(self) -> Any:
         return self._made[0]
+
+
+def _not_connected(who: str, reason: str) -> str:
+    return f"{who}: NCCL could not connect the ranks: {reason} (NCCL_DEBUG=WARN tells more)"
 
 
 def _reason(error: BaseException) -> str:

@@ -366,10 +366,10 @@ class DeviceOperations:
 
     def fail(self) -> None:
         """Give everything up, so that the device is free."""
+        if self._backend is not None:
+            self._backend.give_up()  # first: until then their memory may be written to
         self._launched.clear()
         self._undone.clear()
-        if self._backend is not None:
-            self._backend.give_up()
 
     def close(self) -> None:
         """Give the host's backend back; collective. The device's is the runtime's to close."""

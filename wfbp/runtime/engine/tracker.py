@@ -291,13 +291,12 @@ class GradientTracker:
     def close(self, targets: Sequence[int] = ()) -> None:
         """Take up gradients for which no event came; have whole ones copied to ``targets``."""
         step = self.step
-        self._closed = self._transport.close(step)
         self._all_ready = all(step.addresses)
-        if not self._all_ready:
-            self._take_up_unannounced()
+        late = [] if self._all_ready else self._take_up_unannounced()
         for index in self._dormant:
             if index not in self.unplanned and (source := self._fetch(index)) is not None:
                 self.unplanned[index] = source
+        self._mark_closed(late)
         self._alias_check.check(self._who, step.addresses, self.unplanned)
         if targets:
             step.targets = [0 if k in self.unplanned else targets[k] for k in self.members]
@@ -308,16 +307,24 @@ class GradientTracker:
         They must not overwrite a gradient of this rank, also of a tensor that had none in this
         step: the next step may add to it.
         """
-        self._closed = self._transport.close(self.step)
-        self._take_up_unannounced()
+        self._mark_closed(self._take_up_unannounced())
 
-    def _take_up_unannounced(self) -> None:
-        """Take up gradients for which no event came."""
+    def _take_up_unannounced(self) -> list[int]:
+        """Take up gradients for which no event came; returns their plan indices."""
         step = self.step
+        late = []
         for plan_index, address in enumerate(step.addresses):
             if not address and (source := self._fetch(self.members[plan_index])) is not None:
                 step.addresses[plan_index], step.owners[plan_index] = source
-                self._ready[plan_index] = self._closed
+                late.append(plan_index)
+        return late
+
+    def _mark_closed(self, late: Sequence[int]) -> None:
+        """Groups that have not left may go from this moment, which is behind all copies that
+        ``fetch`` has made; ``late`` are the gradients taken up."""
+        self._closed = self._transport.close(self.step)
+        for plan_index in late:
+            self._ready[plan_index] = self._closed
 
     def reduced(self, present: Sequence[bool]) -> list[BufferView | None]:
         """Where each reduced gradient lies; None where no rank had one, or it is at its target."""

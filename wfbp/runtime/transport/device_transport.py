@@ -101,6 +101,7 @@ class DeviceTransport(Transport):
         self._profiling = False
         self._deliveries: list[SlotTable] = []
         self._ordered: Step | None = None
+        self._ordered_number = 0
         self._closed_for: Step | None = None
         self._undone: deque[tuple[Event, float]] = deque()
         self._next_check = 0.0
@@ -143,8 +144,9 @@ class DeviceTransport(Transport):
 
     def order_after_gradients(self, step: Step, group: int) -> None:
         events: list[Event] = []
-        if step is not self._ordered:
-            self._ordered = step
+        if step is not self._ordered or step.number != self._ordered_number:
+            # Also the same step once more, under its next number, where a rank discarded its own.
+            self._ordered, self._ordered_number = step, step.number
             self._await_lane()
             events += step.dependencies.get(BEGUN, ())
         if group in step.dependencies:
