@@ -68,7 +68,7 @@ class CupyDevice(Device):
         remedy: what a user can do then.
 
     Raises:
-        ImportError: CuPy is not installed, or finds no driver.
+        ImportError: CuPy is not installed, finds no driver, or cannot compile for the device.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class CupyDevice(Device):
         count_devices()  # also lets the driver know of contexts
         self._ensure_context()
         with cupy.cuda.Device(index):
-            self._kernels = CudaKernels()
+            self._kernels = _compiled(index)
             properties = runtime.getDeviceProperties(index)
         self.name = f"cuda:{index}"
         # The bus alone does not tell parts of a GPU apart.
@@ -350,6 +350,20 @@ def count_devices() -> int:
         return int(runtime.getDeviceCount())
     except runtime.CUDARuntimeError as error:
         raise ImportError(f"CUDA finds no device: {error}") from error
+
+
+def _compiled(index: int) -> CudaKernels:
+    """The packing kernels; ``ImportError`` if CuPy cannot compile them."""
+    try:
+        return CudaKernels()
+    except Exception as error:  # of its compiler, or for want of one
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ImportError(
+            f"CuPy cannot compile the packing kernels for cuda:{index}: {lines[0]}. It needs NVRTC "
+            "of the CUDA that it is built for: pip install 'wfbp[cuda12]' for cupy-cuda12x, "
+            "'wfbp[cuda13]' for cupy-cuda13x; keep the one that PyTorch is built for "
+            "(torch.version.cuda)"
+        ) from error
 
 
 def _tolerate_captures() -> None:

@@ -138,6 +138,7 @@ class CudaKernels:
         self._cupy = cupy
         self._launch: Callable[..., None] = driver.launchKernel
         self._module = cupy.RawModule(code=source(), options=("-std=c++17",))
+        self._module.compile()  # here, and not within the first step
         self._functions: dict[str, Any] = {}
 
     def upload(self, table: npt.NDArray[Any], stream: int) -> tuple[int, Any]:

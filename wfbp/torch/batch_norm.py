@@ -194,7 +194,9 @@ def _statistics(
     count = x.numel() // x.shape[1]
     mean = wide.sum(others) / max(count, 1)
     squares = (wide - _along(mean, x)).square().sum(others)
-    mine = torch.cat([mean, squares, mean.new_tensor([count])]).double()  # counts need the digits
+    # Not new_tensor(), which would let the host wait for a device; counts need the digits.
+    own = mean.new_full((1,), count, dtype=torch.float64)
+    mine = torch.cat([mean.double(), squares.double(), own])
     table = allgather(mine[None], process_set=process_set)
     counts = table[:, -1:]
     means, of_ranks = table[:, :-1].chunk(2, dim=1)

@@ -15,6 +15,7 @@ from wfbp.comm.device.device import Device
 from wfbp.core.types import TensorSpec
 from wfbp.cuda.local_device import check_local_rank
 from wfbp.runtime import process
+from wfbp.runtime.collectives import device_operations
 
 NAMES = {
     torch.float16: "float16",
@@ -197,7 +198,8 @@ def usable_device(tensor: torch.Tensor) -> Device | None:
 def _cuda_device_if_any(index: int) -> Device | None:
     try:
         return cuda_device(index)
-    except ImportError:  # without CuPy PyTorch copies to the host
+    except ImportError as error:  # PyTorch copies to the host
+        device_operations.tell_detour(f"cuda:{index}", str(error))
         return None
 
 

@@ -198,7 +198,9 @@ def modules(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Any:
         return found
 
     cupy.ndarray = ndarray
-    cupy.RawModule = lambda code, options: None
+    cuda.compiled = []  # type: ignore[attr-defined]
+    module = types.SimpleNamespace(compile=lambda: cuda.compiled.append(cuda.getDevice()))  # type: ignore[attr-defined]
+    cupy.RawModule = lambda code, options: module
     cupy.cuda = types.SimpleNamespace(
         Device=device,
         Stream=Stream,
@@ -264,6 +266,22 @@ def test_no_thread_makes_a_context_on_another_device(monkeypatch: pytest.MonkeyP
     in_a_thread(lambda: made[0].record(next(iter(cuda.streams))))
     assert cuda.contexts == {2}
     assert cuda.trimmed == [2]
+
+
+def test_kernels_are_compiled_when_a_device_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On that device, so that no step waits for the compiler; where it fails, with the remedy."""
+    cuda = Cuda(4)
+    cupy = modules(cuda, monkeypatch)
+    CupyDevice(2)
+    assert cuda.compiled == [2]  # type: ignore[attr-defined]
+
+    def fails() -> None:
+        raise RuntimeError("CuPy failed to load libnvrtc.so.12: OSError\n\nmore")
+
+    cupy.RawModule = lambda code, options: types.SimpleNamespace(compile=fails)
+    message = r"kernels for cuda:1: CuPy failed to load libnvrtc.so.12: OSError. It needs .*cuda12"
+    with pytest.raises(ImportError, match=message):
+        CupyDevice(1)
 
 
 def test_memory_of_frameworks_is_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ _here = threading.local()
 
 @pytest.fixture(autouse=True)
 def _on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_operations, "may_have_devices", lambda: True)
+    monkeypatch.setattr(device_operations, "obstacle", lambda: "")
     monkeypatch.setattr(api, "current", lambda _: _here.operations)
 
 
@@ -495,6 +495,31 @@ def test_without_nccl_or_by_the_setting_all_go_through_the_host() -> None:
     assert not any(device.library.calls for device in devices.of)
 
 
+def test_where_a_rank_lacks_cupy_the_log_says_so_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only where tensors lie on a GPU; with the remedy."""
+    monkeypatch.undo()
+    monkeypatch.setattr(api, "current", lambda _: _here.operations)
+    monkeypatch.setattr(device_operations, "find_spec", lambda name: None)
+    devices = Devices(2, nccl=True)
+
+    def body(runtime: Runtime) -> None:
+        me = Rank(runtime, devices)
+        me.operations.run(call(Kind.ALLREDUCE, me.operand(1, kind="host"), Op.SUM))
+        runtime.exchange(b"", "behind it")
+        assert not caplog.records
+        runtime.exchange(b"", "looking")
+        for name in "yz":
+            assert me.number(me.wait(me.sum(name, 1.0))) == 2.0
+
+    all_well(run_ranks(2, body, STEADY))
+    assert [record.message for record in caplog.records] == [
+        "allreduce() and the like on a GPU travel through the host's memory: rank 0: CuPy is not "
+        "installed; pip install 'wfbp[cuda12]' (or cuda13, as PyTorch is built for)"
+    ]
+
+
 def test_who_has_joined_contributes_zeros() -> None:
     devices = Devices(2, nccl=True)
 
@@ -577,6 +602,14 @@ def until_it_ends(runtime: Runtime) -> None:
         time.sleep(1e-3)
 
 
+def until_aborted(me: Rank) -> None:
+    """The error is known a little before."""
+    deadline = time.monotonic() + 20
+    while not me.device.library.communicators[0].aborted:
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
 def test_errors_of_nccl_end_the_runtime() -> None:
     devices = Devices(2, nccl=True)
     gates = [threading.Event() for _ in range(2)]
@@ -588,7 +621,7 @@ def test_errors_of_nccl_end_the_runtime() -> None:
         try:
             with pytest.raises(BackendError, match="NCCL failed: NCCL_ERROR_REMOTE_ERROR"):
                 until_it_ends(runtime)
-            assert me.device.library.communicators[0].aborted
+            until_aborted(me)
         finally:
             gates[me.rank].set()
 
@@ -605,7 +638,7 @@ def test_a_device_that_hangs_is_noticed() -> None:
             under_way(me, gates[me.rank])
             with pytest.raises(WfbpError) as found:
                 until_it_ends(runtime)
-            assert me.device.library.communicators[0].aborted
+            until_aborted(me)
             return f"{type(found.value).__name__}: {found.value}"
         finally:
             gates[me.rank].set()

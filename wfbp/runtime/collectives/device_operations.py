@@ -53,9 +53,19 @@ _CHECK_S = 0.05
 log = logging.getLogger("wfbp")
 
 
-def may_have_devices() -> bool:
-    """Whether this process could have tensors on a device that the runtime can use."""
-    return find_spec("cupy") is not None
+def obstacle() -> str:
+    """Why this process cannot have tensors on a device that the runtime uses; empty where it
+    may."""
+    if find_spec("cupy") is not None:
+        return ""
+    return "CuPy is not installed; pip install 'wfbp[cuda12]' (or cuda13, as PyTorch is built for)"
+
+
+def tell_detour(where: str, reason: str) -> None:
+    """Log why operations on a device go through the host."""
+    log.warning(
+        "allreduce() and the like on %s travel through the host's memory: %s", where, reason
+    )
 
 
 def carries(kind: Kind, dtype: str, op: Reduction | None, is_scaled: bool) -> bool:
@@ -201,11 +211,7 @@ class DeviceOperations:
         if problem:
             self._failed = True
             if self._host.local_rank == 0:
-                log.warning(
-                    "allreduce() and the like on %s travel through the host's memory: %s",
-                    device.name,
-                    problem,
-                )
+                tell_detour(device.name, problem)
 
     def launch(
         self,

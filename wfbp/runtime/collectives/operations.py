@@ -166,15 +166,19 @@ class Collectives:
         self._sets: dict[int, _Set] = {}
         self._split: dict[int, tuple[int, ...]] = {}  # of each, all that were made by one split
         self.rank = runtime.rank
-        may = runtime.config.device_operations and runtime.size > 1
-        may = may and device_operations.may_have_devices()
-        mine = json.dumps([runtime.local_rank, runtime.local_size, may]).encode()
+        obstacle = device_operations.obstacle() if runtime.config.device_operations else None
+        mine = json.dumps([runtime.local_rank, runtime.local_size, obstacle]).encode()
         ranks = [
             json.loads(payload) for payload in runtime.exchange(mine, "init(): comparing hosts")
         ]
         self.hosts: list[tuple[int, int]] = [(place, size) for place, size, _ in ranks]
         """Of every rank, its number on its host and how many there are."""
-        self._may_have_devices = all(may for *_, may in ranks)
+        obstacles = [each for *_, each in ranks]
+        self._may_have_devices = runtime.size > 1 and not any(each != "" for each in obstacles)
+        self._untold = ""  # why tensors on devices go through the host, until that was said
+        if runtime.local_rank == 0 and runtime.size > 1 and None not in obstacles:
+            lacking = ((rank, each) for rank, each in enumerate(obstacles) if each)
+            self._untold = next((f"rank {rank}: {each}" for rank, each in lacking), "")
         self._devices: DeviceOperations | None = None
         runtime.thread.loop.extend_status(self.extend_status)
         self._make_set(tuple(range(runtime.size)))
@@ -344,6 +348,9 @@ class Collectives:
             details: as of :class:`Call`.
             place: tells the device on which the tensor lies, if it does.
         """
+        if self._devices is None and self._untold and details["device"] != "cpu":
+            reason, self._untold = self._untold, ""
+            device_operations.tell_detour("a GPU", reason)
         if self._devices is None or process_set:
             return None
         is_scaled = (details.get("prescale", 1.0), details.get("postscale", 1.0)) != (1.0, 1.0)

@@ -169,7 +169,7 @@ def records_of(library: str, schedules: list[str]) -> dict[str, Any]:
     if library == "NCCL":
         device.library = FakeNccl(device, MpiBackend)
     gradient_sync.device_of = lambda *_: device  # type: ignore[assignment]
-    device_operations.may_have_devices = lambda: True
+    device_operations.obstacle = lambda: ""
     collectives.usable_device = lambda _: None
     wfbp.init(config=equality.CONFIG)
     if device.library is not None:
