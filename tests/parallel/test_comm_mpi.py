@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launcher import Run
-from wfbp.comm.mpi import library
+from wfbp.comm.mpi import start
 from wfbp.errors import BackendError
 
 PROGRAMS = Path(__file__).with_name("programs")
@@ -49,5 +49,5 @@ def test_a_library_error_is_translated_and_abort_ends_every_rank(
 def test_without_mpi_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(BackendError, match=r"pip install wfbp\[mpich\]") as caught:
-        library.load()
+        start.load()
     assert isinstance(caught.value.__cause__, ImportError)

@@ -22,13 +22,13 @@ import jax
 
 from wfbp.core.types import Op
 from wfbp.deprecation import warn_renamed
+from wfbp.jax.after_programs import allgather_object, barrier, broadcast_object
 from wfbp.jax.collectives import allgather, allreduce, alltoall, broadcast, reducescatter
 from wfbp.jax.device import set_local_device
 from wfbp.jax.gradient_sync import report, stats
 from wfbp.jax.gradients import grad, value_and_grad
 from wfbp.jax.metrics import average_metrics
 from wfbp.jax.optimizer import DistributedOptimizer
-from wfbp.jax.ordering import allgather_object, barrier, broadcast_object
 from wfbp.jax.state import broadcast_parameters
 from wfbp.runtime.process import init, is_initialized, local_rank, local_size, rank, shutdown, size
 

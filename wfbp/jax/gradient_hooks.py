@@ -17,18 +17,18 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from wfbp.jax.gradient_sync import ExchangeKey, exchange_registry
+from wfbp.jax.gradient_sync import ExchangeDescription, exchange_registry
 
 
 @dataclass(frozen=True, eq=False)
 class Site:
     """One place in a program's text at which gradients are exchanged.
 
-    ``request`` may be equal to that of other sites; ``add`` registers it and returns its key.
+    ``description`` may be equal to that of other sites; ``add`` registers it and returns its key.
     """
 
-    request: ExchangeKey
-    add: Callable[[ExchangeKey], int]
+    description: ExchangeDescription
+    add: Callable[[ExchangeDescription], int]
 
 
 def announce(gradient: Any, site: Site, index: int) -> Any:
@@ -55,8 +55,8 @@ def _key(program: Any, site: Site) -> int:
     with _sites_lock:
         keys = _sites.setdefault(program, {})
         if site not in keys:
-            occurrence = sum(other.request == site.request for other in keys)
-            keys[site] = site.add(replace(site.request, occurrence=occurrence))
+            occurrence = sum(other.description == site.description for other in keys)
+            keys[site] = site.add(replace(site.description, occurrence=occurrence))
         return keys[site]
 
 
@@ -113,10 +113,10 @@ class TracedExchange:
     the function is differentiated, because that is a trace of its own.
     """
 
-    def __init__(self, request: ExchangeKey, traced: bool) -> None:
+    def __init__(self, description: ExchangeDescription, traced: bool) -> None:
         self._exchanges = exchange_registry()
-        self._request = request
-        self._site = Site(request, self._exchanges.add)
+        self._description = description
+        self._site = Site(description, self._exchanges.add)
         self._traced = traced
         self._announced: set[int] = set()
 
@@ -145,7 +145,7 @@ class TracedExchange:
         # Of the type that was agreed upon: outside of programs JAX has not yet narrowed a number
         # or an array of NumPy.
         array = np.asarray(gradient, self._dtype(index), order="C")
-        key = self._exchanges.add(self._request)
+        key = self._exchanges.add(self._description)
         self._exchanges.announce(key, index, array.__array_interface__["data"][0], array)
         return gradient
 
@@ -158,7 +158,7 @@ class TracedExchange:
         if any(self._is_traced(gradient) for gradient in given):
             typed = [self._typed(index, gradient) for index, gradient in enumerate(given)]
             return wait(typed, self._site)
-        key, specs = self._exchanges.add(self._request), self._request.specs
+        key, specs = self._exchanges.add(self._description), self._description.specs
         if self._exchanges.device is not None:
             typed = [self._typed(index, gradient) for index, gradient in enumerate(given)]
             return _wait_on_device(typed, key)
@@ -177,7 +177,7 @@ class TracedExchange:
         return jax.numpy.asarray(gradient, self._dtype(index))
 
     def _dtype(self, index: int) -> Any:
-        return jax.numpy.dtype(self._request.specs[index].dtype)
+        return jax.numpy.dtype(self._description.specs[index].dtype)
 
 
 def _wait_on_device(gradients: Sequence[Any], key: int) -> list[Any]:

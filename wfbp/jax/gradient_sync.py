@@ -1,7 +1,7 @@
 """All exchanges of gradients of this process, and how ranks come to make the same ones.
 
-An :class:`ExchangeKey` describes an exchange; equal ones share a :class:`GradientExchange`, which
-gives a step's announcements to its engine. The registry passes on the announcements of XLA's
+Equal :class:`ExchangeDescription` s share a :class:`GradientExchange`, which gives a step's
+announcements to its engine. The registry passes on the announcements of XLA's
 threads.
 """
 
@@ -53,7 +53,7 @@ def _remedy() -> str:
 
 
 @dataclass(frozen=True)
-class ExchangeKey:
+class ExchangeDescription:
     """The description of an exchange; equal ones share an engine.
 
     Args:
@@ -80,8 +80,8 @@ class ExchangeKey:
         return json.dumps([self.name, rows, *rest])
 
     @classmethod
-    def parse(cls, text: str) -> ExchangeKey:
-        """The request of a :attr:`text`."""
+    def parse(cls, text: str) -> ExchangeDescription:
+        """The description of a :attr:`text`."""
         name, rows, op, *rest = json.loads(text)
         specs = tuple(TensorSpec(n, tuple(shape), dtype) for n, shape, dtype in rows)
         return cls(name, specs, Op(op), *rest)
@@ -111,7 +111,7 @@ class GradientExchange:
     every change of the open step's state; nothing waits under it.
 
     Args:
-        request: what is exchanged.
+        description: what is exchanged.
         where: this rank, for messages.
         lock: see above.
         make: makes the engine. Collective: called in the first wait, because only execution has an
@@ -123,16 +123,16 @@ class GradientExchange:
 
     def __init__(
         self,
-        request: ExchangeKey,
+        description: ExchangeDescription,
         where: str,
         lock: Lock,
         make: Callable[[], Engine],
         copy: Copy,
         expect: Callable[[Sequence[int]], None],
     ) -> None:
-        self._who = f"{where}: {request.title}"
-        self._names = [spec.name for spec in request.specs]
-        self._nbytes = [spec.nbytes for spec in request.specs]
+        self._who = f"{where}: {description.title}"
+        self._names = [spec.name for spec in description.specs]
+        self._nbytes = [spec.nbytes for spec in description.specs]
         self._lock = lock
         self._make = make
         self._copy = copy
@@ -280,10 +280,10 @@ _MAKING = "jax: making an exchange"
 class ExchangeRegistry:
     """Exchanges by key.
 
-    Programs are compiled in any order, and perhaps on one rank only; a request is known from then
-    on. Its engine is made when the first step of it ends. Ranks then tell each other which exchange
-    they have come to: where independent steps of one program run at once, that may differ. All that
-    are wanted anywhere are made, in the order of their keys.
+    Programs are compiled in any order, and perhaps on one rank only; a description is known from
+    then on. Its engine is made when the first step of it ends. Ranks then tell each other which
+    exchange they have come to: where independent steps of one program run at once, that may differ.
+    All that are wanted anywhere are made, in the order of their keys.
 
     Any thread may call anything. ``_lock`` protects the tables and the open steps; ``_making`` is
     held while an engine is made, and waits for other ranks.
@@ -296,7 +296,7 @@ class ExchangeRegistry:
         self.device = device
         self._lock = threading.Lock()
         self._making = threading.Lock()
-        self._requests: dict[int, ExchangeKey] = {}
+        self._descriptions: dict[int, ExchangeDescription] = {}
         self._exchanges: dict[int, GradientExchange] = {}
         self._engines: dict[int, Engine] = {}
         self._runtime: Runtime | None = None
@@ -305,20 +305,20 @@ class ExchangeRegistry:
             target=self._forward_announcements, name="wfbp-announce", daemon=True
         ).start()
 
-    def add(self, request: ExchangeKey) -> int:
-        """Know a request; its key."""
+    def add(self, description: ExchangeDescription) -> int:
+        """Know a description; its key."""
         if process.is_initialized():
             # XLA may run the program on a thread that has not communicated before.
             process.current("an exchange").expect_other_threads()
         with self._lock:
-            known = request.key in self._requests
-            self._requests[request.key] = request
-            num_known = len(self._requests)
+            known = description.key in self._descriptions
+            self._descriptions[description.key] = description
+            num_known = len(self._descriptions)
         if not known and num_known > 1:
             native.wait_on_own_threads()
         if not known:
-            self._stock(2 * len(request.specs))
-        return request.key
+            self._stock(2 * len(description.specs))
+        return description.key
 
     def announce(self, key: int, index: int, address: int, owner: object) -> None:
         """A gradient exists outside of a compiled program."""
@@ -344,7 +344,7 @@ class ExchangeRegistry:
         self, ask: Callable[[GradientExchange], dict[str, Any]]
     ) -> dict[str, dict[str, Any]]:
         with self._lock:
-            exchanges = [(self._requests[key].title, e) for key, e in self._exchanges.items()]
+            exchanges = [(self._descriptions[key].title, e) for key, e in self._exchanges.items()]
         answers: dict[str, dict[str, Any]] = {}
         counts: Counter[str] = Counter()
         for name, exchange in exchanges:
@@ -419,47 +419,47 @@ class ExchangeRegistry:
             runtime.expect_other_threads()  # the program may have been traced before init()
         known = self._exchanges.get(key)
         if known is None:
-            request = self._requests.get(key)
-            if request is None:
+            description = self._descriptions.get(key)
+            if description is None:
                 raise WfbpError(
                     f"{runtime.where}: a compiled program exchanges gradients that were not "
                     "traced in this process; wfbp's programs cannot be exported"
                 )
             known = self._exchanges[key] = GradientExchange(
-                request,
+                description,
                 runtime.where,
                 self._lock,
-                functools.partial(self._make, runtime, request),
+                functools.partial(self._make, runtime, description),
                 self._native.copy if self.device is None else self.device.move,
                 functools.partial(self._native.expect, key),
             )
         return known
 
-    def _make(self, runtime: Runtime, wanted: ExchangeKey) -> Engine:
+    def _make(self, runtime: Runtime, wanted: ExchangeDescription) -> Engine:
         """The engine of an exchange; made together with all others that ranks have come to."""
         with self._making:
             if wanted.key in self._engines:
                 return self._engines[wanted.key]
             with self._lock:
-                known = sorted(self._requests)
+                known = sorted(self._descriptions)
             message = json.dumps({"wanted": wanted.text, "known": known}).encode()
             replies = [json.loads(p) for p in runtime.planning_channel.exchange(message, _MAKING)]
-            requests = [ExchangeKey.parse(s["wanted"]) for s in replies]
+            descriptions = [ExchangeDescription.parse(s["wanted"]) for s in replies]
             everywhere = set.intersection(*(set(s["known"]) for s in replies))
-            if not everywhere.issuperset(r.key for r in requests):
-                _disagree(runtime.where, requests)
-            for _, request in sorted({r.key: r for r in requests}.items()):
-                if request.key not in self._engines:
-                    self._engines[request.key] = self._engine(runtime, request)
+            if not everywhere.issuperset(d.key for d in descriptions):
+                _disagree(runtime.where, descriptions)
+            for _, description in sorted({d.key: d for d in descriptions}.items()):
+                if description.key not in self._engines:
+                    self._engines[description.key] = self._engine(runtime, description)
             return self._engines[wanted.key]
 
-    def _engine(self, runtime: Runtime, request: ExchangeKey) -> Engine:
+    def _engine(self, runtime: Runtime, description: ExchangeDescription) -> Engine:
         with self._lock:
-            exchange = self._get(request.key)
+            exchange = self._get(description.key)
         return Engine(
             runtime,
-            request.specs,
-            request.options,
+            description.specs,
+            description.options,
             device=self.device,
             fetch=exchange.source,
             channel=runtime.planning_channel,
@@ -477,16 +477,16 @@ def exchange_registry() -> ExchangeRegistry:
     return ExchangeRegistry(native.load(), device)
 
 
-def _disagree(where: str, requests: Sequence[ExchangeKey]) -> None:
+def _disagree(where: str, descriptions: Sequence[ExchangeDescription]) -> None:
     """Raise ``DisagreementError`` with the difference between the ranks' exchanges."""
     settings = [
         {"name": r.title, "op": str(r.op), "schedule": r.schedule, "bytes": r.threshold_bytes}
-        for r in requests
+        for r in descriptions
     ]
     encoded = [
-        consistency.encode_specs(r.specs, s) for r, s in zip(requests, settings, strict=True)
+        consistency.encode_specs(r.specs, s) for r, s in zip(descriptions, settings, strict=True)
     ]
-    consistency.check_specs(f"{where}: {requests[0].title}", encoded)
+    consistency.check_specs(f"{where}: {descriptions[0].title}", encoded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -512,11 +512,13 @@ class ExchangeOptions:
         some = TensorSpec("any", (1,), "float32")
         EngineOptions(*self._plan(config), self.op).check([some], self.user)
 
-    def request(self, runtime: Runtime, layout: Layout) -> ExchangeKey:
+    def describe(self, runtime: Runtime, layout: Layout) -> ExchangeDescription:
         """The exchange of a tree's leaves; ``ValueError`` for a bad argument."""
         schedule, limit_bytes = self._plan(runtime.config)
         EngineOptions(schedule, limit_bytes, self.op).check(layout.specs, self.user)
-        return ExchangeKey(self.name or self.user, layout.specs, self.op, schedule, limit_bytes)
+        return ExchangeDescription(
+            self.name or self.user, layout.specs, self.op, schedule, limit_bytes
+        )
 
     def _plan(self, config: Config) -> tuple[str, int]:
         return (

@@ -213,9 +213,9 @@ class _DifferentiatedCall:
         """The function, its parameters tapped; JAX has checked the number of arguments by now."""
         parameters = self._lay_out(args)
         if self._layout.specs:
-            request = self._options.request(self._runtime, self._layout)
+            description = self._options.describe(self._runtime, self._layout)
             if self._runtime.size > 1:
-                self._step = TracedExchange(request, self._traced)
+                self._step = TracedExchange(description, self._traced)
                 parameters = list(self._layout.replace(parameters, self._step.tap))
         given = list(args)
         for number, parameter in zip(self._numbers, parameters, strict=True):

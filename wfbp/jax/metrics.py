@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from wfbp.core.types import Op
+from wfbp.jax.after_programs import wait_for_programs
 from wfbp.jax.collectives import AllReduce, allreduce, is_compiling
-from wfbp.jax.ordering import wait_for_programs
 from wfbp.jax.trees import is_value
 from wfbp.runtime import process
 

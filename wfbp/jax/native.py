@@ -30,7 +30,7 @@ from typing import Any, Protocol, cast
 import jax
 from jaxlib import version as jaxlib
 
-from wfbp.jax.ordering import wait_for_steps
+from wfbp.jax.after_programs import wait_for_steps
 from wfbp.runtime import process
 
 MODULE = "_jax_ffi"

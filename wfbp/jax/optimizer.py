@@ -93,7 +93,7 @@ def _averaged(gradients: Any, options: ExchangeOptions) -> Any:
     layout = Layout.of([gradients], ["gradients"], options.user)
     if not layout.specs:
         return gradients
-    request = options.request(runtime, layout)
+    description = options.describe(runtime, layout)
     if runtime.size == 1:
         return gradients
-    return layout.replace([gradients], TracedExchange(request, is_compiling()).wait)[0]
+    return layout.replace([gradients], TracedExchange(description, is_compiling()).wait)[0]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wfbp.jax.ordering import wait_for_programs
+from wfbp.jax.after_programs import wait_for_programs
 from wfbp.jax.trees import is_value
 from wfbp.runtime import process
 from wfbp.runtime.api.parameters import MANY, broadcast_buffers

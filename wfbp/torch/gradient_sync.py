@@ -248,7 +248,7 @@ class GradientHooks:
             else:
                 param.grad = total
 
-    def stand_in(self) -> None:
+    def close_without_gradients(self) -> None:
         """Close a step of the other ranks, without gradients, and leave ``p.grad`` unchanged."""
         engine = self._engine
         engine.sparse = ()
@@ -653,7 +653,7 @@ class OptimizerSync:
             return
         self.last_active = next(r for r in range(self.runtime.size) if r not in joined)
         if isinstance(self._update, ShardedUpdate):
-            self._update.join()
+            self._update.make_whole()
 
     def join(self, note_progress: Callable[[], None]) -> None:
         """Take part in all steps of the other ranks, without gradients, until they join, too.
@@ -668,15 +668,15 @@ class OptimizerSync:
         engine.joined = True
         try:
             with signals.uninterruptible:
-                while self._stand_in():
+                while self._take_part_without_gradients():
                     note_progress()
         finally:
             engine.joined = self._alone = False
 
-    def _stand_in(self) -> bool:
+    def _take_part_without_gradients(self) -> bool:
         """Take part in one step; whether there are ranks that have not joined."""
         self._update.flush()
-        self._gradients.stand_in()
+        self._gradients.close_without_gradients()
         self._compare()
         engine = self._engine
         if len(engine.joined_ranks) == self.runtime.size:
@@ -775,7 +775,7 @@ class OptimizerSync:
         self._update.flush()
         self._held = None
         if isinstance(self._update, ShardedUpdate):
-            self._update.join()
+            self._update.make_whole()
 
     def whole_state(self) -> State:
         """The optimizer's state as it would be without other ranks; any rank may ask, alone."""

@@ -52,7 +52,7 @@ def join(device: int = -1) -> int:
     syncs = gradient_sync.in_use()
     operations = api.current("join()")
     handle = operations.begin_join()
-    _stand_in(syncs, operations.note_progress)
+    _take_part_until_all_join(syncs, operations.note_progress)
     last = operations.end_join(handle)
     for sync in syncs:
         root, sync.last_active = sync.last_active, None
@@ -61,7 +61,9 @@ def join(device: int = -1) -> int:
     return last
 
 
-def _stand_in(syncs: Sequence[OptimizerSync], note_progress: Callable[[], None]) -> None:
+def _take_part_until_all_join(
+    syncs: Sequence[OptimizerSync], note_progress: Callable[[], None]
+) -> None:
     """Take part in the others' steps of these optimizers, side by side."""
     if len(syncs) < 2:
         for sync in syncs:

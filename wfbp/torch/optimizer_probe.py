@@ -37,7 +37,7 @@ class UnknownError(Exception):
     """The experiment cannot tell."""
 
 
-def stand_in(optimizer: torch.optim.Optimizer) -> Any:
+def private_optimizer(optimizer: torch.optim.Optimizer) -> Any:
     """A copy without groups, state and hooks, made without its constructor.
 
     Raises ``UnknownError`` if an attribute cannot be copied.
@@ -71,15 +71,15 @@ _CONSTANT = (
 )
 
 
-def private_copy(value: Any, optimizer: Any = None, stand_in: Any = None) -> Any:
-    """A copy of an attribute, or part of one, that shares nothing mutable; ``stand_in`` replaces
+def private_copy(value: Any, optimizer: Any = None, replacement: Any = None) -> Any:
+    """A copy of an attribute, or part of one, that shares nothing mutable; ``replacement`` replaces
     ``optimizer``.
 
     Raises ``UnknownError`` if it cannot be copied without the optimizer's tensors.
     """
 
     def again(inner: Any) -> Any:
-        return private_copy(inner, optimizer, stand_in)
+        return private_copy(inner, optimizer, replacement)
 
     kind = type(value)
     if isinstance(value, _CONSTANT):
@@ -96,7 +96,7 @@ def private_copy(value: Any, optimizer: Any = None, stand_in: Any = None) -> Any
     if kind is defaultdict:
         return defaultdict(value.default_factory, ((k, again(v)) for k, v in value.items()))
     if isinstance(value, types.MethodType) and value.__self__ is optimizer:
-        return types.MethodType(value.__func__, stand_in)
+        return types.MethodType(value.__func__, replacement)
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         if all(isinstance(cell, _CONSTANT) for cell in cells):
@@ -358,7 +358,7 @@ def _run(
         started: whether it begins with the optimizer's state, or with none.
         lookups: records what it asks of its tensors, if given.
     """
-    made = stand_in(optimizer)
+    made = private_optimizer(optimizer)
     made.defaults = made.defaults | _SWITCHED_OFF
     made.state = defaultdict(dict) if lookups is None else lookups.state()
     members: list[_Member] = []

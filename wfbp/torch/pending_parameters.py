@@ -301,15 +301,15 @@ class PendingParameters:
         self._unwatched = {
             k for k, p in enumerate(self._params) if p.device.type == "cpu" and is_shared(p)
         }
-        pending_arguments: dict[int, list[int]] = {}
+        indices_by_storage: dict[int, list[int]] = {}
         self._storages = []
         for index, param in enumerate(self._params):
             storage = param.untyped_storage()
-            if storage._cdata not in pending_arguments:
+            if storage._cdata not in indices_by_storage:
                 self._storages.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
-            pending_arguments.setdefault(storage._cdata, []).append(index)
+            indices_by_storage.setdefault(storage._cdata, []).append(index)
         self._cdata = [storage.cdata for storage in self._storages]
-        self._sharers = list(pending_arguments.values())
+        self._sharers = list(indices_by_storage.values())
         ours = Counter[int]()
         for view in () if view_of is None else map(view_of, views):
             kept: torch.Tensor | None = view
@@ -319,7 +319,7 @@ class PendingParameters:
         # Of parameters that share memory, none is to be read before all have arrived.
         self._uses = [
             _ALONE + ours[cdata] if len(sharers) == 1 else 0
-            for cdata, sharers in zip(pending_arguments, self._sharers, strict=True)
+            for cdata, sharers in zip(indices_by_storage, self._sharers, strict=True)
         ]
 
     def _kept_by_cpp(self) -> set[int]:

@@ -308,7 +308,7 @@ class ShardedUpdate(Update):
         engine.mark_update(start)
         return result
 
-    def join(self) -> None:
+    def make_whole(self) -> None:
         """Have whole state on every rank, and whole updates until the next :meth:`apply`."""
         self.sharding.follow([])
         self._installed = 0

@@ -21,7 +21,7 @@ from wfbp.core.types import Op, TensorSpec
 from wfbp.errors import NotInitializedError, WfbpError
 from wfbp.jax import device, gradient_hooks
 from wfbp.jax.device import check_device, programs_device
-from wfbp.jax.gradient_sync import ExchangeKey, exchange_registry
+from wfbp.jax.gradient_sync import ExchangeDescription, exchange_registry
 from wfbp.runtime import process
 
 SPECS = (TensorSpec("a", (1,), "float32"), TensorSpec("b", (11,), "float32"))
@@ -146,10 +146,10 @@ def test_choosing_comes_after_init() -> None:
 def test_programs_for_cuda_call_the_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is lowered for CUDA: one announcement per leaf, one wait, in place."""
     monkeypatch.setattr(gradient_hooks, "exchange_registry", lambda: _Known())
-    request = ExchangeKey("test", SPECS, Op.AVERAGE, "auto", 100)
+    description = ExchangeDescription("test", SPECS, Op.AVERAGE, "auto", 100)
 
     def step(leaves: list[Any]) -> Any:
-        return gradient_hooks.TracedExchange(request, traced=True).wait(
+        return gradient_hooks.TracedExchange(description, traced=True).wait(
             [2 * leaf for leaf in leaves]
         )
 
@@ -165,8 +165,8 @@ class _Known:
 
     device = None
 
-    def add(self, request: ExchangeKey) -> int:
-        return request.key
+    def add(self, description: ExchangeDescription) -> int:
+        return description.key
 
 
 def test_copies_between_addresses() -> None:

@@ -15,16 +15,16 @@ import jax.numpy as jnp
 
 from wfbp.core.types import Op, TensorSpec
 from wfbp.jax import gradient_hooks
-from wfbp.jax.gradient_sync import ExchangeKey
+from wfbp.jax.gradient_sync import ExchangeDescription
 
-REQUEST = ExchangeKey("test", (TensorSpec("a", (3,), "float32"),), Op.AVERAGE, "auto", 100)
-OTHER = ExchangeKey("other", REQUEST.specs, Op.AVERAGE, "auto", 100)
+REQUEST = ExchangeDescription("test", (TensorSpec("a", (3,), "float32"),), Op.AVERAGE, "auto", 100)
+OTHER = ExchangeDescription("other", REQUEST.specs, Op.AVERAGE, "auto", 100)
 X = jnp.ones(3)
 
 
-def exchanged(x: Any, request: ExchangeKey = REQUEST) -> Any:
-    """As a gradient of that request is, by a call of its own."""
-    site = gradient_hooks.Site(request, lambda r: 10 * (r.name == "other") + r.occurrence)
+def exchanged(x: Any, description: ExchangeDescription = REQUEST) -> Any:
+    """As a gradient of that description is, by a call of its own."""
+    site = gradient_hooks.Site(description, lambda r: 10 * (r.name == "other") + r.occurrence)
     return gradient_hooks.wait([gradient_hooks.announce(x, site, 0)], site)[0]
 
 

@@ -14,12 +14,12 @@ pytest.importorskip("jax")
 from wfbp.core.plan import Group, Plan
 from wfbp.core.types import Op, TensorSpec
 from wfbp.errors import WfbpError
-from wfbp.jax.gradient_sync import ExchangeKey, GradientExchange
+from wfbp.jax.gradient_sync import ExchangeDescription, GradientExchange
 from wfbp.runtime.step import BufferView
 
 SPECS = tuple(TensorSpec(name, (4,), "float32") for name in "abc")
 OUTPUTS = [5000, 5001, 5002]
-REQUEST = ExchangeKey("test", SPECS, Op.AVERAGE, "auto", 100)
+REQUEST = ExchangeDescription("test", SPECS, Op.AVERAGE, "auto", 100)
 
 
 class RecordingEngine:
@@ -187,15 +187,15 @@ def test_what_ends_one_step_ends_all() -> None:
 
 def test_requests_are_the_same_in_every_process() -> None:
     """Their keys are in compiled programs, which may be kept on disk."""
-    assert ExchangeKey.parse(REQUEST.text) == REQUEST
-    assert REQUEST.key == ExchangeKey.parse(REQUEST.text).key == 736169423000007482
+    assert ExchangeDescription.parse(REQUEST.text) == REQUEST
+    assert REQUEST.key == ExchangeDescription.parse(REQUEST.text).key == 736169423000007482
     others = [
-        ExchangeKey("other", SPECS, Op.AVERAGE, "auto", 100),
-        ExchangeKey("test", SPECS[:2], Op.AVERAGE, "auto", 100),
-        ExchangeKey("test", SPECS, Op.SUM, "auto", 100),
-        ExchangeKey("test", SPECS, Op.AVERAGE, "wfbp", 100),
-        ExchangeKey("test", SPECS, Op.AVERAGE, "auto", 101),
-        ExchangeKey("test", SPECS, Op.AVERAGE, "auto", 100, occurrence=1),
+        ExchangeDescription("other", SPECS, Op.AVERAGE, "auto", 100),
+        ExchangeDescription("test", SPECS[:2], Op.AVERAGE, "auto", 100),
+        ExchangeDescription("test", SPECS, Op.SUM, "auto", 100),
+        ExchangeDescription("test", SPECS, Op.AVERAGE, "wfbp", 100),
+        ExchangeDescription("test", SPECS, Op.AVERAGE, "auto", 101),
+        ExchangeDescription("test", SPECS, Op.AVERAGE, "auto", 100, occurrence=1),
     ]
     assert len({r.key for r in (REQUEST, *others)}) == 7
     assert all(0 <= r.key < 2**63 for r in others)

@@ -19,7 +19,7 @@ from wfbp.comm import probe
 from wfbp.config import Config
 from wfbp.core.plan import Plan
 from wfbp.core.types import Op, TensorSpec
-from wfbp.jax.gradient_sync import ExchangeKey, ExchangeRegistry, GradientExchange
+from wfbp.jax.gradient_sync import ExchangeDescription, ExchangeRegistry, GradientExchange
 from wfbp.runtime import process
 from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.engine.engine import Engine
@@ -28,7 +28,7 @@ from wfbp.runtime.transport.device_transport import DeviceTransport
 from wfbp.runtime.transport.transport import BackwardBuffer
 
 SPECS = tuple(TensorSpec(f"leaf{k}", (10 * k + 1,), "float32") for k in range(4))
-REQUEST = ExchangeKey("test", SPECS, Op.AVERAGE, "wfbp", 100)
+REQUEST = ExchangeDescription("test", SPECS, Op.AVERAGE, "wfbp", 100)
 
 
 class Notes:

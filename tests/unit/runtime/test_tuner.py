@@ -645,7 +645,7 @@ def test_tensors_that_join_are_planned_from_the_start() -> None:
     assert {s.name for s in job.tuner.plan.tensors} == present
     job.gradients = [present | {"t7"}, present]
     for tuner in job.tuners:
-        tuner.join(SPECS[7:])
+        tuner.add_tensors(SPECS[7:])
     assert job.tuner.phase is TuningPhase.WARM_UP
     assert job.tuner.plan.tensors == (SPECS[7], *SPECS[:7])
     assert job.tuner.predicted is None
@@ -661,7 +661,7 @@ def test_a_tensor_that_joins_twice_stays() -> None:
         job.run("installed")
         assert len(job.tuner.plan.tensors) == 7, visits
         for tuner in job.tuners:
-            tuner.join(SPECS[7:])
+            tuner.add_tensors(SPECS[7:])
     job.run("installed")
     assert {s.name for s in job.tuner.plan.tensors} == {s.name for s in SPECS}
 

@@ -11,11 +11,11 @@ from wfbp.comm.backend import Buffer, Finished, HostBackend, Mailbox, Segment, W
 from wfbp.comm.buffers import Pieces, blocks, fill, fill_blocks, typed
 from wfbp.comm.chunking import Chunking, chunks
 from wfbp.comm.mpi.jobs import BytesGather, Channel, Job, LibraryCollective, MpiWork, ProgressGroup
-from wfbp.comm.mpi.launch import check_launch
-from wfbp.comm.mpi.library import load, unlink_segments
+from wfbp.comm.mpi.launch_check import check_launch
 from wfbp.comm.mpi.routing import Routing, Topology
 from wfbp.comm.mpi.shm_allreduce import SharedAllReduce
 from wfbp.comm.mpi.shm_memory import SharedMemory
+from wfbp.comm.mpi.start import load, unlink_segments
 from wfbp.comm.mpi.transfers import find_transfers
 from wfbp.core.types import Op
 from wfbp.errors import BackendError
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI
 
-    from wfbp.comm.backend import Buffer
 
 TAG = 1
 _FIRST_TAG = 2

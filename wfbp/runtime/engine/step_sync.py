@@ -165,7 +165,7 @@ class StepSynchronizer:
         joining = [tracker.specs[k] for k in unplanned if tracker.plan_indices[k] < 0]
         wished = any(message["tuner"].get("wants_round") for message in messages)
         if joining:
-            tuner.join(joining)
+            tuner.add_tensors(joining)
         elif due or wished:
             tuner.decide([m["tuner"] for m in messages], self._measure_costs, self._share)
         if joining or due or wished:

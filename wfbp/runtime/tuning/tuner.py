@@ -154,7 +154,7 @@ class Tuner:
         self._cold_s: float | None = None  # the plan's latest step that does not count
         self._begin(specs)
 
-    def join(self, specs: Sequence[TensorSpec]) -> None:
+    def add_tensors(self, specs: Sequence[TensorSpec]) -> None:
         """Begin again with these tensors too.
 
         One that joins for the second time, because it had no gradient while compute was measured,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from wfbp.comm.mpi.library import unlink_segments
+from wfbp.comm.mpi.start import unlink_segments
 from wfbp.comm.mpi.start_notice import number
 from wfbp.errors import BackendError
 
