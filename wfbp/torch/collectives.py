@@ -647,7 +647,7 @@ class Tensor(DeviceOperand[torch.Tensor]):
         check(label, tensor, NAMES)
         self.dtype = NAMES[tensor.dtype]
         self.shape = tuple(tensor.shape)
-        self.device = "cpu" if tensor.device.type == "cpu" else "gpu"
+        self.device = _device_kind(tensor)
         self.differentiable = like is not None and like.requires_grad and torch.is_grad_enabled()
         self._tensor = tensor
         self._in_place = in_place
@@ -724,6 +724,10 @@ class Tensor(DeviceOperand[torch.Tensor]):
         return result.mul_(factor) if factor != 1.0 else result
 
 
+def _device_kind(tensor: torch.Tensor) -> str:
+    return "cpu" if tensor.device.type == "cpu" else "gpu"
+
+
 def goes_by_device(operations: Collectives, tensor: torch.Tensor) -> bool:
     """Whether a broadcast of a tensor among all ranks could go by its device, as far as this rank
     knows.
@@ -734,7 +738,7 @@ def goes_by_device(operations: Collectives, tensor: torch.Tensor) -> bool:
     """
     if tensor.dtype not in NAMES:
         return False
-    details = {"dtype": NAMES[tensor.dtype]}
+    details = {"dtype": NAMES[tensor.dtype], "device": _device_kind(tensor)}
     device = operations.device_for(0, Kind.BROADCAST, details, lambda: usable_device(tensor))
     return device is not None
 
