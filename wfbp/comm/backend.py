@@ -35,8 +35,8 @@ class Segment(NamedTuple):
         data: the memory, read or written until the work is complete.
         counts: where the buffer consists of blocks, bytes of each rank's part of ``data``, in rank
             order; the same on every rank.
-        result: where an all-reduce that :meth:`Backend.delivers` writes the result, if not into the
-            buffer; may be ``data``.
+        result: where an all-reduce writes the result, if :meth:`Backend.copies_segments`, not
+            into the buffer; may be ``data``.
     """
 
     start: int
@@ -100,7 +100,7 @@ class Backend(ABC):
         return lambda: time.perf_counter() - begin_s
 
     @property
-    def carries_itself(self) -> bool:
+    def progresses_alone(self) -> bool:
         """Whether data move between tests too, as over a network.
 
         In shared memory the tests copy, so a rank that does not test delays its peers.
@@ -122,7 +122,7 @@ class Backend(ABC):
         """
         return zeroed(nbytes)
 
-    def delivers(self, buffer: Buffer) -> bool:
+    def copies_segments(self, buffer: Buffer) -> bool:
         """Whether an all-reduce of this buffer copies segments in, and their results out, by
         itself.
 

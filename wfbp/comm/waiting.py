@@ -152,7 +152,7 @@ class Waiter:
     def watching(cls, backend: Backend, policy: Policy | None = None) -> Waiter:
         """A waiter for works of a backend and its duplicates, on this machine."""
         crowded = backend.local_size > num_cores()
-        if policy is None and backend.carries_itself:
+        if policy is None and backend.progresses_alone:
             policy = Policy(spin_gap_s=CARRIED_SPIN_GAP_S)
         return cls(policy, activity=lambda: backend.activity, crowded=crowded)
 

@@ -181,7 +181,7 @@ class Runtime:
         (A gradient in a fusion buffer here may lie elsewhere on other ranks, whose messages would
         go another way.)
         """
-        foreign = buffer.copy() if self._backend.delivers(buffer) else buffer
+        foreign = buffer.copy() if self._backend.copies_segments(buffer) else buffer
         self.call(lambda backend: backend.all_reduce(foreign, dtype, op), label)
         if foreign is not buffer:
             buffer[:] = foreign

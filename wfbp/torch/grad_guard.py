@@ -109,7 +109,7 @@ class Watched(torch.Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _TELLING or "out" in kwargs:
+        if func not in _READING_FUNCTIONS or "out" in kwargs:
             for grad in _watched((args, kwargs)):
                 guard = type(grad).guard()
                 grad.__class__ = torch.Tensor  # type: ignore[assignment]
@@ -168,7 +168,7 @@ class GradientGuard:
                 self._device_guard.take(grad)
             return
         self._samples.pop(index, None)
-        sampled = _telling_bytes(grad)
+        sampled = _nonzero_sample(grad)
         if sampled is not None:
             self._samples[index] = sampled
         elif len(self.wanted) < _NUM_SAMPLED + _LOOKED_AT:
@@ -333,7 +333,7 @@ _IN_PLACE_OPERATORS = frozenset(
     )
 )  # fmt: skip
 
-_TELLING = frozenset(
+_READING_FUNCTIONS = frozenset(
     [
         *(
             getattr(torch.Tensor, name).__get__
@@ -402,7 +402,7 @@ def _is_elsewhere(grad: torch.Tensor) -> bool:
     return grad.device.type != "cpu" and not grad.is_sparse and bool(grad.numel())
 
 
-def _telling_bytes(grad: torch.Tensor) -> tuple[int, bytes] | None:
+def _nonzero_sample(grad: torch.Tensor) -> tuple[int, bytes] | None:
     """Some bytes that are not all zero, searched all over a gradient, and their offset; None
     without any."""
     if grad.is_sparse or grad.device.type != "cpu" or not grad.is_contiguous():

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch import nn
 
-_TELLING = frozenset(
+_PER_TENSOR_ATTRIBUTES = frozenset(
     {"data_ptr", "untyped_storage", "storage", "_typed_storage", "__dict__", "name", "_cdata"}
     | {"_backward_hooks", "_post_accumulate_grad_hooks", "_version"}
 )
 """What every tensor has, and each of its own."""
 
-_KNOWN = frozenset(dir(nn.Parameter)) - _TELLING
+_KNOWN = frozenset(dir(nn.Parameter)) - _PER_TENSOR_ATTRIBUTES
 _FOREIGN = {"torch", "numpy", *sys.stdlib_module_names} - {"__main__"}
 _DEPTH = 6
 
@@ -51,7 +51,7 @@ class LookupRecorder:
 
     def tensor(self, values: torch.Tensor) -> torch.Tensor:
         """A parameter that shares these values and notes what is asked of it."""
-        parameter: torch.Tensor = values.as_subclass(_telling(self)).requires_grad_()
+        parameter: torch.Tensor = values.as_subclass(_recording_class(self)).requires_grad_()
         return parameter
 
     def state(self, held: dict[Any, Any] | None = None) -> defaultdict[Any, Any]:
@@ -75,8 +75,8 @@ class LookupRecorder:
         return Names(names)
 
 
-def _telling(lookups: LookupRecorder) -> Any:
-    class Telling(nn.Parameter):
+def _recording_class(lookups: LookupRecorder) -> Any:
+    class Recording(nn.Parameter):
         __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
         def __getattribute__(self, name: str) -> Any:
@@ -93,7 +93,7 @@ def _telling(lookups: LookupRecorder) -> Any:
                 lookups.note("comparison with another tensor")
             return super().__eq__(other)
 
-    return Telling
+    return Recording
 
 
 def _quiet(lookups: LookupRecorder) -> Any:

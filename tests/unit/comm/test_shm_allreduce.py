@@ -64,9 +64,9 @@ def test_ranks_may_take_their_steps_in_any_order(data: st.DataObject) -> None:
 def test_small_and_foreign_buffers_go_other_ways() -> None:
     memory = connected(1)[0]
     reduces, _ = channel(memory, 0, 1)
-    assert reduces.carries(memory.zeros(65))
-    assert not reduces.carries(memory.zeros(64))
-    assert not reduces.carries(np.zeros(65, np.uint8))
+    assert reduces.handles(memory.zeros(65))
+    assert not reduces.handles(memory.zeros(64))
+    assert not reduces.handles(np.zeros(65, np.uint8))
 
 
 def test_there_are_so_many_channels() -> None:

@@ -118,7 +118,7 @@ def test_a_link_is_kept_busy_without_a_busy_core(urgent: bool, gap_s: float) -> 
 class Network(LocalBackend):
     """Moves on every ``gap_s`` seconds of a clock, whether it is tested or not."""
 
-    carries_itself = True
+    progresses_alone = True
 
     def __init__(self, steps: Steps) -> None:
         super().__init__(LocalWorld(1), 0)

@@ -123,7 +123,7 @@ def test_a_group_costs_more_than_its_message_over_a_network(
     measured: list[tuple[Operation, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_memory = Known().ask(MIB, REDUCE, False, None).all_reduce
-    monkeypatch.setattr(LocalBackend, "carries_itself", True)
+    monkeypatch.setattr(LocalBackend, "progresses_alone", True)
     over_network = Known().ask(MIB, REDUCE, False, None).all_reduce
     for nbytes in (0, 1000, MIB, 2 * MIB):
         assert over_network(nbytes) == pytest.approx(in_memory(nbytes) + 2e-4)

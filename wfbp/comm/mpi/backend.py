@@ -186,11 +186,11 @@ class MpiBackend(HostBackend):
     def zeros(self, nbytes: int) -> Buffer:
         return super().zeros(nbytes) if self._memory is None else self._memory.zeros(nbytes)
 
-    def delivers(self, buffer: Buffer) -> bool:
-        return self._host is not None and self._host.carries(buffer)
+    def copies_segments(self, buffer: Buffer) -> bool:
+        return self._host is not None and self._host.handles(buffer)
 
     @property
-    def carries_itself(self) -> bool:
+    def progresses_alone(self) -> bool:
         return self._topology.one_rank_per_host
 
     def may_progress(self) -> bool:
@@ -208,7 +208,7 @@ class MpiBackend(HostBackend):
             return Finished(None)
         if data.size == 0:
             return Finished(None)
-        if self._host is not None and self._host.carries(data):
+        if self._host is not None and self._host.handles(data):
             jobs = self._host.all_reduce(data, segments, dtype, op)
         elif self._routes.exchanges(data.nbytes, dtype, op):
             parts = [

@@ -270,7 +270,7 @@ class SharedAllReduce:
             return None
         return cls(memory, SharedFlags(memory, rank, size, number), progress_group, rank, window)
 
-    def carries(self, buffer: Buffer) -> bool:
+    def handles(self, buffer: Buffer) -> bool:
         """Whether a buffer lies where the other ranks can read it, and is worth their while."""
         return buffer.nbytes > self._small_bytes and self._memory.holds(buffer)
 

@@ -388,7 +388,7 @@ class NamedLane:
         parts = [each.data for each in submissions]
         whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
         buffer, dtype, op = carried(whole, request.dtype, Op(request.op))
-        if self._data.delivers(buffer):
+        if self._data.copies_segments(buffer):
             # A gradient in a fusion buffer, which may lie elsewhere on other ranks: their messages
             # would go another way.
             buffer = buffer.copy()

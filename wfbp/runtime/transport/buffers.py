@@ -92,7 +92,7 @@ class _Storage:
         self.buffer: Buffer = self.bytes.view(storage_dtype(dtype))
         self.tail = self.buffer[end // width :]
         self.address: int = self.bytes.__array_interface__["data"][0]
-        self.delivers = backend is not None and backend.delivers(self.buffer)
+        self.copies_segments = backend is not None and backend.copies_segments(self.buffer)
         self.slots = frozenset(
             self.address + start for start, size in zip(offsets, nbytes, strict=True) if size
         )
@@ -193,11 +193,11 @@ class FusionBuffer:
             slot = storage.address + offset
             data = self.slot(position)
             owner = step.owners[k]
-            if sources[position] and (storage.delivers or owner is not None):
+            if sources[position] and (storage.copies_segments or owner is not None):
                 data = memory_at(sources[position], nbytes, owner)
                 sources[position] = slot
             result = None
-            if storage.delivers and step.targets and step.targets[k]:
+            if storage.copies_segments and step.targets and step.targets[k]:
                 result = memory_at(step.targets[k], nbytes, None)
                 self._delivered.add(k)
             self._segments.append(Segment(offset, data, (), result))

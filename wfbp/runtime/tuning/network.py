@@ -138,7 +138,7 @@ def _bound(backend: DeviceBackend, call: Callable[[Callable[[Backend], Any], str
 
 def _measure(backend: Backend, **options: Any) -> tuple[tuple[float, float], ...]:
     """Points of a cost curve."""
-    group_s = _GROUP_S if backend.carries_itself else 0.0
+    group_s = _GROUP_S if backend.progresses_alone else 0.0
     if options["operation"] is not Operation.ALL_REDUCE:
         group_s /= 2  # either half of an all-reduce
     points = monotone_points(measure_cost(backend, **options))
