@@ -285,28 +285,42 @@ def main(words: Sequence[str]) -> int:
     if "pack" in options.parts and not options.rehearse:
         timings = measure(options.rounds)
         show_timings(timings)
+        write(options, timings, trainings)
+    failed = False
     for part, num_ranks in (("one", 1), ("two", 2)):
         for model in options.models if part in options.parts else ():
             training = train(model, num_ranks, options)
             if training is None:
-                return 1
+                failed = True
+                continue
             trainings.append(training)
             show_training(training)
-    targets: list[Target] = []
+            write(options, timings, trainings)
     if not options.rehearse:
-        targets += pack_targets(timings) if timings else ()
-        targets += training_targets(trainings)
-        show_targets(targets)
-    if options.json:
-        document = {
-            "benchmark": "gpu",
-            "machine": {} if options.rehearse else machine(),
-            "pack": [asdict(timing) for timing in timings],
-            "training": [training.to_json() for training in trainings],
-            "targets": [{**asdict(target), "verdict": target.verdict} for target in targets],
-        }
-        Path(options.json).write_text(json.dumps(document, indent=2))
-    return 0
+        show_targets(targets_of(timings, trainings))
+    return int(failed)
+
+
+def targets_of(timings: Sequence[Timing], trainings: Sequence[Training]) -> list[Target]:
+    """What was promised of all that was measured."""
+    return [*(pack_targets(timings) if timings else ()), *training_targets(trainings)]
+
+
+def write(
+    options: argparse.Namespace, timings: Sequence[Timing], trainings: Sequence[Training]
+) -> None:
+    """Keep what has been measured until now, if there is a file for it."""
+    if not options.json:
+        return
+    targets = [] if options.rehearse else targets_of(timings, trainings)
+    document = {
+        "benchmark": "gpu",
+        "machine": {} if options.rehearse else machine(),
+        "pack": [asdict(timing) for timing in timings],
+        "training": [training.to_json() for training in trainings],
+        "targets": [{**asdict(target), "verdict": target.verdict} for target in targets],
+    }
+    Path(options.json).write_text(json.dumps(document, indent=2))
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -315,7 +329,12 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--rounds", type=int, default=30, help="per contestant (default: 30)")
-    parser.add_argument("--json", help="file for all that was measured")
+    parser.add_argument("--json", help="file for all that was measured, written after each part")
+    parser.add_argument(
+        "--timed-only",
+        action="store_true",
+        help="two ranks: only what is timed, not every schedule",
+    )
     parser.add_argument(
         "--rehearse",
         action="store_true",
@@ -355,7 +374,7 @@ def train(model: str, num_ranks: int, options: argparse.Namespace) -> Training |
     else:
         timed = [name for name in TIMED if name != NO_COMMUNICATION]
         schedules = [name for name in CONTESTANTS if is_wfbp(name) and name not in timed]
-        contestants = [PER_TENSOR, *timed, *schedules]
+        contestants = [PER_TENSOR, *timed, *(() if options.timed_only else schedules)]
         model = model if options.rehearse else f"{model}-small"
     with tempfile.TemporaryDirectory(prefix="wfbp-bench-") as directory:
         result, file = Path(directory, "result.json"), Path(directory, "settings.json")
