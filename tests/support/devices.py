@@ -22,19 +22,20 @@ class Devices:
         most_s: float = 3e-4,
         kind: type[Any] = SoftwareDevice,
     ) -> None:
-        self._worlds: list[LocalWorld] = []
+        self.worlds: list[LocalWorld] = []
         self._made = [0] * size
-        self._size = size
+        self.size = size
         self._lock = threading.Lock()
         self.of = [kind(seed + rank, most_s) for rank in range(size)]
         for rank, device in enumerate(self.of):
             if nccl:
-                device.library = FakeNccl(device, lambda rank=rank: self._connect(rank))
+                device.library = FakeNccl(device, lambda rank=rank: self.connect(rank))
 
-    def _connect(self, rank: int) -> Backend:
+    def connect(self, rank: int) -> Backend:
+        """The rank's end of the next world that it asks for."""
         with self._lock:
             number = self._made[rank]
             self._made[rank] += 1
-            if number == len(self._worlds):
-                self._worlds.append(LocalWorld(self._size))
-            return self._worlds[number].backend(rank)
+            if number == len(self.worlds):
+                self.worlds.append(LocalWorld(self.size))
+            return self.worlds[number].backend(rank)

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from tests.contract.checks import CHECKS
+from tests.support.devices import Devices
 from tests.support.fake_nccl import FakeNccl
 from tests.support.software_device import SoftwareDevice
-from wfbp.comm.backend import Backend, Buffer
+from wfbp.comm.backend import Buffer
 from wfbp.comm.device import connection, nccl
 from wfbp.comm.device.backend import Blocks, DeviceBackend
 from wfbp.comm.device.connection import connect, nccl_obstacle
@@ -35,28 +36,13 @@ STRUCTURE = ("all_gather", "reduce_scatter", "broadcast", "many_in_flight", "flo
 """What depends on the number of ranks."""
 
 
-class Ranks:
+class Ranks(Devices):
     """Ranks as threads, each with a device, and host backends that belong together."""
 
     def __init__(self, size: int, seed: int = 0, most_s: float = 0.0) -> None:
-        self.size = size
-        self._worlds: list[LocalWorld] = []
-        self._made = [0] * size
-        self._lock = threading.Lock()
-        self.devices = [SoftwareDevice(seed + rank, most_s) for rank in range(size)]
-        self.libraries = [
-            FakeNccl(device, lambda rank=rank: self.connect(rank))
-            for rank, device in enumerate(self.devices)
-        ]
-
-    def connect(self, rank: int) -> Backend:
-        """The rank's end of the next world that it asks for."""
-        with self._lock:
-            number = self._made[rank]
-            self._made[rank] += 1
-            if number == len(self._worlds):
-                self._worlds.append(LocalWorld(self.size))
-            return self._worlds[number].backend(rank)
+        super().__init__(size, nccl=True, seed=seed, most_s=most_s)
+        self.devices: list[SoftwareDevice] = self.of
+        self.libraries: list[FakeNccl] = [device.library for device in self.of]
 
     def backend(self, kind: str, rank: int) -> DeviceBackend:
         device, host = self.devices[rank], self.connect(rank)
@@ -87,7 +73,7 @@ class Ranks:
                 self.devices[rank].drain()
             except BaseException as error:
                 errors.append(error)
-                for world in self._worlds:
+                for world in self.worlds:
                     world.backend(rank).abort(1)
 
         threads = [threading.Thread(target=main, args=(r,), daemon=True) for r in range(self.size)]
@@ -315,8 +301,6 @@ def test_where_nccl_fails_on_one_rank_all_are_staged(caplog: pytest.LogCaptureFi
         raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR")
 
     ranks.libraries[1].NcclCommunicator = fails
-    for device, library in zip(ranks.devices, ranks.libraries, strict=True):
-        device.library = library
 
     def body(rank: int) -> None:
         backend = connect(ranks.devices[rank], hosts.backend(rank), timeout_s=1.0)
@@ -339,8 +323,6 @@ def test_where_there_is_no_id_all_are_staged(caplog: pytest.LogCaptureFixture) -
         raise RuntimeError("NCCL_ERROR_INVALID_USAGE")
 
     ranks.libraries[0].get_unique_id = fails  # type: ignore[method-assign,assignment]
-    for device, library in zip(ranks.devices, ranks.libraries, strict=True):
-        device.library = library
 
     def body(rank: int) -> None:
         backend = connect(ranks.devices[rank], hosts.backend(rank), timeout_s=20.0)
@@ -355,8 +337,6 @@ def test_a_lane_that_cannot_be_split_leaves_the_first_one_alone() -> None:
     """Aborting the part of it that a rank has would abort all that shares its resources."""
     ranks = Ranks(2)
     hosts = [LocalWorld(2), LocalWorld(2)]
-    for device, library in zip(ranks.devices, ranks.libraries, strict=True):
-        device.library = library
 
     def body(rank: int) -> None:
         first = connect(ranks.devices[rank], hosts[0].backend(rank), timeout_s=20.0)
@@ -416,8 +396,6 @@ def test_the_log_says_which_nccl_it_is(
     ranks = Ranks(2)
     hosts = LocalWorld(2)
     monkeypatch.setattr(connection, "loaded_libraries", lambda: files)
-    for device, library in zip(ranks.devices, ranks.libraries, strict=True):
-        device.library = library
     with caplog.at_level("INFO", logger="wfbp"):
         ranks.run(lambda rank: connect(ranks.devices[rank], hosts.backend(rank), timeout_s=20.0))
     told = [(r.levelname, r.message) for r in caplog.records]
@@ -452,8 +430,6 @@ def test_a_further_lane_shares_the_first_ones_resources(busy: int | None) -> Non
     ranks = Ranks(2)
     hosts = [LocalWorld(2), LocalWorld(2)]
     gate = threading.Event()
-    for device, library in zip(ranks.devices, ranks.libraries, strict=True):
-        device.library = library
 
     def body(rank: int) -> None:
         device = ranks.devices[rank]
