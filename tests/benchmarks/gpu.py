@@ -296,14 +296,31 @@ def main(words: Sequence[str]) -> int:
             trainings.append(training)
             show_training(training)
             write(options, timings, trainings)
-    if not options.rehearse:
-        show_targets(targets_of(timings, trainings))
+    if options.rehearse:
+        print("a rehearsal judges nothing")
+    else:
+        targets = targets_of(timings, trainings)
+        show_targets(targets)
+        print(verdicts(targets))
     return int(failed)
 
 
 def targets_of(timings: Sequence[Timing], trainings: Sequence[Training]) -> list[Target]:
     """What was promised of all that was measured."""
     return [*(pack_targets(timings) if timings else ()), *training_targets(trainings)]
+
+
+def verdicts(targets: Sequence[Target]) -> str:
+    """All targets in one line, those that are not met by name.
+
+    Example:
+        >>> verdicts([Target("gpt", "auto over DDP", 1.02, 1.0, True)])
+        'targets: 0 of 1 met; gpt: auto over DDP 1.020, limit 1.000: missed'
+    """
+    rest = [target for target in targets if target.verdict != "met"]
+    named = [f"{t.model}: {t.what} {t.value:.3f}, limit {t.limit:.3f}: {t.verdict}" for t in rest]
+    met = f"targets: {len(targets) - len(rest)} of {len(targets)} met"
+    return "; ".join([met, *named])
 
 
 def write(

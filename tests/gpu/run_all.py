@@ -259,7 +259,7 @@ def run(part: Part, limit_s: float, out: Path, dry_run: bool) -> Outcome:
     last = next((line for line in reversed(text.splitlines()) if line.strip()), "")
     if verdict == "passed" and part.all_run and re.search(r"\b\d+ skipped\b", last):
         verdict = "failed"
-    return Outcome(part.name, verdict, time.monotonic() - begin_s, last[-200:], str(log))
+    return Outcome(part.name, verdict, time.monotonic() - begin_s, last[:200], str(log))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -288,6 +288,7 @@ class CupyDevice(Device):
         self._ensure_context()
         with self._cupy.cuda.Device(self.index):
             self._cupy.get_default_memory_pool().free_all_blocks()
+            self._cupy.get_default_pinned_memory_pool().free_all_blocks()
 
     @contextmanager
     def _annotation(self, name: str) -> Iterator[None]:

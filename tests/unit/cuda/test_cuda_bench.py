@@ -21,6 +21,7 @@ from tests.benchmarks.gpu import (
     Training,
     pack_targets,
     training_targets,
+    verdicts,
 )
 from tests.benchmarks.harness import AUTO, NO_COMMUNICATION
 
@@ -44,7 +45,11 @@ def test_targets_of_packing() -> None:
     ]
     assert [target.verdict for target in pack_targets(timings)] == ["met"] * 4
     slow = [Timing(t.mix, 1, t.way, 2.5 * t.median_us, 1.0, 1.2) for t in timings]
-    assert [target.verdict for target in pack_targets(slow)] == ["missed"] * 4
+    missed = list(pack_targets(slow))
+    assert [target.verdict for target in missed] == ["missed"] * 4
+    told = verdicts([*pack_targets(timings), missed[0]])
+    assert told.startswith("targets: 4 of 5 met; 100 MB in 160 tensors: wfbp, pack: over device")
+    assert told.endswith("1.200, limit 1.176: missed")
 
 
 def test_targets_of_training() -> None:

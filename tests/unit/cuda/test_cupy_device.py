@@ -32,6 +32,8 @@ class Cuda:
         self.room_bytes = 1 << 40
         """What can be allocated; the pool of ``kept_bytes`` gives back to it."""
         self.kept_bytes = 0
+        self.num_unpinned = 0
+        """How often unused pinned memory of the host was given back."""
         self.trimmed: list[int] = []
         """The device of each time that unused memory was given back."""
         self.status = 0
@@ -129,6 +131,9 @@ class Cuda:
         self.trimmed.append(self._on())
         self.room_bytes, self.kept_bytes = self.room_bytes + self.kept_bytes, 0
 
+    def trim_pinned(self) -> None:
+        self.num_unpinned += 1
+
     def take(self, nbytes: int) -> None:
         if nbytes > self.room_bytes:
             raise OutOfMemoryError(f"Out of memory allocating {nbytes:,} bytes")
@@ -179,6 +184,8 @@ def modules(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Any:
     cupy.uint8 = np.uint8
     pool = types.SimpleNamespace(free_all_blocks=cuda.trim, free_bytes=lambda: cuda.kept_bytes)
     cupy.get_default_memory_pool = lambda: pool
+    pinned = types.SimpleNamespace(free_all_blocks=cuda.trim_pinned)
+    cupy.get_default_pinned_memory_pool = lambda: pinned
 
     def zeros(nbytes: int, dtype: Any) -> _Array:
         cuda.take(nbytes)
@@ -266,6 +273,7 @@ def test_no_thread_makes_a_context_on_another_device(monkeypatch: pytest.MonkeyP
     in_a_thread(lambda: made[0].record(next(iter(cuda.streams))))
     assert cuda.contexts == {2}
     assert cuda.trimmed == [2]
+    assert cuda.num_unpinned == 1
 
 
 def test_kernels_are_compiled_when_a_device_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
