@@ -174,17 +174,23 @@ def device_of(name: str, named: Sequence[tuple[str, torch.Tensor]]) -> Device | 
 
 @functools.cache
 def cuda_device(index: int) -> Device:
-    """A CUDA device whose current stream is PyTorch's."""
+    """A CUDA device whose current stream is PyTorch's; ``ImportError`` where CuPy cannot use it."""
     from wfbp.cuda.cupy_device import CupyDevice
 
     current: Any = torch._C._cuda_getCurrentRawStream
-    return CupyDevice(
-        index,
-        functools.partial(current, index),
-        torch.cuda.empty_cache,
-        "make the model or the batch smaller, or let ranks share the optimizer's state "
-        "(optimizer_sharding=True)",
-    )
+    try:
+        return CupyDevice(
+            index,
+            functools.partial(current, index),
+            torch.cuda.empty_cache,
+            "make the model or the batch smaller, or let ranks share the optimizer's state "
+            "(optimizer_sharding=True)",
+        )
+    except ImportError as error:
+        version = torch.version.cuda or ""
+        raise ImportError(
+            f"{error}. This PyTorch is built for CUDA {version}: take cuda{version.split('.')[0]}"
+        ) from error
 
 
 def usable_device(tensor: torch.Tensor) -> Device | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import get_ident
 from typing import Any
 
@@ -184,6 +184,7 @@ class ReplicatedUpdate(Update):
         # All that has arrived with the one that is read, and no more: were the optimizer to raise,
         # ranks would lose different updates.
         self._update(indices, {k: self._gradients.pop(k) for k in indices})
+        self._engine.publish()
 
     def _timed(self, step: Step) -> Any:
         start = self._engine.now()
@@ -208,15 +209,16 @@ class ReplicatedUpdate(Update):
 
         self.pending.gradients = {id(self._params[k]): g for k, g in gradients.items()}
         try:
-            return _outside_modes(step)
+            return _outside_modes(step, self._params[0].device)
         finally:
             self.pending.gradients = {}
 
 
-def _outside_modes(act: Callable[[], Any]) -> Any:
+def _outside_modes(act: Callable[[], Any], device: torch.device) -> Any:
     """Call a function where no mode and no transform (``torch.func``) affects tensors.
 
-    They belong to threads, so it is called in another one where any is active.
+    They belong to threads, so it is called in another one where any is active; on the calling
+    thread's stream of the device, where that has streams.
     """
     functorch: Any = torch._C._functorch
     counts: Any = torch._C
@@ -224,8 +226,16 @@ def _outside_modes(act: Callable[[], Any]) -> Any:
         counts._len_torch_dispatch_stack() or counts._len_torch_function_stack()
     ):
         return act()
+    streams = [torch.cuda.current_stream(device)] if device.type == "cuda" else []
+
+    def on_stream() -> Any:
+        with ExitStack() as stack:
+            for stream in streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            return act()
+
     with ThreadPoolExecutor(1) as executor:
-        return executor.submit(act).result()
+        return executor.submit(on_stream).result()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -38,8 +39,8 @@ class FakeCupy:
     def raw_module(self, code: str, options: tuple[str, ...]) -> SimpleNamespace:
         assert code == source()
         assert options == ("-std=c++17",)
-        self.calls.append(("compile",))
-        return SimpleNamespace(get_function=self.get_function)
+        compiles = partial(self.calls.append, ("compile",))
+        return SimpleNamespace(get_function=self.get_function, compile=compiles)
 
     def get_function(self, name: str) -> SimpleNamespace:
         self.calls.append(("find", name))

@@ -357,6 +357,29 @@ def test_what_is_made_when_a_step_closes_is_waited_for() -> None:
     all_well(run_ranks(2, body, STEADY))
 
 
+def test_what_another_stream_updates_is_found_by_the_one_of_the_step() -> None:
+    """A parameter is updated by the thread that reads it first, on that thread's stream."""
+    devices = Devices(2, nccl=True, most_s=0.0)
+
+    def body(runtime: Runtime) -> None:
+        device = devices.of[runtime.rank]
+        options: dict[str, Any] = {"schedule": "independent", "decouples": True}
+        trainer = DeviceTrainer(runtime, device, make_specs([10]), **options)
+        trainer.zero()
+        trainer.accumulate(0, 1.0)
+        trainer.update(trainer.synchronize([1.0], "a step", whole=False))
+        reader, data = device.new_stream(), trainer.params[0]
+        with device.on(reader):
+            trainer.engine.await_tensor(0)
+            device.enqueue(reader, lambda: time.sleep(5e-3))
+            device.write(reader, [data], lambda: data.view(np.float64).fill(7.0))
+            trainer.engine.publish()
+        trainer.note(data, 7.0, "the parameter", 0)
+        trainer.finish()
+
+    all_well(run_ranks(2, body, STEADY))
+
+
 def launched(device: SoftwareDevice) -> list[int]:
     """The lanes of all collectives, in the order in which the host launched them."""
     streams = [call.stream for call in device.library.calls]
@@ -527,7 +550,8 @@ def test_staging_is_said_once_per_host(caplog: pytest.LogCaptureFixture) -> None
     devices = Devices(2, nccl=False, most_s=0.0)
 
     def body(runtime: Runtime) -> str:
-        DeviceTrainer(runtime, devices.of[runtime.rank], make_specs([3]))
+        for _ in range(2):
+            DeviceTrainer(runtime, devices.of[runtime.rank], make_specs([3]))
         return type(runtime._device_backends[0, id(devices.of[runtime.rank])]).__name__
 
     with caplog.at_level("WARNING", logger="wfbp"):

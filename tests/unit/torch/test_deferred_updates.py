@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -13,12 +14,13 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from wfbp.core.types import TensorSpec
 from wfbp.errors import StallError
 from wfbp.runtime import process
 from wfbp.runtime.step import BufferView
-from wfbp.torch import gradient_sync, pending_parameters, tensors
+from wfbp.torch import gradient_sync, pending_parameters, tensors, updates
 from wfbp.torch.optimizer import AveragingOptimizerBase
 from wfbp.torch.updates import ReplicatedUpdate
 
@@ -33,6 +35,10 @@ class Arrived:
     def __init__(self, count: int) -> None:
         self.gather_groups = [[k] for k in range(count)]
         self.specs = [TensorSpec(f"p{k}", (1,), "float32") for k in range(count)]
+        self.num_published = 0
+
+    def publish(self) -> None:
+        self.num_published += 1
 
     def now(self) -> float:
         return 0.0
@@ -126,6 +132,7 @@ def test_an_update_is_apart_from_the_readers_transforms_and_modes(read: Any) -> 
         update.apply([BufferView.of(tensors.raw(torch.ones(1)))])
         read(param)
         assert not update.pending
+        assert engine.num_published == number, "streams of other threads would not find it"
         assert torch.allclose(param, torch.tensor(-float(number)))
         state = optimizer.state[param]["exp_avg"]
         assert state.device.type == "cpu"
@@ -155,3 +162,26 @@ def test_what_cannot_be_finished_is_told_once(
         gradient_sync._finish(runtime)
         assert not unfinished
     assert caplog.messages == ["parameters are not up to date at the end: rank 0 of 2 waited"]
+
+
+class Mode(TorchFunctionMode):
+    """Changes nothing, and is active."""
+
+
+def test_an_update_outside_of_modes_keeps_the_readers_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread would have the default one, and not wait for what the reader waited for."""
+    device, entered = torch.device("cuda", 1), []
+
+    @contextmanager
+    def stream(chosen: object) -> Iterator[None]:
+        entered.append((threading.get_ident(), chosen))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda of: ("the reader's", of))
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    with Mode():
+        worker = updates._outside_modes(threading.get_ident, device)
+    assert worker != threading.get_ident()
+    assert entered == [(worker, ("the reader's", device))]

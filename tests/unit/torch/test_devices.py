@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,3 +80,12 @@ def test_a_gpu_that_the_runtime_cannot_use_is_said_once(
     assert [record.message for record in caplog.records] == [
         "allreduce() and the like on cuda:1 travel through the host's memory: no compiler"
     ]
+
+
+def test_without_cupy_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the CUDA that PyTorch is built for."""
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(ImportError, match=r"'wfbp\[cuda12\]'.* for CUDA 13.0: take cuda13"):
+        tensors.cuda_device(0)

@@ -43,12 +43,14 @@ def connect(
             of it is under way on any rank.
 
     Returns:
-        A backend of the same kind on every rank. Where it is staged, one rank per host logs why.
+        A backend of the same kind on every rank. Where it is staged, one rank per host logs why,
+        once for a device and reason.
     """
     backend, reason = connect_by_nccl(device, host, timeout_s, check, parent)
     if backend is not None:
         return backend
-    if host.local_rank == 0:
+    if host.local_rank == 0 and device.told != reason:  # else for another optimizer
+        device.told = reason
         log.warning(
             "gradients on %s travel through the host's memory, which is slower than NCCL: %s",
             device.name,

@@ -55,6 +55,9 @@ class Device(ABC):
     where = ""
     """Which rank's it is, for messages, as in "rank 1 of 4"; the runtime says so."""
 
+    told = ""
+    """Why its messages go through the host, as the log has said last."""
+
     @abstractmethod
     def nccl(self) -> Any:
         """The bindings of NCCL for this device, as ``cupy.cuda.nccl``.

@@ -217,6 +217,11 @@ class Engine:
         """Wait until everything that is gathered has arrived."""
         self._allgather.wait_all()
 
+    def publish(self) -> None:
+        """A parameter was updated by the calling thread, behind ``step()``: on a device, what the
+        training thread does later finds it."""
+        self._transport.publish()
+
     def decouples_tensor(self, index: int) -> bool:
         """Whether the plan decouples a tensor."""
         return self._allgather.gathered(index)

@@ -241,6 +241,11 @@ class DeviceTransport(Transport):
         for stream in {self._home, self._device.current_stream()}:
             self._device.wait(stream, time_.end_s)
 
+    def publish(self) -> None:
+        stream = self._device.current_stream()
+        if stream != self._home:
+            self._device.wait(self._home, self._device.record(stream))
+
     def take_measured(
         self, kept: deque[StepTimestamps], phase: TuningPhase
     ) -> Iterable[MeasuredStep]:

@@ -200,6 +200,9 @@ class Transport(ABC):
     def await_arrival(self, time: GroupTime) -> None:
         """What the training thread does from here on finds a gathered group."""
 
+    def publish(self) -> None:  # noqa: B027 - on the host there is nothing to order
+        """What :meth:`join` was called for finds what the calling thread has enqueued until now."""
+
     @abstractmethod
     def take_measured(
         self, kept: deque[StepTimestamps], phase: TuningPhase
