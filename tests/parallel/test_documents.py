@@ -36,7 +36,7 @@ def test_runs(name: str) -> None:
     printed(name)
 
 
-@pytest.mark.parametrize("name", ["quickstart.md", "coming-from-ddp.md"])
+@pytest.mark.parametrize("name", ["README.md:1", "quickstart.md", "coming-from-ddp.md"])
 def test_the_loss_falls(name: str) -> None:
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed(name))]
     assert len(losses) == 4

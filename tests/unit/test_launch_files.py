@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def test_a_batch_script(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", [LAUNCH / "Dockerfile", LAUNCH / "kubernetes" / "Dockerfile"])
 def test_an_image(path: Path) -> None:
-    """Stages, copied files and extras exist, and what it runs is an example that wfbprun takes."""
+    """Stages, copied files and extras exist, and so does the example that it runs."""
     text = re.sub(r"^#.*\n|\\\n", "", path.read_text(), flags=re.MULTILINE)
     instructions = [line.split(None, 1) for line in text.splitlines() if line]
     assert {name for name, _ in instructions} <= {"FROM", "RUN", "COPY", "WORKDIR", "CMD"}
@@ -50,10 +51,25 @@ def test_an_image(path: Path) -> None:
     assert all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in extras)
     assert dict(instructions)["WORKDIR"] == "/examples"
     program, *words = json.loads(dict(instructions)["CMD"])
-    assert program == "wfbprun"
-    with command.make_context("wfbprun", words, resilient_parsing=True) as context:
-        (example,) = context.params["program"]
+    if program == "wfbprun":
+        with command.make_context("wfbprun", words, resilient_parsing=True) as context:
+            words = context.params["program"]
+    else:
+        assert program == "python"
+    (example,) = words
     assert (ROOT / "examples" / example).is_file()
+
+
+def test_the_demo_emulates_the_link_where_it_cannot_make_one(tmp_path: Path) -> None:
+    """As root in a container, of which nothing but a trial tells that namespaces are refused."""
+    why_no_link = runpy.run_path(str(ROOT / "examples" / "overlap.py"))["why_no_link"]
+    link = why_no_link.__globals__["LINK"] = tmp_path / "link.py"
+    assert why_no_link() == "launch/link.py is not here"
+    link.write_text("import sys; sys.exit('link.py: ip netns add a: Operation not permitted')")
+    assert why_no_link() == "ip netns add a: Operation not permitted"
+    link.write_text(f"import sys; open({str(tmp_path / 'log')!r}, 'a').write(sys.argv[1] + ' ')")
+    assert why_no_link() == ""
+    assert (tmp_path / "log").read_text() == "up down "
 
 
 def test_what_was_built_here_stays_out_of_images() -> None:

@@ -169,13 +169,16 @@ def _start_timeline(runtime: Runtime) -> None:
     config, rank = runtime.config, runtime.rank
     path = timeline.rank_file(config.timeline, rank)
     offset_s = timeline.clock_offset_s(runtime)
-    steps = config.timeline_steps
+    steps, warn = config.timeline_steps, runtime.warn_once
     try:
-        runtime.collectives.record(timeline.Timeline(path, rank, offset_s=offset_s, steps=steps))
+        begun = timeline.Timeline(path, rank, offset_s=offset_s, steps=steps, warn=warn)
     except OSError as error:
-        logging.getLogger("wfbp").warning(
-            "%s: no timeline %s (%s); training goes on", runtime.where, path, error.strerror
+        warn(
+            f"timeline {path.parent}",
+            f"rank {rank}: no timeline {path} ({error.strerror}); training goes on",
         )
+    else:
+        runtime.collectives.record(begun)
 
 
 def _merge_timelines(runtime: Runtime) -> None:

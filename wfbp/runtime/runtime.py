@@ -7,6 +7,7 @@ communication thread that serves all ranks.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -40,10 +41,15 @@ if TYPE_CHECKING:
     from wfbp.runtime.collectives.operations import Collectives
 
 
+log = logging.getLogger("wfbp")
+
 _MAX_LANES = 1 << 16
 """Lanes of one process set, by the numbers that messages have for them."""
 
 _CONNECTING = "connecting devices"
+
+_WARNING = "warning"
+"""Kind of the notices that tell rank 0 what to warn of."""
 
 _OPERATIONS = -1
 """In place of a lane's number: of the device backend of named operations."""
@@ -123,11 +129,14 @@ class Runtime:
         # Named operations; init() makes them, on every rank.
         self.collectives: Collectives | None = None
         self._num_stores = count()
+        self._warned: set[str] = set()
+        self._warned_lock = threading.Lock()
         self.where = f"rank {self.rank} of {self.size}"
         if within is None:
             self.thread = CommunicationThread(backend, config, self.where)
             self._loop = self.thread.loop
             self._fetches = self._serve_fetches(backend)
+            self._loop.handle_notices(_WARNING, self._hear_warning)
         else:
             self.where += f" of process set {list(members.ranks or ())}"
             self.thread, self._loop, self._fetches = within.thread, within._loop, within._fetches
@@ -166,6 +175,37 @@ class Runtime:
                 )
         elif self._closed:
             raise NotInitializedError("an operation after shutdown()")
+
+    def warn_once(self, topic: str, text: str) -> None:
+        """Log a warning that other ranks may have as well, such as of a full disk; any thread.
+
+        Rank 0 logs the first one of each topic, for the whole job, or this rank where rank 0 can no
+        longer be told.
+        """
+        if self._within is not None:
+            self._within.warn_once(topic, text)
+        elif self._is_new(topic):
+            told = not (self._closed or self.thread.error or 0 in self._loop.ended)
+            if self.rank and told:
+                self._tell({"kind": _WARNING, "topic": topic, "text": text})
+            else:
+                self._log_for_all(text)
+
+    def _hear_warning(self, _: int, notice: dict[str, Any]) -> None:
+        """Of another rank, which has told all others."""
+        if self._is_new(notice["topic"]) and self.rank == 0:
+            self._log_for_all(notice["text"])
+
+    def _log_for_all(self, text: str) -> None:
+        others = " (told once, also for other ranks that have this problem)"
+        log.warning("%s%s", text, others if self.size > 1 else "")
+
+    def _is_new(self, topic: str) -> bool:
+        """Whether this rank has not warned or heard of it yet."""
+        with self._warned_lock:
+            known = len(self._warned)
+            self._warned.add(topic)
+            return len(self._warned) > known
 
     def channel_on(self, backend: Backend) -> ControlChannel:
         """A control channel that does not wait for those on other backends."""

@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,6 +59,7 @@ class Timeline:
         offset_s: by how much this host's clock is ahead of rank 0's.
         steps: the first and the last step of each optimizer that are recorded.
         mark_cycles: whether to mark answers of the coordinator of named operations.
+        warn: told, by topic, what is wrong with the file; the log by default.
     """
 
     def __init__(
@@ -69,7 +70,9 @@ class Timeline:
         offset_s: float = 0.0,
         steps: tuple[int, int] = (0, 2**62),
         mark_cycles: bool = False,
+        warn: Callable[[str, str], None] | None = None,
     ) -> None:
+        self._warn = warn or (lambda _, text: log.warning("%s", text))
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._rank = rank
@@ -172,11 +175,10 @@ class Timeline:
             self._write_at(self._end, _TAIL)
             self._file.truncate(self._end + len(_TAIL))
         self._file.close()
-        log.warning(
-            "rank %d: the timeline %s ends here (%s); training goes on",
-            self._rank,
-            self.path,
-            error.strerror or error,
+        self._warn(
+            f"timeline {self.path.parent}",
+            f"rank {self._rank}: the timeline {self.path} ends here ({error.strerror or error}); "
+            "training goes on",
         )
 
     def _write_step(self, engine: str, number: int, plan: Plan, measured: MeasuredStep) -> None:

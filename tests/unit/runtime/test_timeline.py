@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import re
 import statistics
 import time
 from io import FileIO
@@ -156,6 +157,34 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else(
         "on"
     )
     assert len(json.loads(whole)["traceEvents"]) == len(json.loads(before)["traceEvents"]) + 2
+
+
+@pytest.mark.parametrize("has_room", [{0}, {1}, set()], ids=["on 1, 2", "on 0, 2", "on all"])
+def test_a_full_disk_is_told_once_for_all_ranks(
+    has_room: set[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(runtime: Runtime) -> None:
+        rank = runtime.rank
+        timeline = Timeline(tmp_path / f"t{rank}.json", rank, warn=runtime.warn_once)
+        if rank not in has_room:
+            timeline._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+        runtime.exchange(b"", "all have begun")
+        for _ in range(3):
+            timeline.operation("allreduce", "x", time.monotonic(), time.monotonic())
+            timeline.flush()
+        timeline.close()
+
+    with caplog.at_level(logging.WARNING, "wfbp"):
+        all_well(run_ranks(3, body))
+    (told,) = caplog.messages
+    assert re.fullmatch(
+        rf"rank [012]: the timeline {tmp_path}/t\d\.json ends here \(No space left on device\); "
+        r"training goes on \(told once, also for other ranks that have this problem\)",
+        told,
+    )
+    for rank in range(3):
+        document = load(tmp_path / f"t{rank}.json")
+        assert any(e["name"] == "ALLREDUCE" for e in document["traceEvents"]) == (rank in has_room)
 
 
 def test_a_file_that_cannot_be_begun_is_not_left(

@@ -103,7 +103,8 @@ def start_timeline(file_path: str | Path, mark_cycles: bool = False) -> None:
     if rank:
         path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
     collectives.record(None)
-    collectives.record(Timeline(path, rank, mark_cycles=mark_cycles))
+    warn = runtime_of(global_process_set, "start_timeline()").warn_once
+    collectives.record(Timeline(path, rank, mark_cycles=mark_cycles, warn=warn))
 
 
 def stop_timeline() -> None:

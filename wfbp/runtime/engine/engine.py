@@ -472,4 +472,6 @@ def _make_recorder(
         return None
     if runtime.members.number:
         name = f"{name} of process set {runtime.members.number}"
-    return Recorder(folder, name, runtime.rank, runtime.size, runtime.library, report)
+    return Recorder(
+        folder, name, runtime.rank, runtime.size, runtime.library, report, runtime.warn_once
+    )

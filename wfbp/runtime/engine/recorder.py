@@ -98,7 +98,6 @@ def log_summary(name: str, stats: dict[str, Any]) -> None:
 FORMAT = "wfbp-run/1"
 KEPT_ITERATIONS = 8
 
-log = logging.getLogger("wfbp")
 summary = logging.getLogger("wfbp.summary")
 """Of its own, because who asks for summaries wants to see them whatever the level is."""
 _taken: Counter[Path] = Counter()
@@ -116,6 +115,7 @@ class Recorder:
         name: of the engine; a second engine of that name in this process gets a number.
         library: the MPI library, in words.
         report: returns the engine's report.
+        warn: told, by topic, why the run cannot be recorded.
     """
 
     def __init__(
@@ -126,6 +126,7 @@ class Recorder:
         size: int,
         library: str,
         report: Callable[[], dict[str, Any]],
+        warn: Callable[[str, str], None],
     ) -> None:
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
@@ -138,9 +139,9 @@ class Recorder:
         self._size = size
         self._library = library
         self._report = report
+        self._warn = warn
         self.model = ""
         """What is trained, by its class; set by whoever finds out."""
-        self._failed = False
         self._plan: Plan | None = None
         self._phase: TuningPhase | None = None
         self._steps = 0
@@ -164,7 +165,8 @@ class Recorder:
             self.write()
 
     def write(self) -> None:
-        """Write the document, whole or not at all. What goes wrong is logged: training goes on."""
+        """Write the document, whole or not at all. What goes wrong is logged, once in a job:
+        training goes on."""
         if self._tuner is None:
             return
         partial = self.path.with_suffix(".partial")
@@ -174,9 +176,11 @@ class Recorder:
         except OSError as error:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
-            if not self._failed:
-                log.warning("rank %d: the run could not be recorded: %s", self._rank, error)
-            self._failed = True
+            self._warn(
+                f"record {self.path.parent}",
+                f"rank {self._rank}: the run could not be recorded in {self.path} "
+                f"({error.strerror or error}); training goes on",
+            )
 
     def document(self) -> dict[str, Any]:
         """The document as plain data. There must have been a step."""
