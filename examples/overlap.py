@@ -6,7 +6,8 @@
 The model is the GPT of ``torch_gpt.py``. Without overlap, all gradients travel in one message when
 backward has ended (schedule ``single``); with it, they travel while backward and the next forward
 compute (schedule ``hybrid``; on the emulated link, which carries no parameters, ``oasr``, which
-sends during backward alone).
+sends during backward alone). Both train in one job, by turns of some steps: what else the machine
+does then slows down both.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -29,29 +29,90 @@ from rich.text import Text
 
 HERE = Path(__file__).resolve().parent
 LINK = HERE.parent / "launch" / "link.py"
-RUNS = {"without overlap": "single", "with overlap": "hybrid"}
-LAST_STEPS = 12
+NAMES = ("without overlap", "with overlap")
+ROWS = ("AdamW: training", "AdamW-2: training")
+"""Of the two optimizers in the timeline, in the order in which they are made."""
+TURN = 6
+"""Steps of one model in a row."""
 BATCH = 8
 """Windows per rank: few, so that a demo takes a minute, and the link is as quick as backward."""
+CONTEXT, WIDTH, DEPTH, RATE = 128, 160, 4, 3e-3
+TEXT_BYTES = 1_000_000
 COLUMNS = 64
 KINDS = {"wait": "red", "update": "cyan", "compute": "blue", "message": "yellow"}
 
 
-def train(folder: Path, schedule: str, options: argparse.Namespace, emulated: bool) -> str:
-    """Run the GPT by one schedule, with a timeline in the folder; what it printed."""
-    program = [sys.executable, str(HERE / "torch_gpt.py")]
+def train(folder: Path, steps: int, schedules: list[str]) -> None:
+    """One rank: train equal models on equal batches, one by each schedule, and note the losses."""
+    import torch
+    from torch.nn import functional
+    from torch_gpt import GPT, library_text
+    from tqdm import tqdm
+
+    import wfbp.torch as wfbp
+
+    wfbp.init()
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // wfbp.local_size()))
+    text = library_text(TEXT_BYTES)
+    characters = {c: i for i, c in enumerate(sorted(set(text)))}
+    tokens = torch.tensor([characters[c] for c in text]).chunk(wfbp.size())[wfbp.rank()]
+    random = torch.Generator().manual_seed(wfbp.rank())
+    window = torch.arange(CONTEXT + 1)
+    starts = torch.randint(len(tokens) - len(window), (steps, BATCH, 1), generator=random)
+
+    runs = []
+    for schedule in schedules:
+        torch.manual_seed(0)
+        model = GPT(len(characters), CONTEXT, WIDTH, DEPTH, heads=4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+        optimizer = wfbp.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), schedule=schedule
+        )
+        wfbp.broadcast_parameters(model.state_dict(), root_rank=0)
+        warmth = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, steps + 1)
+        runs.append((model, optimizer, warmth))
+
+    losses: list[list[float]] = [[] for _ in runs]
+    with tqdm(total=steps * len(runs), unit="step", disable=wfbp.rank() > 0, mininterval=1) as bar:
+        for first in range(0, steps, TURN):
+            for (model, optimizer, warmth), told in zip(runs, losses, strict=True):
+                for step in range(first, min(first + TURN, steps)):
+                    batch = tokens[starts[step] + window]
+                    logits = model(batch[:, :-1])
+                    loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                    warmth.step()
+                    bar.update()
+                    if step in (0, steps - 1):
+                        told.append(wfbp.allreduce(loss.detach()).item())  # mean over the ranks
+    if wfbp.rank() == 0:
+        (folder / "losses.json").write_text(json.dumps(losses))
+
+
+def emulate(mbit: int) -> None:
+    """Let this process be the only rank of a job on a link whose messages take their time."""
+    from wfbp.comm.emulated import EmulatedLink
+    from wfbp.core.cost import LinearCost
+    from wfbp.runtime import process
+
+    # Between two ranks all bytes cross the link, in each direction.
+    process.init(backend=EmulatedLink(LinearCost(4e-4, 8e-6 / mbit)))
+
+
+def start(options: argparse.Namespace, emulated: bool) -> None:
+    """Run the ranks, with timelines and records in the folder."""
+    words = [sys.executable, __file__, "--rank", "--mbit", str(options.mbit)]
+    words += ["--steps", str(options.steps), "--output", str(options.output)]
     if emulated:
-        program = [sys.executable, __file__, "--rank", str(options.mbit)]
-    gpt = ["--schedule", schedule, "--steps", str(options.steps), "--batch", str(BATCH)]
-    command = program + gpt
-    if not emulated:
-        link = [sys.executable, str(LINK), "run", "--rate", f"{options.mbit}mbit", "-np", "2"]
-        command = [*link, "--", *command]
-    settings = {"WFBP_TIMELINE": str(folder), "WFBP_RECORD_DIR": str(folder), "COLUMNS": "100"}
-    done = subprocess.run(
-        command, env={**os.environ, **settings}, stdout=subprocess.PIPE, text=True, check=True
-    )
-    return done.stdout
+        words.append("--emulated")
+    else:
+        rate = ("--rate", f"{options.mbit}mbit")
+        words = [sys.executable, str(LINK), "run", *rate, "-np", "2", "--", *words]
+    folder = str(options.output)
+    settings = {"WFBP_TIMELINE": folder, "WFBP_RECORD_DIR": folder, "WFBP_REPLAN_THRESHOLD": "0"}
+    subprocess.run(words, env={**os.environ, **settings}, check=True)
 
 
 def why_no_link() -> str:
@@ -66,23 +127,43 @@ def why_no_link() -> str:
     return ""
 
 
-def rank(mbit: int, words: list[str]) -> None:
-    """The only rank of a run on an emulated link: messages take their time, and nobody else."""
-    from wfbp.comm.emulated import EmulatedLink
-    from wfbp.core.cost import LinearCost
-    from wfbp.runtime import process
+class Step(NamedTuple):
+    """What one optimizer did in a step; times in us."""
 
-    # Between two ranks all bytes cross the link, in each direction.
-    process.init(backend=EmulatedLink(LinearCost(4e-4, 8e-6 / mbit)))
-    sys.argv = [str(HERE / "torch_gpt.py"), *words]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    start: float
+    end: float
+    spans: list[dict[str, Any]]
+
+    @property
+    def length_ms(self) -> float:
+        return (self.end - self.start) / 1e3
+
+    @property
+    def waited_ms(self) -> float:
+        waits = [s for s in self.spans if kind_of(s) == "wait"]
+        covered = (min(w["ts"] + w["dur"], self.end) - max(w["ts"], self.start) for w in waits)
+        return sum(covered) / 1e3
 
 
-def median_step(events: list[dict[str, Any]]) -> tuple[float, float]:
-    """Start and end, in us, of the step of median length among the last ones of rank 0."""
-    ends = sorted(e["ts"] + e["dur"] for e in events if e["name"] == "update")
-    steps = list(pairwise(ends))[-LAST_STEPS:]
-    return sorted(steps, key=lambda step: step[1] - step[0])[len(steps) // 2]
+def median_step(events: list[dict[str, Any]], row: str) -> Step:
+    """The step of median length in the last half of those of one optimizer.
+
+    A step lasts from the end of one update to the end of the next.
+    """
+    rows = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
+    name, training = row.partition(":")[0], rows[row]
+    own = {tid for title, tid in rows.items() if title.partition(":")[0] == name}
+    updates = [e for e in events if e["name"] == "update" and e["tid"] == training]
+    steps = [
+        (before["ts"] + before["dur"], after["ts"] + after["dur"])
+        for before, after in pairwise(sorted(updates, key=lambda e: e["ts"]))
+        # else the other model's turn lies between them
+        if before["args"]["step"] % TURN != 1
+    ]
+    late = sorted(steps[len(steps) // 2 :], key=lambda step: step[1] - step[0])
+    start, end = late[len(late) // 2]
+    spans = [e for e in events if e["ph"] == "X" and e["tid"] in own]
+    return Step(start, end, [s for s in spans if s["ts"] < end and s["ts"] + s["dur"] > start])
 
 
 def kind_of(event: dict[str, Any]) -> str:
@@ -92,85 +173,81 @@ def kind_of(event: dict[str, Any]) -> str:
     return "wait" if name.startswith("wait") else "update" if name == "update" else "compute"
 
 
-def bar(events: list[dict[str, Any]], kinds: tuple[str, ...], span: tuple[float, float]) -> Text:
+def bar(step: Step, kinds: tuple[str, ...], us_per_column: float) -> Text:
     """One row of a step: a character per part of it, in the colour of what happens there."""
-    start, per_column = span
     cells = [" "] * COLUMNS
     for kind in kinds:  # later ones lie above
-        for event in events:
-            if kind_of(event) == kind:
-                first = (event["ts"] - start) / per_column
-                last = (event["ts"] + event["dur"] - start) / per_column
-                for column in range(max(0, round(first)), min(COLUMNS, round(last))):
-                    cells[column] = kind
+        for span in (span for span in step.spans if kind_of(span) == kind):
+            first = (span["ts"] - step.start) / us_per_column
+            last = (span["ts"] + span["dur"] - step.start) / us_per_column
+            for column in range(max(0, round(first)), min(COLUMNS, round(last))):
+                cells[column] = kind
     line = Text()
     for cell in cells:
         line.append("█" if cell in KINDS else " ", style=KINDS.get(cell, ""))
     return line
 
 
+def pictures(steps: list[Step]) -> Iterator[Text]:
+    """A step of each, on one scale, and what the colours mean."""
+    us_per_column = max(step.end - step.start for step in steps) / COLUMNS
+    for name, step in zip(NAMES, steps, strict=True):
+        yield Text(f"\n{name}: one step of rank 0, {step.length_ms:.0f} ms")
+        yield Text("  training  ") + bar(step, ("compute", "update", "wait"), us_per_column)
+        yield Text("  messages  ") + bar(step, ("message",), us_per_column)
+    legend = Text("  ")
+    for kind, colour in KINDS.items():
+        legend.append("█", style=colour)
+        legend.append(f" {kind}  ")
+    yield legend
+
+
+def figures(steps: list[Step], losses: list[list[float]], link: str) -> Table:
+    """Both runs, side by side."""
+    table = Table(title=f"GPT on the standard library, over a slow link ({link})")
+    for heading in ("", *NAMES):
+        table.add_column(heading)
+    table.add_row("iteration", *(f"{step.length_ms:.0f} ms" for step in steps))
+    table.add_row("of it waiting", *(f"{step.waited_ms:.0f} ms" for step in steps))
+    table.add_row("loss", *(f"{first:.3f} -> {last:.3f}" for first, last in losses))
+    return table
+
+
 def main() -> None:
-    if sys.argv[1:2] == ["--rank"]:
-        rank(int(sys.argv[2]), sys.argv[3:])
-        return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mbit", type=int, default=450, help="of the link, per second")
     parser.add_argument("--steps", type=int, default=24, help="of each run")
     parser.add_argument("--emulated", action="store_true", help="make no real link")
-    parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="of pages and data")
+    parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="of page and data")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    folder = options.output
+    if options.rank:
+        if options.emulated:
+            emulate(options.mbit)
+        # An emulated link returns a rank's own data: averages, but no shards.
+        train(folder, options.steps, ["single", "oasr" if options.emulated else "hybrid"])
+        return
     console = Console()
     refused = "" if options.emulated else why_no_link()
     emulated = options.emulated or bool(refused)
     if refused:
         console.print(f"No real link can be made here ({refused}): it is emulated, with one rank.")
-    results = {}
-    for name, schedule in RUNS.items():
-        if emulated and schedule == "hybrid":
-            schedule = "oasr"  # an emulated link returns a rank's own data: averages, but no shards
-        console.print(f"{name}: {options.steps} steps by schedule {schedule} ...")
-        folder = options.output / name.replace(" ", "-")
-        shutil.rmtree(folder, ignore_errors=True)
-        printed = train(folder, schedule, options, emulated)
-        document = json.loads((folder / "timeline.rank0.json").read_text())
-        wfbp = [sys.executable, "-m", "wfbp"]
-        subprocess.run([*wfbp, "report", str(folder)], check=True, stdout=subprocess.DEVNULL)
-        results[name] = printed, document["traceEvents"]
-    show(console, results, "emulated" if emulated else "real")
-    for name in RUNS:
-        console.print(f"as a page: {options.output / name.replace(' ', '-') / 'report.html'}")
-
-
-def show(console: Console, results: dict[str, tuple[str, list[dict[str, Any]]]], link: str) -> None:
-    """Both runs: a step of each on one scale, and figures."""
-    steps = {name: median_step(events) for name, (_, events) in results.items()}
-    longest_us = max(end - start for start, end in steps.values())
-    figures = Table(title=f"GPT on the standard library, over a slow link ({link})")
-    for heading in ("", *results):
-        figures.add_column(heading)
-    rows: dict[str, list[str]] = {"iteration": [], "of it waiting": [], "loss": []}
-    for name, (printed, events) in results.items():
-        start, end = steps[name]
-        spans = [e for e in events if e["ph"] == "X" and "step" in e.get("args", {})]
-        spans = [e for e in spans if e["ts"] < end and e["ts"] + e["dur"] > start]
-        waits = [e for e in spans if kind_of(e) == "wait"]
-        waited = sum(min(e["ts"] + e["dur"], end) - max(e["ts"], start) for e in waits)
-        rows["iteration"].append(f"{(end - start) / 1e3:.0f} ms")
-        rows["of it waiting"].append(f"{waited / 1e3:.0f} ms")
-        losses = re.search(r"[\d.]+ -> [\d.]+", printed)
-        rows["loss"].append(losses.group() if losses else "-")
-        console.print(f"\n[bold]{name}[/bold]: one step of rank 0, {(end - start) / 1e3:.0f} ms")
-        scale = start, longest_us / COLUMNS
-        console.print("  training ", bar(spans, ("compute", "update", "wait"), scale))
-        console.print("  messages ", bar(spans, ("message",), scale))
-    legend = Text("  ")
-    for kind, colour in KINDS.items():
-        legend.append("█", style=colour)
-        legend.append(f" {kind}  ")
-    console.print(legend)
-    for label, cells in rows.items():
-        figures.add_row(label, *cells)
-    console.print(figures)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    console.print(
+        f"{options.steps} steps without overlap and {options.steps} with it, by turns ..."
+    )
+    start(options, emulated)
+    events = json.loads((folder / "timeline.rank0.json").read_text())["traceEvents"]
+    steps = [median_step(events, row) for row in ROWS]
+    losses = json.loads((folder / "losses.json").read_text())
+    for line in pictures(steps):
+        console.print(line)
+    console.print(figures(steps, losses, "emulated" if emulated else "real"))
+    page = [sys.executable, "-m", "wfbp", "report", str(folder)]
+    subprocess.run(page, check=True, stdout=subprocess.DEVNULL)
+    console.print(f"as a page: {folder / 'report.html'}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import json
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
@@ -124,6 +125,7 @@ class Runtime:
         # Of operations without a name. Not of the process: after init() ranks count alike.
         self.numbers = count()
         self.optimizer_numbers = count()
+        self._names: Counter[str] = Counter()
         self.timeline: Timeline | None = None
         """Where steps are recorded, while anybody wants that."""
         # Named operations; init() makes them, on every rank.
@@ -206,6 +208,14 @@ class Runtime:
             known = len(self._warned)
             self._warned.add(topic)
             return len(self._warned) > known
+
+    def distinct_name(self, name: str) -> str:
+        """A name for what is recorded of an engine: those made later under the same name get a
+        number."""
+        if self._within is not None:
+            return self._within.distinct_name(f"{name} of process set {self.members.number}")
+        self._names[name] += 1
+        return name if self._names[name] == 1 else f"{name}-{self._names[name]}"
 
     def channel_on(self, backend: Backend) -> ControlChannel:
         """A control channel that does not wait for those on other backends."""

@@ -117,7 +117,7 @@ class Timeline:
         """A step of training is over; on its training thread.
 
         Args:
-            engine: name of the optimizer.
+            engine: name of the optimizer, by which its rows are told from those of others.
             number: of the step.
             plan: by which it ran.
             measured: its times.

@@ -78,6 +78,29 @@ def test_it_shows_the_overlap_that_is_reported(tmp_path: Path) -> None:
         assert 0.0 <= row["hidden"] <= 1.0
 
 
+def test_optimizers_of_one_name_have_rows_of_their_own(tmp_path: Path) -> None:
+    """As the two of a GAN, whose steps lie in each other's iterations."""
+
+    def body(runtime: Runtime) -> None:
+        runtime.timeline = timeline = Timeline(tmp_path / f"t{runtime.rank}.json", runtime.rank)
+        trainers = [Trainer(runtime, make_specs([10, 20]), name="Adam") for _ in range(2)]
+        for step in range(6):
+            for trainer in trainers[: 1 if step == 5 else 2]:
+                trainer.zero()
+                for index in (1, 0):
+                    trainer.accumulate(index, 1.0)
+                trainer.synchronize()
+        timeline.close()
+        runtime.timeline = None
+
+    all_well(run_ranks(2, body, CONFIG))
+    document = merge([load(tmp_path / f"t{rank}.json") for rank in range(2)])
+    check(document)
+    assert [(row["rank"], row["optimizer"], row["steps"]) for row in summarize(document)] == [
+        (rank, name, steps) for rank in range(2) for name, steps in (("Adam", 6), ("Adam-2", 5))
+    ]
+
+
 def test_the_file_is_complete_after_every_write(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "folder" / "t.json", mark_cycles=True)
     counts = []
@@ -167,6 +190,7 @@ def test_a_full_disk_is_told_once_for_all_ranks(
         rank = runtime.rank
         timeline = Timeline(tmp_path / f"t{rank}.json", rank, warn=runtime.warn_once)
         if rank not in has_room:
+            timeline._file.close()
             timeline._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
         runtime.exchange(b"", "all have begun")
         for _ in range(3):

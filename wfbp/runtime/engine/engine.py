@@ -141,7 +141,8 @@ class Engine:
         self._install()
         runtime.add_lane(self._lane)
         runtime.add_user(self)
-        self._recorder = _make_recorder(runtime, name, self.report)
+        self._record_name = runtime.distinct_name(name)
+        self._recorder = _make_recorder(runtime, self._record_name, self.report)
         tracker.begin(self._number, transport.now(), self.profiling)
 
     def _compare(
@@ -360,7 +361,7 @@ class Engine:
                 self._recorder.after_step(self._tuner, measured.stamps, measured.times)
             if self._runtime.timeline is not None and measured.stamps.done_s:
                 plan = self._tuner.plan
-                self._runtime.timeline.step(self._name, self._steps, plan, measured)
+                self._runtime.timeline.step(self._record_name, self._steps, plan, measured)
             self._tuner.after_step(measured.stamps)
         if self._summary_steps and self._steps % self._summary_steps == 0:
             log_summary(self._name, self.stats())
@@ -470,8 +471,6 @@ def _make_recorder(
     """The recorder, if runs are to be recorded."""
     if not (folder := runtime.config.record_dir):
         return None
-    if runtime.members.number:
-        name = f"{name} of process set {runtime.members.number}"
     return Recorder(
         folder, name, runtime.rank, runtime.size, runtime.library, report, runtime.warn_once
     )
