@@ -221,7 +221,13 @@ class Backend(ABC):
 
 
 class Mailbox(ABC):
-    """Messages from rank to rank, outside any collective; used where the backend is."""
+    """Messages from rank to rank, outside any collective; used where the backend is.
+
+    Attributes:
+        echoes: the other ranks are only played, and send what this one sends to itself.
+    """
+
+    echoes = False
 
     @abstractmethod
     def send(self, rank: int, payload: bytes) -> None:

@@ -202,7 +202,7 @@ class EmulatedLink(HostBackend):
         return EmulatedLink(self._channel.costs[ALL_REDUCE], len(ranks), _channel=self._channel)
 
     def mailbox(self) -> Mailbox:
-        """One in which every rank sends this one what it sends to itself, at no cost."""
+        """One in which every other rank sends this one what it sends to itself, at no cost."""
         return _EmulatedMailbox(self.size)
 
     def send_notice(self, payload: bytes) -> None:
@@ -234,13 +234,15 @@ class EmulatedLink(HostBackend):
 
 
 class _EmulatedMailbox(Mailbox):
+    echoes = True
+
     def __init__(self, size: int) -> None:
         self._size = size
         self._arrived: list[tuple[int, bytes]] = []
 
     def send(self, rank: int, payload: bytes) -> None:
         if rank == 0:
-            self._arrived += [(sender, bytes(payload)) for sender in range(self._size)]
+            self._arrived += [(sender, bytes(payload)) for sender in range(1, self._size)]
 
     def receive(self) -> list[tuple[int, bytes]]:
         arrived, self._arrived = self._arrived, []

@@ -7,9 +7,11 @@ import time
 import numpy as np
 import pytest
 
+import wfbp
 from wfbp.comm import emulated
 from wfbp.comm.emulated import EmulatedLink
 from wfbp.comm.waiting import wait
+from wfbp.config import Config
 from wfbp.core.types import Op
 from wfbp.errors import PeerError
 
@@ -93,6 +95,17 @@ def test_gathers_its_own_parts() -> None:
     data = np.array([1, 2, 0, 0, 0, 0], np.uint8)
     wait(link.all_gather(data, [2, 1, 3]))
     assert data.tolist() == [1, 2, 1, 1, 2, 1]
+
+
+@pytest.mark.parametrize("numel", [1, 1000])
+def test_named_operations(numel: int) -> None:
+    """The ranks that are played submit what this one does: small data and large."""
+    wfbp.init(backend=EmulatedLink(lambda _: 0.0, size=3), config=Config(timeout_s=5.0))
+    try:
+        total = wfbp.allreduce(np.full(numel, 2.0), op=wfbp.Sum)
+        assert total.tolist() == [6.0] * numel
+    finally:
+        wfbp.shutdown()
 
 
 def test_an_abort_ends_what_is_pending() -> None:

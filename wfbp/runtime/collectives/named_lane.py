@@ -232,7 +232,7 @@ class NamedLane:
             self._outbox = []
             if self._devices is not None:
                 outbox = [self._devices.describe(request) for request in outbox]
-            if self._coordinator is None:
+            if self._coordinator is None or self._mailbox.echoes:
                 self._mailbox.send(0, encode_requests(outbox))
         elif not self._pending:
             return False
