@@ -32,6 +32,8 @@ LINK = HERE.parent / "launch" / "link.py"
 NAMES = ("without overlap", "with overlap")
 ROWS = ("AdamW: training", "AdamW-2: training")
 """Of the two optimizers in the timeline, in the order in which they are made."""
+FOLDER = "demo"
+"""Of page and data."""
 TURN = 6
 """Steps of one model in a row."""
 BATCH = 8
@@ -110,7 +112,7 @@ def start(options: argparse.Namespace, emulated: bool) -> None:
     else:
         rate = ("--rate", f"{options.mbit}mbit")
         words = [sys.executable, str(LINK), "run", *rate, "-np", "2", "--", *words]
-    folder = str(options.output)
+    folder = str(options.output / FOLDER)
     settings = {"WFBP_TIMELINE": folder, "WFBP_RECORD_DIR": folder, "WFBP_REPLAN_THRESHOLD": "0"}
     subprocess.run(words, env={**os.environ, **settings}, check=True)
 
@@ -219,10 +221,12 @@ def main() -> None:
     parser.add_argument("--mbit", type=int, default=450, help="of the link, per second")
     parser.add_argument("--steps", type=int, default=24, help="of each run")
     parser.add_argument("--emulated", action="store_true", help="make no real link")
-    parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="of page and data")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs"), help="where the folder demo is made anew"
+    )
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    folder = options.output
+    folder = options.output / FOLDER
     if options.rank:
         if options.emulated:
             emulate(options.mbit)

@@ -97,7 +97,7 @@ def test_overlap_shows_both_runs_side_by_side(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for name in ("without overlap", "with overlap"):
         assert f"{name}: one step of rank 0" in done.stdout
-    page = (tmp_path / "report.html").read_text()
+    page = (tmp_path / "demo" / "report.html").read_text()
     assert "AdamW: timeline" in page
     assert "AdamW-2: timeline" in page
     losses = re.findall(r"([\d.]+) -> ([\d.]+)", done.stdout)
