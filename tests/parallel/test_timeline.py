@@ -38,7 +38,8 @@ for step in range(45):
         other.mark_ready(index, np.ones(3, np.float32))
     other.wait()
     if step == 39:
-        print(json.dumps({"rank": wfbp.rank(), **reducer.stats()}), flush=True)
+        line = json.dumps({"rank": wfbp.rank(), **reducer.stats()})
+        print(f"{line}\\n", end="", flush=True)  # in one write: other ranks print, too
 time.sleep(1.5)  # the timeline is written twice a second
 if wfbp.rank() == 1:
     os.kill(os.getpid(), signal.SIGKILL)
