@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -165,6 +166,7 @@ def in_native_order(array: Array) -> Array:
     return array.astype(array.dtype.newbyteorder("="))
 
 
+@lru_cache
 def dtype_key(dtype: np.dtype[Any]) -> str:
     """What ranks compare of an element type: its name, or all its fields."""
     return dtype.name if dtype.names is None else str(dtype.descr)
@@ -172,7 +174,7 @@ def dtype_key(dtype: np.dtype[Any]) -> str:
 
 def flattened(array: Array) -> Buffer:
     """A contiguous array as one dimension of its storage type (uint16 for bfloat16)."""
-    if array.dtype.name == "bfloat16":
+    if dtype_key(array.dtype) == "bfloat16":
         array = array.view(np.uint16)
     return array.reshape(-1)
 

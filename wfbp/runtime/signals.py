@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # without conversion to enums
 import functools
+import os
 import signal
 import sys
 import time
@@ -199,5 +200,18 @@ def _note(number: int, frame: FrameType | None) -> None:
         dict(_state.replaced).get(number, signal.default_int_handler)(number, frame)
 
 
+_main_thread = main_thread().ident
+
+
+def _note_main_thread() -> None:
+    """In a forked process the thread that forked is the main thread."""
+    global _main_thread
+    _main_thread = get_ident()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_main_thread)
+
+
 def _in_main_thread() -> bool:
-    return get_ident() == main_thread().ident
+    return get_ident() == _main_thread

@@ -22,7 +22,7 @@ from wfbp.errors import (
     WfbpError,
 )
 from wfbp.runtime.progress.loop import Reply
-from wfbp.runtime.progress.thread import CommunicationThread
+from wfbp.runtime.progress.thread import THREAD_NAME, CommunicationThread
 
 
 class Slow(Work[str]):
@@ -443,3 +443,24 @@ def test_a_reply_that_does_not_come_in_time() -> None:
     reply.fail(PeerError("gone"))
     with pytest.raises(PeerError):
         reply.get(0.1)
+
+
+def test_the_thread_stands_by_while_training_drives(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would compete for the interpreter behind every operation."""
+    thread = make()
+    passes: list[str] = []
+    progress = thread.loop.progress
+
+    def counted(urgent: bool) -> float:
+        passes.append(threading.current_thread().name)
+        return progress(urgent)
+
+    monkeypatch.setattr(thread.loop, "progress", counted)
+    for _ in range(5):
+        work = Slow()
+        threading.Timer(0.12, work.go.set).start()
+        assert thread.call(lambda work=work: work, "slow") == "done"
+        time.sleep(0.01)
+    assert passes.count(THREAD_NAME) < 5

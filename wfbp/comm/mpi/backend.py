@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +80,22 @@ class NoticeChannel:
         """Free the communicator; messages under way go on."""
         _unsent.extend(item for item in self._sending if not item[0].Test())
         self._comm.Free()
+
+
+class _Translated:
+    """Makes MPI's errors this project's. (A generator would take longer than MPI's own call.)"""
+
+    __slots__ = ("_kind", "_what")
+
+    def __init__(self, kind: type[Exception], what: str) -> None:
+        self._kind = kind
+        self._what = what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if isinstance(error, self._kind):
+            raise BackendError(f"{self._what}: {error}") from error
 
 
 class _Message(Work[None]):
@@ -332,13 +347,9 @@ class MpiBackend(HostBackend):
         with self.translated("notices could not be read"):
             return self._notices.poll()
 
-    @contextmanager
-    def translated(self, what: str) -> Iterator[None]:
+    def translated(self, what: str) -> _Translated:
         """Within it MPI's errors become this project's."""
-        try:
-            yield
-        except self._mpi.Exception as error:
-            raise BackendError(f"{self._who}: {what}: {error}") from error
+        return _Translated(self._mpi.Exception, f"{self._who}: {what}")
 
     def send(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
         with self.translated("a message could not be sent"):

@@ -61,7 +61,7 @@ def reduced(contributions: Sequence[bytes], num_zeros: int, dtype: str, op: Op) 
     """What ranks' contributions to a small reduction give, together with so many of zeros."""
     _, kind, op = carried(np.empty(0, word_dtype(dtype)), dtype, op)
     parts = [np.frombuffer(each, word_dtype(kind)) for each in contributions]
-    out = np.zeros_like(parts[0])
+    out = np.empty(parts[0].size, parts[0].dtype)
     combine(parts + [np.zeros_like(out)] * num_zeros, out, kind, op)
     return out.tobytes()
 

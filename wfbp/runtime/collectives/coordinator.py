@@ -11,6 +11,7 @@ messages, no clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from wfbp.core.types import Op
@@ -41,6 +42,12 @@ _EQUAL: dict[Kind, tuple[tuple[str, Callable[[Request], Any]], ...]] = {
     Kind.ALLTOALL: (("all dimensions but the first", lambda r: r.shape[1:]),),
 }
 """What must be equal on all ranks, besides the operation, the element type and the device."""
+
+_COMPARED = attrgetter(
+    "kind", "called", "part_of", "dtype", "device", "shape", "op", "root", "prescale", "postscale",
+    "splits",
+)  # fmt: skip
+"""All that is compared for any kind: requests that agree in this agree."""
 
 _WITH_JOINED = frozenset({Kind.ALLREDUCE, Kind.BARRIER})
 """Operations in which the ranks that have joined can be stood in for."""
@@ -90,6 +97,8 @@ class Coordinator:
 
         Then none of them goes on but by what another thread submits.
         """
+        if not self._joined:
+            return len(self._waiting) == self._size
         return bool(self._waiting) and len(self._waiting | self._joined) == self._size
 
     def refuse_waiting(self) -> None:
@@ -165,6 +174,8 @@ def _answer(requests: Mapping[int, Request], joined: list[int]) -> Response:
 def _difference(requests: Mapping[int, Request]) -> str:
     """In what requests of one name differ that must not; empty where they agree."""
     first = next(iter(requests.values()))
+    if len(set(map(_COMPARED, requests.values()))) == 1:
+        return ""
     general: tuple[tuple[str, Callable[[Request], Any]], ...] = (
         ("the operation", lambda r: r.kind.value),
         ("the name", lambda r: r.called),

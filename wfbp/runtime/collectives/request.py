@@ -176,7 +176,7 @@ class Response:
 
 def encode_requests(requests: Sequence[Request]) -> bytes:
     """As they travel, many in one message."""
-    # Of plain values pickle takes a tenth of the time of JSON, and ranks of one job trust another.
+    # Of plain values pickle takes a tenth of JSON's time, and ranks of a job trust one another.
     return pickle.dumps([(*request.row(), request.data) for request in requests])
 
 

@@ -349,6 +349,12 @@ class ProgressLoop:
         )
 
     @property
+    def under_way(self) -> bool:
+        """Whether anything has to be moved on."""
+        lanes = any(lane.busy or lane.has_events or lane.owes_work for lane in self._lanes)
+        return lanes or bool(self.messages or self._calls)
+
+    @property
     def has_events(self) -> bool:
         """Whether events wait in a lane."""
         return any(lane.has_events for lane in self._lanes)

@@ -21,7 +21,7 @@ from wfbp.config import Config
 from wfbp.errors import StallError, WfbpError
 from wfbp.runtime import signals
 from wfbp.runtime.progress.deadlock import ALL_RANKS, Members
-from wfbp.runtime.progress.loop import Call, Message, ProgressLoop, Reply
+from wfbp.runtime.progress.loop import TICK_S, Call, Message, ProgressLoop, Reply
 
 T = TypeVar("T")
 
@@ -56,6 +56,7 @@ class CommunicationThread:
         self._running = True
         self._here = threading.local()
         self.sleeping = False
+        self._standing_by = False
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
     def start(self) -> None:
@@ -95,7 +96,7 @@ class CommunicationThread:
                     finally:
                         self._progress_lock.release()
             finally:
-                self._driver_lock.release()
+                self._leave_driving()
         else:
             self.loop.wakeup.set()
 
@@ -162,14 +163,19 @@ class CommunicationThread:
         try:
             if self._driver_lock.acquire(timeout=_DRIVER_POLL_S):
                 try:
-                    with self._progress_lock, sharp_naps():
+                    with self._progress_lock:
                         return self._drive(reply, resumable)
                 finally:
-                    self._driver_lock.release()
+                    self._leave_driving()
             self.loop.wakeup.set()
             return self._await_others(reply, label, resumable)
         finally:
             self.loop.waits.num_waiting -= 1
+
+    def _leave_driving(self) -> None:
+        self._driver_lock.release()
+        if self._standing_by and self.loop.under_way:
+            self.loop.wakeup.set()
 
     def _run_handlers(self) -> None:
         """In a wait that cannot be left and taken up again."""
@@ -197,7 +203,8 @@ class CommunicationThread:
                     raise signals.HandlersDue
                 nap_s = loop.progress(urgent=True)
                 if nap_s > 0 and not reply.answered:
-                    loop.rest(nap_s)
+                    with sharp_naps():
+                        loop.rest(nap_s)
         except KeyboardInterrupt:  # that would not wait for the end of a pass
             loop.fail(self._interrupted())
             raise
@@ -250,6 +257,13 @@ class CommunicationThread:
         self.sleeping = wakeable
         if not (wakeable and loop.has_events):
             while nap_s > 0 and not loop.wakeup.wait(nap_s):
+                # A training thread that drives need not be disturbed. Where it leaves something
+                # under way, it finds this thread standing by, and wakes it.
+                self._standing_by = True
+                if self._driver_lock.locked():
+                    nap_s = TICK_S
+                    continue
+                self._standing_by = False
                 waited_for = loop.waits.num_waiting > 0
                 if waited_for or not self._progress_lock.acquire(blocking=False):
                     break
@@ -257,4 +271,5 @@ class CommunicationThread:
                     nap_s = loop.poll()
                 finally:
                     self._progress_lock.release()
+        self._standing_by = False
         self.sleeping = False
