@@ -471,6 +471,42 @@ def test_closing_destroys_the_communicator() -> None:
     ranks.run(body)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_closing_waits_for_the_device(kind: str) -> None:
+    """Hosts run ahead of it: what was enqueued may not have begun when a program ends."""
+    ranks = Ranks(2)
+    gates = [threading.Event() for _ in range(2)]
+
+    def body(rank: int) -> None:
+        backend, device = ranks.backend(kind, rank), ranks.devices[rank]
+        work = backend.all_reduce(np.ones(4, np.float32), "float32", Op.SUM)
+        while not work.issued():
+            pass
+        device.enqueue(backend.stream, lambda: gates[rank].wait(20.0))
+        closing = threading.Thread(target=backend.close)
+        closing.start()
+        closing.join(0.05)
+        assert closing.is_alive()
+        assert not any(each.destroyed for each in ranks.libraries[rank].communicators)
+        gates[rank].set()
+        closing.join(20.0)
+        assert not closing.is_alive()
+
+    ranks.run(body)
+
+
+def test_a_device_that_hangs_is_aborted_when_it_is_closed() -> None:
+    ranks = Ranks(1)
+    gate = threading.Event()
+    backend = NcclBackend(ranks.devices[0], ranks.connect(0), ranks.libraries[0], timeout_s=0.05)
+    ranks.devices[0].enqueue(backend.stream, lambda: gate.wait(20.0))
+    backend.close()
+    gate.set()
+    (communicator,) = ranks.libraries[0].communicators
+    assert communicator.aborted
+    assert not communicator.destroyed
+
+
 def test_ranks_that_do_not_join_are_not_waited_for_for_ever() -> None:
     ranks = Ranks(1)
     library = ranks.libraries[0]

@@ -18,6 +18,7 @@ from wfbp.comm.device.device import Device, Event
 from wfbp.core.types import Op, item_bytes
 
 _NAP_S = 10e-6
+_LONG_NAP_S = 100e-6
 
 
 class DeviceWork(Work[None]):
@@ -84,6 +85,16 @@ class DeviceBackend(Backend):
             return start()
 
         return launch() if self.in_order is None else self.in_order(launch, nbytes)
+
+    def settles(self, timeout_s: float | None = None) -> bool:
+        """Wait until the device is done with all that was enqueued here; False if it is not within
+        the time."""
+        last, begun_s = self.device.record(self.stream), time.monotonic()
+        while not self.device.done(last):
+            if timeout_s is not None and time.monotonic() - begun_s > timeout_s:
+                return False
+            time.sleep(_LONG_NAP_S)
+        return True
 
     def stopwatch(self) -> Callable[[], float]:
         """By events: the time on the device, without what the host takes to hear of the end."""

@@ -27,7 +27,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -60,7 +59,6 @@ BYTE = DTYPES["uint8"]
 _FIRST_THAT_SPLITS = 21801
 
 _IDLE_S = 0.1
-_NAP_S = 1e-4
 _ABORT_S = 10.0
 
 _IN_PROGRESS = 7
@@ -139,12 +137,7 @@ class NcclBackend(DeviceBackend):
         its collectives is under way then."""
         if self._over or not _splits(self._nccl):
             return False
-        last, until_s = self.device.record(self.stream), time.monotonic() + _IDLE_S
-        while not self.device.done(last):
-            if time.monotonic() > until_s:
-                return False
-            time.sleep(_NAP_S)
-        return True
+        return self.settles(_IDLE_S)
 
     def _all_reduce(self, data: Buffer, dtype: str, op: Op) -> DeviceWork:
         if not defines(dtype, op):
@@ -251,6 +244,9 @@ class NcclBackend(DeviceBackend):
         self.host.close()
 
     def _destroy(self) -> None:
+        """When the device is done: NCCL does not wait for kernels on the streams of its callers."""
+        if not self._over and not self.settles(self._timeout_s):
+            self.give_up()
         if not self._over:
             self._over = True
             self.device.use()

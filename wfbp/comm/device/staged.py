@@ -108,6 +108,8 @@ class StagedWork(DeviceWork):
 PIECE_BYTES = 4 << 20
 NUM_PINNED = 2
 
+_CLOSING_S = 60.0
+
 
 class StagedBackend(DeviceBackend):
     """A device's collectives by a host backend; see the module.
@@ -301,7 +303,9 @@ class StagedBackend(DeviceBackend):
         )
 
     def close(self) -> None:
-        """Give the backends of the host back. Collective; every work must be complete."""
+        """Give the backends of the host back. Collective; every work must have been issued."""
+        # Copies from pinned memory, which is given out again from here on.
+        self.settles(_CLOSING_S)
         self._family.remove(self)
         self._carrier.close()
         self.host.close()
