@@ -288,10 +288,11 @@ class Costs:
         own = self.reduce_scatter if operation is Operation.REDUCE_SCATTER else self.all_gather
         return _half(self.all_reduce) if own is None else own
 
-    def compressed(self, part: float) -> Costs:
+    def compressed(self, part: float, gathers: bool = False) -> Costs:
         """The costs where of what is reduced only this part of the bytes travels.
 
-        All-gathers bring parameters and are not compressed.
+        ``gathers``: of what is gathered, too, because it is gradients. Parameters are gathered in
+        full.
 
         Example:
             >>> costs = Costs(LinearCost(alpha_s=1e-3, beta_s_per_byte=2e-9)).compressed(0.5)
@@ -300,10 +301,11 @@ class Costs:
         """
         if part == 1.0:
             return self
+        gather = self.of(Operation.ALL_GATHER)
         return Costs(
             self.all_reduce.compressed(part),
             None if self.reduce_scatter is None else self.reduce_scatter.compressed(part),
-            self.of(Operation.ALL_GATHER),
+            gather.compressed(part) if gathers else gather,
             self.kappa,
         )
 

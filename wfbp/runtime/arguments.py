@@ -28,7 +28,7 @@ class EngineOptions:
         sharded_update: whether each rank then updates its shards only.
         name: of the optimizer, for messages.
         wire_dtype: the type, of :data:`WIRE_DTYPES`, in which gradients of more bytes per element
-            are reduced; empty for their own.
+            are reduced, and gathered where updates are not sharded; empty for their own.
     """
 
     schedule: str
@@ -39,6 +39,11 @@ class EngineOptions:
     sharded_update: bool = False
     name: str = "optimizer"
     wire_dtype: str = ""
+
+    @property
+    def gather_dtype(self) -> str:
+        """The type in which wider tensors are gathered; empty for their own, as for parameters."""
+        return "" if self.sharded_update else self.wire_dtype
 
     def check(self, specs: Sequence[TensorSpec], user: str = "") -> None:
         """Raise unless gradients of these tensors can be reduced with these options.

@@ -291,21 +291,25 @@ class Runtime:
         device: Device | None,
         channel: ControlChannel,
         wire_dtype: str = "",
+        gather_dtype: str = "",
     ) -> Transport:
         """The transport of a lane whose backend comes from :meth:`lease`; collective.
 
         ``device`` is where the tensors lie, None for the host; ``wire_dtype`` is the type in which
-        wider gradients are reduced, empty for their own.
+        wider gradients are reduced, ``gather_dtype`` that in which wider tensors are gathered,
+        empty for their own.
         """
         if device is None:
-            return HostTransport(backend, self.config.zero_copy_min_bytes, wire_dtype)
+            direct_bytes = self.config.zero_copy_min_bytes
+            return HostTransport(backend, direct_bytes, wire_dtype, gather_dtype)
         device.annotates, device.where = self.config.nvtx, self.where
         key = self._leased.index(backend), id(device)
         if key not in self._device_backends:
             self._device_backends[key] = channel.call(
                 lambda _: Finished(self._connect(backend, device)), _CONNECTING
             )
-        return DeviceTransport(self._device_backends[key], backend, self.check, wire_dtype)
+        device_backend = self._device_backends[key]
+        return DeviceTransport(device_backend, backend, self.check, wire_dtype, gather_dtype)
 
     def _connect(self, backend: Backend, device: Device) -> DeviceBackend:
         """What carries the groups of a lane on a device; on the communication thread."""

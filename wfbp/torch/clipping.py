@@ -68,22 +68,29 @@ def clip(
     shards: Sequence[torch.Tensor],
     whole: Sequence[torch.Tensor],
     alone: bool = False,
-) -> float:
-    """Scale gradients so that their norm is at most the limit's, and return the norm before; a
-    collective.
+    shard_factor: float | None = None,
+) -> tuple[float, float | None]:
+    """Scale gradients so that their norm is at most the limit's; a collective.
 
     Args:
         limit: compared with the other ranks' in the message that carries the norm.
         shards: this rank's parts of gradients.
         whole: gradients that are the same on every rank.
         alone: whether all are whole, and other ranks do not call this.
+        shard_factor: by what the caller will multiply the shards, later; None to scale them here.
+
+    Returns:
+        The norm before, and the shards' factor from here on.
 
     Raises:
         RuntimeError: the norm is not finite and the limit forbids that; nothing was scaled.
         DisagreementError: ranks have different limits.
     """
-    parts = [*shards, *(whole if alone or runtime.rank == 0 else ())]
-    mine = np.array([_power(parts, limit.norm_type), *astuple(limit)], np.float64)
+    so_far = 1.0 if shard_factor is None else shard_factor
+    norms = [norm * so_far for norm in _norms(shards, limit.norm_type)]
+    if alone or runtime.rank == 0:
+        norms += _norms(whole, limit.norm_type)
+    mine = np.array([_power(norms, limit.norm_type), *astuple(limit)], np.float64)
     payloads = [mine.tobytes()] if alone else runtime.exchange(mine.tobytes(), LABEL)
     powers = np.array([np.frombuffer(payload) for payload in payloads])
     _compare(runtime, powers[:, 1:])
@@ -94,17 +101,22 @@ def clip(
             "Leave this step out, or pass error_if_nonfinite=False"
         )
     factor = limit.max_norm / (norm + _TINY)
-    scaled = [*shards, *whole]  # nothing where this rank's shards are empty
-    if scaled and not factor >= 1.0:  # also where the norm is no number
+    if factor >= 1.0:  # no number is not
+        return norm, shard_factor
+    scaled = [*shards, *whole] if shard_factor is None else [*whole]
+    if scaled:  # nothing where this rank's shards are empty
         torch._foreach_mul_(scaled, factor)
-    return norm
+    return norm, None if shard_factor is None else so_far * factor
 
 
-def _power(parts: Sequence[torch.Tensor], norm_type: float) -> float:
-    """What of the norm lies in these: the sum of their p-th powers, or the maximum."""
-    norms = [torch.linalg.vector_norm(t.double(), norm_type) for t in parts if t.numel()]
+def _norms(parts: Sequence[torch.Tensor], norm_type: float) -> list[float]:
+    return [float(torch.linalg.vector_norm(t.double(), norm_type)) for t in parts if t.numel()]
+
+
+def _power(norms: Sequence[float], norm_type: float) -> float:
+    """What of the norm these make up: the sum of their p-th powers, or the maximum."""
     if math.isinf(norm_type):
-        return float(np.max([float(n) for n in norms], initial=0.0))
+        return float(np.max(norms, initial=0.0))
     return float(sum(n**norm_type for n in norms))
 
 

@@ -565,6 +565,9 @@ class OptimizerSync:
         self._held: Reduced | None = None
         self._compared = False
         self._is_clipped = False
+        # Where gradients are gathered in 16 bits, they are scaled behind that: see clip_grad_norm_.
+        self._scales_later = bool(options.gather_dtype)
+        self._shard_factor: float | None = None
         self._alone = False  # whether the last step was reduced with ranks that had joined
         self.last_active: int | None = None
         """A rank that has made the latest step, where others had joined; the same on every rank."""
@@ -623,7 +626,7 @@ class OptimizerSync:
         self._note_joined()
         shards = any(slot is not None and not slot.whole for slot in reduced)
         self._held = reduced if shards else None
-        self._is_clipped = False
+        self._is_clipped, self._shard_factor = False, None
 
     def synchronize(self) -> bool:
         """Close the step, unless that was done, and have whole gradients and parameters.
@@ -636,7 +639,12 @@ class OptimizerSync:
             self._check_clipped()
             whole = self._engine.gather_gradients(self._held)
             self._engine.flush()
+            if self._shard_factor is not None:
+                for slot, held, param in zip(whole, self._held, self._params, strict=True):
+                    if slot is not None and held is not None and not held.whole:
+                        tensors.shared(slot.data).view(param.dtype).mul_(self._shard_factor)
             self._gradients.take(whole)
+            self._shard_factor = None
         else:
             whole = self._gradients.reduce(whole=True)
             self._compare()
@@ -708,8 +716,10 @@ class OptimizerSync:
         self.stepped = True  # whatever the optimizer raises: it has changed something
         try:
             with signals.uninterruptible:
-                update = self._update
-                self._result = update.apply_whole() if self._alone else update.apply(reduced)
+                update, factor = self._update, self._shard_factor
+                self._result = (
+                    update.apply_whole() if self._alone else update.apply(reduced, factor)
+                )
         finally:
             result = self.rest_of_step()
         return result
@@ -729,7 +739,12 @@ class OptimizerSync:
     def clip_grad_norm_(self, limit: Limit) -> torch.Tensor:
         """Scale the reduced gradients; see the optimizer's method of that name."""
         self._check_clipped()
-        norm = clip(self.runtime, limit, *self._reduced_tensors(), alone=self._alone)
+        factor = self._shard_factor
+        if factor is None and self._held is not None and self._scales_later:
+            factor = 1.0
+        norm, self._shard_factor = clip(
+            self.runtime, limit, *self._reduced_tensors(), self._alone, factor
+        )
         if self._held is not None:
             self._gradients.watch_shards(self._held)
             self._is_clipped = True
@@ -816,7 +831,7 @@ class OptimizerSync:
     def discard(self) -> None:
         """Forget gradients that appeared since the last step."""
         self._held = None
-        self._is_clipped = False
+        self._is_clipped, self._shard_factor = False, None
         self._gradients.discard()
 
     def release(self) -> None:

@@ -775,7 +775,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             begin with; by default ``WFBP_THRESHOLD_BYTES`` or 25 MiB.
         optimizer_sharding: what follows decoupled gradients. True: each rank updates its shard
             of each tensor and holds the state of it alone. False: every rank updates all. By
-            default what the optimizer allows, which is found by experiment.
+            default what the optimizer allows, which is found by experiment, and False under
+            ``compression``: averaged gradients are gathered in 16 bits, parameters never.
         update: deprecated; ``sharded``, ``replicated`` or ``auto`` stand for
             ``optimizer_sharding`` True, False or None.
 
@@ -831,6 +832,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     check_params(named_params(optimizer, known, complete=True), options)
     # What can be refused without looking at the bare optimizer has been: an earlier one goes on.
     unwrap(optimizer, runtime)
+    if sharding is None and options.wire_dtype:
+        sharding = False  # averages travel in 16 bits; updated parameters could not
     coupling = chosen_coupling(optimizer, sharding)
     check_schedule(planner, coupling is not UpdateCoupling.COUPLED, kind.__name__)
     made = type(kind.__name__, (AveragingOptimizerBase, kind), {})

@@ -63,11 +63,13 @@ class Update(ABC):
         return False
 
     @abstractmethod
-    def apply(self, reduced: Reduced | None) -> Any:
+    def apply(self, reduced: Reduced | None, shard_factor: float | None = None) -> Any:
         """Step, begin the all-gathers that the plan needs, and return the optimizer's result.
 
-        ``reduced`` are the engine's results, shards among them; None where every ``p.grad`` is
-        whole.
+        Args:
+            reduced: the engine's results, shards among them; None where every ``p.grad`` is whole.
+            shard_factor: by what those have yet to be multiplied that are shards, of an update for
+                which gradients are gathered.
         """
 
     def apply_whole(self) -> Any:
@@ -150,14 +152,16 @@ class ReplicatedUpdate(Update):
         super().__init__(*args)
         self._layouts = [tensors.Layout.of(p) for p in self._params]
         self._gradients: dict[int, torch.Tensor] = {}
+        self._factor: float | None = None
         self._groups: list[Group] = []
 
     @property
     def due(self) -> bool:
         return bool(self.pending)
 
-    def apply(self, reduced: Reduced | None) -> Any:
+    def apply(self, reduced: Reduced | None, shard_factor: float | None = None) -> Any:
         self.flush()
+        self._factor = shard_factor
         engine = self._engine
         if reduced is None or not engine.decoupled:
             return self._timed(self._step)
@@ -183,7 +187,11 @@ class ReplicatedUpdate(Update):
     def complete(self, indices: Collection[int]) -> None:
         # All that has arrived with the one that is read, and no more: were the optimizer to raise,
         # ranks would lose different updates.
-        self._update(indices, {k: self._gradients.pop(k) for k in indices})
+        gradients = {k: self._gradients.pop(k) for k in indices}
+        if self._factor is not None:
+            for gradient in gradients.values():
+                gradient.mul_(self._factor)
+        self._update(indices, gradients)
         self._engine.publish()
 
     def _timed(self, step: Step) -> Any:
@@ -269,7 +277,8 @@ class ShardedUpdate(Update):
         self._installed = 0
         self._early: tuple[set[int], int] = set(), 0
 
-    def apply(self, reduced: Reduced | None) -> Any:
+    def apply(self, reduced: Reduced | None, shard_factor: float | None = None) -> Any:
+        assert shard_factor is None, "shards are updated as they are"
         try:
             return self._apply(reduced)
         finally:

@@ -109,7 +109,7 @@ class Engine:
         with runtime.collective_lock.hold(channel, f"{name}: making a lane"):
             backend = runtime.lease(channel)
             self._transport = transport = runtime.make_transport(
-                backend, device, channel, options.wire_dtype
+                backend, device, channel, options.wire_dtype, options.gather_dtype
             )
         self._lane = PlanExecutor(backend, transport, options.op, name)
         self._tracker = tracker = GradientTracker(
@@ -462,6 +462,7 @@ def _make_tuner(runtime: Runtime, options: EngineOptions, specs: Sequence[Tensor
         tells=runtime.rank == 0,
         name=options.name,
         wire_dtype=options.wire_dtype,
+        gathers_gradients=not options.sharded_update,
     )
 
 

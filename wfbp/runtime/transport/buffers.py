@@ -445,6 +445,11 @@ class ShardBlocks:
             table, [self.members[position] for position in self._small], starts, len(ranks)
         )
 
+    def unpacked_by(self, rank: int) -> list[int]:
+        """The ranks whose blocks a rank unpacks from an all-gather: its own, too, if it was cast,
+        or it would have other bits than the others."""
+        return [r for r in range(self._size) if self.casts or r != rank]
+
     def whole_tensors(self, num_tensors: int, rank: int, addresses: Sequence[int]) -> list[int]:
         """Where whole tensors would begin whose shards of a rank lie at these addresses."""
         whole = [0] * num_tensors
@@ -593,16 +598,31 @@ class ScatterBuffer:
 
 class GatherBuffer:
     """Storage of one all-gathered group; tensors of at least ``zero_copy_min_bytes`` are not
-    packed."""
+    packed.
+
+    If it travels as another ``wire_dtype``, all are, and every rank has what has travelled.
+    """
 
     def __init__(
-        self, plan: Plan, group: int, rank: int, size: int, zero_copy_min_bytes: int
+        self,
+        plan: Plan,
+        group: int,
+        rank: int,
+        size: int,
+        zero_copy_min_bytes: int,
+        wire_dtype: str = "",
     ) -> None:
         self._blocks = blocks = ShardBlocks(
-            plan, group, size, aligned_bytes, _host_table, zero_copy_min_bytes
+            plan,
+            group,
+            size,
+            aligned_bytes,
+            _host_table,
+            zero_copy_min_bytes,
+            wire_dtype=wire_dtype,
         )
         self._own = blocks.table([rank])
-        self._others = blocks.table([r for r in range(size) if r != rank])
+        self._unpacked = blocks.table(blocks.unpacked_by(rank))
 
     def pack(self, gather: GatherRequest) -> None:
         """Copy this rank's shards of small tensors, and note where the large ones lie."""
@@ -616,5 +636,5 @@ class GatherBuffer:
         return backend.all_gather(self._blocks.bytes, self._blocks.counts, segments)
 
     def unpack(self, addresses: Sequence[int]) -> None:
-        """Copy the other ranks' shards to the small tensors at these addresses."""
-        self._others.unpack(addresses)
+        """Copy what has arrived to the small tensors at these addresses."""
+        self._unpacked.unpack(addresses)

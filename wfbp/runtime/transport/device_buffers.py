@@ -312,14 +312,16 @@ class DeviceScatterBuffer:
 
 
 class DeviceGatherBuffer:
-    """Storage of one all-gathered group."""
+    """Storage of one all-gathered group; arguments as for ``GatherBuffer``."""
 
-    def __init__(self, plan: Plan, group: int, backend: DeviceBackend) -> None:
-        rank, size = backend.rank, backend.size
+    def __init__(
+        self, plan: Plan, group: int, backend: DeviceBackend, wire_dtype: str = ""
+    ) -> None:
+        rank = backend.rank
         self._backend = backend
-        self._blocks = blocks = _shard_blocks(plan, group, backend)
+        self._blocks = blocks = _shard_blocks(plan, group, backend, wire_dtype)
         self._own = blocks.table([rank])
-        self._others = blocks.table([r for r in range(size) if r != rank])
+        self._unpacked = blocks.table(blocks.unpacked_by(rank))
 
     def pack(self, gather: GatherRequest) -> None:
         """Copy this rank's shards."""
@@ -331,5 +333,5 @@ class DeviceGatherBuffer:
         return backend.all_gather(self._blocks.bytes, self._blocks.counts)
 
     def unpack(self, addresses: Sequence[int]) -> None:
-        """Copy the other ranks' shards to the tensors at these addresses."""
-        self._others.unpack(addresses)
+        """Copy what has arrived to the tensors at these addresses."""
+        self._unpacked.unpack(addresses)

@@ -85,9 +85,11 @@ class DeviceTransport(Transport):
         host: Backend,
         check: Callable[[], None],
         wire_dtype: str = "",
+        gather_dtype: str = "",
     ) -> None:
         super().__init__(backend)
         self._wire_dtype = wire_dtype
+        self._gather_dtype = gather_dtype
         self._device = device = backend.device
         self._stream = backend.stream
         self._packing = backend.packing
@@ -126,7 +128,9 @@ class DeviceTransport(Transport):
 
     def forward(self, plan: Plan) -> list[ForwardBuffer]:
         return [
-            DeviceGatherBuffer(plan, group, self.backend)
+            DeviceGatherBuffer(
+                plan, group, self.backend, wire_type(plan.dtype(group), self._gather_dtype)
+            )
             for group in range(plan.num_backward, len(plan.groups))
         ]
 

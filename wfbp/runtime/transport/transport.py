@@ -216,12 +216,20 @@ class Transport(ABC):
 class HostTransport(Transport):
     """Memory of the host, where nothing has to be ordered.
 
-    ``zero_copy_min_bytes``: tensors of at least this size are not packed.
+    ``zero_copy_min_bytes``: tensors of at least this size are not packed. ``wire_dtype`` and
+    ``gather_dtype``: see :meth:`~wfbp.runtime.runtime.Runtime.make_transport`.
     """
 
-    def __init__(self, backend: Backend, zero_copy_min_bytes: int, wire_dtype: str = "") -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        zero_copy_min_bytes: int,
+        wire_dtype: str = "",
+        gather_dtype: str = "",
+    ) -> None:
         super().__init__(backend)
         self._wire_dtype = wire_dtype
+        self._gather_dtype = gather_dtype
         self._zero_copy_min_bytes = zero_copy_min_bytes
         self.now = self.produced = perf_counter
         self.complete = None
@@ -241,7 +249,7 @@ class HostTransport(Transport):
     def forward(self, plan: Plan) -> list[ForwardBuffer]:
         rank, size, direct = self.backend.rank, self.backend.size, self._zero_copy_min_bytes
         return [
-            GatherBuffer(plan, g, rank, size, direct)
+            GatherBuffer(plan, g, rank, size, direct, wire_type(plan.dtype(g), self._gather_dtype))
             for g in range(plan.num_backward, len(plan.groups))
         ]
 

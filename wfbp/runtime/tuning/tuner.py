@@ -123,6 +123,7 @@ class Tuner:
         tells: whether this rank logs; one does.
         name: of the optimizer, for logs.
         wire_dtype: the type in which wider gradients are reduced, if not their own.
+        gathers_gradients: whether all-gathers bring gradients, in that type, too.
     """
 
     def __init__(
@@ -137,10 +138,12 @@ class Tuner:
         tells: bool = False,
         name: str = "optimizer",
         wire_dtype: str = "",
+        gathers_gradients: bool = False,
     ) -> None:
         self._tells = tells
         self._name = name
         self._wire_dtype = wire_dtype
+        self._gathers_gradients = gathers_gradients
         self._part = 1.0  # of the bytes that are planned, as far as they are reduced
         check_schedule(schedule, decouples)
         self._decouples = decouples and schedule not in ALL_REDUCE_SCHEDULES
@@ -223,7 +226,9 @@ class Tuner:
     def message_costs(self) -> Costs | None:
         """The costs by the bytes of messages, which are fewer than the planned ones under
         compression."""
-        return None if self.costs is None else self.costs.compressed(1.0 / self._part)
+        if self.costs is None:
+            return None
+        return self.costs.compressed(1.0 / self._part, self._gathers_gradients)
 
     @property
     def doubts_costs(self) -> bool:
@@ -397,7 +402,7 @@ class Tuner:
             trace.other_s * 1e3,
         )
         self._part = self.wire_bytes / max(1, self.plan.total_bytes) or 1.0
-        costs = measure().compressed(self._part)
+        costs = measure().compressed(self._part, self._gathers_gradients)
         costs = with_packing(costs, packing_s / max(1, self.plan.total_bytes))
         self.costs = costs = replace(costs, kappa=self._kappa)
         if self._schedule == "dear":
