@@ -22,6 +22,9 @@ RUN_PARAMETERS = ("ranks", "num_ranks", "n", "mpi")
 """Parameters by which tests of one file differ in the MPI job that answers them."""
 
 
+gc.disable()  # until all test modules are imported
+
+
 def pytest_configure() -> None:
     """The first process of a session makes the folder that all its processes share."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -55,6 +58,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     Those with the most tests take longest; the many short files at the end fill every process.
     """
     gc.freeze()  # a million objects of modules and tests that no collection need look at
+    gc.enable()
     for item in session.items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         if isinstance(job := parameters.get("job"), runs.Job):

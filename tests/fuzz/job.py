@@ -25,6 +25,7 @@ from mpi4py import MPI
 import wfbp.torch as wfbp
 from tests.fuzz.interpreter import Run, difference
 from tests.fuzz.program import Program, loads
+from tests.parallel.programs.harness import freeze_imports
 from wfbp.config import Config
 
 TOGETHER = 6
@@ -115,6 +116,7 @@ def main() -> None:
     out, program_s = Path(sys.argv[1]), float(sys.argv[2])
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    freeze_imports()
     world = MPI.COMM_WORLD
     programs = [loads(text) for text in json.loads((out / "programs.json").read_text())]
     with (out / f"rank{world.rank}.jsonl").open("a") as file:

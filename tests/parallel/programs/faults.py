@@ -62,6 +62,15 @@ def interrupted() -> None:
     sleep()
 
 
+def is_interrupted() -> None:
+    """Soon, when this rank waits."""
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupt = partial(signal.pthread_kill, main_thread, signal.SIGINT)
+    threading.Timer(0.5, interrupt).start()
+
+
 def while_others_step(deed: Callable[[], None]) -> None:
     steps(4, deed)
 
@@ -174,14 +183,9 @@ def main() -> None:
     logging.getLogger().addHandler(logging.StreamHandler())
     wfbp.init()
     mine = who == "all" or wfbp.rank() == int(who)
-    if deed == "interrupted" and not mine:
-        main_thread = threading.main_thread().ident
-        assert main_thread is not None
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        interrupt = partial(signal.pthread_kill, main_thread, signal.SIGINT)
-        threading.Timer(3.0, interrupt).start()
+    others = is_interrupted if deed == "interrupted" else nothing
     try:
-        PLACES[place](DEEDS[deed] if mine else nothing)
+        PLACES[place](DEEDS[deed] if mine else others)
     except Exception as error:
         caught = {"kind": type(error).__name__, "text": str(error)}
         Path(out, f"rank{wfbp.rank()}.json").write_text(json.dumps(caught))

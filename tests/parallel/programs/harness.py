@@ -8,6 +8,8 @@ with other settings.
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import sys
 import time
@@ -68,6 +70,18 @@ def mixed(name: str, trace: Trace, costs: Costs, threshold_bytes: int) -> Plan:
     return Plan(name, trace.specs, (*backward, *forward))
 
 
+def freeze_imports() -> None:
+    """Let no garbage collection look at the objects of modules, of which PyTorch has a million.
+
+    Its compiler belongs to them, which the first optimizer imports.
+    """
+    gc.disable()
+    if "torch" in sys.modules:
+        importlib.import_module("torch._dynamo")
+    gc.freeze()
+    gc.enable()
+
+
 class Checks:
     """A registry of checks, by name.
 
@@ -93,6 +107,7 @@ class Checks:
         torch = sys.modules.get("torch")  # which programs for JAX need not load
         if torch is not None:
             torch.set_num_threads(1)
+        freeze_imports()
         warnings.simplefilter("error")
         world = MPI.COMM_WORLD
         wfbp.init(config=MODES[mode])

@@ -19,6 +19,7 @@ import torch
 
 import wfbp
 import wfbp.torch
+from tests.parallel.programs.harness import freeze_imports
 from tests.parallel.programs.torch import further_optimizers
 from wfbp.config import Config
 from wfbp.runtime.tuning import trial
@@ -178,6 +179,7 @@ def train(schedule: str, optimizer_name: str) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    freeze_imports()
     out, *runs = sys.argv[1:]
     wfbp.init(config=CONFIG)
     if wfbp.size() > 2:
