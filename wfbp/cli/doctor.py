@@ -397,7 +397,18 @@ def _mpi() -> Findings:
 def _ask(mpi: Mpi, code: str) -> str:
     """What one rank prints; the last line of its error where it fails."""
     job = Job(1, (sys.executable, "-c", code))
-    return _output(*_words(job, mpi)).strip().splitlines()[-1]
+    return _last_words(_output(*_words(job, mpi)))
+
+
+def _last_words(output: str, most: int = 1) -> str:
+    """What a job said last that means something; MPICH ends with advice that does not."""
+    lines = [line.strip() for line in output.strip().splitlines() if line.strip()]
+    telling = [line for line in lines if not line.startswith(_ADVICE)]
+    return " / ".join(telling[-most:]).replace(_ENDED_BY, "") or "it said nothing"
+
+
+_ADVICE = ("This typically refers to", "Please see the FAQ", "====")
+_ENDED_BY = "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: "
 
 
 def _words(job: Job, mpi: Mpi) -> tuple[str, ...]:
@@ -520,8 +531,8 @@ def _self_test(hosts: str) -> Findings:
             return
     fit = _fit(done.stdout)
     if done.returncode or fit is None:
-        lines = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()
-        text = f"two ranks ended with status {done.returncode}: {' / '.join(lines[-3:])}"
+        said = _last_words(done.stderr.strip() or done.stdout, most=2)
+        text = f"two ranks ended with status {done.returncode}: {said}"
         by_hand = "start them by hand: wfbprun -n 2 -- python -m wfbp probe"
         room = f"make room in {SHM} (containers: docker run --shm-size=1g)"
         yield Status.PROBLEM, text, room if "Bus error" in text else by_hand

@@ -48,7 +48,10 @@ def library() -> str:
 
 def write_page(path: str, title: str, chapters: Sequence[Chapter]) -> None:
     """Write an HTML page, replacing the file."""
-    Path(path).write_text(page(title, chapters), encoding="utf-8")
+    try:
+        Path(path).write_text(page(title, chapters), encoding="utf-8")
+    except OSError as error:  # that of a full disk names no file
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def page(title: str, chapters: Sequence[Chapter]) -> str:

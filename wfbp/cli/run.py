@@ -146,7 +146,9 @@ def command(
     if check and launcher == "mpirun":
         _check_hosts(job.placed(), granted, remote_shell or "ssh", wait_s)
     if check and not job.is_remote:
-        _check_program(program)
+        _check_program(program, (environment | dict(job.variables)).get("PATH"))
+        if output:
+            _check_output(output)
     _become(started, environment)
 
 
@@ -177,13 +179,38 @@ def _check_settings(environment: dict[str, str]) -> None:
         raise click.UsageError(str(error)) from None
 
 
-def _check_program(program: Sequence[str]) -> None:
-    """Raise ``click.UsageError`` if a Python script that is to run here does not exist."""
+def _check_program(program: Sequence[str], path: str | None) -> None:
+    """Raise ``click.UsageError`` if a program that is to run here cannot, before every rank
+    complains."""
     words = list(program)
     if words[0] in ("python", "python3"):
         words = words[1:2]
+    elif not words[0].endswith(".py") and shutil.which(words[0], path=path) is None:
+        raise click.UsageError(f"cannot start {words[0]}: {_why_not(words[0])}")
     if words and words[0].endswith(".py") and not os.path.exists(words[0]):
         raise click.UsageError(f"{words[0]}: no such file in {os.getcwd()}")
+
+
+def _why_not(program: str) -> str:
+    """Why the system does not start a program, and what to do."""
+    if os.sep not in program:
+        return "no folder of PATH has it; name a program, its path, or a file that ends in .py"
+    if not os.path.isfile(program):
+        return "there is no such file" if not os.path.exists(program) else "it is a directory"
+    return "it may not be executed; for a file of Python, put python before it"
+
+
+def _check_output(directory: str) -> None:
+    """Raise ``click.UsageError`` if ranks of this host cannot write their output there."""
+    try:
+        os.makedirs(directory, exist_ok=True)
+        problem = "" if os.access(directory, os.W_OK | os.X_OK) else "it cannot be written to"
+    except FileExistsError:
+        problem = "it is no directory"
+    except OSError as error:
+        problem = f"it cannot be made: {error.strerror}"
+    if problem:
+        raise click.UsageError(f"--output {directory}: {problem}; name another directory")
 
 
 def _check_interface(text: str) -> None:

@@ -77,7 +77,11 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     Text behind ``#`` is a comment. Raises ``ValueError``, with its number, for any other line.
     """
     hosts: list[Host] = []
-    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+    try:
+        lines = Path(path).read_text().splitlines()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no text file: it should name a host in each line") from None
+    for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
         if not text:
             continue

@@ -19,6 +19,17 @@ from wfbp.launcher import mpi as mpi_module
 from wfbp.launcher.hosts import Allocation, Host
 from wfbp.launcher.mpi import Mpi, Vendor
 
+KILLED = """
+===================================================================================
+=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES
+=   EXIT CODE: 7
+===================================================================================
+YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Bus error (signal 7)
+This typically refers to a problem with your application.
+Please see the FAQ page for debugging suggestions
+"""
+"""MPICH, where /dev/shm is too small."""
+
 
 class Usage(NamedTuple):
     free: int
@@ -160,13 +171,15 @@ def test_an_mpi_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ("Bus error", "one rank does not start (Bus error) -> make room"),
+        (KILLED, "one rank does not start (Bus error (signal 7)) -> make room"),
+        ("", "one rank does not start (it said nothing)"),
         ("False", "MPI_THREAD_MULTIPLE is not provided"),
     ],
 )
 def test_an_mpi_that_does_not_start(said: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_mpi", lambda: Mpi(Vendor.MPICH, (5, 0), "/x/mpirun"))
-    monkeypatch.setattr(doctor, "_ask", lambda mpi, code: said)
+    monkeypatch.setattr(doctor, "_words", lambda job, mpi: ())
+    monkeypatch.setattr(doctor, "_output", lambda *words: said)
     assert words in " ".join(problems(doctor._mpi))
 
 

@@ -159,6 +159,7 @@ def test_the_plot_is_a_page(tmp_path: Path) -> None:
         (("--node-speed", "0"), ("--node-speed",)),
         (("--node-speed", "nan"), ("--node-speed",)),
         (("--plot", "missing/folder/plot.html"), ("missing/folder/plot.html", "No such file")),
+        (("--plot", "/dev/full"), ("/dev/full: No space left on device",)),
     ],
 )
 def test_bad_options(options: tuple[str, ...], words: tuple[str, ...], tmp_path: Path) -> None:

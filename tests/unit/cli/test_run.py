@@ -355,11 +355,30 @@ class TestMistakes:
         monkeypatch.chdir(tmp_path)
         for program in (["missing.py"], ["python", "missing.py"]):
             assert_refused(wfbp("run", "-n", 2, *program), "missing.py: no such file", "tmp")
+        (tmp_path / "notes.md").touch()
+        for program, reason in (
+            ("no-such", "no folder of PATH has it"),
+            ("./gone", "there is no such file"),
+            ("./notes.md", "it may not be executed"),
+            ("./", "it is a directory"),
+        ):
+            assert_refused(wfbp("run", "-n", 2, program), f"cannot start {program}: {reason}")
         program = ["python", "-c", "0"]
         told = wfbp("run", "-n", 2, "-x", "WFBP_TRIAL_STEPS=abc", *program)
         assert_refused(told, "WFBP_TRIAL_STEPS='abc': expected a whole number")
         monkeypatch.setenv("WFBP_TIMEOUT_S", "-1")
         assert_refused(wfbp("run", "-n", 2, *program), "WFBP_TIMEOUT_S='-1'")
+
+    def test_output_that_cannot_be_written(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        for folder, reason in (("file", "it is no directory"), ("file/a", "it cannot be made")):
+            told = wfbp("run", "-n", 2, "--output", tmp_path / folder, "true")
+            assert_refused(told, f"--output {tmp_path / folder}: {reason}")
+
+    def test_a_hostfile_that_is_no_text(self, tmp_path: Path) -> None:
+        (tmp_path / "hosts").write_bytes(bytes(range(200, 256)))
+        told = wfbp("run", "--hostfile", tmp_path / "hosts", "true")
+        assert_refused(told, "hosts is no text file")
 
     def test_dry_run_prints_the_command(self) -> None:
         code, out, _ = wfbp("run", "-n", 2, "--dry-run", "-x", "A=b c", "train.py", "--lr", "1")
