@@ -407,7 +407,7 @@ def _last_words(output: str, most: int = 1) -> str:
     return " / ".join(telling[-most:]).replace(_ENDED_BY, "") or "it said nothing"
 
 
-_ADVICE = ("This typically refers to", "Please see the FAQ", "====")
+_ADVICE = ("This typically refers to", "Please see the FAQ", "=")
 _ENDED_BY = "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: "
 
 

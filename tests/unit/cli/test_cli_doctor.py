@@ -183,6 +183,10 @@ def test_an_mpi_that_does_not_start(said: str, words: str, monkeypatch: pytest.M
     assert words in " ".join(problems(doctor._mpi))
 
 
+def test_what_mpich_ended_by() -> None:
+    assert doctor._last_words(KILLED, most=2) == "Bus error (signal 7)"
+
+
 def test_a_setting_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WFBP_TIMEOUT_S", "soon")
     (told,) = problems(doctor._settings)
