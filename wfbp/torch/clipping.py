@@ -110,7 +110,8 @@ def clip(
 
 
 def _norms(parts: Sequence[torch.Tensor], norm_type: float) -> list[float]:
-    return [float(torch.linalg.vector_norm(t.double(), norm_type)) for t in parts if t.numel()]
+    norms = [torch.linalg.vector_norm(t.double(), norm_type) for t in parts if t.numel()]
+    return torch.stack(norms).tolist() if norms else []  # where a device is waited for, once
 
 
 def _power(norms: Sequence[float], norm_type: float) -> float:
