@@ -215,6 +215,7 @@ def test_declared_passes_may_grow_in_their_place() -> None:
     all_well(run_ranks(2, body, STEADY))
 
 
+@pytest.mark.usefixtures("short_grace")
 @pytest.mark.parametrize("config", [QUICK, STEADY], ids=["changing", "steady"])
 def test_a_rank_that_skips_a_batch_goes_on_with_its_next(config: Config) -> None:
     """And the others miss it at the end."""

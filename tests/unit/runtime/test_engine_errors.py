@@ -55,6 +55,7 @@ def test_a_rank_that_stays_away_stalls_the_others() -> None:
     assert "WFBP_TIMEOUT_S" in str(result)
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_a_rank_that_leaves_is_named() -> None:
     def body(runtime: Runtime) -> None:
         trainer = Trainer(runtime, make_specs([3]))
@@ -67,6 +68,7 @@ def test_a_rank_that_leaves_is_named() -> None:
     assert "rank 1 has left" in str(left)
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_the_first_error_is_raised_again() -> None:
     def body(runtime: Runtime) -> list[str]:
         trainer = Trainer(runtime, make_specs([3]))

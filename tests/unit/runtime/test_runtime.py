@@ -135,6 +135,7 @@ def test_a_failing_rank_tells_the_others() -> None:
         assert str(results[rank]) == f"rank {rank} of 3: rank 1 failed: ValueError: no data"
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_leaving_after_an_error_lets_the_others_leave() -> None:
     def body(runtime: Runtime) -> None:
         if runtime.rank == 0:

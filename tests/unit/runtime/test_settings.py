@@ -155,6 +155,7 @@ def test_a_measurement_hears_of_a_rank_that_failed() -> None:
     assert str(results[0]) == "rank 0 of 2: rank 1 failed: ValueError: no data"
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_a_measurement_hears_of_a_rank_that_left() -> None:
     results = run_ranks(2, only_rank_0_measures, replace(QUICK, timeout_s=300.0))
     assert isinstance(results[0], PeerError)

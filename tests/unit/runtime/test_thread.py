@@ -406,6 +406,7 @@ def test_a_lane_stands_still(make: Make) -> None:
     assert "rank 0 of 2 waited 0 s (stub lane)" in str(lane.error)
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_waiting_for_one_who_left(make: Make) -> None:
     thread, slow = make(timeout_s=60.0), Slow()
     caller, found = in_thread(lambda: thread.call(lambda: slow, "barrier"))

@@ -174,9 +174,10 @@ def a_value_that_decides_is_averaged_first() -> None:
         return optax.chain(optax.adam(0.05), plateau)
 
     def losses(params: Any, number: int) -> list[float]:
-        return [float(mlp_loss(params, batch(number, r))) for r in range(wfbp.size())]
+        return [float(compiled_loss(params, batch(number, r))) for r in range(wfbp.size())]
 
     optimizer, single = wfbp.DistributedOptimizer(make()), make()
+    compiled_loss, update = jax.jit(mlp_loss), jax.jit(single.update)
 
     @jax.jit
     def step(params: Any, state: Any, x: jax.Array) -> Any:
@@ -190,9 +191,7 @@ def a_value_that_decides_is_averaged_first() -> None:
     for number in range(2 * STEPS):
         params, state = step(params, state, batch(number, wfbp.rank()))
         value = jnp.float32(np.mean(losses(wanted, number)))
-        updates, single_state = single.update(
-            everybody(wanted, number), single_state, wanted, value=value
-        )
+        updates, single_state = update(everybody(wanted, number), single_state, wanted, value=value)
         wanted = optax.apply_updates(wanted, updates)
     close(params, wanted, 1e-5)
     assert float(state[-1].scale) == float(single_state[-1].scale) < 1.0
