@@ -108,6 +108,26 @@ def test_what_all_ranks_have_wrong_is_printed_once(
     assert "Traceback" not in run.stderr
 
 
+NO_COMMUNICATOR = """
+from mpi4py import MPI
+import wfbp
+mine = MPI.COMM_WORLD.Dup()
+wfbp.init("world" if MPI.COMM_WORLD.rank == 1 else mine)
+"""
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_what_one_rank_passes_for_a_communicator_ends_the_others(mpi: str) -> None:
+    """They wait for it in theirs, where it can tell them nothing."""
+    grace = {"WFBP_ABORT_GRACE_S": "0.5"}
+    try:
+        run = launcher.mpirun(3, "-c", NO_COMMUNICATOR, mpi=mpi, timeout=40, env=grace)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    assert run.rc not in (0, None), run
+    assert "wfbp: rank 1 of 3: TypeError: comm is 'world'; expected an mpi4py" in run.stderr, run
+
+
 ALONE = """
 import wfbp
 wfbp.init()

@@ -90,8 +90,7 @@ def start(
         raise problem
     _set_up_logging(config)
     if backend is None:
-        # Without a communicator of its own this rank meets those that have the same problem.
-        backend = _mpi_backend(comm if _is_communicator(comm) else None, config, problem)
+        backend = _mpi_backend(comm, config, problem)
     unknown = unknown_variables()
     if unknown and backend.local_rank == 0:
         logging.getLogger("wfbp").warning("%s", unknown)
@@ -116,14 +115,21 @@ def start(
 def _mpi_backend(comm: Any, config: Config, problem: Exception | None) -> Backend:
     """Ranks that meet by MPI; a problem of this one is told, too, where they do not."""
     from wfbp.comm.mpi.backend import MpiBackend
+    from wfbp.comm.mpi.start import world_rank
+
+    patience_s = config.timeout_s
+    if not _is_communicator(comm):
+        # Without a communicator this rank meets those that have the same problem, or none of their
+        # own. Others wait for it elsewhere, and learn nothing before this rank ends.
+        comm, patience_s = None, min(patience_s, config.abort_grace_s)
 
     def give_up() -> None:
         if problem is not None:
-            sys.stderr.write(f"wfbp: {describe_error(problem)}\n")
+            sys.stderr.write(f"wfbp: {world_rank()}{describe_error(problem)}\n")
             sys.stderr.flush()
             os._exit(1)
 
-    alone = threading.Timer(config.timeout_s, give_up)
+    alone = threading.Timer(patience_s, give_up)
     alone.daemon = True
     if problem is not None:
         alone.start()

@@ -108,3 +108,12 @@ def _noticing(timeout_s: float) -> Iterator[None]:
         yield
     finally:
         notice.communicate(start_notice.OVER)
+
+
+def world_rank() -> str:
+    """Who this is, for a message of a rank that has not met the others; empty before MPI starts."""
+    from mpi4py import MPI
+
+    if not MPI.Is_initialized():
+        return ""
+    return f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size}: "
