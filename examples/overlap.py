@@ -54,7 +54,8 @@ def train(folder: Path, steps: int, schedules: list[str]) -> None:
     import wfbp.torch as wfbp
 
     wfbp.init()
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // wfbp.local_size()))
+    # All ranks are on this machine, also where a link is between them.
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // wfbp.size()))
     text = library_text(TEXT_BYTES)
     characters = {c: i for i, c in enumerate(sorted(set(text)))}
     tokens = torch.tensor([characters[c] for c in text]).chunk(wfbp.size())[wfbp.rank()]
