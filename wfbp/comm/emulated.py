@@ -202,7 +202,10 @@ class EmulatedLink(HostBackend):
         return EmulatedLink(self._channel.costs[ALL_REDUCE], len(ranks), _channel=self._channel)
 
     def mailbox(self) -> Mailbox:
-        """One in which every other rank sends this one what it sends to itself, at no cost."""
+        """One in which every other rank sends this one what it sends to itself, at no cost.
+
+        One rank alone gets it from itself.
+        """
         return _EmulatedMailbox(self.size)
 
     def send_notice(self, payload: bytes) -> None:
@@ -234,15 +237,14 @@ class EmulatedLink(HostBackend):
 
 
 class _EmulatedMailbox(Mailbox):
-    echoes = True
-
     def __init__(self, size: int) -> None:
-        self._size = size
+        self.echoes = size > 1
+        self._senders = range(1, size) if size > 1 else (0,)
         self._arrived: list[tuple[int, bytes]] = []
 
     def send(self, rank: int, payload: bytes) -> None:
         if rank == 0:
-            self._arrived += [(sender, bytes(payload)) for sender in range(1, self._size)]
+            self._arrived += [(sender, bytes(payload)) for sender in self._senders]
 
     def receive(self) -> list[tuple[int, bytes]]:
         arrived, self._arrived = self._arrived, []
