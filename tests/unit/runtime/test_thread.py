@@ -446,6 +446,23 @@ def test_a_reply_that_does_not_come_in_time() -> None:
         reply.get(0.1)
 
 
+def test_events_wake_a_thread_that_stood_by_while_there_was_no_room(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wfbp.runtime.progress.thread.TICK_S", 1000.0)
+    thread, lane, work = make(), StubLane(), Slow()
+    lane.has_room = False
+    thread.post(lambda: thread.loop.add_lane(lane))
+    until(lambda: lane.turns and not thread.sleeping)
+    caller, _ = in_thread(lambda: thread.call(lambda: work, "slow"))
+    until(lambda: thread._standing_by)
+    assert not thread.sleeping
+    lane.has_room = True  # the caller has moved it on
+    work.go.set()
+    caller.join(5)
+    until(lambda: thread.sleeping)
+
+
 def test_the_thread_stands_by_while_training_drives(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,7 +174,8 @@ class CommunicationThread:
 
     def _leave_driving(self) -> None:
         self._driver_lock.release()
-        if self._standing_by and self.loop.under_way:
+        # Where events would not wake it, it has yet to find that they can be acted upon now.
+        if self._standing_by and (self.loop.under_way or not self.sleeping):
             self.loop.wakeup.set()
 
     def _run_handlers(self) -> None:
