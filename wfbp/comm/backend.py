@@ -229,6 +229,11 @@ class Mailbox(ABC):
 
     echoes = False
 
+    @property
+    def sending(self) -> bool:
+        """Whether a message is still on its way, which :meth:`receive` moves on."""
+        return False
+
     @abstractmethod
     def send(self, rank: int, payload: bytes) -> None:
         """Send to one rank, also this one, without waiting for it to be read."""

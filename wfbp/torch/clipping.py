@@ -118,7 +118,8 @@ def _power(norms: Sequence[float], norm_type: float) -> float:
     """What of the norm these make up: the sum of their p-th powers, or the maximum."""
     if math.isinf(norm_type):
         return float(np.max(norms, initial=0.0))
-    return float(sum(n**norm_type for n in norms))
+    with np.errstate(over="ignore"):  # then it is infinite
+        return float(np.sum(np.asarray(norms, np.float64) ** norm_type))
 
 
 def _norm(powers: Any, norm_type: float) -> float:

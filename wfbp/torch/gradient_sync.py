@@ -716,7 +716,8 @@ class OptimizerSync:
         self.stepped = True  # whatever the optimizer raises: it has changed something
         try:
             with signals.uninterruptible:
-                update, factor = self._update, self._shard_factor
+                update = self._update
+                factor, self._shard_factor = self._shard_factor, None
                 self._result = (
                     update.apply_whole() if self._alone else update.apply(reduced, factor)
                 )
@@ -788,7 +789,7 @@ class OptimizerSync:
     def prepare_whole(self) -> None:
         """For a step with a closure: whole parameters, whole state, whole gradients."""
         self._update.flush()
-        self._held = None
+        self._held = self._shard_factor = None
         if isinstance(self._update, ShardedUpdate):
             self._update.make_whole()
 

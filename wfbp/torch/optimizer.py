@@ -832,7 +832,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     check_params(named_params(optimizer, known, complete=True), options)
     # What can be refused without looking at the bare optimizer has been: an earlier one goes on.
     unwrap(optimizer, runtime)
-    if sharding is None and options.wire_dtype:
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    if sharding is None and options.wire_dtype and any(p.element_size() > 2 for p in params):
         sharding = False  # averages travel in 16 bits; updated parameters could not
     coupling = chosen_coupling(optimizer, sharding)
     check_schedule(planner, coupling is not UpdateCoupling.COUPLED, kind.__name__)

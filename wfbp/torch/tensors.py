@@ -205,7 +205,8 @@ def _cuda_device_if_any(index: int) -> Device | None:
     try:
         return cuda_device(index)
     except ImportError as error:  # PyTorch copies to the host
-        device_operations.tell_detour(f"cuda:{index}", str(error))
+        if not (process.is_initialized() and process.local_rank()):
+            device_operations.tell_detour(f"cuda:{index}", str(error))
         return None
 
 

@@ -152,7 +152,9 @@ class ReplicatedUpdate(Update):
         super().__init__(*args)
         self._layouts = [tensors.Layout.of(p) for p in self._params]
         self._gradients: dict[int, torch.Tensor] = {}
-        self._factor: float | None = None
+        self._factor = 1.0
+        self._unscaled: set[int] = set()
+        """The tensors whose gradients have yet to be multiplied by the factor."""
         self._groups: list[Group] = []
 
     @property
@@ -161,7 +163,7 @@ class ReplicatedUpdate(Update):
 
     def apply(self, reduced: Reduced | None, shard_factor: float | None = None) -> Any:
         self.flush()
-        self._factor = shard_factor
+        self._factor = 1.0 if shard_factor is None else shard_factor
         engine = self._engine
         if reduced is None or not engine.decoupled:
             return self._timed(self._step)
@@ -169,6 +171,9 @@ class ReplicatedUpdate(Update):
         grads = (p.grad for p in self._params)
         own = {g.data_ptr() for g in grads if g is not None and g.layout is torch.strided}
         addresses = [p.data_ptr() for p in self._params]
+        # (Some may be whole already: what was sent again because it had grown.)
+        shards = (k for k, slot in enumerate(reduced) if slot is not None and not slot.whole)
+        self._unscaled = set() if shard_factor is None else set(shards)
         whole = engine.gather_gradients(reduced, own)
         self._groups = copied_groups(self._optimizer.param_groups)
         now = []
@@ -187,11 +192,7 @@ class ReplicatedUpdate(Update):
     def complete(self, indices: Collection[int]) -> None:
         # All that has arrived with the one that is read, and no more: were the optimizer to raise,
         # ranks would lose different updates.
-        gradients = {k: self._gradients.pop(k) for k in indices}
-        if self._factor is not None:
-            for gradient in gradients.values():
-                gradient.mul_(self._factor)
-        self._update(indices, gradients)
+        self._update(indices, {k: self._gradients.pop(k) for k in indices})
         self._engine.publish()
 
     def _timed(self, step: Step) -> Any:
@@ -213,6 +214,8 @@ class ReplicatedUpdate(Update):
                 torch.autocast(self._params[0].device.type, enabled=False),
                 _as_if_nothing_compiled(),
             ):
+                for k in self._unscaled.intersection(gradients):
+                    gradients[k].mul_(self._factor)
                 return self._run(self._groups, lambda p: [p] if id(p) in chosen else [])
 
         self.pending.gradients = {id(self._params[k]): g for k, g in gradients.items()}

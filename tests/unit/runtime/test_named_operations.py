@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.ranks import QUICK, all_well, run_ranks
-from wfbp.comm.backend import Buffer
+from wfbp.comm.backend import Buffer, Mailbox
 from wfbp.comm.buffers import word_dtype
 from wfbp.comm.local import LocalBackend, LocalWorld
 from wfbp.core.types import Op
@@ -345,6 +346,34 @@ def test_a_number_that_was_used_in_vain_is_used_again(monkeypatch: pytest.Monkey
         return float(total())
 
     assert all_well(run_ranks(2, body)) == [2.0, 2.0]
+
+
+def test_an_answer_on_its_way_is_moved_on_when_the_operation_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that goes on to compute has to send what the others wait for."""
+    is_sending = threading.Event()
+    is_sending.set()
+    monkeypatch.setattr(Mailbox, "sending", property(lambda _: is_sending.is_set()))
+
+    def body(runtime: Runtime) -> None:
+        operations = Collectives(runtime)
+        details = {"dtype": "float32", "shape": (1,), "op": Op.SUM}
+        data = np.ones(1, np.float32)
+        operations.run(Call(Kind.ALLREDUCE, "x", 0, data, lambda _: None, details))
+        (lane,) = (members.lane for members in operations._sets.values())
+        assert lane is not None
+        assert lane.busy
+        assert lane.owes_work
+        assert lane in runtime.thread.loop._lanes
+        runtime.channel.exchange(b"", "all have seen that")
+        is_sending.clear()
+        deadline = time.monotonic() + 10
+        while lane in runtime.thread.loop._lanes:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    all_well(run_ranks(2, body))
 
 
 def test_threads_of_libraries_are_known_to_begin_nothing() -> None:

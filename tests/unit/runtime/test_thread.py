@@ -463,6 +463,44 @@ def test_events_wake_a_thread_that_stood_by_while_there_was_no_room(
     until(lambda: thread.sleeping)
 
 
+def test_events_wake_a_thread_that_napped_while_room_was_made(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training thread drove, and was gone, before the nap was over."""
+    monkeypatch.setattr("wfbp.runtime.progress.loop.TICK_S", 1000.0)
+    thread, lane = make(), StubLane()
+    lane.busy, lane.has_room = True, False
+    monkeypatch.setattr(lane, "may_progress", lambda: False)
+    thread.post(lambda: thread.loop.add_lane(lane))
+    until(lambda: lane.turns and not thread.sleeping)
+    lane.has_room = True
+    until(lambda: thread.sleeping)
+
+
+def test_who_waits_behind_a_driver_is_served_when_that_leaves(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the driver's own rest took the call for the communication thread."""
+    thread, first, second = make(), Slow(), Slow()
+    monkeypatch.setattr("wfbp.runtime.progress.loop.TICK_S", 1000.0)
+    thread.loop._next_tick = 0.0
+    thread.post(lambda: None)
+    until(lambda: thread.loop._next_tick > time.monotonic() + 100)
+    caller, told = in_thread(lambda: thread.call(lambda: first, "first"))
+    until(thread._driver_lock.locked)
+    wakeup = thread.loop.wakeup
+    with monkeypatch.context() as lost:
+        lost.setattr(wakeup, "set", lambda: None)
+        other, served = in_thread(lambda: thread.call(lambda: second, "second"))
+        until(lambda: thread.loop.waits.num_waiting == 2)
+        time.sleep(0.01)  # the lock is waited for
+    second.go.set()
+    first.go.set()
+    caller.join(5)
+    other.join(5)
+    assert (told, served) == (["done"], ["done"])
+
+
 def test_the_thread_stands_by_while_training_drives(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,7 +129,7 @@ def test_an_update_is_apart_from_the_readers_transforms_and_modes(read: Any) -> 
     engine = cast(Any, Arrived(1))
     update = ReplicatedUpdate(engine, optimizer, [param], partial(torch.optim.Adam.step, optimizer))
     for number in (1, 2):
-        update.apply([BufferView.of(tensors.raw(torch.ones(1)))])
+        update.apply([BufferView.of(tensors.raw(2 * torch.ones(1)), whole=False)], 0.5)
         read(param)
         assert not update.pending
         assert engine.num_published == number, "streams of other threads would not find it"
@@ -137,6 +137,20 @@ def test_an_update_is_apart_from_the_readers_transforms_and_modes(read: Any) -> 
         state = optimizer.state[param]["exp_avg"]
         assert state.device.type == "cpu"
         assert not state.is_inference()
+
+
+def test_only_shards_have_yet_to_be_scaled() -> None:
+    """What came whole, because it had grown, was scaled where it was clipped."""
+    params = [torch.zeros(1), torch.zeros(1)]
+    optimizer = distributed(torch.optim.SGD(params, lr=1.0))
+    engine = cast(Any, Arrived(2))
+    update = ReplicatedUpdate(engine, optimizer, params, partial(torch.optim.SGD.step, optimizer))
+    for number in (1, 2):
+        slots = [BufferView.of(tensors.raw(torch.ones(1)), whole) for whole in (True, False)]
+        update.apply(slots, 0.5)
+        assert [p.tolist() for p in params] == [[-1.0 * number], [-0.5 * number]]
+    update.apply([BufferView.of(tensors.raw(torch.ones(1)), whole=False) for _ in params])
+    assert [p.tolist() for p in params] == [[-3.0], [-2.0]]
 
 
 def test_what_cannot_be_finished_is_told_once(

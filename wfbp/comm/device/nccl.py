@@ -218,7 +218,11 @@ class NcclBackend(DeviceBackend):
             self._over = True
             # By a thread, because an abort that finds NCCL stuck does not return.
             aborting = threading.Thread(target=self._comm.abort, name="wfbp-abort", daemon=True)
-            aborting.start()
+            try:
+                aborting.start()
+            except RuntimeError:  # the interpreter is ending, and starts no thread any more
+                self._comm.abort()
+                return
             aborting.join(_ABORT_S)
             if aborting.is_alive():
                 log.error("%s: NCCL has not aborted within %g s", self._who, _ABORT_S)

@@ -64,6 +64,11 @@ class NoticeChannel:
         self._sending.append((request, buffer))
         return request
 
+    @property
+    def sending(self) -> bool:
+        """Whether messages were under way when it was last polled, or have been sent since."""
+        return bool(self._sending)
+
     def poll(self) -> list[tuple[int, bytes]]:
         """What has arrived since the last call, with the sender's rank."""
         if self._sending:
@@ -416,6 +421,10 @@ class _MpiMailbox(Mailbox):
             return
         with self._backend.translated("a message could not be sent"):
             self._channel.send_to(rank, bytes(payload))
+
+    @property
+    def sending(self) -> bool:
+        return self._channel.sending
 
     def receive(self) -> list[tuple[int, bytes]]:
         own, self._own = self._own, []

@@ -167,12 +167,13 @@ class NamedLane:
     @property
     def busy(self) -> bool:
         launching = self._devices is not None and self._devices.busy
-        return bool(self._pending or self._running) or launching
+        return bool(self._pending or self._running) or launching or self._mailbox.sending
 
     @property
     def owes_work(self) -> bool:
         launching = self._devices is not None and self._devices.busy
-        return bool(self._running or self._outbox or self._due) or launching
+        owed = bool(self._running or self._outbox or self._due)
+        return owed or launching or self._mailbox.sending
 
     has_events = False
     has_room = False
@@ -234,7 +235,7 @@ class NamedLane:
                 outbox = [self._devices.describe(request) for request in outbox]
             if self._coordinator is None or self._mailbox.echoes:
                 self._mailbox.send(0, encode_requests(outbox))
-        elif not self._pending:
+        elif not (self._pending or self._mailbox.sending):
             return False
         arrived = self._mailbox.receive()
         if self._coordinator is None:

@@ -174,8 +174,11 @@ class CommunicationThread:
 
     def _leave_driving(self) -> None:
         self._driver_lock.release()
+        # Another waiting thread may have called for it in vain, while this one rested.
+        called = self.loop.waits.num_waiting > 1
         # Where events would not wake it, it has yet to find that they can be acted upon now.
-        if self._standing_by and (self.loop.under_way or not self.sleeping):
+        stood_by = self._standing_by and (self.loop.under_way or not self.sleeping)
+        if called or stood_by:
             self.loop.wakeup.set()
 
     def _run_handlers(self) -> None:
@@ -270,7 +273,11 @@ class CommunicationThread:
                     break
                 try:
                     nap_s = loop.poll()
+                    # A training thread may have driven, and made room, within this nap.
+                    self.sleeping = wakeable = loop.wakeable
                 finally:
                     self._progress_lock.release()
+                if wakeable and loop.has_events:
+                    break
         self._standing_by = False
         self.sleeping = False
