@@ -187,8 +187,8 @@ class Runtime:
         if self._within is not None:
             self._within.warn_once(topic, text)
         elif self._is_new(topic):
-            told = not (self._closed or self.thread.error or 0 in self._loop.ended)
-            if self.rank and told:
+            rank_0_listens = not (self._closed or self.thread.error or 0 in self._loop.ended)
+            if self.rank and rank_0_listens:
                 self._tell({"kind": _WARNING, "topic": topic, "text": text})
             else:
                 self._log_for_all(text)

@@ -49,8 +49,8 @@ def connect(
     backend, reason = connect_by_nccl(device, host, timeout_s, check, parent)
     if backend is not None:
         return backend
-    if host.local_rank == 0 and device.told != reason:  # else for another optimizer
-        device.told = reason
+    if host.local_rank == 0 and device.logged_reason != reason:  # else for another optimizer
+        device.logged_reason = reason
         log.warning(
             "gradients on %s travel through the host's memory, which is slower than NCCL: %s",
             device.name,

@@ -55,7 +55,7 @@ class Device(ABC):
     where = ""
     """Which rank's it is, for messages, as in "rank 1 of 4"; the runtime says so."""
 
-    told = ""
+    logged_reason = ""
     """Why its messages go through the host, as the log has said last."""
 
     @abstractmethod

@@ -175,10 +175,10 @@ class Collectives:
         """Of every rank, its number on its host and how many there are."""
         obstacles = [each for *_, each in ranks]
         self._may_have_devices = runtime.size > 1 and not any(each != "" for each in obstacles)
-        self._untold = ""  # why tensors on devices go through the host, until that was said
+        self._detour_reason = ""  # why tensors on devices go through the host, until that was said
         if runtime.local_rank == 0 and runtime.size > 1 and None not in obstacles:
             lacking = ((rank, each) for rank, each in enumerate(obstacles) if each)
-            self._untold = next((f"rank {rank}: {each}" for rank, each in lacking), "")
+            self._detour_reason = next((f"rank {rank}: {each}" for rank, each in lacking), "")
         self._devices: DeviceOperations | None = None
         runtime.thread.loop.extend_status(self.extend_status)
         self._make_set(tuple(range(runtime.size)))
@@ -348,8 +348,8 @@ class Collectives:
             details: as of :class:`Call`.
             place: tells the device on which the tensor lies, if it does.
         """
-        if self._devices is None and self._untold and details["device"] != "cpu":
-            reason, self._untold = self._untold, ""
+        if self._devices is None and self._detour_reason and details["device"] != "cpu":
+            reason, self._detour_reason = self._detour_reason, ""
             device_operations.tell_detour("a GPU", reason)
         if self._devices is None or process_set:
             return None
