@@ -224,7 +224,12 @@ def resuming(name: str = "") -> Callable[[F], F]:
             sync = self._wfbp_sync
             if sync is None:
                 return method(self, *args, **kwargs)
-            if not signals.enter():  # another thread, or within another operation
+            try:
+                outermost = signals.enter()
+            except BaseException:
+                self._wfbp_leave_before(name)
+                raise
+            if not outermost:  # another thread, or within another operation
                 if signals.serving():
                     self._wfbp_finish()
                 return method(self, *args, **kwargs)
@@ -641,6 +646,13 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
                 optimizer._wfbp_finish_first()
 
         left.hook = register_module_forward_pre_hook(before_forward)
+
+    def _wfbp_leave_before(self, name: str) -> None:
+        """A handler has raised before a call began. A scaler's step has averaged by then, and does
+        not do it again when the program calls it once more."""
+        averaged = name == "step" and self._wfbp_sync_state is SyncState.SCALER
+        if averaged and self._wfbp_left is None:
+            self.__dict__[_LEFT] = _Left("_wfbp_average_for_scaler")
 
     def _wfbp_is_again(self, left: _Left, name: str) -> bool:
         """Whether a call is one that was left, once more."""

@@ -15,13 +15,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 import wfbp
 from tests.support.sharding import SHARDING
+from wfbp.runtime import process
 
 FOREVER_S = 300.0
 
@@ -63,12 +64,26 @@ def interrupted() -> None:
 
 
 def is_interrupted() -> None:
-    """Soon, when this rank waits."""
+    """When this rank waits."""
     main_thread = threading.main_thread().ident
     assert main_thread is not None
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    interrupt = partial(signal.pthread_kill, main_thread, signal.SIGINT)
-    threading.Timer(0.5, interrupt).start()
+    waits = process.current("this program").thread.loop.waits
+    begun = waits.num_begun
+
+    def interrupt() -> None:
+        while waits.num_begun == begun or not waits.num_waiting:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        signal.pthread_kill(main_thread, signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+
+
+def is_impatient() -> None:
+    """From now on; ranks may take longer to start."""
+    watch = process.current("this program").thread.loop.detector
+    watch._config = replace(watch._config, stall_warning_s=0.7, timeout_s=3.0)
 
 
 def while_others_step(deed: Callable[[], None]) -> None:
@@ -183,7 +198,7 @@ def main() -> None:
     logging.getLogger().addHandler(logging.StreamHandler())
     wfbp.init()
     mine = who == "all" or wfbp.rank() == int(who)
-    others = is_interrupted if deed == "interrupted" else nothing
+    others = {"interrupted": is_interrupted, "sleep": is_impatient}.get(deed, nothing)
     try:
         PLACES[place](DEEDS[deed] if mine else others)
     except Exception as error:

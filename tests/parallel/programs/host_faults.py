@@ -13,11 +13,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from mpi4py import MPI
 
 import wfbp
@@ -27,7 +29,7 @@ from wfbp.errors import WfbpError
 from wfbp.runtime import process
 
 NUMEL = 300_000
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 DEEDS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
@@ -69,10 +71,17 @@ def step(reducer: wfbp.GradientReducer) -> Any:
     return reducer.wait()[0]
 
 
-def wait_for(there: Path) -> None:
+def wait_for(there: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while not there.exists() and time.monotonic() < deadline:
+    while not there() and time.monotonic() < deadline:
         time.sleep(0.02)
+
+
+def lose_patience_with(pid: int) -> None:
+    """Wait for others no longer than a second from when this process has stopped."""
+    wait_for(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    watch = process.current("this program").thread.loop.detector
+    watch._config = replace(watch._config, stall_warning_s=0.3, timeout_s=1.0)
 
 
 def main() -> None:
@@ -80,13 +89,13 @@ def main() -> None:
     if case == "refused" and MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1:
         shm_memory.open_map = refuse
     wfbp.init()
-    watch = process.current("this program").thread.loop.detector
-    watch._config = replace(watch._config, stall_warning_s=0.3, timeout_s=1.0)
     rank, last = wfbp.rank(), wfbp.size() - 1
     pids = wfbp.allgather_object(os.getpid())
     reducer = wfbp.GradientReducer([("w", np.zeros(NUMEL, np.float32))], schedule="single")
     before = step(reducer)
     child = ""
+    if rank != last and case == "stopped":
+        threading.Thread(target=lose_patience_with, args=(pids[last],), daemon=True).start()
     if rank == last and case in DEEDS:
         held_up_within_a_copy(DEEDS[case])
     if rank == last and case == "forked":
@@ -101,7 +110,8 @@ def main() -> None:
     report = out / f"rank{rank}.json"
     report.with_suffix(".part").write_text(json.dumps(told))
     report.with_suffix(".part").rename(report)
-    wait_for(out / f"rank{last}.json")  # else the job would end before that rank has gone on
+    # Else the job would end before that rank has gone on.
+    wait_for((out / f"rank{last}.json").exists)
     if "kind" in told:
         raise SystemExit(3)
 

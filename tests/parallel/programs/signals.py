@@ -22,11 +22,14 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from mpi4py import MPI
 
 import wfbp
 import wfbp.torch
 from wfbp.runtime import signals
+from wfbp.torch.optimizer import SyncState
 
 MEAN_S = 1e-3
 
@@ -150,6 +153,35 @@ def check_training(way: str, **wrap: Any) -> None:
     assert not signals.noted
 
 
+def check_scaler_left_before_the_step() -> None:
+    """The scaler has had the averages; the optimizer's step has not begun."""
+    model = model_of()
+    optimizer: Any = wfbp.torch.DistributedOptimizer(
+        torch.optim.Adam(model.parameters()), model.named_parameters(), schedule="wfbp"
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    enter = signals.enter
+    due: list[InterruptionError] = []
+
+    def interrupted() -> bool:
+        if optimizer._wfbp_sync_state is SyncState.SCALER and due:
+            raise due.pop()
+        return enter()
+
+    for _ in range(4):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 24)).sum()).backward()
+        if wfbp.rank() == 0:
+            due.append(InterruptionError())
+            signals.enter = interrupted
+            with pytest.raises(InterruptionError):
+                scaler.step(optimizer)
+            signals.enter = enter
+        scaler.step(optimizer)
+        scaler.update()
+    assert optimizer.report()["steps"] == 4, optimizer.report()
+
+
 def was_left(reducer: wfbp.GradientReducer) -> bool:
     assert reducer._engine is not None
     return reducer._engine.unfinished or reducer._unread is not None
@@ -207,13 +239,15 @@ def check_handlers_that_return() -> None:
 
     def handle(number: int, frame: object) -> None:
         seen.append(sum(float(p.sum()) for p in model.state_dict().values()))
+        MPI.COMM_WORLD.send(len(seen), 0)
 
     previous = signal.signal(signal.SIGUSR1, handle)
     try:
         for _ in range(5):
             model(torch.ones(2, 24)).sum().backward()
             if wfbp.rank() == 0:
-                time.sleep(0.05)
+                for rank in range(1, wfbp.size()):  # they wait for this one meanwhile
+                    MPI.COMM_WORLD.recv(source=rank)
             else:
                 signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGUSR1))
                 signal.setitimer(signal.ITIMER_REAL, 0.02)
@@ -239,6 +273,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "clip independent": lambda: check_training("clip", schedule="independent"),
     "clip wfbp": lambda: check_training("clip", schedule="wfbp"),
     "scaler wfbp": lambda: check_training("scaler", schedule="wfbp"),
+    "scaler left before the step": check_scaler_left_before_the_step,
     "replicated independent": lambda: check_training(
         "again", schedule="independent", optimizer_sharding=False
     ),

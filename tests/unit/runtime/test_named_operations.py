@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -438,6 +439,30 @@ def test_operations_match_by_name_in_any_order() -> None:
         return float(operations.synchronize(submit(operations, None, runtime.rank)))
 
     assert run_ranks(3, body) == [3.0] * 3
+
+
+def test_a_result_is_not_lost_to_a_handler_that_raises_before_it_is_returned() -> None:
+    """Python runs handlers behind any call, also the last one before the return."""
+    runtime = Runtime(LocalWorld(1).backend(0), QUICK)
+    operations = runtime.collectives = Collectives(runtime)
+    handle = submit(operations, "x", 3.0)
+    raised: list[int] = []
+
+    def handler(frame: FrameType, event: str, _: object) -> None:
+        if event == "c_return" and frame.f_code is Collectives.synchronize.__code__:
+            raised.append(frame.f_lineno)
+            raise InterruptedError
+
+    sys.setprofile(handler)
+    try:
+        found = operations.synchronize(handle)
+    except InterruptedError:
+        sys.setprofile(None)
+        found = operations.synchronize(handle)
+    finally:
+        sys.setprofile(None)
+        runtime.shutdown()
+    assert found == 3.0, raised
 
 
 def test_an_error_is_one_of_all_ranks_and_of_one_operation() -> None:

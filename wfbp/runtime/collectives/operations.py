@@ -515,7 +515,9 @@ class Collectives:
             if handle not in self._unread:
                 result = self._await(handle)
                 self._unread[handle] = result  # until no signal's handler can come between
-        return self._unread.pop(handle)
+        result = self._unread[handle]
+        del self._unread[handle]  # no call: handlers run behind calls, and the result would be lost
+        return result
 
     def _await(self, handle: int) -> Any:
         if handle in self._groups:
