@@ -19,7 +19,7 @@ from wfbp.comm.backend import Backend, Buffer, HostBackend
 from wfbp.comm.waiting import wait
 from wfbp.core.types import ITEM_BYTES, Op
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 SIZES = (0, 1, 2, 3, 17, 1000, 8193, 100_003)
 FLOATS = ("float32", "float64")
 HALVES = ("float16", "bfloat16")

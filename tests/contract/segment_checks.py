@@ -10,7 +10,7 @@ from wfbp.comm.backend import Backend, Buffer, Segment
 from wfbp.comm.waiting import wait
 from wfbp.core.types import Op
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 STRIDE = 16
 """Segments begin at multiples of this many elements, so that there are gaps between them."""
 

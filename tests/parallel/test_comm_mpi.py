@@ -30,7 +30,7 @@ def test_the_users_own_messages_are_not_touched(
 def test_memory_of_messages_under_way_outlives_their_backend(
     mpirun: Callable[..., Run], mpi: str, tmp_path: Path
 ) -> None:
-    run = mpirun(2, PROGRAMS / "comm_left.py", tmp_path, mpi=mpi, timeout=40)
+    run = mpirun(2, PROGRAMS / "comm_left.py", tmp_path, mpi=mpi, timeout=100)
     assert run.rc == 0, run.stdout + run.stderr
     assert [path.read_text() for path in tmp_path.iterdir()] == ["fine"] * 2
 
@@ -39,7 +39,7 @@ def test_memory_of_messages_under_way_outlives_their_backend(
 def test_a_library_error_is_translated_and_abort_ends_every_rank(
     mpirun: Callable[..., Run], mpi: str, tmp_path: Path
 ) -> None:
-    run = mpirun(2, PROGRAMS / "comm_mismatch.py", tmp_path, mpi=mpi, timeout=60)
+    run = mpirun(2, PROGRAMS / "comm_mismatch.py", tmp_path, mpi=mpi, timeout=100)
     assert run.rc not in (0, None), run.stdout + run.stderr
     told = (tmp_path / "rank0").read_text()
     assert told.startswith("rank 0 of 2: communication failed: ")

@@ -24,7 +24,7 @@ def test_updates(job: Job, name: str) -> None:
 @pytest.mark.parametrize("end", ["shutdown", "exit"])
 def test_ends(end: str) -> None:
     """Parameters are the final ones wherever they are read, and nobody complains."""
-    found = outcome("torch/decoupled_ends", 2, timeout=60)
+    found = outcome("torch/decoupled_ends", 2, timeout=150)
     assert found.run.rc == 0, found.run
     assert not found.run.stderr
     for rank, wrong in enumerate(found.ranks):

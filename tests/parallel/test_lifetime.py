@@ -8,12 +8,12 @@ import pytest
 
 from tests.parallel.runs import outcome
 
-pytestmark = [pytest.mark.parallel, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(240)]
 
 
 @pytest.mark.parametrize(("mpi", "ranks"), [("mpich", 2), ("openmpi", 2)])
 def test_maps_and_descriptors_do_not_outlive_the_runtime(mpi: str, ranks: int) -> None:
-    found = outcome("lifetime", ranks, "cycles", mpi=mpi, timeout=110)
+    found = outcome("lifetime", ranks, "cycles", mpi=mpi, timeout=220)
     assert found.run.rc == 0, found.run
     for counts in found.ranks:
         # The first cycles load what is loaded once.
@@ -24,7 +24,7 @@ def test_maps_and_descriptors_do_not_outlive_the_runtime(mpi: str, ranks: int) -
 
 @pytest.mark.parametrize("how", ["raise", "thread", "after", "kill"])
 def test_a_job_that_fails_leaves_no_shared_memory(how: str) -> None:
-    found = outcome("lifetime", 2, how, timeout=50, env=(("WFBP_ABORT_GRACE_S", "1"),))
+    found = outcome("lifetime", 2, how, timeout=100, env=(("WFBP_ABORT_GRACE_S", "1"),))
     assert found.run.rc not in (0, None), found.run
     for segments in found.ranks:
         assert segments, "MPICH has other files now"

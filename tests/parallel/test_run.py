@@ -48,7 +48,7 @@ def start(mpi: str, *arguments: object) -> subprocess.CompletedProcess[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
         stdin=subprocess.DEVNULL,
     )
 
@@ -80,21 +80,21 @@ def test_a_signal_ends_the_job(mpi: str, tmp_path: Path) -> None:
     program = tmp_path / "wait.py"
     program.write_text(
         "import os, sys, time; from mpi4py import MPI\n"
-        f"open({str(tmp_path)!r} + f'/{{os.getpid()}}.pid', 'w').close(); time.sleep(60)"
+        f"open({str(tmp_path)!r} + f'/{{os.getpid()}}.pid', 'w').close(); time.sleep(600)"
     )
     words = [str(launcher.interpreter(mpi)), *RUN, "-n", "2", str(program)]
     with subprocess.Popen(words, stderr=subprocess.DEVNULL, start_new_session=True) as job:
         try:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 60
             while len(pids := list(tmp_path.glob("*.pid"))) < 2:
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
             job.send_signal(signal.SIGTERM)
-            assert job.wait(30) != 0
+            assert job.wait(60) != 0
         finally:
             launcher.end(job, 5.0)
     while any(Path("/proc", pid.stem).exists() for pid in pids):
-        assert time.monotonic() < deadline + 30, "a rank outlives its job"
+        assert time.monotonic() < deadline + 60, "a rank outlives its job"
         time.sleep(0.05)
 
 
@@ -121,7 +121,7 @@ def test_two_hosts(program: Path) -> None:
             env={**os.environ, "MINE": "here", **link.environment()},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=110,
         )
         sent = link.sent_bytes()
     finally:

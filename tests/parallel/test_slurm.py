@@ -11,7 +11,7 @@ import pytest
 
 from tests.support import launcher, slurm
 
-pytestmark = pytest.mark.parallel
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(300)]
 
 PROGRAM = """
 import sys

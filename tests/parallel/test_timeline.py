@@ -22,6 +22,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 import numpy as np
 import wfbp
 wfbp.init()
@@ -40,8 +41,12 @@ for step in range(45):
     if step == 39:
         line = json.dumps({"rank": wfbp.rank(), **reducer.stats()})
         print(f"{line}\\n", end="", flush=True)  # in one write: other ranks print, too
-time.sleep(1.5)  # the timeline is written twice a second
 if wfbp.rank() == 1:
+    first, last = map(int, os.environ["WFBP_TIMELINE_STEPS"].split("-"))
+    for rank in range(wfbp.size()):  # which write some times a second; each step has one wait
+        file = Path(os.environ["WFBP_TIMELINE"], f"timeline.rank{rank}.json")
+        while file.read_text().count('"wait for gradients"') < 2 * (last - first + 1):
+            time.sleep(0.1)
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(60)
 """

@@ -39,7 +39,7 @@ def dump(page: Path, profile: Path, *flags: str) -> tuple[str, str]:
         [browser, *FLAGS, *flags, f"--user-data-dir={profile}", "--dump-dom", page.as_uri()],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr

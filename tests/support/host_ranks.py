@@ -23,7 +23,7 @@ class ThreadComm:
 
     def __init__(self, size: int) -> None:
         self._said: list[Any] = [None] * size
-        self._barrier = threading.Barrier(size, timeout=10)
+        self._barrier = threading.Barrier(size, timeout=60)
         self._here = threading.local()
         self.size = size
 

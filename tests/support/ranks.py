@@ -17,7 +17,7 @@ QUICK = Config(
     trial_steps=1,
     trial_min_s=0.0,
     probe_budget_s=0.01,
-    timeout_s=20.0,
+    timeout_s=60.0,
     abort_grace_s=1.0,
 )
 
@@ -31,7 +31,7 @@ def run_ranks(
     body: Callable[[Runtime], Any],
     config: Config = QUICK,
     configs: dict[int, Config] | None = None,
-    join_s: float = 40.0,
+    join_s: float = 100.0,
 ) -> list[Any]:
     """What ``body`` returned on each rank, or the exception that it raised.
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "sinfo")
-START_S = 30.0
+START_S = 100.0
 CONFIG = """\
 ClusterName=wfbp
 SlurmctldHost={host}(127.0.0.1)
@@ -57,7 +58,7 @@ class Cluster:
 
     folder: Path
 
-    def run(self, *words: object, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    def run(self, *words: object, timeout_s: float = 100.0) -> subprocess.CompletedProcess[str]:
         """Run one of Slurm's commands."""
         return subprocess.run(
             [str(word) for word in words],
@@ -68,7 +69,7 @@ class Cluster:
             stdin=subprocess.DEVNULL,
         )
 
-    def batch(self, log: Path, *words: object, timeout_s: float = 60.0) -> str:
+    def batch(self, log: Path, *words: object, timeout_s: float = 100.0) -> str:
         """Submit a batch job and wait for its end; what it printed."""
         done = self.run("sbatch", "--parsable", "-o", log, *words)
         assert done.returncode == 0, done.stderr
@@ -102,7 +103,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
     key = folder / "munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
-    ports = [_free_port() for _ in range(2)]
+    ports = _free_ports(2)
     (folder / "slurm.conf").write_text(
         CONFIG.format(
             host=socket.gethostname().partition(".")[0],
@@ -157,8 +158,13 @@ def _wait_for(condition: object, here: Cluster) -> None:
         time.sleep(0.1)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _free_ports(count: int) -> list[int]:
+    """Below those that systems give to programs which ask for any, as jobs beside this one do."""
+    found: list[int] = []
+    for port in random.sample(range(12_000, 30_000), 1000):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise OSError(f"fewer than {count} ports are free")

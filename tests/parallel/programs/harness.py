@@ -42,14 +42,14 @@ def _short(schedule: str) -> Config:
         profile_steps=1,
         trial_steps=1,
         trial_min_s=0.0,
-        timeout_s=20.0,
+        timeout_s=60.0,
         probe_budget_s=0.02,
     )
 
 
 MODES = {
     # Per-tensor messages that leave during backward, at every step.
-    "overlap": Config(schedule="wfbp", warmup_steps=10**6, timeout_s=20.0, probe_budget_s=0.02),
+    "overlap": Config(schedule="wfbp", warmup_steps=10**6, timeout_s=60.0, probe_budget_s=0.02),
     "changing": _short("auto"),
     # Decoupled, and installed after a few steps.
     "ps_layerwise": _short("ps_layerwise"),

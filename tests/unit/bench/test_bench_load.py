@@ -76,7 +76,8 @@ def test_thread_seconds_counts_only_threads_of_that_name() -> None:
     release.set()
     thread.join()
     assert 0.04 <= counted[0] < 10
-    assert thread_seconds("bench-test") == 0.0
+    while thread_seconds("bench-test"):  # the system's thread ends a little behind Python's
+        time.sleep(0.001)
 
 
 def test_sent_bytes_reads_the_transmit_column(tmp_path: Path) -> None:

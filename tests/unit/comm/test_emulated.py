@@ -100,7 +100,7 @@ def test_gathers_its_own_parts() -> None:
 @pytest.mark.parametrize("numel", [1, 1000])
 def test_named_operations(numel: int) -> None:
     """The ranks that are played submit what this one does: small data and large."""
-    wfbp.init(backend=EmulatedLink(lambda _: 0.0, size=3), config=Config(timeout_s=5.0))
+    wfbp.init(backend=EmulatedLink(lambda _: 0.0, size=3), config=Config(timeout_s=60.0))
     try:
         total = wfbp.allreduce(np.full(numel, 2.0), op=wfbp.Sum)
         assert total.tolist() == [6.0] * numel

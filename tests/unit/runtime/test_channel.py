@@ -29,7 +29,7 @@ def side_by_side(*bodies: Callable[[], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive(), "a training thread hangs"
     return all_well(found)
 
@@ -57,10 +57,13 @@ def test_one_holder_after_another_in_rank_0s_order() -> None:
     def body(runtime: Runtime) -> list[str]:
         channels = {name: runtime.channel_on(runtime.lease(runtime.channel)) for name in "abc"}
         begun: list[str] = []
-        delays = {"a": 0.1, "b": 0.0, "c": 0.2} if runtime.rank == 0 else {"a": 0.05, "c": 0.0}
+        before = {"a": "b", "c": "a"} if runtime.rank == 0 else {}  # each comes when that has begun
 
         def act(name: str) -> None:
-            time.sleep(delays.get(name, 0.1))
+            while (first := before.get(name, "")) and first not in begun:
+                time.sleep(1e-3)
+            if runtime.rank:
+                time.sleep({"a": 0.05, "b": 0.1, "c": 0.0}[name])
             with runtime.collective_lock.hold(channels[name], name):
                 begun.append(name)
                 # Blocks the turn until all ranks are here.
@@ -116,6 +119,6 @@ def test_what_was_made_for_planning_is_given_back() -> None:
         backend.close = closed.set  # type: ignore[method-assign]
         runtime.exchange(b"", "all are here")
         runtime.shutdown()
-        assert closed.wait(5.0)
+        assert closed.wait(60.0)
 
     all_well(run_ranks(2, body))

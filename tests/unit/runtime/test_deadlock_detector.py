@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from wfbp.runtime.progress.deadlock import ALL_RANKS, DeadlockDetector, RankStat
 from wfbp.runtime.runtime import Runtime
 
 PROMPT = Config(
-    schedule="wfbp", warmup_steps=10**6, stall_warning_s=0.2, timeout_s=20.0, abort_grace_s=0.5
+    schedule="wfbp", warmup_steps=10**6, stall_warning_s=0.2, timeout_s=60.0, abort_grace_s=0.5
 )
 
 
@@ -91,11 +93,21 @@ def test_a_slow_rank_is_waited_for() -> None:
 
 
 def test_a_rank_that_waits_for_something_else_is_not_judged() -> None:
-    def elsewhere(runtime: Runtime, trainer: Trainer) -> None:
-        time.sleep(2.0)
+    over = threading.Event()
 
-    config = Config(schedule="wfbp", stall_warning_s=0.2, timeout_s=1.0, abort_grace_s=0.5)
-    result = ended({1: elsewhere}, config, size=2)[0]
+    def elsewhere(runtime: Runtime, trainer: Trainer) -> None:
+        over.wait(60.0)
+
+    def waits(runtime: Runtime, trainer: Trainer) -> None:
+        detector = runtime.thread.loop.detector
+        # So that it asks once: the next time would be after twice as long.
+        detector._config = replace(PROMPT, stall_warning_s=0.8, timeout_s=1.6)
+        try:
+            step(runtime, trainer)
+        finally:
+            over.set()
+
+    result = ended({0: waits, 1: elsewhere}, size=2)[0]
     assert isinstance(result, StallError)
     assert "others were here: rank 1: SGD, step 1: nothing posted yet." in str(result)
     assert "No answer" not in str(result)

@@ -29,7 +29,7 @@ from wfbp.runtime.transport.device_transport import DeviceTransport
 from wfbp.runtime.tuning import trial
 from wfbp.runtime.tuning.profile import TuningPhase
 
-STEADY = Config(schedule="wfbp", warmup_steps=10**6, timeout_s=20.0)
+STEADY = Config(schedule="wfbp", warmup_steps=10**6, timeout_s=60.0)
 ALL_REDUCE = ("auto", "oasr", "mgwfbp", "wfbp", "single", "threshold")
 
 
@@ -248,7 +248,7 @@ def test_the_host_waits_for_nothing_in_a_step() -> None:
     def body(runtime: Runtime) -> int:
         device = devices.of[runtime.rank]
         trainer = DeviceTrainer(runtime, device, make_specs([10, 20, 30]), schedule="wfbp")
-        device.enqueue(trainer.main, lambda: gates[runtime.rank].wait(20.0))
+        device.enqueue(trainer.main, lambda: gates[runtime.rank].wait(60.0))
         for number in range(5):
             trainer.zero()
             for k in (2, 1, 0):
@@ -312,7 +312,7 @@ def test_a_group_is_packed_while_another_travels() -> None:
                         time.sleep(1e-4)
                     device.enqueue(
                         transport.backend.stream,  # type: ignore[attr-defined]
-                        lambda network=network: network.wait(20.0),
+                        lambda network=network: network.wait(60.0),
                     )
             trainer.synchronize([float(number)] * 3, f"step {number}")
             device.record(transport._packing).await_it()
@@ -335,7 +335,7 @@ def test_a_discarded_step_is_sent_before_its_buffers_are_packed_again(who: tuple
         specs = make_specs([10, 20, 30])
         trainer = DeviceTrainer(runtime, device, specs, schedule="wfbp", op=Op.SUM)
         backend: Any = trainer.engine._transport.backend
-        device.enqueue(backend.stream, lambda: networks[runtime.rank].wait(20.0))
+        device.enqueue(backend.stream, lambda: networks[runtime.rank].wait(60.0))
         for value in (100.0, 1.0) if runtime.rank in who else (1.0,):
             trainer.zero()
             for k in (2, 1, 0):
@@ -591,7 +591,7 @@ def test_a_failure_on_the_device_ends_the_run(name: str) -> None:
     def breaks(device: SoftwareDevice) -> Callable[[], None]:
         if name == "check":
             device.library.error = RuntimeError("NCCL_ERROR_REMOTE_ERROR")
-            return lambda: (stuck.wait(20.0), None)[1]
+            return lambda: (stuck.wait(60.0), None)[1]
 
         def fail() -> None:
             raise RuntimeError("illegal memory access")

@@ -19,7 +19,7 @@ from wfbp.core.types import Op, TensorSpec
 from wfbp.errors import DisagreementError, PeerError
 from wfbp.runtime.runtime import Runtime
 
-STEADY = Config(schedule="wfbp", warmup_steps=10**6, timeout_s=20.0)
+STEADY = Config(schedule="wfbp", warmup_steps=10**6, timeout_s=60.0)
 """The same overlapped plan at every step."""
 
 

@@ -29,7 +29,7 @@ def test_one_rank_alone_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
         store, rank = runtime.open_store(), runtime.rank
         other = runtime.open_store()
         if rank == 2:
-            asked.wait(20.0)  # as in an update that takes long
+            asked.wait(60.0)  # as in an update that takes long
         store.publish(1, lambda items: content(rank, items))
         other.publish(5, lambda items: ("other", []))
         if rank == 0:
@@ -80,7 +80,7 @@ def test_a_store_is_served_until_all_have_dropped_it() -> None:
             runtime.drop_store(store)
         runtime.exchange(b"", "the end")
         released = threading.Event()
-        for _ in range(100):
+        for _ in range(1000):
             runtime.exchange(b"", "waiting for notices")
             if store.key not in runtime._fetches._stores:
                 released.set()

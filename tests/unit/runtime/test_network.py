@@ -109,7 +109,7 @@ def test_the_fullest_device_decides(measured: list[tuple[Operation, int]]) -> No
 
     def ask(rank: int) -> None:
         def call(start: Callable[[Backend], Work[Any]], label: str) -> Any:
-            return wait(start(ranks.backend(rank)), timeout_s=20.0)
+            return wait(start(ranks.backend(rank)), timeout_s=60.0)
 
         known = NetworkCosts(1.0, lambda label, s: None)
         known.measure(99 * MIB, REDUCE, False, carriers[rank], call)

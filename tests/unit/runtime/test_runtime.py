@@ -142,7 +142,7 @@ def test_leaving_after_an_error_lets_the_others_leave() -> None:
             with pytest.raises(PeerError, match="rank 1 has left"):
                 runtime.exchange(b"", "waiting")
 
-    all_well(run_ranks(2, body, Config(timeout_s=300.0), join_s=20.0))
+    all_well(run_ranks(2, body, Config(timeout_s=300.0), join_s=60.0))
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def make() -> Iterator[Make]:
 
     yield thread
     for each in made:
-        each.stop(timeout_s=5.0)
+        each.stop(timeout_s=60.0)
 
 
 def in_thread(act: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
@@ -117,7 +117,7 @@ def in_thread(act: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
 
 
 def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "it does not happen"
         time.sleep(0.002)
@@ -148,7 +148,7 @@ def test_calls_run_one_after_another_in_their_order(make: Make) -> None:
     until(lambda: started == [0, 1])
     works[1].go.set()
     for caller, found in callers:
-        caller.join(5)
+        caller.join(60)
         assert found == ["done"]
 
 
@@ -159,7 +159,7 @@ def test_calls_of_different_lines_do_not_wait_for_each_other(make: Make) -> None
     assert thread.call(lambda: Finished(7), "seven", line="other") == 7
     assert found == []
     slow.go.set()
-    caller.join(5)
+    caller.join(60)
     assert found == ["done"]
 
 
@@ -219,7 +219,7 @@ def test_who_waits_drives(make: Make) -> None:
         time.sleep(0.02)
         slow.go.set()
         for each in (caller, other):
-            each.join(5)
+            each.join(60)
         assert found == ["done"]
         assert len(names) == 2
         return names[0] == caller.name
@@ -233,11 +233,11 @@ def test_an_answer_that_has_come_is_taken_while_another_turn_lasts(make: Make) -
 
     def last() -> None:
         entered.set()
-        over.wait(5.0)
+        over.wait(60.0)
         ended.set()
 
     thread.post(last)
-    assert entered.wait(5.0)
+    assert entered.wait(60.0)
     reply: Reply[str] = Reply()
     reply.put("here")
     try:
@@ -255,14 +255,14 @@ def test_a_forked_process_is_not_held_up_by_a_turn_of_its_parent(make: Make) -> 
 
     def last() -> None:
         entered.set()
-        over.wait(10.0)
+        over.wait(60.0)
 
     thread.post(last)
-    assert entered.wait(5.0)
+    assert entered.wait(60.0)
     thread.fail_in_fork(WfbpError("no rank"))
     try:
         waiting, found = in_thread(lambda: thread.await_reply(Reply(), "an answer"))
-        waiting.join(5.0)
+        waiting.join(30.0)
         assert [str(error) for error in found] == ["no rank"]
     finally:
         over.set()
@@ -304,7 +304,7 @@ def test_an_interrupt_while_another_drives_ends_the_runtime_too(make: Make) -> N
     until(lambda: started)
     with pytest.raises(KeyboardInterrupt):
         thread.await_reply(Interrupted(), "beside it")
-    caller.join(5)
+    caller.join(60)
     assert "rank 0 of 2: interrupted while it communicated" in str(found[0])
 
 
@@ -319,7 +319,7 @@ def test_the_first_error_ends_what_waits_and_what_comes(make: Make) -> None:
     until(lambda: lane.turns)
     thread.post(lambda: thread.loop.fail(first))
     thread.post(lambda: thread.loop.fail(StallError("later")))
-    caller.join(5)
+    caller.join(60)
     assert found == [first]
     assert lane.error is first
     assert thread.error is first
@@ -345,7 +345,7 @@ def test_trouble_in_a_lane_is_kept(
     lane.trouble = trouble
     caller, found = in_thread(lambda: thread.call(lambda: slow, "slow"))
     thread.post(lambda: thread.loop.add_lane(lane))
-    caller.join(5)
+    caller.join(60)
     assert isinstance(found[0], kind)
     with pytest.raises(kind, match=told):
         thread.call(lambda: Finished(1), "next")
@@ -375,7 +375,7 @@ def test_idle_it_sleeps_also_after_an_error(make: Make) -> None:
     thread.loop._tick = lambda now: loop.append(1)  # type: ignore[method-assign]
     started, cpu = time.monotonic(), time.process_time()
     time.sleep(0.5)
-    assert loop
+    until(lambda: loop)
     share = (time.process_time() - cpu) / (time.monotonic() - started)
     assert share < 0.5, f"{share:.0%} of a core"
 
@@ -388,7 +388,7 @@ def test_a_standstill_is_reported_then_ended(make: Make, caplog: pytest.LogCaptu
     thread.loop.detector._ask = lambda second: asked.append(1)  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING, "wfbp"), pytest.raises(StallError) as caught:
         thread.call(Slow, "allreduce of x")
-    assert "rank 0 of 2 waited 1 s (allreduce of x)" in str(caught.value)
+    assert re.search(r"rank 0 of 2 waited \d s \(allreduce of x\)", str(caught.value))
     assert "WFBP_TIMEOUT_S" in str(caught.value)
     # After 0.1 s, and again each time the wait has doubled.
     assert 1 <= len(asked) <= 3
@@ -403,7 +403,7 @@ def test_a_lane_stands_still(make: Make) -> None:
     lane.waiting_since = time.monotonic()
     thread.post(lambda: thread.loop.add_lane(lane))
     until(lambda: lane.error)
-    assert "rank 0 of 2 waited 0 s (stub lane)" in str(lane.error)
+    assert re.match(r"rank 0 of 2 waited \d s \(stub lane\)", str(lane.error))
 
 
 @pytest.mark.usefixtures("short_grace")
@@ -415,7 +415,7 @@ def test_waiting_for_one_who_left(make: Make) -> None:
         thread.loop.detector.note_gone(1, "has left")
 
     thread.post(left)
-    caller.join(10)
+    caller.join(60)
     assert isinstance(found[0], PeerError)
     assert str(found[0]).startswith("rank 0 of 2 waits (barrier), but rank 1 has left. Every rank")
 
@@ -434,7 +434,7 @@ def test_describe(make: Make) -> None:
     caller, _ = in_thread(lambda: thread.call(lambda: slow, "barrier"))
     until(lambda: "barrier" in thread.loop.describe())
     slow.go.set()
-    caller.join(5)
+    caller.join(60)
 
 
 def test_a_reply_that_does_not_come_in_time() -> None:
@@ -459,7 +459,7 @@ def test_events_wake_a_thread_that_stood_by_while_there_was_no_room(
     assert not thread.sleeping
     lane.has_room = True  # the caller has moved it on
     work.go.set()
-    caller.join(5)
+    caller.join(60)
     until(lambda: thread.sleeping)
 
 
@@ -496,8 +496,8 @@ def test_who_waits_behind_a_driver_is_served_when_that_leaves(
         time.sleep(0.01)  # the lock is waited for
     second.go.set()
     first.go.set()
-    caller.join(5)
-    other.join(5)
+    caller.join(60)
+    other.join(60)
     assert (told, served) == (["done"], ["done"])
 
 
@@ -505,8 +505,19 @@ def test_the_thread_stands_by_while_training_drives(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would compete for the interpreter behind every operation."""
+    monkeypatch.setattr("wfbp.runtime.progress.thread.TICK_S", 1000.0)
     thread = make()
     passes: list[str] = []
+
+    def stands_by() -> bool:
+        with thread._driver_lock:  # as who drives; unless the thread was about to
+            for _ in range(100):
+                if thread._standing_by:
+                    return True
+                time.sleep(0.002)
+        return False
+
+    until(stands_by)
     progress = thread.loop.progress
 
     def counted(urgent: bool) -> float:
@@ -515,8 +526,7 @@ def test_the_thread_stands_by_while_training_drives(
 
     monkeypatch.setattr(thread.loop, "progress", counted)
     for _ in range(5):
-        work = Slow()
-        threading.Timer(0.12, work.go.set).start()
-        assert thread.call(lambda work=work: work, "slow") == "done"
+        assert thread.call(lambda: Finished("done"), "quick") == "done"
         time.sleep(0.01)
-    assert passes.count(THREAD_NAME) < 5
+    assert len(passes) >= 5
+    assert THREAD_NAME not in passes

@@ -24,7 +24,7 @@ from wfbp.torch import gradient_sync, pending_parameters, tensors, updates
 from wfbp.torch.optimizer import AveragingOptimizerBase
 from wfbp.torch.updates import ReplicatedUpdate
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 class Arrived:

@@ -30,7 +30,7 @@ from wfbp.torch import pending_parameters
 from wfbp.torch.pending_parameters import PendingParameters
 
 OLD, NEW = 2.0, 7.0
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 class Travel:

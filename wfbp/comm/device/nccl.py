@@ -74,7 +74,7 @@ class NcclBackend(DeviceBackend):
         device: where buffers lie.
         host: over the same ranks, used by nobody else.
         nccl: the bindings, ``cupy.cuda.nccl`` or what stands for it.
-        timeout_s: how long the ranks may take to join.
+        timeout_s: how long other ranks are waited for; NCCL has half of it to join them.
         check: called while they do; what it raises ends that.
         parent: whose resources this communicator shares; all ranks have asked its :meth:`splits`.
 
@@ -98,7 +98,10 @@ class NcclBackend(DeviceBackend):
         self._shares = parent is not None
         make = self._join() if parent is None else partial(self._split, parent)
         joining = Joining(make, self._who)
-        self._comm = wait(joining, timeout_s=timeout_s, check=check)
+        # Half of it: a rank on which NCCL has failed waits for the others, and is to hear from
+        # those that wait for it in NCCL before its own time is over.
+        limit_s = None if timeout_s is None else timeout_s / 2
+        self._comm = wait(joining, timeout_s=limit_s, check=check)
         self._staged: StagedBackend | None = None
         self._over = False
 

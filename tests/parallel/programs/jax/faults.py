@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 import wfbp.jax as wfbp
+from wfbp.runtime import process
 
 STEPS = 4
 
@@ -39,7 +41,7 @@ def die() -> None:
 
 
 def stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # and no other thread goes on
 
 
 DEEDS = {"fail": fail, "leave": leave, "die": die, "stop": stop}
@@ -62,8 +64,13 @@ def train(case: str, mine: bool) -> None:
         if number == STEPS - 1 and case in DEEDS:
             tell(wfbp.rank(), {"pid": os.getpid()})
             if mine:
+                while not all(map(told, range(wfbp.size()))):
+                    time.sleep(0.01)
                 time.sleep(0.5)  # by now the others wait within their step
                 DEEDS[case]()
+            elif case == "stop":
+                watch = process.current("this program").thread.loop.detector
+                watch._config = replace(watch._config, stall_warning_s=0.7, timeout_s=3.0)
         grads = step(params, x)
         if case == "unawaited":
             continue  # the program ends with steps under way
@@ -76,6 +83,11 @@ def train(case: str, mine: bool) -> None:
         jax.block_until_ready(step(params, jax.device_put(x, spread)))
     if case == "again":
         again(step, params)
+
+
+def told(rank: int) -> bool:
+    """Whether a rank has told anything."""
+    return Path(sys.argv[1], f"rank{rank}.json").exists()
 
 
 def tell(rank: int, what: dict[str, Any]) -> None:
@@ -127,12 +139,10 @@ def main() -> None:
     case = sys.argv[2]
     wfbp.init()
     rank = wfbp.rank()
-    begun = time.monotonic()
     try:
         train(case, mine=rank == wfbp.size() - 1)
     except Exception as error:
-        after_s = time.monotonic() - begun
-        tell(rank, {"kind": type(error).__name__, "text": str(error), "after_s": after_s})
+        tell(rank, {"kind": type(error).__name__, "text": str(error)})
         raise
 
 

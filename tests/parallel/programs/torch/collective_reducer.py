@@ -84,7 +84,7 @@ def reducer_errors() -> None:
 
 @check
 def shutdown_and_init_again() -> None:
-    config = wfbp.Config(timeout_s=20.0)
+    config = wfbp.Config(timeout_s=60.0)
     wfbp.shutdown()
     assert not wfbp.is_initialized()
     raises(wfbp_error(), "rank()", "wfbp.init()", act=wfbp.rank)
@@ -102,7 +102,7 @@ def a_step_after_shutdown_is_an_error() -> None:
     model(data(0, 0, 4, 5)).sum().backward()
     if wfbp_many():
         raises(wfbp_error(), "wfbp.init()", act=optimizer.step)
-    wfbp.init(config=wfbp.Config(timeout_s=20.0))
+    wfbp.init(config=wfbp.Config(timeout_s=60.0))
 
 
 def wfbp_many() -> bool:

@@ -25,7 +25,7 @@ from tests.parallel.programs.torch.training import averaged, mlp, same, square
 from tests.support.sharding import SHARDING
 from wfbp.config import Config
 
-SETTINGS = Config(warmup_steps=1, profile_steps=1, probe_budget_s=0.02, timeout_s=20.0)
+SETTINGS = Config(warmup_steps=1, profile_steps=1, probe_budget_s=0.02, timeout_s=60.0)
 STEPS = 6
 PAUSE_S = 0.2
 

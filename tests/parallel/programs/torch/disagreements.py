@@ -317,7 +317,7 @@ def stepping(
         warmup_steps=warmup_steps,
         profile_steps=100,
         stall_warning_s=stall_warning_s,
-        timeout_s=5.0,
+        timeout_s=60.0,
     )
     fresh(config)
     model = nn.Linear(3, 2)
@@ -363,7 +363,7 @@ def one_rank_is_in_another_collective() -> None:
 
 @check
 def one_rank_is_in_a_barrier_while_others_wrap() -> None:
-    fresh(wfbp.Config(stall_warning_s=0.3, timeout_s=5.0))
+    fresh(wfbp.Config(stall_warning_s=0.3, timeout_s=60.0))
     raises(
         DisagreementError,
         "ranks wait for each other in different places: ",

@@ -195,7 +195,7 @@ def main() -> None:
         trial_steps=1,
         trial_min_s=0.0,
         probe_budget_s=0.05,
-        timeout_s=30.0,
+        timeout_s=60.0,
     )
     wfbp.init(config=config)
     results = {}
