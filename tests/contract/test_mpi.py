@@ -15,7 +15,7 @@ PROGRAM = Path(__file__).with_name("mpi_program.py")
 
 
 @pytest.mark.parallel
-@pytest.mark.timeout(260)  # 100 MB, four ranks on two cores
+@pytest.mark.timeout(400)  # 100 MB, four ranks on two cores
 @pytest.mark.parametrize(
     ("num_ranks", "mpi"),
     [
@@ -29,7 +29,7 @@ PROGRAM = Path(__file__).with_name("mpi_program.py")
     ],
 )
 def test_contract(mpirun: Callable[..., Run], mpi: str, num_ranks: int, tmp_path: Path) -> None:
-    run = mpirun(num_ranks, PROGRAM, tmp_path, mpi=mpi, timeout=240.0)
+    run = mpirun(num_ranks, PROGRAM, tmp_path, mpi=mpi, timeout=380.0)
     reports = [tmp_path / f"rank{rank}" for rank in range(num_ranks)]
     told = "\n".join(report.read_text() for report in reports if report.exists())
     usual = "NativeTransfers" if native.AVAILABLE else "PythonTransfers"

@@ -43,7 +43,7 @@ def config_of(program: Program) -> Config:
         shared_memory=program.shared_memory,
         zero_copy_min_bytes=program.direct_bytes,
         stall_warning_s=12.0,
-        timeout_s=25.0,
+        timeout_s=60.0,
         log_level="error",
     )
 

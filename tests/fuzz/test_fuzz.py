@@ -34,7 +34,7 @@ def right(programs: Sequence[Program], mpi: str) -> None:
 
 
 @pytest.mark.parallel
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("ranks", "mpi", "count"), [(2, "mpich", 16), (3, "mpich", 8), (2, "openmpi", 8)]
 )
@@ -43,7 +43,7 @@ def test_random_programs(ranks: int, mpi: str, count: int) -> None:
 
 
 @pytest.mark.parallel
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_what_failed_before() -> None:
     programs = [loads(file.read_text()) for file in CASES]
     for ranks in sorted({p.ranks for p in programs}):

@@ -11,7 +11,7 @@ from tests.parallel.programs.torch import equality, further_optimizers
 from tests.parallel.runs import outcome
 from wfbp.core.types import ALL_REDUCE_SCHEDULES as ALL_REDUCE
 
-pytestmark = [pytest.mark.parallel, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(400)]
 
 MAY_ALL_REDUCE = (*ALL_REDUCE, "auto", "hybrid")
 DECOUPLED = [schedule for schedule in equality.SCHEDULES if schedule not in ALL_REDUCE]
@@ -49,7 +49,7 @@ UNDER_OPEN_MPI = [("auto", "adamw"), ("wfbp", "adamw")]
 
 def records(ranks: int, mpi: str = "mpich") -> list[Any]:
     runs = RUNS[ranks] if mpi == "mpich" else UNDER_OPEN_MPI
-    found = outcome("torch/equality", ranks, *map("/".join, runs), mpi=mpi, timeout=180)
+    found = outcome("torch/equality", ranks, *map("/".join, runs), mpi=mpi, timeout=380)
     assert found.run.rc == 0, found.run
     assert None not in found.ranks, found.run
     return found.ranks

@@ -15,7 +15,7 @@ from tests.support import launcher
 pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 
-pytestmark = [pytest.mark.parallel, pytest.mark.slow, pytest.mark.timeout(260)]
+pytestmark = [pytest.mark.parallel, pytest.mark.slow, pytest.mark.timeout(520)]
 
 SCHEDULES = {2: ("auto", "wfbp", "threshold"), 4: ("hybrid",)}
 """By number of ranks; test_equality.py has all."""

@@ -14,7 +14,7 @@ from tests.parallel.programs.jax.equality import WAYS
 from tests.parallel.programs.jax.program import check
 from tests.parallel.runs import Job, Outcome, outcome
 
-pytestmark = [pytest.mark.parallel, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(400)]
 
 REPLANNED = (
     "recompilation",
@@ -35,7 +35,7 @@ REPLANNED = (
 @pytest.mark.parametrize(("way", "schedule"), WAYS)
 @pytest.mark.parametrize("ranks", [1, 3])  # two: test_program; four: the contract of backends
 def test_equals_one_process(ranks: int, way: str, schedule: str) -> None:
-    found = outcome("jax/equality", ranks, timeout=180)
+    found = outcome("jax/equality", ranks, timeout=380)
     assert found.run.rc == 0, found.run
     for rows in found.ranks:
         (row,) = [r for r in rows if (r["way"], r["schedule"]) == (way, schedule)]

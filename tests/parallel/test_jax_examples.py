@@ -12,7 +12,7 @@ from tests.parallel.runs import outcome
 pytest.importorskip("jax")
 pytest.importorskip("sklearn")
 
-pytestmark = [pytest.mark.parallel, pytest.mark.slow, pytest.mark.timeout(260)]
+pytestmark = [pytest.mark.parallel, pytest.mark.slow, pytest.mark.timeout(520)]
 
 MLP = "jax_mlp.py"
 DOCUMENT = "jax.md"

@@ -38,7 +38,7 @@ class Rank:
 
     def admit(self, name: str, host: Any) -> None:
         self._lanes[name] = type("Carrier", (), {"in_order": None})()
-        self.order.admit(self._lanes[name], host, timeout_s=20.0)
+        self.order.admit(self._lanes[name], host, timeout_s=60.0)
 
     def launch(self, name: str) -> DeviceWork:
         def start() -> DeviceWork:

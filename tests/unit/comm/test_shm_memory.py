@@ -104,6 +104,7 @@ def test_where_one_rank_cannot_none_does(
     caplog.set_level("INFO", "wfbp")
     connected(2)
     comm = ThreadComm(2)
+    gc.collect()  # no file of an earlier test is closed within this one
     before = len(os.listdir("/proc/self/fd"))
     real = getattr(os, function)
     monkeypatch.setattr(
@@ -111,6 +112,7 @@ def test_where_one_rank_cannot_none_does(
     )
     assert comm.run(lambda: SharedMemory.connect(comm)) == [None, None]  # type: ignore[arg-type]
     monkeypatch.undo()
+    gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before, "files are left open"
     what = "that of rank 0 cannot be mapped" if function == "open" else "it cannot be made"
     told = (

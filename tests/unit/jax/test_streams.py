@@ -169,7 +169,7 @@ def test_the_host_does_not_wait_for_the_device(programs: Callable[..., Program])
     def body(runtime: Runtime) -> int:
         device = found.of[runtime.rank]
         program = programs(runtime, device)
-        device.enqueue(program.stream, lambda: gates[runtime.rank].wait(20.0))
+        device.enqueue(program.stream, lambda: gates[runtime.rank].wait(60.0))
         for number in range(5):
             for index in (3, 2, 1, 0):
                 program.gradient(index, float(number + 2 * runtime.rank))
@@ -224,11 +224,11 @@ def test_gradients_leave_at_the_place_of_their_announcement(
             return stamp
 
         transport.close = close_and_tell  # type: ignore[method-assign]
-        runtime.post(lambda: (closed.wait(20.0), None)[1])  # the lane comes late
-        step(program, 5.0, lambda: gates[runtime.rank].wait(20.0))
+        runtime.post(lambda: (closed.wait(60.0), None)[1])  # the lane comes late
+        step(program, 5.0, lambda: gates[runtime.rank].wait(60.0))
         reduced = buffer.slot(0).view(np.float32)
         nap = threading.Event()
-        for _ in range(1000):
+        for _ in range(5000):
             if (reduced == 5.0).all():
                 break
             nap.wait(5e-3)
