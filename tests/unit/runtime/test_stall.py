@@ -49,9 +49,26 @@ def test_motion_between_waits_counts_for_none() -> None:
     watch.note_gone(0, "has left")
     now = time.monotonic()
     motion.value += 1
-    assert watch.check([], now + 10) is None
+    for later in (10, 14, 18):
+        assert watch.check([], now + later) is None
     assert watch.check([(now + 20, "barrier", ALL_RANKS)], now + 21.5) is None
     assert isinstance(watch.check([(now + 20, "barrier", ALL_RANKS)], now + 22.5), PeerError)
+
+
+def test_a_time_in_which_this_process_stood_still_is_none_of_waiting() -> None:
+    """As where a job is suspended: its ranks go on one after another."""
+    sent: list[Any] = []
+    watch = DeadlockDetector(0, 2, Config(timeout_s=60.0), "rank 0 of 2", sent.append, Motion())
+    waits = [(1000.0, "barrier", ALL_RANKS)]
+    for now in (1000.1, 1000.2, 2000.0, *range(2001, 2060)):
+        assert watch.check(waits, now) is None
+    error = watch.check(waits, 2060.5)
+    assert isinstance(error, StallError)
+    assert "rank 0 of 2 waited 60 s (barrier)" in str(error)
+    watch.note_gone(1, "has left")
+    for now in (3000.0, 3001.0):
+        assert watch.check([(2065.0, "barrier", ALL_RANKS)], now) is None
+    assert isinstance(watch.check([(2065.0, "barrier", ALL_RANKS)], 3002.5), PeerError)
 
 
 def test_motion_does_not_lift_the_time_limit() -> None:

@@ -188,6 +188,8 @@ def describe_statuses(statuses: Mapping[int, RankStatus]) -> str:
 log = logging.getLogger("wfbp")
 
 _LEFT_GRACE_S = 2.0
+_PAUSE_S = 5.0
+"""So long between two looks, of which there are many a second, this process did not run."""
 
 
 class DeadlockDetector:
@@ -224,6 +226,9 @@ class DeadlockDetector:
         self._next_warning_s: dict[str, float] = {}
         self._last_activity = activity()
         self._quiet_since = 0.0
+        # When this process last looked, and when it last went on after a pause.
+        self._looked_s: float | None = None
+        self._resumed_s = 0.0
         # The last question to the other ranks, and their answers.
         self._question = 0
         self._is_second = False
@@ -241,6 +246,10 @@ class DeadlockDetector:
 
         Returns the error to end with, if a wait is hopeless or too long.
         """
+        if self._looked_s is not None and now - self._looked_s > _PAUSE_S:
+            # As in a job that was suspended: the others have yet to go on.
+            self._resumed_s = self._quiet_since = now
+        self._looked_s = now
         activity = self._activity()
         if activity != self._last_activity:
             self._last_activity = activity
@@ -259,7 +268,7 @@ class DeadlockDetector:
                         "calls: let none end earlier, with fewer batches or steps than the others"
                     )
         since, what, _ = waits[0]
-        waited = now - since
+        waited = now - max(since, self._resumed_s)
         if waited > self._config.timeout_s:
             answers = f" {self.answers}" if self.answers else ""
             return StallError(
