@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 
 import psutil
 import pytest
@@ -46,8 +45,7 @@ def test_a_rank_that_is_killed_within_a_copy(n: int, mpi: str) -> None:
     assert found.ranks == [None] * n, "mpirun ends the others, which are still waiting"
     # Of hydra's, only newer versions name the rank too.
     said = {"mpich": "Killed (signal 9)", "openmpi": f"process rank {n - 1} with PID"}
-    told = said[mpi] in found.run.stdout + found.run.stderr
-    assert told or found.run.rc == 128 + signal.SIGKILL, found.run  # PRRTE may lose its words
+    assert said[mpi] in found.run.stdout + found.run.stderr, found.run
 
 
 @pytest.mark.parametrize(("n", "mpi"), [(3, "mpich"), (2, "openmpi")])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 from typing import Any
 
 import psutil
@@ -86,8 +85,7 @@ def test_a_killed_rank_ends_the_job(mpi: str) -> None:
     found = ended("die", mpi=mpi)
     # Of hydra's, only newer versions name the rank too.
     said = {"mpich": "Killed (signal 9)", "openmpi": "process rank 1 with PID"}
-    told = said[mpi] in found.run.stdout + found.run.stderr
-    assert told or found.run.rc == 128 + signal.SIGKILL, found.run  # PRRTE may lose its words
+    assert said[mpi] in found.run.stdout + found.run.stderr, found.run
     assert [list(told) for told in found.ranks] == [["pid"]] * 2, "nobody caught anything"
     left = [psutil.Process(t["pid"]) for t in found.ranks if psutil.pid_exists(t["pid"])]
     assert psutil.wait_procs(left, timeout=60)[1] == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,24 @@ class Trace:
             twice = sorted(name for name, times in Counter(names).items() if times > 1)
             raise ValueError(f"trace {self.model!r}: names found twice: {', '.join(twice)}")
         number(f"trace {self.model!r}: other_s", self.other_s)
+
+    def updated_when_read(self, update_s: float) -> Trace:
+        """The same where each tensor is updated only just before forward uses it: the seconds of
+        the optimizer's update, part of ``other_s`` here, belong to forward there, by bytes.
+
+        Example:
+            >>> w = TraceTensor(TensorSpec("w", (4,), "float32"), forward_s=1.0, backward_s=2.0)
+            >>> trace = Trace("tiny", (w,), other_s=1.0).updated_when_read(0.25)
+            >>> trace.forward_s, trace.other_s
+            (1.25, 0.75)
+        """
+        nbytes = sum(t.spec.nbytes for t in self.tensors)
+        moved_s = min(update_s, self.other_s)
+        per_byte_s = moved_s / nbytes if nbytes else 0.0
+        tensors = tuple(
+            replace(t, forward_s=t.forward_s + t.spec.nbytes * per_byte_s) for t in self.tensors
+        )
+        return replace(self, tensors=tensors, other_s=self.other_s - (moved_s if nbytes else 0.0))
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:

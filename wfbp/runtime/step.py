@@ -53,15 +53,18 @@ class GatherRequest:
     """The training thread has used the reduced shards: all-gathers may go.
 
     Args:
-        addresses: of whole tensors, indexed by the plan's tensors: this rank's shards are sent from
-            there and the others' written there. 0 for tensors that are not gathered.
+        addresses: of whole tensors, indexed by the plan's tensors: what arrives is written there. 0
+            for tensors that are not gathered.
         owners: kept alive until the gathers are over.
+        sources: where whole tensors would begin whose shards this rank has; ``addresses`` but for
+            tensors that travel in another type, of which every shard is written.
         count: how many of the plan's all-gathers may go by now; None for all that are left.
         dependencies: on a device, events for which they have to wait.
     """
 
     addresses: list[int]
     owners: object
+    sources: list[int]
     count: int | None = None
     dependencies: Sequence[Any] = ()
 
@@ -131,7 +134,7 @@ class StepTimestamps:
         forward_end: forward ended.
         closed: the step closed.
         done: the results were in hand.
-        update: the optimizer's update at the beginning of the step.
+        updates: the optimizer's updates: at the beginning of the step, and while forward runs.
         waits: forward's waits for all-gathers.
         times: of groups of backward.
         gathers: of all-gathers.
@@ -143,7 +146,7 @@ class StepTimestamps:
     forward_end: Timestamp
     closed: Timestamp
     done: Timestamp
-    update: Span
+    updates: Sequence[Span]
     waits: Sequence[Span]
     times: Sequence[GroupTime]
     gathers: Sequence[GroupTime]
@@ -156,7 +159,7 @@ class MeasuredStep(NamedTuple):
     stamps: StepTimes
     times: list[GroupTime]
     waits: list[tuple[float, float]] = []  # noqa: RUF012 - never changed
-    update: tuple[float, float] = (0.0, 0.0)
+    updates: list[tuple[float, float]] = []  # noqa: RUF012 - never changed
 
 
 NOT_MEASURED = MeasuredStep(StepTimes(0.0, [], []), [])
@@ -178,14 +181,13 @@ def to_seconds(moments: StepTimestamps, at: Callable[[Timestamp], float]) -> Mea
         at(moments.closed),
         at(moments.done),
         sum(t.packed_s - t.start_s for t in times),
-        _length([moments.update], at, begun_s),
+        _length(moments.updates, at, begun_s),
         _length(moments.waits, at, begun_s),
     )
     gathers = [_seconds(time, at) for time in moments.gathers]
     waits = [(at(start), at(end)) for start, end in moments.waits]
-    return MeasuredStep(
-        stamps, [*gathers, *times], waits, (at(moments.update[0]), at(moments.update[1]))
-    )
+    updates = [(at(start), at(end)) for start, end in moments.updates]
+    return MeasuredStep(stamps, [*gathers, *times], waits, updates)
 
 
 def _seconds(time: GroupTime, at: Callable[[Timestamp], float]) -> GroupTime:

@@ -192,7 +192,7 @@ class ReplicatedUpdate(Update):
     def complete(self, indices: Collection[int]) -> None:
         # All that has arrived with the one that is read, and no more: were the optimizer to raise,
         # ranks would lose different updates.
-        self._update(indices, {k: self._gradients.pop(k) for k in indices})
+        self._timed(lambda: self._update(indices, {k: self._gradients.pop(k) for k in indices}))
         self._engine.publish()
 
     def _timed(self, step: Step) -> Any:

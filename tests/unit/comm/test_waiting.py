@@ -97,6 +97,18 @@ def test_short_operations_are_spun_for_but_not_for_ever() -> None:
     assert clock.naps
 
 
+def test_an_operation_that_is_shorter_than_the_usual_step_is_looked_at_when_it_should_end() -> None:
+    """A small message between large ones: the next one waits for it."""
+    gap_s, expected_s = 4e-3, 0.8e-3
+    clock = Clock()
+    waiter = Waiter(clock=clock, sleep=clock.sleep, activity=Steps(clock, gap_s))
+    idle_until(clock, 20 * gap_s, waiter, urgent=False)
+    clock.naps.clear()
+    waiter.progressed()
+    idle_until(clock, clock.now_s + expected_s, waiter, urgent=False, expected_s=expected_s)
+    assert sum(clock.naps) < 2 * expected_s
+
+
 @pytest.mark.parametrize("gap_s", [0.5e-3, 4e-3, 50e-3])
 @pytest.mark.parametrize("urgent", [True, False])
 def test_a_link_is_kept_busy_without_a_busy_core(urgent: bool, gap_s: float) -> None:

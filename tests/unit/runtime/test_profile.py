@@ -61,7 +61,7 @@ def test_what_was_over_before_the_step_began_is_no_part_of_it() -> None:
     """The program has forgotten gradients since."""
     span = (108.0, 113.0)
     marks = StepTimestamps(
-        110.0, [112.0], [0.0], 0.0, 114.0, 115.0, (90.0, 95.0), [(100.0, 109.0), span], [], []
+        110.0, [112.0], [0.0], 0.0, 114.0, 115.0, [(90.0, 95.0)], [(100.0, 109.0), span], [], []
     )
     stamps = to_seconds(marks, float).stamps
     assert stamps.update_s == 0.0

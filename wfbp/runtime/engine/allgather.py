@@ -6,9 +6,8 @@ import threading
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from wfbp.comm.backend import Buffer
 from wfbp.core.plan import Plan
-from wfbp.core.types import Phase, TensorSpec
+from wfbp.core.types import Phase, TensorSpec, wire_type
 from wfbp.runtime import signals
 from wfbp.runtime.progress.plan_executor import PlanExecutor
 from wfbp.runtime.runtime import Runtime
@@ -61,7 +60,13 @@ class AllGatherState:
         """Whether the plan gathers a tensor at all."""
         return self._group_of[index] >= 0
 
-    def begin(self, addresses: Sequence[int], owners: object, count: int | None = None) -> None:
+    def begin(
+        self,
+        addresses: Sequence[int],
+        owners: object,
+        count: int | None = None,
+        sources: Sequence[int] | None = None,
+    ) -> None:
         """Send this rank's shards, and receive the others'.
 
         Args:
@@ -69,6 +74,8 @@ class AllGatherState:
             owners: kept alive until all has arrived.
             count: how many groups may go now, by default all; :meth:`release_rest` lets the others
                 go.
+            sources: where whole tensors would begin of which this rank's shards are part, if not at
+                these addresses; see :class:`GatherRequest`.
         """
         if not self._num_groups:
             return
@@ -76,8 +83,13 @@ class AllGatherState:
         self._waits, self._times = [], []  # of an earlier step, that nobody has asked for
         self._num_arrived = 0
         self.pending = True
+        sources = addresses if sources is None else sources
         self._begun = GatherRequest(
-            [addresses[k] for k in self._members], owners, count, self._transport.dependencies()
+            [addresses[k] for k in self._members],
+            owners,
+            [sources[k] for k in self._members],
+            count,
+            self._transport.dependencies(),
         )
         self._post(self._begun)
 
@@ -87,6 +99,9 @@ class AllGatherState:
 
     def _post(self, event: GatherRequest) -> None:
         self._lane.events.append(event)
+        # From this thread: the communication thread would have to wait for the interpreter while
+        # this one goes on.
+        self._runtime.thread.progress()
         self._runtime.post(self._lane.wake)
 
     def wait(self, index: int) -> None:
@@ -137,12 +152,14 @@ class GradientAssembler:
         transport: Transport,
         rank: int,
         size: int,
+        gather_dtype: str,
     ) -> None:
         self._transport = transport
         self._specs = specs
         self._allgather = allgather
         self._ranges = [shard_range(spec, rank, size) for spec in specs]
-        self._storage: list[Buffer | None] = [None] * len(specs)
+        self._casts = [wire_type(spec.dtype, gather_dtype) != spec.dtype for spec in specs]
+        self._storage: list[BufferView | None] = [None] * len(specs)
 
     def forget(self) -> None:
         """Drop the storage; the program keeps what it still uses."""
@@ -160,19 +177,23 @@ class GradientAssembler:
                 program.
         """
         whole = list(reduced)
-        addresses = [0] * len(whole)
+        addresses, sources = [0] * len(whole), [0] * len(whole)
         for index, slot in enumerate(reduced):
             if not self._allgather.gathered(index):
                 continue
             storage = self._storage[index]
-            if storage is None or self._transport.view(storage).address in kept:
-                storage = self._storage[index] = self._transport.empty(self._specs[index].nbytes)
-            taken = self._transport.view(storage)
-            addresses[index] = taken.address
-            if slot is not None:
-                start, stop = self._ranges[index]
+            if storage is None or storage.address in kept:
+                memory = self._transport.empty(self._specs[index].nbytes)
+                storage = self._storage[index] = self._transport.view(memory)
+            addresses[index] = sources[index] = storage.address
+            if slot is None:
+                continue
+            whole[index] = storage
+            start, stop = self._ranges[index]
+            if self._casts[index]:  # all shards are written, this rank's among them
+                sources[index] = slot.address - (0 if slot.whole else start)
+            else:
                 data = slot.data[start:stop] if slot.whole else slot.data
-                self._transport.copy(storage[start:stop], data)
-                whole[index] = taken
-        self._allgather.begin(addresses, self._storage)
+                self._transport.copy(storage.data[start:stop], data)
+        self._allgather.begin(addresses, (list(self._storage), reduced), sources=sources)
         return whole

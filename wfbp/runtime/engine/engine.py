@@ -41,6 +41,7 @@ from wfbp.runtime.tuning.profile import TuningPhase
 from wfbp.runtime.tuning.tuner import Tuner
 
 SAMPLED_STEPS = 16
+_MOST_UPDATES = 4096
 """Once plans are chosen and nobody records, groups are timed in every so many steps."""
 
 
@@ -121,7 +122,12 @@ class Engine:
         )
         self._allgather = AllGatherState(runtime, self._lane, transport, name)
         self._assembler = GradientAssembler(
-            self.specs, self._allgather, transport, runtime.rank, runtime.size
+            self.specs,
+            self._allgather,
+            transport,
+            runtime.rank,
+            runtime.size,
+            options.gather_dtype,
         )
         # Called for every tensor, in every step: without a call in between.
         self.mark_ready = tracker.mark_ready
@@ -130,7 +136,7 @@ class Engine:
         self._steps = 0
         self._number = 0
         self._num_unread = 0
-        self._update: Span = (0.0, 0.0)
+        self._updates: deque[Span] = deque(maxlen=_MOST_UPDATES)
         self._summary_steps = runtime.config.summary_steps if runtime.rank == 0 else 0
         self._kept: deque[StepTimestamps] = deque()
         self._unread: list[Step] = []
@@ -192,8 +198,8 @@ class Engine:
         self._tracker.mark_forward_end()
 
     def mark_update(self, start: Timestamp) -> None:
-        """The optimizer's update, begun at ``start`` (:meth:`now`), has ended."""
-        self._update = start, self._transport.now()
+        """An update by the optimizer, begun at ``start`` (:meth:`now`), has ended."""
+        self._updates.append((start, self._transport.now()))
 
     def drop(self, index: int) -> None:
         """A tensor's gradient that was announced is gone: this rank has none now."""
@@ -355,7 +361,9 @@ class Engine:
         """Count a step, and let the tuner know what it took."""
         self._steps += 1
         times = self._allgather.take_times()
-        self._kept.append(self._tracker.timestamps(result, done, self._update, *times))
+        updates = list(self._updates)
+        self._updates.clear()
+        self._kept.append(self._tracker.timestamps(result, done, updates, *times))
         for measured in self._transport.take_measured(self._kept, self._tuner.phase):
             if self._recorder is not None:
                 self._recorder.after_step(self._tuner, measured.stamps, measured.times)
@@ -423,7 +431,8 @@ class Engine:
         self._allgather.wait_all()
         self._tracker.install(plan, self._lane.install(plan))
         self._allgather.install(plan, self._tracker.members, len(self.specs))
-        self._assembler.forget()
+        if not plan.decoupled and self._tuner.phase is not TuningPhase.TRIAL:
+            self._assembler.forget()
         self.num_installed += 1
         self._kept.clear()  # these ran by another plan
         self._transport.trim()

@@ -351,14 +351,14 @@ class GradientTracker:
         self,
         result: StepResult,
         done: Timestamp,
-        update: Span,
+        updates: Sequence[Span],
         waits: Sequence[Span],
         allgather: Sequence[GroupTime],
     ) -> StepTimestamps:
         """When things happened in the step."""
         return StepTimestamps(
             self.begun, self._ready, self._forward, self._forward_end, self._closed,
-            done, update, waits, result.times, allgather,
+            done, updates, waits, result.times, allgather,
         )  # fmt: skip
 
     def unplanned_gradient(self, index: int) -> GradientRef:

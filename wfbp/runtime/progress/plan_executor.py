@@ -51,7 +51,7 @@ class PlanExecutor:
         self._name = name
         self._in_flight: deque[_InFlight] = deque()
         self._step = Step(0, [], [])
-        self._gather = GatherRequest([], None)
+        self._gather = GatherRequest([], None, [])
         self._closing = False
         self._num_started = 0
 
@@ -80,9 +80,16 @@ class PlanExecutor:
         progressed = self._start_groups()
         is_enqueued = self._transport.is_enqueued
         while self._in_flight and is_enqueued(self._in_flight[0].work):
-            self._complete(self._in_flight.popleft())
+            flight = self._in_flight.popleft()
             progressed = True
-            self._start_groups()
+            self._sequencer.completed(flight.group)
+            if self._transport.copies_in_order:
+                self._complete(flight)
+                self._start_groups()
+            else:  # a link should not wait for the copy
+                arrived = self._transport.lane_stamp()
+                self._start_groups()
+                self._complete(flight, arrived)
         for flight in list(self._in_flight)[1:]:
             is_enqueued(flight.work)
         if self._closing and self._sequencer.reduced:
@@ -212,18 +219,17 @@ class PlanExecutor:
         self._in_flight.append(_InFlight(group, work, start, packed, since, expected_s))
         self._num_started += 1
 
-    def _complete(self, flight: _InFlight) -> None:
+    def _complete(self, flight: _InFlight, arrived: Timestamp | None = None) -> None:
+        """Copy what it brought; ``arrived`` is the moment before that, where it counts."""
         group = flight.group
         if group < len(self._buffers):
             self._take_in(group)
-            self._result.times.append(self._time(flight))
+            self._result.times.append(self._time(flight, arrived))
             if self._closing:
                 self._deliver(group)
-            self._sequencer.completed(group)
         else:
             self._gather_buffers[group - len(self._buffers)].unpack(self._gather.addresses)
-            self._sequencer.completed(group)
-            self.arrivals.put(self._time(flight))
+            self.arrivals.put(self._time(flight, arrived))
 
     def _deliver(self, group: int) -> None:
         """Copy what a group of backward brought to where it is wanted."""
@@ -231,8 +237,8 @@ class PlanExecutor:
         if self._step.targets and whole:
             self._buffers[group].unpack(self._step.targets)
 
-    def _time(self, flight: _InFlight) -> GroupTime:
-        end = self._transport.lane_stamp()
+    def _time(self, flight: _InFlight, arrived: Timestamp | None) -> GroupTime:
+        end = self._transport.lane_stamp() if arrived is None else arrived
         times = GroupTime(flight.group, flight.start, flight.packed, end)
         self._transport.watch(times)
         return times

@@ -626,9 +626,9 @@ class GatherBuffer:
 
     def pack(self, gather: GatherRequest) -> None:
         """Copy this rank's shards of small tensors, and note where the large ones lie."""
-        self._own.pack(gather.addresses)
-        owners = [gather.owners] * len(gather.addresses)
-        self._segments = self._blocks.segments(gather.addresses, owners)
+        self._own.pack(gather.sources)
+        owners = [gather.owners] * len(gather.sources)
+        self._segments = self._blocks.segments(gather.sources, owners)
 
     def send(self, backend: Backend) -> Work[None]:
         """Gather it; called once after each :meth:`pack`."""

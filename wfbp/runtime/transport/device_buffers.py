@@ -325,7 +325,7 @@ class DeviceGatherBuffer:
 
     def pack(self, gather: GatherRequest) -> None:
         """Copy this rank's shards."""
-        self._own.pack(gather.addresses)
+        self._own.pack(gather.sources)
 
     def send(self, backend: Backend) -> Work[None]:
         """Gather it."""

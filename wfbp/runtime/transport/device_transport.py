@@ -78,6 +78,7 @@ class DeviceTransport(Transport):
     """
 
     backend: DeviceBackend
+    copies_in_order = True
 
     def __init__(
         self,

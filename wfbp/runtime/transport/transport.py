@@ -86,6 +86,10 @@ class ForwardBuffer(Protocol):
 class Transport(ABC):
     """The transport of one lane; see the module. ``backend`` sends the groups."""
 
+    copies_in_order = False
+    """Whether copies are ordered behind what was started before them, as on a stream: then results
+    have to be copied before anything else is started."""
+
     timing = True
     """Whether the moments of groups are wanted, where they cost anything; the training thread may
     change it at any time."""

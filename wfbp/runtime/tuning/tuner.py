@@ -392,7 +392,10 @@ class Tuner:
         packing_s = max(p.packing_s for p in profiles)
         update_s = max(p.update_s for p in profiles)
         self._update_s = update_s / (1.0 - self._spared * self.plan.decoupled_part)
-        self.trace = trace = replace(trace, other_s=trace.other_s + self._update_s - update_s)
+        trace = replace(trace, other_s=trace.other_s + self._update_s - update_s)
+        if self._decouples and self._gathers_gradients:
+            trace = trace.updated_when_read(update_s)
+        self.trace = trace
         self._tell(
             "measured compute of %d tensors, %.1f MB: forward %.1f ms, backward %.1f, other %.1f",
             len(trace.tensors),
