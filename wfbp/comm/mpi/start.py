@@ -14,7 +14,7 @@ from types import ModuleType
 from wfbp.comm.mpi import start_notice
 from wfbp.errors import BackendError
 
-_NOTICE_S = 1.0
+_NOTICE_S = 3.0
 """So much later than the notice of why comes the stack, and the end."""
 
 
