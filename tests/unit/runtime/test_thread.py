@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -306,6 +307,31 @@ def test_an_interrupt_while_another_drives_ends_the_runtime_too(make: Make) -> N
         thread.await_reply(Interrupted(), "beside it")
     caller.join(60)
     assert "rank 0 of 2: interrupted while it communicated" in str(found[0])
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_who_waits_beside_a_driver_counts_no_time_of_a_suspended_job(
+    make: Make, monkeypatch: pytest.MonkeyPatch, comes: bool
+) -> None:
+    class Late(Reply[int]):
+        looks = 0
+
+        def get(self, timeout_s: float) -> int:
+            self.looks += 1
+            if comes and self.looks > 3:
+                return 7
+            raise TimeoutError
+
+    thread, hours = make(timeout_s=60.0), iter(range(10**6))
+    monkeypatch.setattr(
+        "wfbp.runtime.progress.thread.time", SimpleNamespace(monotonic=lambda: 3600.0 * next(hours))
+    )
+    with thread._driver_lock:
+        if comes:
+            assert thread.await_reply(Late(), "an answer") == 7
+        else:
+            with pytest.raises(StallError, match="an answer: the communication thread does not"):
+                thread.await_reply(Late(), "an answer")
 
 
 # Errors.

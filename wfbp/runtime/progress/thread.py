@@ -216,7 +216,7 @@ class CommunicationThread:
 
     def _await_others(self, reply: Reply[T], label: str, resumable: bool) -> T:
         """Another training thread drives, and this one's work with it."""
-        deadline = time.monotonic() + self._config.timeout_s + _BACKSTOP_S
+        waited_s = 0.0  # less the time in which the job may have been suspended
         serving, since = signals.serving(), time.monotonic()
         while True:
             try:
@@ -225,11 +225,12 @@ class CommunicationThread:
                 self.post(lambda: self.loop.fail(self._interrupted()))
                 raise
             except TimeoutError:
+                waited_s += _REPLY_POLL_S
                 if self.error is not None:
                     raise self.error from None
                 if serving and signals.due(resumable, since):
                     raise signals.HandlersDue from None
-                if not self._thread.is_alive() or time.monotonic() > deadline:
+                if not self._thread.is_alive() or waited_s > self._config.timeout_s + _BACKSTOP_S:
                     raise StallError(
                         f"{self._where}: {label}: the communication thread does not answer"
                     ) from None
