@@ -69,6 +69,10 @@ class GatherRequest:
     dependencies: Sequence[Any] = ()
 
 
+NO_GATHER = GatherRequest([], None, [])
+"""Before the first one."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupTime:
     """When one group was packed and travelled, seconds of ``time.perf_counter``; on a device timed

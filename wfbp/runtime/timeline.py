@@ -190,10 +190,10 @@ class Timeline:
         training = first + _TRAINING
         step = {"step": number}
         forward_s = stamps.begun_s
-        for number, (start_s, end_s) in enumerate(measured.updates):
+        for position, (start_s, end_s) in enumerate(measured.updates):
             if end_s > start_s >= stamps.begun_s:
                 self._span("update", training, start_s, end_s, step)
-                if number == 0:  # further ones are of parameters that forward reads
+                if position == 0:  # further ones are of parameters that forward reads
                     forward_s = end_s
         if stamps.forward_end_s:
             self._span("forward", training, forward_s, stamps.forward_end_s, step)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +21,8 @@ from wfbp.comm.emulated import EmulatedLink
 from wfbp.config import Config
 from wfbp.core.cost import Costs, PiecewiseCost
 from wfbp.core.plan import Plan
+from wfbp.core.planners import plan as make_plan
+from wfbp.core.trace import Trace
 from wfbp.core.types import DECOUPLED_SCHEDULES as DECOUPLED
 from wfbp.core.types import Op, Operation
 from wfbp.runtime.arguments import EngineOptions
@@ -261,3 +265,48 @@ def test_what_plans_leave_behind_is_given_back_once_the_last_is_in_use(
     all_well(run_ranks(2, body, replace(QUICK, replan_threshold=0.0)))
     assert set(at) == {"installed"}
     assert len(at) == 2, "by each rank"
+
+
+@pytest.mark.parametrize("winner", ["wfbp", "independent"])
+def test_a_trial_leaves_no_memory_of_gradients_that_its_winner_does_not_gather(
+    monkeypatch: pytest.MonkeyPatch, winner: str
+) -> None:
+    """Also where it ends with the plan that it tried last, so that nothing is installed."""
+
+    def candidates(trace: Trace, costs: Costs, *_: object) -> list[Plan]:
+        return [make_plan(schedule, trace, costs) for schedule in ("independent", "wfbp")]
+
+    def conclude(trial: EliminationTrial, ranks: Sequence[Times]) -> Plan:
+        actual_conclude(trial, ranks)
+        return next(plan for plan in trial.plans if plan.schedule == winner)
+
+    actual_conclude = EliminationTrial.conclude
+    monkeypatch.setattr("wfbp.runtime.tuning.tuner.auto_candidates", candidates)
+    monkeypatch.setattr("wfbp.runtime.tuning.tuner.further_candidates", lambda *_: [])
+    monkeypatch.setattr(EliminationTrial, "conclude", conclude)
+
+    def body(runtime: Runtime) -> int:
+        trainer = Trainer(runtime, make_specs([5, 6, 7]), schedule="auto", decouples=True)
+        engine, phases = trainer.engine, []
+        storages: dict[int, weakref.ref[Any]] = {}
+        while phases[-3:] != ["installed"] * 3:
+            phases.append(engine.report()["phase"])
+            trainer.zero()
+            for k in (2, 1, 0):
+                trainer.accumulate(k, 1.0)
+            reduced = engine.synchronize(whole=False)
+            if not engine.decoupled:
+                continue
+            for slot in engine.gather_gradients(reduced):
+                assert slot is not None
+                storages[slot.address] = weakref.ref(slot.data)
+            engine.flush()
+            del reduced, slot
+        assert "trial" in phases
+        assert engine.plan.schedule == winner
+        assert storages
+        gc.collect()
+        return sum(storage() is not None for storage in storages.values())
+
+    kept = all_well(run_ranks(2, body, replace(QUICK, replan_threshold=0.0)))
+    assert kept == [0 if winner == "wfbp" else 3] * 2

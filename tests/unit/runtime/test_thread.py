@@ -290,6 +290,27 @@ def test_an_interrupt_while_driving_ends_the_runtime(make: Make) -> None:
         thread.call(lambda: Finished(1), "next")
 
 
+def test_an_interrupt_while_communication_is_moved_on_ends_the_runtime(make: Make) -> None:
+    """What was cut off may never complete, though nobody waits for it yet."""
+    thread, lane = make(), StubLane()
+    thread.post(lambda: thread.loop.add_lane(lane))
+    until(lambda: lane.turns)
+
+    def interrupted() -> bool:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return False
+
+    def move_on() -> None:
+        for _ in range(10_000):  # the communication thread may be at it
+            thread.progress()
+
+    lane.advance = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        move_on()
+    assert "rank 0 of 2: interrupted while it communicated" in str(lane.error)
+
+
 def test_an_interrupt_while_another_drives_ends_the_runtime_too(make: Make) -> None:
     class Interrupted(Reply[None]):
         def get(self, timeout_s: float) -> None:

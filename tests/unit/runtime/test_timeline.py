@@ -21,9 +21,13 @@ from tests.support.trace_events import check
 from tests.support.trainer import Trainer, make_specs
 from wfbp.comm.local import LocalWorld
 from wfbp.config import Config
+from wfbp.core.plan import Group, Plan
+from wfbp.core.types import TensorSpec
 from wfbp.runtime import timeline as module
 from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.step import MeasuredStep
 from wfbp.runtime.timeline import Timeline, clock_offset_s, load, merge, save, summarize
+from wfbp.runtime.tuning.profile import StepTimes
 
 CONFIG = Config(schedule="wfbp", warmup_steps=1, profile_steps=2, replan_threshold=0.0)
 STEPS = 40
@@ -246,6 +250,27 @@ def test_what_began_before_the_timeline_is_left_out(tmp_path: Path) -> None:
     timeline.close()
     events = load(timeline.path)["traceEvents"]
     assert [e["name"] for e in events if e["ph"] == "X"] == ["ALLREDUCE"]
+
+
+def test_several_updates_in_a_step(tmp_path: Path) -> None:
+    """The first comes before forward, the others are of parameters that forward reads."""
+    timeline = Timeline(tmp_path / "t.json")
+    at = time.perf_counter() + 1.0
+    stamps = StepTimes(at, [at + 7.0], [0.0], at + 5.0, at + 8.0, at + 9.0)
+    updates = [(at, at + 1.0), (at + 2.0, at + 3.0)]
+    plan = Plan("wfbp", (TensorSpec("w", (4,), "float32"),), (Group((0,)),))
+    timeline.step("SGD", 12, plan, MeasuredStep(stamps, [], updates=updates))
+    timeline.close()
+    document = load(timeline.path)
+    events = [e for e in document["traceEvents"] if e["ph"] != "M"]
+    assert sorted(e["name"] for e in events) == [
+        "backward", "forward", "update", "update", "w", "wait for gradients",
+    ]  # fmt: skip
+    assert {e["args"]["step"] for e in events} == {12}
+    (forward,) = (e for e in events if e["name"] == "forward")
+    assert forward["dur"] == pytest.approx(4e6)
+    (row,) = summarize(document)
+    assert row["update_s"] == pytest.approx(2.0)
 
 
 def test_a_document_is_saved_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from wfbp.core.types import Phase, TensorSpec, wire_type
 from wfbp.runtime import signals
 from wfbp.runtime.progress.plan_executor import PlanExecutor
 from wfbp.runtime.runtime import Runtime
-from wfbp.runtime.step import BufferView, GatherRequest, GroupTime, Span
+from wfbp.runtime.step import NO_GATHER, BufferView, GatherRequest, GroupTime, Span
 from wfbp.runtime.transport.buffers import shard_range
 from wfbp.runtime.transport.transport import Transport
 
@@ -48,6 +48,7 @@ class AllGatherState:
                 self._group_of[members[place]] = number
         self._num_groups = self._num_arrived = len(groups)
         self._times = []  # of the groups of the plan before
+        self._begun = NO_GATHER
         self.groups = [[members[place] for place in group.tensors] for group in groups]
         """The tensors of each group, by index, in the order of sending."""
 
@@ -164,6 +165,12 @@ class GradientAssembler:
     def forget(self) -> None:
         """Drop the storage; the program keeps what it still uses."""
         self._storage = [None] * len(self._specs)
+
+    def trim(self) -> None:
+        """Drop the storage of tensors that the plan does not gather."""
+        for index in range(len(self._specs)):
+            if not self._allgather.gathered(index):
+                self._storage[index] = None
 
     def begin(
         self, reduced: Sequence[BufferView | None], kept: Collection[int] = ()

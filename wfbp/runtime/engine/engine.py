@@ -41,8 +41,10 @@ from wfbp.runtime.tuning.profile import TuningPhase
 from wfbp.runtime.tuning.tuner import Tuner
 
 SAMPLED_STEPS = 16
-_MOST_UPDATES = 4096
 """Once plans are chosen and nobody records, groups are timed in every so many steps."""
+
+_MOST_UPDATES = 4096
+"""So many updates are kept while no step follows them."""
 
 
 class Engine:
@@ -344,6 +346,8 @@ class Engine:
         if self._tuner.phase != phase:  # a trial may have ended with the plan it tried last
             self._newly_installed = self._tuner.phase is TuningPhase.INSTALLED
             self._lane.costs = self._tuner.message_costs
+            if self._tuner.phase is not TuningPhase.TRIAL:
+                self._assembler.trim()
         tracker.step.owners = []  # gradients that were sent are no longer needed
         self._transport.timing = self._times_groups
         tracker.begin(self._number, done, self.profiling)
@@ -431,8 +435,6 @@ class Engine:
         self._allgather.wait_all()
         self._tracker.install(plan, self._lane.install(plan))
         self._allgather.install(plan, self._tracker.members, len(self.specs))
-        if not plan.decoupled and self._tuner.phase is not TuningPhase.TRIAL:
-            self._assembler.forget()
         self.num_installed += 1
         self._kept.clear()  # these ran by another plan
         self._transport.trim()

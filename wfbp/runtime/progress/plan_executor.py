@@ -14,7 +14,15 @@ from wfbp.core.sequencer import Sequencer
 from wfbp.core.types import Op, Operation
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime.progress.loop import Reply
-from wfbp.runtime.step import CLOSE, GatherRequest, GroupTime, Step, StepResult, Timestamp
+from wfbp.runtime.step import (
+    CLOSE,
+    NO_GATHER,
+    GatherRequest,
+    GroupTime,
+    Step,
+    StepResult,
+    Timestamp,
+)
 from wfbp.runtime.transport.transport import BackwardBuffer, Transport
 
 
@@ -51,7 +59,7 @@ class PlanExecutor:
         self._name = name
         self._in_flight: deque[_InFlight] = deque()
         self._step = Step(0, [], [])
-        self._gather = GatherRequest([], None, [])
+        self._gather = NO_GATHER
         self._closing = False
         self._num_started = 0
 
@@ -64,6 +72,7 @@ class PlanExecutor:
         self._described = plan, self._sequencer
         self._buffers = self._transport.backward(plan, self._op)
         self._gather_buffers = self._transport.forward(plan)
+        self._gather = NO_GATHER  # else it would keep memory that no plan uses any more
         self._result = StepResult([False] * len(plan.tensors))
         return self._buffers
 

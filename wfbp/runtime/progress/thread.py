@@ -93,6 +93,9 @@ class CommunicationThread:
                 if self._progress_lock.acquire(blocking=False):
                     try:
                         self.loop.progress(urgent=False)
+                    except KeyboardInterrupt:  # as in ``_drive``
+                        self.loop.fail(self._interrupted())
+                        raise
                     finally:
                         self._progress_lock.release()
             finally:
