@@ -91,6 +91,23 @@ def test_shards_that_are_cast_are_gathered_from_where_they_were_reduced(gather_d
         assert slot.data[start:stop].tolist() == shard.tolist()
 
 
+@pytest.mark.parametrize("gather_dtype", ["", "float16"])
+def test_whole_gradients_may_change_while_they_are_gathered(gather_dtype: str) -> None:
+    """They are the program's, which may zero them behind step()."""
+    lane, transport = Mock(events=[]), HostTransport(Mock(), 1 << 20)
+    gathers = AllGatherState(Mock(), lane, transport, "optimizer")
+    gathers.install(GATHERED, [0, 1], 2)
+    assembler = GradientAssembler(SPECS, gathers, transport, 1, 2, gather_dtype)
+    start, stop = shard_range(SPECS[0], 1, 2)
+    gradient = np.full(SPECS[0].nbytes, 7, np.uint8)
+    slot = assembler.begin([BufferView.of(gradient), None])[0]
+    gradient[:] = 0
+    (request,) = lane.events
+    assert slot is not None
+    assert request.sources[0] == slot.address
+    assert slot.data[start:stop].tolist() == [7] * (stop - start)
+
+
 def test_what_a_step_gathers_arrives_before_the_next_gathers() -> None:
     """Its addresses are those of the same parameters."""
     runtime, lane = Mock(), Mock(events=[])

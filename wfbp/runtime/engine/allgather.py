@@ -197,8 +197,10 @@ class GradientAssembler:
                 continue
             whole[index] = storage
             start, stop = self._ranges[index]
-            if self._casts[index]:  # all shards are written, this rank's among them
-                sources[index] = slot.address - (0 if slot.whole else start)
+            if self._casts[index] and not slot.whole:
+                # All shards are written, this rank's among them. (The program has whole gradients,
+                # and may change them while this is on its way.)
+                sources[index] = slot.address - start
             else:
                 data = slot.data[start:stop] if slot.whole else slot.data
                 self._transport.copy(storage.data[start:stop], data)
