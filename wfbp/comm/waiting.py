@@ -18,7 +18,7 @@ Nothing below progresses without being tested, and testing costs a core. Three f
     otherwise                                              nap
 
 Naps grow by half each time from 50 us to a millisecond. Until the step is overdue they stay between
-an eighth and a quarter of the gap (or of what the whole operation should take, if that is less)
+an eighth and a quarter of the gap (first, of what the whole operation should take, if that is less)
 where that is urgent, else between half of it and all of it, and at most four milliseconds long.
 
 :class:`Policy` is these rules; :class:`Waiter` applies them to the real clock.
@@ -106,8 +106,9 @@ class Policy:
             return 0.0
         nap = self.first_nap_s * self.growth ** min(naps, 32)
         longest = self.max_nap_s
-        step = min((s for s in (gap_s, expected_s) if s is not None), default=None)
-        if step is not None and waited_s < 2 * step:
+        steps = sorted(s for s in (gap_s, expected_s) if s is not None)
+        step = next((s for s in steps if waited_s < 2 * s), None)
+        if step is not None:
             share = step / 4
             if not urgent:
                 share, longest = PATIENCE * share, PATIENCE * longest

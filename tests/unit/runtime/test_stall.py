@@ -78,3 +78,13 @@ def test_motion_does_not_lift_the_time_limit() -> None:
     watch = DeadlockDetector(0, 2, config, "rank 0 of 2", sent.append, motion)
     motion.value += 1
     assert isinstance(watch.check([(0.0, "barrier", ALL_RANKS)], 5.5), StallError)
+
+
+def test_a_process_that_always_looks_seldom_gives_up_all_the_same() -> None:
+    """It was not suspended; something else, such as a long call of a library, keeps it busy."""
+    sent: list[Any] = []
+    watch = DeadlockDetector(0, 2, Config(timeout_s=60.0), "rank 0 of 2", sent.append, Motion())
+    waits = [(1000.0, "barrier", ALL_RANKS)]
+    errors = [watch.check(waits, now) for now in range(1000, 1100, 6)]
+    assert errors[10] is None
+    assert isinstance(errors[-1], StallError)

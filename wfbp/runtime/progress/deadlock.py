@@ -190,6 +190,9 @@ log = logging.getLogger("wfbp")
 _LEFT_GRACE_S = 2.0
 _PAUSE_S = 5.0
 """So long between two looks, of which there are many a second, this process did not run."""
+_MOST_PAUSES = 3
+"""Of one wait: where looks are always so rare, something else keeps the process from looking."""
+_SAME_WAIT_S = 1.0
 
 
 class DeadlockDetector:
@@ -229,6 +232,8 @@ class DeadlockDetector:
         # When this process last looked, and when it last went on after a pause.
         self._looked_s: float | None = None
         self._resumed_s = 0.0
+        self._paused_wait_s = 0.0  # when the wait began in which it paused
+        self._num_pauses = 0
         # The last question to the other ranks, and their answers.
         self._question = 0
         self._is_second = False
@@ -248,7 +253,7 @@ class DeadlockDetector:
         """
         if self._looked_s is not None and now - self._looked_s > _PAUSE_S:
             # As in a job that was suspended: the others have yet to go on.
-            self._resumed_s = self._quiet_since = now
+            self._note_pause(min((since for since, *_ in waits), default=now), now)
         self._looked_s = now
         activity = self._activity()
         if activity != self._last_activity:
@@ -282,6 +287,14 @@ class DeadlockDetector:
             log.warning("%s has waited %.0f s: %s", self._where, waited, what)
             self._ask(second=False)
         return None
+
+    def _note_pause(self, wait_s: float, now: float) -> None:
+        """This process goes on after a pause; ``wait_s`` is when its oldest wait began."""
+        if abs(wait_s - self._paused_wait_s) > _SAME_WAIT_S:
+            self._paused_wait_s, self._num_pauses = wait_s, 0
+        self._num_pauses += 1
+        if self._num_pauses <= _MOST_PAUSES:
+            self._resumed_s = self._quiet_since = now
 
     def handle_notice(
         self, sender: int, notice: dict[str, Any], own: RankStatus
