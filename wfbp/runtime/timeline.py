@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import json
 import logging
-import math
 import os
 import socket
 import statistics
@@ -369,8 +368,12 @@ def load(path: str | Path) -> dict[str, Any]:
 _START = "start_time_since_epoch_in_micros"
 
 
+_MOST_US = 1e18
+"""Thirty thousand years; JSON's whole numbers have no limit."""
+
+
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) <= _MOST_US
 
 
 def _is_event(event: Any) -> bool:

@@ -129,10 +129,17 @@ def test_a_part_of_a_write_is_left_out(tmp_path: Path) -> None:
     for length in range(whole.rfind(",\n") + 3, len(whole) - 1):
         timeline.path.write_text(whole[:length])
         assert len(load(timeline.path)["traceEvents"]) in (3, 4)
-    for text in ("", "[]", "{}", "3", '{"otherData": {}'):
-        timeline.path.write_text(text)
+    start = '{"otherData": {"start_time_since_epoch_in_micros": %s}, "traceEvents": []}'
+    assert load_text(timeline.path, start % "1e15")["traceEvents"] == []
+    large = (start % number for number in ("1" + "0" * 400, "-1e300", "NaN"))
+    for text in ("", "[]", "{}", "3", '{"otherData": {}', *large):
         with pytest.raises(ValueError, match="no timeline"):
-            load(timeline.path)
+            load_text(timeline.path, text)
+
+
+def load_text(path: Path, text: str) -> dict[str, Any]:
+    path.write_text(text)
+    return load(path)
 
 
 class FullDisk:
