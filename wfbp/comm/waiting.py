@@ -17,9 +17,10 @@ Nothing below progresses without being tested, and testing costs a core. Three f
     not urgent, waited < 2 * expected_s <= 2 * short_s     spin
     otherwise                                              nap
 
-Naps grow by half each time from 50 us to a millisecond. Until the step is overdue they stay between
-an eighth and a quarter of the gap (first, of what the whole operation should take, if that is less)
-where that is urgent, else between half of it and all of it, and at most four milliseconds long.
+Naps grow by half each time from 50 us to a millisecond. Until the next step is overdue they stay
+between an eighth and a quarter of the gap where that is urgent, else between half of it and all of
+it, and at most four milliseconds long. What the whole operation should take stands for the gap
+where no gap is known yet, and where it is less, until the operation is overdue.
 
 :class:`Policy` is these rules; :class:`Waiter` applies them to the real clock.
 """
@@ -106,9 +107,10 @@ class Policy:
             return 0.0
         nap = self.first_nap_s * self.growth ** min(naps, 32)
         longest = self.max_nap_s
-        steps = sorted(s for s in (gap_s, expected_s) if s is not None)
-        step = next((s for s in steps if waited_s < 2 * s), None)
-        if step is not None:
+        step = gap_s if gap_s is not None else expected_s
+        if step is not None and expected_s is not None and waited_s < 2 * expected_s:
+            step = min(step, expected_s)
+        if step is not None and waited_s < 2 * step:
             share = step / 4
             if not urgent:
                 share, longest = PATIENCE * share, PATIENCE * longest

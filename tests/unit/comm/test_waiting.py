@@ -112,6 +112,15 @@ def test_an_operation_that_is_shorter_than_the_usual_step_is_looked_at_when_it_s
     assert max(clock.naps) > 1.5e-3, "where it is late, it may be one of the usual steps"
 
 
+@pytest.mark.parametrize("urgent", [True, False])
+def test_naps_begin_short_where_a_step_of_a_long_operation_is_overdue(urgent: bool) -> None:
+    """In shared memory steps follow one another within microseconds, until a peer is late."""
+    policy = Policy()
+    waited_s, gap_s = 2e-3, 10e-6
+    naps_s = [policy.nap_s(waited_s, k, urgent, expected_s=8e-3, gap_s=gap_s) for k in range(3)]
+    assert naps_s == [policy.first_nap_s * policy.growth**k for k in range(3)]
+
+
 @pytest.mark.parametrize("gap_s", [0.5e-3, 4e-3, 50e-3])
 @pytest.mark.parametrize("urgent", [True, False])
 def test_a_link_is_kept_busy_without_a_busy_core(urgent: bool, gap_s: float) -> None:
