@@ -114,14 +114,14 @@ def check_device(device: XlaStreams | None, place: tuple[int, int, int] | None) 
 def programs_device() -> XlaStreams | None:
     """The device that this process's programs run on; None for the CPU.
 
-    Raises ``NotImplementedError`` for others than CUDA, ``ImportError`` on CUDA without CuPy.
+    Raises ``WfbpError`` for others than CUDA, ``ImportError`` on CUDA without CuPy.
     """
     platform = jax.default_backend()
     if platform == "cpu":
         return None
     first = jax.local_devices()[0]
     if platform not in ("gpu", "cuda") or "rocm" in first.client.platform_version.lower():
-        raise NotImplementedError(
+        raise WfbpError(
             "wfbp.jax exchanges gradients of programs on CPUs and on NVIDIA's GPUs; JAX runs them "
             f"on {first.device_kind} ({platform}). Set JAX_PLATFORMS=cpu"
         )

@@ -73,14 +73,14 @@ def _lowered(
 
 
 def _batched(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError(
+    raise ValueError(
         "averaged gradients cannot be mapped by vmap: each step exchanges every gradient once. "
         "Use vmap inside the loss, or on jax.grad, and average the result"
     )
 
 
 def _differentiated(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError(
+    raise ValueError(
         "cannot differentiate averaged gradients; average what jax.grad of jax.grad gives, "
         "with wfbp.jax.allreduce or DistributedOptimizer"
     )

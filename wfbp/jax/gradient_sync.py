@@ -470,8 +470,8 @@ class ExchangeRegistry:
 def exchange_registry() -> ExchangeRegistry:
     """The registry of this process.
 
-    Raises ``ImportError`` without XLA handlers, ``NotImplementedError`` where programs run on
-    neither a CPU nor CUDA.
+    Raises ``ImportError`` without XLA handlers, ``WfbpError`` where programs run on neither a CPU
+    nor CUDA.
     """
     device = programs_device()
     return ExchangeRegistry(native.load(), device)

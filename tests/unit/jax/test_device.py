@@ -60,7 +60,7 @@ def test_a_step_on_another_device_is_refused() -> None:
 @pytest.mark.parametrize("platform", ["tpu", "METAL"])
 def test_other_platforms_are_refused(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
-    with pytest.raises(NotImplementedError, match=rf"\({platform}\)\. Set JAX_PLATFORMS=cpu"):
+    with pytest.raises(WfbpError, match=rf"\({platform}\)\. Set JAX_PLATFORMS=cpu"):
         exchange_registry.__wrapped__()
 
 
@@ -82,7 +82,7 @@ def runs_on(monkeypatch: pytest.MonkeyPatch, *gpus: _Gpu) -> None:
 
 def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     runs_on(monkeypatch, _Gpu("PJRT C API\nrocm 60300"))
-    with pytest.raises(NotImplementedError, match="on NVIDIA's GPUs; JAX runs them on a GPU"):
+    with pytest.raises(WfbpError, match="on NVIDIA's GPUs; JAX runs them on a GPU"):
         programs_device()
 
 
