@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 
+# Without ``ABC``: classes over which it is laid may have a metaclass of their own.
 class DistributedOptimizerBase(torch.optim.Optimizer):
     """What :func:`DistributedOptimizer` returns, besides an instance of the optimizer's own class.
 
@@ -28,6 +30,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         """An object that ``__init__`` fills; what the user's class makes of it is not asked."""
         return object.__new__(cls)
 
+    @abstractmethod
     def synchronize(self) -> None:
         """Wait until all gradients of this step are averaged; ``p.grad`` then holds the averages.
 
@@ -40,8 +43,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             RuntimeError: gradients were changed in place since backward.
             WfbpError: ranks disagree, failed, or did not answer in time.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def synchronize_parameters(self) -> None:
         """Wait until all parameters are up to date.
 
@@ -52,8 +55,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         Raises:
             WfbpError: ranks failed, or did not answer in time.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def skip_synchronize(self) -> AbstractContextManager[None]:
         """Within it, ``step()`` takes gradients as they are: they have been synchronized.
 
@@ -64,8 +67,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
                 called since backward; with ``op=Adasum`` always, because what is combined is made
                 by ``step()`` itself.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -91,8 +94,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             RuntimeError: see ``error_if_nonfinite``; on every rank, and nothing was scaled.
             WfbpError: as :meth:`synchronize`.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Have another number of ``backward()`` calls precede each step from now on.
 
@@ -103,8 +106,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             TypeError: not a whole number.
             ValueError: less than 1.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def report(self) -> dict[str, Any]:
         """The plan in use and what it costs; empty with one rank, and with ``op=Adasum``.
 
@@ -113,8 +116,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         ``predicted_iteration_s``, ``measured_iteration_s``, ``predicted_exposed_s``,
         ``exposed_s``, ``lower_bound_s``; ``ratio_to_lower_bound`` is T/LB.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def stats(self) -> dict[str, Any]:
         """How training goes, for logs and monitors; empty with one rank, and with ``op=Adasum``.
 
@@ -124,4 +127,3 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             gradients per step; ``ratio_to_lower_bound``: T/LB; ``predicted_s``; ``plan`` in words;
             ``phase``. None where not yet known. :mod:`wfbp.monitoring` passes them on.
         """
-        raise NotImplementedError
