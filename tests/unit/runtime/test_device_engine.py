@@ -447,7 +447,7 @@ def test_ranks_launch_the_collectives_of_two_lanes_in_one_order(schedule: str) -
     assert set(first) == {0, 1}
 
 
-def test_groups_of_an_installed_plan_are_timed_now_and_then() -> None:
+def test_groups_and_updates_of_an_installed_plan_are_timed_now_and_then() -> None:
     """In every sixteenth step; steps themselves are timed always."""
     devices = Devices(2, nccl=True, most_s=0.0)
 
@@ -468,6 +468,7 @@ def test_groups_of_an_installed_plan_are_timed_now_and_then() -> None:
             trainer.zero()
             installed = engine._tuner.phase is TuningPhase.INSTALLED
             before = device.calls["timed record"]
+            engine.mark_update(engine.now())
             for k in reversed(range(8)):
                 trainer.accumulate(k, 1.0)
             trainer.synchronize([1.0] * 8, "any step")
@@ -479,7 +480,7 @@ def test_groups_of_an_installed_plan_are_timed_now_and_then() -> None:
 
     for counts, seen in all_well(run_ranks(2, body, QUICK)):
         few, many = min(counts), max(counts)
-        assert many - few == 3 * 8, "start, packed and end of each group"
+        assert many - few == 3 * 8 + 2, "start, packed and end of each group, and an update's two"
         assert [count - few for count in counts[:32]].count(many - few) == 2
         assert len(seen) >= 31
         assert all(seen)

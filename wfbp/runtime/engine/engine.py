@@ -41,10 +41,10 @@ from wfbp.runtime.tuning.profile import TuningPhase
 from wfbp.runtime.tuning.tuner import Tuner
 
 SAMPLED_STEPS = 16
-"""Once plans are chosen and nobody records, groups are timed in every so many steps."""
+"""Once plans are chosen and nobody records, groups and updates are timed in every so many steps."""
 
 _MOST_UPDATES = 4096
-"""So many updates are kept while no step follows them."""
+"""So many are kept while no step with gradients follows, as in a program that steps without any."""
 
 
 class Engine:
@@ -178,8 +178,8 @@ class Engine:
         )
 
     def now(self) -> Timestamp:
-        """This moment, on the clock of the tensors' device."""
-        return self._transport.now()
+        """This moment, on the clock of the tensors' device; 0 where updates are not timed now."""
+        return self._transport.now() if self._transport.timing else 0.0
 
     def name_model(self, name: str) -> None:
         """What is trained, for the record of the run."""
@@ -201,7 +201,8 @@ class Engine:
 
     def mark_update(self, start: Timestamp) -> None:
         """An update by the optimizer, begun at ``start`` (:meth:`now`), has ended."""
-        self._updates.append((start, self._transport.now()))
+        if start:
+            self._updates.append((start, self._transport.now()))
 
     def drop(self, index: int) -> None:
         """A tensor's gradient that was announced is gone: this rank has none now."""
@@ -355,7 +356,7 @@ class Engine:
 
     @property
     def _times_groups(self) -> bool:
-        """Whether the times of the next step's groups will be used."""
+        """Whether the times of the next step's groups, and of updates before it, will be used."""
         if self._tuner.phase is not TuningPhase.INSTALLED:
             return True
         observed = self._recorder is not None or self._runtime.timeline is not None

@@ -91,8 +91,8 @@ class Transport(ABC):
     have to be copied before anything else is started."""
 
     timing = True
-    """Whether the moments of groups are wanted, where they cost anything; the training thread may
-    change it at any time."""
+    """Whether the moments of groups and updates are wanted, where they cost anything; the training
+    thread may change it at any time."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
