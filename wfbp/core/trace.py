@@ -76,13 +76,15 @@ class Trace:
             >>> trace.forward_s, trace.other_s
             (1.25, 0.75)
         """
-        nbytes = sum(t.spec.nbytes for t in self.tensors)
+        nbytes = sum(self.backward_bytes)
+        if not nbytes:
+            return self
         moved_s = min(update_s, self.other_s)
-        per_byte_s = moved_s / nbytes if nbytes else 0.0
         tensors = tuple(
-            replace(t, forward_s=t.forward_s + t.spec.nbytes * per_byte_s) for t in self.tensors
+            replace(t, forward_s=t.forward_s + moved_s * (t.spec.nbytes / nbytes))
+            for t in self.tensors
         )
-        return replace(self, tensors=tensors, other_s=self.other_s - (moved_s if nbytes else 0.0))
+        return replace(self, tensors=tensors, other_s=self.other_s - moved_s)
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:

@@ -134,7 +134,9 @@ def _run(ray: Any, places: Sequence[Any], task: bytes) -> list[Any]:
     for place, node in zip(places, ray.get([p.node.remote() for p in places]), strict=True):
         by_node.setdefault(node, []).append(place)
     ranks = [place for there in by_node.values() for place in there]  # nodes are filled in order
-    folder = f"/tmp/wfbp-ray-{uuid.uuid4().hex}"  # on every node, and short: a socket is in it
+    # One path for all nodes, whose TMPDIR may differ from this process's, and short, because a
+    # socket is in it.
+    folder = f"/tmp/wfbp-ray-{uuid.uuid4().hex}"
     directory = os.getcwd()
     ray.get([p.prepare.remote(folder, rank, directory, task) for rank, p in enumerate(ranks)])
     hosts = {node: len(there) for node, there in by_node.items()}

@@ -70,7 +70,7 @@ class GatherRequest:
 
 
 NO_GATHER = GatherRequest([], None, [])
-"""Before the first one."""
+"""Before the first one of a plan."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -435,7 +435,8 @@ def summarize(document: dict[str, Any]) -> list[dict[str, Any]]:
         For each the ``rank``, ``optimizer``, the number of ``steps``, and in seconds the medians
         ``iteration_s``, ``forward_s``, ``backward_s``, ``update_s``, ``exposed_s`` (waits for
         communication) and ``communication_s`` (groups on their way); ``hidden`` is the part of the
-        communication during which training went on. None where it is not recorded.
+        communication during which training went on. None where it is not recorded. Waits and
+        updates within forward count there, too.
     """
     names: dict[tuple[int, int], str] = {}
     events: dict[tuple[int, str], dict[int, list[dict[str, Any]]]] = {}

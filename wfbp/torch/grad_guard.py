@@ -1,7 +1,12 @@
 """Notices gradients that were changed between their hooks and their reduction.
 
-On the host a few bytes are compared at once. On a device samples are compared there, and the host
-learns the result without waiting.
+Three things tell of a change:
+
+* the count of changes in place that PyTorch keeps for each tensor;
+* the class :class:`Watched`, which a gradient has from its hook on: through it comes the first use
+  from Python that may lead to a change, and checksums of before and after are compared;
+* samples, for what neither notices. On the host a few bytes are compared at once. On a device
+  samples are compared there, and the host learns the result without waiting.
 """
 
 from __future__ import annotations

@@ -28,9 +28,16 @@ from wfbp.torch.optimizer_inspection import LookupRecorder, refers_to_tensors
 MOST_ELEMENTS = 20_000
 """Of a tensor in an experiment."""
 
-
 _ULPS = 2
 """Rounding errors that may gather in the steps, in units of the largest element's last place."""
+
+_STEPS = 12
+_RATE = 0.05
+_RANKS = 3
+_SIDES = (140, 5)
+"""Longest side of stand-ins: larger and smaller than what makes some optimizers change method."""
+
+log = logging.getLogger("wfbp")
 
 
 class UnknownError(Exception):
@@ -165,15 +172,6 @@ def global_state_kept(devices: Iterable[torch.device]) -> Iterator[None]:
                 table.update(held)
             random.setstate(python)
             np.random.set_state(numpy)
-
-
-log = logging.getLogger("wfbp")
-
-_STEPS = 12
-_RATE = 0.05
-_RANKS = 3
-_SIDES = (140, 5)
-"""Longest side of stand-ins: larger and smaller than what makes some optimizers change method."""
 
 
 class UpdateCoupling(enum.Enum):

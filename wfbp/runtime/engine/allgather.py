@@ -100,8 +100,8 @@ class AllGatherState:
 
     def _post(self, event: GatherRequest) -> None:
         self._lane.events.append(event)
-        # From this thread: the communication thread would have to wait for the interpreter while
-        # this one goes on.
+        # It leaves from this thread: the communication thread, which is woken to move it on, would
+        # have to wait for the interpreter while this one goes on.
         self._runtime.thread.progress()
         self._runtime.post(self._lane.wake)
 

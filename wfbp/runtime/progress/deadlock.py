@@ -189,10 +189,11 @@ log = logging.getLogger("wfbp")
 
 _LEFT_GRACE_S = 2.0
 _PAUSE_S = 5.0
-"""So long between two looks, of which there are many a second, this process did not run."""
+"""There are many looks a second: if so long passes between two, this process did not run."""
 _MOST_PAUSES = 3
 """Of one wait: where looks are always so rare, something else keeps the process from looking."""
 _SAME_WAIT_S = 1.0
+"""Waits that began so close together are one: of some, only the length is known."""
 
 
 class DeadlockDetector:

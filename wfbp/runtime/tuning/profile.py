@@ -37,7 +37,7 @@ class StepTimes:
         closed_s: the step closed.
         done_s: the results were in hand.
         packing_s: duration of all packing in the step.
-        update_s: duration of the optimizer's update at the beginning of the step.
+        update_s: duration of the optimizer's updates, at the beginning of the step and in forward.
         waited_s: how long forward waited for all-gathers.
     """
 
@@ -64,7 +64,7 @@ class Profile:
         forward_end_s: end of forward; -1 where unknown.
         closed_s: end of backward.
         packing_s: duration of all packing.
-        update_s: duration of the optimizer's update.
+        update_s: duration of the optimizer's updates.
     """
 
     ready_s: list[float]
