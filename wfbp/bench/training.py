@@ -250,14 +250,14 @@ def quartiles(seconds: Sequence[float]) -> tuple[float, float, float]:
 
 def _start_ddp(device: str) -> None:
     world = MPI.COMM_WORLD
-    with socket.socket() as free:
-        free.bind(("", 0))
-        address = world.bcast((_own_address(), free.getsockname()[1]))
+    make_store = torch.distributed.TCPStore  # type: ignore[attr-defined]
+    if world.rank == 0:
+        store = make_store(_own_address(), 0, is_master=True, wait_for_workers=False)
+        world.bcast((store.host, store.port))
+    else:
+        store = make_store(*world.bcast(None))
     torch.distributed.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        init_method=f"tcp://{address[0]}:{address[1]}",
-        rank=world.rank,
-        world_size=world.size,
+        "nccl" if device == "cuda" else "gloo", store=store, rank=world.rank, world_size=world.size
     )
 
 
