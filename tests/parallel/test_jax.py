@@ -13,6 +13,7 @@ pytest.importorskip("jax")
 from tests.parallel.programs.jax.equality import WAYS
 from tests.parallel.programs.jax.program import check
 from tests.parallel.runs import Job, Outcome, outcome
+from tests.support import launcher
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(400)]
 
@@ -81,13 +82,12 @@ def test_a_rank_that_leaves_while_another_waits_in_xla() -> None:
 
 @pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
 def test_a_killed_rank_ends_the_job(mpi: str) -> None:
-    """The launcher ends the others, which are still waiting in XLA, and says why."""
+    """The launcher ends the others, which are still waiting in XLA."""
     found = ended("die", mpi=mpi)
-    # Of hydra's, only newer versions name the rank too.
-    said = {"mpich": "Killed (signal 9)", "openmpi": "process rank 1 with PID"}
-    assert said[mpi] in found.run.stdout + found.run.stderr, found.run
+    assert found.run.rc == launcher.KILLED[mpi], found.run
     assert [list(told) for told in found.ranks] == [["pid"]] * 2, "nobody caught anything"
-    left = [psutil.Process(t["pid"]) for t in found.ranks if psutil.pid_exists(t["pid"])]
+    pids = [told["pid"] for told in found.ranks]
+    left = [process for process in psutil.process_iter() if process.pid in pids]
     assert psutil.wait_procs(left, timeout=60)[1] == []
 
 
@@ -95,8 +95,8 @@ def test_a_killed_rank_ends_the_job(mpi: str) -> None:
 def test_a_rank_that_answers_no_more_ends_the_job(mpi: str) -> None:
     found = ended("stop", mpi=mpi, env=(("WFBP_ABORT_GRACE_S", "1"),))
     text = found.ranks[0]["text"]
-    waited = r"StallError: rank 0 of 2 waited \d+ s \(value_and_grad, step 3: all-reduce of"
-    assert re.search(waited, text), text
+    waited = r"StallError: rank 0 of 2 waited (\d+) s \(value_and_grad, step 3: all-reduce of"
+    assert [int(seconds) >= 3 for seconds in re.findall(waited, text)] == [True], text
     assert "No answer came from rank 1: stopped, killed" in text
 
 

@@ -25,6 +25,9 @@ OPENMPI_ENVIRONMENT = {
     "PRTE_MCA_hwloc_default_binding_policy": "none",
 }
 
+KILLED = {"mpich": signal.SIGKILL, "openmpi": 128 + signal.SIGKILL}
+"""The exit status of ``mpirun`` where a rank was killed; Open MPI's may lose the words about it."""
+
 GRACE_S = 5.0
 
 

@@ -78,10 +78,12 @@ def wait_for(there: Callable[[], bool]) -> None:
 
 
 def lose_patience_with(pid: int) -> None:
-    """Wait for others no longer than a second from when this process has stopped."""
+    """When this process has stopped: ask where the others are, and wait no longer."""
     wait_for(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     watch = process.current("this program").thread.loop.detector
-    watch._config = replace(watch._config, stall_warning_s=0.3, timeout_s=1.0)
+    watch._config = replace(watch._config, stall_warning_s=0.3)
+    wait_for(lambda: watch._question > 0 and len(watch._answers) == wfbp.size() - 2)
+    watch._config = replace(watch._config, timeout_s=1.0)
 
 
 def main() -> None:

@@ -100,8 +100,13 @@ def test_a_rank_that_waits_for_something_else_is_not_judged() -> None:
 
     def waits(runtime: Runtime, trainer: Trainer) -> None:
         detector = runtime.thread.loop.detector
-        # So that it asks once: the next time would be after twice as long.
-        detector._config = replace(PROMPT, stall_warning_s=0.8, timeout_s=1.6)
+
+        def lose_patience() -> None:
+            while not detector._answers:
+                time.sleep(1e-3)
+            detector._config = replace(PROMPT, timeout_s=0.1)
+
+        threading.Thread(target=lose_patience, daemon=True).start()
         try:
             step(runtime, trainer)
         finally:

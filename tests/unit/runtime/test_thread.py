@@ -435,13 +435,13 @@ def test_a_standstill_is_reported_then_ended(make: Make, caplog: pytest.LogCaptu
     thread.loop.detector._ask = lambda second: asked.append(1)  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING, "wfbp"), pytest.raises(StallError) as caught:
         thread.call(Slow, "allreduce of x")
-    assert re.search(r"rank 0 of 2 waited \d s \(allreduce of x\)", str(caught.value))
+    assert re.search(r"rank 0 of 2 waited [1-9]\d* s \(allreduce of x\)", str(caught.value))
     assert "WFBP_TIMEOUT_S" in str(caught.value)
     # After 0.1 s, and again each time the wait has doubled.
     assert 1 <= len(asked) <= 3
     assert len(caplog.records) == len(asked)
     for record in caplog.records:
-        assert re.fullmatch(r"rank 0 of 2 has waited \d s: allreduce of x", record.getMessage())
+        assert re.fullmatch(r"rank 0 of 2 has waited \d+ s: allreduce of x", record.getMessage())
 
 
 def test_a_lane_stands_still(make: Make) -> None:
@@ -450,7 +450,7 @@ def test_a_lane_stands_still(make: Make) -> None:
     lane.waiting_since = time.monotonic()
     thread.post(lambda: thread.loop.add_lane(lane))
     until(lambda: lane.error)
-    assert re.match(r"rank 0 of 2 waited \d s \(stub lane\)", str(lane.error))
+    assert re.match(r"rank 0 of 2 waited \d+ s \(stub lane\)", str(lane.error))
 
 
 @pytest.mark.usefixtures("short_grace")
