@@ -51,7 +51,7 @@ class Thread:
     def end(self) -> None:
         """Stop, and raise what reading has raised."""
         self._stop.set()
-        self._thread.join(20)
+        self._thread.join(60)
         if self.error is not None:
             raise AssertionError(f"a thread that reads: {self.error!r}") from self.error
         if self._thread.is_alive():

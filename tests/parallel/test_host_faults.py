@@ -14,7 +14,7 @@ from wfbp.comm.mpi.shm_memory import known_reason
 pytestmark = [
     pytest.mark.parallel,
     pytest.mark.serial,  # each looks for processes that the one before has left
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(200),
     pytest.mark.skipif(
         bool(known_reason(wanted=True)), reason="ranks cannot read each other's memory"
     ),
@@ -29,7 +29,7 @@ def ended(n: int, case: str, mpi: str) -> Outcome:
     found = outcome("host_faults", n, case, mpi=mpi, timeout=100, env=ENVIRONMENT)
     assert found.run.rc not in (0, None), found.run
     left = [p for p in psutil.process_iter(["cmdline"]) if _is_rank(p.info["cmdline"])]
-    _, left = psutil.wait_procs(left, timeout=10)  # one that was killed may not have gone yet
+    _, left = psutil.wait_procs(left, timeout=60)  # one that was killed may not have gone yet
     assert not left, "processes, and so their memory, are left"
     new = set(os.listdir("/dev/shm")) - before
     assert not [name for name in new if "wfbp" in name], "MPI's own are not ours to give back"

@@ -48,7 +48,7 @@ def test_who_comes_after_another_thread_and_a_change_of_plans_waits_for_nothing(
         time.sleep(0.1)
         gathers.pending = False
         gathers.install(WHOLE, [0, 1], 2)
-    late.join(5.0)
+    late.join(60.0)
     assert not late.is_alive()
     assert not failed
 
