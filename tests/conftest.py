@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.parallel import runs
 from tests.support import launcher
@@ -22,6 +23,10 @@ RUN_PARAMETERS = ("ranks", "num_ranks", "n", "mpi")
 """Parameters by which tests of one file differ in the MPI job that answers them."""
 
 
+settings.register_profile(  # beside what CI asks for
+    "any machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 gc.disable()  # until all test modules are imported
 
 

@@ -50,7 +50,7 @@ def run_on_device(cupy: Any, kernels: CudaKernels, case: Case) -> None:
 
 
 @given(case=cases(max_tensors=12))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_random_cases(cupy: Any, kernels: CudaKernels, case: Case) -> None:
     run_on_device(cupy, kernels, case)
 

@@ -95,7 +95,6 @@ def check(outcome: Outcome) -> None:
 
 FUZZ: Callable[[Any], Any] = settings(
     max_examples=80,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 

@@ -119,7 +119,7 @@ def assert_same(found: npt.NDArray[Any], expected: npt.NDArray[Any], dtype: str)
         np.testing.assert_array_equal(found, expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_pack_fills_every_slot_and_nothing_else(pack: ModuleType, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(sorted(ITEM_BYTES)))
@@ -377,7 +377,7 @@ def test_reduce_refuses_wrong_arguments(pack: ModuleType) -> None:
         pack.reduce_shards([good], np.zeros(4, np.float32), "float16", "sum")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     dtype=st.sampled_from(sorted(set(ITEM_BYTES) - set(HALVES))),
     op=st.sampled_from(OPS),
@@ -418,7 +418,7 @@ def test_reduce_is_what_numpy_gives_in_order(
 
 
 @needs_extension
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     dtype=st.sampled_from(HALVES),
     op=st.sampled_from(OPS),

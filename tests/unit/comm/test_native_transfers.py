@@ -141,7 +141,7 @@ def test_a_reduction_without_messages_is_done_at_once(mpi: FakeMpi) -> None:
     assert after.done
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     handle_bytes=st.sampled_from([4, 8]),
     shapes=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=6),

@@ -19,7 +19,7 @@ from wfbp.core.types import Op
 from wfbp.errors import BackendError
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.data())
 def test_ranks_may_take_their_steps_in_any_order(data: st.DataObject) -> None:
     """Several works of many chunks, whose parts lie anywhere, against the sum."""
@@ -138,7 +138,7 @@ def test_what_was_read_before_a_rank_gave_up_counts() -> None:
     assert (buffers[1] == 3).all()
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(st.data())
 def test_more_jobs_than_a_board_has_rows(data: st.DataObject) -> None:
     """Many at once, one of which is complete on some ranks long before it is on others."""

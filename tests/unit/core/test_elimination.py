@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from wfbp.core.elimination import Rule, SuccessiveElimination
@@ -58,7 +58,6 @@ def test_what_slows_all_alike_changes_nothing(times_s: list[float], slow: list[f
     assert comparison.alive == undisturbed.alive
 
 
-@settings(deadline=None)
 @given(
     alternatives.filter(lambda times_s: len(times_s) > 1),
     st.integers(0, 2),

@@ -69,7 +69,7 @@ def test_never_worse_with_several_element_types() -> None:
             assert found <= other * (1 + 1e-11), name
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     rows=st.lists(
         st.tuples(st.integers(0, 5000), st.floats(0, 2), st.floats(0, 2)), min_size=1, max_size=8

@@ -73,7 +73,7 @@ def test_equals_brute_force_under_interference_for_curves(num_tensors: int) -> N
     assert more == 0  # oasr's docstring does not promise it; docs/planning.md tells of it
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     rows=st.lists(
         st.tuples(st.integers(0, 5000), st.floats(0, 2), st.floats(0, 2)), min_size=1, max_size=8

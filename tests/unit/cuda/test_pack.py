@@ -43,7 +43,7 @@ def run_on_host(case: Case, library: ctypes.CDLL, backwards: bool = False) -> Ho
 
 
 @given(case=cases(), backwards=st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_random_cases(library: ctypes.CDLL, case: Case, backwards: bool) -> None:
     run_on_host(case, library, backwards)
 
@@ -132,7 +132,6 @@ def table(kernels: HostKernels, counts: list[int], dtype: str = "float32") -> De
 
 
 @given(st.lists(st.one_of(st.integers(0, 50), st.integers(0, 3_000_000)), max_size=30))
-@settings(deadline=None)
 def test_tiles_cover_every_element_once(counts: list[int]) -> None:
     kernels = HostKernels()
     packing = table(kernels, counts)

@@ -39,7 +39,7 @@ def _short_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "LONGEST_STREAM", 2)
 
 
-@settings(deadline=None, max_examples=4, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, suppress_health_check=list(HealthCheck))
 @given(
     size=st.integers(2, 3),
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=5),
@@ -126,7 +126,7 @@ def test_random_programs(
     all_well(run_ranks(size, body))
 
 
-@settings(deadline=None, max_examples=4, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, suppress_health_check=list(HealthCheck))
 @given(
     size=st.integers(2, 3),
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=5),

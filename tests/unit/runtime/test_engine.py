@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.ranks import QUICK, all_well, run_ranks
@@ -23,7 +23,7 @@ STEADY = Config(schedule="wfbp", warmup_steps=10**6, timeout_s=60.0)
 """The same overlapped plan at every step."""
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 @given(
     size=st.integers(2, 4),
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=7),

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.ranks import QUICK, all_well, run_ranks
@@ -60,7 +60,7 @@ class Updater(Trainer):
         return self.params[index]
 
 
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15)
 @given(
     size=st.integers(2, 4),
     sizes=st.lists(st.integers(0, 30), min_size=1, max_size=7),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from wfbp.comm.backend import Buffer
@@ -49,7 +49,6 @@ def travel(fusions: list[FusionBuffer]) -> None:
     assert all(work.test() for work in works)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 40), min_size=1, max_size=9),
     st.sampled_from(DTYPES),

@@ -47,7 +47,7 @@ def reduction(name: str, shape: tuple[int, ...] = (2,), **details: Any) -> Reque
 
 
 @given(st.integers(1, 5), st.integers(0, 12), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_everything_becomes_ready_once_whatever_the_order(
     size: int, num_names: int, chance: random.Random
 ) -> None:

@@ -279,7 +279,7 @@ def test_the_slowest_rank_counts() -> None:
     assert job.tuner.plan.schedule != "wfbp"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.sampled_from((AUTO, *ALL_REDUCE_SCHEDULES)),
     st.integers(1, 4),
