@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from wfbp.core.elimination import Rule, SuccessiveElimination
@@ -32,7 +32,7 @@ def run(
 def test_without_noise_the_least_is_found_at_once(times_s: list[float]) -> None:
     comparison = SuccessiveElimination(len(times_s))
     assert run(comparison, times_s, {}) <= Rule().least_rounds
-    assert times_s[comparison.best] == min(times_s)
+    assert math.isclose(times_s[comparison.best], min(times_s), rel_tol=1e-12)  # ties by rounding
     assert comparison.best in comparison.equal
     limit_s = min(times_s) * math.exp(Rule().margin) * (1 + 1e-9)
     assert all(times_s[k] <= limit_s for k in comparison.equal)
@@ -46,11 +46,14 @@ def test_noise_that_hides_a_difference_drops_nothing() -> None:
     assert comparison.alive == [0, 1, 2]
 
 
-# Powers of two: other factors round, and a ratio on the very limit falls to the other side.
 @given(
     alternatives, st.lists(st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0]), min_size=14, max_size=14)
 )
 def test_what_slows_all_alike_changes_nothing(times_s: list[float], slow: list[float]) -> None:
+    ratios = (math.log(one / other) for one in times_s for other in times_s)
+    limits = (math.log(Rule().hopeless), Rule().margin)
+    # A ratio on the very limit falls to either side of it by rounding.
+    assume(not any(math.isclose(ratio, limit) for ratio in ratios for limit in limits))
     undisturbed, comparison = (SuccessiveElimination(len(times_s)) for _ in range(2))
     rounds = run(undisturbed, times_s, {})
     factors = {(-1, number): factor for number, factor in enumerate(slow)}
