@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from wfbp.comm.local import LocalWorld
@@ -20,6 +21,12 @@ QUICK = Config(
     timeout_s=60.0,
     abort_grace_s=1.0,
 )
+
+
+def limit_waits(runtime: Runtime, **limits: float) -> None:
+    """From now on, by settings such as ``timeout_s``; what came before may have taken long."""
+    detector = runtime.thread.loop.detector
+    detector._config = replace(detector._config, **limits)  # type: ignore[arg-type]
 
 
 class RankError(AssertionError):

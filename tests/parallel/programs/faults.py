@@ -15,12 +15,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 import wfbp
+from tests.support.ranks import limit_waits
 from tests.support.sharding import SHARDING
 from wfbp.runtime import process
 
@@ -82,8 +82,7 @@ def is_interrupted() -> None:
 
 def is_impatient() -> None:
     """From now on; ranks may take longer to start."""
-    watch = process.current("this program").thread.loop.detector
-    watch._config = replace(watch._config, stall_warning_s=0.7, timeout_s=3.0)
+    limit_waits(process.current("this program"), stall_warning_s=0.7, timeout_s=3.0)
 
 
 def while_others_step(deed: Callable[[], None]) -> None:

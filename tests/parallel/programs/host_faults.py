@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import psutil
 from mpi4py import MPI
 
 import wfbp
+from tests.support.ranks import limit_waits
 from wfbp.comm.mpi import shm_memory
 from wfbp.comm.mpi.shm_allreduce import SharedReduceJob
 from wfbp.errors import WfbpError
@@ -80,10 +80,11 @@ def wait_for(there: Callable[[], bool]) -> None:
 def lose_patience_with(pid: int) -> None:
     """When this process has stopped: ask where the others are, and wait no longer."""
     wait_for(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-    watch = process.current("this program").thread.loop.detector
-    watch._config = replace(watch._config, stall_warning_s=0.3)
+    runtime = process.current("this program")
+    watch = runtime.thread.loop.detector
+    limit_waits(runtime, stall_warning_s=0.3)
     wait_for(lambda: watch._question > 0 and len(watch._answers) == wfbp.size() - 2)
-    watch._config = replace(watch._config, timeout_s=1.0)
+    limit_waits(runtime, timeout_s=1.0)
 
 
 def main() -> None:

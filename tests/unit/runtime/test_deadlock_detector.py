@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.ranks import all_well, run_ranks
+from tests.support.ranks import all_well, limit_waits, run_ranks
 from tests.support.trainer import Trainer, make_specs
 from wfbp.config import Config
 from wfbp.core.types import Op
@@ -104,7 +103,7 @@ def test_a_rank_that_waits_for_something_else_is_not_judged() -> None:
         def lose_patience() -> None:
             while not detector._answers:
                 time.sleep(1e-3)
-            detector._config = replace(PROMPT, timeout_s=0.1)
+            limit_waits(runtime, timeout_s=0.1)
 
         threading.Thread(target=lose_patience, daemon=True).start()
         try:

@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.device_trainer import DeviceTrainer
 from tests.support.devices import Devices
-from tests.support.ranks import all_well, run_ranks
+from tests.support.ranks import all_well, limit_waits, run_ranks
 from tests.support.software_device import SoftwareDevice
 from tests.support.trainer import make_specs
 from wfbp.comm.backend import Buffer
@@ -465,7 +465,7 @@ def test_where_nccl_fails_all_go_through_the_host(caplog: pytest.LogCaptureFixtu
 
     def body(runtime: Runtime) -> None:
         me = Rank(runtime, devices)
-        runtime.thread.loop.detector._config = STEADY  # NCCL alone gives ranks up soon
+        limit_waits(runtime, timeout_s=60.0)  # NCCL alone gives ranks up soon
         for _ in range(2):
             names = [f"n{k}" for k in range(10)]
             random.Random(me.rank).shuffle(names)
@@ -637,8 +637,7 @@ def test_a_device_that_hangs_is_noticed() -> None:
         me = Rank(runtime, devices)
         try:
             under_way(me, gates[me.rank])
-            detector = runtime.thread.loop.detector
-            detector._config = replace(STEADY, stall_warning_s=0.3, timeout_s=0.8)
+            limit_waits(runtime, stall_warning_s=0.3, timeout_s=0.8)
             with pytest.raises(WfbpError) as found:
                 until_it_ends(runtime)
             until_aborted(me)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import threading
-from dataclasses import replace
 
 import pytest
 
-from tests.support.ranks import all_well, run_ranks
+from tests.support.ranks import all_well, limit_waits, run_ranks
 from tests.support.trainer import Trainer, make_specs
 from wfbp.config import Config
 from wfbp.errors import DisagreementError, PeerError, StallError
@@ -44,8 +43,7 @@ def test_a_rank_that_stays_away_stalls_the_others() -> None:
         if runtime.rank == 1:
             over.wait(60.0)
             return
-        detector = runtime.thread.loop.detector
-        detector._config = replace(config, timeout_s=1.0, stall_warning_s=0.3)
+        limit_waits(runtime, timeout_s=1.0, stall_warning_s=0.3)
         trainer.accumulate(1, 1.0)
         try:
             trainer.synchronize()

@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 import wfbp.jax as wfbp
+from tests.support.ranks import limit_waits
 from wfbp.runtime import process
 
 STEPS = 4
@@ -69,8 +69,7 @@ def train(case: str, mine: bool) -> None:
                 time.sleep(0.5)  # by now the others wait within their step
                 DEEDS[case]()
             elif case == "stop":
-                watch = process.current("this program").thread.loop.detector
-                watch._config = replace(watch._config, stall_warning_s=0.7, timeout_s=3.0)
+                limit_waits(process.current("this program"), stall_warning_s=0.7, timeout_s=3.0)
         grads = step(params, x)
         if case == "unawaited":
             continue  # the program ends with steps under way
