@@ -330,6 +330,7 @@ def test_timelines_with_and_without_a_record(tmp_path: Path) -> None:
     text = (tmp_path / "report.html").read_text()
     assert "SGD: timeline" in text
     assert "What a message costs" in text
+    assert len(text) < 1_500_000, "too much for a slow connection"
 
 
 def test_lines_that_coincide_are_told_apart(tmp_path: Path) -> None:
