@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -105,9 +105,12 @@ class Config(metaclass=_RenamedSettings):
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= least):
-                raise ValueError(f"{name} is {value!r}; expected a number of at least {least}")
+            value, most = getattr(self, name), _MOST.get(name, sys.float_info.max)
+            if not least <= value <= most:  # nor is nan
+                limits = f"at least {least} and " + (
+                    f"at most {most:.0e}" if name in _MOST else "not infinite"
+                )
+                raise ValueError(f"{name} is {value!r}; expected a number of {limits}")
         one_of("schedule", self.schedule, SCHEDULES)
         one_of("log_level", self.log_level, LOG_LEVELS)
 
@@ -213,8 +216,7 @@ def unknown_variables(environment: Mapping[str, str] | None = None) -> str:
     known = [f"WFBP_{field.name.upper()}" for field in fields(Config)]
     parts = []
     renamed = {f"WFBP_{old.upper()}": f"WFBP_{new.upper()}" for old, new in RENAMED.items()}
-    known += renamed
-    for name in (n for n in variables(source) if n not in known):
+    for name in (n for n in variables(source) if n not in known and n not in renamed):
         near = get_close_matches(name, known, 1)
         parts.append(f"{name} (did you mean {near[0]}?)" if near else name)
     ignored = [f"not a setting, and ignored: {', '.join(parts)}"] if parts else []
@@ -270,3 +272,6 @@ _LEAST = {
     "timeout_s": 0.01,
     "abort_grace_s": 0.0,
 }
+
+_MOST = {"timeout_s": 1e9, "abort_grace_s": 1e9}
+"""Thirty years; the operating system's clocks end at ten times that."""

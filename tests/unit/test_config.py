@@ -48,6 +48,9 @@ def test_other_variables_are_not_read() -> None:
         ("WFBP_TIMEOUT_S", "nan", "expected a number"),
         ("WFBP_TIMEOUT_S", "inf", "expected a number"),
         ("WFBP_TIMEOUT_S", "0", "at least"),
+        ("WFBP_TIMEOUT_S", "1e10", r"at least 0.01 and at most 1e\+09"),
+        ("WFBP_ABORT_GRACE_S", "inf", r"at least 0.0 and at most 1e\+09"),
+        ("WFBP_TRIAL_MIN_S", "1e400", "at least 0.0 and not infinite"),
         ("WFBP_REPLAN_THRESHOLD", "-0.1", "at least 0"),
         ("WFBP_LOG_LEVEL", "loud", "warning"),
         ("WFBP_SCHEDULE", "foo", "schedule is 'foo'; expected one of auto, .*oasr"),
@@ -94,6 +97,7 @@ def test_unknown_variables_are_told_with_the_nearest_name() -> None:
     assert "WFBP_SHEDULE (did you mean WFBP_SCHEDULE?), WFBP_ZZ" in told
     assert "DRIFT" not in told
     assert not unknown_variables({"WFBP_REPLAN_THRESHOLD": "0"})
+    assert "RUN_DIR" not in unknown_variables({"WFBP_RANDOM": "1"}), "a name of before"
 
 
 @pytest.mark.parametrize(
