@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from wfbp.cli.inputs import json_option
+from wfbp.cli.inputs import IntegerRange, json_option
 from wfbp.cli.tables import Column, milliseconds, print_table, size
 
 SIZES = tuple(4096 << (2 * k) for k in range(8))
@@ -28,7 +28,7 @@ def command() -> None:
     show_default=True,
     help="With commas between; wfbp-SCHEDULE, too.",
 )
-@click.option("--rounds", type=click.IntRange(1, 1000), default=20, show_default=True)
+@click.option("--rounds", type=IntegerRange(1, 1000), default=20, show_default=True)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @json_option
 def training(model: str, contestants: str, rounds: int, device: str, as_json: bool) -> None:
@@ -73,8 +73,8 @@ def training(model: str, contestants: str, rounds: int, device: str, as_json: bo
 
 
 @command.command("comm", short_help="Time all-reduces by size, beside the MPI library's own.")
-@click.option("--max-bytes", type=click.IntRange(4096), default=64 << 20, show_default=True)
-@click.option("--rounds", type=click.IntRange(1, 1000), default=20, show_default=True)
+@click.option("--max-bytes", type=IntegerRange(4096), default=64 << 20, show_default=True)
+@click.option("--rounds", type=IntegerRange(1, 1000), default=20, show_default=True)
 @json_option
 def comm(max_bytes: int, rounds: int, as_json: bool) -> None:
     """Time all-reduces by size: wfbp's backend and the MPI library's own."""

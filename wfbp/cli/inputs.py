@@ -52,8 +52,16 @@ def json_option(function: F) -> F:
     )
 
 
+class IntegerRange(click.IntRange):
+    """An integer within limits."""
+
+    name = "integer"  # in messages: "'two' is not a valid integer"
+
+
 class FiniteRange(click.FloatRange):
     """A number within limits; NaN is within none."""
+
+    name = "number"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None

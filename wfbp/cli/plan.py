@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from wfbp.cli.forecast import Forecast, GroupForecast, forecast
-from wfbp.cli.inputs import Model, best, json_option, load, model_arguments
+from wfbp.cli.inputs import IntegerRange, Model, best, json_option, load, model_arguments
 from wfbp.cli.tables import Column, milliseconds, print_table, size
 from wfbp.core.planners import PLANNERS, plan
 
@@ -26,12 +26,12 @@ ALL = "all"
 )
 @click.option(
     "--threshold-bytes",
-    type=click.IntRange(min=1),
+    type=IntegerRange(min=1),
     help="Group size of the schedule 'threshold' [default: 25 MiB].",
 )
 @click.option(
     "--rows",
-    type=click.IntRange(min=0),
+    type=IntegerRange(min=0),
     default=40,
     show_default=True,
     help="Groups to list at most; 0 for all.",

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import click
 
-from wfbp.cli.inputs import FiniteRange
+from wfbp.cli.inputs import FiniteRange, IntegerRange
 from wfbp.config import Config
 from wfbp.errors import BackendError
 from wfbp.launcher.commands import Command, Job, mpirun_command, rank_program, slurm_command
@@ -40,7 +40,7 @@ CHECK_S = 10
     "-n",
     "-np",
     "--num-ranks",
-    type=click.IntRange(min=1),
+    type=IntegerRange(min=1),
     help="Number of ranks; by default all slots of the allocation or of the hosts named.",
 )
 @click.option("-H", "--hosts", metavar="A:4,B:4", help="Hosts, and how many ranks each takes.")
@@ -82,6 +82,7 @@ CHECK_S = 10
     help="Give hosts so long to answer, where they are just starting.",
 )
 @click.option("--mpi-option", "options", multiple=True, metavar="TEXT", help="Passed on to mpirun.")
+@click.option("-m", "--module", is_flag=True, help="PROGRAM is a module: python -m PROGRAM.")
 @click.option("--dry-run", is_flag=True, help="Print the command, and do not start it.")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(
@@ -100,6 +101,7 @@ def command(
     check: bool,
     wait_s: float,
     options: Sequence[str],
+    module: bool,
     dry_run: bool,
     program: Sequence[str],
 ) -> None:
@@ -107,8 +109,9 @@ def command(
 
     Finds the MPI library that this Python uses and passes its mpirun what it needs: hosts (-H, a
     hostfile, or the allocation of Slurm, PBS, LSF or Grid Engine), the environment, and leave to
-    run as root or with more ranks than cores. A file that ends in .py is run by this Python. The
-    process becomes mpirun: signals reach the job, and its exit status is the job's.
+    run as root or with more ranks than cores. A file that ends in .py, or a module behind -m, is
+    run by this Python. The process becomes mpirun: signals reach the job, and its exit status is
+    the job's.
     """
     if hosts and hostfile:
         raise click.UsageError("--hosts and --hostfile both name hosts; give one of them")
@@ -122,6 +125,8 @@ def command(
         num_ranks = sum(host.slots for host in where)
     if launcher == "srun" and (granted is None or granted.system != "Slurm"):
         raise click.UsageError("--launcher srun needs an allocation of Slurm (salloc, sbatch)")
+    if module:
+        program = _of_module(program)
     settings = _rank_settings(bind, gpu, output)
     job = Job(
         num_ranks,
@@ -156,6 +161,14 @@ def _rank_settings(bind: bool, gpu: bool, output: str | None) -> list[str]:
     settings = ["--cores"] if bind and hasattr(os, "sched_setaffinity") else []
     settings += ["--gpu"] if gpu else []
     return settings + (["--output", os.path.abspath(output)] if output else [])
+
+
+def _of_module(program: Sequence[str]) -> list[str]:
+    """The command that runs a module, the first of these words."""
+    name = program[0]
+    if name.endswith(".py") or os.sep in name:
+        raise click.UsageError(f"-m {name}: expected the name of a module; run a file without -m")
+    return ["python", "-m", *program]
 
 
 def _variables(texts: Sequence[str], environment: dict[str, str]) -> dict[str, str]:

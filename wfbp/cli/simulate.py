@@ -11,6 +11,7 @@ import click
 
 from wfbp.cli.inputs import (
     FiniteRange,
+    IntegerRange,
     best,
     json_option,
     load,
@@ -111,14 +112,14 @@ class _Counts(click.ParamType[tuple[int, ...]]):
 )
 @click.option(
     "--measured-on",
-    type=click.IntRange(min=2, max=MOST_WORKERS),
+    type=IntegerRange(min=2, max=MOST_WORKERS),
     help="Number of workers among which COST was measured  [default: those of the run or the "
     "example; else 2].",
 )
 @click.option("--per-link", is_flag=True, help="COST is one hop over one link instead.")
 @click.option(
     "--node-workers",
-    type=click.IntRange(min=1, max=MOST_WORKERS),
+    type=IntegerRange(min=1, max=MOST_WORKERS),
     default=8,
     show_default=True,
     help="hierarchical: workers of a host.",

@@ -385,3 +385,17 @@ class TestMistakes:
         assert code == 0
         assert out.startswith("A='b c' ")
         assert out.strip().endswith("train.py --lr 1")
+
+    def test_a_module(self) -> None:
+        """What stands behind its name is its own."""
+        for options in (["-n", 2, "-m"], ["-m", "-n", 2], ["-n", 2, "--module"]):
+            start = ("run", "--dry-run", "--no-bind", *options)
+            code, out, err = wfbp(*start, "pkg.train", "-n", 3, "--lr", "1")
+            assert code == 0, err
+            assert out.strip().endswith(f" {sys.executable} -m pkg.train -n 3 --lr 1")
+        for name in ("train.py", "pkg/train"):
+            assert_refused(wfbp("run", "-n", 2, "-m", name), f"-m {name}: expected the name of")
+
+    def test_numbers(self) -> None:
+        assert_refused(wfbp("run", "-n", "two", "true"), "'two' is not a valid integer.")
+        assert_refused(wfbp("run", "--wait", "a", "true"), "'a' is not a valid number.")

@@ -370,3 +370,9 @@ def test_a_reducer_alone() -> None:
         assert found[0] == 3
         assert found[1] is None
     assert reducer.report() == {}
+
+
+def test_the_set_of_all_ranks_is_named(alone: None) -> None:
+    for made in ([0], wfbp.global_process_set):
+        with pytest.raises(ValueError, match=r"exists already: use global_process_set"):
+            wfbp.add_process_set(made)

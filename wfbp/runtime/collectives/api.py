@@ -233,7 +233,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     operations = current("add_process_set()")
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if made is global_process_set:
-        raise ValueError("the process set of all ranks exists already, with number 0")
+        raise ValueError("the process set of all ranks exists already: use global_process_set")
     if made.mpi_comm is None:
         number = operations.add_set(made.ranks or ())
     else:  # of which ranks may have had other numbers before shutdown()

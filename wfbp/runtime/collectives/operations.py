@@ -257,6 +257,11 @@ class Collectives:
 
     def _check_new(self, ranks: tuple[int, ...]) -> None:
         for number, known in self._sets.items():
+            if known.ranks == ranks and number == 0:
+                raise ValueError(
+                    f"the process set of all ranks {list(ranks)} exists already: use "
+                    "global_process_set"
+                )
             if known.ranks == ranks:
                 raise ValueError(
                     f"a process set of ranks {list(ranks)} exists already, with number {number}"
