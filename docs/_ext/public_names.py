@@ -21,7 +21,6 @@ MODULES = (
     "wfbp.torch.elastic",
     "wfbp.jax",
     "wfbp.errors",
-    "wfbp.monitoring",
     "wfbp.core.bound",
     "wfbp.core.cost",
     "wfbp.core.fit",

@@ -69,24 +69,3 @@ def test_update_became_optimizer_sharding() -> None:
         hvd.DistributedOptimizer(
             torch.optim.SGD(parameters(), lr=0.1), update="auto", optimizer_sharding=True
         )
-
-
-@pytest.mark.usefixtures("alone")
-def test_functions_have_their_old_names() -> None:
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("jax")
-    pytest.importorskip("optax")
-    import wfbp.jax
-    import wfbp.torch
-
-    with pytest.warns(DeprecationWarning, match=r"wfbp.jax.reports\(\).* use wfbp.jax.report\(\)"):
-        assert wfbp.jax.reports() == wfbp.jax.report() == {}
-    if not torch.cuda.is_available():
-        with (
-            pytest.warns(DeprecationWarning, match=r"torch.choose_device\(\).*set_local_device"),
-            pytest.raises(RuntimeError, match="GPU"),
-        ):
-            wfbp.torch.choose_device()
-    assert callable(wfbp.jax.choose_device)
-    for module in (wfbp.torch, wfbp.jax):
-        assert not {"choose_device", "reports"} & set(module.__all__)

@@ -23,7 +23,6 @@ BELOW: dict[str, set[str]] = {
     "comm": {"config", "core", "errors", "native"},
     "cuda": {"comm", "config", "core", "errors"},
     "runtime": {"comm", "config", "core", "deprecation", "errors", "native"},
-    "monitoring": {"runtime"},
 }
 """What each part may import besides itself."""
 

@@ -16,12 +16,7 @@ Example:
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
-
 from wfbp.core.types import Op
-from wfbp.deprecation import warn_renamed
 from wfbp.jax.after_programs import allgather_object, barrier, broadcast_object
 from wfbp.jax.collectives import allgather, allreduce, alltoall, broadcast, reducescatter
 from wfbp.jax.device import set_local_device
@@ -31,19 +26,6 @@ from wfbp.jax.metrics import average_metrics
 from wfbp.jax.optimizer import DistributedOptimizer
 from wfbp.jax.state import broadcast_parameters
 from wfbp.runtime.process import init, is_initialized, local_rank, local_size, rank, shutdown, size
-
-
-def choose_device() -> jax.Device:
-    """Deprecated: :func:`set_local_device`."""
-    warn_renamed("wfbp.jax.choose_device()", "wfbp.jax.set_local_device()")
-    return set_local_device()
-
-
-def reports() -> dict[str, dict[str, Any]]:
-    """Deprecated: :func:`report`."""
-    warn_renamed("wfbp.jax.reports()", "wfbp.jax.report()")
-    return report()
-
 
 Average = Op.AVERAGE
 Sum = Op.SUM

@@ -15,10 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
-import torch
-
 from wfbp.core.types import Op
-from wfbp.deprecation import warn_renamed
 from wfbp.errors import InternalError as HorovodInternalError
 from wfbp.runtime.collectives.api import (
     add_process_set,
@@ -84,13 +81,6 @@ from wfbp.torch.optimizer import DistributedOptimizer
 from wfbp.torch.optimizer_interface import DistributedOptimizerBase
 from wfbp.torch.state import broadcast_optimizer_state, broadcast_parameters
 from wfbp.torch.tensors import set_local_device
-
-
-def choose_device() -> torch.device:
-    """Deprecated: :func:`set_local_device`."""
-    warn_renamed("wfbp.torch.choose_device()", "wfbp.torch.set_local_device()")
-    return set_local_device()
-
 
 Average = Op.AVERAGE
 Sum = Op.SUM

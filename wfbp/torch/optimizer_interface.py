@@ -125,5 +125,5 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             ``iteration``: steps so far; ``iteration_s`` and ``exposed_s``: the median of the last
             steps, and how much of it training waited for communication, in seconds; ``bytes`` of
             gradients per step; ``ratio_to_lower_bound``: T/LB; ``predicted_s``; ``plan`` in words;
-            ``phase``. None where not yet known. :mod:`wfbp.monitoring` passes them on.
+            ``phase``. None where not yet known.
         """

@@ -353,12 +353,6 @@ def test_arrays_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_objects_by_their_old_keyword() -> None:
-    with pytest.warns(DeprecationWarning, match=r"broadcast_object\(value=...\) is deprecated"):
-        assert wfbp.broadcast_object(value=3, root_rank=0) == 3  # type: ignore[call-arg]
-
-
-@pytest.mark.usefixtures("alone")
 def test_a_reducer_alone() -> None:
     reducer = wfbp.GradientReducer([("a", np.zeros((), np.float32)), ("b", np.zeros(2))])
     mine = np.float32(3).reshape(())

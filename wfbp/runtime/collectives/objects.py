@@ -9,7 +9,6 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from wfbp.deprecation import renamed_keyword
 from wfbp.runtime.collectives.api import current
 from wfbp.runtime.collectives.operations import Call
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
@@ -17,7 +16,6 @@ from wfbp.runtime.collectives.request import Kind
 from wfbp.runtime.collectives.submission import Outcome
 
 
-@renamed_keyword("value", "obj")
 def broadcast_object(
     obj: Any = None,
     root_rank: int = 0,
@@ -53,7 +51,6 @@ def broadcast_object(
     return obj if is_root else pickle.loads(b"".join(parts))
 
 
-@renamed_keyword("value", "obj")
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
