@@ -1,10 +1,10 @@
-"""Builds the C++ extensions, or says which it could not build and goes on without them.
+"""Builds the C++ extensions.
 
-``wfbp._native`` is always wanted; ``wfbp._jax_ffi`` where JAX, whose headers it needs, is installed
-already (``pip install --no-build-isolation``). Elsewhere its source comes with the package and is
-compiled at first use. The description on a package index is README.md, whose links to files become
-links to the repository, or mere text as long as that has no address. Everything else about the
-package is in ``pyproject.toml``.
+``wfbp._native`` is required. ``wfbp._jax_ffi`` is built if JAX, whose headers it needs, is
+installed already (``pip install --no-build-isolation``); otherwise its source comes with the
+package and is compiled at first use. The description on a package index is README.md, whose links
+to files become links to the repository, or mere text as long as that has no address. Everything
+else about the package is in ``pyproject.toml``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
-from setuptools.errors import BaseError, CCompilerError, ExecError, PlatformError
+from setuptools.errors import CCompilerError, CompileError, ExecError, PlatformError
 
 BUILD_FAILURES = (CCompilerError, ExecError, PlatformError, OSError)
 NATIVE = "wfbp._native"
@@ -39,56 +39,23 @@ JAX_HEADERS = [f"csrc/jax_{part}.h" for part in ("events", "mailbox", "steps", "
 SOURCES = {**dict.fromkeys([JAX_SOURCE, *JAX_HEADERS], "jax"), "csrc/pack.cu": "cuda"}
 """What is compiled where the package runs, and the part of the package that it goes to."""
 
-WITHOUT = {
-    NATIVE: """\
-wfbp: the C++ extension could not be built ({reason}).
-wfbp: installing without it: packing goes through NumPy and messages through Python, and both
-wfbp: are slower.
-wfbp: to have it, install a C++17 compiler and reinstall.""",
-    JAX: """\
-wfbp: the handlers for JAX could not be built ({reason}).
-wfbp: wfbp.jax will compile them at first use.""",
-}
+FAILED = """\
+the C++ extension wfbp._native could not be built, and wfbp does not work without it ({reason}).
+Install a C++17 compiler (Debian and Ubuntu: apt install g++) and install wfbp again; pip's -v shows
+what the compiler reports."""
 
 
-class OptionalBuild(build_ext):
-    """Builds what it can: a missing compiler costs speed, not the installation."""
-
-    def run(self) -> None:
-        try:
-            super().run()
-        except BUILD_FAILURES as error:
-            self._go_without(self.extensions, error)
-
-    def build_extensions(self) -> None:
-        self._built: list[Any] = []
-        super().build_extensions()
-        self.extensions = self._built
+class BuildWithMessage(build_ext):
+    """Says in one message that a compiler is missing."""
 
     def build_extension(self, ext: Any) -> None:
         try:
             super().build_extension(ext)
         except BUILD_FAILURES as error:
-            self._go_without([ext], error)
-        else:
-            self._built.append(ext)
-
-    def _go_without(self, extensions: list[Any], error: BaseError | OSError) -> None:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        for ext in extensions:
-            print(WITHOUT[ext._full_name].format(reason=reason), file=sys.stderr)
-        self.extensions = [ext for ext in self.extensions if ext not in extensions]
-
-    def copy_extensions_to_source(self) -> None:
-        """For editable installs; after a failed build there is nothing to copy."""
-        if self.extensions:
-            super().copy_extensions_to_source()
-
-    def get_outputs(self) -> list[str]:
-        return super().get_outputs() if self.extensions else []
-
-    def get_output_mapping(self) -> dict[str, Any]:
-        return super().get_output_mapping() if self.extensions else {}
+            if ext._full_name != NATIVE:
+                raise  # the handlers for JAX are optional: setuptools goes on without them
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise CompileError(FAILED.format(reason=reason)) from error
 
 
 class BuildWithSources(build_py):
@@ -123,6 +90,7 @@ def jax_extension() -> list[Extension]:
             [JAX_SOURCE],
             depends=JAX_HEADERS,
             define_macros=[("WFBP_JAXLIB", f'"{jaxlib.__version__}"')],
+            optional=True,
             extra_compile_args=[
                 *("-std=c++17", "-O2", "-fvisibility=hidden"),
                 *("-isystem", jax.ffi.include_dir()),  # whose warnings are not ours
@@ -163,5 +131,5 @@ setup(
         ),
         *jax_extension(),
     ],
-    cmdclass={"build_ext": OptionalBuild, "build_py": BuildWithSources},
+    cmdclass={"build_ext": BuildWithMessage, "build_py": BuildWithSources},
 )

@@ -1,3 +1,5 @@
+"""The C++ extension: packing of tensors, reductions, and MPI messages under way."""
+
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,6 +13,36 @@ def use_instructions(name: str) -> None:
     """Choose the kernels of later calls and tables by name (for tests and measurements)."""
 
 class PackTable:
+    """The slots of a fusion buffer (``destination``) and, in ``pointers``, the address that each
+    slot is filled from; 0 means absent.
+
+    The caller writes the addresses and keeps their memory alive. A source may not partly overlap a
+    slot. One thread at a time may use a table; long calls let other Python threads run.
+
+    Args:
+        destination: the buffer, uint8.
+        offsets: first byte of each slot.
+        nbytes: bytes of each slot.
+        dtype: element type of the buffer.
+        tensor_dtype: element type of the tensors: float32 or float64, if the buffer is float16 or
+            bfloat16. ``pack`` then rounds to nearest even (float64 to float32 first, as PyTorch
+            does), ``unpack`` widens, and neither scales.
+
+    Raises:
+        ValueError: a slot outside the destination, a size that is no whole number of elements, an
+            unknown ``dtype``, or a scale other than 1 for integers.
+
+    Example:
+        >>> import numpy as np
+        >>> buffer = np.zeros(32, np.uint8)
+        >>> table = PackTable(buffer, [0, 16], [8, 4], "float32")
+        >>> weight = np.array([2.0, 4.0], np.float32)
+        >>> table.pointers[0] = weight.ctypes.data
+        >>> table.pack(scale=0.5)
+        >>> buffer.view(np.float32)[:5].tolist()
+        [1.0, 2.0, 0.0, 0.0, 0.0]
+    """
+
     def __init__(
         self,
         destination: npt.NDArray[np.uint8],
@@ -21,19 +53,32 @@ class PackTable:
     ) -> None: ...
     @property
     def pointers(self) -> npt.NDArray[np.int64]: ...
-    def pack(self, scale: float = 1.0) -> None: ...
-    def unpack(self) -> None: ...
+    def pack(self, scale: float = 1.0) -> None:
+        """Fill every slot with its source times ``scale`` (floating point only), or with zeros."""
 
-def scale(buffer: npt.NDArray[Any], dtype: str, factor: float) -> None: ...
+    def unpack(self) -> None:
+        """Copy every slot back to its address."""
+
+def scale(buffer: npt.NDArray[Any], dtype: str, factor: float) -> None:
+    """Multiply in place."""
+
 def reduce_shards(
     shards: Iterable[npt.NDArray[Any]],
     out: npt.NDArray[Any],
     dtype: str,
     op: str,
     divisor: float = 1.0,
-) -> None: ...
+) -> None:
+    """Combine contributions in their order (sum, min, max or product) and divide the result.
+
+    float16 and bfloat16, given as 2-byte arrays, are combined and divided in float32, then rounded
+    once to nearest even. Integers wrap around, but a sum that is divided is taken in 64 bits and
+    rounded towards zero. ``out`` is the memory of one shard, or overlaps none.
+    """
 
 class Transfer:
+    """Some messages, perhaps a reduction of what has arrived, and perhaps more messages."""
+
     @property
     def done(self) -> bool: ...
 

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from wfbp.comm.backend import Backend, Buffer
-from wfbp.comm.chunking import split
+from wfbp.comm.backend import Backend, Buffer, split
 from wfbp.comm.waiting import Waiter, wait
 from wfbp.core.types import Op, Operation
 

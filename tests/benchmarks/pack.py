@@ -20,11 +20,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from wfbp import _pack_numpy, native
+from wfbp import native
 from wfbp.core.plan import layout
 
 ROUND_S = 1e-3
@@ -102,18 +101,15 @@ def contestants(mix: Mix) -> dict[str, Callable[[], object]]:
         for slot, tensor in zip(slots, sources, strict=True):
             np.copyto(slot, tensor)
 
-    def table(kind: type[native.PackTable]) -> native.PackTable:
-        filled = kind(destination, offsets, mix.sizes, "float32")
+    def table() -> native.PackTable:
+        filled = native.PackTable(destination, offsets, mix.sizes, "float32")
         filled.pointers[:] = [tensor.ctypes.data for tensor in sources]
         return filled
 
-    fallback: Any = _pack_numpy.PackTable
     ways: dict[str, Callable[[], object]] = {
         "numpy.copyto per tensor": per_tensor,
-        "wfbp, without extension": table(fallback).pack,
+        "wfbp": table().pack,
     }
-    if native.AVAILABLE:
-        ways["wfbp"] = table(native.PackTable).pack
     per_tensor()
     expected = destination.copy()
     for name, way in ways.items():
@@ -121,9 +117,8 @@ def contestants(mix: Mix) -> dict[str, Callable[[], object]]:
         way()
         if not np.array_equal(destination, expected):
             raise RuntimeError(f"{name} packed something else than numpy.copyto did")
-    if native.AVAILABLE:
-        packed = table(native.PackTable)
-        ways["wfbp, scaled by 0.5"] = lambda: packed.pack(0.5)
+    packed = table()
+    ways["wfbp, scaled by 0.5"] = lambda: packed.pack(0.5)
     return {MEMCPY: memcpy, **ways}
 
 

@@ -17,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.contract.checks import CHECKS, LARGEST
+from tests.support.python_transfers import PythonTransfers
 from wfbp.comm.chunking import Chunking
 from wfbp.comm.mpi.backend import MpiBackend
-from wfbp.comm.mpi.transfers import PythonTransfers
 
 WAYS = (None, Chunking(direct_ranks=0))
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from tests.contract.checks import CHECKS, LARGEST
-from wfbp.comm.local import LocalWorld
+from tests.support.local import LocalWorld
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from tests.support.launcher import Run
+from tests.support.local import LocalWorld
 from wfbp.comm.device.nccl import NcclBackend
-from wfbp.comm.local import LocalWorld
 from wfbp.comm.waiting import wait
 from wfbp.core.types import Op
 from wfbp.cuda.cupy_device import CupyDevice

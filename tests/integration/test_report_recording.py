@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from wfbp.comm.local import LocalWorld
+from tests.support.local import LocalWorld
 from wfbp.config import Config
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan

@@ -8,10 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 import wfbp
-from wfbp import native
 
 wfbp.init()
-assert native.AVAILABLE, native.MISSING
 mean = wfbp.allreduce(np.full(5, wfbp.rank() + 1.0))
 assert mean.tolist() == [(wfbp.size() + 1) / 2] * 5, mean
 reducer = wfbp.GradientReducer([("w", np.zeros(1000, np.float32)), ("b", np.zeros(3, np.float32))])

@@ -11,25 +11,6 @@ from tests.support import launcher
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(250)]
 
-INIT = """
-import sys
-sys.modules["wfbp._native"] = None
-import wfbp
-from wfbp import native
-assert not native.AVAILABLE
-wfbp.init()
-wfbp.barrier()
-"""
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_missing_extension_is_told_once(ranks: int) -> None:
-    run = launcher.mpirun(ranks, "-c", INIT, timeout=100)
-    assert run.rc == 0, run
-    assert run.stderr.count("packing goes through NumPy") == 1, run
-    assert "`pip install -e .` there (with -v, it says what fails)" in run.stderr
-
-
 ABSENT = """
 import os, subprocess, sys, time
 rank = os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))

@@ -6,9 +6,9 @@ import threading
 from typing import Any
 
 from tests.support.fake_nccl import FakeNccl
+from tests.support.local import LocalWorld
 from tests.support.software_device import SoftwareDevice
 from wfbp.comm.backend import Backend
-from wfbp.comm.local import LocalWorld
 
 
 class Devices:

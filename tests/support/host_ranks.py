@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tests.support.python_transfers import PythonTransfers
 from wfbp.comm.chunking import Chunking
 from wfbp.comm.mpi.jobs import Channel, ProgressGroup
 from wfbp.comm.mpi.shm_allreduce import SharedAllReduce
 from wfbp.comm.mpi.shm_memory import SharedMemory
-from wfbp.comm.mpi.transfers import PythonTransfers
 
 T = TypeVar("T")
 WINDOW = Chunking(window_bytes=4096, small_bytes=64)

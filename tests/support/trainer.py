@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from wfbp.comm.buffers import storage_dtype
+from wfbp.comm.backend import storage_dtype
 from wfbp.core.types import TensorSpec
 from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.engine.engine import Engine

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import wfbp
-from wfbp.comm.local import LocalWorld
+from tests.support.local import LocalWorld
 from wfbp.config import Config
 from wfbp.errors import NotInitializedError
 
@@ -41,7 +41,7 @@ def test_importing_loads_nothing_heavy() -> None:
 def test_arrays_do_not_load_torch() -> None:
     program = """
 import numpy as np, wfbp
-from wfbp.comm.local import LocalWorld
+from tests.support.local import LocalWorld
 wfbp.init(backend=LocalWorld(1).backend(0))
 wfbp.allreduce(np.ones(2)); wfbp.broadcast(np.ones(2), 0); wfbp.allgather(np.ones(2))
 wfbp.broadcast_parameters({"a": np.ones(2)}); wfbp.GradientReducer([("a", np.ones(2))])

@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -166,18 +167,16 @@ def _folder(name: str) -> Path | None:
 
 
 def _extension() -> Findings:
-    from wfbp import native
-
-    if native.AVAILABLE:
-        yield Status.OK, "wfbp._native is built: packing and messages without the interpreter", ""
+    if find_spec("wfbp._native") is not None:
+        yield Status.OK, "the C++ extension wfbp._native is built", ""
         return
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     first = "" if compiler else "install a C++17 compiler (Debian: g++), then "
-    sources = Path(native.__file__).resolve().parents[1]
+    sources = Path(__file__).resolve().parents[2]
     what = f"-e {sources}" if (sources / "setup.py").exists() else "--force-reinstall wfbp"
     yield (
         Status.PROBLEM,
-        "wfbp._native is not built: packing goes through NumPy, messages through mpi4py; slower",
+        "the C++ extension wfbp._native, which wfbp needs, is not built",
         f"{first}pip install -v --no-deps {what}",
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from wfbp.comm.backend import split
+
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
@@ -66,15 +68,6 @@ def scatters_directly(num_ranks: int, ranks_per_host: int) -> bool:
     (True, False, True)
     """
     return ranks_per_host <= 2 or num_ranks & (num_ranks - 1) != 0
-
-
-def split(total: int, parts: int) -> list[tuple[int, int]]:
-    """Start and end of ``parts`` consecutive ranges over ``total`` whose lengths differ by <= 1.
-
-    >>> split(10, 3)
-    [(0, 3), (3, 6), (6, 10)]
-    """
-    return [(total * i // parts, total * (i + 1) // parts) for i in range(parts)]
 
 
 def chunks(numel: int, item_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:

@@ -21,8 +21,20 @@ from typing import Any
 
 import numpy as np
 
-from wfbp.comm.backend import Buffer, Finished, HostBackend, Mailbox, Segment, T, Work
-from wfbp.comm.buffers import blocks, combine, fill, fill_blocks, typed
+from wfbp.comm.backend import (
+    Buffer,
+    Finished,
+    HostBackend,
+    Mailbox,
+    Segment,
+    T,
+    Work,
+    blocks,
+    combine,
+    fill,
+    fill_blocks,
+    typed,
+)
 from wfbp.core.types import Op, Operation
 from wfbp.errors import PeerError
 

@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from wfbp.comm.backend import Backend, Buffer, Work
-from wfbp.comm.chunking import split
+from wfbp.comm.backend import Backend, Buffer, Work, split
 from wfbp.comm.waiting import Check, Waiter, wait
 from wfbp.core.types import Op, Operation
 
@@ -90,8 +89,8 @@ def measure_cost(
         (bytes, seconds) by increasing size; the same on every rank.
 
     Example:
-        >>> from wfbp.comm.local import LocalWorld
-        >>> [size for size, _ in measure_cost(LocalWorld(1).backend(0), 64)]
+        >>> from wfbp.comm.emulated import EmulatedLink
+        >>> [size for size, _ in measure_cost(EmulatedLink(lambda nbytes: 0.0, size=1), 64)]
         [4, 16, 64]
     """
     await_work = partial(wait, waiter=waiter or Waiter.watching(backend), check=check)

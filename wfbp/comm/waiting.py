@@ -215,8 +215,8 @@ def wait(
         BackendError: the library below failed.
 
     Example:
-        >>> from wfbp.comm.local import LocalWorld
-        >>> wait(LocalWorld(1).backend(0).all_gather_bytes(b"me"))
+        >>> from wfbp.comm.emulated import EmulatedLink
+        >>> wait(EmulatedLink(lambda nbytes: 0.0, size=1).all_gather_bytes(b"me"))
         [b'me']
     """
     waiter = waiter or Waiter(activity=lambda: work.activity)

@@ -19,7 +19,6 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from wfbp import native
 from wfbp.comm.backend import Backend
 from wfbp.comm.mpi.start_notice import under_launcher
 from wfbp.config import Config, read_environment, unknown_variables
@@ -94,8 +93,6 @@ def start(
     unknown = unknown_variables()
     if unknown and backend.local_rank == 0:
         logging.getLogger("wfbp").warning("%s", unknown)
-    if native.MISSING and backend.local_rank == 0:
-        logging.getLogger("wfbp").warning("%s", native.MISSING)
     runtime = Runtime(backend, config)
     try:
         check_settings(runtime, problem)

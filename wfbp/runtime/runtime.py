@@ -85,8 +85,8 @@ class Runtime:
         where: this rank in messages ("rank 1 of 4").
 
     Example:
-        >>> from wfbp.comm.local import LocalWorld
-        >>> runtime = Runtime(LocalWorld(1).backend(0), Config())
+        >>> from wfbp.comm.emulated import EmulatedLink
+        >>> runtime = Runtime(EmulatedLink(lambda nbytes: 0.0, size=1), Config())
         >>> runtime.exchange(b"me", "greeting")
         [b'me']
         >>> runtime.shutdown()

@@ -17,8 +17,7 @@ from typing import Any, overload
 
 import torch
 
-from wfbp.comm.backend import Buffer
-from wfbp.comm.buffers import word_dtype
+from wfbp.comm.backend import Buffer, word_dtype
 from wfbp.comm.device.device import Device
 from wfbp.core.types import Op
 from wfbp.runtime import process

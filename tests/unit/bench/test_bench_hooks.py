@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 import wfbp
-from wfbp.comm.local import LocalWorld
+from tests.support.local import LocalWorld
 from wfbp.config import Config
 
 hooks = pytest.importorskip("tests.benchmarks.hooks")

@@ -197,7 +197,7 @@ def test_a_setting_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_extension_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wfbp.native.AVAILABLE", False)
+    monkeypatch.setattr("wfbp.cli.doctor.find_spec", lambda _: None)
     (told,) = problems(doctor._extension)
     assert f"pip install -v --no-deps -e {ROOT}" in told
 

@@ -11,10 +11,10 @@ import pytest
 
 from tests.support.cli_runs import TRACES, answer, assert_refused, wfbp
 from tests.support.launcher import Run
+from tests.support.local import LocalWorld
 from wfbp.cli.probe import Curve, measure
 from wfbp.cli.terminal_plot import Series, scatter
 from wfbp.comm.emulated import EmulatedLink
-from wfbp.comm.local import LocalWorld
 from wfbp.comm.probe import measure_cost, probe_sizes
 from wfbp.comm.waiting import Waiter
 from wfbp.core.cost import Costs, LinearCost, PiecewiseCost

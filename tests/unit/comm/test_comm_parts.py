@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.contract.checks import HALVES, INTEGERS, contribution, expected
-from wfbp.comm.buffers import blocks, combine, divide, typed
-from wfbp.comm.chunking import Chunking, chunks, split
+from tests.support.python_transfers import PythonTransfers
+from wfbp.comm.backend import blocks, combine, divide, split, typed
+from wfbp.comm.chunking import Chunking, chunks
 from wfbp.comm.mpi.jobs import Channel, Job, MpiWork, ProgressGroup
-from wfbp.comm.mpi.transfers import PythonTransfers
 from wfbp.core.types import ITEM_BYTES, Op
 from wfbp.errors import BackendError
 

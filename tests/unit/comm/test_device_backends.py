@@ -15,6 +15,7 @@ import pytest
 from tests.contract.checks import CHECKS
 from tests.support.devices import Devices
 from tests.support.fake_nccl import FakeNccl
+from tests.support.local import LocalWorld
 from tests.support.software_device import SoftwareDevice
 from wfbp.comm.backend import Buffer
 from wfbp.comm.device import connection, nccl
@@ -23,7 +24,6 @@ from wfbp.comm.device.connection import connect, nccl_obstacle
 from wfbp.comm.device.nccl import NcclBackend
 from wfbp.comm.device.nccl_library import loaded_libraries
 from wfbp.comm.device.staged import StagedBackend
-from wfbp.comm.local import LocalWorld
 from wfbp.comm.waiting import wait
 from wfbp.core.types import ITEM_BYTES, Op
 from wfbp.errors import BackendError, StallError

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from tests.support.local import LocalWorld
 from wfbp.comm.backend import Buffer
 from wfbp.comm.device.backend import DeviceWork
 from wfbp.comm.device.launch_order import LaunchOrder
-from wfbp.comm.local import LocalWorld
 
 
 class Launched(DeviceWork):

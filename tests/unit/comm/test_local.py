@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.local import LocalWorld
 from wfbp.comm.backend import Backend, Work
-from wfbp.comm.local import LocalWorld
 from wfbp.comm.waiting import wait
 from wfbp.core.types import Op
 from wfbp.errors import BackendError, PeerError

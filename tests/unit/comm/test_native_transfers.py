@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import re
 import struct
 import subprocess
 import sys
@@ -26,9 +25,8 @@ from hypothesis import strategies as st
 from tests.support.fake_mpi import IN_STATUS, STATUS_BYTES, TRUNCATED, UNDEFINED, FakeError, FakeMpi
 from wfbp import native
 from wfbp.comm.mpi import transfers
-from wfbp.comm.mpi.transfers import NativeTransfers, PythonTransfers, find_transfers
-
-pytestmark = pytest.mark.skipif(not native.AVAILABLE, reason="the C++ extension is not built")
+from wfbp.comm.mpi.transfers import NativeTransfers, find_transfers
+from wfbp.errors import BackendError
 
 Array = npt.NDArray[Any]
 
@@ -357,11 +355,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Any:
     return library
 
 
-def test_a_library_is_used_where_it_has_all_that_is_needed(
-    library: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_library_is_used_that_has_all_that_is_needed(library: Any) -> None:
     assert isinstance(find_transfers(library), NativeTransfers)
-    assert not caplog.records
 
 
 def _no_functions(library: Any) -> None:
@@ -400,20 +395,7 @@ def _fatal(library: Any) -> None:
         (_fatal, "COMM_SELF"),
     ],
 )
-def test_elsewhere_messages_go_through_python_which_is_told(
-    library: Any, caplog: pytest.LogCaptureFixture, spoil: Callable[[Any], None], told: str
-) -> None:
+def test_another_library_is_refused(library: Any, spoil: Callable[[Any], None], told: str) -> None:
     spoil(library)
-    for tells in (True, False):
-        assert isinstance(find_transfers(library, tells), PythonTransfers)
-    (record,) = caplog.records
-    assert re.search(told, record.getMessage())
-    assert "through Python, which is slower" in record.getMessage()
-
-
-def test_without_the_extension_nothing_more_is_told(
-    library: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(native, "Transfers", None)
-    assert isinstance(find_transfers(library), PythonTransfers)
-    assert not caplog.records
+    with pytest.raises(BackendError, match=f"cannot be called directly.*{told}"):
+        find_transfers(library)

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.host_ranks import WINDOW, channel, connected
+from tests.support.python_transfers import PythonTransfers
 from wfbp.comm.backend import Buffer, Segment
 from wfbp.comm.mpi.jobs import MpiWork, ProgressGroup
 from wfbp.comm.mpi.shm_allreduce import SharedAllReduce, SharedReduceJob
 from wfbp.comm.mpi.shm_memory import HEADER_BYTES, SharedMemory
-from wfbp.comm.mpi.transfers import PythonTransfers
 from wfbp.core.types import Op
 from wfbp.errors import BackendError
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.local import LocalBackend, LocalWorld
 from wfbp.comm.backend import Finished, Work
-from wfbp.comm.local import LocalBackend, LocalWorld
 from wfbp.comm.waiting import PATIENCE, Policy, Waiter, sharp_naps, wait
 from wfbp.errors import StallError
 

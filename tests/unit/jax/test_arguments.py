@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 import wfbp.jax as wfbp
-from wfbp.comm.local import LocalWorld
+from tests.support.local import LocalWorld
 from wfbp.config import Config
 from wfbp.errors import NotInitializedError
 from wfbp.jax.gradients import argument_numbers

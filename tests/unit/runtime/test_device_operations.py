@@ -21,8 +21,7 @@ from tests.support.devices import Devices
 from tests.support.ranks import all_well, limit_waits, run_ranks
 from tests.support.software_device import SoftwareDevice
 from tests.support.trainer import make_specs
-from wfbp.comm.backend import Buffer
-from wfbp.comm.buffers import word_dtype
+from wfbp.comm.backend import Buffer, word_dtype
 from wfbp.comm.device.device import Device
 from wfbp.config import Config
 from wfbp.core.types import Op

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wfbp.comm.backend import Buffer
-from wfbp.comm.buffers import storage_dtype
-from wfbp.comm.local import LocalWorld
+from tests.support.local import LocalWorld
+from wfbp.comm.backend import Buffer, storage_dtype
 from wfbp.core.plan import ALIGNMENT_BYTES, Group, Plan
 from wfbp.core.types import Op, TensorSpec
 from wfbp.runtime.step import Step

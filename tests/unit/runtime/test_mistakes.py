@@ -13,7 +13,7 @@ import torch
 
 import wfbp
 import wfbp.torch
-from wfbp.comm.local import LocalWorld
+from tests.support.local import LocalWorld
 from wfbp.config import Config
 
 

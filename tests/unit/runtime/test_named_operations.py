@@ -17,10 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.local import LocalBackend, LocalWorld
 from tests.support.ranks import QUICK, all_well, run_ranks
-from wfbp.comm.backend import Buffer, Mailbox
-from wfbp.comm.buffers import word_dtype
-from wfbp.comm.local import LocalBackend, LocalWorld
+from wfbp.comm.backend import Buffer, Mailbox, word_dtype
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError
 from wfbp.runtime.collectives.arithmetic import ITEM, adasum, scale

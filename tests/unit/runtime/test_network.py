@@ -9,9 +9,9 @@ from unittest.mock import Mock
 
 import pytest
 
+from tests.support.local import LocalBackend, LocalWorld
 from wfbp.comm.backend import Backend, Work
 from wfbp.comm.device.backend import DeviceBackend
-from wfbp.comm.local import LocalBackend, LocalWorld
 from wfbp.comm.waiting import wait
 from wfbp.core.cost import Costs
 from wfbp.core.types import Operation

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import wfbp
+from tests.support.local import LocalWorld
 from tests.support.ranks import all_well, run_ranks
-from wfbp.comm.local import LocalWorld
 from wfbp.config import Config
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, NotInitializedError, PeerError

@@ -6,10 +6,10 @@ import logging
 
 import pytest
 
+from tests.support.local import LocalWorld
 from tests.unit.runtime.test_network import Known
 from wfbp.comm import probe
 from wfbp.comm.emulated import EmulatedLink
-from wfbp.comm.local import LocalWorld
 from wfbp.comm.probe import measure_cost, probe_sizes
 from wfbp.core.cost import LinearCost
 

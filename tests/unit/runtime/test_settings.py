@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.local import LocalBackend
 from tests.support.ranks import QUICK, all_well, run_ranks
 from wfbp.comm.backend import Backend, Buffer, Work
-from wfbp.comm.local import LocalBackend
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, PeerError, StallError, WfbpError
 from wfbp.runtime import uncaught

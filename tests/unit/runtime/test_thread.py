@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.local import LocalWorld
 from wfbp.comm.backend import Backend, Finished, Work
-from wfbp.comm.local import LocalWorld
 from wfbp.config import Config
 from wfbp.errors import (
     BackendError,

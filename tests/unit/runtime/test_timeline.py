@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 import wfbp
+from tests.support.local import LocalWorld
 from tests.support.ranks import all_well, run_ranks
 from tests.support.trace_events import check
 from tests.support.trainer import Trainer, make_specs
-from wfbp.comm.local import LocalWorld
 from wfbp.config import Config
 from wfbp.core.plan import Group, Plan
 from wfbp.core.types import TensorSpec

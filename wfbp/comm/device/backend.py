@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from wfbp.comm.backend import Backend, Buffer, Work
-from wfbp.comm.buffers import check_counts
+from wfbp.comm.backend import Backend, Buffer, Work, check_counts
 from wfbp.comm.device.device import Device, Event
 from wfbp.core.types import Op, item_bytes
 

@@ -6,7 +6,7 @@ waits for its peers within the first call of each algorithm. A program that want
 ``NCCL_RUNTIME_CONNECT=1``.
 Each backend has a communicator of its own, whose id travels over the host backend, or which is
 split from another one and shares its resources. What NCCL does not define as
-:mod:`wfbp.comm.buffers` does (NaN in minima and maxima, averages of integers) goes through the
+:mod:`wfbp.comm.backend` does (NaN in minima and maxima, averages of integers) goes through the
 host; gradients never need it.
 
     equal blocks      reduce-scatter and all-gather are NCCL's own, in place
@@ -31,8 +31,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from wfbp.comm.backend import Backend, Buffer, Work
-from wfbp.comm.buffers import INTEGER
+from wfbp.comm.backend import INTEGER, Backend, Buffer, Work
 from wfbp.comm.device.backend import Blocks, DeviceBackend, DeviceWork
 from wfbp.comm.device.device import Device, Event
 from wfbp.comm.device.staged import StagedBackend
@@ -334,7 +333,7 @@ def _splits(nccl: Any) -> bool:
 
 
 def defines(dtype: str, op: Op) -> bool:
-    """Whether NCCL combines elements of a type as :mod:`wfbp.comm.buffers` says.
+    """Whether NCCL combines elements of a type as :mod:`wfbp.comm.backend` says.
 
     Args:
         dtype: a key of :data:`DTYPES`.

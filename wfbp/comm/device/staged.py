@@ -9,8 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from wfbp.comm.backend import Backend, Buffer, Work
-from wfbp.comm.chunking import split
+from wfbp.comm.backend import Backend, Buffer, Work, split
 from wfbp.comm.device.backend import Blocks, DeviceBackend, DeviceWork
 from wfbp.comm.device.device import Device, Event
 from wfbp.core.types import Op, item_bytes

@@ -6,8 +6,19 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from wfbp.comm.backend import Buffer, Finished, HostBackend, Mailbox, Segment, Work
-from wfbp.comm.buffers import Pieces, blocks, fill, fill_blocks, typed
+from wfbp.comm.backend import (
+    Buffer,
+    Finished,
+    HostBackend,
+    Mailbox,
+    Pieces,
+    Segment,
+    Work,
+    blocks,
+    fill,
+    fill_blocks,
+    typed,
+)
 from wfbp.comm.chunking import Chunking, chunks
 from wfbp.comm.mpi.jobs import BytesGather, Channel, Job, LibraryCollective, MpiWork, ProgressGroup
 from wfbp.comm.mpi.launch_check import check_launch
@@ -189,7 +200,7 @@ class MpiBackend(HostBackend):
         self.library = mpi.Get_library_version().strip("\0").splitlines()[0].strip()
         self._is_original = _original is None
         self._progress_group: ProgressGroup = (
-            ProgressGroup(find_transfers(mpi, tells=self.local_rank == 0), self._who)
+            ProgressGroup(find_transfers(mpi), self._who)
             if _original is None
             else _original._progress_group
         )

@@ -323,7 +323,7 @@ class DirectReduce(TransferJob):
 
     Args:
         sequence: number of the job on its channel, the same on every rank.
-        shards: this rank's contribution to each rank's shard, in pieces as ``buffers.typed``
+        shards: this rank's contribution to each rank's shard, in pieces as ``backend.typed``
             gives them; cut in the same places on every rank.
         results: where the combined shards go, one per rank; may be the contributions. Without
             ``gather`` only this rank's is used.

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from wfbp.comm.backend import Buffer
-from wfbp.comm.buffers import HALF, INTEGER, Pieces, divide
-from wfbp.comm.chunking import NETWORK, Chunking, chunks, scatters_directly, split, within_host
+from wfbp.comm.backend import HALF, INTEGER, Buffer, Pieces, divide, split
+from wfbp.comm.chunking import NETWORK, Chunking, chunks, scatters_directly, within_host
 from wfbp.comm.mpi.jobs import (
     DirectGather,
     DirectReduce,

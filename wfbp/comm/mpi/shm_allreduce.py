@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wfbp.comm.backend import Buffer, Segment
-from wfbp.comm.buffers import combine, typed
-from wfbp.comm.chunking import Chunking, chunks, split
+from wfbp.comm.backend import Buffer, Segment, combine, split, typed
+from wfbp.comm.chunking import Chunking, chunks
 from wfbp.comm.mpi.jobs import Job, ProgressGroup
 from wfbp.comm.mpi.shm_memory import HEADER_BYTES, SharedMemory
 from wfbp.core.types import Op

@@ -1,27 +1,21 @@
 """Messages under way, tested together, and what follows once they are complete.
 
 A transfer is some messages, perhaps a reduction of what has arrived, and perhaps more messages
-behind it. Where the C++ extension is installed and the library's functions can be found
-(:class:`NativeTransfers`), all of that happens in one call without the interpreter: a training
-thread that holds it is neither waited for nor held up. Elsewhere :class:`PythonTransfers` does the
-same. What crosses the network is the same; ranks may mix.
+after it. All of that happens in one call of the C++ extension without the interpreter: a training
+thread that holds it is neither waited for nor held up.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
 import sys
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import numpy as np
-
 from wfbp import native
-from wfbp.comm.backend import Buffer
-from wfbp.comm.buffers import combine, reduction
+from wfbp.comm.backend import Buffer, reduction
 from wfbp.core.types import Op
+from wfbp.errors import BackendError
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -75,23 +69,17 @@ class Transfers(Protocol):
         have passed; returns how many messages have ended."""
 
 
-def find_transfers(mpi: ModuleType, tells: bool = True) -> Transfers:
-    """Native transfers where the extension and the library allow it, else those in Python.
+def find_transfers(mpi: ModuleType) -> NativeTransfers:
+    """Transfers that call the functions of the MPI library that mpi4py has loaded.
 
-    ``tells``: log it where only the library prevents native ones.
+    Raises ``BackendError`` if that cannot be done.
     """
-    if native.Transfers is None:
-        return PythonTransfers()  # the reason has been logged
     try:
         return NativeTransfers(mpi, native.Transfers(**_functions(mpi)))
     except (OSError, AttributeError, ValueError) as error:
-        if tells:
-            logging.getLogger("wfbp").warning(
-                "the functions of the MPI library cannot be called directly (%s): messages go "
-                "through Python, which is slower",
-                error,
-            )
-        return PythonTransfers()
+        raise BackendError(
+            f"the functions of the MPI library cannot be called directly, which wfbp needs: {error}"
+        ) from error
 
 
 class NativeTransfers:
@@ -118,81 +106,6 @@ class NativeTransfers:
         return self._extension.begin(
             handle, tag, messages, reduced.dtype, op, divisor, reduced.pieces, then
         )
-
-
-class PythonTransfers:
-    """Transfers by mpi4py."""
-
-    def __init__(self) -> None:
-        self._under_way: list[_Transfer] = []
-
-    def begin(
-        self,
-        comm: MPI.Comm,
-        tag: int,
-        messages: Sequence[Message],
-        reduced: Reduction | None = None,
-        then: Sequence[Message] = (),
-    ) -> Transfer:
-        transfer = _Transfer(comm, tag, reduced, then)
-        self._under_way.append(transfer)
-        transfer.start(messages, tag)
-        self._move(transfer)
-        return transfer
-
-    def progress(self) -> int:
-        return sum(self._move(transfer) for transfer in [*self._under_way])
-
-    def rest(self, nap_s: float, most_s: float) -> int:
-        end_s = time.perf_counter() + most_s
-        before = len(self._under_way)
-        ended = 0
-        while True:
-            time.sleep(nap_s)
-            ended += self.progress()
-            if len(self._under_way) < max(1, before) or time.perf_counter() >= end_s:
-                return ended
-
-    def _move(self, transfer: _Transfer) -> int:
-        ended = transfer.move()
-        if transfer.done:
-            self._under_way.remove(transfer)
-        return ended
-
-
-class _Transfer:
-    def __init__(
-        self, comm: MPI.Comm, tag: int, reduced: Reduction | None, then: Sequence[Message]
-    ) -> None:
-        self._comm = comm
-        self._tag = tag
-        self._reduced = reduced
-        self._then: Sequence[Message] | None = then
-        self._pending: list[MPI.Request] = []
-        self.done = False
-
-    def start(self, messages: Sequence[Message], tag: int) -> None:
-        for data, peer, incoming in messages:
-            begin = self._comm.Irecv if incoming else self._comm.Isend
-            self._pending.append(begin(data.view(np.uint8), peer, tag))
-        self._pending.reverse()  # looked at from the end
-
-    def move(self) -> int:
-        """How many messages have ended."""
-        ended = 0
-        while self._pending:
-            if not self._pending[-1].Test():
-                return ended
-            self._pending.pop()
-            ended += 1
-        then, self._then = self._then, None
-        if then is not None:
-            if self._reduced is not None:
-                for contributions, result in self._reduced.pieces:
-                    combine(contributions, result, self._reduced.dtype, self._reduced.op)
-            self.start(then, self._tag + 1)
-        self.done = not self._pending
-        return ended
 
 
 def _functions(mpi: ModuleType) -> dict[str, Any]:

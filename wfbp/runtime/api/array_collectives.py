@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from wfbp.comm.backend import Buffer
-from wfbp.comm.buffers import HALF, word_dtype
+from wfbp.comm.backend import HALF, Buffer, word_dtype
 from wfbp.runtime.collectives import calls
 from wfbp.runtime.collectives.arithmetic import ITEM
 from wfbp.runtime.collectives.calls import Operand

@@ -36,8 +36,7 @@ from itertools import accumulate, zip_longest
 
 import numpy as np
 
-from wfbp.comm.backend import Buffer, HostBackend
-from wfbp.comm.buffers import INTEGER, word_dtype
+from wfbp.comm.backend import INTEGER, Buffer, HostBackend, word_dtype
 from wfbp.comm.device.backend import DeviceBackend, DeviceWork
 from wfbp.comm.device.device import Device, Event
 from wfbp.comm.device.launch_order import LaunchOrder

@@ -21,8 +21,7 @@ from functools import partial
 
 import numpy as np
 
-from wfbp.comm.backend import Backend, Finished, HostBackend, Mailbox, Work
-from wfbp.comm.buffers import word_dtype
+from wfbp.comm.backend import Backend, Finished, HostBackend, Mailbox, Work, word_dtype
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime.collectives.arithmetic import (

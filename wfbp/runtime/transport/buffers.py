@@ -19,10 +19,8 @@ from operator import itemgetter
 import numpy as np
 
 from wfbp import native
-from wfbp.comm.backend import Backend, Buffer, Segment, Work
-from wfbp.comm.buffers import storage_dtype
+from wfbp.comm.backend import Backend, Buffer, Segment, Work, storage_dtype, zeroed
 from wfbp.comm.device.device import SlotTable
-from wfbp.comm.pages import zeroed
 from wfbp.core.plan import Plan, aligned, layout
 from wfbp.core.types import Op, TensorSpec, item_bytes
 from wfbp.runtime.step import GatherRequest, Step

@@ -1,7 +1,6 @@
-"""What ``csrc/pack.cc`` does, in NumPy, for installations without a C++ compiler.
+"""The reference for ``csrc/pack.cc``, in NumPy; ``wfbp/_native.pyi`` describes each function.
 
-The results are the same bit for bit (a NaN is a NaN, whatever its payload); packing is several
-times slower for many small tensors. See :mod:`wfbp.native` for what each function means.
+The results are the same bit for bit (a NaN is a NaN, whatever its payload).
 """
 
 from __future__ import annotations
