@@ -17,7 +17,7 @@ import click
 from wfbp.cli.inputs import FiniteRange, IntegerRange
 from wfbp.config import Config
 from wfbp.errors import BackendError
-from wfbp.launcher.commands import Command, Job, mpirun_command, rank_program, slurm_command
+from wfbp.launcher.commands import LaunchSpec, mpirun_command, rank_program, slurm_command
 from wfbp.launcher.hosts import (
     MPI_HOSTFILE,
     Allocation,
@@ -109,9 +109,9 @@ def command(
 
     Finds the MPI library that this Python uses and passes its mpirun what it needs: hosts (-H, a
     hostfile, or the allocation of Slurm, PBS, LSF or Grid Engine), the environment, and leave to
-    run as root or with more ranks than cores. A file that ends in .py, or a module behind -m, is
-    run by this Python. The process becomes mpirun: signals reach the job, and its exit status is
-    the job's.
+    run as root or with more ranks than cores. This Python runs a file that ends in .py, or the
+    module of -m. The process becomes mpirun: signals reach the job, and its exit status is the
+    job's.
     """
     if hosts and hostfile:
         raise click.UsageError("--hosts and --hostfile both name hosts; give one of them")
@@ -126,9 +126,15 @@ def command(
     if launcher == "srun" and (granted is None or granted.system != "Slurm"):
         raise click.UsageError("--launcher srun needs an allocation of Slurm (salloc, sbatch)")
     if module:
-        program = _of_module(program)
-    settings = _rank_settings(bind, gpu, output)
-    job = Job(
+        if program[0].endswith(".py") or os.sep in program[0]:
+            raise click.UsageError(
+                f"-m {program[0]}: expected the name of a module; run a file without -m"
+            )
+        program = ["python", "-m", *program]
+    settings = ["--cores"] if bind and hasattr(os, "sched_setaffinity") else []
+    settings += ["--gpu"] if gpu else []
+    settings += ["--output", os.path.abspath(output)] if output else []
+    spec = LaunchSpec(
         num_ranks,
         tuple(rank_program(program, settings)),
         where,
@@ -139,36 +145,33 @@ def command(
         tuple(options),
     )
     if launcher == "srun":
-        started = slurm_command(job, find_library()[0])
+        words, own = slurm_command(spec, find_library()[0])
     else:
-        started = mpirun_command(job, find_mpi(mpirun=mpirun), environment, os.geteuid() == 0)
+        words, own = mpirun_command(spec, find_mpi(mpirun=mpirun), environment, os.geteuid() == 0)
     if dry_run:
-        click.echo(_shown(started))
+        shown = [f"{name}={shlex.quote(value)}" for name, value in own.items()]
+        click.echo(" ".join([*shown, shlex.join(words)]))
         return
-    _check_settings(environment | dict(job.variables))
-    if check and interface and (not job.hosts or any(h.is_local for h in job.placed())):
-        _check_interface(interface)
-    if check and launcher == "mpirun":
-        _check_hosts(job.placed(), granted, remote_shell or "ssh", wait_s)
-    if check and not job.is_remote:
-        _check_program(program, (environment | dict(job.variables)).get("PATH"))
-        if output:
-            _check_output(output)
-    _become(started, environment)
-
-
-def _rank_settings(bind: bool, gpu: bool, output: str | None) -> list[str]:
-    settings = ["--cores"] if bind and hasattr(os, "sched_setaffinity") else []
-    settings += ["--gpu"] if gpu else []
-    return settings + (["--output", os.path.abspath(output)] if output else [])
-
-
-def _of_module(program: Sequence[str]) -> list[str]:
-    """The command that runs a module, the first of these words."""
-    name = program[0]
-    if name.endswith(".py") or os.sep in name:
-        raise click.UsageError(f"-m {name}: expected the name of a module; run a file without -m")
-    return ["python", "-m", *program]
+    environment |= spec.variables
+    try:
+        Config.from_environment(environment)  # one message, instead of one from every rank
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    if check:
+        if interface and (not where or any(host.is_local for host in spec.placed())):
+            _check_interface(interface)
+        if launcher == "mpirun":
+            _check_hosts(spec.placed(), granted, remote_shell or "ssh", wait_s)
+        if not spec.is_remote:
+            _check_program(program, environment.get("PATH"))
+            if output:
+                _check_output(output)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvpe(words[0], list(words), environment | own)
+    except OSError as error:
+        raise BackendError(f"{words[0]} cannot be started: {error.strerror or error}") from None
 
 
 def _variables(texts: Sequence[str], environment: dict[str, str]) -> dict[str, str]:
@@ -184,33 +187,24 @@ def _variables(texts: Sequence[str], environment: dict[str, str]) -> dict[str, s
     return variables
 
 
-def _check_settings(environment: dict[str, str]) -> None:
-    """Raise ``click.UsageError`` if a setting cannot be read, before every rank complains."""
-    try:
-        Config.from_environment(environment)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
-
-
 def _check_program(program: Sequence[str], path: str | None) -> None:
-    """Raise ``click.UsageError`` if a program that is to run here cannot, before every rank
-    complains."""
+    """Raise ``click.UsageError`` if a program cannot run here, before every rank complains."""
     words = list(program)
-    if words[0] in ("python", "python3"):
+    name = words[0]
+    if name in ("python", "python3"):
         words = words[1:2]
-    elif not words[0].endswith(".py") and shutil.which(words[0], path=path) is None:
-        raise click.UsageError(f"cannot start {words[0]}: {_why_not(words[0])}")
+    elif not name.endswith(".py") and shutil.which(name, path=path) is None:
+        reason = "it may not be executed; for a file of Python, put python before it"
+        if os.sep not in name:
+            reason = "no folder of PATH has it; name a program, its path, or a file that ends in "
+            reason += ".py"
+        elif not os.path.exists(name):
+            reason = "there is no such file"
+        elif os.path.isdir(name):
+            reason = "it is a directory"
+        raise click.UsageError(f"cannot start {name}: {reason}")
     if words and words[0].endswith(".py") and not os.path.exists(words[0]):
         raise click.UsageError(f"{words[0]}: no such file in {os.getcwd()}")
-
-
-def _why_not(program: str) -> str:
-    """Why the system does not start a program, and what to do."""
-    if os.sep not in program:
-        return "no folder of PATH has it; name a program, its path, or a file that ends in .py"
-    if not os.path.isfile(program):
-        return "there is no such file" if not os.path.exists(program) else "it is a directory"
-    return "it may not be executed; for a file of Python, put python before it"
 
 
 def _check_output(directory: str) -> None:
@@ -227,7 +221,8 @@ def _check_output(directory: str) -> None:
 
 
 def _check_interface(text: str) -> None:
-    """See that interfaces named for a job exist here; networks (as 10.0.0.0/24) are left to MPI."""
+    """Raise ``click.UsageError`` if this host lacks an interface; MPI judges networks
+    (10.0.0.0/24)."""
     present = sorted(name for _, name in socket.if_nameindex())
     for name in text.split(","):
         if "/" not in name and name not in present:
@@ -239,10 +234,9 @@ def _check_interface(text: str) -> None:
 def _check_hosts(
     hosts: Sequence[Host], granted: Allocation | None, shell: str, wait_s: float
 ) -> None:
-    """Raise ``BackendError``, naming all of them, if other hosts cannot be reached for ``wait_s``
-    seconds.
+    """Raise ``BackendError``, naming them, if hosts do not answer for ``wait_s`` seconds.
 
-    Hosts that a batch system has granted are not checked: it has its own way to them.
+    Hosts that a batch system has granted are not checked: it reaches them in its own way.
     """
     others = [host.name for host in hosts if not host.is_local]
     if not others or (granted is not None and granted.system != MPI_HOSTFILE):
@@ -270,7 +264,7 @@ def _check_hosts(
 
 
 def _unreachable(shell: Sequence[str], name: str) -> str:
-    """Why a host cannot be reached; empty where it can."""
+    """Why a host cannot be reached; empty if it can."""
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CHECK_S}"]
     words = [*shell, *(options if os.path.basename(shell[0]) == "ssh" else []), name, "true"]
     try:
@@ -281,27 +275,8 @@ def _unreachable(shell: Sequence[str], name: str) -> str:
         return f"no answer within {2 * CHECK_S} s"
     except OSError as error:
         return str(error)
-    if done.returncode == 0:
-        return ""
-    lines = done.stderr.strip().splitlines()
-    return lines[-1].strip() if lines else f"{shell[0]} ended with status {done.returncode}"
-
-
-def _shown(started: Command) -> str:
-    """The command as a shell would take it."""
-    settings = [f"{name}={shlex.quote(value)}" for name, value in started.variables.items()]
-    return " ".join([*settings, shlex.join(started.words)])
-
-
-def _become(started: Command, environment: dict[str, str]) -> None:
-    """Let the launcher take this process's place."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    program = started.words[0]
-    try:
-        os.execvpe(program, list(started.words), environment | dict(started.variables))
-    except OSError as error:
-        raise BackendError(f"{program} cannot be started: {error.strerror or error}") from None
+    lines = done.stderr.strip().splitlines() or [f"{shell[0]} ended with status {done.returncode}"]
+    return lines[-1].strip() if done.returncode else ""
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ from typing import Any, TypeVar
 import cloudpickle
 
 from wfbp.errors import BackendError, PeerError, WfbpError
-from wfbp.launcher.commands import Job, mpirun_command
+from wfbp.launcher.commands import LaunchSpec, mpirun_command
 from wfbp.launcher.hosts import Host
 from wfbp.launcher.mpi import Vendor, find_mpi
 from wfbp.launcher.rank import RANK, number
@@ -246,7 +246,7 @@ class _Place:
             if mpi.vendor is Vendor.OPEN_MPI
             else ("-localhost", next(iter(hosts)))
         )
-        job = Job(
+        job = LaunchSpec(
             sum(hosts.values()),
             (sys.executable, "-m", __spec__.name, "rank", self._folder),
             tuple(Host(name, slots) for name, slots in hosts.items()),

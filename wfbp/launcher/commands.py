@@ -1,15 +1,16 @@
 """The command line that starts a job, for each make of MPI; pure.
 
-The same request means the same under every library: ranks fill the hosts in their order, the
-environment goes along, MPI binds nobody to a core (:mod:`wfbp.launcher.rank` does it, knowing of
-the communication thread), and more ranks than cores are allowed.
+A request means the same under every library: ranks fill the hosts in order, the environment goes
+along, MPI binds no rank to a core (:mod:`wfbp.launcher.rank` does, because it knows of the
+communication thread), and more ranks than cores are allowed.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from wfbp.launcher.hosts import Host
 from wfbp.launcher.mpi import Mpi, Vendor
@@ -19,20 +20,20 @@ FORWARDED = (
     "OMP_", "OPENBLAS_", "PYTHON", "TF_", "TORCH", "TRANSFORMERS_", "UCX_", "WANDB_", "WFBP_",
     "XLA_",
 )  # fmt: skip
-"""Beginnings of the names of variables that go to other hosts."""
+"""Beginnings of the names of variables that are forwarded to other hosts."""
 
 ALSO_FORWARDED = ("CONDA_PREFIX", "HOME", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "VIRTUAL_ENV")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What is to be started.
+class LaunchSpec:
+    """The job to start.
 
     Args:
         num_ranks: in all.
-        program: the command of one rank, its arguments behind it.
-        hosts: where ranks go, in order; this machine alone if empty.
-        variables: to be set on every rank, beside those that are forwarded.
+        program: the command of one rank, followed by its arguments.
+        hosts: where ranks run, in order; this machine alone if empty.
+        variables: to set on every rank, in addition to those that are forwarded.
         prefix: whether each line of output begins with its rank.
         interface: network interface for MPI, NCCL and gloo; the libraries' choice if empty.
         remote_shell: program that reaches other hosts instead of ssh; empty for the default.
@@ -51,8 +52,6 @@ class Job:
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
             raise ValueError(f"{self.num_ranks} ranks were asked for; expected at least 1")
-        if not self.program:
-            raise ValueError("there is no program to start")
         slots = sum(host.slots for host in self.hosts)
         if self.hosts and slots < self.num_ranks:
             raise ValueError(
@@ -76,106 +75,70 @@ class Job:
         return any(not host.is_local for host in self.placed())
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A command to be executed.
-
-    Args:
-        words: program and arguments.
-        variables: to be set in its own environment.
-    """
+class Command(NamedTuple):
+    """Program and arguments, and the variables to set in its environment."""
 
     words: tuple[str, ...]
-    variables: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str]
 
 
-def mpirun_command(job: Job, mpi: Mpi, environment: Mapping[str, str], is_root: bool) -> Command:
-    """The ``mpirun`` command that starts a job; ``environment`` and ``is_root`` are of this
+def mpirun_command(
+    spec: LaunchSpec, mpi: Mpi, environment: Mapping[str, str], is_root: bool
+) -> Command:
+    """The ``mpirun`` command that starts a job; ``environment`` and ``is_root`` describe this
     process."""
-    build = _BUILDERS[mpi.vendor]
-    words = build(job, mpi, environment, is_root)
-    own = dict(job.variables) | _interface_variables(job)
-    return Command((mpi.mpirun, *words, *job.options, *job.program), own)
+    variables = _variables(spec)
+    words = [mpi.mpirun, "-n", str(spec.num_ranks)]
+    hosts = ",".join(f"{h.name}:{h.slots}" for h in spec.placed())
+    if mpi.vendor is Vendor.OPEN_MPI:
+        new = mpi.version >= (5,)
+        words += ["--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"]
+        words += ["--allow-run-as-root"] if is_root else []
+        words += ["--host", hosts] if hosts else []
+        if spec.remote_shell:
+            words += ["--prtemca", "prte_plm_ssh_agent"] if new else ["--mca", "plm_rsh_agent"]
+            words.append(spec.remote_shell)
+        words += ["--mca", "btl_tcp_if_include", spec.interface] if spec.interface else []
+        if spec.prefix:
+            words += ["--output", "tag"] if new else ["--tag-output"]
+        if spec.is_remote:  # only named variables reach other hosts
+            known = {n for n in environment if n.startswith(FORWARDED) or n in ALSO_FORWARDED}
+            for name in sorted(known | variables.keys()):
+                words += ["-x", name]
+    else:  # MPICH's hydra, and Intel's; it forwards the whole environment
+        words += ["-hosts", hosts] if hosts else []
+        if spec.remote_shell:
+            words += ["-launcher", "ssh", "-launcher-exec", spec.remote_shell]
+        words += ["-iface", spec.interface] if spec.interface else []
+        words += ["-prepend-rank"] if spec.prefix else []
+        words += ["-genv", "I_MPI_PIN", "off"] if mpi.vendor is Vendor.INTEL else []
+    return Command((*words, *spec.options, *spec.program), variables)
 
 
-def slurm_command(job: Job, vendor: Vendor) -> Command:
-    """How Slurm's ``srun`` is told of a job: it starts the ranks itself, without ssh."""
-    words = ["srun", "--ntasks", str(job.num_ranks), "--cpu-bind=none", "--export=ALL"]
+def slurm_command(spec: LaunchSpec, vendor: Vendor) -> Command:
+    """The ``srun`` command that starts a job: Slurm starts the ranks itself, without ssh."""
+    words = ["srun", "--ntasks", str(spec.num_ranks), "--cpu-bind=none", "--export=ALL"]
     words.append("--mpi=pmix" if vendor is Vendor.OPEN_MPI else "--mpi=pmi2")
-    if job.hosts:
-        placed = job.placed()
+    if placed := spec.placed():
         words += ["--nodes", str(len(placed)), "--nodelist", ",".join(h.name for h in placed)]
-    if job.prefix:
-        words.append("--label")
-    own = dict(job.variables) | _interface_variables(job)
-    return Command((*words, *job.options, *job.program), own)
+    words += ["--label"] if spec.prefix else []
+    return Command((*words, *spec.options, *spec.program), _variables(spec))
 
 
-def rank_program(program: Sequence[str], settings: Sequence[str], python: str = "") -> list[str]:
-    """A program with :mod:`wfbp.launcher.rank` in front of it, if that has ``settings``.
+def _variables(spec: LaunchSpec) -> dict[str, str]:
+    names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if spec.interface else ()
+    return dict(spec.variables) | dict.fromkeys(names, spec.interface)
 
-    A Python script is run by ``python``, this interpreter by default; anything else as it is.
+
+def rank_program(program: Sequence[str], settings: Sequence[str]) -> list[str]:
+    """The command of one rank, with :mod:`wfbp.launcher.rank` in front if it has ``settings``.
+
+    This interpreter runs a Python script; any other program runs as it is.
     """
-    python = python or sys.executable
     words = list(program)
     if words and words[0].endswith(".py"):
-        words = [python, *words]
+        words = [sys.executable, *words]
     elif words and words[0] in ("python", "python3"):
-        words[0] = python
-    return [python, "-m", "wfbp.launcher.rank", *settings, "--", *words] if settings else words
-
-
-def _interface_variables(job: Job) -> dict[str, str]:
-    if not job.interface:
-        return {}
-    return {"NCCL_SOCKET_IFNAME": job.interface, "GLOO_SOCKET_IFNAME": job.interface}
-
-
-def _forwarded(job: Job, environment: Mapping[str, str]) -> list[str]:
-    """Names of variables that must be named to reach other hosts."""
-    names = {n for n in environment if n.startswith(FORWARDED) or n in ALSO_FORWARDED}
-    return sorted(names | set(job.variables) | set(_interface_variables(job)))
-
-
-def _hydra(job: Job, mpi: Mpi, environment: Mapping[str, str], is_root: bool) -> list[str]:
-    """MPICH and Intel MPI; all of the environment goes along by itself."""
-    words = ["-n", str(job.num_ranks)]
-    if job.hosts:
-        words += ["-hosts", ",".join(f"{h.name}:{h.slots}" for h in job.placed())]
-    if job.remote_shell:
-        words += ["-launcher", "ssh", "-launcher-exec", job.remote_shell]
-    if job.interface:
-        words += ["-iface", job.interface]
-    if job.prefix:
-        words.append("-prepend-rank")
-    if mpi.vendor is Vendor.INTEL:
-        words += ["-genv", "I_MPI_PIN", "off"]
-    return words
-
-
-def _open_mpi(job: Job, mpi: Mpi, environment: Mapping[str, str], is_root: bool) -> list[str]:
-    """Open MPI; only what is named with -x goes to other hosts."""
-    words = ["-n", str(job.num_ranks), "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"]
-    if is_root:
-        words.append("--allow-run-as-root")
-    if job.hosts:
-        words += ["--host", ",".join(f"{h.name}:{h.slots}" for h in job.placed())]
-    if job.remote_shell:
-        agent = "prte_plm_ssh_agent" if mpi.version >= (5,) else "plm_rsh_agent"
-        words += ["--prtemca" if mpi.version >= (5,) else "--mca", agent, job.remote_shell]
-    if job.interface:
-        words += ["--mca", "btl_tcp_if_include", job.interface]
-    if job.prefix:
-        words += ["--output", "tag"] if mpi.version >= (5,) else ["--tag-output"]
-    if job.is_remote:
-        for name in _forwarded(job, environment):
-            words += ["-x", name]
-    return words
-
-
-_Builder = Callable[[Job, Mpi, Mapping[str, str], bool], list[str]]
-_BUILDERS: dict[Vendor, _Builder] = {
-    Vendor.MPICH: _hydra,
-    Vendor.INTEL: _hydra,
-    Vendor.OPEN_MPI: _open_mpi,
-}
+        words[0] = sys.executable
+    front = [sys.executable, "-m", "wfbp.launcher.rank", *settings, "--"] if settings else []
+    return front + words

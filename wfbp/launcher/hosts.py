@@ -1,14 +1,10 @@
-"""Hosts and their slots: from the command line, from a hostfile, or from a batch system.
-
-Slurm, PBS, LSF and Grid Engine each describe an allocation in variables and files of their own;
-here all of them become one tuple of :class:`Host`.
-"""
+"""Hosts and their slots: from the command line, a hostfile, or a batch system's allocation."""
 
 from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,86 +17,75 @@ class Host:
     slots: int = 1
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
+        if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9_.:-]*[A-Za-z0-9])?", self.name):
             raise ValueError(f"{self.name!r} is not a host name")
         if self.slots < 1:
             raise ValueError(f"host {self.name} has {self.slots} slots; expected at least 1")
 
     @property
     def is_local(self) -> bool:
-        """Whether this is the machine that asks."""
         own = socket.gethostname()
         return self.name in ("localhost", "127.0.0.1", "::1", own, own.partition(".")[0])
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Hosts granted by a batch system:
-
-    ``Slurm``, ``PBS``, ``LSF``, ``Grid Engine``, or :data:`MPI_HOSTFILE`.
-    """
+    """Hosts that a batch system has granted; ``system`` is a name of :data:`_SYSTEMS`."""
 
     system: str
     hosts: tuple[Host, ...]
 
 
 MPI_HOSTFILE = "mpirun's default host file"
-"""Where no batch system granted the hosts, but a variable of the MPI library names a file."""
-
-_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.:-]*[A-Za-z0-9])?")
-_SLOTS_KEY = re.compile(r"(slots|max[-_]slots)\s*=\s*(\S+)")
+"""The system's name if no batch system granted the hosts, but a variable of MPI names a file."""
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Hosts as ``-H`` takes them; one that is named twice has the sum of its slots.
+    """Hosts as ``-H`` takes them; a host that is named twice has the sum of its slots.
 
-    Raises ``ValueError`` if not of the form ``a:4,b:4``.
+    Raises ``ValueError`` if the text is not of the form ``a:4,b:4``.
 
     Example:
         >>> parse_hosts("node1:4,node2")
         (Host(name='node1', slots=4), Host(name='node2', slots=1))
     """
     hosts = []
-    for part in text.split(","):
-        name, colon, slots = part.strip().rpartition(":")
+    for part in map(str.strip, text.split(",")):
+        name, colon, slots = part.rpartition(":")
         if not colon:
-            name, slots = part.strip(), "1"
+            name, slots = part, "1"
         if not slots.isdecimal() or not name:
-            raise ValueError(f"{part.strip()!r} in {text!r} is not HOST or HOST:SLOTS")
+            raise ValueError(f"{part!r} in {text!r} is not HOST or HOST:SLOTS")
         hosts.append(Host(name, int(slots)))
-    return merged(hosts)
+    return _merged(hosts)
 
 
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
-    """Hosts of a file: one a line, as ``a``, ``a:4`` (MPICH) or ``a slots=4`` (Open MPI).
-
-    Text behind ``#`` is a comment. Raises ``ValueError``, with its number, for any other line.
+    """Hosts of a file, one a line: ``a``, ``a:4`` (MPICH), ``a slots=4`` (Open MPI), or ``a 4
+    QUEUE`` (Grid Engine); ``#`` begins a comment. Raises ``ValueError`` for any other line.
     """
-    hosts: list[Host] = []
     try:
         lines = Path(path).read_text().splitlines()
     except UnicodeDecodeError:
         raise ValueError(f"{path} is no text file: it should name a host in each line") from None
+    hosts: list[Host] = []
     for number, line in enumerate(lines, 1):
-        text = line.partition("#")[0].strip()
-        if not text:
+        name, _, rest = line.partition("#")[0].strip().partition(" ")
+        if not name:
             continue
-        name, _, rest = text.partition(" ")
         try:
-            settings = dict(_SLOTS_KEY.findall(rest))
-            if rest.strip() and not settings:
+            slots = re.search(r"\bslots\s*=\s*(\S+)", rest) or re.match(r"\s*(\d+)(?:\s|$)", rest)
+            if rest and not slots:
                 raise ValueError(f"{rest.strip()!r} is not slots=N")
-            slots = settings.get("slots")
-            hosts += parse_hosts(name if slots is None else f"{name}:{slots}")
+            hosts += parse_hosts(f"{name}:{slots[1]}" if slots else name)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
     if not hosts:
         raise ValueError(f"{path} names no host")
-    return merged(hosts)
+    return _merged(hosts)
 
 
-def merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    """The same hosts, each once, with the sum of its slots."""
+def _merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots
@@ -108,54 +93,51 @@ def merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
 
 
 def allocation(environment: Mapping[str, str]) -> Allocation | None:
-    """The allocation of the batch system that started this process; None outside of one.
+    """What a batch system has granted to this job; None outside a job.
 
-    Raises ``ValueError`` or ``OSError`` if its description cannot be read.
+    Raises ``ValueError`` if the batch system's description cannot be read.
     """
-    for system, read in _SYSTEMS:
-        hosts = read(environment)
-        if hosts:
-            return Allocation(system, merged(hosts))
+    for system, variables, read in _SYSTEMS:
+        for text in filter(None, map(environment.get, variables)):
+            if system != MPI_HOSTFILE or Path(text).exists():
+                return Allocation(system, read(text, environment))
     return None
 
 
 def expand_nodes(text: str) -> list[str]:
-    """The names in a Slurm node list; ``ValueError`` for wrong brackets or ranges.
+    """The names in a Slurm node list.
 
     Example:
-        >>> expand_nodes("n[08-10,12],login")
-        ['n08', 'n09', 'n10', 'n12', 'login']
+        >>> expand_nodes("n[01-02,05],login")
+        ['n01', 'n02', 'n05', 'login']
     """
     names = []
-    for part in _split_outside_brackets(text):
-        prefixes = [""]
+    for part in filter(None, re.split(r",(?![^\[]*\])", text)):
+        found = [""]
         for piece in re.split(r"(\[[^\[\]]*\])", part):
+            ends = [piece]
             if piece.startswith("["):
-                numbers = [n for span in piece[1:-1].split(",") for n in _expand_range(span, text)]
-                prefixes = [prefix + number for prefix in prefixes for number in numbers]
+                ends = [n for span in piece[1:-1].split(",") for n in _expand_span(span, text)]
             elif "[" in piece or "]" in piece:
                 raise ValueError(f"{text!r} is not a Slurm node list")
-            else:
-                prefixes = [prefix + piece for prefix in prefixes]
-        names += prefixes
+            found = [name + end for name in found for end in ends]
+        names += found
     return names
 
 
-def _split_outside_brackets(text: str) -> list[str]:
-    return [part for part in re.split(r",(?![^\[]*\])", text) if part]
-
-
-def _expand_range(span: str, whole: str) -> list[str]:
+def _expand_span(span: str, whole: str) -> list[str]:
     first, dash, last = span.partition("-")
     if not first.isdecimal() or (dash and not last.isdecimal()):
         raise ValueError(f"{span!r} in {whole!r} is not a range of node numbers")
-    if not dash:
-        return [first]
-    return [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
+    return [str(n).zfill(len(first)) for n in range(int(first), int(last or first) + 1)]
 
 
-def _expand_counts(text: str) -> list[int]:
-    """``4(x2),3`` -> 4, 4, 3."""
+def expand_counts(text: str) -> list[int]:
+    """Slurm's tasks per node.
+
+    >>> expand_counts("4(x2),3")
+    [4, 4, 3]
+    """
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -165,64 +147,46 @@ def _expand_counts(text: str) -> list[int]:
     return counts
 
 
-def _slurm(environment: Mapping[str, str]) -> list[Host]:
-    nodes = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
-    if not nodes:
-        return []
+def _slurm(nodes: str, environment: Mapping[str, str]) -> tuple[Host, ...]:
     names = expand_nodes(nodes)
     # Without a number of tasks Slurm grants processors, and starts one task for each by default.
     text = environment.get("SLURM_TASKS_PER_NODE") or environment.get("SLURM_JOB_CPUS_PER_NODE")
-    counts = _expand_counts(text) if text else [1] * len(names)
+    counts = expand_counts(text) if text else [1] * len(names)
     if len(counts) != len(names):
         raise ValueError(
             f"Slurm names {len(names)} nodes in {nodes!r}, and numbers of tasks for {len(counts)} "
             f"in {text!r}"
         )
-    return [Host(name, count) for name, count in zip(names, counts, strict=True)]
+    return tuple(map(Host, names, counts))
 
 
-def _pbs(environment: Mapping[str, str]) -> list[Host]:
-    path = environment.get("PBS_NODEFILE")
-    return list(read_hostfile(path)) if path else []
-
-
-def _lsf(environment: Mapping[str, str]) -> list[Host]:
-    path = environment.get("LSB_DJOB_HOSTFILE")
-    if path:
-        return list(read_hostfile(path))
-    words = environment.get("LSB_MCPU_HOSTS", "").split()
+def _hosts_and_counts(text: str, _: Mapping[str, str]) -> tuple[Host, ...]:
+    words = text.split()
     if len(words) % 2 or not all(count.isdecimal() for count in words[1::2]):
-        raise ValueError(f"LSB_MCPU_HOSTS={' '.join(words)!r} is not a list of hosts and counts")
-    return [Host(name, int(n)) for name, n in zip(words[::2], words[1::2], strict=True)]
+        raise ValueError(f"LSB_MCPU_HOSTS={text!r} is not a list of hosts and counts")
+    return tuple(map(Host, words[::2], map(int, words[1::2])))
 
 
-def _grid_engine(environment: Mapping[str, str]) -> list[Host]:
-    path = environment.get("PE_HOSTFILE")
-    if not path:
-        return []
-    lines = [line.split() for line in Path(path).read_text().splitlines() if line.strip()]
-    if any(len(words) < 2 or not words[1].isdecimal() for words in lines):
-        raise ValueError(f"{path} is not a host file of Grid Engine")
-    return [Host(words[0], int(words[1])) for words in lines]
+def _file(path: str, _: Mapping[str, str]) -> tuple[Host, ...]:
+    return read_hostfile(path)
 
 
-def _default_hostfile(environment: Mapping[str, str]) -> list[Host]:
-    """The file that an administrator, or the MPI operator of Kubernetes, named to ``mpirun``."""
-    paths = (environment[name] for name in _HOSTFILES if environment.get(name))
-    return next((list(read_hostfile(path)) for path in paths if Path(path).exists()), [])
-
-
-_HOSTFILES = (
-    "HYDRA_HOST_FILE",
-    "I_MPI_HYDRA_HOST_FILE",
-    "OMPI_MCA_orte_default_hostfile",
-    "PRTE_MCA_prte_default_hostfile",
+_Reader = Callable[[str, Mapping[str, str]], tuple[Host, ...]]
+_SYSTEMS: tuple[tuple[str, tuple[str, ...], _Reader], ...] = (
+    ("Slurm", ("SLURM_JOB_NODELIST", "SLURM_NODELIST"), _slurm),
+    ("PBS", ("PBS_NODEFILE",), _file),
+    ("LSF", ("LSB_DJOB_HOSTFILE",), _file),
+    ("LSF", ("LSB_MCPU_HOSTS",), _hosts_and_counts),
+    ("Grid Engine", ("PE_HOSTFILE",), _file),
+    (  # named by an administrator, or by the MPI operator of Kubernetes
+        MPI_HOSTFILE,
+        (
+            "HYDRA_HOST_FILE",
+            "I_MPI_HYDRA_HOST_FILE",
+            "OMPI_MCA_orte_default_hostfile",
+            "PRTE_MCA_prte_default_hostfile",
+        ),
+        _file,
+    ),
 )
-
-_SYSTEMS = (
-    ("Slurm", _slurm),
-    ("PBS", _pbs),
-    ("LSF", _lsf),
-    ("Grid Engine", _grid_engine),
-    (MPI_HOSTFILE, _default_hostfile),
-)
+"""Batch systems in the order of preference: name, variables, reader of a variable's value."""

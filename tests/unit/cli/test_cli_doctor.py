@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ import pytest
 
 from tests.support.cli_runs import ROOT, wfbp
 from wfbp.cli import doctor
-from wfbp.cli.doctor import Findings, Status
+from wfbp.cli.doctor import NOTE, OK, PROBLEM, Findings
 from wfbp.errors import BackendError
 from wfbp.launcher import mpi as mpi_module
 from wfbp.launcher.hosts import Allocation, Host
@@ -35,13 +34,13 @@ class Usage(NamedTuple):
     free: int
 
 
-def of(look: Callable[[], Findings]) -> list[tuple[Status, str, str]]:
+def of(look: Callable[[], Findings]) -> list[tuple[str, str, str]]:
     return list(look())
 
 
 def problems(look: Callable[[], Findings]) -> list[str]:
     """What a topic complains of, each with its remedy."""
-    told = [(text, remedy) for status, text, remedy in look() if status is Status.PROBLEM]
+    told = [(text, remedy) for status, text, remedy in look() if status is PROBLEM]
     assert all(remedy for _, remedy in told), "a problem without a remedy"
     return [f"{text} -> {remedy}" for text, remedy in told]
 
@@ -50,7 +49,7 @@ def problems(look: Callable[[], Findings]) -> list[str]:
 def test_two_ranks_and_every_topic() -> None:
     code, out, err = wfbp("doctor", "--json")
     findings = json.loads(out)
-    assert {f["topic"] for f in findings} == {name for name, _ in doctor._TOPICS} | {"self-test"}
+    assert {f["topic"] for f in findings} == {*doctor.TOPICS, "self-test"}
     wrong = [f for f in findings if f["status"] == "problem"]
     assert code == bool(wrong), err
     (test,) = (f for f in findings if f["topic"] == "self-test")
@@ -70,13 +69,13 @@ def test_a_topic_that_fails_does_not_hide_the_others() -> None:
         yield
 
     def sound() -> Findings:
-        yield Status.OK, "fine", ""
+        yield OK, "fine", ""
 
-    first, second = doctor.examine([("a", broken), ("b", sound)])
-    assert "wfbp doctor --json" in first.remedy
-    assert (first.topic, first.status) == ("a", Status.PROBLEM)
-    assert "OSError: no such thing" in first.text
-    assert second.text == "fine"
+    first, second = doctor.examine({"a": broken, "b": sound})
+    assert "wfbp doctor --json" in first["remedy"]
+    assert (first["topic"], first["status"]) == ("a", PROBLEM)
+    assert "OSError: no such thing" in first["text"]
+    assert second["text"] == "fine"
 
 
 def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,25 +106,28 @@ def test_a_host_that_does_not_know_its_name(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(doctor, "CGROUP_CPU", Path("none"))
     monkeypatch.setattr(doctor, "allocation", lambda environment: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert not problems(doctor._cores)
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    (told,) = problems(lambda: doctor._threads(2))
+    (told,) = problems(doctor._cores)
     assert "4 threads per rank on 2 cores" in told
     assert "cores / ranks" in told
-    assert not problems(lambda: doctor._threads(4))
     granted = Allocation("Slurm", (Host("localhost", 3), Host("elsewhere", 9)))
     monkeypatch.setattr(doctor, "allocation", lambda environment: granted)
-    cores, threads = problems(lambda: doctor._threads(2))
+    cores, threads = problems(doctor._cores)
     assert "3 ranks are granted here, and 2 cores" in cores
     assert "3 ranks of 4 threads on 2 cores" in threads
 
 
 def test_cores_that_others_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.os, "getloadavg", lambda: (3.0, 0.0, 0.0))
-    ((status, text, remedy),) = of(lambda: doctor._load(4))
-    assert (status, bool(remedy)) == (Status.NOTE, True)
-    assert "about 3.0 threads have kept 4 cores busy" in text
-    assert not of(lambda: doctor._load(8))
+    for cores, num_notes in ((4, 1), (8, 0)):
+        monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda pid, n=cores: set(range(n)))
+        notes = [text for status, text, _ in doctor._cores() if status == NOTE]
+        assert sum("about 3.0 threads have kept" in text for text in notes) == num_notes
 
 
 def test_no_mpi_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,43 +146,17 @@ def test_no_mpi_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "status"), [("HYDRA build", Status.NOTE), ("mpirun (Open MPI) 5.0", Status.PROBLEM)]
+    ("make", "status"), [("HYDRA build", NOTE), ("mpirun (Open MPI) 5.0", PROBLEM)]
 )
 def test_another_mpirun_on_the_path(
-    make: str, status: Status, monkeypatch: pytest.MonkeyPatch
+    make: str, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mpi = Mpi(Vendor.MPICH, (5, 0), "/env/bin/mpirun")
     monkeypatch.setattr(doctor, "find_mpi", lambda: mpi)
-    monkeypatch.setattr(doctor, "_ask", lambda mpi, code: "True")
     monkeypatch.setattr(doctor, "_output", lambda *words: make)
-    monkeypatch.setattr(doctor, "_folder", lambda name: Path("/x") if name == "mpich" else None)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/mpirun")
     (found,) = (f for f in of(doctor._mpi) if "/usr/bin/mpirun" in f[1])
     assert (found[0], found[2]) == (status, "use wfbprun, or /env/bin/mpirun")
-
-
-def test_an_mpi_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    def endless(mpi: Mpi, code: str) -> str:
-        raise subprocess.TimeoutExpired("mpirun", 1.0)
-
-    monkeypatch.setattr(doctor, "find_mpi", lambda: Mpi(Vendor.MPICH, (5, 0), "/x/mpirun"))
-    monkeypatch.setattr(doctor, "_ask", endless)
-    assert any("/x/mpirun -n 1 hostname" in told for told in problems(doctor._mpi))
-
-
-@pytest.mark.parametrize(
-    ("said", "words"),
-    [
-        (KILLED, "one rank does not start (Bus error (signal 7)) -> make room"),
-        ("", "one rank does not start (it said nothing)"),
-        ("False", "MPI_THREAD_MULTIPLE is not provided"),
-    ],
-)
-def test_an_mpi_that_does_not_start(said: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find_mpi", lambda: Mpi(Vendor.MPICH, (5, 0), "/x/mpirun"))
-    monkeypatch.setattr(doctor, "_words", lambda job, mpi: ())
-    monkeypatch.setattr(doctor, "_output", lambda *words: said)
-    assert words in " ".join(problems(doctor._mpi))
 
 
 def test_what_mpich_ended_by() -> None:
@@ -193,11 +169,11 @@ def test_a_setting_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "WFBP_TIMEOUT_S='soon'" in told
     monkeypatch.delenv("WFBP_TIMEOUT_S")
     monkeypatch.setenv("WFBP_TIMEOUTS", "1")
-    assert [text for status, text, _ in of(doctor._settings) if status is Status.NOTE]
+    assert [text for status, text, _ in of(doctor._settings) if status is NOTE]
 
 
 def test_an_extension_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wfbp.cli.doctor.find_spec", lambda _: None)
+    monkeypatch.setattr(doctor, "_output", lambda *words: "ImportError: no module\n")
     (told,) = problems(doctor._extension)
     assert f"pip install -v --no-deps -e {ROOT}" in told
 
@@ -205,17 +181,17 @@ def test_an_extension_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("said", "status", "words"),
     [
-        ('["NCCL 2.28.9 from /opt/a/libnccl.so.2", ""]', Status.OK, "2.28.9 from /opt/a"),
-        ('noise\n["NCCL 2.28.9", "2 NCCL libraries are loaded"]\n', Status.PROBLEM, "2 NCCL lib"),
-        ("ImportError: libnccl.so.2: cannot open", Status.PROBLEM, "cannot load NCCL (ImportErr"),
-        ("", Status.PROBLEM, "cannot load NCCL"),
+        ('["NCCL 2.28.9 from /opt/a/libnccl.so.2", "", "fix"]', OK, "2.28.9 from /opt/a"),
+        ('noise\n["NCCL 2.28.9", "2 NCCL libraries are loaded", "fix"]\n', PROBLEM, "2 NCCL lib"),
+        ("ImportError: libnccl.so.2: cannot open", PROBLEM, "cannot load NCCL (ImportErr"),
+        ("", PROBLEM, "cannot load NCCL"),
     ],
 )
-def test_the_nccl_that_is_loaded(said: str, status: Status, words: str) -> None:
+def test_the_nccl_that_is_loaded(said: str, status: str, words: str) -> None:
     ((found, text, remedy),) = doctor._loaded_nccl(said)
     assert found is status
     assert words in text
-    assert bool(remedy) == (status is Status.PROBLEM)
+    assert bool(remedy) == (status is PROBLEM)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.support.cli_runs import assert_refused, wfbp
 from wfbp.cli import run
 from wfbp.errors import BackendError
 from wfbp.launcher import rank
-from wfbp.launcher.commands import Job, mpirun_command, rank_program, slurm_command
+from wfbp.launcher.commands import LaunchSpec, mpirun_command, rank_program, slurm_command
 from wfbp.launcher.hosts import (
     Allocation,
     Host,
@@ -142,60 +142,62 @@ class TestAllocations:
 
 
 class TestCommands:
-    def words(self, job: Job, mpi: Mpi, root: bool = True) -> list[str]:
+    def words(self, job: LaunchSpec, mpi: Mpi, root: bool = True) -> list[str]:
         return list(mpirun_command(job, mpi, {"PATH": "/bin", "SECRET": "x"}, root).words)
 
     def test_ranks_fill_hosts_in_order(self) -> None:
-        job = Job(5, ("train",), TWO)
+        job = LaunchSpec(5, ("train",), TWO)
         assert job.placed() == (Host("a", 4), Host("b", 1))
         assert self.words(job, MPICH)[1:5] == ["-n", "5", "-hosts", "a:4,b:1"]
         assert "a:4,b:1" in self.words(job, OPEN_MPI)
 
     def test_too_few_slots(self) -> None:
         with pytest.raises(ValueError, match=r"9 ranks were asked for and the hosts have 8 slots"):
-            Job(9, ("train",), TWO)
+            LaunchSpec(9, ("train",), TWO)
 
     def test_open_mpi_may_run_as_root_and_share_cores(self) -> None:
-        words = self.words(Job(2, ("train",)), OPEN_MPI)
+        words = self.words(LaunchSpec(2, ("train",)), OPEN_MPI)
         assert words[-1] == "train"
         assert {"--allow-run-as-root", "slot:OVERSUBSCRIBE", "none"} <= set(words)
-        assert "--allow-run-as-root" not in self.words(Job(2, ("train",)), OPEN_MPI, root=False)
+        assert "--allow-run-as-root" not in self.words(
+            LaunchSpec(2, ("train",)), OPEN_MPI, root=False
+        )
 
     def test_open_mpi_is_told_which_variables_go_to_other_hosts(self) -> None:
-        far = self.words(Job(2, ("train",), (Host("far", 2),), {"MINE": "1"}), OPEN_MPI)
+        far = self.words(LaunchSpec(2, ("train",), (Host("far", 2),), {"MINE": "1"}), OPEN_MPI)
         forwarded = {after for before, after in pairwise(far) if before == "-x"}
         assert forwarded == {"MINE", "PATH"}
-        assert "-x" not in self.words(Job(2, ("train",)), OPEN_MPI)
+        assert "-x" not in self.words(LaunchSpec(2, ("train",)), OPEN_MPI)
 
     def test_an_interface_is_for_all_libraries(self) -> None:
-        started = mpirun_command(Job(2, ("train",), interface="ib0"), MPICH, {}, False)
+        started = mpirun_command(LaunchSpec(2, ("train",), interface="ib0"), MPICH, {}, False)
         assert started.variables == {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "ib0"}
         assert "ib0" in started.words
-        assert "btl_tcp_if_include" in self.words(Job(2, ("t",), interface="ib0"), OPEN_MPI)
+        assert "btl_tcp_if_include" in self.words(LaunchSpec(2, ("t",), interface="ib0"), OPEN_MPI)
 
     @pytest.mark.parametrize(
         ("mpi", "option"),
         [(MPICH, "-prepend-rank"), (OPEN_MPI, "--output"), (OPEN_MPI_4, "--tag-output")],
     )
     def test_prefixes(self, mpi: Mpi, option: str) -> None:
-        assert option in self.words(Job(2, ("train",), prefix=True), mpi)
-        assert option not in self.words(Job(2, ("train",)), mpi)
+        assert option in self.words(LaunchSpec(2, ("train",), prefix=True), mpi)
+        assert option not in self.words(LaunchSpec(2, ("train",)), mpi)
 
     def test_another_remote_shell(self) -> None:
-        job = Job(2, ("train",), TWO, remote_shell="/bin/reach")
+        job = LaunchSpec(2, ("train",), TWO, remote_shell="/bin/reach")
         for mpi in (MPICH, OPEN_MPI, OPEN_MPI_4):
             assert "/bin/reach" in self.words(job, mpi)
 
     def test_intel_mpi_binds_nobody(self) -> None:
-        words = self.words(Job(2, ("train",)), INTEL)
+        words = self.words(LaunchSpec(2, ("train",)), INTEL)
         assert words[words.index("I_MPI_PIN") + 1] == "off"
 
     def test_srun(self) -> None:
-        words = list(slurm_command(Job(8, ("train",), TWO), Vendor.MPICH).words)
+        words = list(slurm_command(LaunchSpec(8, ("train",), TWO), Vendor.MPICH).words)
         assert words[:3] == ["srun", "--ntasks", "8"]
         assert "--mpi=pmi2" in words
         assert words[-1] == "train"
-        assert "--mpi=pmix" in slurm_command(Job(8, ("train",)), Vendor.OPEN_MPI).words
+        assert "--mpi=pmix" in slurm_command(LaunchSpec(8, ("train",)), Vendor.OPEN_MPI).words
 
     def test_python_is_the_one_that_asks(self) -> None:
         assert rank_program(["train.py", "-x"], []) == [sys.executable, "train.py", "-x"]
