@@ -18,10 +18,10 @@ DECOUPLED = (
     ("WFBP_TIMEOUT_S", "60"),
 )
 SOME = {
-    (3, "mpich"): ("again wfbp", "go on independent", "scaler wfbp", "reducer go on", "operations"),
-    (2, "openmpi"): ("go on independent", "operations"),
+    (3, "mpich"): ("step wfbp", "step independent", "reducer", "operations"),
+    (2, "openmpi"): ("step independent", "operations"),
 }
-"""Checks of jobs that have not all: one for each way to wait, and for each way to go on."""
+"""Checks of jobs that have not all: one for each way to wait."""
 PROMPT = (("WFBP_TIMEOUT_S", "100"), ("WFBP_ABORT_GRACE_S", "1"))
 
 
@@ -44,7 +44,7 @@ def test_handlers_that_raise(n: int, mpi: str, name: str) -> None:
 
 @pytest.mark.parametrize("place", ["step", "reduce", "torch"])
 def test_an_interrupt_ends_the_job_though_another_rank_is_stuck(place: str) -> None:
-    """Where the wait could be taken up again, and where not."""
+    """In each kind of wait."""
     found = outcome("faults", 2, "interrupted", place, 1, timeout=100, env=PROMPT)
     assert found.run.rc not in (0, None), found.run
     (told,) = (line for line in found.run.stderr.splitlines() if "rank 0 of 2: Keyb" in line)

@@ -329,7 +329,7 @@ class ExchangeRegistry:
         """Wait for gradients outside of a compiled program; see :meth:`GradientExchange.reduce`."""
         with self._lock:
             exchange = self._get(key)
-        with signals.postponed, signals.uninterruptible:
+        with signals.deferred:
             exchange.reduce(None, outputs)
 
     def report(self) -> dict[str, dict[str, Any]]:
@@ -370,7 +370,7 @@ class ExchangeRegistry:
             self._take_notes()
             exchange = self._get(key)
         check_device(self.device, place)
-        with signals.postponed, signals.uninterruptible, self._at(place):
+        with signals.deferred, self._at(place):
             exchange.reduce(inputs, outputs)
 
     def _forward_announcements(self) -> None:

@@ -1,32 +1,29 @@
-"""Delays the program's signal handlers while an operation cannot be interrupted.
+"""Postpones the program's signal handlers until an operation has ended.
 
-Python runs a handler between any two instructions of the main thread, and an error that it raises
-appears there. During an operation of the main thread all Python handlers are therefore replaced by
-one that only notes the signal. The program's own run where the operation waits and can be resumed
-(the wait ends by :class:`HandlersDue`), else at its end. If other ranks do not come, they run after
-``PATIENCE_S`` all the same; an error then ends the runtime.
+Python runs handlers in the main thread, between any two instructions, and their exceptions appear
+there. An operation such as ``step()`` must not end in the middle on one rank alone. While the main
+thread is within :data:`deferred`, signals are therefore only noted; their handlers run when the
+outermost block ends, and their exceptions propagate from it.
 
-Signals arrive in the main thread only: other threads are not affected.
+A wait for ranks that do not come calls :func:`overdue` and :func:`run_pending`. An exception that
+a handler raises there ends the runtime, because no operation can be resumed.
 """
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # without conversion to enums
+import _signal  # type: ignore[import-not-found]  # its getsignal() does not convert to enums
 import functools
-import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
-from threading import get_ident, main_thread
 from types import FrameType
 from typing import Any, TypeVar
 
 PATIENCE_S = 1.0
-"""How long a wait that cannot be taken up again is not left for the sake of a handler."""
-
-INSIST_S = 1.0
-"""A second interrupt from the keyboard so much later than the first is served on the spot."""
+"""A signal that has waited so long is overdue. A second SIGINT so much later is served at once;
+an earlier one may be the same key press, delivered by the terminal and by mpirun."""
 
 _NUMBERS = sorted(
     int(number)
@@ -34,184 +31,86 @@ _NUMBERS = sorted(
     if number not in (getattr(signal, "SIGKILL", 0), getattr(signal, "SIGSTOP", 0))
 )
 
+pending: dict[int, float] = {}
+"""Signals whose handlers have yet to run, and when they arrived."""
 
-class HandlersDue(BaseException):
-    """A wait was left, and nothing is lost: call :func:`run_handlers`, and wait again."""
 
-
-class _Nesting:
-    """Counts how deep the main thread is in something; for ``with``."""
+class _Deferred:
+    """Re-entrant context manager; does nothing in other threads than the main thread."""
 
     def __init__(self) -> None:
         self.depth = 0
+        self.handlers: dict[int, Callable[..., Any]] = {}  # the program's, while replaced
 
     def __enter__(self) -> None:
-        self.depth += _in_main_thread()
+        if threading.get_ident() != threading.main_thread().ident:
+            return
+        self.depth += 1
+        if self.depth > 1:
+            return
+        try:
+            for number in _NUMBERS:
+                handler = _signal.getsignal(number)
+                if callable(handler):
+                    self.handlers[number] = handler
+                    _signal.signal(number, _note)
+        except BaseException:  # from a handler that was not replaced yet
+            self.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
-        self.depth -= _in_main_thread()
+        if threading.get_ident() != threading.main_thread().ident:
+            return
+        if self.depth > 1:
+            self.depth -= 1
+            return
+        try:
+            while self.handlers:
+                number, handler = next(reversed(self.handlers.items()))
+                if pending.pop(number, None) is not None:
+                    handler(number, sys._getframe())
+                if _signal.getsignal(number) is _note:  # else the operation has set another one
+                    _signal.signal(number, handler)
+                if number not in pending:
+                    del self.handlers[number]
+            self.depth = 0
+        except BaseException:  # the other handlers run, too; the last exception propagates
+            self.__exit__()
+            raise
 
 
-class _Postponed:
-    """Within it the main thread runs none of the program's handlers but by the rules above."""
-
-    def __enter__(self) -> None:
-        if _in_main_thread() and not enter():
-            _state.inner += 1
-
-    def __exit__(self, *_: object) -> None:
-        if _in_main_thread():
-            if _state.inner:
-                _state.inner -= 1
-            else:
-                leave()
-
-
-class _State:
-    """Of the main thread, which alone uses it."""
-
-    def __init__(self) -> None:
-        self.entered = False
-        self.inner = 0
-        self.handlers: list[Any] = []  # as they were found last, and the functions among them
-        self.callables: list[tuple[int, Callable[..., Any]]] = []
-        self.replaced: list[tuple[int, Callable[..., Any]]] = []
-        self.noted: dict[int, float] = {}
-        self.raised: BaseException | None = None
-
-
-_state = _State()
-noted = _state.noted
-"""The signals that wait for their handlers, and since when; empty in most passes of a loop."""
-
-uninterruptible = _Nesting()
-"""Within it no wait is left before the operation has come to its end, or to ``PATIENCE_S``."""
-
-postponed = _Postponed()
-
-
-def enter() -> bool:
-    """Begin an operation, which ends with :func:`leave`.
-
-    Returns whether handlers were replaced for it: not in another thread, or within another
-    operation.
-    """
-    if _state.entered or not _in_main_thread():
-        return False
-    _state.entered = True
-    try:
-        handlers = list(map(_signal.getsignal, _NUMBERS))
-        if handlers != _state.handlers:
-            handler_pairs = zip(_NUMBERS, handlers, strict=True)
-            _state.handlers, _state.callables = (
-                handlers,
-                [pair for pair in handler_pairs if callable(pair[1])],
-            )
-        for pair in _state.callables:
-            _state.replaced.append(pair)
-            _signal.signal(pair[0], _note)
-    except BaseException:  # a handler of those that are left, before anything has begun
-        leave()
-        raise
-    return True
-
-
-def leave() -> None:
-    """End the operation, and run the handlers of pending signals, which may raise. Idempotent."""
-    try:
-        while _state.replaced:
-            number, handler = _state.replaced[-1]
-            if noted.pop(number, None) is not None:
-                _call(number, handler)
-            if _signal.getsignal(number) is _note:  # else the operation's own code has set another
-                _signal.signal(number, handler)
-            if number not in noted:
-                _state.replaced.pop()
-    except BaseException:
-        leave()
-        raise
-    _state.entered = False
-
-
-def serving() -> bool:
-    """Whether the calling thread's handlers are postponed."""
-    return _state.entered and _in_main_thread()
-
-
-def due(resumable: bool, since: float) -> bool:
-    """Whether a wait of the thread that is :func:`serving` must end so that handlers can run.
-
-    ``resumable``: the wait can be resumed. ``since``: when it has begun (``time.monotonic``).
-    """
-    if not noted:
-        return False
-    if resumable:
-        return True
-    return time.monotonic() - max(since, *noted.values()) > PATIENCE_S
-
-
-def run_handlers() -> None:
-    """Run the handlers of pending signals, which may raise; see :func:`came_from_handler`.
-
-    No lock may be held.
-    """
-    handlers = dict(_state.replaced)
-    while noted:
-        number, _ = noted.popitem()
-        _call(number, handlers[number])
-
-
-def came_from_handler(error: BaseException) -> bool:
-    """Whether a handler has raised this, that was run last in a wait or at an operation's end."""
-    return error is _state.raised
-
-
-def forget_error() -> None:
-    """Keep no longer what a handler has raised."""
-    _state.raised = None
-
+deferred = _Deferred()
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def postponing(function: F) -> F:
-    """Let a function run to its end before a handler's exception leaves it; for decorating."""
+def deferring(function: F) -> F:
+    """Decorator: run a function within :data:`deferred`."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with postponed:
+        with deferred:
             return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
 
 
-def _call(number: int, handler: Callable[..., Any]) -> None:
-    try:
-        handler(number, sys._getframe(1))
-    except BaseException as error:
-        _state.raised = error
-        raise
+def overdue(waiting_since: float) -> bool:
+    """Whether a wait that began then (``time.monotonic``) must call :func:`run_pending`."""
+    if not pending or threading.get_ident() != threading.main_thread().ident:
+        return False
+    return time.monotonic() - max(waiting_since, *pending.values()) > PATIENCE_S
+
+
+def run_pending() -> None:
+    """Run the handlers of pending signals, which may raise. No lock may be held."""
+    while pending:
+        number, _ = pending.popitem()
+        deferred.handlers[number](number, sys._getframe())
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    since = noted.setdefault(number, time.monotonic())
-    if number == signal.SIGINT and time.monotonic() - since > INSIST_S:
-        del noted[number]
-        dict(_state.replaced).get(number, signal.default_int_handler)(number, frame)
-
-
-_main_thread = main_thread().ident
-
-
-def _note_main_thread() -> None:
-    """In a forked process the thread that forked is the main thread."""
-    global _main_thread
-    _main_thread = get_ident()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_main_thread)
-
-
-def _in_main_thread() -> bool:
-    return get_ident() == _main_thread
+    since = pending.setdefault(number, time.monotonic())
+    if number == signal.SIGINT and time.monotonic() - since > PATIENCE_S:
+        del pending[number]
+        deferred.handlers.get(number, signal.default_int_handler)(number, frame)

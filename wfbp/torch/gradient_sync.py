@@ -25,7 +25,7 @@ import torch
 
 from wfbp.core.types import Op, TensorSpec
 from wfbp.errors import DisagreementError, WfbpError
-from wfbp.runtime import process, signals
+from wfbp.runtime import process
 from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.engine.engine import Engine
 from wfbp.runtime.runtime import Runtime
@@ -121,12 +121,6 @@ class GradientHooks:
         return self._engine.open or bool(self._sparse)
 
     @property
-    def gone(self) -> list[torch.Tensor]:
-        """Parameters that have no gradient any more."""
-        seen = zip(self._guard.grads, self._params, strict=True)
-        return [p for grad, p in seen if grad is not None and p.grad is None]
-
-    @property
     def handed_over(self) -> bool:
         """Whether this object exchanges the parameters' gradients no longer."""
         return bool(self._successor)
@@ -152,25 +146,22 @@ class GradientHooks:
                 "that one. A parameter's gradient can be exchanged by one of them only"
             )
         gone = self._guard.check(self._params)
-        if not self._engine.unfinished:  # else they are on their way, and were there
-            for index in gone:
-                self._engine.drop(index)
+        for index in gone:
+            self._engine.drop(index)
         if self._views_of != self._engine.num_installed:  # they hold another plan's buffers
             self._views_of = self._engine.num_installed
             self._views = [None] * len(self._params)
             self._moved = [{} for _ in self._params]
         engine = self._engine
-        if not engine.unfinished:
-            for index in range(len(self._params)):
-                self._holds_sparse(index)
-            engine.sparse = sorted(self._sparse)
+        for index in range(len(self._params)):
+            self._holds_sparse(index)
+        engine.sparse = sorted(self._sparse)
         reduced = engine.synchronize(whole, wanted)
         self._guard.clear()
         self._zeros.clear()
         self.take(reduced)
         if engine.sparse_anywhere:
-            with signals.uninterruptible:
-                self._exchange_sparse(engine.sparse_anywhere, reduced)
+            self._exchange_sparse(engine.sparse_anywhere, reduced)
         self._sparse.clear()
         self._forward.follow()
         return reduced
@@ -254,9 +245,8 @@ class GradientHooks:
         engine.sparse = ()
         engine.synchronize(whole=True)
         if engine.sparse_anywhere:
-            with signals.uninterruptible:
-                nothing = pickle.dumps([None] * len(engine.sparse_anywhere))
-                engine.exchange(nothing, "sparse gradients")
+            nothing = pickle.dumps([None] * len(engine.sparse_anywhere))
+            engine.exchange(nothing, "sparse gradients")
 
     def watch_shards(self, reduced: Sequence[BufferView | None]) -> None:
         """Have :meth:`check_shards` notice changes of gradients of which there are shards."""
@@ -571,9 +561,6 @@ class OptimizerSync:
         self._alone = False  # whether the last step was reduced with ranks that had joined
         self.last_active: int | None = None
         """A rank that has made the latest step, where others had joined; the same on every rank."""
-        self.stepped = False
-        """Set by :meth:`step` where the optimizer has stepped."""
-        self._result: Any = None
         self._sharding: StateSharding | None = None
         if sharded:
             self._sharding = StateSharding(runtime, specs, params, optimizer)
@@ -599,11 +586,6 @@ class OptimizerSync:
     def exchanges(self) -> bool:
         """Whether no other optimizer has taken over the parameters."""
         return not self._gradients.handed_over
-
-    @property
-    def gone(self) -> list[torch.Tensor]:
-        """Parameters whose gradients the program has forgotten while they are averaged."""
-        return self._gradients.gone
 
     @property
     def shares_state(self) -> bool:
@@ -675,9 +657,8 @@ class OptimizerSync:
         engine = self._engine
         engine.joined = True
         try:
-            with signals.uninterruptible:
-                while self._take_part_without_gradients():
-                    note_progress()
+            while self._take_part_without_gradients():
+                note_progress()
         finally:
             engine.joined = self._alone = False
 
@@ -713,29 +694,15 @@ class OptimizerSync:
         on."""
         self._check_clipped()
         reduced, self._held = self._held, None
-        self.stepped = True  # whatever the optimizer raises: it has changed something
+        factor, self._shard_factor = self._shard_factor, None
+        update = self._update
         try:
-            with signals.uninterruptible:
-                update = self._update
-                factor, self._shard_factor = self._shard_factor, None
-                self._result = (
-                    update.apply_whole() if self._alone else update.apply(reduced, factor)
-                )
+            return update.apply_whole() if self._alone else update.apply(reduced, factor)
         finally:
-            result = self.rest_of_step()
-        return result
-
-    def rest_of_step(self) -> Any:
-        """Wait for parameters whose reads cannot be noticed, or for all while compute is measured.
-
-        Returns the optimizer's result. A signal handler may interrupt it; it can be called again.
-        """
-        if self._engine.profiling:
-            self._update.flush()  # nothing travels where compute is measured
-        else:
-            self._update.pending.wait_for_exposed()
-        result, self._result = self._result, None
-        return result
+            if self._engine.profiling:
+                update.flush()  # nothing travels where compute is measured
+            else:  # for parameters whose reads cannot be noticed
+                update.pending.wait_for_exposed()
 
     def clip_grad_norm_(self, limit: Limit) -> torch.Tensor:
         """Scale the reduced gradients; see the optimizer's method of that name."""

@@ -20,7 +20,7 @@ from wfbp.torch import gradient_sync, state
 from wfbp.torch.gradient_sync import OptimizerSync
 
 
-@signals.postponing
+@signals.deferring
 def join(device: int = -1) -> int:
     """Tell that this rank has no more data, and wait until all ranks have called this.
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import enum
 import functools
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from threading import get_ident
 from typing import Any, TypeVar, cast
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import optimizer as torch_optimizer
 
 from wfbp.core.types import Op
@@ -192,73 +190,18 @@ class SyncState(enum.Enum):
     """``synchronize()``, when no rank had any gradient: those that come are averaged anew."""
 
 
-@dataclass(slots=True)
-class _Left:
-    """A call that a signal handler interrupted by raising in it, or right behind it.
-
-    Args:
-        name: of the method.
-        finish: does the rest, and returns the call's result; None where all is done.
-        result: where all is done.
-        hook: has it finished before the next forward.
-    """
-
-    name: str
-    finish: Callable[[], Any] | None = None
-    result: Any = None
-    hook: Any = None
-
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def resuming(name: str = "") -> Callable[[F], F]:
-    """Decorator: let a method first complete an interrupted call.
+def deferring(method: F) -> F:
+    """Decorator: run a method within :data:`signals.deferred`, uncompiled."""
 
-    ``name`` is of a method that every rank must carry out equally often: after an interruption,
-    calling it again completes the call, as does anything else that needs it.
-    """
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with signals.deferred:
+            return method(*args, **kwargs)
 
-    def decorate(method: F) -> F:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            sync = self._wfbp_sync
-            if sync is None:
-                return method(self, *args, **kwargs)
-            try:
-                outermost = signals.enter()
-            except BaseException:
-                self._wfbp_leave_before(name)
-                raise
-            if not outermost:  # another thread, or within another operation
-                if signals.serving():
-                    self._wfbp_finish()
-                return method(self, *args, **kwargs)
-            fields = self.__dict__
-            act = functools.partial(method, self, *args, **kwargs)
-            try:
-                sync.stepped = False
-                result = self._wfbp_resume(name, act) if fields[_LEFT] is not None else act()
-                if name:  # handlers may raise from here on
-                    fields[_LEFT] = _Left(name, result=result)
-                signals.leave()
-                if name:
-                    fields[_LEFT] = None
-                return result
-            except BaseException as error:
-                if name and fields[_LEFT] is None and signals.came_from_handler(error):
-                    self._wfbp_leave(_Left(name, act))
-                signals.forget_error()
-                signals.leave()
-                raise
-
-        uncompiled(call)
-        return cast(F, functools.update_wrapper(call, method))
-
-    return decorate
-
-
-_LEFT = "_wfbp_left"
-"""Attribute of a distributed optimizer: the call that was left."""
+    uncompiled(call)
+    return cast(F, functools.update_wrapper(call, method))
 
 
 class AveragingOptimizerBase(DistributedOptimizerBase):
@@ -293,7 +236,6 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
         self._wfbp_coupling = coupling
         self._wfbp_sparse_as_dense = sparse_as_dense
         self._wfbp_skip = False
-        self._wfbp_left: _Left | None = None
         self._wfbp_synchronized = False  # by synchronize() itself, since the step before
         self._wfbp_sync: OptimizerSync | None = None
         self._wfbp_renew(complete=True)
@@ -355,14 +297,14 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
         self.__dict__["state"] = state
 
     @uncompiled
-    @resuming("synchronize")
+    @deferring
     def synchronize(self) -> None:
         averaged = self._wfbp_sync is None or self._wfbp_sync.synchronize()
         self._wfbp_sync_state = SyncState.PROGRAM if averaged else SyncState.NO_GRADIENTS
         self._wfbp_synchronized = averaged
 
     @uncompiled
-    @resuming()
+    @deferring
     def synchronize_parameters(self) -> None:
         if self._wfbp_sync is not None:
             self._wfbp_sync.flush()
@@ -377,7 +319,7 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
             self._wfbp_skip = outer
 
     @uncompiled
-    @resuming("clip_grad_norm_")
+    @deferring
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -392,13 +334,13 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
         return self._wfbp_sync.clip_grad_norm_(limit)
 
     @uncompiled
-    @resuming("step")
+    @deferring
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average the gradients, unless that was done, and let the optimizer step.
 
-        What the handler of a signal raises meanwhile, such as ``KeyboardInterrupt`` or a time-out's
-        exception, comes out of here. The step is completed by calling this again, or else before
-        the next forward; so ranks stay equal, also where only one of them got the signal.
+        A signal that arrives meanwhile is handled at the end: an exception that its handler raises,
+        such as ``KeyboardInterrupt``, propagates from here, and the step is complete. So ranks stay
+        equal if only one of them gets the signal.
 
         Args:
             closure: computes the loss of this rank's data and its gradients; called by the
@@ -420,10 +362,9 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
         self._wfbp_original._opt_called = True  # type: ignore[attr-defined]
         if closure is not None:
             try:
-                with signals.uninterruptible:  # nothing can be taken up again within the optimizer
-                    if exchange is not None:
-                        exchange.prepare_whole()
-                    return super().step(lambda: self._wfbp_evaluate(closure))
+                if exchange is not None:
+                    exchange.prepare_whole()
+                return super().step(lambda: self._wfbp_evaluate(closure))
             finally:
                 self._wfbp_forget_sync()
         if not (self._wfbp_skip and self._wfbp_is_averaged()):
@@ -475,9 +416,8 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
         assert exchange is not None
         if not (self._optimizer_step_post_hooks or torch_optimizer._global_optimizer_post_hooks):
             return exchange.step()
-        with signals.uninterruptible:  # the hooks are still to come
-            result = exchange.step()
-            exchange.flush()
+        result = exchange.step()
+        exchange.flush()  # before the hooks
         return result
 
     @property
@@ -487,7 +427,7 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
         return bool(own or torch_optimizer._global_optimizer_pre_hooks)
 
     @uncompiled
-    @resuming()
+    @deferring
     def state_dict(self) -> dict[str, Any]:
         """The state in the ordinary form, whatever the schedule.
 
@@ -518,7 +458,7 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
             self._wfbp_sync.show_zeros()
 
     @uncompiled
-    @resuming()
+    @deferring
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state into the groups and the state that the wrapped optimizer shares.
 
@@ -538,7 +478,7 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
         self.param_groups, self.state = groups, state
 
     @uncompiled
-    @resuming()
+    @deferring
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those on their way."""
         if self._wfbp_sync is not None:
@@ -547,7 +487,7 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
         super().zero_grad(set_to_none)
 
     @uncompiled
-    @resuming()
+    @deferring
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; every rank must add the same ones.
 
@@ -569,7 +509,7 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
         groups += added
         self._wfbp_renew()
 
-    @resuming()
+    @deferring
     def set_backward_passes_per_step(self, passes: int) -> None:
         options = replace(self._wfbp_options, passes=passes)
         self._wfbp_check(options)
@@ -614,15 +554,10 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
 
         They must be averaged by then, so that an infinity on one rank makes every rank skip.
         """
-        left = self._wfbp_left
-        if left is not None and left.name == "step" and self._wfbp_is_again(left, "step"):
-            self._wfbp_finish_first()  # the scaler is about to call step() again
-            self.__dict__[_LEFT] = left
-        else:
-            self._wfbp_average_for_scaler()
+        self._wfbp_average_for_scaler()
         return bool(getattr(super(), "_step_supports_amp_scaling", False))
 
-    @resuming("_wfbp_average_for_scaler")
+    @deferring
     def _wfbp_average_for_scaler(self) -> None:
         exchange = self._wfbp_sync
         if exchange is not None:
@@ -633,61 +568,6 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
                 if exchange.holds_shards:
                     exchange.synchronize()
         self._wfbp_sync_state = SyncState.SCALER
-
-    def _wfbp_leave(self, left: _Left) -> None:
-        """Keep a call that a handler has left, to be finished before anything that needs it."""
-        if left.name == "step" and self._wfbp_sync is not None and self._wfbp_sync.stepped:
-            left.finish = self._wfbp_sync.rest_of_step
-        self.__dict__[_LEFT] = left
-        this = weakref.ref(self)
-
-        def before_forward(*_: object) -> None:
-            if (optimizer := this()) is not None:
-                optimizer._wfbp_finish_first()
-
-        left.hook = register_module_forward_pre_hook(before_forward)
-
-    def _wfbp_leave_before(self, name: str) -> None:
-        """A handler has raised before a call began. A scaler's step has averaged by then, and does
-        not do it again when the program calls it once more."""
-        averaged = name == "step" and self._wfbp_sync_state is SyncState.SCALER
-        if averaged and self._wfbp_left is None:
-            self.__dict__[_LEFT] = _Left("_wfbp_average_for_scaler")
-
-    def _wfbp_is_again(self, left: _Left, name: str) -> bool:
-        """Whether a call is one that was left, once more."""
-        assert self._wfbp_sync is not None
-        return left.name == name and (left.finish is not None or not self._wfbp_sync.open)
-
-    def _wfbp_resume(self, name: str, act: Callable[[], Any]) -> Any:
-        """Finish the call that was left, and carry out another unless it is the same."""
-        left = self._wfbp_left
-        assert left is not None
-        again = self._wfbp_is_again(left, name)
-        self._wfbp_finish(again)
-        return left.result if again else act()
-
-    def _wfbp_finish(self, again: bool = False) -> None:
-        left, self.__dict__[_LEFT] = self._wfbp_left, None
-        if left is None or left.finish is None:
-            return
-        assert self._wfbp_sync is not None
-        gone = [] if again else self._wfbp_sync.gone
-        try:
-            left.result = left.finish()
-            left.finish = None
-            for param in gone:  # the program is about to compute other gradients
-                param.grad = None
-        except BaseException as error:
-            if signals.came_from_handler(error):
-                self._wfbp_leave(left)
-            raise
-        finally:
-            left.hook.remove()
-
-    @resuming()
-    def _wfbp_finish_first(self) -> None:
-        """Finish the call that was left, if any was."""
 
     def _wfbp_forget_sync(self) -> None:
         """What was averaged has been used, or is not going to be."""
@@ -713,7 +593,6 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
         exchange = self._wfbp_sync
         if exchange is None:
             return
-        self._wfbp_finish_first()
         if exchange.runtime is runtime:
             exchange.release()
         elif exchange.shares_state:

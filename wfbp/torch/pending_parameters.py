@@ -233,7 +233,7 @@ class PendingParameters:
         answer in time."""
         if self.updates_here:
             return
-        with signals.postponed:
+        with signals.deferred:
             self._wait(index)
 
     def _wait(self, index: int) -> None:

@@ -17,7 +17,7 @@ from wfbp.runtime.runtime import Runtime
 from wfbp.torch import collectives, gradient_sync, tensors
 
 
-@signals.postponing
+@signals.deferring
 def broadcast_parameters(
     parameters: Mapping[str, Any] | Iterable[tuple[str, Any]] | Iterable[torch.Tensor],
     root_rank: int = 0,
@@ -114,7 +114,7 @@ def _tensors_of(parameters: Any) -> dict[str, torch.Tensor]:
     return {k: v for k, v in named.items() if isinstance(v, torch.Tensor)}
 
 
-@signals.postponing
+@signals.deferring
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
     root_rank: int = 0,

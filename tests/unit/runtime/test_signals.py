@@ -36,14 +36,14 @@ def handler() -> Iterator[Handler]:
     yield found
     for number, old in previous.items():
         signal.signal(number, old)
-    assert not signals.noted
-    assert not signals.serving()
+    assert not signals.pending
+    assert not signals.deferred.depth
 
 
 def test_handlers_run_at_the_end(handler: Handler) -> None:
-    with signals.postponed:
+    with signals.deferred:
         signal.raise_signal(signal.SIGUSR1)
-        with signals.postponed:
+        with signals.deferred:
             signal.raise_signal(signal.SIGUSR2)
         assert handler.calls == []
     assert sorted(handler.calls) == [signal.SIGUSR1, signal.SIGUSR2]
@@ -55,7 +55,7 @@ def test_handlers_run_at_the_end(handler: Handler) -> None:
 def test_all_handlers_run_and_are_put_back_where_one_raises(handler: Handler) -> None:
     handler.raises = True
 
-    @signals.postponing
+    @signals.deferring
     def operation() -> None:
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGUSR2)
@@ -66,39 +66,28 @@ def test_all_handlers_run_and_are_put_back_where_one_raises(handler: Handler) ->
     assert signal.getsignal(signal.SIGUSR1) is signal.getsignal(signal.SIGUSR2) is handler
 
 
-def test_waits_end_at_once_or_with_patience(handler: Handler, monkeypatch: Any) -> None:
+def test_long_waits_run_handlers_that_are_overdue(handler: Handler, monkeypatch: Any) -> None:
     now = 10.0
     monkeypatch.setattr(signals.time, "monotonic", lambda: now)
-    with signals.postponed:
-        assert not signals.due(True, 0.0)
+    with signals.deferred:
+        assert not signals.overdue(0.0)
         signal.raise_signal(signal.SIGUSR1)
-        assert signals.due(True, 0.0)
-        assert not signals.due(False, 0.0)
+        assert not signals.overdue(0.0)
         now += 1.01
-        assert signals.due(False, 0.0)
-        assert not signals.due(False, 10.5)  # a wait that has just begun goes on
-        signals.run_handlers()
+        assert signals.overdue(0.0)
+        assert not signals.overdue(10.5)  # a wait that has just begun goes on
+        signals.run_pending()
         assert handler.calls == [signal.SIGUSR1]
-        assert not signals.due(True, 0.0)
-
-
-def test_what_a_handler_raised_is_known(handler: Handler) -> None:
-    handler.raises = True
-    with pytest.raises(AlarmError) as caught, signals.postponed:
-        signal.raise_signal(signal.SIGUSR1)
-    assert signals.came_from_handler(caught.value)
-    assert not signals.came_from_handler(AlarmError())
-    signals.forget_error()
-    assert not signals.came_from_handler(caught.value)
+        assert not signals.overdue(0.0)
 
 
 def test_a_handler_may_begin_an_operation(handler: Handler) -> None:
     def nested(number: int, frame: object) -> None:
-        with signals.postponed:
+        with signals.deferred:
             handler(number, frame)
 
     signal.signal(signal.SIGUSR1, nested)
-    with signals.postponed:
+    with signals.deferred:
         signal.raise_signal(signal.SIGUSR1)
     assert handler.calls == [signal.SIGUSR1]
     assert signal.getsignal(signal.SIGUSR1) is nested
@@ -106,7 +95,7 @@ def test_a_handler_may_begin_an_operation(handler: Handler) -> None:
 
 def test_a_handler_that_is_set_within_stays(handler: Handler) -> None:
     other = Handler()
-    with signals.postponed:
+    with signals.deferred:
         signal.signal(signal.SIGUSR1, other)
     assert signal.getsignal(signal.SIGUSR1) is other
 
@@ -116,7 +105,7 @@ def test_an_insistent_interrupt_is_served_on_the_spot(monkeypatch: Any) -> None:
     monkeypatch.setattr(signals.time, "monotonic", lambda: now)
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    @signals.postponing
+    @signals.deferring
     def operation() -> None:
         nonlocal now
         signal.raise_signal(signal.SIGINT)
@@ -137,10 +126,10 @@ def test_other_threads_have_none(handler: Handler) -> None:
     found: list[object] = []
 
     def act() -> None:
-        with signals.postponed, signals.uninterruptible:
-            found.extend([signals.enter(), signals.serving(), signal.getsignal(signal.SIGUSR1)])
+        with signals.deferred:
+            found.extend([signals.deferred.depth, signal.getsignal(signal.SIGUSR1)])
 
     thread = threading.Thread(target=act)
     thread.start()
     thread.join()
-    assert found == [False, False, handler]
+    assert found == [0, handler]

@@ -313,7 +313,7 @@ def test_an_interrupt_while_communication_is_moved_on_ends_the_runtime(make: Mak
 
 def test_an_interrupt_while_another_drives_ends_the_runtime_too(make: Make) -> None:
     class Interrupted(Reply[None]):
-        def get(self, timeout_s: float) -> None:
+        def wait(self, timeout_s: float) -> bool:
             raise KeyboardInterrupt
 
     thread, started = make(), []
@@ -337,11 +337,12 @@ def test_who_waits_beside_a_driver_counts_no_time_of_a_suspended_job(
     class Late(Reply[int]):
         looks = 0
 
-        def get(self, timeout_s: float) -> int:
+        def wait(self, timeout_s: float) -> bool:
             self.looks += 1
             if comes and self.looks > 3:
-                return 7
-            raise TimeoutError
+                self.put(7)
+                return True
+            return False
 
     thread, hours = make(timeout_s=60.0), iter(range(10**6))
     monkeypatch.setattr(

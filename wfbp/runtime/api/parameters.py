@@ -34,7 +34,7 @@ from wfbp.runtime.runtime import Runtime
 MANY = "broadcast_parameters"
 
 
-@signals.postponing
+@signals.deferring
 def broadcast_arrays(arrays: Mapping[str, Any], root_rank: int = 0) -> None:
     """Copy the root's arrays to every rank, in place.
 
@@ -63,7 +63,7 @@ def broadcast_arrays(arrays: Mapping[str, Any], root_rank: int = 0) -> None:
             np.copyto(array, copy)
 
 
-@signals.postponing
+@signals.deferring
 def broadcast_buffers(
     runtime: Runtime,
     rows: Sequence[tuple[str, str, Sequence[int]]],

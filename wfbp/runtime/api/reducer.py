@@ -65,7 +65,6 @@ class GradientReducer:
         self.specs = tuple(_spec(item) for item in specs)
         self._arrays: dict[int, Array] = {}
         self._engine: Engine | None = None
-        self._unread: list[Array | None] | None = None
         config = runtime.config
         schedule = config.schedule if schedule is None else schedule
         limit_bytes = config.threshold_bytes if threshold_bytes is None else threshold_bytes
@@ -100,8 +99,6 @@ class GradientReducer:
                 f"{spec.name}: expected {spec.dtype}{spec.shape}, "
                 f"found {array.dtype.name}{array.shape}"
             )
-        if self._engine is not None and (self._engine.unfinished or self._unread is not None):
-            self.wait()  # the step before was left, and nobody has asked for it again
         if index in self._arrays:
             raise ValueError(f"{spec.name} was marked ready twice; call wait() once per step")
         array = np.asarray(
@@ -114,8 +111,8 @@ class GradientReducer:
     def wait(self) -> list[Array | None]:
         """Close the step and wait until every gradient is reduced.
 
-        Where the handler of a signal raises meanwhile, that comes out of here. Another call then
-        completes the same step; :meth:`mark_ready` does, too, and drops what it brings.
+        A signal that arrives meanwhile is handled at the end: an exception that its handler raises
+        propagates from here, and the step is complete.
 
         Returns:
             Per tensor the reduced gradient, valid until the next step's first ``mark_ready``;
@@ -128,15 +125,12 @@ class GradientReducer:
         if self._engine is None:
             self._runtime.check()
             return [arrays.get(index) for index in range(len(self.specs))]
-        with signals.postponed:
-            if self._unread is None:
-                slots = self._engine.synchronize()
-                self._unread = [
-                    None if slot is None else _array(slot.data, spec)
-                    for slot, spec in zip(slots, self.specs, strict=True)
-                ]
-        reduced, self._unread = self._unread, None
-        return reduced
+        with signals.deferred:
+            slots = self._engine.synchronize()
+            return [
+                None if slot is None else _array(slot.data, spec)
+                for slot, spec in zip(slots, self.specs, strict=True)
+            ]
 
     def report(self) -> dict[str, Any]:
         """The plan in use and what it costs; empty with one rank."""

@@ -94,8 +94,7 @@ class Call(Generic[T]):
 class _Submitted:
     """An operation that was submitted and not waited for yet.
 
-    ``number`` is its own, of ``numbers``, where it was given one. ``left`` says that what a
-    signal's handler raised has ended the wait.
+    ``number`` is its own, of ``numbers``, where it was given one.
     """
 
     key: tuple[int, str]
@@ -106,7 +105,6 @@ class _Submitted:
     placed: Placed | None = None
     numbers: _Counter | None = None
     number: int = -1
-    left: bool = False
 
     @property
     def is_complete(self) -> bool:
@@ -157,8 +155,6 @@ class Collectives:
         self._runtime = runtime
         self._handles: dict[int, _Submitted] = {}
         self._groups: dict[int, tuple[int, ...]] = {}
-        self._results: dict[int, list[Any]] = {}  # of groups that were left in mid-wait
-        self._unread: dict[int, Any] = {}  # of handles, that a handler's exception came before
         self._reserved: dict[tuple[int, str], int] = {}
         self._unnamed: dict[tuple[int, Kind | None], _Counter] = {}
         self._num_joins = 0
@@ -185,7 +181,7 @@ class Collectives:
 
     # Process sets.
 
-    @signals.postponing
+    @signals.deferring
     def add_set(self, ranks: Iterable[int]) -> int:
         """Make a process set; collective over all ranks.
 
@@ -202,7 +198,7 @@ class Collectives:
         self._leave_devices()
         return self._make_set(chosen)
 
-    @signals.postponing
+    @signals.deferring
     def add_split(self, mine: Sequence[int]) -> int:
         """Make a process set of each communicator that some rank tells; collective over all ranks.
 
@@ -267,7 +263,7 @@ class Collectives:
                     f"a process set of ranks {list(ranks)} exists already, with number {number}"
                 )
 
-    @signals.postponing
+    @signals.deferring
     def remove_set(self, number: int) -> None:
         """Give a process set back, and those made together with it; collective over all ranks.
 
@@ -364,21 +360,19 @@ class Collectives:
         device = place()
         return device if device is not None and self._devices.takes(device) else None
 
-    @signals.postponing
+    @signals.deferring
     def run(self, call: Call[T]) -> T:
         """Begin an operation and wait for its result.
 
-        Handlers of signals run behind it. Raises as :meth:`submit_all` and :meth:`synchronize` do.
+        Signal handlers run after it. Raises as :meth:`submit_all` and :meth:`synchronize` do.
         """
         call.waits = True
-        with signals.uninterruptible:
-            return self.synchronize(self._begin([call], self._runtime.thread.leave)[0])
+        return self.synchronize(self._begin([call], self._runtime.thread.leave)[0])
 
-    @signals.postponing
+    @signals.deferring
     def run_all(self, calls: Sequence[Call[T]]) -> list[T]:
         """The same for several operations, of which none is begun where one is refused."""
-        with signals.uninterruptible:
-            return self.synchronize(self._begin_group(calls, self._runtime.thread.leave))
+        return self.synchronize(self._begin_group(calls, self._runtime.thread.leave))
 
     def submit(self, call: Call[T]) -> Handle[T]:
         """Begin an operation; raises as :meth:`submit_all` does.
@@ -408,7 +402,7 @@ class Collectives:
         self._groups[group] = tuple(handles)
         return group
 
-    @signals.postponing
+    @signals.deferring
     def _begin(self, calls: Sequence[Call[T]], post: _Post) -> list[Handle[T]]:
         self._runtime.check()
         checked = [self._check(call) for call in calls]
@@ -495,8 +489,6 @@ class Collectives:
         Raises:
             ValueError: no such operation, or it was synchronized already.
         """
-        if handle in self._unread:
-            return True
         if handle in self._groups:
             return all(self.poll(member) for member in self._groups[handle])
         entry = self._find(handle)
@@ -516,35 +508,22 @@ class Collectives:
             DisagreementError: ranks submitted operations of this name that do not match.
             WfbpError: communication failed.
         """
-        with signals.postponed:
-            if handle not in self._unread:
-                result = self._await(handle)
-                self._unread[handle] = result  # until no signal's handler can come between
-        result = self._unread[handle]
-        del self._unread[handle]  # no call: handlers run behind calls, and the result would be lost
-        return result
+        with signals.deferred:
+            return self._await(handle)
 
     def _await(self, handle: int) -> Any:
         if handle in self._groups:
             return self._await_all(handle)
         entry = self._find(handle)
-        while True:
-            try:
-                outcome = self._runtime.await_reply(entry.reply, entry.label, resumable=True)
-            except signals.HandlersDue:
-                entry.left = True
-                signals.run_handlers()  # what one raises leaves the handle as it is
-                continue
-            except UnmatchedError:
-                self._release(handle, entry)
-                if entry.numbers is not None:  # other ranks have numbered something else
-                    entry.numbers.give_back(entry.number)
-                raise
-            except BaseException:
-                self._release(handle, entry)
-                raise
+        try:
+            outcome = self._runtime.await_reply(entry.reply, entry.label)
+        except UnmatchedError:
+            if entry.numbers is not None:  # other ranks have numbered something else
+                entry.numbers.give_back(entry.number)
+            raise
+        finally:
             self._release(handle, entry)
-            return entry.finish(outcome)
+        return entry.finish(outcome)
 
     def _release(self, handle: int, entry: _Submitted) -> None:
         self._handles.pop(handle, None)
@@ -553,14 +532,14 @@ class Collectives:
 
     def _await_all(self, group: int) -> list[Any]:
         """Wait for all, so that every name is free again, and raise the first error."""
-        results = self._results.setdefault(group, [])
+        results: list[Any] = []
         handles = self._groups[group]
         while len(results) < len(handles):
             try:
                 results.append(self._await(handles[len(results)]))
             except WfbpError as error:
                 results.append(error)
-        del self._groups[group], self._results[group]
+        del self._groups[group]
         for result in results:
             if isinstance(result, WfbpError):
                 raise result
@@ -607,12 +586,9 @@ class Collectives:
             before.close()
 
     def _gives_way(self, holder: int, kind: Kind) -> bool:
-        """Whether an operation lets one of another kind have its name, or any if its wait was left:
-        once it is complete."""
+        """Whether an operation lets one of another kind have its name: once it is complete."""
         entry = self._handles.get(holder)
-        if entry is None or not entry.reply.answered:
-            return False
-        return entry.kind is not kind or entry.left
+        return entry is not None and entry.reply.answered and entry.kind is not kind
 
     def _find(self, handle: int) -> _Submitted:
         entry = self._handles.get(handle)

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from wfbp.core.plan import Plan
 from wfbp.core.types import Phase, TensorSpec, wire_type
-from wfbp.runtime import signals
 from wfbp.runtime.progress.plan_executor import PlanExecutor
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import NO_GATHER, BufferView, GatherRequest, GroupTime, Span
@@ -123,10 +122,7 @@ class AllGatherState:
     def _wait(self, group: int) -> None:
         # One arrival at a time: a thread that waits for an early group waits for no later one.
         while self.pending and self._num_arrived <= group:
-            try:
-                self._await_next(group)
-            except signals.HandlersDue:
-                signals.run_handlers()
+            self._await_next(group)
 
     def _await_next(self, group: int) -> None:
         with self._lock:
@@ -135,7 +131,7 @@ class AllGatherState:
             if not self.pending or self._num_arrived > group:
                 return
             start = self._transport.now()
-            time = self._runtime.await_reply(self._lane.arrivals, self._label, resumable=True)
+            time = self._runtime.await_reply(self._lane.arrivals, self._label)
             self._transport.await_arrival(time)
             self._times.append(time)
             self._waits.append((start, self._transport.now()))

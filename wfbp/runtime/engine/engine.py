@@ -16,7 +16,7 @@ from typing import Any
 from wfbp.comm.device.device import Device
 from wfbp.core.plan import Plan
 from wfbp.core.types import TensorSpec
-from wfbp.runtime import consistency, signals
+from wfbp.runtime import consistency
 from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.engine.allgather import AllGatherState, GradientAssembler
 from wfbp.runtime.engine.allocator import give_back_freed_memory, keep_freed_memory
@@ -144,7 +144,6 @@ class Engine:
         self._unread: list[Step] = []
         self._closed = False
         self._newly_installed = False
-        self._closing: tuple[bool, bool] | None = None
         keep_freed_memory()
         self._install()
         runtime.add_lane(self._lane)
@@ -242,11 +241,6 @@ class Engine:
         return self._tracker.open
 
     @property
-    def unfinished(self) -> bool:
-        """Whether :meth:`synchronize` has closed a step and was interrupted by a signal handler."""
-        return self._closing is not None
-
-    @property
     def gather_groups(self) -> Sequence[Sequence[int]]:
         """The tensors of each all-gather, by index, in the order of sending."""
         return self._allgather.groups
@@ -271,9 +265,6 @@ class Engine:
     ) -> list[BufferView | None]:
         """Close the step and wait until every gradient is reduced.
 
-        A signal handler of the program may raise and end the wait. The step is :attr:`unfinished`
-        then; another call must complete it before anything else, and its arguments are ignored.
-
         Args:
             whole: whether the caller needs whole gradients; the same on every rank. They are whole
                 in any case where another plan decouples other tensors.
@@ -291,14 +282,12 @@ class Engine:
             WfbpError: ranks disagree, failed, or did not answer in time.
         """
         tracker = self._tracker
-        if self._closing is None:
-            tracker.close(targets)
-            wanted = wanted and self._allgather.gatherable
-            tracker.step.requested = bool(
-                wanted or tracker.unplanned or self._tuner.wants_round or self.sparse or self.joined
-            )
-            self._close()
-            self._closing = whole, wanted
+        tracker.close(targets)
+        wanted = wanted and self._allgather.gatherable
+        tracker.step.requested = bool(
+            wanted or tracker.unplanned or self._tuner.wants_round or self.sparse or self.joined
+        )
+        self._close()
         result = self._await_result()
         while result.discarded:
             # That rank had gradients before zero_grad() that this rank had not, or not all.
@@ -306,9 +295,7 @@ class Engine:
             tracker.step.number = self._number
             self._close()
             result = self._await_result()
-        (whole, wanted), self._closing = self._closing, None
-        with signals.uninterruptible:
-            return self._conclude(result, whole, wanted)
+        return self._conclude(result, whole, wanted)
 
     def _conclude(self, result: StepResult, whole: bool, wanted: bool) -> list[BufferView | None]:
         """After the step's messages: exchange unplanned gradients, and begin the next step."""
@@ -447,20 +434,11 @@ class Engine:
 
     def _await_result(self) -> StepResult:
         """The result of the closed step, after those of discarded steps before it."""
-        while True:
-            try:
-                while self._num_unread:
-                    self._runtime.await_reply(self._lane.reply, self._name, resumable=True)
-                    self._num_unread -= 1
-                result: StepResult = self._runtime.await_reply(
-                    self._lane.reply, self._name, resumable=True
-                )
-            except signals.HandlersDue:
-                self._tracker.seal()
-                signals.run_handlers()
-            else:
-                self._tracker.unseal()
-                return result
+        while self._num_unread:
+            self._runtime.await_reply(self._lane.reply, self._name)
+            self._num_unread -= 1
+        result: StepResult = self._runtime.await_reply(self._lane.reply, self._name)
+        return result
 
 
 def _make_tuner(runtime: Runtime, options: EngineOptions, specs: Sequence[TensorSpec]) -> Tuner:

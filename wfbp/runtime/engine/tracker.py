@@ -152,7 +152,6 @@ class GradientTracker:
         self._fetch = fetch
         self._who = who
         self._accumulation = AccumulationCounter(passes, len(specs))
-        self._expected: list[int] = []
 
     def install(self, plan: Plan, buffers: Sequence[BackwardBuffer]) -> None:
         """Gather for another plan from the next :meth:`begin` on."""
@@ -377,17 +376,6 @@ class GradientTracker:
             )
         return address, self.step.owners[plan_index]
 
-    def seal(self) -> None:
-        """Let gradients be an error from here on: the step is closed, and not over."""
-        if not self._expected:
-            self._expected = self._accumulation.expected
-            self._accumulation.expected = [0] * len(self._expected)
-
-    def unseal(self) -> None:
-        """The closed step is over."""
-        if self._expected:
-            self._accumulation.expected, self._expected = self._expected, []
-
     def learn_passes(self) -> None:
         """Expect as many backward passes per step as were seen."""
         if not self._all_ready or self.unplanned or self._regrown:
@@ -395,14 +383,6 @@ class GradientTracker:
 
     def _grown(self, index: int, address: int, owner: object) -> None:
         """A gradient grew after its tensor was posted: it is sent as it is now."""
-        if self._expected:
-            self._accumulation.fired[index] -= 1
-            raise RuntimeError(
-                f"{self._who}: the gradient of {self.specs[index].name} has appeared while the "
-                "step before is not complete: the handler of a signal has raised in it. Call "
-                "step(), synchronize() or wait() again, whichever was left, before the next "
-                "backward()"
-            )
         plan_index = self.plan_indices[index]
         self._regrown = True
         if plan_index < 0:

@@ -86,13 +86,19 @@ class Reply(Generic[T]):
         """Whether :meth:`get` would return at once."""
         return bool(self._answers)
 
-    def get(self, timeout_s: float) -> T:
-        """The answer, or the error given to :meth:`fail`; ``TimeoutError`` if neither comes in
-        time."""
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for an answer; whether it came in time."""
         deadline = time.monotonic() + timeout_s
         while not self._answers:  # it may have been set for an answer that was taken
             if not self._answered.wait(deadline - time.monotonic()) and not self._answers:
-                raise TimeoutError
+                return False
+        return True
+
+    def get(self, timeout_s: float) -> T:
+        """The answer, or the error given to :meth:`fail`; ``TimeoutError`` if neither comes in
+        time."""
+        if not self.wait(timeout_s):
+            raise TimeoutError
         value, error = self._answers.popleft()
         if error is not None:
             raise error

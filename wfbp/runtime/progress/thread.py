@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from wfbp.comm.backend import Backend, Work
 from wfbp.comm.waiting import sharp_naps
@@ -132,46 +132,47 @@ class CommunicationThread:
         self.leave(lambda: self.loop.enqueue(call))
         return self.await_reply(reply, label)
 
-    def await_reply(self, reply: Reply[T], label: str, resumable: bool = False) -> T:
+    def await_reply(self, reply: Reply[T], label: str) -> T:
         """Wait for the answer to an event or message; drive communication, unless another thread
         does.
 
         Args:
             reply: where the answer comes.
             label: what is waited for, for messages.
-            resumable: whether the caller can wait again after ``HandlersDue``, unless it is within
-                ``signals.uninterruptible``; else signal handlers run here once they are overdue,
-                and an error that one raises ends the runtime.
 
         Raises:
-            HandlersDue: the main thread has to run signal handlers.
             WfbpError: ranks failed, or did not answer in time.
+            BaseException: from an overdue signal handler of the program; it ends the runtime.
         """
         self._here.used = True
         self.loop.waits.begin(reply)
         if reply.answered:
             return reply.get(timeout_s=0.0)
-        with signals.postponed:
-            resumable = resumable and not signals.uninterruptible.depth
-            while True:
+        since = time.monotonic()
+        with signals.deferred:
+            while not self._await(reply, label, since):
                 try:
-                    return self._await(reply, label, resumable)
-                except signals.HandlersDue:
-                    if resumable:
-                        raise
-                    self._run_handlers()
+                    signals.run_pending()  # here, because they may communicate: no lock is held
+                except BaseException:
+                    self.post(lambda: self.loop.fail(self._interrupted()))
+                    raise
+            return reply.get(timeout_s=0.0)
 
-    def _await(self, reply: Reply[T], label: str, resumable: bool) -> T:
+    def _await(self, reply: Reply[Any], label: str, since: float) -> bool:
+        """Wait for the reply; False if signal handlers are overdue."""
         self.loop.waits.num_waiting += 1
         try:
             if self._driver_lock.acquire(timeout=_DRIVER_POLL_S):
                 try:
                     with self._progress_lock:
-                        return self._drive(reply, resumable)
+                        return self._drive(reply, since)
                 finally:
                     self._leave_driving()
             self.loop.wakeup.set()
-            return self._await_others(reply, label, resumable)
+            return self._await_others(reply, label, since)
+        except KeyboardInterrupt:  # a second one, which acts at once
+            self.post(lambda: self.loop.fail(self._interrupted()))
+            raise
         finally:
             self.loop.waits.num_waiting -= 1
 
@@ -184,59 +185,39 @@ class CommunicationThread:
         if called or stood_by:
             self.loop.wakeup.set()
 
-    def _run_handlers(self) -> None:
-        """In a wait that cannot be left and taken up again."""
-        try:
-            signals.run_handlers()
-        except BaseException:
-            signals.forget_error()  # it ends the runtime: there is nothing to take up again
-            self.post(lambda: self.loop.fail(self._interrupted()))
-            raise
-
     def stop(self, timeout_s: float) -> bool:
         """End the thread once its messages are worked off; whether it has ended in time."""
         self.post(self._stop)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _drive(self, reply: Reply[T], resumable: bool) -> T:
+    def _drive(self, reply: Reply[Any], since: float) -> bool:
         loop = self.loop
-        serving, since = signals.serving(), time.monotonic()
-        try:
-            while not reply.answered:
-                if loop.error is not None:
-                    raise loop.error
-                if serving and signals.due(resumable, since):
-                    raise signals.HandlersDue
-                nap_s = loop.progress(urgent=True)
-                if nap_s > 0 and not reply.answered:
-                    with sharp_naps():
-                        loop.rest(nap_s)
-        except KeyboardInterrupt:  # that would not wait for the end of a pass
-            loop.fail(self._interrupted())
-            raise
-        return reply.get(timeout_s=0.0)
+        while not reply.answered:
+            if loop.error is not None:
+                raise loop.error
+            if signals.overdue(since):
+                return False
+            nap_s = loop.progress(urgent=True)
+            if nap_s > 0 and not reply.answered:
+                with sharp_naps():
+                    loop.rest(nap_s)
+        return True
 
-    def _await_others(self, reply: Reply[T], label: str, resumable: bool) -> T:
+    def _await_others(self, reply: Reply[Any], label: str, since: float) -> bool:
         """Another training thread drives, and this one's work with it."""
         waited_s = 0.0  # less the time in which the job may have been suspended
-        serving, since = signals.serving(), time.monotonic()
-        while True:
-            try:
-                return reply.get(timeout_s=_REPLY_POLL_S)
-            except KeyboardInterrupt:
-                self.post(lambda: self.loop.fail(self._interrupted()))
-                raise
-            except TimeoutError:
-                waited_s += _REPLY_POLL_S
-                if self.error is not None:
-                    raise self.error from None
-                if serving and signals.due(resumable, since):
-                    raise signals.HandlersDue from None
-                if not self._thread.is_alive() or waited_s > self._config.timeout_s + _BACKSTOP_S:
-                    raise StallError(
-                        f"{self._where}: {label}: the communication thread does not answer"
-                    ) from None
+        while not reply.wait(_REPLY_POLL_S):
+            waited_s += _REPLY_POLL_S
+            if self.error is not None:
+                raise self.error
+            if signals.overdue(since):
+                return False
+            if not self._thread.is_alive() or waited_s > self._config.timeout_s + _BACKSTOP_S:
+                raise StallError(
+                    f"{self._where}: {label}: the communication thread does not answer"
+                )
+        return True
 
     def _interrupted(self) -> WfbpError:
         return WfbpError(f"{self._where}: interrupted while it communicated")
