@@ -53,6 +53,7 @@ MODES = {
     "changing": _short("auto"),
     # Decoupled, and installed after a few steps.
     "ps_layerwise": _short("ps_layerwise"),
+    "independent": _short("independent"),
     "mixed": _short("hybrid"),
 }
 

@@ -1,0 +1,962 @@
+"""Programs that once trained wrongly without a message, or failed although they are ordinary.
+
+Run as ``defects.py OUT MODE [NAME ...]`` under mpirun.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import nn
+
+import wfbp.torch as wfbp
+from tests.parallel.programs.harness import Checks, raises
+from tests.parallel.programs.torch.training import (
+    averaged,
+    check_training,
+    data,
+    mlp,
+    momentum,
+    pair,
+    same,
+    square,
+)
+from wfbp.torch.joining import join
+
+check = Checks()
+
+STEPS = 8
+"""Enough for every mode to install its plan and use it."""
+
+
+def agree(model: nn.Module, where: str = "") -> None:
+    """All ranks have the same parameters."""
+    for name, param in model.named_parameters():
+        for theirs in MPI.COMM_WORLD.allgather(param.detach().clone()):
+            same(param.detach(), theirs, f"{where} {name} of two ranks")
+
+
+def equal(model: nn.Module, reference: nn.Module, where: str = "") -> None:
+    """Two models have the same parameters, but for rounding."""
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        same(p.detach(), q.detach(), f"{where} {name}", 1e-9)
+
+
+def refused(act: Callable[[], object], *parts: str) -> bool:
+    """Whether an action raises an error with these parts on every rank; fails if only some do."""
+    problem = ""
+    try:
+        act()
+    except (RuntimeError, ValueError, TypeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    problems = MPI.COMM_WORLD.allgather(problem)
+    assert all(problems) or not any(problems), f"only some ranks raised: {problems}"
+    for part in parts if problem else ():
+        assert part in problem, f"{part!r} is not in {problem}"
+    return bool(problem)
+
+
+class Descent(torch.optim.Optimizer):
+    """Plain gradient descent, as a user writes it."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **more: Any) -> None:
+        super().__init__(params, {"lr": lr, **more})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-self.rate(group))
+        return loss
+
+    def rate(self, group: dict[str, Any]) -> float:
+        return float(group["lr"])
+
+
+class SelfBound(Descent):
+    """Keeps a bound method of its own as an attribute."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self._update = self._single
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self._update()
+
+    def _single(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"])
+
+
+@check
+def bound_method_as_attribute() -> None:
+    """Row 1."""
+    check_training(pair()[0], square, SelfBound, steps=STEPS)
+
+
+class Averaging(torch.optim.Optimizer):
+    """Keeps an average of the parameters beside them: ``eval()`` and ``train()`` exchange both."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if "average" not in state:
+                    state["average"] = p.clone()
+                    state["curvature"] = torch.zeros_like(p)
+                p.sub_(group["lr"] * p.grad / (1 + state["curvature"]))
+                state["average"].lerp_(p, 0.5)
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "average" in self.state[p]:
+                    kept = p.clone()
+                    p.copy_(self.state[p]["average"])
+                    self.state[p]["average"].copy_(kept)
+
+    @torch.no_grad()
+    def update_curvature(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and "curvature" in self.state[p]:
+                    self.state[p]["curvature"].lerp_(p.grad.square(), 0.5)
+
+
+@check
+def methods_that_use_state() -> None:
+    """Row 2: of optimizers free of schedules, and those that estimate curvature."""
+    model, reference = pair()
+    optimizer: Any = wfbp.DistributedOptimizer(Averaging(model.parameters()))
+    plain = Averaging(reference.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        square(model, wfbp.rank(), step)
+        averaged(reference, square, step, wfbp.size())
+        optimizer.synchronize()
+        if step % 2:
+            optimizer.update_curvature()
+            plain.update_curvature()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        plain.step()
+        optimizer.exchange()
+        plain.exchange()
+        equal(model, reference, f"step {step}: averages")
+        optimizer.exchange()
+        plain.exchange()
+    equal(model, reference, "parameters")
+
+
+class Words(nn.Module):
+    """A table of words, with sparse gradients unless ``dense``."""
+
+    def __init__(self, dense: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.table = nn.Embedding(20, 3, sparse=not dense)
+        self.double()
+
+    def forward(self, step: int, rank: int) -> torch.Tensor:
+        words = self.table(torch.tensor([rank, 5 + step % 3, 5]))
+        return torch.as_tensor(words).square().sum()
+
+
+def words() -> tuple[Words, Any]:
+    model = Words()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, wfbp.DistributedOptimizer(inner, schedule="wfbp")
+
+
+@check
+def scaler_and_sparse_gradients() -> None:
+    """Row 3: unscaled before they are averaged, with an infinity on one rank."""
+    model, optimizer = words()
+    for step in range(3):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        optimizer.zero_grad()
+        loss = model(step, wfbp.rank())
+        scaler.scale(loss * (math.inf if step == 1 and wfbp.rank() == 0 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        refused(functools.partial(scaler.step, optimizer), "optimizer.synchronize()")
+        scaler.update()
+        agree(model, f"step {step}")
+
+
+@check
+def changed_sparse_gradient() -> None:
+    """Row 4: clamped in place, replaced, or scaled, before it is averaged."""
+
+    def clamp(grad: torch.Tensor) -> torch.Tensor:
+        grad._values().clamp_(-1e-3, 1e-3)
+        return grad
+
+    def scale(grad: torch.Tensor) -> torch.Tensor:
+        grad.mul_(0.5)
+        return grad
+
+    def clamp_data(grad: torch.Tensor) -> torch.Tensor:
+        grad.data._values().clamp_(-1e-3, 1e-3)
+        return grad
+
+    def replace(grad: torch.Tensor) -> torch.Tensor:
+        return grad.coalesce() * 0.5
+
+    for change in (clamp, scale, clamp_data, replace):
+        model, optimizer = words()
+        for step in range(3):
+            optimizer.zero_grad()
+            model(step, wfbp.rank()).backward()
+            weight = model.table.weight
+            if step < 2:
+                optimizer.step()
+                continue
+            assert weight.grad is not None
+            weight.grad = change(weight.grad)
+            raises(RuntimeError, "optimizer.synchronize()", act=optimizer.step)
+            optimizer.zero_grad()
+        agree(model, change.__name__)
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimization in the form that most programs copy."""
+
+    def __init__(self, params: Any, kind: Any = torch.optim.SGD, rho: float = 0.05) -> None:
+        super().__init__(params, {"rho": rho})
+        self.base_optimizer = kind(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base_optimizer.param_groups
+        self.defaults.update(self.base_optimizer.defaults)
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        params = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for p in params:
+            self.state[p]["old_p"] = p.data.clone()
+            p.add_(p.grad, alpha=float(0.05 / (norm + 1e-12)))
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad: bool = False) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is not None
+        closure = torch.enable_grad()(closure)
+        self.first_step(zero_grad=True)
+        closure()
+        self.second_step()
+
+
+def train_sam(model: nn.Module, sam: Any, backward: Callable[[int], None], how: str) -> None:
+    """Some steps, by ``first_step()`` and ``second_step()``, also after ``synchronize()``, or by
+    ``step(closure)``."""
+
+    def average() -> None:
+        if how == "synchronized" and hasattr(sam, "synchronize"):
+            sam.synchronize()
+
+    for step in range(STEPS):
+        sam.zero_grad()
+        backward(step)
+        if how == "closure":
+
+            def again(step: int = step) -> None:
+                sam.zero_grad()
+                backward(step)
+
+            sam.step(again)
+            continue
+        average()
+        sam.first_step(zero_grad=True)
+        backward(step)
+        average()
+        sam.second_step(zero_grad=True)
+
+
+def check_sam(how: str) -> bool:
+    """Trains as one process would, or is refused on every rank; whether it trained."""
+    model, reference = pair()
+    train_sam(
+        reference,
+        SAM(reference.parameters()),
+        lambda step: averaged(reference, square, step, wfbp.size()),
+        how,
+    )
+    sam = wfbp.DistributedOptimizer(SAM(model.parameters()), model.named_parameters())
+    act = functools.partial(
+        train_sam, model, sam, lambda step: square(model, wfbp.rank(), step), how
+    )
+    if refused(act, "optimizer.synchronize()"):
+        return False
+    equal(model, reference, how)
+    return True
+
+
+@check
+def steps_by_other_methods() -> None:
+    """Row 5: steps that are not named ``step``; after ``synchronize()`` they train."""
+    check_sam("as alone")
+    assert check_sam("synchronized"), "refused although gradients were averaged"
+
+
+@check
+def gradients_before_a_closure() -> None:
+    """Row 6: ``loss.backward(); optimizer.step(closure)`` where the step uses both gradients."""
+    assert check_sam("closure")
+
+
+class Scaled(Descent):
+    """Steps by an attribute, an attribute of a helper, and a global."""
+
+    scale = 1.0
+
+    def rate(self, group: dict[str, Any]) -> float:
+        return float(group["lr"]) * self.scale * RATES["all"]
+
+
+RATES = {"all": 1.0}
+
+
+@check
+def changed_right_after_a_step() -> None:
+    """Row 7: an attribute or a global that ``step`` reads."""
+    model, reference = pair()
+    optimizer: Any = wfbp.DistributedOptimizer(Scaled(model.parameters()), optimizer_sharding=False)
+    plain = Scaled(reference.parameters())
+    for step in range(STEPS):
+        RATES["all"] = 1.0 + step
+        averaged(reference, square, step, wfbp.size())
+        plain.step()
+        optimizer.zero_grad()
+        square(model, wfbp.rank(), step)
+        optimizer.step()
+        for each in (optimizer, plain):
+            each.scale *= 0.5
+        RATES["all"] = 100.0
+    equal(model, reference)
+
+
+class ByPlace(Descent):
+    """Treats groups by their place."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for place, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] / (1 + place))
+
+
+class ByFirst(Descent):
+    """Decays all parameters by the rate of the first group."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        rate = self.param_groups[0]["lr"]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.mul_(1 - 0.3 * rate).add_(p.grad, alpha=-group["lr"])
+
+
+@check
+def groups_by_place() -> None:
+    """Row 8: the groups differ in their rates alone."""
+    for kind in (ByPlace, ByFirst):
+
+        def make(params: Any, kind: Any = kind) -> Any:
+            rates = [{"params": [p], "lr": 0.1 / (1 + k)} for k, p in enumerate(params)]
+            return kind(rates)
+
+        check_training(mlp(5, 7, 7, 3), square, make, steps=STEPS, optimizer_sharding=False)
+
+
+def set_for_adasum() -> Any:
+    """All ranks, or the first two of three; ranks outside sit the check out."""
+    size = wfbp.size()
+    return wfbp.global_process_set if size & (size - 1) == 0 else None
+
+
+@check
+def adasum_and_joining() -> None:
+    """Row 9: a rank without data takes no part in changes, and has the others' parameters."""
+    if set_for_adasum() is None:
+        return
+    for others in (False, True):
+        model, _ = pair()
+        optimizer = wfbp.DistributedOptimizer(
+            momentum(model.parameters()), model.named_parameters(), op=wfbp.Adasum
+        )
+        more = mlp(5, 3)
+        second = wfbp.DistributedOptimizer(momentum(more.parameters())) if others else None
+        for step in range(1 + 3 * wfbp.rank()):
+            optimizer.zero_grad()
+            square(model, wfbp.rank(), step)
+            optimizer.step()
+            if second is not None:
+                second.zero_grad()
+                square(more, wfbp.rank(), step)
+                second.step()
+        assert join() == wfbp.size() - 1
+        agree(model, f"with other optimizers {others}: ")
+        agree(more)
+        optimizer.zero_grad()
+        square(model, wfbp.rank(), 99)
+        optimizer.step()
+        agree(model, "after joining")
+        for state in MPI.COMM_WORLD.allgather(optimizer.state_dict()["param_groups"]):
+            assert state == optimizer.state_dict()["param_groups"]
+
+
+@check
+def adasum_and_scaling() -> None:
+    """Row 10: an infinity on one rank makes every rank skip, in each of the documented ways."""
+    if set_for_adasum() is None:
+        return
+    for how in ("plain", "unscale", "clip"):
+        model, _ = pair()
+        optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), op=wfbp.Adasum)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = model(data(step, wfbp.rank(), 4, 5)).square().mean()
+            bad = step == 2 and wfbp.rank() == 0
+            scaler.scale(loss * (math.inf if bad else 1.0)).backward()
+            before = copy.deepcopy(model)
+            if how != "plain":
+                scaler.unscale_(optimizer)
+            if how == "clip":
+                optimizer.clip_grad_norm_(1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            agree(model, f"{how}, step {step}:")
+            if step == 2:
+                equal(model, before, f"{how}: skipped:")
+            else:
+                after = zip(model.parameters(), before.parameters(), strict=True)
+                assert any(not torch.equal(p, q) for p, q in after), f"{how}: no step {step}"
+            scales = MPI.COMM_WORLD.allgather(scaler.get_scale())
+            assert len(set(scales)) == 1, f"{how}, step {step}: scales {scales}"
+
+
+def side_by_side(*acts: Callable[[], object]) -> None:
+    """Threads whose first calls come in another order on every other rank."""
+    problems: list[BaseException] = []
+
+    def run(place: int, act: Callable[[], object]) -> None:
+        try:
+            time.sleep(0.3 * ((place + wfbp.rank()) % len(acts)))
+            act()
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(acts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for problem in problems:
+        raise problem
+
+
+@check
+def threads_that_clip() -> None:
+    """Row 11: each thread clips, and steps, an optimizer of its own."""
+    models = [pair() for _ in range(2)]
+    optimizers = [wfbp.DistributedOptimizer(momentum(m.parameters())) for m, _ in models]
+    plain = [momentum(reference.parameters()) for _, reference in models]
+
+    def backward(which: int) -> Any:
+        def act(model: nn.Module, rank: int, step: int) -> None:
+            (model(data(step, rank, 4, 5)) * 10.0**which).square().mean().backward()
+
+        return act
+
+    for step in range(STEPS):
+        for which, (model, _) in enumerate(models):
+            optimizers[which].zero_grad()
+            backward(which)(model, wfbp.rank(), step)
+            optimizers[which].clip_grad_norm_(1e9)  # which averages, and leaves all as it is
+
+        def train(which: int) -> None:
+            optimizers[which].clip_grad_norm_(0.1)
+            optimizers[which].step()
+
+        acts = [functools.partial(train, which) for which in range(2)]
+        if step >= STEPS - 2:
+            side_by_side(*acts)
+        else:
+            for act in acts:
+                act()
+        for which, (_, reference) in enumerate(models):
+            averaged(reference, backward(which), step, wfbp.size())
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+            plain[which].step()
+    for which, (model, reference) in enumerate(models):
+        agree(model, f"model {which}:")
+        equal(model, reference, f"model {which}:")
+
+
+@check
+def threads_that_gather_state() -> None:
+    """Row 11: each thread has another rank's optimizer state brought to an optimizer of its own."""
+    models = [pair()[0] for _ in range(2)]
+    optimizers = [wfbp.DistributedOptimizer(momentum(m.parameters())) for m in models]
+    for step in range(STEPS):
+        for which, model in enumerate(models):
+            optimizers[which].zero_grad()
+            (model(data(step, wfbp.rank(), 4, 5)) * 10.0**which).square().mean().backward()
+            optimizers[which].step()
+
+    def closure_step(which: int) -> None:
+        def evaluate() -> torch.Tensor:
+            optimizers[which].zero_grad()
+            loss = models[which](data(99, wfbp.rank(), 4, 5)).square().mean() * 10.0**which
+            loss.backward()
+            return torch.as_tensor(loss)
+
+        optimizers[which].step(evaluate)
+
+    side_by_side(*(functools.partial(closure_step, which) for which in range(2)))
+    for which, model in enumerate(models):
+        agree(model, f"model {which}:")
+
+
+def counted(step: Any) -> Any:
+    """A decorator of the kind that users put on their optimizers."""
+
+    @functools.wraps(step)
+    def outer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.param_groups[0]["calls"] = self.param_groups[0].get("calls", 0) + 1
+        return step(self, *args, **kwargs)
+
+    return outer
+
+
+@check
+def decorated_step() -> None:
+    """Row 12: the decorator runs once per step, and so do hooks."""
+
+    class Counted(torch.optim.SGD):
+        step = counted(torch.optim.SGD.step)
+
+    for wrapped in (False, True):
+        torch.optim.SGD(mlp(2, 2).parameters(), lr=0.1)  # PyTorch has decorated SGD.step by now
+        model, reference = pair()
+        optimizer: Any = Counted(model.parameters(), lr=0.1)
+        plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+        if wrapped:
+            optimizer = wfbp.DistributedOptimizer(optimizer)
+        hooks = []
+        optimizer.register_step_pre_hook(lambda *_, hooks=hooks: hooks.append(1))
+        for step in range(4):
+            averaged(reference, square, step, wfbp.size())
+            plain.step()
+            if wrapped:
+                optimizer.zero_grad()
+                square(model, wfbp.rank(), step)
+            else:
+                averaged(model, square, step, wfbp.size())
+            optimizer.step()
+        equal(model, reference, f"wrapped {wrapped}")
+        calls = optimizer.param_groups[0].get("calls", 0)
+        assert (calls, len(hooks)) == (4, 4), f"{calls} calls, {len(hooks)} of hooks in 4 steps"
+
+
+@check
+def step_of_an_instance() -> None:
+    """Row 13: an optimizer whose ``step`` was replaced on the instance, to keep an average."""
+    model, reference = pair()
+    inner: Any = momentum(model.parameters())
+    plain = momentum(reference.parameters())
+    average = copy.deepcopy(reference)
+    original = inner.step
+
+    def follow(mean: nn.Module, of: nn.Module) -> None:
+        with torch.no_grad():
+            for p, q in zip(mean.parameters(), of.parameters(), strict=True):
+                p.lerp_(q, 0.5)
+
+    kept = copy.deepcopy(model)
+
+    def step_and_follow(closure: Any = None) -> Any:
+        result = original(closure)
+        follow(kept, model)
+        return result
+
+    inner.step = step_and_follow
+
+    def train() -> None:
+        optimizer = wfbp.DistributedOptimizer(inner)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            square(model, wfbp.rank(), step)
+            optimizer.step()
+            averaged(reference, square, step, wfbp.size())
+            plain.step()
+            follow(average, reference)
+
+    if not refused(train, "step"):
+        equal(model, reference)
+        equal(kept, average, "average of")
+
+
+@check
+def operations_in_place_and_autograd() -> None:
+    """Row 14: backward must not use a saved tensor that a collective has overwritten."""
+    operations: list[Callable[[torch.Tensor], object]] = [
+        lambda t: wfbp.allreduce_(t, op=wfbp.Sum),
+        lambda t: wfbp.broadcast_(t, 0),
+        lambda t: wfbp.synchronize(wfbp.allreduce_async_(t, op=wfbp.Sum)),
+        lambda t: wfbp.synchronize(wfbp.broadcast_async_(t, 0)),
+        lambda t: wfbp.grouped_allreduce_([t], op=wfbp.Sum),
+        lambda t: wfbp.broadcast_parameters([("t", t)], root_rank=0),
+    ]
+    for number, operation in enumerate(operations):
+        for detached in (False, True):
+            weight = torch.full((3,), 1.0 + wfbp.rank(), requires_grad=True)
+            saved = weight * 2.0
+            result = saved.square().sum()
+            with torch.no_grad():
+                operation(saved.detach() if detached else saved)
+            raises(RuntimeError, "modified by an inplace operation", act=result.backward)
+            assert weight.grad is None, f"operation {number}"
+
+
+def readings(params: list[torch.Tensor], sums: list[torch.Tensor]) -> list[Callable[[], None]]:
+    """Ways to add gradients to sums without changing them; each adds every gradient once."""
+
+    def each(act: Callable[[torch.Tensor, torch.Tensor], object]) -> Callable[[], None]:
+        def run() -> None:
+            for p, total in zip(params, sums, strict=True):
+                assert p.grad is not None
+                act(total, p.grad)
+
+        return run
+
+    def plus(total: torch.Tensor, grad: torch.Tensor) -> None:
+        total += grad
+
+    def put(total: torch.Tensor, grad: torch.Tensor) -> None:
+        other = torch.empty_like(grad)
+        other[...] = grad
+        total.add_(other)
+
+    def copied(total: torch.Tensor, grad: torch.Tensor) -> None:
+        total.add_(torch.empty_like(grad).copy_(grad))
+
+    def out(total: torch.Tensor, grad: torch.Tensor) -> None:
+        torch.add(total, grad, out=total)
+
+    def flat(total: torch.Tensor, grad: torch.Tensor) -> None:
+        total.view(-1).add_(grad.view(-1))
+
+    def rows(total: torch.Tensor, grad: torch.Tensor) -> None:
+        for a, b in zip(total, grad, strict=True):
+            a.add_(b)
+
+    return [
+        each(plus),
+        each(lambda total, grad: total.add_(grad)),
+        each(lambda total, grad: total.add_(grad.data)),
+        each(lambda total, grad: total.addcmul_(grad, torch.ones_like(grad))),
+        each(copied),
+        each(put),
+        each(out),
+        each(flat),
+        each(rows),
+        each(lambda total, grad: total.add_(torch.from_numpy(grad.numpy()))),
+        lambda: torch._foreach_add_(sums, [p.grad for p in params]),
+    ]
+
+
+@check
+def gradients_that_are_read() -> None:
+    """Row 15: between backward and the step, in every way."""
+    model, reference = mlp(5, 7, 3), mlp(5, 7, 3)
+    reference.load_state_dict(model.state_dict())
+    params = list(model.parameters())
+    found = [torch.zeros_like(p) for p in params]
+    wanted = [torch.zeros_like(p) for p in params]
+    reads = readings(params, found)
+    optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()))
+    plain = momentum(reference.parameters())
+    for step in range(2 * len(reads)):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        square(model, wfbp.rank(), step)
+        reads[step % len(reads)]()
+        optimizer.step()
+        reference.zero_grad()
+        square(reference, wfbp.rank(), step)
+        for total, q in zip(wanted, reference.parameters(), strict=True):
+            assert q.grad is not None
+            total.add_(q.grad)
+        averaged(reference, square, step, wfbp.size())
+        plain.step()
+        equal(model, reference, f"step {step}")
+        for a, b in zip(found, wanted, strict=True):
+            same(a, b, f"sum of gradients in step {step}", 1e-9)
+
+
+def sparse_or_dense(model: nn.Module, rank: int, step: int) -> None:
+    """In turns every rank but one has a sparse gradient."""
+    (loss := model(step, rank) + 0.0).backward()
+    if step % wfbp.size() == rank:
+        (model.table.weight.sum() * loss.detach()).backward()  # type: ignore[union-attr]
+
+
+@check
+def sparse_and_dense_gradients() -> None:
+    """Row 16: of one parameter, on different ranks."""
+    model, optimizer = words()
+    reference = copy.deepcopy(model)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(5):
+        optimizer.zero_grad()
+        sparse_or_dense(model, wfbp.rank(), step)
+        optimizer.step()
+        averaged(reference, sparse_or_dense, step, wfbp.size())
+        plain.step()
+        equal(model, reference, f"step {step}")
+
+
+class Around(torch.optim.Optimizer):
+    """Wraps another optimizer without being one: its groups and its state are properties."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
+
+    @property
+    def param_groups(self) -> Any:
+        return self.base.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.base.state
+
+    @property
+    def defaults(self) -> Any:
+        return self.base.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    def state_dict(self) -> Any:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.base.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: Any) -> None:
+        self.base.add_param_group(param_group)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+
+@check
+def groups_and_state_as_properties() -> None:
+    """Row 17."""
+    _, optimizer = check_training(
+        pair()[0], square, lambda params: Around(momentum(params)), steps=STEPS
+    )
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+class BareZero(Descent):
+    def zero_grad(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+
+@check
+def zero_grad_without_arguments() -> None:
+    """Row 18."""
+    check_training(pair()[0], square, BareZero, steps=STEPS)
+
+
+class CountsInAVector(Descent):
+    """Adam-like state: a count of shape ``(1,)`` beside one of the parameter's shape."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        state["count"] = torch.zeros(1)
+                        state["sum"] = torch.zeros_like(p)
+                    state["count"] += 1
+                    state["sum"] += p.grad
+                    p.sub_(group["lr"] * state["sum"] / float(state["count"]))
+
+
+@check
+def state_of_shape_one() -> None:
+    """Row 19: where a rank's shard of the parameter has one element, too."""
+
+    class Few(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(wfbp.size(), dtype=torch.float64))
+
+    def backward(model: nn.Module, rank: int, step: int) -> None:
+        (model.weight * data(step, rank, wfbp.size())).sum().backward()
+
+    for sharding in (None, True):
+        _, optimizer = check_training(
+            Few(), backward, CountsInAVector, steps=STEPS, optimizer_sharding=sharding
+        )
+        state = optimizer.state_dict()["state"][0]
+        assert state["count"].tolist() == [STEPS], state
+        assert state["sum"].shape == (wfbp.size(),), state
+        for theirs in MPI.COMM_WORLD.allgather(state["sum"]):
+            same(theirs, state["sum"], "state of two ranks")
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+@check
+def gradients_of_another_type() -> None:
+    """Row 20: ``grad_dtype`` of PyTorch 2.10 and later is honored, or refused at wrapping."""
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        return
+    weight = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    weight.grad_dtype = torch.float32
+    inner = Descent([weight], lr=1.0)
+    made: list[Any] = []
+    if refused(lambda: made.append(wfbp.DistributedOptimizer(inner)), "grad_dtype"):
+        return
+    (optimizer,) = made
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        # Not a number of bfloat16.
+        weight.register_hook(lambda grad: grad.float() + 1.0 + 2.0**-12)
+        (weight.float() * 0.0).sum().backward()
+        optimizer.synchronize()
+        assert weight.grad is not None
+        assert weight.grad.dtype is torch.float32
+        assert weight.grad.tolist() == [1.0 + 2.0**-12] * 4
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+
+@check
+def nan_as_a_setting() -> None:
+    """Row 21: equal on all ranks, as any other number."""
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        return Descent(params, clip=math.nan, bounds=(0.0, math.nan), rates=torch.tensor(math.nan))
+
+    check_training(pair()[0], square, make, steps=STEPS)
+
+
+@check
+def refused_second_wrapping() -> None:
+    """Row 22: the first goes on, and the original still refuses to step."""
+    model, reference = pair()
+    inner = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+    plain = torch.optim.LBFGS(reference.parameters(), lr=0.1, max_iter=2)
+    optimizer = wfbp.DistributedOptimizer(inner, model.named_parameters(), schedule="oasr")
+    for step in range(4):
+        for bad in (
+            {"optimizer_sharding": True},
+            {"schedule": "independent"},
+            {"schedule": "ipart"},
+            {"compression": "fp16"},
+            {"backward_passes_per_step": 0},
+        ):
+            raises(ValueError, act=lambda bad=bad: wfbp.DistributedOptimizer(inner, **bad))
+        raises(RuntimeError, "made into a distributed optimizer", act=lambda: inner.step(None))
+
+        def evaluate(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(data(step, wfbp.rank(), 4, 5)).square().mean()
+            loss.backward()
+            return torch.as_tensor(loss)
+
+        def evaluate_all(step: int = step) -> torch.Tensor:
+            plain.zero_grad()
+            ranks = range(wfbp.size())
+            losses = [reference(data(step, r, 4, 5)).square().mean() for r in ranks]
+            loss = torch.stack(losses).mean()
+            loss.backward()
+            return loss.detach()
+
+        optimizer.step(evaluate)
+        plain.step(evaluate_all)
+        agree(model, f"step {step}")
+        equal(model, reference, f"step {step}")
+
+
+@check
+def sparse_as_dense_alone() -> None:
+    """Row 23: with one rank as with several."""
+    sets = [wfbp.add_process_set([rank]) for rank in range(wfbp.size())]
+    model, reference = Words(), Words(dense=True)
+    optimizer = wfbp.DistributedOptimizer(
+        torch.optim.Adam(model.parameters(), lr=0.1),
+        sparse_as_dense=True,
+        process_set=sets[wfbp.rank()],
+    )
+    plain = torch.optim.Adam(reference.parameters(), lr=0.1)
+    for step in range(4):
+        for net, each in ((model, optimizer), (reference, plain)):
+            each.zero_grad()
+            net(step, wfbp.rank()).backward()
+            each.step()
+        equal(model, reference, f"step {step}")
+    for each in sets:
+        wfbp.remove_process_set(each)
+
+
+@check
+def shown_process_set() -> None:
+    """Row 25: ``repr()`` of a set that was not added communicates with nobody."""
+    known = wfbp.ProcessSet(MPI.COMM_WORLD.Dup())
+    shown: list[str] = []
+    thread = threading.Thread(target=lambda: shown.append(repr(known)), daemon=True)
+    if wfbp.rank() == 0:
+        thread.start()
+        thread.join(2.0)
+    hangs = MPI.COMM_WORLD.bcast(thread.is_alive())
+    if hangs and wfbp.rank() > 0:
+        repr(known)  # so that rank 0 goes on
+    if wfbp.rank() == 0:
+        thread.join(20.0)
+    assert not hangs, "repr() on rank 0 alone waits for the other ranks"
+    wfbp.remove_process_set(wfbp.add_process_set(known))
+
+
+if __name__ == "__main__":
+    check.main()
