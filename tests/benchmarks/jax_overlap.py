@@ -31,7 +31,7 @@ from tests.benchmarks.jax_contestants import Params, mlp
 from tests.benchmarks.machine import print_table
 from wfbp.comm.emulated import Curve, EmulatedLink
 from wfbp.config import Config
-from wfbp.runtime.engine.recorder import KEPT_ITERATIONS
+from wfbp.runtime.recorder import KEPT_ITERATIONS
 
 MOST_STEPS = 1000
 

@@ -33,7 +33,7 @@ from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.planners import plan
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import TensorSpec
-from wfbp.runtime.engine.recorder import log_summary, summary
+from wfbp.runtime.recorder import log_summary, summary
 from wfbp.runtime.step import GroupTime, MeasuredStep
 from wfbp.runtime.timeline import Timeline
 from wfbp.runtime.tuning.profile import StepTimes

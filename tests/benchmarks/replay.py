@@ -5,7 +5,7 @@
 One process plays a rank: its training thread sleeps the trace's compute times and announces
 gradients, and its communication thread sends them over an emulated link that takes exactly the
 cost curve's time. What is decoupled is packed, gathered, and waited for tensor by tensor in the
-next forward. Engine, sequencer, tuner and waiting are the ones of real training: the engine
+next forward. Reducer, sequencer, tuner and waiting are the ones of real training: the engine
 measures ready times and the link's costs itself, plans, and runs the plan. Printed beside the
 measured iteration: what the plan was predicted to take by the engine, from what it measured, and by
 the planner, from the trace and costs given.
@@ -27,7 +27,7 @@ from pathlib import Path
 from rich.progress import track
 
 from tests.benchmarks.machine import print_table
-from wfbp.comm.backend import Buffer
+from wfbp.comm.backend import Buffer, zeroed
 from wfbp.comm.emulated import Curve, EmulatedLink
 from wfbp.comm.waiting import sharp_naps
 from wfbp.config import Config
@@ -37,10 +37,9 @@ from wfbp.core.timeline import timeline
 from wfbp.core.trace import Trace
 from wfbp.core.types import ALL_REDUCE_SCHEDULES, SCHEDULES, Operation, TensorSpec
 from wfbp.runtime.arguments import EngineOptions
-from wfbp.runtime.engine.engine import Engine
+from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import BufferView
-from wfbp.runtime.transport.buffers import aligned_bytes
 from wfbp.runtime.tuning.candidates import reordered
 
 THRESHOLD_BYTES = 25 * 2**20
@@ -136,7 +135,7 @@ def replay(
     backend = EmulatedLink(curves[Operation.ALL_REDUCE], size=2, others=curves)
     runtime = Runtime(backend, config)
     try:
-        engine = Engine(
+        engine = Reducer(
             runtime,
             held.specs,
             EngineOptions(
@@ -146,7 +145,7 @@ def replay(
                 name=trace.model,
             ),
         )
-        tensors = [aligned_bytes(spec.nbytes) for spec in held.specs]
+        tensors = [zeroed(spec.nbytes) for spec in held.specs]
         with sharp_naps():
             while engine.report()["phase"] != "installed":
                 _iterate(engine, trace, tensors)
@@ -184,7 +183,7 @@ def _stretched(cost: CostModel, shrink: int) -> Curve:
     return lambda nbytes: cost(nbytes * shrink)
 
 
-def _iterate(engine: Engine, trace: Trace, tensors: Sequence[Buffer]) -> float:
+def _iterate(engine: Reducer, trace: Trace, tensors: Sequence[Buffer]) -> float:
     """One iteration whose compute is sleep; its seconds."""
     start_s = time.perf_counter()
     due_s = start_s

@@ -21,8 +21,8 @@ from wfbp.core.plan import Plan
 from wfbp.core.trace import Trace
 from wfbp.core.types import TensorSpec
 from wfbp.runtime.arguments import EngineOptions
-from wfbp.runtime.engine.engine import Engine
-from wfbp.runtime.engine.recorder import KEPT_ITERATIONS
+from wfbp.runtime.recorder import KEPT_ITERATIONS
+from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import Runtime
 
 SPECS = tuple(TensorSpec(f"layer{k}", (100 + k,), "float32") for k in range(5))
@@ -41,7 +41,7 @@ def train(num_ranks: int, steps: int, folder: Path, names: tuple[str, ...] = ("S
         runtime = Runtime(world.backend(rank), config)
         try:
             engines = [
-                Engine(runtime, SPECS, EngineOptions("oasr", 1 << 20, name=name)) for name in names
+                Reducer(runtime, SPECS, EngineOptions("oasr", 1 << 20, name=name)) for name in names
             ]
             gradients = [np.full(spec.shape, rank, np.float32) for spec in SPECS]
             for _ in range(steps):
@@ -115,7 +115,7 @@ def test_recording_never_ends_training(
     def full(*paths: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("wfbp.runtime.engine.recorder.os.replace", full)
+    monkeypatch.setattr("wfbp.runtime.recorder.os.replace", full)
     with caplog.at_level(logging.WARNING, "wfbp"):
         train(2, 40, tmp_path)  # written, or not, more than once
     told = [text for text in caplog.messages if "could not be recorded" in text]

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
+from wfbp.comm.backend import zeroed
 from wfbp.core.types import item_bytes
 from wfbp.cuda.kernels import CASTS, SCALED, Kernels
 from wfbp.cuda.pack import DevicePackTable
-from wfbp.runtime.transport.buffers import aligned_bytes
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -111,7 +111,7 @@ class Layout:
         ]
         self.sizes = [t.count * item for t in case.tensors]
         self.tensor_sizes = [t.count * tensor_item for t in case.tensors]
-        self.before = aligned_bytes(end + 64)
+        self.before = zeroed(end + 64)
         self.before[:] = GUARD
         random = np.random.default_rng(case.seed)
         for i, start in enumerate(self.starts):

@@ -12,9 +12,9 @@ from tests.support.software_device import SoftwareDevice
 from tests.support.trainer import address, make_engine
 from wfbp.comm.backend import storage_dtype
 from wfbp.core.types import TensorSpec
+from wfbp.runtime.buffers import shard_range
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import GradientRef
-from wfbp.runtime.transport.buffers import shard_range
 
 Array = np.ndarray[Any, Any]
 

@@ -11,7 +11,7 @@ from wfbp.core.checks import number, read_json
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.trace import Trace
-from wfbp.runtime.engine.recorder import FORMAT
+from wfbp.runtime.recorder import FORMAT
 
 FIGURES = (
     "predicted_iteration_s",

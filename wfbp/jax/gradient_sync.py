@@ -31,7 +31,7 @@ from wfbp.jax.device import XlaStreams, check_device, programs_device
 from wfbp.jax.trees import Layout
 from wfbp.runtime import consistency, process, signals
 from wfbp.runtime.arguments import EngineOptions
-from wfbp.runtime.engine.engine import Engine
+from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import BufferView, GradientRef
 
@@ -126,7 +126,7 @@ class GradientExchange:
         description: ExchangeDescription,
         where: str,
         lock: Lock,
-        make: Callable[[], Engine],
+        make: Callable[[], Reducer],
         copy: Copy,
         expect: Callable[[Sequence[int]], None],
     ) -> None:
@@ -136,7 +136,7 @@ class GradientExchange:
         self._lock = lock
         self._make = make
         self._copy = copy
-        self._engine: Engine | None = None
+        self._engine: Reducer | None = None
         self._expect = expect
         self._num_installed = 0
         self._early: list[tuple[int, int, object, float | None]] = []
@@ -298,7 +298,7 @@ class ExchangeRegistry:
         self._making = threading.Lock()
         self._descriptions: dict[int, ExchangeDescription] = {}
         self._exchanges: dict[int, GradientExchange] = {}
-        self._engines: dict[int, Engine] = {}
+        self._engines: dict[int, Reducer] = {}
         self._runtime: Runtime | None = None
         handlers.serve(self._wait)
         threading.Thread(
@@ -435,7 +435,7 @@ class ExchangeRegistry:
             )
         return known
 
-    def _make(self, runtime: Runtime, wanted: ExchangeDescription) -> Engine:
+    def _make(self, runtime: Runtime, wanted: ExchangeDescription) -> Reducer:
         """The engine of an exchange; made together with all others that ranks have come to."""
         with self._making:
             if wanted.key in self._engines:
@@ -453,10 +453,10 @@ class ExchangeRegistry:
                     self._engines[description.key] = self._engine(runtime, description)
             return self._engines[wanted.key]
 
-    def _engine(self, runtime: Runtime, description: ExchangeDescription) -> Engine:
+    def _engine(self, runtime: Runtime, description: ExchangeDescription) -> Reducer:
         with self._lock:
             exchange = self._get(description.key)
-        return Engine(
+        return Reducer(
             runtime,
             description.specs,
             description.options,

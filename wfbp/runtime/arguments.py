@@ -24,7 +24,7 @@ class EngineOptions:
         op: ``Op.AVERAGE`` or ``Op.SUM``.
         passes: backward passes per step. A tensor is ready when its gradient has appeared so often;
             if it appears more often, the engine expects as many from the next step on.
-        decouples: whether the caller can use shards of gradients, and ``Engine.gather``.
+        decouples: whether the caller can use shards of gradients, and ``Reducer.gather``.
         sharded_update: whether each rank then updates its shards only.
         name: of the optimizer, for messages.
         wire_dtype: the type, of :data:`WIRE_DTYPES`, in which gradients of more bytes per element

@@ -22,7 +22,9 @@ from wfbp.comm.device.backend import DeviceBackend
 from wfbp.comm.device.connection import connect, connect_by_nccl
 from wfbp.comm.device.device import Device
 from wfbp.comm.device.launch_order import LaunchOrder
+from wfbp.comm.device.memory import DeviceMemory
 from wfbp.comm.device.nccl import NcclBackend
+from wfbp.comm.memory import Memory
 from wfbp.comm.waiting import wait
 from wfbp.config import Config
 from wfbp.core.cost import Costs
@@ -34,8 +36,6 @@ from wfbp.runtime.progress.fetching import Fetched, Fetches, Store
 from wfbp.runtime.progress.loop import TICK_S, Lane, Reply
 from wfbp.runtime.progress.thread import CommunicationThread
 from wfbp.runtime.timeline import Timeline
-from wfbp.runtime.transport.device_transport import DeviceTransport
-from wfbp.runtime.transport.transport import HostTransport, Transport
 from wfbp.runtime.tuning.network import NetworkCosts
 
 if TYPE_CHECKING:
@@ -285,31 +285,20 @@ class Runtime:
         made: Backend = channel.call(lambda backend: Finished(backend.duplicate()), "making a lane")
         return made
 
-    def make_transport(
-        self,
-        backend: Backend,
-        device: Device | None,
-        channel: ControlChannel,
-        wire_dtype: str = "",
-        gather_dtype: str = "",
-    ) -> Transport:
-        """The transport of a lane whose backend comes from :meth:`lease`; collective.
+    def memory(self, backend: Backend, device: Device | None, channel: ControlChannel) -> Memory:
+        """The memory of a lane whose backend comes from :meth:`lease`; collective.
 
-        ``device`` is where the tensors lie, None for the host; ``wire_dtype`` is the type in which
-        wider gradients are reduced, ``gather_dtype`` that in which wider tensors are gathered,
-        empty for their own.
+        ``device`` is where the tensors lie, None for the host.
         """
         if device is None:
-            direct_bytes = self.config.zero_copy_min_bytes
-            return HostTransport(backend, direct_bytes, wire_dtype, gather_dtype)
+            return Memory(backend, self.config.zero_copy_min_bytes)
         device.annotates, device.where = self.config.nvtx, self.where
         key = self._leased.index(backend), id(device)
         if key not in self._device_backends:
             self._device_backends[key] = channel.call(
                 lambda _: Finished(self._connect(backend, device)), _CONNECTING
             )
-        device_backend = self._device_backends[key]
-        return DeviceTransport(device_backend, backend, self.check, wire_dtype, gather_dtype)
+        return DeviceMemory(self._device_backends[key], backend, self.check)
 
     def _connect(self, backend: Backend, device: Device) -> DeviceBackend:
         """What carries the groups of a lane on a device; on the communication thread."""

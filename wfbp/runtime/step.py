@@ -1,82 +1,86 @@
-"""The facts of one step: its gradients, its events and its time stamps.
+"""The facts of one step: what the training thread tells the lane, what comes back, and when.
 
-The training thread sends the executor a :class:`Step`, indices of tensors that are ready, ``CLOSE``
-or ``DISCARD``, and :class:`GatherRequest`. A :class:`BufferView` says where a tensor lies after
-reduction. :class:`StepTimestamps` are stamps of the transport, not yet seconds.
+The reducer posts three events to its lane: :class:`GroupReady`, :class:`Close` and :class:`Gather`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from wfbp.comm.backend import Buffer
+from wfbp.comm.memory import Dependencies, Stamp
 from wfbp.runtime.tuning.profile import StepTimes
-
-CLOSE = -1
-DISCARD = -2
 
 
 @dataclass(slots=True)
 class Step:
-    """One step, indexed by the plan's tensors.
+    """One step's gradients, by the reducer's number of the tensor.
 
-    The training thread writes; the communication thread reads a tensor's entries only after its
-    ready event, and everything after the close.
+    The training thread writes; the communication thread reads what a group needs behind its
+    :class:`GroupReady`, and everything behind the :class:`Close`.
 
     Args:
         number: the step's.
-        addresses: where the gradients lie; 0 where there is none.
+        sources: where the gradients lie; 0 where there is none.
         owners: kept alive until the step is over; None where another owner keeps the memory only
             until the step is over or fails.
+        missing: by group of backward, how many gradients have not appeared.
         requested: whether this rank asks to synchronize at the end of the step.
         discards: whether it discards the step.
         targets: where all-reduced gradients are copied to as they arrive, from the close on; 0 for
-            those that stay in their fusion buffer.
-        dependencies: on a device, events for which groups have to wait, by group.
+            those that stay in their group's buffer.
     """
 
     number: int
-    addresses: list[int]
+    sources: list[int]
     owners: list[object]
+    missing: list[int]
     requested: bool = False
     discards: bool = False
-    targets: list[int] = field(default_factory=list)
-    dependencies: dict[int, list[Any]] = field(default_factory=dict)
+    targets: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class GatherRequest:
+class GroupReady(NamedTuple):
+    """All gradients of a group of backward exist, and those of all groups before it."""
+
+    step: Step
+    group: int
+    dependencies: Dependencies
+
+
+class Close(NamedTuple):
+    """The step has no more gradients: all its groups may go (once more, if it is sent again)."""
+
+    step: Step
+    dependencies: Dependencies
+
+
+@dataclass(slots=True)
+class Gather:
     """The training thread has used the reduced shards: all-gathers may go.
 
     Args:
-        addresses: of whole tensors, indexed by the plan's tensors: what arrives is written there. 0
-            for tensors that are not gathered.
-        owners: kept alive until the gathers are over.
-        sources: where whole tensors would begin whose shards this rank has; ``addresses`` but for
+        targets: addresses of whole tensors, by the reducer's number of the tensor: what arrives is
+            written there.
+        sources: where whole tensors would begin whose shards this rank has; ``targets`` but for
             tensors that travel in another type, of which every shard is written.
+        owners: kept alive until the gathers are over.
         count: how many of the plan's all-gathers may go by now; None for all that are left.
-        dependencies: on a device, events for which they have to wait.
+        dependencies: what these have to wait for.
     """
 
-    addresses: list[int]
-    owners: object
-    sources: list[int]
-    count: int | None = None
-    dependencies: Sequence[Any] = ()
-
-
-NO_GATHER = GatherRequest([], None, [])
-"""Before the first one of a plan."""
+    targets: Sequence[int]
+    sources: Sequence[int]
+    owners: Sequence[object]
+    count: int | None
+    dependencies: Dependencies
 
 
 @dataclass(frozen=True, slots=True)
 class GroupTime:
-    """When one group was packed and travelled, seconds of ``time.perf_counter``; on a device timed
-    events, until :func:`to_seconds` reads them."""
+    """When one group was packed and travelled: stamps, or what :func:`to_seconds` makes of them."""
 
     group: int
     start_s: float
@@ -89,15 +93,17 @@ class StepResult:
     """The result of a step's messages.
 
     Args:
-        present: per tensor of the plan, whether any rank had a gradient.
+        present: by tensor of the plan, whether any rank had a gradient.
         requested: whether any rank asks to synchronize at the end of the step.
         discarded: whether any rank discards the step.
+        steps_agree: whether all ranks are at the same step.
         times: when each group travelled.
     """
 
     present: list[bool]
-    requested: bool = False
-    discarded: bool = False
+    requested: bool
+    discarded: bool
+    steps_agree: bool = True
     times: list[GroupTime] = field(default_factory=list)
 
 
@@ -115,26 +121,21 @@ class BufferView(NamedTuple):
 
     @classmethod
     def of(cls, data: Buffer, whole: bool = True) -> BufferView:
-        """The slot that these bytes are."""
+        """The view of these bytes of the host."""
         return cls(data, data.__array_interface__["data"][0], whole)
 
 
-EMPTY_VIEW = BufferView(np.empty(0, np.uint8), 0)
-
-Timestamp = Any
-"""A moment: seconds on the host, a timed event on a device; 0 is "did not"."""
-
-Span = tuple[Timestamp, Timestamp]
+Span = tuple[Stamp, Stamp]
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimestamps:
-    """Moments of one step; see :class:`~wfbp.runtime.tuning.profile.StepTimes`.
+    """Stamps of one step; see :class:`~wfbp.runtime.tuning.profile.StepTimes`.
 
     Args:
         begun: the previous step's results were in hand.
-        ready: per tensor.
-        forward: per tensor.
+        ready: per tensor of the plan.
+        forward: per tensor of the plan.
         forward_end: forward ended.
         closed: the step closed.
         done: the results were in hand.
@@ -144,12 +145,12 @@ class StepTimestamps:
         gathers: of all-gathers.
     """
 
-    begun: Timestamp
-    ready: Sequence[Timestamp]
-    forward: Sequence[Timestamp]
-    forward_end: Timestamp
-    closed: Timestamp
-    done: Timestamp
+    begun: Stamp
+    ready: Sequence[Stamp]
+    forward: Sequence[Stamp]
+    forward_end: Stamp
+    closed: Stamp
+    done: Stamp
     updates: Sequence[Span]
     waits: Sequence[Span]
     times: Sequence[GroupTime]
@@ -167,16 +168,28 @@ class MeasuredStep(NamedTuple):
 
 
 NOT_MEASURED = MeasuredStep(StepTimes(0.0, [], []), [])
-"""Of a step that was not measured."""
+"""Of a step that was only counted."""
 
 
-def to_seconds(moments: StepTimestamps, at: Callable[[Timestamp], float]) -> MeasuredStep:
-    """Turn the moments of a step that is over into seconds, by ``at``.
+def to_seconds(moments: StepTimestamps, at: Callable[[Stamp], float]) -> MeasuredStep:
+    """Turn the stamps of a step that is over into seconds, by ``at``.
 
     What was over before the step began is no part of it: gradients may have been discarded since.
+    Groups that were not timed are left out.
     """
-    times = [_seconds(time, at) for time in moments.times]
+
+    def seconds(times: Sequence[GroupTime]) -> list[GroupTime]:
+        return [
+            GroupTime(time.group, at(time.start_s), at(time.packed_s), at(time.end_s))
+            for time in times
+            if time.start_s
+        ]
+
+    def length(spans: Sequence[Span]) -> float:
+        return sum(max(0.0, at(end) - max(at(start), begun_s)) for start, end in spans)
+
     begun_s = at(moments.begun)
+    times = seconds(moments.times)
     stamps = StepTimes(
         begun_s,
         [at(stamp) for stamp in moments.ready],
@@ -185,18 +198,9 @@ def to_seconds(moments: StepTimestamps, at: Callable[[Timestamp], float]) -> Mea
         at(moments.closed),
         at(moments.done),
         sum(t.packed_s - t.start_s for t in times),
-        _length(moments.updates, at, begun_s),
-        _length(moments.waits, at, begun_s),
+        length(moments.updates),
+        length(moments.waits),
     )
-    gathers = [_seconds(time, at) for time in moments.gathers]
     waits = [(at(start), at(end)) for start, end in moments.waits]
     updates = [(at(start), at(end)) for start, end in moments.updates]
-    return MeasuredStep(stamps, [*gathers, *times], waits, updates)
-
-
-def _seconds(time: GroupTime, at: Callable[[Timestamp], float]) -> GroupTime:
-    return GroupTime(time.group, at(time.start_s), at(time.packed_s), at(time.end_s))
-
-
-def _length(spans: Sequence[Span], at: Callable[[Timestamp], float], begun_s: float) -> float:
-    return sum(max(0.0, at(end) - max(at(start), begun_s)) for start, end in spans)
+    return MeasuredStep(stamps, [*seconds(moments.gathers), *times], waits, updates)

@@ -137,6 +137,18 @@ class _Worker:
     def __init__(self, plan: Plan, trace: Trace, costs: Costs, channels: int) -> None:
         self._sequencer = Sequencer(plan, channels)
         self._trace = trace
+        self._group_of = {
+            k: number
+            for number, group in enumerate(plan.groups[: plan.num_backward])
+            for k in group.tensors
+        }
+        self._gather_of = {
+            k: number
+            for number, group in enumerate(plan.groups)
+            if group.phase is Phase.FORWARD
+            for k in group.tensors
+        }
+        self._to_arrive: set[int] = set()  # all-gathers of the iteration before
         sizes = [t.spec.nbytes for t in trace.tensors]
         self._nbytes = [sum(sizes[k] for k in group.tensors) for group in plan.groups]
         self._cost_s = [
@@ -157,23 +169,31 @@ class _Worker:
         """Forward, backward, the rest of the step, and what lies between two steps."""
         sequencer, tensors = self._sequencer, self._trace.tensors
         begin_s = self._now_s
+        missing = [len(members) for members in self._members[: self._num_backward]]
         for k, tensor in enumerate(tensors):
-            self._wait(partial(sequencer.gathered, k))
+            self._wait(partial(self._has_arrived, k))
             self._run(Phase.FORWARD, k, tensor.forward_s)
         for k in reversed(range(len(tensors))):
             self._run(Phase.BACKWARD, k, tensors[k].backward_s)
             self._exists_s[k] = self._now_s
-            sequencer.ready(k)
+            missing[self._group_of[k]] -= 1
+            while sequencer.num_ready < sequencer.num_early and not missing[sequencer.num_ready]:
+                sequencer.ready(sequencer.num_ready)
         sequencer.close()
         closed_s = self._now_s
         self._wait(lambda: sequencer.reduced)
         self._now_s += self._trace.other_s
         sequencer.gather()
+        self._to_arrive = set(self._gather_of.values())
         sequencer.next_step()
         messages = tuple(self._message(begin_s, closed_s, *sent) for sent in self._sent)
         iteration = Iteration(begin_s, self._now_s, tuple(self._compute), messages)
         self._compute, self._sent = [], []
         return iteration
+
+    def _has_arrived(self, tensor: int) -> bool:
+        """Whether forward may use a tensor: no all-gather of it is still to come."""
+        return self._gather_of.get(tensor) not in self._to_arrive
 
     def _message(
         self, begin_s: float, closed_s: float, group: int, start_s: float, end_s: float
@@ -215,6 +235,7 @@ class _Worker:
         for flight in [f for f in self._flights if f.end_s <= self._now_s]:
             self._flights.remove(flight)
             self._sequencer.completed(flight.group)
+            self._to_arrive.discard(flight.group)
 
     def _leave(self) -> None:
         """Start what may leave now."""

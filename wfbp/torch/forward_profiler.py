@@ -12,14 +12,14 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from wfbp.runtime.engine.engine import Engine
+from wfbp.runtime.reducer import Reducer
 
 
 class ForwardProfiler:
     """Marks the first use of each parameter in forward, by hooks on all modules, while the engine
     profiles."""
 
-    def __init__(self, engine: Engine, params: Sequence[torch.Tensor]) -> None:
+    def __init__(self, engine: Reducer, params: Sequence[torch.Tensor]) -> None:
         self._engine = engine
         self._index = {id(p): k for k, p in enumerate(params)}
         self._handles: list[Any] = []

@@ -27,7 +27,7 @@ from wfbp.core.types import Op, TensorSpec
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime import process
 from wfbp.runtime.arguments import EngineOptions
-from wfbp.runtime.engine.engine import Engine
+from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import BufferView, GradientRef
 from wfbp.torch import pending_parameters, tensors
@@ -88,7 +88,7 @@ class GradientHooks:
         self._successor = ""
         # Data travels in the order that parameters have now, whatever becomes of them.
         self._layouts = [tensors.Layout.of(p) for p in self._params]
-        self.engine = self._engine = engine = Engine(
+        self.engine = self._engine = engine = Reducer(
             runtime,
             specs,
             options,
@@ -400,7 +400,7 @@ def _fetcher(this: weakref.ref[GradientHooks]) -> Callable[[int], GradientRef | 
     return fetch
 
 
-def _remove(hooks: dict[int, Any], engine: Engine, forward: ForwardProfiler) -> None:
+def _remove(hooks: dict[int, Any], engine: Reducer, forward: ForwardProfiler) -> None:
     forward.stop()
     for handle in hooks.values():
         handle.remove()
@@ -409,7 +409,7 @@ def _remove(hooks: dict[int, Any], engine: Engine, forward: ForwardProfiler) -> 
 
 
 def check_equal_on_ranks(
-    runtime: Runtime, engine: Engine, optimizer: torch.optim.Optimizer, name: str
+    runtime: Runtime, engine: Reducer, optimizer: torch.optim.Optimizer, name: str
 ) -> None:
     """Raise ``DisagreementError`` on every rank unless all have the same hyperparameters; a
     collective.

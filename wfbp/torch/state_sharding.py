@@ -17,9 +17,9 @@ import torch
 
 from wfbp.core.types import TensorSpec
 from wfbp.errors import DisagreementError
+from wfbp.runtime.buffers import shard_range
 from wfbp.runtime.progress.fetching import Content, Fetched, RefusalError
 from wfbp.runtime.runtime import Runtime
-from wfbp.runtime.transport.buffers import shard_range
 from wfbp.torch import tensors
 
 State = dict[Any, dict[Any, Any]]

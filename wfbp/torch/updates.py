@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from wfbp.runtime.engine.engine import Engine
+from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.step import BufferView
 from wfbp.torch import tensors
 from wfbp.torch.pending_parameters import PendingParameters
@@ -45,7 +45,7 @@ class Update(ABC):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Reducer,
         optimizer: torch.optim.Optimizer,
         params: Sequence[torch.Tensor],
         step: Step,

@@ -26,8 +26,8 @@ PLAN = Plan(
 
 def reduce_all(sequencer: Sequencer) -> None:
     """One backward, all its groups completed."""
-    for k in (2, 1, 0):
-        sequencer.ready(k)
+    for group in (0, 1):
+        sequencer.ready(group)
     sequencer.close()
     for group in (0, 1):
         assert sequencer.start_next() == group
@@ -44,11 +44,9 @@ def test_gathers_follow_once_everything_is_reduced() -> None:
     sequencer.gather()
     assert sequencer.gathering
     assert not sequencer.done
-    assert [sequencer.gathered(k) for k in range(3)] == [False, False, True]
     assert sequencer.start_next() == 2
     assert sequencer.start_next() is None
     sequencer.completed(2)
-    assert [sequencer.gathered(k) for k in range(3)] == [True, False, True]
     assert sequencer.start_next() == 3
     sequencer.completed(3)
     assert sequencer.done
@@ -62,7 +60,6 @@ def test_what_is_held_back_is_not_gathered() -> None:
     assert sequencer.start_next() == 2
     sequencer.completed(2)
     assert sequencer.start_next() is None
-    assert [sequencer.gathered(k) for k in range(3)] == [True, False, True]
     sequencer.gather()
     assert sequencer.start_next() == 3
 
@@ -74,23 +71,18 @@ def test_gathers_cross_the_border_before_the_next_step() -> None:
     assert sequencer.start_next() == 2
     sequencer.next_step()
     assert not sequencer.reduced
-    for k in (2, 1, 0):  # tensors that forward did not need may be there before the gathers
-        sequencer.ready(k)
+    sequencer.ready(0)  # whose tensors forward did not need may be there before the gathers
     sequencer.close()
     assert sequencer.start_next() is None
     sequencer.completed(2)
     assert sequencer.start_next() == 3
-    assert not sequencer.gathered(1)
     sequencer.completed(3)
     assert sequencer.start_next() == 0
-    assert sequencer.gathered(1)
     sequencer.completed(0)
     assert sequencer.start_next() == 1
     sequencer.completed(1)
     assert sequencer.reduced
-    assert sequencer.gathered(1)
     sequencer.gather()
-    assert not sequencer.gathered(1)
     with pytest.raises(ValueError, match="of an earlier step have not completed"):
         sequencer.gather()
 
@@ -101,8 +93,8 @@ def test_a_step_is_not_reduced_while_older_gathers_are_under_way() -> None:
     sequencer.gather()
     sequencer.next_step()
     assert [sequencer.start_next() for _ in range(2)] == [2, 3]
-    for k in (2, 1, 0):
-        sequencer.ready(k)
+    for group in (0, 1):
+        sequencer.ready(group)
     sequencer.close()
     assert [sequencer.start_next() for _ in range(3)] == [0, 1, None]
     for group in (0, 1, 2):
@@ -114,14 +106,13 @@ def test_a_step_is_not_reduced_while_older_gathers_are_under_way() -> None:
 
 def test_the_last_group_of_backward_waits_for_the_close() -> None:
     sequencer = Sequencer(PLAN)
-    for k in (2, 1, 0):
-        sequencer.ready(k)
+    for group in (0, 1):
+        sequencer.ready(group)
     assert sequencer.start_next() == 0
     sequencer.completed(0)
     assert sequencer.start_next() is None
     sequencer.close()
     assert sequencer.start_next() == 1
-    assert sequencer.missing() == [0, 0]
 
 
 def test_next_step_is_refused_before_all_is_reduced() -> None:
@@ -140,14 +131,14 @@ def test_reset_forgets_the_gathers() -> None:
     sequencer.gather()
     sequencer.start_next()
     sequencer.reset()
-    assert all(sequencer.gathered(k) for k in range(3))
-    sequencer.ready(2)
+    assert not sequencer.gathering
+    sequencer.ready(0)
     assert sequencer.start_next() == 0
 
 
 @pytest.mark.parametrize("window", [1, 2, 5])
 def test_one_order_on_every_rank_over_many_steps(window: int) -> None:
-    """Whatever the order of events, groups start in the same order, all gathers at the border."""
+    """Whenever events come, groups start in the same order, all gathers at the border."""
     orders = set()
     for seed in range(30):
         rng = random.Random(seed)
@@ -155,8 +146,7 @@ def test_one_order_on_every_rank_over_many_steps(window: int) -> None:
         started: list[int] = []
         under_way: list[int] = []
         for _ in range(3):
-            arrivals = [0, 1, 2]
-            rng.shuffle(arrivals)
+            arrivals = [1, 0]
             closed = False
             while not sequencer.reduced:
                 if arrivals and rng.random() < 0.5:

@@ -16,16 +16,17 @@ from tests.support.ranks import QUICK, all_well, run_ranks
 from tests.support.software_xla import INDEX, SoftwareXla
 from tests.unit.runtime.test_device_engine import STEADY, Devices
 from wfbp.comm import probe
+from wfbp.comm.memory import Memory
 from wfbp.config import Config
 from wfbp.core.plan import Plan
 from wfbp.core.types import Op, TensorSpec
 from wfbp.jax.gradient_sync import ExchangeDescription, ExchangeRegistry, GradientExchange
 from wfbp.runtime import process
 from wfbp.runtime.arguments import EngineOptions
-from wfbp.runtime.engine.engine import Engine
+from wfbp.runtime.buffers import GroupBuffer
+from wfbp.runtime.lane import Lane
+from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import Runtime
-from wfbp.runtime.transport.device_transport import DeviceTransport
-from wfbp.runtime.transport.transport import BackwardBuffer
 
 SPECS = tuple(TensorSpec(f"leaf{k}", (10 * k + 1,), "float32") for k in range(4))
 REQUEST = ExchangeDescription("test", SPECS, Op.AVERAGE, "wfbp", 100)
@@ -84,8 +85,8 @@ class Program:
         self.memory = [np.zeros(spec.nbytes, np.uint8) for spec in SPECS]
         self.seen: list[tuple[np.ndarray[Any, Any], float]] = []
 
-    def _make(self) -> Engine:
-        return Engine(
+    def _make(self) -> Reducer:
+        return Reducer(
             self.runtime,
             SPECS,
             EngineOptions(self.exchange_schedule, 100, name="test"),
@@ -199,34 +200,34 @@ def test_gradients_leave_at_the_place_of_their_announcement(
     """Though the host has closed the step before the device computes what comes later in it."""
     found = devices(2, nccl=True, most_s=0.0)
     gates = [threading.Event() for _ in range(2)]
-    made: dict[int, tuple[DeviceTransport, BackwardBuffer]] = {}
-    backward = DeviceTransport.backward
+    made: dict[int, tuple[Memory, GroupBuffer]] = {}
+    install = Lane.install
 
-    def noting(self: DeviceTransport, plan: Plan, op: Op) -> list[BackwardBuffer]:
-        buffers = backward(self, plan, op)
-        made[self.backend.rank] = self, buffers[0]
+    def noting(self: Lane, plan: Plan, members: list[int]) -> list[GroupBuffer]:
+        buffers = install(self, plan, members)
+        made[self.backend.rank] = self._memory, buffers[0]
         return buffers
 
-    monkeypatch.setattr(DeviceTransport, "backward", noting)
+    monkeypatch.setattr(Lane, "install", noting)
 
     def body(runtime: Runtime) -> None:
         device = found.of[runtime.rank]
         program = programs(runtime, device)
         step(program, 1.0)
         device.drain()
-        transport, buffer = made[runtime.rank]
+        memory, buffer = made[runtime.rank]
         closed = threading.Event()
-        close = transport.close
+        close = memory.close
 
-        def close_and_tell(open_step: Any) -> Any:
-            stamp = close(open_step)
+        def close_and_tell() -> Any:
+            stamp = close()
             closed.set()
             return stamp
 
-        transport.close = close_and_tell  # type: ignore[method-assign]
+        memory.close = close_and_tell  # type: ignore[method-assign]
         runtime.post(lambda: (closed.wait(60.0), None)[1])  # the lane comes late
         step(program, 5.0, lambda: gates[runtime.rank].wait(60.0))
-        reduced = buffer.slot(0).view(np.float32)
+        reduced = buffer.result(0).view(np.float32)
         nap = threading.Event()
         for _ in range(5000):
             if (reduced == 5.0).all():

@@ -20,12 +20,12 @@ from tests.support.ranks import QUICK, all_well, run_ranks
 from tests.support.software_device import SoftwareDevice
 from tests.support.trainer import address, make_specs, mean
 from wfbp.comm import probe
+from wfbp.comm.device.memory import DeviceMemory
 from wfbp.config import Config
 from wfbp.core.types import DECOUPLED_SCHEDULES as DECOUPLED
 from wfbp.core.types import Op
 from wfbp.errors import WfbpError
 from wfbp.runtime.runtime import Runtime
-from wfbp.runtime.transport.device_transport import DeviceTransport
 from wfbp.runtime.tuning import trial
 from wfbp.runtime.tuning.profile import TuningPhase
 
@@ -300,8 +300,8 @@ def test_a_group_is_packed_while_another_travels() -> None:
     def body(runtime: Runtime) -> None:
         device = devices.of[runtime.rank]
         trainer = DeviceTrainer(runtime, device, make_specs([10, 20, 30]), schedule="wfbp")
-        transport = trainer.engine._transport
-        assert isinstance(transport, DeviceTransport)
+        memory = trainer.engine._memory
+        assert isinstance(memory, DeviceMemory)
         for number in range(3):
             network = threading.Event()
             trainer.zero()
@@ -311,11 +311,11 @@ def test_a_group_is_packed_while_another_travels() -> None:
                     while not device.library.calls or len(device.library.calls) % 3 != 1:
                         time.sleep(1e-4)
                     device.enqueue(
-                        transport.backend.stream,  # type: ignore[attr-defined]
+                        memory.backend.stream,  # type: ignore[attr-defined]
                         lambda network=network: network.wait(60.0),
                     )
             trainer.synchronize([float(number)] * 3, f"step {number}")
-            device.record(transport._packing).await_it()
+            device.record(memory._packing).await_it()
             assert not network.is_set()
             network.set()
         trainer.finish()
@@ -334,7 +334,7 @@ def test_a_discarded_step_is_sent_before_its_buffers_are_packed_again(who: tuple
         device = devices.of[runtime.rank]
         specs = make_specs([10, 20, 30])
         trainer = DeviceTrainer(runtime, device, specs, schedule="wfbp", op=Op.SUM)
-        backend: Any = trainer.engine._transport.backend
+        backend: Any = trainer.engine._memory.backend
         device.enqueue(backend.stream, lambda: networks[runtime.rank].wait(60.0))
         for value in (100.0, 1.0) if runtime.rank in who else (1.0,):
             trainer.zero()
@@ -366,7 +366,7 @@ def test_what_is_made_when_a_step_closes_is_waited_for() -> None:
             device.write(trainer.main, [copy], lambda: copy.view(np.float64).fill(3.0))
             return address(copy), copy
 
-        trainer.engine._tracker._fetch = fetch
+        trainer.engine._fetch = fetch
         trainer.zero()
         trainer.accumulate(1, 1.0)
         trainer.synchronize([3.0, 1.0], "a step with a copy")
@@ -605,7 +605,7 @@ def test_a_failure_on_the_device_ends_the_run(name: str) -> None:
         other = DeviceTrainer(runtime, device, make_specs([5]), schedule="wfbp")
         trainer = DeviceTrainer(runtime, device, make_specs([10]), schedule="wfbp")
         other.engine.close()
-        device.enqueue(trainer.engine._transport.backend.stream, breaks(device))
+        device.enqueue(trainer.engine._memory.backend.stream, breaks(device))
         for _ in range(2000):
             trainer.zero()
             trainer.accumulate(0, 1.0)

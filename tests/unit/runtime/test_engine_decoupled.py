@@ -26,9 +26,9 @@ from wfbp.core.trace import Trace
 from wfbp.core.types import DECOUPLED_SCHEDULES as DECOUPLED
 from wfbp.core.types import Op, Operation
 from wfbp.runtime.arguments import EngineOptions
-from wfbp.runtime.engine.engine import Engine
+from wfbp.runtime.buffers import shard_range
+from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import Runtime
-from wfbp.runtime.transport.buffers import shard_range
 from wfbp.runtime.tuning import trial
 from wfbp.runtime.tuning.trial import EliminationTrial, Times
 
@@ -211,7 +211,7 @@ def test_gradients_forgotten_behind_a_gather_tell_nothing_of_it(
     arrays = [np.zeros(spec.numel) for spec in specs]
     phases = []
     try:
-        engine = Engine(runtime, specs, EngineOptions("independent", 1, decouples=True))
+        engine = Reducer(runtime, specs, EngineOptions("independent", 1, decouples=True))
         for _ in range(8):
             for forgotten in (True, False):
                 for index in (2, 1, 0):
@@ -248,7 +248,7 @@ def test_what_plans_leave_behind_is_given_back_once_the_last_is_in_use(
     def body(runtime: Runtime) -> list[str]:
         if runtime.rank == 0:
             monkeypatch.setattr(
-                "wfbp.runtime.engine.engine.give_back_freed_memory", lambda: at.append(phases[-1])
+                "wfbp.runtime.reducer.give_back_freed_memory", lambda: at.append(phases[-1])
             )
         updater = Updater(runtime, [5, 6, 7], schedule="auto")
         phases = []

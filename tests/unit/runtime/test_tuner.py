@@ -19,7 +19,7 @@ from wfbp.core.plan import Plan
 from wfbp.core.timeline import iteration_s
 from wfbp.core.types import ALL_REDUCE_SCHEDULES, AUTO, TensorSpec
 from wfbp.core.types import DECOUPLED_SCHEDULES as DECOUPLED
-from wfbp.runtime.engine.recorder import make_report
+from wfbp.runtime.recorder import make_report
 from wfbp.runtime.tuning.candidates import auto_candidates, make, reordered
 from wfbp.runtime.tuning.profile import StepTimes, TuningPhase
 from wfbp.runtime.tuning.tuner import DriftDetector, Tuner

@@ -14,34 +14,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from wfbp.comm.backend import Buffer
+from wfbp.comm.memory import SlotTable
 
 _UNSEEN = nullcontext()
 
 Event = Any
 """A place in a stream."""
-
-
-class SlotTable(Protocol):
-    """A pack table (see ``wfbp.native``); on a device, copies are enqueued on a stream of it.
-
-    Addresses are read when ``pack`` or ``unpack`` is called, memory when the stream gets there.
-    """
-
-    @property
-    def pointers(self) -> npt.NDArray[np.int64]:
-        """Where each slot is filled from; 0 is absent."""
-
-    def pack(self) -> None:
-        """Enqueue the filling of every slot, with zeros where it is absent."""
-
-    def unpack(self) -> None:
-        """Enqueue the copies of every slot back to its address."""
 
 
 class Device(ABC):

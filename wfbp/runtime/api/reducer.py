@@ -14,7 +14,7 @@ from wfbp.core.types import Op, TensorSpec
 from wfbp.runtime import process, signals
 from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.consistency import in_native_order
-from wfbp.runtime.engine.engine import Engine
+from wfbp.runtime.reducer import Reducer
 
 Array = npt.NDArray[Any]
 
@@ -64,15 +64,15 @@ class GradientReducer:
             raise TypeError(f"GradientReducer needs pairs of name and array, found {specs!r}")
         self.specs = tuple(_spec(item) for item in specs)
         self._arrays: dict[int, Array] = {}
-        self._engine: Engine | None = None
+        self._reducer: Reducer | None = None
         config = runtime.config
         schedule = config.schedule if schedule is None else schedule
         limit_bytes = config.threshold_bytes if threshold_bytes is None else threshold_bytes
         options = EngineOptions(schedule, limit_bytes, op, name=name)
         options.check(self.specs, user="GradientReducer")
         if runtime.size > 1:
-            self._engine = Engine(runtime, self.specs, options)
-            weakref.finalize(self, self._engine.close)
+            self._reducer = Reducer(runtime, self.specs, options)
+            weakref.finalize(self, self._reducer.close)
 
     def mark_ready(self, index: int, array: Array) -> None:
         """A gradient exists; it must not change until :meth:`wait` returns.
@@ -105,8 +105,8 @@ class GradientReducer:
             in_native_order(array), order="C"
         )  # ascontiguousarray would lose a shape of ()
         self._arrays[index] = array
-        if self._engine is not None:
-            self._engine.mark_ready(index, array.__array_interface__["data"][0], array)
+        if self._reducer is not None:
+            self._reducer.mark_ready(index, array.__array_interface__["data"][0], array)
 
     def wait(self) -> list[Array | None]:
         """Close the step and wait until every gradient is reduced.
@@ -122,26 +122,26 @@ class GradientReducer:
             WfbpError: ranks disagree, failed, or did not answer in time.
         """
         arrays, self._arrays = self._arrays, {}
-        if self._engine is None:
+        if self._reducer is None:
             self._runtime.check()
             return [arrays.get(index) for index in range(len(self.specs))]
         with signals.deferred:
-            slots = self._engine.synchronize()
+            views = self._reducer.synchronize()
             return [
-                None if slot is None else _array(slot.data, spec)
-                for slot, spec in zip(slots, self.specs, strict=True)
+                None if view is None else _array(view.data, spec)
+                for view, spec in zip(views, self.specs, strict=True)
             ]
 
     def report(self) -> dict[str, Any]:
         """The plan in use and what it costs; empty with one rank."""
-        return self._engine.report() if self._engine is not None else {}
+        return self._reducer.report() if self._reducer is not None else {}
 
     def stats(self) -> dict[str, Any]:
         """How training goes, for logs and monitors; empty with one rank.
 
         The keys are those of PyTorch's ``optimizer.stats()``.
         """
-        return self._engine.stats() if self._engine is not None else {}
+        return self._reducer.stats() if self._reducer is not None else {}
 
 
 def _spec(item: TensorSpec | tuple[str, Any]) -> TensorSpec:

@@ -21,7 +21,7 @@ def resident():
 FREEING = (
     MEASURE
     + """
-from wfbp.runtime.engine.allocator import give_back_freed_memory, keep_freed_memory
+from wfbp.runtime.heap import give_back_freed_memory, keep_freed_memory
 keep = keep_freed_memory()
 library = ctypes.CDLL(None)
 library.malloc.restype = ctypes.c_void_p

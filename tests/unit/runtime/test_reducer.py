@@ -1,0 +1,197 @@
+"""What the training thread notes and posts, one event after another, without other ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+from unittest.mock import MagicMock, Mock
+
+import numpy as np
+import pytest
+
+from tests.support.local import LocalWorld
+from wfbp.comm.memory import Memory
+from wfbp.config import Config
+from wfbp.core.plan import Group, Plan
+from wfbp.core.types import Operation, Phase, TensorSpec
+from wfbp.runtime.arguments import EngineOptions
+from wfbp.runtime.buffers import shard_range
+from wfbp.runtime.reducer import Reducer
+from wfbp.runtime.step import BufferView, Gather, GroupReady
+
+SPECS = tuple(TensorSpec(f"t{k}", (4,), "float32") for k in range(3))
+ALONE = Plan("wfbp", SPECS, tuple(Group((k,)) for k in (2, 1, 0)))
+EARLY, MIDDLE, LAST = 2, 1, 0
+"""Tensors whose groups leave during backward, and the one of the last group, which waits."""
+GATHERED = Plan(
+    "gathered",
+    SPECS,
+    (
+        Group((2,)),
+        *(Group((k,), Operation.REDUCE_SCATTER) for k in (1, 0)),
+        *(Group((k,), Operation.ALL_GATHER, Phase.FORWARD) for k in (0, 1)),
+    ),
+)
+
+
+def make_reducer(plan: Plan, wire_dtype: str = "") -> Any:
+    """The reducer of rank 1 of 2, whose events nobody reads."""
+    runtime = MagicMock(rank=1, size=2, where="rank 1", config=Config(), timeline=None)
+    runtime.channel.exchange.side_effect = lambda payload, *_: [payload] * 2
+    runtime.thread.sleeping = False
+    backend = LocalWorld(2).backend(1)
+    runtime.memory.return_value = Memory(backend, 1 << 20)
+    options = EngineOptions("wfbp", 64, wire_dtype=wire_dtype)
+    reducer: Any = Reducer(runtime, SPECS, options, fetch=lambda index: None)
+    install(reducer, plan)
+    return reducer
+
+
+def install(reducer: Any, plan: Plan) -> None:
+    reducer._tuner = Mock(plan=plan)
+    reducer._install()
+    reducer._begin(0.0)
+
+
+def groups(reducer: Any) -> list[int]:
+    return [event.group for event in reducer._events if isinstance(event, GroupReady)]
+
+
+def test_groups_are_announced_in_the_plans_order() -> None:
+    """The last one waits for the end of the step."""
+    reducer = make_reducer(ALONE)
+    reducer.mark_ready(MIDDLE, 101, None)
+    assert groups(reducer) == []
+    reducer.mark_ready(LAST, 100, None)
+    reducer.mark_ready(EARLY, 102, None)
+    assert groups(reducer) == [0, 1]
+
+
+def test_a_gradient_that_grows_once_more_is_sent_again() -> None:
+    reducer = make_reducer(ALONE)
+    for index in (EARLY, LAST):
+        reducer.mark_ready(index, 100 + index, None)
+    reducer.mark_ready(EARLY, 200, None)
+    assert reducer._unplanned == {EARLY: (200, None)}
+    reducer.mark_ready(LAST, 300, None)
+    assert reducer._unplanned == {EARLY: (200, None)}, "the last group has not left"
+    assert reducer._sources[LAST] == 300
+
+
+def test_a_gradient_that_is_gone_is_taken_back() -> None:
+    """From the step where it has not left; else the ranks come to it at the step's end."""
+    reducer = make_reducer(ALONE)
+    for index in (EARLY, LAST):
+        reducer.mark_ready(index, 100 + index, None)
+        reducer.drop(index)
+    assert reducer._unplanned == {EARLY: (0, None)}
+    assert reducer._sources[LAST] == 0
+
+
+def test_what_is_discarded_before_the_lane_has_read_of_it_is_taken_back() -> None:
+    reducer = make_reducer(ALONE)
+    for taken in (False, True):
+        for index in (EARLY, MIDDLE):
+            reducer.mark_ready(index, 100 + index, None)
+        if taken:
+            reducer._events.popleft()
+        reducer.discard()
+        assert reducer._number == int(taken)
+        assert not any(reducer._sources)
+    (close,) = reducer._events
+    assert close.step.discards
+    assert close.step.sources == [0, 101, 102], "these are kept alive until it is over"
+
+
+def test_passes_are_learned_at_once_and_unlearned_slowly() -> None:
+    reducer = make_reducer(ALONE)
+    for index, count in ((0, 3), (1, 1)):
+        for _ in range(count):
+            reducer.mark_ready(index, 100, None)
+    reducer._learn_passes()
+    assert reducer._expected == [3, 1, 1]
+    for _ in range(8):
+        assert reducer._expected == [3, 1, 1]
+        reducer._begin(0.0)
+        for index in range(3):
+            reducer.mark_ready(index, 100, None)
+        reducer._learn_passes()
+    assert reducer._expected == [1, 1, 1]
+
+
+def test_who_comes_after_another_thread_and_a_change_of_plans_waits_for_nothing() -> None:
+    reducer = make_reducer(GATHERED)
+    reducer._runtime.await_reply.side_effect = AssertionError("nothing is under way")
+    reducer.gather([0] * 3, None)
+    failed: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            reducer.await_tensor(1)
+        except BaseException as error:
+            failed.append(error)
+
+    late = threading.Thread(target=wait, daemon=True)
+    with reducer._arrival_lock:  # as another thread that waits
+        late.start()
+        time.sleep(0.1)
+        reducer.gather_groups, reducer._num_arrived = [], 0
+    late.join(60.0)
+    assert not late.is_alive()
+    assert not failed
+
+
+def test_all_gathers_leave_from_the_thread_that_begins_them() -> None:
+    """The communication thread would wait for the interpreter while that one goes on."""
+    reducer = make_reducer(GATHERED)
+    found: list[int] = []
+    thread = reducer._runtime.thread
+    thread.progress.side_effect = lambda: found.append(len(reducer._events))
+    reducer.gather([0] * 3, None)
+    assert found == [1]
+    thread.post.assert_called_once_with(reducer._lane.wake)  # that goes on with them
+
+
+@pytest.mark.parametrize("gather_dtype", ["", "float16"])
+def test_shards_that_are_cast_are_gathered_from_where_they_were_reduced(gather_dtype: str) -> None:
+    """All shards of a tensor are written then, this rank's among them."""
+    reducer = make_reducer(GATHERED, gather_dtype)
+    start, stop = shard_range(SPECS[0], 1, 2)
+    shard = np.full(stop - start, 7, np.uint8)
+    reduced = [BufferView.of(shard, whole=False), None, None]
+    view = reducer.gather_gradients(reduced)[0]
+    (request,) = reducer._events
+    assert isinstance(request, Gather)
+    assert view.whole
+    assert request.targets[0] == view.address
+    if gather_dtype:
+        assert request.sources[0] + start == reduced[0].address
+        assert not view.data.any(), "nothing was copied"
+    else:
+        assert request.sources[0] == view.address
+        assert view.data[start:stop].tolist() == shard.tolist()
+
+
+@pytest.mark.parametrize("gather_dtype", ["", "float16"])
+def test_whole_gradients_may_change_while_they_are_gathered(gather_dtype: str) -> None:
+    """They are the program's, which may zero them behind step()."""
+    reducer = make_reducer(GATHERED, gather_dtype)
+    start, stop = shard_range(SPECS[0], 1, 2)
+    gradient = np.full(SPECS[0].nbytes, 7, np.uint8)
+    view = reducer.gather_gradients([BufferView.of(gradient), None, None])[0]
+    gradient[:] = 0
+    (request,) = reducer._events
+    assert request.sources[0] == view.address
+    assert view.data[start:stop].tolist() == [7] * (stop - start)
+
+
+def test_what_a_step_gathers_arrives_before_the_next_gathers() -> None:
+    """Its addresses are those of the same parameters."""
+    reducer = make_reducer(GATHERED)
+    await_reply = reducer._runtime.await_reply
+    reducer.gather([0] * 3, None)
+    await_reply.assert_not_called()
+    reducer.gather([0] * 3, None)
+    assert await_reply.call_count == 2
+    assert len(reducer._events) == 2

@@ -1,0 +1,282 @@
+"""Memory of a device for one lane: what is enqueued where, and which stream waits for what.
+
+    producer's stream    backward ... gradient | event ... gradient | event
+    packing stream                 wait, pack | event          wait, pack | event
+    lane's stream                              wait, reduce                wait, reduce | event
+    consumer's stream                                                                wait, update
+
+The host waits for nothing here. One event follows the last gradient of a group (one per stream that
+made any of them); the packing stream waits for it, and the lane's stream for the packing: a group
+is packed while the one before it travels. The consumer's stream waits for the lane's before it
+reads results. Before the packing stream writes to a buffer again, it waits for an event of the
+consumer's, recorded when the next step's first gradient appears, because all reads of the results
+have been enqueued by then; and for everything enqueued on the lane until then, because nobody
+consumes a step that was discarded.
+
+All memory is the packing stream's. Every tensor is packed, large ones too: a copy costs little
+beside the message here, and one launch serves the whole group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from wfbp.comm.backend import Backend, Buffer, Work
+from wfbp.comm.device.backend import DeviceBackend, DeviceWork
+from wfbp.comm.device.device import Device, Event
+from wfbp.comm.memory import Dependencies, Memory, SlotTable, Stamp
+from wfbp.core.types import Op
+
+_CHECK_S = 0.05
+_NAP_S = 100e-6
+
+
+class DeviceMemory(Memory):
+    """Memory and streams of one device.
+
+    ``_home`` is the stream on which the training thread last consumed results. ``_deliveries`` copy
+    results to their targets behind all groups, because the copy waits for the end of backward, and
+    so would everything behind it on the lane's stream.
+
+    Args:
+        backend: sends messages.
+        host: sends flags.
+        check: raises the error that has ended the runtime.
+    """
+
+    backend: DeviceBackend
+    copies_in_order = True
+    flags_beside = True
+    lag_steps = 2
+
+    def __init__(self, backend: DeviceBackend, host: Backend, check: Callable[[], None]) -> None:
+        super().__init__(backend)
+        self._device = device = backend.device
+        self._stream = backend.stream
+        self._packing = backend.packing
+        self._host = host
+        self._check = check
+        self._home = device.current_stream()
+        self._producers: set[int] = set()
+        self._begun = False
+        self._consumed: list[Event] = []
+        self._profiling = False
+        self._deliveries: list[SlotTable] = []
+        self._undone: deque[tuple[Event, float]] = deque()
+        self._next_check = 0.0
+        self.now = self._now
+        self.produced = self._produced
+
+    def zeros(self, nbytes: int, travels: bool = False) -> Buffer:
+        return self._device.zeros(nbytes, self._packing)
+
+    def empty(self, nbytes: int) -> Buffer:
+        return self._device.zeros(nbytes, self._device.current_stream())
+
+    def address(self, data: Buffer) -> int:
+        return self._device.address(data)
+
+    def slot_table(
+        self,
+        buffer: Buffer,
+        offsets: Sequence[int],
+        nbytes: Sequence[int],
+        dtype: str,
+        tensor_dtype: str,
+    ) -> SlotTable:
+        device = self._device
+        table = device.pack_table(
+            buffer, offsets, nbytes, dtype, self._packing, tensor_dtype, self._stream
+        )
+        return _NamedTable(device, table)
+
+    def copy(self, target: Buffer, source: Buffer) -> None:
+        self._device.copy(target, source, self._device.current_stream())
+
+    def trim(self) -> None:
+        self._device.trim()
+
+    # Under the progress lock.
+
+    def settle(self) -> None:
+        self.order([self._device.record(self._home)], behind_messages=True)
+
+    def order(self, dependencies: Dependencies, behind_messages: bool = False) -> None:
+        if behind_messages:
+            self._device.wait(self._packing, self._device.record(self._stream))
+        for event in dependencies:
+            self._device.wait(self._packing, event)
+
+    def packed(self) -> None:
+        self.backend.follow_packing()
+
+    def with_flags(self, work: Work[None], flags: Buffer) -> Work[None]:
+        assert isinstance(work, DeviceWork)
+        return _MessageAndFlags(work, self._host.all_reduce(flags, "uint8", Op.MAX))
+
+    def deliver(self, table: SlotTable) -> None:
+        self._deliveries.append(table)
+
+    def is_enqueued(self, work: Work[None]) -> bool:
+        assert isinstance(work, DeviceWork)
+        return work.issued()
+
+    def may_progress(self) -> bool:
+        return True
+
+    def rest(self, nap_s: float, most_s: float) -> bool:
+        return False
+
+    def packing_stamp(self) -> Stamp:
+        return self._device.record(self._packing, timed=True) if self.timing else 0.0
+
+    def lane_stamp(self) -> Stamp:
+        return self._device.record(self._stream, timed=self.timing)
+
+    def watch(self, end: Stamp) -> None:
+        self._undone.append((end, time.monotonic()))
+
+    def poll(self) -> None:
+        undone = self._undone
+        while undone and self._device.done(undone[0][0]):
+            undone.popleft()
+        if undone and time.monotonic() >= self._next_check:
+            self._next_check = time.monotonic() + _CHECK_S
+            self.backend.check()
+
+    @property
+    def waiting_since(self) -> float | None:
+        undone = list(self._undone)
+        return undone[0][1] if undone else None
+
+    def give_up(self) -> None:
+        self._undone.clear()
+        self.backend.give_up()
+
+    # On the training thread, or on backward's.
+
+    def begin(self, profiling: bool) -> None:
+        self._begun = False
+        self._profiling = profiling
+
+    def gradients(self) -> Dependencies:
+        consumed, self._consumed = self._consumed, []
+        return [*consumed, *(self._device.record(stream) for stream in self._producers)]
+
+    def close(self) -> tuple[Stamp, Dependencies]:
+        stream = self._device.current_stream()
+        self._refuse_capture(stream)
+        event = self._device.record(stream, timed=True)
+        consumed, self._consumed = self._consumed, []
+        if stream != self._home:
+            consumed.append(self._device.record(self._home))
+        return event, [event, *consumed]
+
+    def updates(self) -> Dependencies:
+        return [self._device.record(self._device.current_stream())]
+
+    def join(self) -> Stamp:
+        device = self._device
+        self._home = device.current_stream()
+        # The lane is done with the step, and leaves its stream to this thread.
+        for table in self._deliveries:
+            table.unpack()
+        self._deliveries.clear()
+        event = device.record(self._stream)
+        # Streams that made gradients wait too: the memory of these may be given out again there.
+        for stream in {self._home, *self._producers}:
+            device.wait(stream, event)
+        self._producers.clear()
+        return self._now()
+
+    def await_arrival(self, end: Stamp) -> None:
+        for stream in {self._home, self._device.current_stream()}:
+            self._device.wait(stream, end)
+
+    def publish(self) -> None:
+        stream = self._device.current_stream()
+        if stream != self._home:
+            self._device.wait(self._home, self._device.record(stream))
+
+    def done(self, stamp: Stamp) -> bool:
+        return self._device.done(stamp)
+
+    def await_done(self, stamp: Stamp) -> None:
+        while not self._device.done(stamp):
+            self._check()
+            time.sleep(_NAP_S)
+
+    def clock(self, begun: Stamp) -> Callable[[Stamp], float]:
+        return partial(self._seconds, begun)
+
+    def _seconds(self, begun: Event, stamp: Stamp) -> float:
+        """A moment in seconds; the beginning of its step is at one second."""
+        return 1.0 + self._device.seconds(begun, stamp) if stamp else 0.0
+
+    def _now(self) -> Stamp:
+        return self._device.record(self._device.current_stream(), timed=True)
+
+    def _produced(self) -> Stamp:
+        stream = self._device.current_stream()
+        if not self._begun:
+            self._refuse_capture(stream)
+            self._begun = True
+            self._consumed = [self._device.record(self._home)]
+        self._producers.add(stream)
+        return self._device.record(stream, timed=True) if self._profiling else 0.0
+
+    def _refuse_capture(self, stream: int) -> None:
+        if self._device.is_capturing(stream):
+            raise RuntimeError(
+                f"rank {self.backend.rank}: a step's gradients were about to be captured in a CUDA "
+                "graph, in which other ranks cannot take part; capture the model alone "
+                "(torch.cuda.make_graphed_callables), and call backward() and step() outside"
+            )
+
+
+class _NamedTable:
+    """A table whose launches a profiler shows by name."""
+
+    def __init__(self, device: Device, table: SlotTable) -> None:
+        self._device = device
+        self._table = table
+
+    @property
+    def pointers(self) -> npt.NDArray[np.int64]:
+        return self._table.pointers
+
+    def pack(self) -> None:
+        with self._device.annotate("wfbp pack"):
+            self._table.pack()
+
+    def unpack(self) -> None:
+        with self._device.annotate("wfbp unpack"):
+            self._table.unpack()
+
+
+class _MessageAndFlags(DeviceWork):
+    """A message on the device and flags on the host."""
+
+    def __init__(self, message: DeviceWork, flags: Work[None]) -> None:
+        self._message = message
+        self._flags = flags
+        self.nbytes = message.nbytes
+
+    @property
+    def activity(self) -> int:
+        return self._message.activity + self._flags.activity
+
+    def issued(self) -> bool:
+        return bool(self._message.issued() & self._flags.test())
+
+    def test(self) -> bool:
+        return bool(self._message.test() & self._flags.test())
+
+    def then(self, target: Buffer, source: Buffer) -> None:
+        self._message.then(target, source)

@@ -1,0 +1,397 @@
+"""Group buffers: where the tensors of each group lie while they travel, and where results stay.
+
+Copying small tensors into one message shares a message's start-up. For a large tensor the copy
+costs more than a message of its own, so the backend sends it from where it lies. Large tensors come
+first in a message, so that the small ones and the flags behind them stay one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from wfbp.comm.backend import Buffer, Segment, Work, storage_dtype
+from wfbp.comm.memory import Memory, SlotTable
+from wfbp.core.plan import Plan, aligned, layout
+from wfbp.core.types import Op, Operation, TensorSpec, item_bytes, wire_type
+from wfbp.runtime.step import Gather, Step, StepResult
+
+_STEP_BITS = 6
+STEP_CYCLE = 1 << _STEP_BITS
+"""Step numbers travel modulo this."""
+
+NUM_STEP_FLAGS = 2 + 2 * _STEP_BITS
+"""Beside one flag per tensor: a request, a discard, and the step's number."""
+
+
+class GroupBuffer:
+    """The message of one group of a plan, and where its reduced tensors lie.
+
+    A message consists of blocks, and each block of a piece of every tensor: an all-reduce has one
+    block, of whole tensors; a reduce-scatter and an all-gather have one per rank, of that rank's
+    shards. Where the message is of another type than the tensors (``wire_dtype``), all are cast as
+    they are packed, and results are cast back to memory beside it.
+
+    The buffer owns its memory, which comes from ``memory``; what other objects have are views. The
+    training thread may read results from the step's end until the next step's first gradient.
+    Results are never written over a gradient of this rank, which may still grow, and be sent again:
+    if a program accumulates into the result of the step before, the buffer moves to other storage,
+    and back again in the step after. Averages are divided where the sum is formed, by the backend
+    (``comm.buffers.combine`` on the host).
+
+    The last group of backward carries the flags of the step: which tensors have a gradient, what
+    the rank asks for, and the step's number. So no step needs to negotiate.
+
+    Used by one thread at a time, under the progress lock.
+
+    Args:
+        plan: what to send.
+        group: index of the group.
+        members: by tensor of the plan, its number in steps.
+        op: ``Op.AVERAGE`` or ``Op.SUM``.
+        memory: where the buffer lies, and whose backend sends it.
+        wire_dtype: the type in which wider tensors travel; empty for their own.
+
+    Attributes:
+        num_moves: how often results have moved to other storage.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        group: int,
+        members: Sequence[int],
+        op: Op,
+        memory: Memory,
+        wire_dtype: str = "",
+    ) -> None:
+        this = plan.groups[group]
+        self._memory = memory
+        self._op = op
+        self._operation = this.operation
+        self.whole = this.operation is Operation.ALL_REDUCE
+        """Whether results are whole tensors; else they are this rank's shards."""
+        backend = memory.backend
+        size, self._own = (1, 0) if self.whole else (backend.size, backend.rank)
+        self._tensor_dtype = plan.dtype(group)
+        self.dtype = wire_type(self._tensor_dtype, wire_dtype)
+        self._casts = self.dtype != self._tensor_dtype
+        self._members = [members[k] for k in this.tensors]
+        self._pick = picker(self._members)
+        self._segments: list[Segment] = []
+        self._delivered: set[int] = set()
+        self.num_moves = 0
+        self._lay_out([plan.tensors[k] for k in this.tensors], size)
+        self._flagged = list(members) if group == plan.num_backward - 1 else []
+        num_flags = len(members) + NUM_STEP_FLAGS if self._flagged else 0
+        in_message = 0 if memory.flags_beside else num_flags
+        self._flags_beside = np.zeros(num_flags - in_message, np.uint8)
+        self._block_bytes = aligned(self._tail + in_message * item_bytes(self.dtype))
+        self._counts = [self._block_bytes] * size
+        self._tail_end = self._tail + in_message * item_bytes(self.dtype)
+        self._message = self._results = self._new_message()
+        if self._casts and self._operation is not Operation.ALL_GATHER:
+            self._results = self._new_results()
+        self._other: _Storage | None = None
+
+    def _lay_out(self, specs: Sequence[TensorSpec], size: int) -> None:
+        """Decide where in a block tensors lie, and which of them are not packed."""
+        self._ranges = [[shard_range(spec, rank, size) for spec in specs] for rank in range(size)]
+        self._nbytes = [spec.nbytes for spec in specs]
+        limit = self._memory.zero_copy_min_bytes
+        if self._casts or limit is None:
+            limit = max(self._nbytes) + 1
+        large = [p for p, nbytes in enumerate(self._nbytes) if nbytes >= limit]
+        small = [p for p, nbytes in enumerate(self._nbytes) if nbytes < limit]
+        starts, end = layout([self._wire_bytes(shard_bytes(specs[p], size)) for p in large + small])
+        place_of = dict(zip(large + small, starts, strict=True))
+        self._offsets = [place_of[p] for p in range(len(specs))]
+        self._large = large
+        # One block can also be filled from large tensors; pieces in several blocks cannot be sent
+        # from where they are not adjacent, so those are left to their segments.
+        self._packed = list(range(len(specs))) if self.whole else small
+        self._pick_packed = picker([self._members[p] for p in self._packed])
+        self._tail = aligned(end)
+
+    def _wire_bytes(self, nbytes: int) -> int:
+        """Bytes that so many of a tensor take in the message."""
+        return nbytes // item_bytes(self._tensor_dtype) * item_bytes(self.dtype)
+
+    def _own_bytes(self) -> list[int]:
+        """Bytes of this rank's results, by position."""
+        return [stop - start for start, stop in self._ranges[self._own]]
+
+    def _new_message(self) -> _Storage:
+        data = self._memory.zeros(self._block_bytes * len(self._counts), travels=self.whole)
+        offsets = [self._own * self._block_bytes + offset for offset in self._offsets]
+        message = _Storage(self._memory, data, offsets, self._own_bytes())
+        message.copies_segments = self.whole and self._memory.backend.copies_segments(data)
+        every, own = range(len(self._counts)), [self._own]
+        message.packing = self._table(data, own if self._is_gather else every)
+        if self._is_gather:
+            # Also this rank's where it was cast, or it would have other bits than the others.
+            others = [rank for rank in every if self._casts or rank != self._own]
+            message.unpacking = self._table(data, others)
+        elif self.whole or self._casts:
+            message.unpacking = self._table(data, own)
+        if self._tail_end > self._tail:
+            blocks = [data[rank * self._block_bytes :] for rank in every]
+            elements = storage_dtype(self.dtype)
+            message.tails = [block[self._tail : self._tail_end].view(elements) for block in blocks]
+        return message
+
+    def _new_results(self) -> _Storage:
+        sizes = self._own_bytes()
+        offsets, end = layout(sizes)
+        return _Storage(self._memory, self._memory.zeros(aligned(end)), offsets, sizes)
+
+    @property
+    def _is_gather(self) -> bool:
+        return self._operation is Operation.ALL_GATHER
+
+    def _table(self, data: Buffer, ranks: Sequence[int]) -> _PieceTable:
+        """A table of the packed tensors' pieces in some blocks."""
+        offsets, nbytes, starts = [], [], []
+        for rank in ranks:
+            for position in self._packed:
+                start, stop = self._ranges[rank][position]
+                offsets.append(rank * self._block_bytes + self._offsets[position])
+                nbytes.append(self._wire_bytes(stop - start))
+                starts.append(start)
+        table = self._memory.slot_table(data, offsets, nbytes, self.dtype, self._tensor_dtype)
+        return _PieceTable(table, starts, len(ranks))
+
+    def result(self, position: int) -> Buffer:
+        """The bytes where the group's tensor at ``position``, or this rank's shard of it, lies when
+        it is reduced."""
+        results = self._results
+        start, stop = self._ranges[self._own][position]
+        offset = results.offsets[position]
+        return results.data[offset : offset + stop - start]
+
+    def pack(self, step: Step | Gather) -> None:
+        """Bring the tensors together that lie at ``step.sources``; zeros for what is absent.
+
+        Memory without an owner may be freed where a step fails. It is copied too, unless the
+        backend would not read it afterwards; then results go to their targets, if these are known
+        by now.
+        """
+        sources = self._pick(step.sources)
+        if not self._results.slots.isdisjoint(sources):
+            self._make_way(sources)
+        message = self._message
+        if self._large:
+            sources = self._note_large(step, list(sources))
+        message.packing.point(sources if self.whole else self._pick_packed(step.sources))
+        message.packing.table.pack()
+        if self._flagged:
+            assert isinstance(step, Step)
+            self._write_flags(step)
+
+    def _make_way(self, sources: Sequence[int]) -> None:
+        """Let results go to storage in which none of these gradients lies."""
+        other = self._other
+        if other is None or not other.slots.isdisjoint(sources):
+            # Gradients that lie in the one before keep that alive.
+            other = self._new_results() if self._casts else self._new_message()
+        self._other, self._results = self._results, other
+        if not self._casts:
+            self._message = other
+        self.num_moves += 1
+
+    def _note_large(self, step: Step | Gather, sources: list[int]) -> tuple[int, ...]:
+        """Have large tensors sent from where they lie; returns from where to pack."""
+        message = self._message
+        self._segments = []
+        self._delivered.clear()
+        for position in self._large:
+            k, offset, nbytes = (
+                self._members[position],
+                self._offsets[position],
+                self._nbytes[position],
+            )
+            if not self.whole:
+                counts = [stop - start for start, stop in (r[position] for r in self._ranges)]
+                data = _memory_at(sources[position], nbytes, step.owners[k])
+                self._segments.append(Segment(offset, data, counts))
+                continue
+            data, owner, result = self.result(position), step.owners[k], None
+            if sources[position] and (message.copies_segments or owner is not None):
+                data = _memory_at(sources[position], nbytes, owner)
+                sources[position] = message.places[position]  # nothing is copied
+            if message.copies_segments and step.targets and step.targets[k]:
+                result = _memory_at(step.targets[k], nbytes, None)
+                self._delivered.add(k)
+            self._segments.append(Segment(offset, data, (), result))
+        return tuple(sources)
+
+    def send(self) -> Work[None]:
+        """Send it; called once after each :meth:`pack`."""
+        memory, data = self._memory, self._message.data
+        segments, self._segments = self._segments, []
+        memory.packed()
+        work: Work[None]
+        if self.whole:
+            work = memory.backend.all_reduce(data, self.dtype, self._op, segments)
+        elif self._is_gather:
+            work = memory.backend.all_gather(data, self._counts, segments)
+        else:
+            work = memory.backend.reduce_scatter(data, self._counts, self.dtype, self._op, segments)
+        return memory.with_flags(work, self._flags_beside) if self._flags_beside.size else work
+
+    def arrived(self) -> None:
+        """Cast results back, if they were cast."""
+        if self._casts and not self._is_gather:
+            message = self._message
+            message.unpacking.point_at(self._results.places)
+            message.unpacking.table.unpack()
+
+    def deliver(self, step: Step | Gather) -> None:
+        """Copy whole tensors to ``step.targets``, 0 for none; shards stay where they are.
+
+        On a device reduced ones come there when the training thread joins.
+        """
+        if self._is_gather:
+            self._message.unpacking.point(self._pick_packed(step.targets))
+            self._message.unpacking.table.unpack()
+        elif self.whole and step.targets:
+            targets = self._pick(step.targets)
+            if self._delivered:  # these are there already
+                members = zip(self._members, targets, strict=True)
+                targets = tuple(0 if k in self._delivered else target for k, target in members)
+            self._message.unpacking.point(targets)
+            self._memory.deliver(self._message.unpacking.table)
+
+    def _write_flags(self, step: Step) -> None:
+        flags = [1 if step.sources[k] else 0 for k in self._flagged]
+        flags += [int(step.requested), int(step.discards), *step_flags(step.number)]
+        if self._flags_beside.size:
+            self._flags_beside[:] = flags
+            return
+        values = np.array(flags, np.uint16)
+        if self.dtype == "bfloat16":
+            values *= _ONE_AS_BFLOAT16
+        for tail in self._message.tails:
+            tail[:] = values
+
+    def read_flags(self, step: Step) -> StepResult:
+        """What ranks said of the step, to a rank that is at this step."""
+        reduced = self._flags_beside
+        if not reduced.size:
+            reduced = self._message.tails[self._own if len(self._message.tails) > 1 else 0]
+        # Whatever they were divided by, and also as bits of bfloat16: more than 0 is yes.
+        flags: list[bool] = (reduced > 0).tolist()
+        requested, discarded, *steps = flags[len(self._flagged) :]
+        agree = steps == [bool(flag) for flag in step_flags(step.number)]
+        return StepResult(flags[: len(self._flagged)], requested, discarded, agree)
+
+
+_ONE_AS_BFLOAT16 = 0x3F80
+
+
+class _Storage:
+    """One memory of a group: a message or its results.
+
+    ``places`` are the addresses of this rank's results, ``slots`` those that have any bytes.
+    """
+
+    def __init__(
+        self, memory: Memory, data: Buffer, offsets: Sequence[int], nbytes: Sequence[int]
+    ) -> None:
+        self.data = data
+        self.offsets = offsets
+        address = memory.address(data)
+        self.places = [address + offset for offset in offsets]
+        self.slots = frozenset(p for p, n in zip(self.places, nbytes, strict=True) if n)
+        self.copies_segments = False
+        self.packing: _PieceTable
+        self.unpacking: _PieceTable
+        self.tails: list[Any] = []
+
+
+class _PieceTable:
+    """Copies pieces of tensors between these and some blocks; those of one block after another's.
+
+    ``starts``: where each piece begins in its tensor; ``times``: number of blocks.
+    """
+
+    def __init__(self, table: SlotTable, starts: Sequence[int], times: int) -> None:
+        self.table = table
+        self._starts = np.asarray(starts, np.int64)
+        self._times = times
+        self._pointed: tuple[int, ...] = ()
+
+    def point(self, tensors: tuple[int, ...]) -> None:
+        """Copy from or to tensors at these addresses; 0: zeros, or nowhere.
+
+        To compare takes a third of the time that writing them does, and allocators mostly give a
+        step's gradients the memory of those of the step before.
+        """
+        if tensors != self._pointed:
+            self._pointed = tensors
+            addresses = np.array(tensors * self._times, np.int64)
+            self.table.pointers[:] = np.where(addresses == 0, 0, addresses + self._starts)
+
+    def point_at(self, pieces: Sequence[int]) -> None:
+        """Copy from or to pieces at these addresses."""
+        self._pointed = ()
+        self.table.pointers[:] = pieces
+
+
+class _Memory:
+    """Memory at an address, as NumPy wants it described."""
+
+    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+        self.owner = owner
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def _memory_at(address: int, nbytes: int, owner: object) -> Buffer:
+    """The bytes at an address, which keep their owner alive; zeros for address 0."""
+    return np.asarray(_Memory(address, nbytes, owner)) if address else np.zeros(nbytes, np.uint8)
+
+
+def picker(indices: Sequence[int]) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    """Return a function that gives the values at these indices.
+
+    >>> picker([2, 0])([5, 6, 7])
+    (7, 5)
+    """
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda values: tuple(values[k] for k in indices)
+
+
+def step_flags(step: int) -> list[int]:
+    """Per bit of the step's number, whether it is set, and whether it is not."""
+    bits = [step >> k & 1 for k in range(_STEP_BITS)]
+    return [flag for bit in bits for flag in (bit, 1 - bit)]
+
+
+def shard_bytes(spec: TensorSpec, size: int) -> int:
+    """Bytes of the first and largest shard of a tensor, a multiple of the alignment.
+
+    >>> shard_bytes(TensorSpec("w", (10,), "float32"), 2)
+    32
+    """
+    equal = -(-spec.numel // size) * item_bytes(spec.dtype)
+    return aligned(equal)
+
+
+def shard_range(spec: TensorSpec, rank: int, size: int) -> tuple[int, int]:
+    """First byte of a rank's shard in its tensor, and the byte behind its last.
+
+    >>> spec = TensorSpec("w", (10,), "float32")
+    >>> [shard_range(spec, rank, 3) for rank in range(3)]
+    [(0, 16), (16, 32), (32, 40)]
+    """
+    length = shard_bytes(spec, size)
+    return min(rank * length, spec.nbytes), min((rank + 1) * length, spec.nbytes)

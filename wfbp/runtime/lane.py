@@ -1,0 +1,288 @@
+"""The communication side of one optimizer: sends its groups, step after step."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from wfbp.comm.backend import Backend, Work
+from wfbp.comm.memory import Dependencies, Memory, Stamp
+from wfbp.comm.probe import WINDOW
+from wfbp.core.cost import Costs
+from wfbp.core.plan import Plan
+from wfbp.core.sequencer import Sequencer
+from wfbp.core.types import Op
+from wfbp.errors import DisagreementError, WfbpError
+from wfbp.runtime.buffers import GroupBuffer
+from wfbp.runtime.progress.loop import Reply
+from wfbp.runtime.step import Close, Gather, GroupReady, GroupTime, Step, StepResult
+
+
+@dataclass(slots=True)
+class _InFlight:
+    group: int
+    work: Work[None]
+    start: Stamp
+    packed: Stamp
+    since: float
+    expected_s: float | None
+
+
+class Lane:
+    """Reads the reducer's events, and carries out what the sequencer decides.
+
+    The training thread appends to ``events``, reads ``reply`` and ``arrivals``, and installs plans
+    only while nothing is under way; everything else happens under the progress lock. Behind a
+    :class:`Close` the next step's events may follow at once: they are read when this step's
+    messages have come in. A :class:`Gather` lets the plan's all-gathers go, which may last into the
+    next step; it comes before any event of that step.
+
+    Args:
+        backend: of the host; the loop gives it up where the runtime fails.
+        memory: where messages lie, and what sends them.
+        op: ``Op.AVERAGE`` or ``Op.SUM``.
+        name: of the optimizer, for messages.
+        wire_dtype: the type in which wider gradients are reduced; empty for their own.
+        gather_dtype: the type in which wider tensors are gathered.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        memory: Memory,
+        op: Op,
+        name: str,
+        wire_dtype: str = "",
+        gather_dtype: str = "",
+    ) -> None:
+        self.backend = backend
+        # The training thread appends and the lane takes: a deque's operations are atomic.
+        self.events: deque[GroupReady | Close | Gather] = deque()
+        self.reply: Reply[StepResult] = Reply()
+        self.arrivals: Reply[GroupTime] = Reply()
+        self.costs: Costs | None = None
+        self.open_step = Step(0, [], [], [])
+        """The step in which training is, for :meth:`describe`."""
+        self._memory = memory
+        self._op = op
+        self._name = name
+        self._wire_dtype, self._gather_dtype = wire_dtype, gather_dtype
+        self._in_flight: deque[_InFlight] = deque()
+        self._step = self.open_step
+        self._gather: Gather | None = None
+        self._times: list[GroupTime] = []
+        self._dependencies: dict[int, Dependencies] = {}
+        self._closing = False
+        self._num_started = 0
+
+    def install(self, plan: Plan, members: Sequence[int]) -> list[GroupBuffer]:
+        """Send by another plan from the next step on, while nothing is under way.
+
+        ``members`` are the numbers of the plan's tensors in steps. Returns a buffer per group.
+        """
+        self._memory.settle()
+        self._gather = None  # else it would keep memory that no plan uses any more
+        self.buffers = [
+            GroupBuffer(
+                plan,
+                group,
+                members,
+                self._op,
+                self._memory,
+                self._wire_dtype if group < plan.num_backward else self._gather_dtype,
+            )
+            for group in range(len(plan.groups))
+        ]
+        self._plan = plan
+        self._sequencer = Sequencer(plan, WINDOW)
+        # In one assignment: the communication thread may be asked where it is at any time.
+        self._described = plan, self._sequencer
+        return self.buffers
+
+    def release(self) -> None:
+        """Let the buffers go; the loop has stopped."""
+        self.buffers.clear()
+
+    def wake(self) -> None:
+        """An empty message: the loop advances every lane after it has read one."""
+
+    def advance(self) -> bool:
+        memory = self._memory
+        memory.poll()
+        progressed = self._start_groups()
+        while self._in_flight and memory.is_enqueued(self._in_flight[0].work):
+            flight = self._in_flight.popleft()
+            progressed = True
+            self._sequencer.completed(flight.group)
+            if memory.copies_in_order:
+                self._complete(flight)
+                self._start_groups()
+            else:  # a link should not wait for the copy
+                arrived = memory.lane_stamp()
+                self._start_groups()
+                self._complete(flight, arrived)
+        for flight in list(self._in_flight)[1:]:
+            memory.is_enqueued(flight.work)
+        if self._closing and self._sequencer.reduced:
+            self._closing = False
+            progressed = True
+            self._conclude()
+        return progressed
+
+    def _start_groups(self) -> bool:
+        """Read events, and start what may go; True where anything was started."""
+        events, sequencer = self.events, self._sequencer
+        while events and not self._closing:
+            self._read(events.popleft())
+        progressed = False
+        while (group := sequencer.start_next()) is not None:
+            self._start(group)
+            progressed = True
+        return progressed
+
+    def _read(self, event: GroupReady | Close | Gather) -> None:
+        sequencer = self._sequencer
+        if isinstance(event, Gather):
+            self._gather = event
+            self._dependencies[sequencer.next_gather] = event.dependencies
+            sequencer.gather(event.count)
+            return
+        if sequencer.reduced:  # this begins the next step, or sends a step again
+            sequencer.next_step()
+        self._step = event.step
+        if isinstance(event, GroupReady):
+            self._dependencies[event.group] = event.dependencies
+            sequencer.ready(event.group)
+            return
+        # Groups that training has announced need not wait for its end, though the host has come
+        # there: it runs ahead of a device.
+        self._dependencies[sequencer.num_ready] = event.dependencies
+        sequencer.close()
+        self._closing = True
+        if event.step.targets:
+            for time_ in self._times:
+                self.buffers[time_.group].deliver(event.step)
+
+    def _start(self, group: int) -> None:
+        memory, buffer = self._memory, self.buffers[group]
+        num_backward = self._plan.num_backward
+        first = group in (0, num_backward)
+        memory.order(self._dependencies.pop(group, ()), behind_messages=first)
+        start = memory.packing_stamp()
+        if group < num_backward:
+            buffer.pack(self._step)
+        else:
+            assert self._gather is not None
+            buffer.pack(self._gather)
+        packed = memory.packing_stamp()
+        work = buffer.send()
+        expected_s = None
+        if self.costs is not None:
+            expected_s = self.costs.of(self._plan.groups[group].operation)(work.nbytes)
+        since = time.monotonic()
+        self._in_flight.append(_InFlight(group, work, start, packed, since, expected_s))
+        self._num_started += 1
+
+    def _complete(self, flight: _InFlight, arrived: Stamp | None = None) -> None:
+        """Copy what it brought; ``arrived`` is the moment before that, where it counts."""
+        memory, group, buffer = self._memory, flight.group, self.buffers[flight.group]
+        backward = group < self._plan.num_backward
+        if backward:
+            buffer.arrived()
+        else:
+            assert self._gather is not None
+            buffer.deliver(self._gather)
+        end = memory.lane_stamp() if arrived is None else arrived
+        times = GroupTime(group, flight.start, flight.packed, end)
+        memory.watch(end)
+        if not backward:
+            self.arrivals.put(times)
+            return
+        self._times.append(times)
+        if self._closing and self._step.targets:
+            buffer.deliver(self._step)
+
+    def _conclude(self) -> None:
+        """All groups of backward have arrived: tell the training thread."""
+        step = self._step
+        result = self.buffers[self._plan.num_backward - 1].read_flags(step)
+        if not result.steps_agree:
+            raise DisagreementError(
+                f"rank {self.backend.rank}: {self._name}: ranks are at different steps (here "
+                f"{step.number}); every rank must call step(), synchronize() and zero_grad() "
+                "equally often"
+            )
+        result.times, self._times = self._times, []
+        self.reply.put(result)
+
+    def may_progress(self) -> bool:
+        return self._memory.may_progress()
+
+    def rest(self, nap_s: float, most_s: float) -> bool:
+        return self._memory.rest(nap_s, most_s)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._in_flight)
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self.events) and not self._closing
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._in_flight) < WINDOW
+
+    @property
+    def owes_work(self) -> bool:
+        gathers = any(isinstance(event, Gather) for event in list(self.events))
+        return gathers or self._sequencer.gathering
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return self._num_started, self._num_started - len(self._in_flight)
+
+    @property
+    def expected_s(self) -> float | None:
+        return self._in_flight[0].expected_s if self._in_flight else None
+
+    @property
+    def waiting_since(self) -> float | None:
+        return self._in_flight[0].since if self._in_flight else self._memory.waiting_since
+
+    def describe(self) -> str:
+        plan, sequencer = self._described
+        if self._in_flight:
+            group = self._in_flight[0].group
+            what = plan.groups[group].operation.value.replace("_", "-")
+            return (
+                f"{self._name}, step {self._step.number}: {what} of group {group + 1} of "
+                f"{len(plan.groups)} ({_tensor_names(plan, group)}) is under way"
+            )
+        step = self.open_step
+        place = f"{self._name}, step {step.number}"
+        # Not those started in an earlier step, while training has not announced any of this one.
+        first = sequencer.num_started if step is self._step and not sequencer.reduced else 0
+        missing = step.missing[: plan.num_backward]
+        sizes = [len(group.tensors) for group in plan.groups[: plan.num_backward]]
+        if first == len(sizes) or missing == sizes or len(missing) != len(sizes):
+            return f"{place}: nothing posted yet"
+        count = missing[first]
+        waits = f"waiting for {count} gradients" if count else "before its end, with all gradients"
+        return (
+            f"{place}: {waits} of group {first + 1} of {len(sizes)} ({_tensor_names(plan, first)})"
+        )
+
+    def fail(self, error: WfbpError) -> None:
+        self._in_flight.clear()
+        self._memory.give_up()
+        self.reply.fail(error)
+        self.arrivals.fail(error)
+
+
+def _tensor_names(plan: Plan, group: int) -> str:
+    """Names of a group's tensors, shortened."""
+    names = [plan.tensors[k].name for k in plan.groups[group].tensors]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

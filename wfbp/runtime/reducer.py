@@ -1,0 +1,874 @@
+"""The training side of one optimizer's gradients, from ready events to averaged values."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from wfbp.comm.backend import Backend, Work
+from wfbp.comm.device.device import Device
+from wfbp.comm.memory import Memory, Stamp
+from wfbp.core.cost import Costs
+from wfbp.core.plan import Plan, split_by_dtype
+from wfbp.core.types import TensorSpec, wire_type
+from wfbp.errors import WfbpError
+from wfbp.runtime import consistency, signals
+from wfbp.runtime.arguments import EngineOptions
+from wfbp.runtime.buffers import GroupBuffer, shard_range
+from wfbp.runtime.heap import give_back_freed_memory, keep_freed_memory
+from wfbp.runtime.lane import Lane
+from wfbp.runtime.progress.channel import ControlChannel
+from wfbp.runtime.recorder import Recorder, log_summary, make_report, make_stats
+from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.step import (
+    NOT_MEASURED,
+    BufferView,
+    Close,
+    Gather,
+    GradientRef,
+    GroupReady,
+    GroupTime,
+    MeasuredStep,
+    Span,
+    Step,
+    StepResult,
+    StepTimestamps,
+    to_seconds,
+)
+from wfbp.runtime.tuning.profile import TuningPhase
+from wfbp.runtime.tuning.tuner import Tuner
+
+SAMPLED_STEPS = 16
+"""Once plans are chosen and nobody records, groups and updates are timed in every so many steps."""
+
+_MOST_UPDATES = 4096
+"""So many are kept while no step with gradients follows, as in a program that steps without any."""
+
+_PATIENCE_STEPS = 8
+"""So many steps in a row in which some gradient appears less often than expected are waited for."""
+
+
+class Reducer:
+    """Averages the gradients of a fixed list of tensors, step after step.
+
+    Training calls :meth:`mark_ready` as gradients appear and :meth:`synchronize` when it needs them
+    averaged; between the two, the lane sends by the installed plan. Where the plan decouples
+    tensors, a rank gets its shards of them, updates these, and calls :meth:`gather`, which brings
+    the others' while the next forward runs. What the plan does not carry (a tensor that was frozen,
+    a gradient that grew after it was sent) is exchanged at the end of the step, and so is what the
+    tuner needs to decide about plans.
+
+    Threads: one at a time, and each call ordered behind the one before by the program, as follows.
+    ``mark_ready`` may be called by any thread: the training thread, autograd's thread of the device
+    (PyTorch runs hooks there, and joins it in ``backward()``), or a thread of XLA (JAX, under the
+    lock of its exchanges). :meth:`await_tensor`, :meth:`flush` and :meth:`publish` may be called by
+    any threads at once. All else is the training thread's. None of them waits for the interpreter's
+    other threads except where it says so.
+
+    Tensors are known by their number: their index into ``specs``.
+
+    Args:
+        runtime: an initialised runtime with more than one rank.
+        specs: the tensors, in forward order as far as it is known; equal on every rank.
+        options: equal on every rank.
+        active: per tensor, whether a gradient is expected; the others join when one appears.
+        compared: what else must be the same on every rank, by its name in messages.
+        device: on which all tensors lie; the host by default.
+        fetch: returns the gradient of a tensor for which no event came, or None; called when the
+            step closes.
+        channel: on which ranks make the reducer; the runtime's own by default.
+
+    Raises:
+        ValueError: bad arguments.
+        ImportError: ``dear`` without the ``search`` extra.
+        DisagreementError: other ranks passed other tensors or settings.
+    """
+
+    sparse: Collection[int] = ()
+    """The tensors of which this rank has sparse gradients in this step, which its caller exchanges;
+    set before :meth:`synchronize`."""
+    sparse_anywhere: Sequence[int] = ()
+    """The same of any rank, in the step that was reduced last."""
+    joined = False
+    """Whether this rank has no more data, and takes part without gradients; set by its caller."""
+    joined_ranks: Sequence[int] = ()
+    """The ranks that had joined in the step that was reduced last."""
+    evaluates = False
+    """Whether this step is an evaluation of a closure; set by its caller."""
+    evaluated = False
+    """The same of any rank, in the step that was reduced last, if ranks have joined."""
+    profiling = False
+    """Whether this step's times will be used to plan."""
+    num_installed = 0
+    """How many plans have been installed."""
+    decoupled = False
+    """Whether the plan decouples any tensor."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        specs: Sequence[TensorSpec],
+        options: EngineOptions,
+        *,
+        active: Sequence[bool] | None = None,
+        compared: Mapping[str, Any] = MappingProxyType({}),
+        device: Device | None = None,
+        fetch: Callable[[int], GradientRef | None] = lambda index: None,
+        channel: ControlChannel | None = None,
+    ) -> None:
+        options.check(specs)
+        self.specs = tuple(specs)
+        self._number_of = {spec: k for k, spec in enumerate(specs)}
+        self._runtime = runtime
+        self._options = options
+        self._name = name = options.name
+        self._who = f"{runtime.where}: {name}"
+        self._fetch = fetch
+        chosen = [k for k in range(len(specs)) if active is None or active[k]] or [0]
+        planned = [specs[k] for k in chosen]
+        self._tuner = Tuner(
+            runtime.config,
+            options.schedule,
+            options.threshold_bytes,
+            planned,
+            options.decouples,
+            runtime.size if options.sharded_update else 1,
+            tells=runtime.rank == 0,
+            name=name,
+            wire_dtype=options.wire_dtype,
+            gathers_gradients=not options.sharded_update,
+        )
+        channel = channel or runtime.channel
+        settings = {
+            **compared,
+            "schedule": options.schedule,
+            "threshold_bytes": options.threshold_bytes,
+            "op": str(options.op),
+            "compression": options.wire_dtype or "none",
+            "decouples": options.decouples,
+            "shares the update": options.sharded_update,
+            "tensors with gradient": [spec.name for spec in planned],
+            "plan": self._tuner.plan.digest,
+        }
+        what = "comparing tensors"
+        mine = consistency.encode_specs(self.specs, settings)
+        consistency.check_specs(self._who, channel.exchange(mine, f"{name}: {what}", what))
+        with runtime.collective_lock.hold(channel, f"{name}: making a lane"):
+            backend = runtime.lease(channel)
+            self._memory = memory = runtime.memory(backend, device, channel)
+        # Of its own, because ranks may end the steps of several reducers in different orders.
+        self._channel = runtime.channel_on(backend)
+        self._lane = Lane(
+            backend, memory, options.op, name, options.wire_dtype, options.gather_dtype
+        )
+        self._events, self._thread = self._lane.events, runtime.thread
+        self._produced = memory.produced
+        self._expected = [options.passes] * len(specs)
+        self._rarer_steps = 0
+        self._number = 0
+        self._discarded: deque[Step] = deque()
+        self._steps = 0
+        self._kept: deque[StepTimestamps] = deque()
+        self._updates: deque[Span] = deque(maxlen=_MOST_UPDATES)
+        self._newly_installed = self._closed = False
+        ranges = [shard_range(spec, runtime.rank, runtime.size) for spec in specs]
+        self._shards = [slice(start, stop) for start, stop in ranges]
+        self._gathered: list[BufferView | None] = [None] * len(specs)
+        self._arrival_lock = threading.Lock()
+        self._num_arrived = 0
+        self._gather: Gather | None = None
+        self._waits: list[Span] = []
+        self._gather_times: list[GroupTime] = []
+        self.gather_groups: Sequence[Sequence[int]] = ()
+        """The tensors of each all-gather, in the order of sending."""
+        keep_freed_memory()
+        self._install()
+        runtime.add_lane(self._lane)
+        runtime.add_user(self)
+        self._record_name = runtime.distinct_name(name)
+        self._recorder: Recorder | None = None
+        if folder := runtime.config.record_dir:
+            self._recorder = Recorder(
+                folder,
+                self._record_name,
+                runtime.rank,
+                runtime.size,
+                runtime.library,
+                self.report,
+                runtime.warn_once,
+            )
+        self._begin(memory.now())
+
+    # One step: gradients appear.
+
+    def _begin(self, now: Stamp) -> None:
+        """Open a step; the lane learns of it with its first event."""
+        count = len(self.specs)
+        self._step = step = Step(self._number, [0] * count, [None] * count, self._sizes[:])
+        self._lane.open_step = step
+        self._sources, self._owners, self._missing = step.sources, step.owners, step.missing
+        self._due = self._expected[:]
+        self._num_posted = 0
+        self._regrown = False
+        self._unplanned: dict[int, GradientRef] = {}
+        self._begun = now
+        self._ready: list[Stamp] = [0.0] * count
+        self._forward: list[Stamp] = [0.0] * count
+        self._forward_end: Stamp = 0.0
+        self._memory.begin(self.profiling)
+
+    def mark_ready(
+        self, index: int, address: int, owner: object, time_s: float | None = None
+    ) -> None:
+        """A tensor's gradient exists (again).
+
+        Args:
+            index: the tensor's number.
+            address: where the gradient lies, contiguous.
+            owner: kept alive until the step is over.
+            time_s: since when, on the host (``time.perf_counter``); None for now.
+        """
+        due = self._due
+        due[index] = left = due[index] - 1
+        if left:
+            if left < 0:
+                self._mark_grown(index, address, owner)
+            return
+        self._sources[index] = address
+        self._owners[index] = owner
+        self._ready[index] = self._produced() if time_s is None else time_s
+        missing, group = self._missing, self._group_of[index]
+        missing[group] = left = missing[group] - 1
+        if not left and group == self._num_posted:
+            self._post_groups()
+
+    def _post_groups(self) -> None:
+        """Let groups go that are complete, in the plan's order; a complete one behind an incomplete
+        one could not leave."""
+        missing, step, last = self._missing, self._step, self._num_early
+        group = self._num_posted
+        if group >= last:
+            return
+        dependencies = self._memory.gradients()
+        while group < last and not missing[group]:
+            # Behind all that was written to the step: the lane may read it from here on.
+            self._events.append(GroupReady(step, group, dependencies))
+            group += 1
+        self._num_posted = group
+        if self._thread.sleeping:  # which it sets before it looks at the events for the last time
+            self._thread.post(self._lane.wake)
+
+    def _may_have_left(self, index: int) -> bool:
+        """Whether a tensor's group may be on its way."""
+        return 0 <= self._group_of[index] < self._num_posted
+
+    def _mark_grown(self, index: int, address: int, owner: object) -> None:
+        """A gradient grew after its tensor was ready: it is sent as it is now."""
+        self._regrown = True
+        self._ready[index] = self._produced()
+        if self._may_have_left(index):
+            self._unplanned[index] = (address, owner)
+        else:
+            self._sources[index], self._owners[index] = address, owner
+
+    def drop(self, index: int) -> None:
+        """A tensor's gradient that was announced is gone: this rank has none now."""
+        if not self._may_have_left(index):
+            self._sources[index], self._owners[index] = 0, None
+        elif self._sources[index]:
+            self._unplanned[index] = (0, None)
+
+    def mark_forward(self, index: int) -> None:
+        """A tensor is used for the first time in this step's forward."""
+        if not self._forward[index]:
+            self._forward[index] = self._memory.now()
+
+    def mark_forward_end(self) -> None:
+        """Forward has ended, as far as is known yet."""
+        self._forward_end = self._memory.now()
+
+    def mark_update(self, start: Stamp) -> None:
+        """An update by the optimizer, begun at ``start`` (:meth:`now`), has ended."""
+        if start:
+            self._updates.append((start, self._memory.now()))
+
+    def now(self) -> Stamp:
+        """This moment, on the clock of the tensors' device; 0 where updates are not timed now."""
+        return self._memory.now() if self._memory.timing else 0.0
+
+    @property
+    def open(self) -> bool:
+        """Whether gradients have appeared that no step has taken."""
+        return self._due != self._expected
+
+    # One step: it closes.
+
+    @signals.deferring
+    def synchronize(
+        self, whole: bool = True, wanted: bool = False, targets: Sequence[int] = ()
+    ) -> list[BufferView | None]:
+        """Close the step and wait until every gradient is reduced.
+
+        Args:
+            whole: whether the caller needs whole gradients; the same on every rank. They are whole
+                in any case where another plan decouples other tensors.
+            wanted: the same, for this rank alone.
+            targets: addresses, by tensor, to which whole reduced gradients are copied as they
+                arrive; may be those of the gradients themselves.
+
+        Returns:
+            Per tensor, where its reduced gradient lies until the next step's first gradient; None
+            where no rank had one, or where it was copied to its target. Of a decoupled tensor it
+            may be this rank's shard.
+
+        Raises:
+            RuntimeError: a gradient lies where another tensor's is averaged.
+            WfbpError: ranks disagree, failed, or did not answer in time.
+        """
+        step = self._step
+        all_ready, dependencies = self._take_up_rest()
+        self._check_aliases()
+        if targets:
+            step.targets = [0 if k in self._unplanned else a for k, a in enumerate(targets)]
+        wanted = wanted and self.decoupled
+        step.requested = bool(
+            wanted or self._unplanned or self._tuner.wants_round or self.sparse or self.joined
+        )
+        self._runtime.check()
+        self._events.append(Close(step, dependencies))
+        result = self._await_result()
+        while result.discarded:
+            # That rank had gradients before zero_grad() that this rank had not, or not all: it
+            # takes part once more, and so this rank sends its own again.
+            self._number += 1
+            step.number = self._number
+            self._events.append(Close(step, ()))
+            result = self._await_result()
+        if self._newly_installed:
+            # The first step by the plan that stays: nothing is left of others.
+            self._newly_installed = False
+            give_back_freed_memory()
+        self.flush()
+        done = self._memory.join()
+        reduced = self._views_of(result)
+        if not all_ready or self._unplanned or self._regrown:
+            self._learn_passes()
+        self._number += 1
+        planned, phase = self._tuner.plan, self._tuner.phase
+        if any(result.present) or result.requested:
+            self._measure(result, done)
+        else:  # nobody had a gradient: this is no step of training, but a part of the next one
+            done = self._begun
+        self.sparse_anywhere, self.joined_ranks, self.evaluated = (), (), False
+        if result.requested or self._tuner.round_due:
+            whole |= self._hold_round(reduced, wanted)
+        changed = self._tuner.plan is not planned
+        whole |= changed and self._tuner.plan.decoupled != planned.decoupled
+        if self.decoupled and whole:
+            reduced = self.gather_gradients(reduced)
+            self.flush()
+        if changed:
+            self._install()
+        if self._tuner.phase != phase:  # a trial may have ended with the plan it tried last
+            self._newly_installed = self._tuner.phase is TuningPhase.INSTALLED
+            self._lane.costs = self._tuner.message_costs
+            if self._tuner.phase is not TuningPhase.TRIAL:
+                for index in range(len(self.specs)):
+                    if not self.decouples_tensor(index):
+                        self._gathered[index] = None
+        step.owners = []  # gradients that were sent are no longer needed
+        self._memory.timing = (
+            self._tuner.phase is not TuningPhase.INSTALLED
+            or self._recorder is not None
+            or self._runtime.timeline is not None
+            or self._steps % SAMPLED_STEPS == 0
+        )
+        self._begin(done)
+        return reduced
+
+    def _take_up_rest(self) -> tuple[bool, Sequence[Any]]:
+        """Take up gradients for which no event came; returns whether there were events of all
+        tensors that the plan carries, and what groups that have not left have to wait for."""
+        sources, owners, group_of = self._sources, self._owners, self._group_of
+        late, all_ready = [], True
+        if not all(sources):
+            for index, address in enumerate(sources):
+                if address:
+                    continue
+                all_ready = all_ready and group_of[index] < 0
+                if (source := self._fetch(index)) is not None:
+                    sources[index], owners[index] = source
+                    late.append(index)
+        for index in self._dormant:
+            if sources[index]:
+                self._unplanned[index] = sources[index], owners[index]
+        # Behind all copies that ``fetch`` has made.
+        self._closed_at, dependencies = self._memory.close()
+        for index in late:
+            self._ready[index] = self._closed_at
+        return all_ready, dependencies
+
+    def _check_aliases(self) -> None:
+        """Raise ``RuntimeError`` if a gradient lies in memory where another one is averaged.
+
+        A program that lets two tensors share one gradient may put one into the other's view, and
+        the average may have been written there before it is packed.
+        """
+        owner_of, specs = self._owner_of, self.specs
+        grown = [(k, address) for k, (address, _) in self._unplanned.items()]
+        if owner_of.keys().isdisjoint(self._sources) and not grown:
+            return
+        for index, address in [*enumerate(self._sources), *grown]:
+            owner = owner_of.get(address, index)
+            if owner != index and specs[index].numel:
+                raise RuntimeError(
+                    f"{self._who}: the gradient of {specs[index].name} lies in memory in which "
+                    f"that of {specs[owner].name} is averaged; give each tensor a gradient of its "
+                    "own, for example by clone()"
+                )
+
+    def _await_result(self) -> StepResult:
+        """The result of the closed step, after those of discarded steps before it."""
+        while self._discarded:
+            self._runtime.await_reply(self._lane.reply, self._name)
+            self._discarded.popleft()
+        result: StepResult = self._runtime.await_reply(self._lane.reply, self._name)
+        return result
+
+    def _views_of(self, result: StepResult) -> list[BufferView | None]:
+        """Where each reduced gradient lies; None where no rank had one, or it is at its target."""
+        for group, buffer in enumerate(self._buffers):
+            if buffer.num_moves != self._num_moves[group]:
+                self._view(group)
+        targets = self._step.targets
+        if not targets and all(result.present):
+            return self._views.copy()
+        views: list[BufferView | None] = [None] * len(self.specs)
+        for index, here in zip(self._planned, result.present, strict=True):
+            if here and not (targets and targets[index]):
+                views[index] = self._views[index]
+        return views
+
+    def _view(self, group: int) -> None:
+        """Have views of a group's results, which lie where they were not before."""
+        buffer = self._buffers[group]
+        self._num_moves[group] = buffer.num_moves
+        for position, index in enumerate(self._members[group]):
+            data = buffer.result(position)
+            view = BufferView(data, self._memory.address(data), buffer.whole)
+            self._views[index] = view
+            # (Of a tensor without elements the address may be another one's.)
+            if view.whole and self.specs[index].numel:
+                self._owner_of[view.address] = index
+
+    def _learn_passes(self) -> None:
+        """Expect as many backward passes per step as this one had: more at once, fewer after some
+        such steps."""
+        fired = [expected - due for expected, due in zip(self._expected, self._due, strict=True)]
+        pairs = list(zip(fired, self._expected, strict=True))
+        rarer = any(0 < count < expected for count, expected in pairs)
+        self._rarer_steps = self._rarer_steps + 1 if rarer else 0
+        if self._rarer_steps >= _PATIENCE_STEPS:
+            self._rarer_steps = 0
+            self._expected = [max(1, count) for count in fired]
+        else:
+            self._expected = [max(count, expected) for count, expected in pairs]
+
+    def discard(self) -> None:
+        """Forget the gradients of the open step, which were zeroed before they were used.
+
+        Raises ``WfbpError`` if an earlier discarded step has failed.
+        """
+        lane = self._lane
+        while self._discarded and lane.reply.answered:
+            lane.reply.get(timeout_s=0.0)
+            self._discarded.popleft()
+        if not self.open and not any(self._sources):
+            return
+        while self._num_posted:
+            # The lane takes from the other end: if it has read one, it is too late for all.
+            try:
+                self._events.pop()
+            except IndexError:
+                break
+            self._num_posted -= 1
+        if self._num_posted:
+            # The step is seen through, what it brings is dropped. Not waited for, because other
+            # ranks, which may have had no gradients to discard, need not be here. Gradients for
+            # which no event came take part, so that no result is written over them: the next step
+            # may add to them.
+            step = self._step
+            step.discards = True
+            _, dependencies = self._take_up_rest()
+            self._events.append(Close(step, dependencies))
+            # Its gradients may be read until its messages have come in. By then the lane knows of
+            # no later step, whose events are taken back: never more than two are kept.
+            self._discarded.append(step)
+            self._number += 1
+            self._runtime.post(lane.wake)
+        self._begin(self._memory.now())
+
+    # Between steps: what was measured, and which plan comes next.
+
+    def _measure(self, result: StepResult, done: Stamp) -> None:
+        """Count a step, and let the tuner know what it took."""
+        self._steps += 1
+        tuner, timeline, recorder = self._tuner, self._runtime.timeline, self._recorder
+        self._kept.append(
+            StepTimestamps(
+                self._begun,
+                [self._ready[k] for k in self._planned],
+                [self._forward[k] for k in self._planned],
+                self._forward_end,
+                self._closed_at,
+                done,
+                list(self._updates),
+                self._waits,
+                result.times,
+                self._gather_times,
+            )
+        )
+        self._updates.clear()
+        self._waits, self._gather_times = [], []
+        for measured in self._take_measured():
+            if recorder is not None:
+                recorder.after_step(tuner, measured.stamps, measured.times)
+            if timeline is not None and measured.stamps.done_s:
+                timeline.step(self._record_name, self._steps, tuner.plan, measured)
+            tuner.after_step(measured.stamps)
+        often = self._runtime.config.summary_steps
+        if often and self._runtime.rank == 0 and self._steps % often == 0:
+            log_summary(self._name, self.stats())
+
+    def _take_measured(self) -> Iterator[MeasuredStep]:
+        """Take those steps whose times can be read now; while plans are measured, the same ones on
+        every rank."""
+        memory, kept = self._memory, self._kept
+        if memory.lag_steps and self._tuner.phase is TuningPhase.WARM_UP:
+            kept.clear()  # steps are counted only, so that nobody waits for the device
+            yield NOT_MEASURED
+            return
+        measuring = self._tuner.phase is not TuningPhase.INSTALLED
+        while kept and (len(kept) > memory.lag_steps if measuring else memory.done(kept[0].done)):
+            moments = kept.popleft()
+            memory.await_done(moments.done)
+            yield to_seconds(moments, memory.clock(moments.begun))
+
+    def _install(self) -> None:
+        """Take the tuner's plan into use; no step is under way."""
+        plan = self._tuner.plan
+        self.flush()
+        number_of, count = self._number_of, len(self.specs)
+        self._planned = [number_of[spec] for spec in plan.tensors]
+        members = [[self._planned[k] for k in group.tensors] for group in plan.groups]
+        num_backward = plan.num_backward
+        self._buffers = self._lane.install(plan, self._planned)[:num_backward]
+        self._members = members[:num_backward]
+        with self._arrival_lock:  # another thread may ask meanwhile
+            self.gather_groups = members[num_backward:]
+            self._gather_of = _places(self.gather_groups, count)
+            self._num_arrived = len(self.gather_groups)
+        self._num_early = num_backward - 1 if plan.overlap else 0
+        self._group_of = _places(self._members, count)
+        self._dormant = [k for k, group in enumerate(self._group_of) if group < 0]
+        # The last is for dormant tensors, of group -1: nobody waits for these.
+        self._sizes = [*map(len, self._members), sys.maxsize]
+        self._num_moves = [0] * num_backward
+        self._views: list[BufferView | None] = [None] * count
+        self._owner_of: dict[int, int] = {}
+        for group in range(num_backward):
+            self._view(group)
+        self.decoupled = bool(self.gather_groups)
+        self._gather = None
+        self._gather_times = []  # of the groups of the plan before
+        self.num_installed += 1
+        self._kept.clear()  # these ran by another plan
+        self._memory.trim()
+        self.profiling = self._tuner.phase is TuningPhase.PROFILE
+
+    def exchange(self, payload: bytes, what: str) -> list[bytes]:
+        """Every rank's payload, behind :meth:`synchronize`; collective."""
+        return self._channel.exchange(payload, f"{self._name}: {what}", what)
+
+    def _hold_round(self, reduced: list[BufferView | None], wanted: bool) -> bool:
+        """Reduce what the plan did not carry into ``reduced``, and let the tuner decide;
+        collective.
+
+        Returns whether any rank needs whole gradients.
+        """
+        tuner, due = self._tuner, self._tuner.round_due
+        mine = {
+            "unplanned": sorted(self._unplanned),
+            "tuner": tuner.message() if due or tuner.phase is TuningPhase.INSTALLED else {},
+            "joined": self.joined,
+            "evaluates": self.evaluates,
+            "whole": wanted,
+            "sparse": sorted(self.sparse),
+        }
+        payloads = self.exchange(json.dumps(mine).encode(), "end of the step")
+        messages = [json.loads(payload) for payload in payloads]
+        self.sparse_anywhere = sorted({k for message in messages for k in message["sparse"]})
+        self.joined_ranks = [rank for rank, message in enumerate(messages) if message["joined"]]
+        self.evaluated = any(message["evaluates"] for message in messages)
+        unplanned = sorted({k for message in messages for k in message["unplanned"]})
+        if unplanned:
+            self._reduce_unplanned(unplanned, reduced)
+        joining = [self.specs[k] for k in unplanned if self._group_of[k] < 0]
+        wished = any(message["tuner"].get("wants_round") for message in messages)
+        if joining:
+            tuner.add_tensors(joining)
+        elif due or wished:
+            tuner.decide([m["tuner"] for m in messages], self._measure_costs, self._share)
+        if joining or due or wished:
+            digests = self.exchange(tuner.plan.digest.encode(), "plan")
+            consistency.check_equal(self._who, "the plan", [d.decode() for d in digests])
+        # Joined ranks use no shards.
+        return bool(self.joined_ranks) or any(message["whole"] for message in messages)
+
+    def _reduce_unplanned(self, unplanned: Sequence[int], reduced: list[BufferView | None]) -> None:
+        """Reduce tensors now, in new storage, in messages of their own; collective."""
+        memory, options = self._memory, self._options
+        specs = [self.specs[k] for k in unplanned]
+        refs = [self._unplanned_gradient(k) for k in unplanned]
+        step = Step(0, [address for address, _ in refs], [owner for _, owner in refs], [])
+        _, dependencies = memory.close()
+        plan = Plan("unplanned", tuple(specs), split_by_dtype(specs, [range(len(specs))]))
+        memory.settle()
+        buffers = [
+            GroupBuffer(plan, group, range(len(specs)), options.op, memory, options.wire_dtype)
+            for group in range(len(plan.groups))
+        ]
+        for buffer in buffers:
+
+            def send(_: Backend, buffer: GroupBuffer = buffer) -> Work[None]:
+                memory.order(dependencies)
+                buffer.pack(step)
+                return _EnqueuedWork(memory, buffer.send())
+
+            self._channel.call(send, "gradients outside of the plan")
+            buffer.arrived()
+        memory.join()
+        present = buffers[-1].read_flags(step).present
+        for buffer, group in zip(buffers, plan.groups, strict=True):
+            for position, k in enumerate(group.tensors):
+                data = buffer.result(position)
+                view = BufferView(data, memory.address(data))
+                reduced[unplanned[k]] = view if present[k] else None
+
+    def _unplanned_gradient(self, index: int) -> GradientRef:
+        """All of this rank's gradient of a tensor that is reduced at the end of the step."""
+        if index in self._unplanned:
+            return self._unplanned[index]
+        address = self._sources[index]
+        # It grew on another rank only; what the message brought lacks that rank's last part.
+        if address and self._step.targets and self._step.targets[index] == address:
+            raise WfbpError(
+                f"{self._who}: another rank sends the gradient of {self.specs[index].name} anew, "
+                "and here the average has replaced it: the ranks run different programs"
+            )
+        return address, self._owners[index]
+
+    def _measure_costs(self) -> Costs:
+        nbytes, tuner = sum(spec.nbytes for spec in self.specs), self._tuner
+        label = f"{self._name}: measuring the network"
+        with self._runtime.collective_lock.hold(self._channel, label):
+            return self._runtime.measure_costs(
+                nbytes, tuner.operations, tuner.doubts_costs, self._memory.backend, self._channel
+            )
+
+    def _share(self, compute: Callable[[], Any]) -> Any:
+        """What rank 0 computes, in JSON's types; collective."""
+        payload = json.dumps(compute()).encode() if self._runtime.rank == 0 else b""
+        return json.loads(self.exchange(payload, "planning")[0])
+
+    # Behind a step: all-gathers.
+
+    def gather(
+        self,
+        addresses: Sequence[int],
+        owners: object,
+        count: int | None = None,
+        sources: Sequence[int] | None = None,
+    ) -> None:
+        """Send this rank's shards of decoupled tensors, and receive the others'.
+
+        Args:
+            addresses: of whole tensors, by number; only those of decoupled tensors are used.
+            owners: kept alive until all has arrived.
+            count: how many groups may go now, by default all; :meth:`gather_rest` lets the others
+                go.
+            sources: where whole tensors would begin of which this rank's shards are part, if not at
+                these addresses; see :class:`Gather`.
+        """
+        if not self.decoupled:
+            return
+        self.flush()
+        self._waits, self._gather_times = [], []  # of an earlier step, that nobody has asked for
+        self._num_arrived = 0
+        sources = addresses if sources is None else sources
+        kept = [owners] * len(self.specs)
+        self._gather = Gather(addresses, sources, kept, count, self._memory.updates())
+        self._post_gather(self._gather)
+
+    def gather_rest(self) -> None:
+        """Let the groups go that :meth:`gather` held back."""
+        if self._gather is not None:
+            rest = replace(self._gather, count=None, dependencies=self._memory.updates())
+            self._post_gather(rest)
+
+    def _post_gather(self, event: Gather) -> None:
+        self._events.append(event)
+        # It leaves from this thread: the communication thread, which is woken to move it on, would
+        # have to wait for the interpreter while this one goes on.
+        self._thread.progress()
+        self._thread.post(self._lane.wake)
+
+    def gather_gradients(
+        self, reduced: Sequence[BufferView | None], kept: Collection[int] = ()
+    ) -> list[BufferView | None]:
+        """Gather shards of gradients; returns views that hold whole gradients once all have
+        arrived.
+
+        Args:
+            reduced: per tensor its whole gradient or this rank's shard; None where no rank had one.
+            kept: addresses of the program's gradients: storage that lies there is left to the
+                program.
+        """
+        memory = self._memory
+        whole = list(reduced)
+        addresses, sources = [0] * len(whole), [0] * len(whole)
+        for index, view in enumerate(reduced):
+            if not self.decouples_tensor(index):
+                continue
+            spec, shard = self.specs[index], self._shards[index]
+            storage = self._gathered[index]
+            if storage is None or storage.address in kept:
+                data = memory.empty(spec.nbytes)
+                storage = self._gathered[index] = BufferView(data, memory.address(data))
+            addresses[index] = sources[index] = storage.address
+            if view is None:
+                continue
+            whole[index] = storage
+            if not view.whole and wire_type(spec.dtype, self._options.gather_dtype) != spec.dtype:
+                # All shards are written, this rank's among them. (The program has whole gradients,
+                # and may change them while this is on its way.)
+                sources[index] = view.address - shard.start
+            else:
+                memory.copy(storage.data[shard], view.data[shard] if view.whole else view.data)
+        self.gather(addresses, (list(self._gathered), reduced), sources=sources)
+        return whole
+
+    def decouples_tensor(self, index: int) -> bool:
+        """Whether the plan decouples a tensor."""
+        return self._gather_of[index] >= 0
+
+    @property
+    def gather_pending(self) -> bool:
+        """Whether all-gathers have not all arrived yet."""
+        return self._num_arrived < len(self.gather_groups)
+
+    def await_tensor(self, index: int) -> None:
+        """Wait until a gathered tensor is whole; raises ``WfbpError`` if ranks failed or did not
+        answer in time."""
+        self._await_arrival(self._gather_of[index])
+
+    def flush(self) -> None:
+        """Wait until everything that is gathered has arrived."""
+        self._await_arrival(len(self.gather_groups) - 1)
+
+    def _await_arrival(self, group: int) -> None:
+        while self._num_arrived <= group:
+            # One arrival at a time: a thread that waits for an early group waits for no later one.
+            with self._arrival_lock:
+                # Another thread may have waited meanwhile, and then the plan may have changed.
+                group = min(group, len(self.gather_groups) - 1)
+                if self._num_arrived > group:
+                    return
+                start = self._memory.now()
+                label = f"{self._name}: all-gather"
+                time: GroupTime = self._runtime.await_reply(self._lane.arrivals, label)
+                self._memory.await_arrival(time.end_s)
+                self._gather_times.append(time)
+                self._waits.append((start, self._memory.now()))
+                self._num_arrived += 1
+
+    def publish(self) -> None:
+        """A parameter was updated by the calling thread, behind ``step()``: on a device, what the
+        training thread does later finds it."""
+        self._memory.publish()
+
+    # The whole run.
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in use."""
+        return self._tuner.plan
+
+    @property
+    def may_decouple(self) -> bool:
+        """Whether any plan may leave this rank shards of gradients."""
+        return len(self._tuner.operations) > 1
+
+    def name_model(self, name: str) -> None:
+        """What is trained, for the record of the run."""
+        if self._recorder is not None:
+            self._recorder.model = name
+
+    def report(self) -> dict[str, Any]:
+        """The installed plan and what it costs; times in seconds, None where not yet known."""
+        return make_report(self._tuner, self._steps)
+
+    def stats(self) -> dict[str, Any]:
+        """How training goes, for logs and monitors; see :func:`make_stats`."""
+        return make_stats(self._tuner, self._steps)
+
+    def close(self) -> None:
+        """Stop serving this reducer; collective only in that every rank stops using it."""
+        if self._closed:
+            return
+        self._closed = True
+        self._runtime.remove_lane(self._lane)
+        if self._recorder is not None:
+            self._recorder.write()
+
+    def release(self) -> None:
+        """Let the buffers go, behind the end of communication; reduced gradients are void then."""
+        self._lane.release()
+        self._buffers = []
+        self._views = [None] * len(self.specs)
+        self._gathered = [None] * len(self.specs)
+
+
+def _places(groups: Sequence[Sequence[int]], count: int) -> list[int]:
+    """By tensor, the group that it is in; -1 for none."""
+    places = [-1] * count
+    for group, members in enumerate(groups):
+        for index in members:
+            places[index] = group
+    return places
+
+
+class _EnqueuedWork(Work[None]):
+    """A work that is complete when what follows in the lane finds its result."""
+
+    def __init__(self, memory: Memory, work: Work[None]) -> None:
+        self._memory = memory
+        self._work = work
+        self.nbytes = work.nbytes
+
+    @property
+    def activity(self) -> int:
+        return self._work.activity
+
+    def test(self) -> bool:
+        return self._memory.is_enqueued(self._work)
+
+    @property
+    def result(self) -> None:
+        return None
