@@ -153,18 +153,21 @@ def is_environment(node: ast.expr) -> bool:
 
 RUNTIME = (
     "signals",
+    "heap",
     "tuning",
     "arguments",
     "step",
+    "recorder",
     "timeline",
-    "transport",
+    "buffers",
     "progress",
+    "lane",
     "runtime",
     "uncaught",
     "consistency",
     "collectives",
     "process",
-    "engine",
+    "reducer",
     "api",
 )
 """The parts of ``wfbp.runtime``, lowest first: each may import those before it, and itself."""

@@ -121,7 +121,7 @@ class TestAllocations:
         assert allocation({"LSB_DJOB_HOSTFILE": str(nodes)}) == Allocation("LSF", hosts)
         assert allocation({"LSB_MCPU_HOSTS": "a 2 b 1"}) == Allocation("LSF", hosts)
         nodes.write_text("a 2 all.q@a UNDEFINED\nb 1 all.q@b UNDEFINED\n")
-        assert allocation({"PE_HOSTFILE": str(nodes)}) == Allocation("Grid Reducer", hosts)
+        assert allocation({"PE_HOSTFILE": str(nodes)}) == Allocation("Grid Engine", hosts)
 
     def test_a_host_file_of_the_mpi_library(self, tmp_path: Path) -> None:
         """As the MPI operator of Kubernetes writes it, in either form."""

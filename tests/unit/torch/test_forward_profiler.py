@@ -10,7 +10,7 @@ import torch
 from wfbp.torch.forward_profiler import ForwardProfiler
 
 
-class Reducer:
+class Engine:
     """Notes what it is told."""
 
     profiling = True
@@ -39,7 +39,7 @@ class Net(torch.nn.Module):
 
 
 def test_the_model_is_the_outermost_module_with_most_parameters() -> None:
-    net, engine = Net(), Reducer()
+    net, engine = Net(), Engine()
     profiler = ForwardProfiler(engine, list(net.parameters()))  # type: ignore[arg-type]
     profiler.follow()
     other = torch.nn.Linear(1, 1)
@@ -53,7 +53,7 @@ def test_the_model_is_the_outermost_module_with_most_parameters() -> None:
 
 
 def test_a_forward_that_raises_is_left() -> None:
-    net, engine = Net(), Reducer()
+    net, engine = Net(), Engine()
     profiler = ForwardProfiler(engine, list(net.parameters()))  # type: ignore[arg-type]
     profiler.follow()
     with contextlib.suppress(RuntimeError):
@@ -65,7 +65,7 @@ def test_a_forward_that_raises_is_left() -> None:
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")
 def test_a_compiled_model_has_its_own_name() -> None:
-    net, engine = Net(), Reducer()
+    net, engine = Net(), Engine()
     profiler = ForwardProfiler(engine, list(net.parameters()))  # type: ignore[arg-type]
     profiler.follow()
     compiled = torch.compile(net, backend="eager")
