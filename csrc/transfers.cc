@@ -91,18 +91,33 @@ std::unique_ptr<wfbp::Transfers> make_transfers(std::size_t handle_bytes,
   throw py::value_error("handles of " + std::to_string(handle_bytes) + " bytes are unknown");
 }
 
-std::shared_ptr<wfbp::Transfer> begin(Face& self, std::uintptr_t comm, int tag,
-                                      const py::sequence& messages, const std::string& dtype,
-                                      const std::string& op, double divisor,
-                                      const py::sequence& pieces, const py::sequence& then) {
+// A transfer that reduces pieces, once its messages are complete.
+std::shared_ptr<wfbp::Transfer> reducing(const std::string& dtype, const std::string& op,
+                                         double divisor, const py::sequence& pieces) {
   auto transfer = std::make_shared<wfbp::Transfer>();
-  transfer->comm = comm;
-  transfer->tag = tag;
-  transfer->messages = messages_of(messages);
   transfer->reduction = wfbp::reduction(dtype, op, divisor);
   for (const py::handle piece : pieces) {
     transfer->pieces.push_back(piece_of(piece, transfer->reduction.item));
   }
+  return transfer;
+}
+
+std::shared_ptr<wfbp::Transfer> adopt(Face& self, std::uintptr_t request, const std::string& dtype,
+                                      const std::string& op, double divisor,
+                                      const py::sequence& pieces) {
+  auto transfer = reducing(dtype, op, divisor, pieces);
+  self.transfers->adopt(transfer, request);
+  return transfer;
+}
+
+std::shared_ptr<wfbp::Transfer> begin(Face& self, std::uintptr_t comm, int tag,
+                                      const py::sequence& messages, const std::string& dtype,
+                                      const std::string& op, double divisor,
+                                      const py::sequence& pieces, const py::sequence& then) {
+  auto transfer = reducing(dtype, op, divisor, pieces);
+  transfer->comm = comm;
+  transfer->tag = tag;
+  transfer->messages = messages_of(messages);
   transfer->then = messages_of(then);
   return freely(self, [&] {
     self.transfers->begin(transfer);
@@ -140,6 +155,9 @@ void wfbp::bind_transfers(py::module_& module) {
       .def("begin", &begin, py::arg("comm"), py::arg("tag"), py::arg("messages"),
            py::arg("dtype") = "uint8", py::arg("op") = "sum", py::arg("divisor") = 1.0,
            py::arg("pieces") = py::tuple(), py::arg("then") = py::tuple())
+      .def("adopt", &adopt, py::arg("request"), py::arg("dtype") = "uint8", py::arg("op") = "sum",
+           py::arg("divisor") = 1.0, py::arg("pieces") = py::tuple())
       .def("progress", &progress)
+      .def_property_readonly("num_over", [](const Face& self) { return self.transfers->num_over(); })
       .def("rest", &rest, py::arg("nap_s"), py::arg("most_s"));
 }

@@ -54,6 +54,9 @@ class Transfers {
   // Start its messages. After an error some of them may be under way for ever.
   virtual void begin(std::shared_ptr<Transfer> transfer) = 0;
 
+  // Take over a request that was begun elsewhere, such as a collective of the library.
+  virtual void adopt(std::shared_ptr<Transfer> transfer, std::uintptr_t request) = 0;
+
   // Test all messages, and go on with transfers whose stage is over; how many have ended.
   virtual std::size_t progress() = 0;
 
@@ -62,6 +65,9 @@ class Transfers {
   virtual std::size_t rest(double nap_s, double most_s) = 0;
 
   virtual bool idle() const = 0;
+
+  // How many transfers are over, so far.
+  virtual std::size_t num_over() const = 0;
 };
 
 template <class Handle>
@@ -72,6 +78,14 @@ class TransfersOf final : public Transfers {
   void begin(std::shared_ptr<Transfer> transfer) override {
     start(transfer, transfer->messages, transfer->tag);
     if (transfer->missing == 0) go_on(transfer);
+  }
+
+  void adopt(std::shared_ptr<Transfer> transfer, std::uintptr_t request) override {
+    requests_.reserve(requests_.size() + 1);
+    owners_.reserve(owners_.size() + 1);
+    requests_.push_back(handle_of<Handle>(request));
+    ++transfer->missing;
+    owners_.push_back(std::move(transfer));
   }
 
   std::size_t progress() override {
@@ -107,6 +121,8 @@ class TransfersOf final : public Transfers {
   }
 
   bool idle() const override { return requests_.empty(); }
+
+  std::size_t num_over() const override { return num_over_; }
 
  private:
   void start(const std::shared_ptr<Transfer>& transfer, const std::vector<Message>& messages,
@@ -158,7 +174,7 @@ class TransfersOf final : public Transfers {
   std::vector<std::shared_ptr<Transfer>> owners_;  // of each request
   std::vector<std::shared_ptr<Transfer>> ready_;   // a stage of theirs is over
   std::vector<int> indices_;
-  std::size_t num_over_ = 0;  // transfers, so far
+  std::size_t num_over_ = 0;
 };
 
 }  // namespace wfbp

@@ -83,6 +83,12 @@ class Transfer:
     def done(self) -> bool: ...
 
 class Transfers:
+    """The transfers of a backend and its duplicates; for one thread at a time.
+
+    The caller keeps a transfer's memory until it is done or, after an error, forever. After an
+    error of the library nothing may be called any more.
+    """
+
     def __init__(
         self,
         *,
@@ -106,6 +112,30 @@ class Transfers:
         divisor: float = 1.0,
         pieces: Sequence[tuple[Sequence[npt.NDArray[Any]], npt.NDArray[Any]]] = (),
         then: Sequence[tuple[npt.NDArray[Any], int, bool]] = (),
-    ) -> Transfer: ...
-    def progress(self) -> int: ...
-    def rest(self, nap_s: float, most_s: float) -> int: ...
+    ) -> Transfer:
+        """Start ``messages`` with this tag; once all are complete, combine ``pieces`` (for each,
+        one contribution per rank and the result) and start ``then``, with the next tag.
+
+        A message is contiguous memory, the rank that it is for or from, and whether it arrives.
+        """
+
+    def adopt(
+        self,
+        request: int,
+        dtype: str = "uint8",
+        op: str = "sum",
+        divisor: float = 1.0,
+        pieces: Sequence[tuple[Sequence[npt.NDArray[Any]], npt.NDArray[Any]]] = (),
+    ) -> Transfer:
+        """Take over a request begun elsewhere; reduce ``pieces`` once it is complete."""
+
+    def progress(self) -> int:
+        """Move all transfers on, without blocking; how many messages have ended."""
+
+    def rest(self, nap_s: float, most_s: float) -> int:
+        """Sleep, moving all transfers on every ``nap_s`` seconds, until one is over or ``most_s``
+        have passed; how many messages have ended."""
+
+    @property
+    def num_over(self) -> int:
+        """How many transfers are over, so far."""

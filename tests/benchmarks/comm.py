@@ -39,8 +39,8 @@ from typing import TYPE_CHECKING, Any
 
 from tests.benchmarks.machine import print_table, thread_seconds, usage
 from wfbp.comm.backend import Work
-from wfbp.comm.chunking import Chunking
 from wfbp.comm.mpi.backend import MpiBackend
+from wfbp.comm.mpi.transfers import Chunking
 from wfbp.comm.waiting import Policy, sharp_naps
 from wfbp.config import Config
 from wfbp.runtime.progress.thread import THREAD_NAME

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from tests.contract.checks import CHECKS, LARGEST
 from tests.support.python_transfers import PythonTransfers
-from wfbp.comm.chunking import Chunking
 from wfbp.comm.mpi.backend import MpiBackend
+from wfbp.comm.mpi.transfers import Chunking
 
 WAYS = (None, Chunking(direct_ranks=0))
 
@@ -33,13 +33,13 @@ def main(folder: str) -> None:
             backend.close()
             break
         if way == "mixed" and backend.rank > 0:
-            backend._progress_group.transfers = PythonTransfers()
-        found.append(type(backend._progress_group.transfers).__name__)
+            backend._group.transfers = PythonTransfers()  # type: ignore[assignment]
+        found.append(type(backend._group.transfers).__name__)
         # One host is all that there is here; what several would decide is decided for them.
         topology = replace(
             backend._topology, scatters_directly=chunking is None, one_rank_per_host=way == "mixed"
         )
-        backend._topology = backend._routes._topology = topology
+        backend._topology = topology
         report = Path(folder, f"rank{backend.rank}")
         for name, check in CHECKS.items():
             if name in LARGEST and way is not None:

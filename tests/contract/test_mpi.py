@@ -31,7 +31,7 @@ def test_contract(mpirun: Callable[..., Run], mpi: str, num_ranks: int, tmp_path
     run = mpirun(num_ranks, PROGRAM, tmp_path, mpi=mpi, timeout=380.0)
     reports = [tmp_path / f"rank{rank}" for rank in range(num_ranks)]
     told = "\n".join(report.read_text() for report in reports if report.exists())
-    usual = "NativeTransfers"
+    usual = "Transfers"
     ways = [[usual] * 2 for _ in range(num_ranks)]
     if num_ranks == 3:
         for way, third in zip(ways, (usual, "PythonTransfers", "PythonTransfers"), strict=True):

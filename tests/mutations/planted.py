@@ -224,7 +224,7 @@ RUNTIME = [
 
 COMM = [
     Mutation(
-        "comm/chunking.py",
+        "comm/mpi/transfers.py",
         "max(1, -(-numel * item_bytes // chunk_bytes))",
         "max(1, numel * item_bytes // chunk_bytes)",
         unit("comm/test_comm_parts"),

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 
-from tests.support.python_transfers import PythonTransfers
-from wfbp.comm.chunking import Chunking
-from wfbp.comm.mpi.jobs import Channel, ProgressGroup
+from tests.support.fake_mpi import FakeMpi
+from wfbp import native
 from wfbp.comm.mpi.shm_allreduce import SharedAllReduce
 from wfbp.comm.mpi.shm_memory import SharedMemory
+from wfbp.comm.mpi.transfers import Channel, Chunking, ProgressGroup
 
 T = TypeVar("T")
 WINDOW = Chunking(window_bytes=4096, small_bytes=64)
@@ -66,11 +67,25 @@ def connected(size: int) -> list[SharedMemory]:
     return memories
 
 
+def group(rank: int, size: int) -> ProgressGroup:
+    """A progress group whose transfers are never used."""
+    return ProgressGroup(native.Transfers(**FakeMpi(4, 0).told), f"rank {rank} of {size}")
+
+
 def channel(
     memory: SharedMemory, rank: int, size: int, window: Chunking = WINDOW
 ) -> tuple[SharedAllReduce, Channel]:
     """A rank's end of a new channel."""
-    family = ProgressGroup(PythonTransfers(), f"rank {rank} of {size}")
-    reduces = SharedAllReduce.of(memory, family, rank, size, window)
+    progress_group = group(rank, size)
+    reduces = SharedAllReduce.of(memory, progress_group, rank, size, window.window_bytes)
     assert reduces is not None
-    return reduces, Channel(window, family)
+    return reduces, plain_channel(progress_group, window, rank, size)
+
+
+def plain_channel(
+    progress_group: ProgressGroup, window: Chunking = WINDOW, rank: int = 0, size: int = 2
+) -> Channel:
+    """A channel without a communicator, for tasks that need none."""
+    mpi: Any = SimpleNamespace(_handleof=lambda _: 7)
+    comm: Any = SimpleNamespace(rank=rank, size=size)
+    return Channel(progress_group, window, mpi, comm)

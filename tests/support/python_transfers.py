@@ -4,87 +4,120 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from wfbp.comm.backend import combine
-from wfbp.comm.mpi.transfers import Message, Reduction, Transfer
+from wfbp.native import reduce_shards
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
+Array = npt.NDArray[Any]
+Message = tuple[Array, int, bool]
+Piece = tuple[Sequence[Array], Array]
 
 
 class PythonTransfers:
-    """Transfers by mpi4py."""
+    """Has the methods of ``wfbp.native.Transfers``."""
 
     def __init__(self) -> None:
-        self._under_way: list[_Transfer] = []
+        self._under_way: list[PythonTransfer] = []
+        self.num_over = 0
 
     def begin(
         self,
-        comm: MPI.Comm,
+        comm: int,
         tag: int,
         messages: Sequence[Message],
-        reduced: Reduction | None = None,
+        dtype: str = "uint8",
+        op: str = "sum",
+        divisor: float = 1.0,
+        pieces: Sequence[Piece] = (),
         then: Sequence[Message] = (),
-    ) -> Transfer:
-        transfer = _Transfer(comm, tag, reduced, then)
-        self._under_way.append(transfer)
+    ) -> PythonTransfer:
+        transfer = PythonTransfer(comm, tag, (dtype, op, divisor), pieces, then)
         transfer.start(messages, tag)
-        self._move(transfer)
-        return transfer
+        return self._add(transfer)
+
+    def adopt(
+        self,
+        request: int,
+        dtype: str = "uint8",
+        op: str = "sum",
+        divisor: float = 1.0,
+        pieces: Sequence[Piece] = (),
+    ) -> PythonTransfer:
+        from mpi4py import MPI
+
+        transfer = PythonTransfer(0, 0, (dtype, op, divisor), pieces, ())
+        transfer.pending.append(MPI.Request.fromhandle(request))
+        return self._add(transfer)
 
     def progress(self) -> int:
         return sum(self._move(transfer) for transfer in [*self._under_way])
 
     def rest(self, nap_s: float, most_s: float) -> int:
         end_s = time.perf_counter() + most_s
-        before = len(self._under_way)
+        before = self.num_over
         ended = 0
         while True:
             time.sleep(nap_s)
             ended += self.progress()
-            if len(self._under_way) < max(1, before) or time.perf_counter() >= end_s:
+            over = self.num_over > before or not self._under_way
+            if over or time.perf_counter() >= end_s:
                 return ended
 
-    def _move(self, transfer: _Transfer) -> int:
+    def _add(self, transfer: PythonTransfer) -> PythonTransfer:
+        self._under_way.append(transfer)
+        self._move(transfer)
+        return transfer
+
+    def _move(self, transfer: PythonTransfer) -> int:
         ended = transfer.move()
         if transfer.done:
             self._under_way.remove(transfer)
+            self.num_over += 1
         return ended
 
 
-class _Transfer:
+class PythonTransfer:
     def __init__(
-        self, comm: MPI.Comm, tag: int, reduced: Reduction | None, then: Sequence[Message]
+        self,
+        comm: int,
+        tag: int,
+        combining: tuple[str, str, float],
+        pieces: Sequence[Piece],
+        then: Sequence[Message],
     ) -> None:
         self._comm = comm
         self._tag = tag
-        self._reduced = reduced
+        self._combining = combining
+        self._pieces = pieces
         self._then: Sequence[Message] | None = then
-        self._pending: list[MPI.Request] = []
+        self.pending: list[Any] = []
         self.done = False
 
     def start(self, messages: Sequence[Message], tag: int) -> None:
+        from mpi4py import MPI
+
+        comm = MPI.Comm.fromhandle(self._comm)
         for data, peer, incoming in messages:
-            begin = self._comm.Irecv if incoming else self._comm.Isend
-            self._pending.append(begin(data.view(np.uint8), peer, tag))
-        self._pending.reverse()  # looked at from the end
+            begin = comm.Irecv if incoming else comm.Isend
+            self.pending.append(begin(data.view(np.uint8), peer, tag))
+        self.pending.reverse()  # looked at from the end
 
     def move(self) -> int:
         """How many messages have ended."""
         ended = 0
-        while self._pending:
-            if not self._pending[-1].Test():
+        while self.pending:
+            if not self.pending[-1].Test():
                 return ended
-            self._pending.pop()
+            self.pending.pop()
             ended += 1
         then, self._then = self._then, None
         if then is not None:
-            if self._reduced is not None:
-                for contributions, result in self._reduced.pieces:
-                    combine(contributions, result, self._reduced.dtype, self._reduced.op)
-            self.start(then, self._tag + 1)
-        self.done = not self._pending
+            dtype, op, divisor = self._combining
+            for contributions, result in self._pieces:
+                reduce_shards(contributions, result, dtype, op, divisor)
+            self.start(then, self._tag + 1) if then else None
+        self.done = not self.pending
         return ended

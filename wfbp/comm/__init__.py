@@ -1,7 +1,6 @@
 """Moves bytes between ranks.
 
-Read ``backend`` first, the interface that everything above uses, and ``buffers``, which defines how
-contributions combine. ``mpi`` and ``device`` are the backends of jobs; ``local`` (ranks as threads)
-and ``emulated`` (a link with given cost curves) those of tests and simulations. ``waiting`` says
-how to wait without taking a core, ``probe`` measures cost curves, ``pages`` gets memory.
+Read ``backend`` first: the interface that everything above uses, and how contributions combine.
+``mpi`` and ``device`` are the backends of jobs, ``emulated`` (a link with given cost curves) that of
+demonstrations. ``waiting`` waits without taking a core, ``probe`` measures cost curves.
 """

@@ -384,47 +384,6 @@ def check_counts(size: int, nbytes: int, counts: Sequence[int], dtype: str) -> N
         raise ValueError(f"the buffer is of {nbytes} bytes, but counts add up to {sum(counts)}")
 
 
-class Pieces:
-    """Several arrays of one element type, one after the other, sliced as if they were one.
-
-    Example:
-        >>> pieces = Pieces([np.arange(3), np.arange(3, 5)])
-        >>> pieces[1:4]
-        [array([1, 2]), array([3])]
-    """
-
-    def __init__(self, arrays: Sequence[Buffer]) -> None:
-        self._arrays = arrays
-        self.size = sum(array.size for array in arrays)
-        self.nbytes = sum(array.nbytes for array in arrays)
-
-    @classmethod
-    def of(cls, buffer: Buffer, parts: Sequence[tuple[int, Buffer]]) -> Pieces:
-        """A buffer in which some parts, at these starts, lie elsewhere; all of one element type."""
-        if not parts:
-            return cls([buffer])
-        arrays = []
-        end = 0
-        for start, part in parts:
-            arrays += [buffer[end:start], part]
-            end = start + part.size
-        arrays.append(buffer[end:])
-        return cls([array for array in arrays if array.size])
-
-    def __getitem__(self, wanted: slice) -> list[Buffer]:
-        pieces = []
-        start, stop = wanted.start, wanted.stop
-        for array in self._arrays:
-            if stop <= 0:
-                break
-            if start < array.size and stop > 0:
-                piece = array[max(0, start) : stop]
-                if piece.size:
-                    pieces.append(piece)
-            start, stop = start - array.size, stop - array.size
-        return pieces
-
-
 def fill(buffer: Buffer, segments: Sequence[Segment]) -> None:
     """Copy the segments of an all-reduce into its buffer, where all of it must be in one piece."""
     raw = buffer.view(np.uint8)
@@ -470,21 +429,6 @@ def reduction(op: Op, num_ranks: int) -> tuple[str, float]:
         ('sum', 3.0)
     """
     return ("sum", float(num_ranks)) if op is Op.AVERAGE else (op.value, 1.0)
-
-
-def divide(data: Buffer, number: int) -> None:
-    """Divide in place; by a power of two with the same bits in a third of the time.
-
-    Example:
-        >>> x = np.float32([1, 3])
-        >>> divide(x, 4)
-        >>> x
-        array([0.25, 0.75], dtype=float32)
-    """
-    if number & (number - 1):
-        np.divide(data, number, out=data)
-    else:
-        np.multiply(data, 1 / number, out=data)
 
 
 def split(total: int, parts: int) -> list[tuple[int, int]]:

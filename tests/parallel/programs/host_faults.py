@@ -24,7 +24,7 @@ from mpi4py import MPI
 import wfbp
 from tests.support.ranks import limit_waits
 from wfbp.comm.mpi import shm_memory
-from wfbp.comm.mpi.shm_allreduce import SharedReduceJob
+from wfbp.comm.mpi.shm_allreduce import SharedReduceTask
 from wfbp.errors import WfbpError
 from wfbp.runtime import process
 
@@ -35,16 +35,16 @@ DEEDS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 def held_up_within_a_copy(deed: int) -> None:
     """From now on: this process gets a signal when it is about to copy rank 0's part."""
-    deliver = SharedReduceJob._deliver
+    deliver = SharedReduceTask._deliver
 
-    def then(job: SharedReduceJob, owner: int) -> None:
+    def then(job: SharedReduceTask, owner: int) -> None:
         if owner == 0:
-            SharedReduceJob._deliver = deliver  # type: ignore[method-assign]
+            SharedReduceTask._deliver = deliver  # type: ignore[method-assign]
             # To this thread: one for the process may reach another first, and this one copies on.
             signal.pthread_kill(threading.get_ident(), deed)
         deliver(job, owner)
 
-    SharedReduceJob._deliver = then  # type: ignore[method-assign]
+    SharedReduceTask._deliver = then  # type: ignore[method-assign]
 
 
 def refuse(*arguments: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from wfbp.comm.mpi.launch_check import broken_promise, check_launch
+from wfbp.comm.mpi.start import broken_promise, check_launch
 from wfbp.errors import BackendError
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}

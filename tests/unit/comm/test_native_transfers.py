@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from tests.support.fake_mpi import IN_STATUS, STATUS_BYTES, TRUNCATED, UNDEFINED, FakeError, FakeMpi
 from wfbp import native
 from wfbp.comm.mpi import transfers
-from wfbp.comm.mpi.transfers import NativeTransfers, find_transfers
+from wfbp.comm.mpi.transfers import load_transfers
 from wfbp.errors import BackendError
 
 Array = npt.NDArray[Any]
@@ -95,6 +95,20 @@ def test_what_has_arrived_is_combined_and_sent_on(mpi: FakeMpi) -> None:
     mpi.end(3, 2)
     assert transfers.progress() == 2
     assert transfer.done
+
+
+def test_a_request_of_the_library_is_adopted(mpi: FakeMpi) -> None:
+    """What has arrived is averaged; transfers that are over are counted."""
+    transfers = native.Transfers(**mpi.told)
+    data = np.zeros(2, np.float32)
+    transfers.begin(mpi.comm, 0, [(data, 1, True)])
+    adopted = transfers.adopt(mpi.new_request(), "float32", "sum", 4.0, [([data], data)])
+    mpi.end(1)
+    data[:] = 2.0, 6.0
+    assert (transfers.progress(), transfers.num_over, adopted.done) == (1, 1, True)
+    assert data.tolist() == [0.5, 1.5]
+    mpi.end(0)
+    assert (transfers.progress(), transfers.num_over) == (1, 2)
 
 
 def test_a_rest_ends_with_a_transfer_and_not_with_its_first_stage(mpi: FakeMpi) -> None:
@@ -356,7 +370,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_library_is_used_that_has_all_that_is_needed(library: Any) -> None:
-    assert isinstance(find_transfers(library), NativeTransfers)
+    assert isinstance(load_transfers(library), native.Transfers)
 
 
 def _no_functions(library: Any) -> None:
@@ -398,4 +412,4 @@ def _fatal(library: Any) -> None:
 def test_another_library_is_refused(library: Any, spoil: Callable[[Any], None], told: str) -> None:
     spoil(library)
     with pytest.raises(BackendError, match=f"cannot be called directly.*{told}"):
-        find_transfers(library)
+        load_transfers(library)

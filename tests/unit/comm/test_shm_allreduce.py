@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.host_ranks import WINDOW, channel, connected
-from tests.support.python_transfers import PythonTransfers
+from tests.support.host_ranks import WINDOW, channel, connected, group
 from wfbp.comm.backend import Buffer, Segment
-from wfbp.comm.mpi.jobs import MpiWork, ProgressGroup
-from wfbp.comm.mpi.shm_allreduce import SharedAllReduce, SharedReduceJob
+from wfbp.comm.mpi.shm_allreduce import SharedAllReduce, SharedReduceTask
 from wfbp.comm.mpi.shm_memory import HEADER_BYTES, SharedMemory
+from wfbp.comm.mpi.transfers import MpiWork
 from wfbp.core.types import Op
 from wfbp.errors import BackendError
 
@@ -48,8 +47,8 @@ def test_ranks_may_take_their_steps_in_any_order(data: st.DataObject) -> None:
                     segments.append(Segment(4 * start, source, (), result))
                 pieces.append(slot if result is None else result)
             reduces, line = channels[r]
-            jobs = reduces.all_reduce(buffer, segments, "int32", Op.SUM)
-            works[r].append(line.submit(MpiWork(line, buffer.nbytes, lambda: None), jobs))
+            tasks = reduces.tasks(buffer, segments, "int32", Op.SUM)
+            works[r].append(line.submit(buffer.nbytes, tasks))
             results[r].append(pieces)  # type: ignore[arg-type]
     chance = np.random.default_rng(data.draw(st.integers(0, 99), "order"))
     # A rank's works move on together; then each in turn, as often as anything could take.
@@ -61,25 +60,11 @@ def test_ranks_may_take_their_steps_in_any_order(data: st.DataObject) -> None:
             assert (np.concatenate(pieces) == want).all()
 
 
-def test_small_and_foreign_buffers_go_other_ways() -> None:
-    memory = connected(1)[0]
-    reduces, _ = channel(memory, 0, 1)
-    assert reduces.handles(memory.zeros(65))
-    assert not reduces.handles(memory.zeros(64))
-    assert not reduces.handles(np.zeros(65, np.uint8))
-
-
 def test_there_are_so_many_channels() -> None:
     memory = connected(1)[0]
-    found = [
-        SharedAllReduce.of(memory, ProgressGroup(PythonTransfers(), "rank 0 of 1"), 0, 1, WINDOW)
-        for _ in range(300)
-    ]
+    found = [SharedAllReduce.of(memory, group(0, 1), 0, 1, 4096) for _ in range(300)]
     assert found.index(None) == HEADER_BYTES // 4096 - 1
-    assert (
-        SharedAllReduce.of(None, ProgressGroup(PythonTransfers(), "rank 0 of 1"), 0, 1, WINDOW)
-        is None
-    )
+    assert SharedAllReduce.of(None, group(0, 1), 0, 1, 4096) is None
 
 
 def ready(size: int, numel: int) -> tuple[list[SharedMemory], list[Buffer], list[MpiWork[None]]]:
@@ -90,9 +75,9 @@ def ready(size: int, numel: int) -> tuple[list[SharedMemory], list[Buffer], list
         buffer = memory.zeros(4 * numel).view(np.int32)
         buffer[:] = rank + 1
         reduces, line = channel(memory, rank, size)
-        jobs = reduces.all_reduce(buffer, [], "int32", Op.SUM)
-        assert len(jobs) == 1
-        works.append(line.submit(MpiWork(line, buffer.nbytes, lambda: None), jobs))
+        tasks = reduces.tasks(buffer, [], "int32", Op.SUM)
+        assert len(tasks) == 1
+        works.append(line.submit(buffer.nbytes, tasks))
         buffers.append(buffer)
     return memories, buffers, works
 
@@ -110,19 +95,19 @@ def test_a_rank_that_gave_up_is_not_read(size: int, monkeypatch: pytest.MonkeyPa
     """
     memories, buffers, works = ready(size, 300)
     late = size - 1
-    deliver = SharedReduceJob._deliver
+    deliver = SharedReduceTask._deliver
     others = works[:late]
 
-    def held_up(job: SharedReduceJob, owner: int) -> None:
-        if job._rank == late and owner == 0:
+    def held_up(task: SharedReduceTask, owner: int) -> None:
+        if task._rank == late and owner == 0:
             for work in others * 3:
                 assert not work.test()
-            assert all(job._flags.reached(rank, job._number, 3) for rank in range(late))
+            assert all(task._flags.reached(rank, task._number, 3) for rank in range(late))
             memories[0].withdraw()
             buffers[0][:] = -1
-        deliver(job, owner)
+        deliver(task, owner)
 
-    monkeypatch.setattr(SharedReduceJob, "_deliver", held_up)
+    monkeypatch.setattr(SharedReduceTask, "_deliver", held_up)
     with pytest.raises(BackendError, match=f"rank {late} of {size}: .*rank 0 gave up before this"):
         go_on(works)
     for work in others * 9:
@@ -140,10 +125,10 @@ def test_what_was_read_before_a_rank_gave_up_counts() -> None:
 
 @settings(max_examples=10)
 @given(st.data())
-def test_more_jobs_than_a_board_has_rows(data: st.DataObject) -> None:
+def test_more_tasks_than_there_are_rows(data: st.DataObject) -> None:
     """Many at once, one of which is complete on some ranks long before it is on others."""
     size = data.draw(st.sampled_from([2, 3]), "ranks")
-    window = replace(WINDOW, window_bytes=1 << 20, window_jobs=200)
+    window = replace(WINDOW, window_bytes=1 << 20, window_tasks=200)
     memories = connected(size)
     lines = [channel(memories[r], r, size, window) for r in range(size)]
     works: list[list[MpiWork[None]]] = [[] for _ in range(size)]
@@ -152,8 +137,8 @@ def test_more_jobs_than_a_board_has_rows(data: st.DataObject) -> None:
         for rank, (reduces, line) in enumerate(lines):
             buffer = memories[rank].zeros(80).view(np.int32)
             buffer[:] = number * (rank + 1)
-            jobs = reduces.all_reduce(buffer, [], "int32", Op.SUM)
-            works[rank].append(line.submit(MpiWork(line, 80, lambda: None), jobs))
+            tasks = reduces.tasks(buffer, [], "int32", Op.SUM)
+            works[rank].append(line.submit(80, tasks))
             buffers[rank].append(buffer)
     chance = np.random.default_rng(data.draw(st.integers(0, 99), "order"))
     for rank in [*chance.integers(size, size=30), *list(range(size)) * 30]:
@@ -174,11 +159,11 @@ def test_sizes_beyond_four_gigabytes_are_cut_and_announced() -> None:
         pytest.skip("this machine has less memory")
     data = buffer.view(np.float32)
     assert memory.offset(buffer) - memory.offset(low) == 3 << 30
-    jobs = reduces.all_reduce(data, [Segment(9 << 29, buffer[9 << 29 :])], "float32", Op.SUM)
-    assert [job.nbytes for job in jobs] == [1 << 28] * 20
-    last = jobs[-1]
-    assert isinstance(last, SharedReduceJob)
+    tasks = reduces.tasks(data, [Segment(9 << 29, buffer[9 << 29 :])], "float32", Op.SUM)
+    assert [task.nbytes for task in tasks] == [1 << 28] * 20
+    last = tasks[-1]
+    assert isinstance(last, SharedReduceTask)
     assert (last._parts[0].start, last._parts[0].data.nbytes) == (0, 1 << 28)
-    assert [len(job._parts) for job in jobs] == [0] * 18 + [1] * 2  # type: ignore[attr-defined]
+    assert [len(task._parts) for task in tasks] == [0] * 18 + [1] * 2  # type: ignore[attr-defined]
     last.start()
     assert last._flags.offset(0, 20) == memory.offset(buffer) + 19 * (1 << 28)

@@ -1,33 +1,49 @@
-"""The backend on MPI, and short notices from one rank to all others."""
+"""The backend on MPI: which algorithm a collective uses, and the tasks that it is cut into.
+
+:meth:`Topology.algorithm` makes the choice. Shared memory (``shm_allreduce``) and direct exchange
+(``transfers.ChunkTask``) are this package's own; they add in rank order and define half precision,
+averages of integers and NaN in minima as ``comm.backend.combine`` does. The MPI library carries
+the rest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from wfbp.comm.backend import (
+    HALF,
+    INTEGER,
     Buffer,
     Finished,
     HostBackend,
     Mailbox,
-    Pieces,
     Segment,
     Work,
     blocks,
     fill,
     fill_blocks,
+    split,
     typed,
 )
-from wfbp.comm.chunking import Chunking, chunks
-from wfbp.comm.mpi.jobs import BytesGather, Channel, Job, LibraryCollective, MpiWork, ProgressGroup
-from wfbp.comm.mpi.launch_check import check_launch
-from wfbp.comm.mpi.routing import Routing, Topology
 from wfbp.comm.mpi.shm_allreduce import SharedAllReduce
 from wfbp.comm.mpi.shm_memory import SharedMemory
-from wfbp.comm.mpi.start import load, unlink_segments
-from wfbp.comm.mpi.transfers import find_transfers
-from wfbp.core.types import Op
+from wfbp.comm.mpi.start import check_launch, load, unlink_segments
+from wfbp.comm.mpi.transfers import (
+    BytesTask,
+    Channel,
+    Chunking,
+    ChunkTask,
+    LibraryTask,
+    ProgressGroup,
+    Task,
+    chunks,
+    load_transfers,
+)
+from wfbp.core.types import Op, Operation
 from wfbp.errors import BackendError
 
 if TYPE_CHECKING:
@@ -35,99 +51,96 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI
 
-
-TAG = 1
+NOTICE_TAG = 1
 _FIRST_TAG = 2
 
-_unsent: list[tuple[MPI.Request, bytes | Buffer]] = []
+_unsent: list[tuple[MPI.Request, object]] = []
 """Messages under way when their channel was closed: their memory must outlive them."""
 
 
-class NoticeChannel:
-    """Sends and collects notices on a communicator of its own; for one thread at a time."""
+class Algorithm(Enum):
+    """How a collective's messages travel."""
 
-    def __init__(self, mpi: ModuleType, comm: MPI.Comm) -> None:
-        self._mpi = mpi
-        self._comm = comm
-        self._status = mpi.Status()
-        self._sending: list[tuple[MPI.Request, bytes | Buffer]] = []
-
-    def send(self, payload: bytes) -> None:
-        """Send to every other rank."""
-        for step in range(1, self._comm.size):
-            self.send_to((self._comm.rank + step) % self._comm.size, payload)
-
-    def send_to(self, peer: int, payload: bytes) -> None:
-        """Send to one rank."""
-        request = self._comm.Isend([payload, self._mpi.BYTE], peer, TAG)
-        if not request.Test():
-            self._sending.append((request, payload))
-
-    def start_send(self, buffer: Buffer, peer: int, tag: int) -> MPI.Request:
-        """Send to one rank; tags are apart from those of notices."""
-        request = self._comm.Isend([buffer, self._mpi.BYTE], peer, _FIRST_TAG + tag)
-        self._sending.append((request, buffer))
-        return request
-
-    def start_receive(self, buffer: Buffer, peer: int, tag: int) -> MPI.Request:
-        """Receive what :meth:`start_send` sends."""
-        request = self._comm.Irecv([buffer, self._mpi.BYTE], peer, _FIRST_TAG + tag)
-        self._sending.append((request, buffer))
-        return request
-
-    @property
-    def sending(self) -> bool:
-        """Whether messages were under way when it was last polled, or have been sent since."""
-        return bool(self._sending)
-
-    def poll(self) -> list[tuple[int, bytes]]:
-        """What has arrived since the last call, with the sender's rank."""
-        if self._sending:
-            self._sending = [item for item in self._sending if not item[0].Test()]
-        arrived = []
-        status = self._status
-        while (message := self._comm.Improbe(self._mpi.ANY_SOURCE, TAG, status)) is not None:
-            content = bytearray(status.Get_count(self._mpi.BYTE))
-            message.Recv([content, self._mpi.BYTE])
-            arrived.append((status.Get_source(), bytes(content)))
-        return arrived
-
-    def close(self) -> None:
-        """Free the communicator; messages under way go on."""
-        _unsent.extend(item for item in self._sending if not item[0].Test())
-        self._comm.Free()
+    SHARED_MEMORY = "shared memory"
+    DIRECT = "direct exchange"
+    LIBRARY = "the MPI library"
 
 
-class _Translated:
-    """Makes MPI's errors this project's. (A generator would take longer than MPI's own call.)"""
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """What decides how messages travel among the ranks of a communicator.
 
-    __slots__ = ("_kind", "_what")
+    Args:
+        local_rank: among the ranks of this host.
+        local_size: their number.
+        chunking: sizes of chunks and windows.
+        direct: whether large messages are exchanged directly, each rank with every other.
+        scatters_directly: whether a reduce-scatter is.
+        shared: whether all ranks share this host, and are few enough for direct exchange.
+        one_rank_per_host: whether no two ranks share a host.
+    """
 
-    def __init__(self, kind: type[Exception], what: str) -> None:
-        self._kind = kind
-        self._what = what
+    local_rank: int
+    local_size: int
+    chunking: Chunking
+    direct: bool
+    scatters_directly: bool
+    shared: bool = False
+    one_rank_per_host: bool = False
 
-    def __enter__(self) -> None: ...
+    @classmethod
+    def find(cls, mpi: ModuleType, comm: MPI.Comm, chunking: Chunking | None) -> Topology:
+        """Find out which ranks share a host, and how messages travel best there. Collective."""
+        node = comm.Split_type(mpi.COMM_TYPE_SHARED)
+        local_rank, local_size = node.rank, node.size
+        node.Free()
+        size, fullest = comm.size, comm.allreduce(local_size, mpi.MAX)
+        one_host = local_size == size
+        if chunking is None and one_host:
+            # Copies within a host do not overlap and would evict each other from the cache, so
+            # large messages go one chunk at a time. Open MPI copies through small fragments; it
+            # gains from shards that stay in cache from arrival to reduction.
+            open_mpi = mpi.get_vendor()[0] == "Open MPI"
+            chunk_bytes = min(4 << 20, size << 19) if open_mpi else 4 << 20
+            chunking = Chunking(chunk_bytes=chunk_bytes, window_bytes=chunk_bytes)
+        chunking = chunking or Chunking()
+        # Where hosts hold several ranks each, direct exchange sends every byte between hosts once
+        # per rank of the host; the library's algorithms send it once.
+        direct = size <= chunking.direct_ranks and (one_host or fullest == 1)
+        # A reduce-scatter is different: the library's all-reduce, which carries it otherwise, sends
+        # twice as many bytes as it must if the number of ranks is a power of two, and at other
+        # numbers more than direct exchange.
+        scatters = one_host or fullest <= 2 or size & (size - 1) != 0
+        shared, alone = one_host and direct and size > 1, fullest == 1 and size > 1
+        return cls(local_rank, local_size, chunking, direct, scatters, shared, alone)
 
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if isinstance(error, self._kind):
-            raise BackendError(f"{self._what}: {error}") from error
+    def algorithm(
+        self, operation: Operation, nbytes: int, in_shared_memory: bool, dtype: str, op: Op
+    ) -> Algorithm:
+        """How a collective travels; a reduce-scatter by the library is part of an all-reduce.
 
-
-class _Message(Work[None]):
-    """One between two ranks; its memory is kept by the channel."""
-
-    def __init__(self, backend: MpiBackend, request: MPI.Request) -> None:
-        self._backend = backend
-        self._request = request
-
-    def test(self) -> bool:
-        with self._backend.translated("a message between two ranks failed"):
-            return bool(self._request.Test())
-
-    @property
-    def result(self) -> None:
-        return None
+        | collective | shared memory | direct exchange | library |
+        |---|---|---|---|
+        | all-reduce | large, of a buffer there | large between few ranks; undefined in MPI | else |
+        | reduce-scatter | | most hosts; undefined in MPI | else |
+        | all-gather | | between few ranks | else |
+        """
+        # MPI's own reductions cannot be trusted with these.
+        undefined = (
+            dtype in HALF
+            or (dtype in INTEGER and op is Op.AVERAGE)
+            or (dtype not in INTEGER and op in (Op.MIN, Op.MAX))
+        )
+        if operation is Operation.ALL_GATHER:
+            direct = self.direct
+        elif operation is Operation.REDUCE_SCATTER:
+            direct = self.scatters_directly or undefined
+        else:
+            large = nbytes > self.chunking.small_bytes
+            if large and in_shared_memory:
+                return Algorithm.SHARED_MEMORY
+            direct = (large and self.direct) or undefined
+        return Algorithm.DIRECT if direct else Algorithm.LIBRARY
 
 
 class MpiBackend(HostBackend):
@@ -173,7 +186,7 @@ class MpiBackend(HostBackend):
         try:
             self._comm = self._own(parent)
             if _original is None:
-                self._notices = NoticeChannel(mpi, self._own(parent))
+                self._notices = _PointToPoint(mpi, self._own(parent))
                 self._topology = Topology.find(mpi, self._comm, chunking)
                 self._memory = (
                     SharedMemory.connect(self._comm, shared_memory)
@@ -192,43 +205,41 @@ class MpiBackend(HostBackend):
                 f"{error}"
             ) from error
         self.rank, self.size = self._comm.rank, self._comm.size
-        if self.size == mpi.COMM_WORLD.size:  # all have come here, and so have all segments
+        if self.size == mpi.COMM_WORLD.size:  # every rank is here, and has mapped all segments
             unlink_segments(mpi)
         self._who = f"rank {self.rank} of {self.size}"
         self.local_rank = self._topology.local_rank
         self.local_size = self._topology.local_size
         self.library = mpi.Get_library_version().strip("\0").splitlines()[0].strip()
         self._is_original = _original is None
-        self._progress_group: ProgressGroup = (
-            ProgressGroup(find_transfers(mpi), self._who)
-            if _original is None
-            else _original._progress_group
+        self._group: ProgressGroup = (
+            ProgressGroup(load_transfers(mpi), self._who) if _original is None else _original._group
         )
-        self._channel = Channel(self._topology.chunking, self._progress_group)
-        self._routes = Routing(mpi, self._comm, self._progress_group, self._topology)
-        self._host = SharedAllReduce.of(
-            self._memory, self._progress_group, self.rank, self.size, self._topology.chunking
+        chunking = self._topology.chunking
+        self._channel = Channel(self._group, chunking, mpi, self._comm)
+        self._shared = SharedAllReduce.of(
+            self._memory, self._group, self.rank, self.size, chunking.window_bytes
         )
 
     @property
     def activity(self) -> int:
-        return self._progress_group.moves
-
-    def zeros(self, nbytes: int) -> Buffer:
-        return super().zeros(nbytes) if self._memory is None else self._memory.zeros(nbytes)
-
-    def copies_segments(self, buffer: Buffer) -> bool:
-        return self._host is not None and self._host.handles(buffer)
+        return self._group.moves
 
     @property
     def progresses_alone(self) -> bool:
         return self._topology.one_rank_per_host
 
     def may_progress(self) -> bool:
-        return self._progress_group.may_progress()
+        return self._group.may_progress()
 
     def rest(self, nap_s: float, most_s: float) -> bool:
-        return self._topology.one_rank_per_host and self._progress_group.rest(nap_s, most_s)
+        return self._topology.one_rank_per_host and self._group.rest(nap_s, most_s)
+
+    def zeros(self, nbytes: int) -> Buffer:
+        return super().zeros(nbytes) if self._memory is None else self._memory.zeros(nbytes)
+
+    def copies_segments(self, buffer: Buffer) -> bool:
+        return self._choose(Operation.ALL_REDUCE, buffer) is Algorithm.SHARED_MEMORY
 
     def all_reduce(
         self, buffer: Buffer, dtype: str, op: Op, segments: Sequence[Segment] = ()
@@ -236,21 +247,33 @@ class MpiBackend(HostBackend):
         data = typed(buffer, dtype)
         if self.size == 1:
             fill(buffer, segments)
+        if self.size == 1 or data.size == 0:
             return Finished(None)
-        if data.size == 0:
-            return Finished(None)
-        if self._host is not None and self._host.handles(data):
-            jobs = self._host.all_reduce(data, segments, dtype, op)
-        elif self._routes.exchanges(data.nbytes, dtype, op):
-            parts = [
-                (segment.start // data.itemsize, typed(segment.data, dtype, writeable=False))
-                for segment in segments
-            ]
-            jobs = self._routes.all_reduce(Pieces.of(data, parts), data, dtype, op)
+        algorithm = self._choose(Operation.ALL_REDUCE, data, dtype, op)
+        if algorithm is Algorithm.SHARED_MEMORY:
+            assert self._shared is not None
+            return self._channel.submit(data.nbytes, self._shared.tasks(data, segments, dtype, op))
+        tasks: list[Task] = []
+        bounds = chunks(data.size, data.itemsize, self._topology.chunking.chunk_bytes)
+        if algorithm is Algorithm.DIRECT:
+            arrays = _with_segments(
+                data,
+                [
+                    (part.start // data.itemsize, typed(part.data, dtype, writeable=False))
+                    for part in segments
+                ],
+            )
+            for start, stop in bounds:
+                cut = [(start + a, start + b) for a, b in split(stop - start, self.size)]
+                shards = [_between(arrays, a, b) for a, b in cut]
+                results = [[data[a:b]] for a, b in cut]
+                nbytes = (stop - start) * data.itemsize
+                tasks.append(ChunkTask(self._channel, nbytes, shards, results, dtype, op))
         else:
             fill(buffer, segments)
-            jobs = self._routes.library_reduce(data, op)
-        return self._submit(data.nbytes, jobs, _none)
+            for start, stop in bounds:
+                tasks.append(self._library_reduce(data[start:stop], op))
+        return self._channel.submit(data.nbytes, tasks)
 
     def reduce_scatter(
         self,
@@ -261,26 +284,25 @@ class MpiBackend(HostBackend):
         segments: Sequence[Segment] = (),
     ) -> Work[None]:
         parts = blocks(self.size, buffer, counts, dtype)
-        whole = not self._routes.scatters(dtype, op)
-        if self.size == 1 or whole:
+        algorithm = self._choose(Operation.REDUCE_SCATTER, buffer, dtype, op)
+        if self.size == 1 or algorithm is Algorithm.LIBRARY:
             fill_blocks(buffer, counts, segments, dtype)
         if self.size == 1 or buffer.nbytes == 0:
             return Finished(None)
-        if whole:
+        if algorithm is Algorithm.LIBRARY:
             return self.all_reduce(buffer, dtype, op)
         sources = _per_block(parts, segments, dtype, writeable=False)
-        jobs = self._routes.reduce_scatter(sources, parts[self.rank], dtype, op)
-        return self._submit(buffer.nbytes, jobs, _none)
-
-    def broadcast(self, buffer: Buffer, root: int) -> Work[None]:
-        data = typed(buffer, "uint8")
-        if self.size == 1 or data.size == 0:
-            return Finished(None)
-        jobs: list[Job] = [
-            LibraryCollective(b - a, lambda part=data[a:b]: self._comm.Ibcast(part, root))  # type: ignore[misc]
-            for a, b in chunks(data.size, 1, self._topology.chunking.chunk_bytes)
-        ]
-        return self._submit(data.nbytes, jobs, _none)
+        own, item = parts[self.rank], parts[self.rank].itemsize
+        tasks = []
+        for bounds in self._cut([part.size for part in parts], item):
+            shards = [
+                _between(source, a, b) for source, (a, b) in zip(sources, bounds, strict=True)
+            ]
+            start, stop = bounds[self.rank]
+            results = [[own[start:stop]]] * self.size
+            nbytes = sum(b - a for a, b in bounds) * item
+            tasks.append(ChunkTask(self._channel, nbytes, shards, results, dtype, op, False))
+        return self._channel.submit(buffer.nbytes, tasks)
 
     def all_gather(
         self, buffer: Buffer, counts: Sequence[int], segments: Sequence[Segment] = ()
@@ -288,30 +310,49 @@ class MpiBackend(HostBackend):
         parts = blocks(self.size, buffer, counts, "uint8")
         if self.size == 1 or buffer.nbytes == 0:
             return Finished(None)
-        if self._routes.gathers:
-            jobs = self._routes.all_gather(_per_block(parts, segments, "uint8"))
-            return self._submit(buffer.nbytes, jobs, _none)
-        jobs = []
-        begins = _starts(counts)
-        end = 0
+        tasks: list[Task] = []
+        if self._choose(Operation.ALL_GATHER, buffer) is Algorithm.DIRECT:
+            sources = _per_block(parts, segments, "uint8")
+            for bounds in self._cut([sum(array.size for array in part) for part in sources], 1):
+                pieces = [
+                    _between(source, a, b) for source, (a, b) in zip(sources, bounds, strict=True)
+                ]
+                nbytes = sum(b - a for a, b in bounds)
+                tasks.append(ChunkTask(self._channel, nbytes, None, pieces))
+            return self._channel.submit(buffer.nbytes, tasks)
+        starts, end = _starts(counts), 0
         for segment in (*segments, None):
-            # What lies in the buffer up to the segment, and the segment where it lies.
+            # The part of the buffer up to the segment, then the segment in its own memory.
             until = segment.start if segment else max(counts)
             here = [max(0, min(count, until) - end) for count in counts]
-            jobs += self._routes.library_gather(
-                typed(buffer, "uint8"), [begin + end for begin in begins], here
+            tasks += self._library_gather(
+                typed(buffer, "uint8"), [start + end for start in starts], here
             )
             if segment:
                 data = typed(segment.data, "uint8")
-                jobs += self._routes.library_gather(data, _starts(segment.counts), segment.counts)
+                tasks += self._library_gather(data, _starts(segment.counts), segment.counts)
                 end = segment.start + max(segment.counts)
-        return self._submit(sum(job.nbytes for job in jobs), jobs, _none)
+        return self._channel.submit(sum(task.nbytes for task in tasks), tasks)
+
+    def broadcast(self, buffer: Buffer, root: int) -> Work[None]:
+        data = typed(buffer, "uint8")
+        if self.size == 1 or data.size == 0:
+            return Finished(None)
+        tasks = [
+            LibraryTask(
+                self._channel,
+                b - a,
+                lambda part=data[a:b]: self._comm.Ibcast(part, root),  # type: ignore[misc]
+            )
+            for a, b in chunks(data.size, 1, self._topology.chunking.chunk_bytes)
+        ]
+        return self._channel.submit(data.nbytes, tasks)
 
     def all_gather_bytes(self, payload: bytes) -> Work[list[bytes]]:
         if self.size == 1:
             return Finished([bytes(payload)])
-        job = BytesGather(self._mpi, self._comm, self._routes.next_number(), bytes(payload))
-        return self._submit(job.nbytes, [job], job.value)
+        task = BytesTask(self._channel, bytes(payload))
+        return self._channel.submit(task.nbytes, [task], task.value)
 
     def all_to_all(
         self, outgoing: Buffer, sent: Sequence[int], incoming: Buffer, received: Sequence[int]
@@ -322,61 +363,57 @@ class MpiBackend(HostBackend):
             back[0][:] = out[0]
             return Finished(None)
         byte = self._mpi.BYTE
-        # Sizes are not known to other ranks: every rank takes part, also with nothing to send.
-        job = LibraryCollective(
+        # No rank knows the sizes of others: every rank takes part, also with nothing to send.
+        task = LibraryTask(
+            self._channel,
             outgoing.nbytes,
             lambda: self._comm.Ialltoallv(
                 [outgoing, list(sent), _starts(sent), byte],
                 [incoming, list(received), _starts(received), byte],
             ),
         )
-        return self._submit(outgoing.nbytes, [job], _none)
+        return self._channel.submit(outgoing.nbytes, [task])
 
     def duplicate(self) -> MpiBackend:
         return MpiBackend(self._comm, _original=self)
 
     def subset(self, ranks: Sequence[int]) -> MpiBackend | None:
-        mpi = self._mpi
-        try:
-            comm = self._comm.Split(0 if self.rank in ranks else mpi.UNDEFINED, self.rank)
-        except mpi.Exception as error:
-            raise BackendError(
-                f"{self._who}: no communicator could be made of ranks {list(ranks)}: {error}"
-            ) from error
-        if comm == mpi.COMM_NULL:
+        with self.translating(f"no communicator could be made of ranks {list(ranks)}"):
+            color = 0 if self.rank in ranks else self._mpi.UNDEFINED
+            comm = self._comm.Split(color, self.rank)
+        if comm == self._mpi.COMM_NULL:
             return None
         made = MpiBackend(comm, _original=self, _same_ranks=False)
         comm.Free()
         return made
 
     def mailbox(self) -> Mailbox:
-        try:
-            return _MpiMailbox(NoticeChannel(self._mpi, self._own(self._comm)), self)
-        except self._mpi.Exception as error:
-            raise BackendError(f"{self._who}: no mailbox could be made: {error}") from error
+        with self.translating("no mailbox could be made"):
+            return _MpiMailbox(_PointToPoint(self._mpi, self._own(self._comm)), self)
 
     def send_notice(self, payload: bytes) -> None:
-        with self.translated("a notice could not be sent"):
-            self._notices.send(bytes(payload))
+        with self.translating("a notice could not be sent"):
+            for peer in self._channel.peers:
+                self._notices.send(bytes(payload), peer)
 
     def poll_notices(self) -> list[tuple[int, bytes]]:
-        with self.translated("notices could not be read"):
+        with self.translating("notices could not be read"):
             return self._notices.poll()
 
-    def translated(self, what: str) -> _Translated:
-        """Within it MPI's errors become this project's."""
-        return _Translated(self._mpi.Exception, f"{self._who}: {what}")
-
     def send(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
-        with self.translated("a message could not be sent"):
-            return _Message(self, self._notices.start_send(buffer, peer, tag))
+        with self.translating("a message could not be sent"):
+            return _Message(self, self._notices.start(buffer, peer, tag, receives=False))
 
     def receive(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
-        with self.translated("a message could not be received"):
-            return _Message(self, self._notices.start_receive(buffer, peer, tag))
+        with self.translating("a message could not be received"):
+            return _Message(self, self._notices.start(buffer, peer, tag, receives=True))
+
+    def translating(self, what: str) -> _Translating:
+        """Within it MPI's errors become this package's."""
+        return _Translating(self._mpi.Exception, f"{self._who}: {what}")
 
     def give_up(self) -> None:
-        self._progress_group.end()
+        self._group.give_up()
         if self._memory is not None:
             self._memory.withdraw()
 
@@ -389,80 +426,211 @@ class MpiBackend(HostBackend):
         self._comm.Abort(code)
 
     def close(self) -> None:
-        """Give the communicators back. Collective; every work must be complete."""
+        """Free the communicators. Collective; every work must be complete."""
         if self._is_original:
             self.give_up()
         self._channel.leave()
-        try:
+        with self.translating("closing failed"):
             if self._is_original:
                 self._notices.close()
             self._comm.Free()
-        except self._mpi.Exception as error:
-            raise BackendError(f"{self._who}: closing failed: {error}") from error
+
+    def _choose(
+        self, operation: Operation, buffer: Buffer, dtype: str = "uint8", op: Op = Op.SUM
+    ) -> Algorithm:
+        shared = self._shared is not None and self._shared.memory.holds(buffer)
+        return self._topology.algorithm(operation, buffer.nbytes, shared, dtype, op)
+
+    def _cut(self, sizes: Sequence[int], item_bytes: int) -> list[tuple[tuple[int, int], ...]]:
+        """Chunks that have a piece of every rank's part, so that all ranks work all the time."""
+        num_chunks = -(-sum(sizes) * item_bytes // self._topology.chunking.chunk_bytes)
+        return list(zip(*(split(size, num_chunks) for size in sizes), strict=True))
+
+    def _library_reduce(self, data: Buffer, op: Op) -> LibraryTask:
+        mpi = self._mpi
+        operation = {Op.MIN: mpi.MIN, Op.MAX: mpi.MAX, Op.PRODUCT: mpi.PROD}.get(op, mpi.SUM)
+        return LibraryTask(
+            self._channel,
+            data.nbytes,
+            lambda: self._comm.Iallreduce(mpi.IN_PLACE, data, operation),
+            averaged=data if op is Op.AVERAGE else None,
+        )
+
+    def _library_gather(
+        self, whole: Buffer, starts: Sequence[int], counts: Sequence[int]
+    ) -> list[Task]:
+        """All-gather by the library: of each rank so many bytes of a buffer, from its start on."""
+        tasks: list[Task] = []
+        for bounds in self._cut(counts, 1):
+            here = [b - a for a, b in bounds]
+            places = [start + a for start, (a, _) in zip(starts, bounds, strict=True)]
+            spec = [whole, here, places, self._mpi.BYTE]
+            tasks.append(
+                LibraryTask(
+                    self._channel,
+                    sum(here),
+                    lambda spec=spec: self._comm.Iallgatherv(self._mpi.IN_PLACE, spec),  # type: ignore[misc]
+                )
+            )
+        return tasks
 
     def _own(self, parent: MPI.Comm) -> MPI.Comm:
         comm = parent.Dup()
         comm.Set_errhandler(self._mpi.ERRORS_RETURN)
         return comm
 
-    def _submit(self, nbytes: int, jobs: Sequence[Job], value: Callable[[], Any]) -> MpiWork[Any]:
-        return self._channel.submit(MpiWork(self._channel, nbytes, value), jobs)
+
+class _PointToPoint:
+    """Notices and messages of any size from rank to rank, on a communicator of its own."""
+
+    def __init__(self, mpi: ModuleType, comm: MPI.Comm) -> None:
+        self._mpi = mpi
+        self._comm = comm
+        self._status = mpi.Status()
+        self.pending: list[tuple[MPI.Request, object]] = []
+        """Requests that had not ended when this was last polled, and their memory."""
+
+    def send(self, payload: bytes, peer: int) -> None:
+        """Send a notice to one rank."""
+        request = self._comm.Isend([payload, self._mpi.BYTE], peer, NOTICE_TAG)
+        if not request.Test():
+            self.pending.append((request, payload))
+
+    def start(self, buffer: Buffer, peer: int, tag: int, receives: bool) -> MPI.Request:
+        """Start to send or receive a message; its tags are apart from those of notices."""
+        begin = self._comm.Irecv if receives else self._comm.Isend
+        request = begin([buffer, self._mpi.BYTE], peer, _FIRST_TAG + tag)
+        self.pending.append((request, buffer))
+        return request
+
+    def poll(self) -> list[tuple[int, bytes]]:
+        """Notices that have arrived since the last call, with the sender's rank."""
+        if self.pending:
+            self.pending = [item for item in self.pending if not item[0].Test()]
+        arrived = []
+        status = self._status
+        while (message := self._comm.Improbe(self._mpi.ANY_SOURCE, NOTICE_TAG, status)) is not None:
+            content = bytearray(status.Get_count(self._mpi.BYTE))
+            message.Recv([content, self._mpi.BYTE])
+            arrived.append((status.Get_source(), bytes(content)))
+        return arrived
+
+    def close(self) -> None:
+        """Free the communicator; messages under way go on."""
+        _unsent.extend(item for item in self.pending if not item[0].Test())
+        self._comm.Free()
 
 
-def _communicator(mpi: ModuleType, ranks: Sequence[int]) -> MPI.Comm:
-    """One of these ranks of all; the others need not call this."""
-    everybody = mpi.COMM_WORLD
-    if everybody.rank not in ranks:
-        raise ValueError(f"rank {everybody.rank} is none of the ranks {list(ranks)} that take part")
-    made: MPI.Comm = everybody.Create_group(everybody.group.Incl(list(ranks)))
-    return made
+class _Translating:
+    """Raises MPI's errors as ``BackendError``. (A generator would take longer than MPI's call.)"""
+
+    __slots__ = ("_kind", "_what")
+
+    def __init__(self, kind: type[Exception], what: str) -> None:
+        self._kind = kind
+        self._what = what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if isinstance(error, self._kind):
+            raise BackendError(f"{self._what}: {error}") from error
+
+
+class _Message(Work[None]):
+    """A message between two ranks, whose memory :class:`_PointToPoint` keeps."""
+
+    def __init__(self, backend: MpiBackend, request: MPI.Request) -> None:
+        self._backend = backend
+        self._request = request
+
+    def test(self) -> bool:
+        with self._backend.translating("a message between two ranks failed"):
+            return bool(self._request.Test())
+
+    @property
+    def result(self) -> None:
+        return None
 
 
 class _MpiMailbox(Mailbox):
-    """Point to point on a communicator of its own; what a rank sends to itself does not travel."""
+    """Messages from rank to rank; those to itself do not travel."""
 
-    def __init__(self, channel: NoticeChannel, backend: MpiBackend) -> None:
+    def __init__(self, channel: _PointToPoint, backend: MpiBackend) -> None:
         self._channel = channel
         self._backend = backend
         self._own: list[tuple[int, bytes]] = []
+
+    @property
+    def sending(self) -> bool:
+        return bool(self._channel.pending)
 
     def send(self, rank: int, payload: bytes) -> None:
         if rank == self._backend.rank:
             self._own.append((rank, bytes(payload)))
             return
-        with self._backend.translated("a message could not be sent"):
-            self._channel.send_to(rank, bytes(payload))
-
-    @property
-    def sending(self) -> bool:
-        return self._channel.sending
+        with self._backend.translating("a message could not be sent"):
+            self._channel.send(bytes(payload), rank)
 
     def receive(self) -> list[tuple[int, bytes]]:
         own, self._own = self._own, []
-        with self._backend.translated("messages could not be read"):
+        with self._backend.translating("messages could not be read"):
             return self._channel.poll() + own  # what had arrived before this rank's came first
 
     def close(self) -> None:
-        with self._backend.translated("a mailbox could not be closed"):
+        with self._backend.translating("a mailbox could not be closed"):
             self._channel.close()
+
+
+def _communicator(mpi: ModuleType, ranks: Sequence[int]) -> MPI.Comm:
+    """A communicator of these ranks; the others need not call this."""
+    world = mpi.COMM_WORLD
+    if world.rank not in ranks:
+        raise ValueError(f"rank {world.rank} is none of the ranks {list(ranks)} that take part")
+    made: MPI.Comm = world.Create_group(world.group.Incl(list(ranks)))
+    return made
+
+
+def _with_segments(buffer: Buffer, parts: Sequence[tuple[int, Buffer]]) -> list[Buffer]:
+    """A buffer as arrays that follow each other; some parts, at these starts, lie elsewhere."""
+    arrays, end = [], 0
+    for start, part in parts:
+        arrays += [buffer[end:start], part]
+        end = start + part.size
+    return [*arrays, buffer[end:]]
 
 
 def _per_block(
     parts: Sequence[Buffer], segments: Sequence[Segment], dtype: str, writeable: bool = True
-) -> list[Pieces]:
+) -> list[list[Buffer]]:
     """Each block of a buffer, in which the segments' parts lie elsewhere."""
     elsewhere: list[list[tuple[int, Buffer]]] = [[] for _ in parts]
     for segment in segments:
-        parts_of_block = blocks(len(parts), segment.data, segment.counts, dtype, writeable)
-        for own, data in zip(elsewhere, parts_of_block, strict=True):
+        own_parts = blocks(len(parts), segment.data, segment.counts, dtype, writeable)
+        for own, data in zip(elsewhere, own_parts, strict=True):
             own.append((segment.start // data.itemsize, data))
-    return [Pieces.of(part, own) for part, own in zip(parts, elsewhere, strict=True)]
+    return [_with_segments(part, own) for part, own in zip(parts, elsewhere, strict=True)]
+
+
+def _between(arrays: Sequence[Buffer], start: int, stop: int) -> list[Buffer]:
+    """The elements from ``start`` to ``stop`` of arrays that follow each other; no empty piece.
+
+    >>> import numpy as np
+    >>> _between([np.arange(3), np.arange(3, 5)], 1, 4)
+    [array([1, 2]), array([3])]
+    """
+    pieces = []
+    for array in arrays:
+        if stop <= 0:
+            break
+        if start < array.size:
+            piece = array[max(0, start) : stop]
+            if piece.size:
+                pieces.append(piece)
+        start, stop = start - array.size, stop - array.size
+    return pieces
 
 
 def _starts(counts: Sequence[int]) -> list[int]:
-    """Where blocks of these sizes begin, one after the other."""
+    """First bytes of blocks of these sizes that follow each other."""
     return [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
-
-
-def _none() -> None:
-    return None

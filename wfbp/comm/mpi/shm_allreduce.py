@@ -1,6 +1,10 @@
 """All-reduce among ranks that can read each other's memory (``shm_memory``).
 
-Ranks tell each other by flags in that memory how far they have come with each chunk.
+A rank publishes where its contribution to a chunk lies (READY), combines its own shard in place
+from everybody's memory (REDUCED), copies the other ranks' shards as they are reduced (TAKEN), and
+leaves its memory alone until every rank has done the same. Flags in shared memory tell how far each
+rank is. They order data only where processors see each other's stores in the order in which they
+were made (``shm_memory.ORDERED``).
 """
 
 from __future__ import annotations
@@ -11,16 +15,16 @@ from typing import NamedTuple
 import numpy as np
 
 from wfbp.comm.backend import Buffer, Segment, combine, split, typed
-from wfbp.comm.chunking import Chunking, chunks
-from wfbp.comm.mpi.jobs import Job, ProgressGroup
 from wfbp.comm.mpi.shm_memory import HEADER_BYTES, SharedMemory
+from wfbp.comm.mpi.transfers import ProgressGroup, Task, chunks
 from wfbp.core.types import Op
 from wfbp.errors import BackendError
 
-READY, REDUCED, TAKEN = 1, 2, 3
+WAITING, READY, REDUCED, TAKEN = range(4)
+"""Phases of a task; one that waits for a row of the flags has published nothing."""
 _PHASES = 4
 _NUM_ROWS = 64
-"""More than the jobs that a channel usually has under way; others wait for a row."""
+"""More than the tasks that a channel usually has under way; others wait for a row."""
 _ROW_WORDS = 8
 """A cache line."""
 _FLAG_SET_BYTES = _NUM_ROWS * _ROW_WORDS * 8
@@ -29,64 +33,57 @@ NUM_FLAG_SETS = HEADER_BYTES // _FLAG_SET_BYTES - 1
 
 
 class SharedFlags:
-    """Flags by which each rank tells how far it is with the jobs of one channel.
+    """Flags by which each rank tells how far it is with the tasks of one channel.
 
-    A job has one row per rank, which only that rank writes: the offset of its contribution, then
-    one growing number that encodes job and phase. Jobs have the same numbers on all ranks. Rows are
-    reused in turn once no rank needs them: a later job in a row shows that the earlier one is over.
-
-    ``channel`` is the number of the channel, below :data:`NUM_FLAG_SETS`, the same on every rank.
+    A task has one row per rank, which only that rank writes: one growing number that encodes task
+    and phase, then the offset of its contribution. Tasks have the same numbers on all ranks. Rows
+    are reused in turn once no rank needs them: a later task in a row shows that the earlier one is
+    over.
     """
 
     def __init__(self, memory: SharedMemory, rank: int, size: int, channel: int) -> None:
-        start = (channel + 1) * _FLAG_SET_BYTES
-        self._rank = rank
-        self._words = memory.views(start, _FLAG_SET_BYTES)
-        self._words[:] = [
-            view.view(np.int64).reshape(_NUM_ROWS, _ROW_WORDS) for view in self._words
-        ]
+        self.rank = rank
         self.peers = [(rank + step) % size for step in range(1, size)]
-        self._jobs = 0
+        # Items of memoryviews are read in half the time of those of arrays.
+        self._words = memory.views((channel + 1) * _FLAG_SET_BYTES, _FLAG_SET_BYTES)
+        self._words[:] = [memoryview(view.view(np.int64)) for view in self._words]  # type: ignore
+        self._num_tasks = 0
 
-    def next_job(self) -> int:
-        """A number for a job."""
-        self._jobs += 1
-        return self._jobs
+    def next_task(self) -> int:
+        """A number for a task."""
+        self._num_tasks += 1
+        return self._num_tasks
 
-    def begin(self, job: int, offset: int) -> bool:
-        """Publish that this rank's contribution to a job lies at ``offset``.
-
-        False where a rank may still need the row for the job that used it before.
-        """
-        before = job - _NUM_ROWS
+    def begin(self, task: int, offset: int) -> bool:
+        """Publish where this rank's contribution to a task lies; False, and nothing is published,
+        if a rank may still need the row for the task that used it before."""
+        before = task - _NUM_ROWS
         if before > 0 and not all(self.reached(r, before, TAKEN) for r in range(len(self._words))):
             return False
-        row = self._words[self._rank][job % _NUM_ROWS]
-        row[1] = offset
-        row[0] = job * _PHASES + READY
+        words, row = self._words[self.rank], task % _NUM_ROWS * _ROW_WORDS
+        words[row + 1] = offset
+        words[row] = task * _PHASES + READY  # last: a rank that sees it reads the offset
         return True
 
-    def tell(self, job: int, phase: int) -> None:
-        """Publish that this rank has reached a phase of a job."""
-        self._words[self._rank][job % _NUM_ROWS][0] = job * _PHASES + phase
+    def tell(self, task: int, phase: int) -> None:
+        """Publish that this rank has reached a phase of a task."""
+        self._words[self.rank][task % _NUM_ROWS * _ROW_WORDS] = task * _PHASES + phase
 
-    def reached(self, rank: int, job: int, phase: int) -> bool:
-        """Whether a rank has reached a phase of a job."""
-        return bool(self._words[rank][job % _NUM_ROWS][0] >= job * _PHASES + phase)
+    def reached(self, rank: int, task: int, phase: int) -> bool:
+        """Whether a rank has reached a phase of a task."""
+        reached: int = self._words[rank][task % _NUM_ROWS * _ROW_WORDS]
+        return reached >= task * _PHASES + phase
 
-    def offset(self, rank: int, job: int) -> int:
+    def offset(self, rank: int, task: int) -> int:
         """Where a rank's contribution lies, once it is ready."""
-        return int(self._words[rank][job % _NUM_ROWS][1])
-
-
-_WAITING = 0
-"""For a row of the flags, before any phase."""
+        offset: int = self._words[rank][task % _NUM_ROWS * _ROW_WORDS + 1]
+        return offset
 
 
 class Part(NamedTuple):
     """A part of a chunk that lies elsewhere, from element ``start`` on.
 
-    ``data`` is this rank's contribution, read when the job starts; ``result`` is where the result
+    ``data`` is this rank's contribution, read when the task starts; ``result`` is where the result
     goes, None for the chunk.
     """
 
@@ -95,31 +92,14 @@ class Part(NamedTuple):
     result: Buffer | None
 
 
-class SharedReduceJob(Job):
-    """All-reduce of one chunk in shared memory, in place; ``parts`` lie elsewhere, in ascending
-    order."""
-
-    __slots__ = (
-        "_chunk",
-        "_dtype",
-        "_flags",
-        "_memory",
-        "_missing",
-        "_number",
-        "_op",
-        "_parts",
-        "_phase",
-        "_progress_group",
-        "_rank",
-        "_shards",
-    )  # fmt: skip
+class SharedReduceTask(Task):
+    """All-reduce of one chunk in place; ``parts`` lie elsewhere, in ascending order."""
 
     def __init__(
         self,
         memory: SharedMemory,
         flags: SharedFlags,
-        progress_group: ProgressGroup,
-        rank: int,
+        group: ProgressGroup,
         chunk: Buffer,
         parts: Sequence[Part],
         dtype: str,
@@ -128,15 +108,17 @@ class SharedReduceJob(Job):
         self.nbytes = chunk.nbytes
         self._memory = memory
         self._flags = flags
-        self._progress_group = progress_group
+        self._group = group
         self._chunk = chunk
         self._parts = parts
         self._dtype = dtype
         self._op = op
-        self._rank = rank
-        self._number = flags.next_job()
+        self._rank = flags.rank
+        self._number = flags.next_task()
         self._shards = split(chunk.size, len(flags.peers) + 1)
-        self._phase = _WAITING
+        self._phase = WAITING
+        self._missing = flags.peers
+        """Ranks that have not reached the next phase (REDUCED: whose shard is not copied yet)."""
 
     def start(self) -> None:
         memory, chunk = self._memory, self._chunk
@@ -144,22 +126,20 @@ class SharedReduceJob(Job):
         for start, data, _ in self._parts:
             if memory.offset(data) != offset + start * chunk.itemsize:
                 chunk[start : start + data.size] = data
-        self._begin()
-
-    def _begin(self) -> None:
-        if self._flags.begin(self._number, self._memory.offset(self._chunk)):
+        if self._flags.begin(self._number, offset):
             self._phase = READY
 
     def step(self) -> bool:
         flags, number = self._flags, self._number
-        if self._phase == _WAITING:
-            self._begin()
-            if self._phase == _WAITING:
+        if self._phase == WAITING:
+            if not flags.begin(number, self._memory.offset(self._chunk)):
                 return False
+            self._phase = READY
         if self._phase == READY:
             if not all(flags.reached(peer, number, READY) for peer in flags.peers):
                 return False
-            self._combine()
+            shards = [self._shard(rank, self._rank) for rank in range(len(self._shards))]
+            combine(shards, shards[self._rank], self._dtype, self._op)
             self._enter(REDUCED)
             self._deliver(self._rank)
             self._missing = list(flags.peers)
@@ -176,22 +156,22 @@ class SharedReduceJob(Job):
         return all(flags.reached(peer, number, TAKEN) for peer in flags.peers)
 
     def may_progress(self) -> bool:
-        if self._phase == _WAITING:
+        if self._phase == WAITING:
             return True
-        reached = (self._flags.reached(peer, self._number, self._phase) for peer in self._awaited)
+        peers = self._missing if self._phase == REDUCED else self._flags.peers
+        reached = (self._flags.reached(peer, self._number, self._phase) for peer in peers)
         return any(reached) if self._phase == REDUCED else all(reached)
-
-    @property
-    def _awaited(self) -> Sequence[int]:
-        return self._missing if self._phase == REDUCED else self._flags.peers
 
     def _enter(self, phase: int) -> None:
         self._phase = phase
         self._flags.tell(self._number, phase)
-        self._progress_group.moves += 1
+        self._group.moves += 1
 
     def _check_read(self) -> None:
-        """Raise ``BackendError`` if a rank gave up before this one had read its memory."""
+        """Raise ``BackendError`` if a rank gave up before this one had read its memory.
+
+        Checked after the last read: a rank marks its memory as invalid before it changes it.
+        """
         gone = [peer for peer in self._flags.peers if self._memory.withdrawn(peer)]
         if gone:
             names = " and ".join(f"rank {peer}" for peer in sorted(gone))
@@ -200,11 +180,6 @@ class SharedReduceJob(Job):
                 "why. If that was for having waited too long: this rank was held up, or "
                 "WFBP_TIMEOUT_S is too short"
             )
-
-    def _combine(self) -> None:
-        """Reduce this rank's shard, in the chunk."""
-        shards = [self._shard(rank, self._rank) for rank in range(len(self._shards))]
-        combine(shards, shards[self._rank], self._dtype, self._op)
 
     def _shard(self, rank: int, owner: int) -> Buffer:
         """What a rank has of the owner's shard."""
@@ -219,64 +194,52 @@ class SharedReduceJob(Job):
         """Copy the owner's shard, reduced, to where it is wanted here."""
         shard = self._shard(owner, owner)
         begin, end = self._shards[owner]
-        done = begin
-        for first, data, result in self._parts:
-            if result is None or first >= end or first + data.size <= begin:
-                continue
-            start, stop = max(first, begin), min(first + data.size, end)
-            self._keep(owner, shard, done, start)
-            result[start - first : stop - first] = shard[start - begin : stop - begin]
-            done = stop
-        self._keep(owner, shard, done, end)
-
-    def _keep(self, owner: int, shard: Buffer, start: int, stop: int) -> None:
-        """Copy a part of the owner's shard into the chunk."""
-        if owner != self._rank and start < stop:
-            begin = self._shards[owner][0]
-            self._chunk[start:stop] = shard[start - begin : stop - begin]
+        # Parts go to their results; the rest goes into the chunk, where this rank's shard is.
+        places = [
+            (max(first, begin), result[max(begin - first, 0) : end - first])
+            for first, data, result in self._parts
+            if result is not None and first < end and begin < first + data.size
+        ]
+        if owner != self._rank:
+            done = begin
+            for start, place in [*places]:
+                places.append((done, self._chunk[done:start]))
+                done = start + place.size
+            places.append((done, self._chunk[done:end]))
+        for start, place in places:
+            place[:] = shard[start - begin : start - begin + place.size]
 
 
 class SharedAllReduce:
-    """Cuts all-reduces of one channel into jobs, ``window`` bytes under way at once."""
+    """The all-reduces of one channel, a window of bytes under way at once."""
 
     def __init__(
-        self,
-        memory: SharedMemory,
-        flags: SharedFlags,
-        progress_group: ProgressGroup,
-        rank: int,
-        window: Chunking,
+        self, memory: SharedMemory, flags: SharedFlags, group: ProgressGroup, window_bytes: int
     ) -> None:
-        self._small_bytes = window.small_bytes
-        # Two under way: one is prepared while the other waits for the other ranks.
-        self._chunk_bytes = window.window_bytes // 2
-        self._memory = memory
+        self.memory = memory
         self._flags = flags
-        self._progress_group = progress_group
-        self._rank = rank
+        self._group = group
+        # Two under way: one is prepared while the other waits for the other ranks.
+        self._chunk_bytes = window_bytes // 2
 
     @classmethod
     def of(
         cls,
         memory: SharedMemory | None,
-        progress_group: ProgressGroup,
+        group: ProgressGroup,
         rank: int,
         size: int,
-        window: Chunking,
+        window_bytes: int,
     ) -> SharedAllReduce | None:
-        """Those of a new channel; None where there is no such memory, or no flags left."""
+        """Those of a new channel; None if there is no such memory, or no flags are left."""
         if memory is None or (number := memory.next_flag_set()) >= NUM_FLAG_SETS:
             return None
-        return cls(memory, SharedFlags(memory, rank, size, number), progress_group, rank, window)
+        return cls(memory, SharedFlags(memory, rank, size, number), group, window_bytes)
 
-    def handles(self, buffer: Buffer) -> bool:
-        """Whether a buffer lies where the other ranks can read it, and is worth their while."""
-        return buffer.nbytes > self._small_bytes and self._memory.holds(buffer)
-
-    def all_reduce(
+    def tasks(
         self, buffer: Buffer, segments: Sequence[Segment], dtype: str, op: Op
-    ) -> list[Job]:
-        """Combine a buffer in place, but for what its segments say."""
+    ) -> list[SharedReduceTask]:
+        """Combine a buffer that lies in the memory, in place, but for what its segments say."""
         item = buffer.itemsize
         parts = [
             Part(
@@ -286,27 +249,16 @@ class SharedAllReduce:
             )
             for segment in segments
         ]
-        return [
-            SharedReduceJob(
-                self._memory,
-                self._flags,
-                self._progress_group,
-                self._rank,
-                buffer[start:stop],
-                _within(parts, start, stop),
-                dtype,
-                op,
+        tasks = []
+        for start, stop in chunks(buffer.size, item, self._chunk_bytes):
+            within = []
+            for first, data, result in parts:
+                if first < stop and start < first + data.size:
+                    cut = slice(max(start - first, 0), stop - first)
+                    piece = None if result is None else result[cut]
+                    within.append(Part(max(first - start, 0), data[cut], piece))
+            chunk = buffer[start:stop]
+            tasks.append(
+                SharedReduceTask(self.memory, self._flags, self._group, chunk, within, dtype, op)
             )
-            for start, stop in chunks(buffer.size, item, self._chunk_bytes)
-        ]
-
-
-def _within(parts: Sequence[Part], start: int, stop: int) -> list[Part]:
-    """What lies between two elements of a buffer, counted from the first."""
-    parts_within = []
-    for first, data, result in parts:
-        if first < stop and start < first + data.size:
-            cut = slice(max(start - first, 0), stop - first)
-            piece = None if result is None else result[cut]
-            parts_within.append(Part(max(first - start, 0), data[cut], piece))
-    return parts_within
+        return tasks

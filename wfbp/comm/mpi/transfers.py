@@ -1,19 +1,33 @@
-"""Messages under way, tested together, and what follows once they are complete.
+"""Collectives under way: tasks, the order in which they start, and their progress.
 
-A transfer is some messages, perhaps a reduction of what has arrived, and perhaps more messages
-after it. All of that happens in one call of the C++ extension without the interpreter: a training
-thread that holds it is neither waited for nor held up.
+A collective consists of tasks: chunks of a large message, or all of a small one. A :class:`Channel`
+starts the tasks of one communicator in the order of submission, a window of bytes at a time. Only
+the order of starts is the same on every rank, so only a start may begin a collective of the MPI
+library; everything after it goes from rank to rank under a tag of the task's own.
+
+Most tasks are *transfers* of the C++ extension (``csrc/transfers.h``): messages, then perhaps a
+reduction of what has arrived, then perhaps more messages. One call moves all of them on without
+the interpreter, so a training thread that holds the interpreter neither waits nor is held up. The
+other tasks are polled in Python.
+
+Threads: the channels of a backend and its duplicates share one :class:`ProgressGroup`, which one
+thread at a time may use.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from wfbp import native
-from wfbp.comm.backend import Buffer, reduction
+from wfbp.comm.backend import Buffer, T, Work, reduction, split
 from wfbp.core.types import Op
 from wfbp.errors import BackendError
 
@@ -22,133 +36,460 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI
 
+NUM_TAGS = 1 << 14
+"""Tasks that can be told apart by tag; far more than a window holds. MPI grants 32768 tags."""
+
 Message = tuple[Buffer, int, bool]
 """Contiguous memory, the rank that it is for or from, and whether it arrives."""
 
 
-class Reduction(NamedTuple):
-    """Contributions to combine: for each piece one contribution per rank, and where the result
-    goes."""
+@dataclass(frozen=True, slots=True)
+class Chunking:
+    """Sizes that decide how a message travels; measured in docs/benchmarks/communication.md.
 
-    dtype: str
-    op: Op
-    pieces: Sequence[tuple[Sequence[Buffer], Buffer]]
+    Args:
+        chunk_bytes: a message is cut into equal chunks of at most this size. Large enough that
+            start-up vanishes, small enough that phases of different chunks overlap on a link and
+            that a chunk is still in cache when it is reduced.
+        window_bytes: chunks under way at once, together. More than one, so that the link has
+            work while a finished chunk waits to be noticed.
+        window_tasks: the same as a count, for small messages.
+        small_bytes: up to here the library's own all-reduce is quicker than two exchanges.
+        direct_ranks: up to this many ranks every rank exchanges with every other directly.
+    """
+
+    chunk_bytes: int = 1 << 20
+    window_bytes: int = 3 << 20
+    window_tasks: int = 8
+    small_bytes: int = 64 << 10
+    direct_ranks: int = 16
+
+    def __post_init__(self) -> None:
+        if not 64 <= self.chunk_bytes <= 1 << 30 or self.window_tasks < 1:
+            raise ValueError(
+                f"chunks of 64 bytes to 1 GiB (MPI counts to 2 GiB), a window of at least 1: {self}"
+            )
 
 
-class Transfer(Protocol):
-    """What was begun."""
+def chunks(numel: int, item_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
+    """Start and end of the chunks of a message, in elements; one empty chunk for none.
+
+    >>> chunks(10, 4, 16)
+    [(0, 3), (3, 6), (6, 10)]
+    """
+    return split(numel, max(1, -(-numel * item_bytes // chunk_bytes)))
+
+
+class Task(ABC):
+    """One chunk of a collective, or all of a small one.
+
+    A task is complete when its ``transfer`` is done; without one, when :meth:`step` returns True.
+    """
+
+    nbytes: int
+    work: MpiWork[Any]
+    transfer: native.Transfer | None = None
+    scratch: Buffer | None = None
+    """Memory of the channel that the task uses until it is complete."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin it; called once, in the order of submission."""
+
+    def step(self) -> bool:
+        """Move it on without blocking; True once complete. Not called again after that."""
+        raise NotImplementedError
+
+    def may_progress(self) -> bool:
+        """Whether :meth:`step` would find that something has moved on."""
+        return True
+
+
+class ProgressGroup:
+    """Moves the tasks of a backend and its duplicates on.
+
+    Attributes:
+        moves: a number that changes whenever anything moves on.
+        failure: the first error, which all works raise from then on.
+    """
+
+    def __init__(self, transfers: native.Transfers, who: str) -> None:
+        self.transfers = transfers
+        self.channels: list[Channel] = []
+        self.moves = 0
+        self.num_polled = 0
+        self.failure: BackendError | None = None
+        self._num_over = 0
+        self._who = who
+
+    def advance(self) -> None:
+        """Move all tasks on, without blocking; an error is kept in :attr:`failure`."""
+        if self.failure is not None:
+            return
+        transfers = self.transfers
+        try:
+            self.moves += transfers.progress()
+            # Usually nothing is over, and this is all that a test costs.
+            if self.num_polled or transfers.num_over != self._num_over:
+                self._num_over = transfers.num_over
+                for channel in self.channels:
+                    channel.step()
+        except Exception as error:
+            self.fail(error)
+
+    def may_progress(self) -> bool:
+        """Move transfers on; whether :meth:`advance` would find more to do."""
+        if self.failure is not None:
+            return True
+        try:
+            self.moves += self.transfers.progress()
+            if self.transfers.num_over != self._num_over:
+                return True
+            return self.num_polled > 0 and any(
+                task.transfer is None and task.may_progress()
+                for channel in self.channels
+                for task in channel.active
+            )
+        except Exception as error:
+            self.fail(error)
+            return True
+
+    def rest(self, nap_s: float, most_s: float) -> bool:
+        """Sleep, testing every ``nap_s`` seconds, until a transfer is over or ``most_s`` have
+        passed; False, without sleeping, unless transfers alone are under way."""
+        active = any(channel.active for channel in self.channels)
+        if self.failure is not None or self.num_polled or not active:
+            return False
+        try:
+            self.moves += self.transfers.rest(nap_s, most_s)
+        except Exception as error:
+            self.fail(error)
+        return True
+
+    def give_up(self) -> None:
+        """Stop: no rank waits any more for messages under way; their memory is kept for good."""
+        if any(channel.active for channel in self.channels):
+            self.fail(RuntimeError("given up with messages under way"))
+
+    def fail(self, error: Exception) -> None:
+        """Keep the first error. Nothing more is started."""
+        if self.failure is not None:
+            return
+        self.failure = BackendError(f"{self._who}: communication failed: {error}")
+        self.failure.__cause__ = error
+        for channel in self.channels:
+            channel.queue.clear()
+            # MPI may still write to the memory of messages under way, even in MPI_Finalize.
+            for task in channel.active:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
+
+
+class MpiWork(Work[T]):
+    """A collective made of tasks."""
+
+    __slots__ = ("_group", "_value", "nbytes", "remaining")
+
+    def __init__(
+        self, group: ProgressGroup, nbytes: int, remaining: int, value: Callable[[], T]
+    ) -> None:
+        self._group = group
+        self._value = value
+        self.nbytes = nbytes
+        self.remaining = remaining
+
+    def test(self) -> bool:
+        if self.remaining:
+            self._group.advance()
+            if self.remaining and self._group.failure is not None:
+                raise self._group.failure
+        return not self.remaining
 
     @property
-    def done(self) -> bool:
-        """Whether all of it is complete."""
+    def activity(self) -> int:
+        return self._group.moves
+
+    @property
+    def result(self) -> T:
+        return self._value()
 
 
-class Transfers(Protocol):
-    """The transfers of a backend and its duplicates; for one thread.
+class Channel:
+    """The tasks of one communicator, started in order, a window of bytes and tasks at once.
 
-    The caller keeps a transfer's memory until it is done or, after an error, forever. Nothing is
-    called any more after an error of the library.
+    Args:
+        mpi: the module ``mpi4py.MPI``.
     """
 
-    def begin(
+    def __init__(
+        self, group: ProgressGroup, window: Chunking, mpi: ModuleType, comm: MPI.Comm
+    ) -> None:
+        self.group = group
+        self.mpi, self.comm = mpi, comm
+        self.handle: int = mpi._handleof(comm)
+        self.rank, self.size = comm.rank, comm.size
+        # The next rank first: ranks start with different peers.
+        self.peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        self.active: list[Task] = []
+        self.queue: deque[Task] = deque()
+        self.free_scratch: list[Buffer] = []
+        self._window = window
+        self._active_bytes = 0
+        self._sequence = 0
+        group.channels.append(self)
+
+    def next_tag(self) -> int:
+        """A tag for one more task, and the one after it; the same on every rank."""
+        self._sequence += 1
+        return 2 * (self._sequence % NUM_TAGS)
+
+    def submit(
+        self, nbytes: int, tasks: Sequence[Task], value: Callable[[], Any] = lambda: None
+    ) -> MpiWork[Any]:
+        """Queue the tasks of a collective and start those that fit into the window."""
+        work: MpiWork[Any] = MpiWork(self.group, nbytes, len(tasks), value)
+        if self.group.failure is None:
+            for task in tasks:
+                task.work = work
+            self.queue.extend(tasks)
+            try:
+                self._fill()
+            except Exception as error:
+                self.group.fail(error)
+        return work
+
+    def step(self) -> None:
+        """Find complete tasks, and start others in their place."""
+        done = [
+            task
+            for task in self.active
+            if (task.step() if task.transfer is None else task.transfer.done)
+        ]
+        if not done:
+            return
+        self.group.moves += 1
+        for task in done:
+            self.active.remove(task)
+            self.group.num_polled -= task.transfer is None
+            self._active_bytes -= task.nbytes
+            task.work.remaining -= 1
+            if task.scratch is not None:
+                self.free_scratch.append(task.scratch)
+        self._fill()
+
+    def leave(self) -> None:
+        """Leave the group, which gives up if something is still under way."""
+        if self.active:
+            self.group.give_up()
+        self.group.channels.remove(self)
+
+    def _fill(self) -> None:
+        window = self._window
+        while self.queue and (
+            not self.active
+            or (
+                self._active_bytes + self.queue[0].nbytes <= window.window_bytes
+                and len(self.active) < window.window_tasks
+            )
+        ):
+            task = self.queue.popleft()
+            self.active.append(task)
+            self._active_bytes += task.nbytes
+            task.start()
+            self.group.num_polled += task.transfer is None
+
+
+class ChunkTask(Task):
+    """Direct exchange of one chunk among all ranks: reduce-scatter, all-gather, or both in turn.
+
+    Each rank sends every other rank its contribution to that rank's shard, combines what it
+    receives for its own shard, and sends the result to every other rank. Both stages together cost
+    2 (n - 1) / n times the bytes of the chunk per rank, as a ring does, in two steps.
+
+    Args:
+        nbytes: of the chunk.
+        shards: this rank's contribution to each rank's shard, in pieces as ``backend.typed`` gives
+            them, cut in the same places on every rank. None: nothing is reduced.
+        results: each rank's result, in pieces (in one, if shards are reduced); may be the
+            contributions.
+        gathers: whether every rank gets every shard's result, or only its own.
+    """
+
+    def __init__(
         self,
-        comm: MPI.Comm,
-        tag: int,
-        messages: Sequence[Message],
-        reduced: Reduction | None = None,
-        then: Sequence[Message] = (),
-    ) -> Transfer:
-        """Start ``messages`` with this tag; once all are complete, combine ``reduced`` and start
-        ``then``, with the next tag."""
+        channel: Channel,
+        nbytes: int,
+        shards: Sequence[Sequence[Buffer]] | None,
+        results: Sequence[Sequence[Buffer]],
+        dtype: str = "uint8",
+        op: Op = Op.SUM,
+        gathers: bool = True,
+    ) -> None:
+        self.nbytes = nbytes
+        self._channel = channel
+        self._shards = shards
+        self._results = results
+        self._dtype = dtype
+        self._op = op
+        self._gathers = gathers
+        self._tag = channel.next_tag()
 
-    def progress(self) -> int:
-        """Move all transfers on, without blocking; how many messages have ended."""
+    def start(self) -> None:
+        channel, results = self._channel, self._results
+        own_result = results[channel.rank]
+        messages: list[Message] = []
+        # Per piece of this rank's shard: what each rank contributes, and where the result goes.
+        pieces: list[tuple[list[Buffer], Buffer]] = []
+        if self._shards is not None:
+            own = self._shards[channel.rank]
+            start = 0
+            for piece in own:
+                place = own_result[0][start : start + piece.size]
+                pieces.append(([piece] * channel.size, place))
+                start += piece.size
+            scratch = self._take_scratch(sum(piece.nbytes for piece in own) * len(channel.peers))
+            start = 0
+            for peer in channel.peers:
+                for piece, (contributions, _) in zip(own, pieces, strict=True):
+                    arriving = scratch[start : start + piece.nbytes].view(piece.dtype)
+                    start += piece.nbytes
+                    contributions[peer] = arriving
+                    messages.append((arriving, peer, True))
+                messages += [(piece, peer, False) for piece in self._shards[peer]]
+        gathered: list[Message] = []
+        if self._gathers:
+            for peer in channel.peers:
+                gathered += [(piece, peer, True) for piece in results[peer] if piece.size]
+                gathered += [(piece, peer, False) for piece in own_result if piece.size]
+        if self._shards is None:
+            messages, gathered = gathered, []
+        self.transfer = channel.group.transfers.begin(
+            channel.handle,
+            self._tag,
+            messages,
+            self._dtype,
+            *reduction(self._op, channel.size),
+            pieces,
+            gathered,
+        )
 
-    def rest(self, nap_s: float, most_s: float) -> int:
-        """Sleep, moving all transfers on every ``nap_s`` seconds, until one is done or ``most_s``
-        have passed; returns how many messages have ended."""
+    def _take_scratch(self, nbytes: int) -> Buffer:
+        """Memory for shards that arrive, kept from one task to the next."""
+        free = self._channel.free_scratch
+        for index, block in enumerate(free):
+            if block.nbytes >= nbytes:
+                self.scratch = free.pop(index)
+                return self.scratch
+        del free[:1]  # a block that proved too small: chunks soon all have the same size
+        self.scratch = np.empty(nbytes, np.uint8)
+        return self.scratch
 
 
-def find_transfers(mpi: ModuleType) -> NativeTransfers:
+class LibraryTask(Task):
+    """One non-blocking collective of the MPI library; ``averaged`` is divided by the number of
+    ranks after it."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        nbytes: int,
+        begin: Callable[[], MPI.Request],
+        averaged: Buffer | None = None,
+    ) -> None:
+        self.nbytes = nbytes
+        self._channel = channel
+        self._begin = begin
+        self._averaged = averaged
+
+    def start(self) -> None:
+        # The request keeps the memory; its handle becomes invalid when the transfer is done.
+        self._request = self._begin()
+        transfers, data = self._channel.group.transfers, self._averaged
+        handle = self._channel.mpi._handleof(self._request)
+        if data is None:
+            self.transfer = transfers.adopt(handle)
+        else:
+            self.transfer = transfers.adopt(
+                handle, data.dtype.name, "sum", float(self._channel.size), [([data], data)]
+            )
+
+
+class BytesTask(Task):
+    """Every rank's payload, of any length: each rank sends its own to every other."""
+
+    def __init__(self, channel: Channel, payload: bytes) -> None:
+        self.nbytes = len(payload)
+        self._mpi = channel.mpi
+        self._channel = channel
+        self._tag = channel.next_tag()
+        self._parts: list[bytes | bytearray] = [b""] * channel.size
+        self._parts[channel.rank] = payload
+        self._missing = channel.peers
+        self._pending: list[MPI.Request] = []
+
+    def start(self) -> None:
+        payload = [self._parts[self._channel.rank], self._mpi.BYTE]
+        send = self._channel.comm.Isend
+        self._pending = [send(payload, peer, self._tag) for peer in self._missing]
+
+    def step(self) -> bool:
+        still_missing = []
+        for peer in self._missing:
+            status = self._mpi.Status()
+            message = self._channel.comm.Improbe(peer, self._tag, status)
+            if message is None:
+                still_missing.append(peer)
+                continue
+            part = self._parts[peer] = bytearray(status.Get_count(self._mpi.BYTE))
+            self._pending.append(message.Irecv([part, self._mpi.BYTE]))
+        self._missing = still_missing
+        self._pending = [request for request in self._pending if not request.Test()]
+        return not self._missing and not self._pending
+
+    def value(self) -> list[bytes]:
+        """The payloads in rank order."""
+        return [bytes(part) for part in self._parts]
+
+
+def load_transfers(mpi: ModuleType) -> native.Transfers:
     """Transfers that call the functions of the MPI library that mpi4py has loaded.
 
-    Raises ``BackendError`` if that cannot be done.
+    Raises:
+        BackendError: the library cannot be opened or lacks a function; handles differ in size; or
+            errors end the job (MPICH calls the error handler of ``COMM_SELF`` for a test of
+            several messages).
     """
     try:
-        return NativeTransfers(mpi, native.Transfers(**_functions(mpi)))
+        if mpi.COMM_SELF.Get_errhandler() != mpi.ERRORS_RETURN:
+            raise ValueError(
+                "the error handler of COMM_SELF is not ERRORS_RETURN, mpi4py's default"
+            )
+        library = ctypes.CDLL(mpi.__file__)  # which finds the library that it is linked to
+        sizes = {mpi._sizeof(kind) for kind in (mpi.Comm, mpi.Datatype, mpi.Request)}
+        if len(sizes) > 1:
+            raise ValueError(f"handles of {sorted(sizes)} bytes")
+        # A status keeps its error at an offset that differs between libraries: look for a marker.
+        status, marker = mpi.Status(), 0x5A17C0DE
+        status.Set_error(marker)
+        raw = ctypes.string_at(mpi._addressof(status), mpi._sizeof(mpi.Status))
+        error_at = raw.find(marker.to_bytes(4, sys.byteorder))
+        if error_at < 0:
+            raise ValueError("a status keeps no error")
+
+        def address(function: Any) -> int:
+            return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+        return native.Transfers(
+            isend=address(library.MPI_Isend),
+            irecv=address(library.MPI_Irecv),
+            testsome=address(library.MPI_Testsome),
+            handle_bytes=sizes.pop(),
+            byte=mpi._handleof(mpi.BYTE),
+            status_bytes=mpi._sizeof(mpi.Status),
+            error_at=error_at,
+            success=mpi.SUCCESS,
+            error=mpi.Exception,
+        )
     except (OSError, AttributeError, ValueError) as error:
         raise BackendError(
             f"the functions of the MPI library cannot be called directly, which wfbp needs: {error}"
         ) from error
-
-
-class NativeTransfers:
-    """Transfers by the C++ extension, which calls the library that mpi4py has loaded."""
-
-    def __init__(self, mpi: ModuleType, extension: native.Transfers) -> None:
-        self._handle_of = mpi._handleof
-        self._extension = extension
-        self.progress = extension.progress
-        self.rest = extension.rest
-
-    def begin(
-        self,
-        comm: MPI.Comm,
-        tag: int,
-        messages: Sequence[Message],
-        reduced: Reduction | None = None,
-        then: Sequence[Message] = (),
-    ) -> Transfer:
-        handle = self._handle_of(comm)
-        if reduced is None:
-            return self._extension.begin(handle, tag, messages, then=then)
-        op, divisor = reduction(reduced.op, comm.size)
-        return self._extension.begin(
-            handle, tag, messages, reduced.dtype, op, divisor, reduced.pieces, then
-        )
-
-
-def _functions(mpi: ModuleType) -> dict[str, Any]:
-    """The addresses of MPI functions and the sizes that the extension needs.
-
-    Raises:
-        OSError: the library cannot be opened.
-        AttributeError: it lacks a function.
-        ValueError: handles differ in size, or errors end the job (for a test of several messages
-            MPICH calls the error handler of ``COMM_SELF``).
-    """
-    if mpi.COMM_SELF.Get_errhandler() != mpi.ERRORS_RETURN:
-        raise ValueError("the error handler of COMM_SELF is not ERRORS_RETURN, mpi4py's default")
-    library = ctypes.CDLL(mpi.__file__)  # which finds what it is linked to
-    sizes = {mpi._sizeof(kind) for kind in (mpi.Comm, mpi.Datatype, mpi.Request)}
-    if len(sizes) > 1:
-        raise ValueError(f"handles of {sorted(sizes)} bytes")
-    return {
-        "isend": _address(library.MPI_Isend),
-        "irecv": _address(library.MPI_Irecv),
-        "testsome": _address(library.MPI_Testsome),
-        "handle_bytes": sizes.pop(),
-        "byte": mpi._handleof(mpi.BYTE),
-        "status_bytes": mpi._sizeof(mpi.Status),
-        "error_at": _error_at(mpi),
-        "success": mpi.SUCCESS,
-        "error": mpi.Exception,
-    }
-
-
-def _address(function: Any) -> int:
-    address = ctypes.cast(function, ctypes.c_void_p).value
-    assert address is not None
-    return address
-
-
-def _error_at(mpi: ModuleType) -> int:
-    """The offset of the error in a status, found by a marker; ``AttributeError`` without one."""
-    status = mpi.Status()
-    mark = 0x5A17C0DE
-    status.Set_error(mark)
-    raw = ctypes.string_at(mpi._addressof(status), mpi._sizeof(mpi.Status))
-    at = raw.find(mark.to_bytes(4, sys.byteorder))
-    if at < 0:
-        raise AttributeError("a status keeps no error")
-    return at
