@@ -25,7 +25,7 @@ QUICK = Config(
 
 def limit_waits(runtime: Runtime, **limits: float) -> None:
     """From now on, by settings such as ``timeout_s``; what came before may have taken long."""
-    detector = runtime.thread.loop.detector
+    detector = runtime.thread.loop.watch
     detector._config = replace(detector._config, **limits)  # type: ignore[arg-type]
 
 

@@ -31,9 +31,9 @@ from wfbp.core.cost import Costs
 from wfbp.core.types import Op, Operation
 from wfbp.errors import NotInitializedError, PeerError, WfbpError
 from wfbp.runtime.progress.channel import CollectiveLock, ControlChannel
-from wfbp.runtime.progress.deadlock import ALL_RANKS, Members
 from wfbp.runtime.progress.fetching import Fetched, Fetches, Store
-from wfbp.runtime.progress.loop import TICK_S, Lane, Reply
+from wfbp.runtime.progress.loop import TICK_S, LaneProtocol, Reply
+from wfbp.runtime.progress.stall import ALL_RANKS, Members
 from wfbp.runtime.progress.thread import CommunicationThread
 from wfbp.runtime.timeline import Timeline
 from wfbp.runtime.tuning.network import NetworkCosts
@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("wfbp")
-
-_MAX_LANES = 1 << 16
-"""Lanes of one process set, by the numbers that messages have for them."""
 
 _CONNECTING = "connecting devices"
 
@@ -137,7 +134,7 @@ class Runtime:
         if within is None:
             self.thread = CommunicationThread(backend, config, self.where)
             self._loop = self.thread.loop
-            self._fetches = self._serve_fetches(backend)
+            self._fetches = Fetches(backend, self._loop, self.where)
             self._loop.handle_notices(_WARNING, self._hear_warning)
         else:
             self.where += f" of process set {list(members.ranks or ())}"
@@ -153,15 +150,6 @@ class Runtime:
         self.planning_channel = self.channel
         if within is None:
             self.thread.start()
-
-    def _serve_fetches(self, backend: HostBackend) -> Fetches:
-        """Before the thread is started."""
-        loop, fetches = self._loop, Fetches(backend, self.where)
-        loop.add_lane(fetches)
-        loop.handle_notices("fetch", fetches.hear)
-        loop.handle_notices("fetch dropped", fetches.hear)
-        loop.extend_status(fetches.extend_status)
-        return fetches
 
     def check(self) -> None:
         """Raise the ``WfbpError`` that has ended the runtime, if any: the first error, the
@@ -392,23 +380,22 @@ class Runtime:
 
     def expect_other_threads(self) -> None:
         """From now on any thread may begin a collective, so this rank is never judged."""
-        self._loop.detector.other_threads = True
+        self._loop.watch.other_threads = True
 
     @property
     def expects_other_threads(self) -> bool:
         """Whether any thread may begin a collective, also one that has not done so yet."""
-        return self._loop.detector.other_threads
+        return self._loop.watch.other_threads
 
     def add_user(self, user: Releasable) -> None:
         """Have ``user`` let its buffers go at :meth:`shutdown`; it is not kept for that."""
         (self._within or self)._users.add(user)
 
-    def add_lane(self, lane: Lane) -> None:
+    def add_lane(self, lane: LaneProtocol) -> None:
         """Serve a lane from now on."""
-        number = self.members.number * _MAX_LANES + self._leased.index(lane.backend)
-        self.post(lambda: self._loop.add_lane(lane, number, self.members))
+        self.post(lambda: self._loop.add_lane(lane, self.members))
 
-    def remove_lane(self, lane: Lane) -> None:
+    def remove_lane(self, lane: LaneProtocol) -> None:
         """No longer serve a lane, and take its backend back."""
         number = self._leased.index(lane.backend)
         self.post(lambda: self._loop.retire_lane(lane, lambda: self._idle.add(number)))
@@ -445,7 +432,7 @@ class Runtime:
         self._wait_until(lambda: not self.thread.owes_work, self.config.timeout_s)
         self._tell({"kind": "bye"})
         if self.thread.error is None:
-            gone, num_others = self._loop.detector.gone, self.size - 1
+            gone, num_others = self._loop.watch.gone, self.size - 1
             self._wait_until(
                 lambda: len(gone) >= num_others or self.thread.error is not None,
                 self.config.timeout_s,

@@ -68,11 +68,11 @@ def is_interrupted() -> None:
     main_thread = threading.main_thread().ident
     assert main_thread is not None
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    waits = process.current("this program").thread.loop.waits
-    begun = waits.num_begun
+    loop = process.current("this program").thread.loop
+    begun = loop.num_waits
 
     def interrupt() -> None:
-        while waits.num_begun == begun or not waits.num_waiting:
+        while loop.num_waits == begun or not loop.num_waiting:
             time.sleep(0.01)
         time.sleep(0.3)
         signal.pthread_kill(main_thread, signal.SIGINT)

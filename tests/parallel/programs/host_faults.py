@@ -81,7 +81,7 @@ def lose_patience_with(pid: int) -> None:
     """When this process has stopped: ask where the others are, and wait no longer."""
     wait_for(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     runtime = process.current("this program")
-    watch = runtime.thread.loop.detector
+    watch = runtime.thread.loop.watch
     limit_waits(runtime, stall_warning_s=0.3)
     wait_for(lambda: watch._question > 0 and len(watch._answers) == wfbp.size() - 2)
     limit_waits(runtime, timeout_s=1.0)

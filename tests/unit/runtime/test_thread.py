@@ -54,7 +54,6 @@ class StubLane:
         self.has_events = False
         self.owes_work = False
         self.has_room = True
-        self.counts = (0, 0)
         self.expected_s: float | None = None
         self.waiting_since: float | None = None
         self.error: WfbpError | None = None
@@ -153,11 +152,11 @@ def test_calls_run_one_after_another_in_their_order(make: Make) -> None:
         assert found == ["done"]
 
 
-def test_calls_of_different_lines_do_not_wait_for_each_other(make: Make) -> None:
+def test_calls_of_different_queues_do_not_wait_for_each_other(make: Make) -> None:
     thread, slow = make(), Slow()
-    caller, found = in_thread(lambda: thread.call(lambda: slow, "slow", line="one"))
+    caller, found = in_thread(lambda: thread.call(lambda: slow, "slow", queue_key="one"))
     until(lambda: thread.loop.describe() == "in slow")
-    assert thread.call(lambda: Finished(7), "seven", line="other") == 7
+    assert thread.call(lambda: Finished(7), "seven", queue_key="other") == 7
     assert found == []
     slow.go.set()
     caller.join(60)
@@ -433,7 +432,7 @@ def test_idle_it_sleeps_also_after_an_error(make: Make) -> None:
 
 def test_a_standstill_is_reported_then_ended(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     thread, asked = make(timeout_s=0.6, stall_warning_s=0.1), []
-    thread.loop.detector._ask = lambda second: asked.append(1)  # type: ignore[method-assign]
+    thread.loop.watch._ask = lambda: asked.append(1)  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING, "wfbp"), pytest.raises(StallError) as caught:
         thread.call(Slow, "allreduce of x")
     assert re.search(r"rank 0 of 2 waited [1-9]\d* s \(allreduce of x\)", str(caught.value))
@@ -460,7 +459,7 @@ def test_waiting_for_one_who_left(make: Make) -> None:
     caller, found = in_thread(lambda: thread.call(lambda: slow, "barrier"))
 
     def left() -> None:
-        thread.loop.detector.note_gone(1, "has left")
+        thread.loop.watch.note_gone(1, "has left")
 
     thread.post(left)
     caller.join(60)
@@ -470,7 +469,7 @@ def test_waiting_for_one_who_left(make: Make) -> None:
 
 def test_one_who_left_is_no_trouble_where_nobody_waits(make: Make) -> None:
     thread = make()
-    thread.loop.detector.note_gone(1, "has left")
+    thread.loop.watch.note_gone(1, "has left")
     time.sleep(0.2)
     assert thread.call(lambda: Finished(1), "own") == 1
     assert thread.error is None
@@ -540,7 +539,7 @@ def test_who_waits_behind_a_driver_is_served_when_that_leaves(
     with monkeypatch.context() as lost:
         lost.setattr(wakeup, "set", lambda: None)
         other, served = in_thread(lambda: thread.call(lambda: second, "second"))
-        until(lambda: thread.loop.waits.num_waiting == 2)
+        until(lambda: thread.loop.num_waiting == 2)
         time.sleep(0.01)  # the lock is waited for
     second.go.set()
     first.go.set()

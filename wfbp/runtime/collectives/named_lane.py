@@ -46,8 +46,7 @@ from wfbp.runtime.collectives.request import (
     encode_responses,
 )
 from wfbp.runtime.collectives.submission import Outcome, Submission
-from wfbp.runtime.progress.deadlock import ALL_RANKS, Members
-from wfbp.runtime.progress.loop import Reply
+from wfbp.runtime.progress.stall import ALL_RANKS, Members
 from wfbp.runtime.progress.thread import CommunicationThread
 from wfbp.runtime.timeline import Timeline
 
@@ -176,7 +175,6 @@ class NamedLane:
 
     has_events = False
     has_room = False
-    counts = (0, 0)
     expected_s: float | None = None
 
     @property
@@ -198,20 +196,6 @@ class NamedLane:
         if self._devices is not None and (on_device := self._devices.oldest) is not None:
             parts.append(on_device[1])
         return "; ".join(parts) or "no named operation pending"
-
-    def awaited(self, reply: Reply[Outcome]) -> str | None:
-        """Name of the pending operation that has this reply, which is :data:`JOIN` for a join; None
-        if there is none."""
-        # Another thread may submit at this moment; then the place has changed anyway.
-        for name, submission in list(self._pending.items()):
-            if submission.reply is reply:
-                return name
-        return None
-
-    @property
-    def pending(self) -> tuple[str, ...]:
-        """Names of all pending operations."""
-        return tuple(self._pending)
 
     def fail(self, error: WfbpError) -> None:
         pending, self._pending = self._pending, {}

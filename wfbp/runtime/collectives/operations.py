@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any, Generic, TypeVar, overload
@@ -25,8 +25,8 @@ from wfbp.runtime.collectives.named_lane import JOIN, NamedLane, UnmatchedError
 from wfbp.runtime.collectives.request import Adaptive, Kind, Reduction, Request
 from wfbp.runtime.collectives.submission import Outcome, Placed, Submission
 from wfbp.runtime.consistency import check_consistent
-from wfbp.runtime.progress.deadlock import ALL_RANKS, Members, RankStatus
 from wfbp.runtime.progress.loop import Reply
+from wfbp.runtime.progress.stall import ALL_RANKS, Members
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.timeline import Timeline
 
@@ -176,7 +176,6 @@ class Collectives:
             lacking = ((rank, each) for rank, each in enumerate(obstacles) if each)
             self._detour_reason = next((f"rank {rank}: {each}" for rank, each in lacking), "")
         self._devices: DeviceOperations | None = None
-        runtime.thread.loop.extend_status(self.extend_status)
         self._make_set(tuple(range(runtime.size)))
 
     # Process sets.
@@ -599,22 +598,6 @@ class Collectives:
         return entry
 
     # On the communication thread.
-
-    def extend_status(self, status: RankStatus, awaited: Reply[Any]) -> RankStatus:
-        """This rank's status, with its named operations."""
-        awaits = ""
-        submitted: list[str] = []
-        outside: list[int] = []
-        for number, process_set in list(self._sets.items()):
-            if process_set.lane is None:
-                outside.append(number)
-                continue
-            submitted += [f"{number}:{name}" for name in process_set.lane.pending]
-            if (name := process_set.lane.awaited(awaited)) is not None:
-                awaits = f"{number}:{name}"
-        return replace(
-            status, awaits=awaits, submitted=tuple(sorted(submitted)), outside=tuple(outside)
-        )
 
     def close(self) -> None:
         """Give all communicators back; collective, and nothing may be under way."""

@@ -1,9 +1,9 @@
 """Fetching data that other ranks hold, while their training threads do something else.
 
-One rank alone may want data that are distributed among all, as the optimizer's state when it saves
-a checkpoint. It asks all others by a notice, and their communication threads answer by messages
-between two ranks: the number of bytes of a head, the head, and the parts that it announces, cut
-into pieces.
+One rank alone may want data that are distributed among all, such as the optimizer's state when it
+saves a checkpoint. It asks all others by a notice, and their communication threads answer by
+messages between two ranks: the number of bytes of a head, the head, and the parts that it
+announces, cut into pieces.
 
 Data belong to a *version*, a count of the owner's updates. An owner that has not come to it yet
 answers later. It cannot be past it: the asking rank is in a call between two steps, so the others
@@ -12,19 +12,18 @@ cannot have ended the next step, whose gradients they need from it.
 
 from __future__ import annotations
 
-import json
 import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from wfbp.comm.backend import Backend, Buffer, HostBackend, Work
 from wfbp.errors import DisagreementError, WfbpError
-from wfbp.runtime.progress.deadlock import ALL_RANKS, Members, RankStatus
-from wfbp.runtime.progress.loop import Reply
+from wfbp.runtime.progress.loop import ProgressLoop, Reply
+from wfbp.runtime.progress.stall import ALL_RANKS, Members
 
 _PIECE_BYTES = 64 << 20
 _TAGS = 1 << 14
@@ -63,29 +62,17 @@ class Store:
 
 
 @dataclass
-class _Incoming:
-    """What comes from one rank."""
-
-    rank: int
-    tag: int
-    stage: str = "length"
-    head: object = None
-    parts: list[Buffer] = field(default_factory=list)
-    works: list[Work[None]] = field(default_factory=list)
-    buffer: Buffer = field(default_factory=lambda: np.zeros(8, np.uint8))
-
-
-@dataclass
 class _Fetch:
     """One request of this rank."""
 
     label: str
     reply: Reply[Fetched]
-    incoming: list[_Incoming]
-    since: float
+    streams: dict[int, Generator[bool, None, Content]]  # from the ranks that have not sent all
+    contents: Fetched = field(default_factory=dict)
+    since: float = field(default_factory=time.monotonic)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Question:
     """One request of another rank."""
 
@@ -97,25 +84,30 @@ class _Question:
 
 
 class Fetches:
-    """All requests of and to one rank, as a ``Lane``."""
+    """All requests of and to one rank: a lane that the loop serves only while there are any.
+
+    Everything is called under the progress lock.
+    """
 
     expected_s = None
     has_room = False
     has_events = False
     owes_work = False
-    counts = (0, 0)
 
-    def __init__(self, backend: HostBackend, where: str) -> None:
+    def __init__(self, backend: HostBackend, loop: ProgressLoop, where: str) -> None:
         self.backend: Backend = backend
         self._host = backend
+        self._loop = loop
         self._where = where
+        self._served = False
         self._number = 0
         self._stores: dict[str, Store] = {}
         self._dropped: dict[str, int] = {}
         self._fetches: list[_Fetch] = []
         self._questions: list[_Question] = []
         self._sends: list[tuple[Work[None], Buffer]] = []
-        self._error: WfbpError | None = None
+        for kind in ("fetch", "fetch dropped"):
+            loop.handle_notices(kind, self._hear)
 
     def add(self, store: Store) -> None:
         """Serve a store, until every rank has dropped it."""
@@ -124,7 +116,7 @@ class Fetches:
     def drop(self, store: Store) -> None:
         """This rank will not ask for a store any more; others may."""
         members = store.members.among(range(self.backend.size))
-        self._send_notice({"kind": "fetch dropped", "key": store.key, "members": members})
+        self._loop.send_notice({"kind": "fetch dropped", "key": store.key, "members": members})
         self._count_drop(store.key, len(members))
 
     def ask(
@@ -135,52 +127,40 @@ class Fetches:
         ``store`` is this rank's own; ``items``, in JSON's types, are passed to the owners'
         ``collect``. ``reply`` gets the content of every other rank.
         """
-        if self._error is not None:
-            reply.fail(self._error)
+        if self._loop.error is not None:
+            reply.fail(self._loop.error)
             return
         tag = self._number = (self._number + 1) % _TAGS
         members = store.members.among(range(self.backend.size))
         question = {"key": store.key, "version": version, "tag": tag, "items": items}
-        self._send_notice({"kind": "fetch", "members": members, **question})
+        self._loop.send_notice({"kind": "fetch", "members": members, **question})
         others = [r for r in members if r != self.backend.rank]
-        incoming = [_Incoming(rank, tag) for rank in others]
-        for one in incoming:
-            one.works = [self._host.receive(one.buffer, one.rank, tag)]
-        self._fetches.append(_Fetch(label, reply, incoming, time.monotonic()))
-
-    def hear(self, sender: int, notice: dict[str, Any]) -> None:
-        """A notice of another rank, of a kind that begins with ``fetch``."""
-        members = notice.pop("members")
-        if self.backend.rank not in members:
-            return
-        if notice.pop("kind") == "fetch dropped":
-            self._count_drop(notice["key"], len(members))
-        else:
-            self._questions.append(_Question(sender, **notice))
-
-    # As a lane.
+        self._fetches.append(_Fetch(label, reply, {r: self._receive(r, tag) for r in others}))
+        self._serve()
 
     def advance(self) -> bool:
-        """Answer, send and receive; True where anything moved."""
-        progressed = False
-        waiting, self._questions = self._questions, []
-        for question in waiting:
-            if self._answer(question):
-                progressed = True
-            else:
-                self._questions.append(question)
-        if self._sends:
-            left = [item for item in self._sends if not item[0].test()]
-            progressed |= len(left) < len(self._sends)
-            self._sends = left
+        """Answer, send and receive; True if anything moved."""
+        before = len(self._questions) + len(self._sends)
+        self._questions = [q for q in self._questions if not self._answer(q)]
+        self._sends = [item for item in self._sends if not item[0].test()]
+        progressed = len(self._questions) + len(self._sends) != before
         for fetch in list(self._fetches):
-            moved = [self._receive(one) for one in fetch.incoming]
-            if any(moved):
-                progressed = True
-                fetch.since = time.monotonic()
-            if all(one.stage == "done" for one in fetch.incoming):
+            for rank, stream in list(fetch.streams.items()):
+                try:
+                    moved = next(stream)
+                except StopIteration as end:
+                    fetch.contents[rank] = end.value
+                    del fetch.streams[rank]
+                    moved = True
+                if moved:
+                    progressed, fetch.since = True, time.monotonic()
+            if not fetch.streams:
                 self._fetches.remove(fetch)
                 self._finish(fetch)
+        self._loop.num_fetches = len(self._fetches)
+        if not (self._fetches or self._questions or self._sends):
+            self._loop.remove_lane(self)
+            self._served = False
         return progressed
 
     def may_progress(self) -> bool:
@@ -188,11 +168,7 @@ class Fetches:
         return True
 
     def rest(self, nap_s: float, most_s: float) -> bool:
-        return False  # what other ranks have to say has to be read
-
-    def extend_status(self, status: RankStatus, awaited: Reply[Any]) -> RankStatus:
-        """A rank that fetches is in no deadlock: the others' communication threads answer."""
-        return replace(status, waits=False) if self._fetches else status
+        return False  # notices of other ranks have to be read
 
     @property
     def busy(self) -> bool:
@@ -209,19 +185,34 @@ class Fetches:
         if not self._fetches:
             return "handing over what others ask for" if self._sends else ""
         fetch = self._fetches[0]
-        missing = [str(one.rank) for one in fetch.incoming if one.stage != "done"]
-        return f"{fetch.label}: waiting for rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
+        missing = ", ".join(map(str, fetch.streams))
+        return f"{fetch.label}: waiting for rank{'s' * (len(fetch.streams) > 1)} {missing}"
 
     def fail(self, error: WfbpError) -> None:
         """End all that waits."""
-        self._error = error
         fetches, self._fetches = self._fetches, []
         self._questions, self._sends = [], []
         for fetch in fetches:
             fetch.reply.fail(error)
 
+    def _serve(self) -> None:
+        if not self._served:
+            self._served = True
+            self._loop.add_lane(self)
+
+    def _hear(self, sender: int, notice: dict[str, Any]) -> None:
+        """A notice of another rank."""
+        members = notice.pop("members")
+        if self.backend.rank not in members:
+            return
+        if notice.pop("kind") == "fetch dropped":
+            self._count_drop(notice["key"], len(members))
+        else:
+            self._questions.append(_Question(sender, **notice))
+            self._serve()
+
     def _answer(self, question: _Question) -> bool:
-        """Send the requested content; False where it is not published yet."""
+        """Send the requested content; False if it is not published yet."""
         store = self._stores.get(question.key)
         published = None if store is None else store.published
         refusal = ""
@@ -246,55 +237,46 @@ class Fetches:
                 self._sends.append((work, piece))
         return True
 
-    def _receive(self, one: _Incoming) -> bool:
-        """Take arrived messages of one rank, and expect the next; True where any had arrived."""
-        if one.stage == "done":
-            return False
-        left = [work for work in one.works if not work.test()]
-        moved = len(left) < len(one.works)
-        one.works = left
-        if left:
-            return moved
-        if one.stage == "length":
-            one.stage = "head"
-            one.buffer = np.empty(int.from_bytes(one.buffer.tobytes(), "little"), np.uint8)
-            self._expect(one, [one.buffer])
-        elif one.stage == "head":
-            refusal, one.head, sizes = pickle.loads(one.buffer.tobytes())
-            one.stage = "parts"
-            if refusal:
-                one.stage, one.head = "done", RefusalError(refusal)
-            one.parts = [np.empty(size, np.uint8) for size in sizes]
-            self._expect(one, one.parts)
-        else:
-            one.stage = "done"
-        return True
+    def _receive(self, rank: int, tag: int) -> Generator[bool, None, Content]:
+        """Receive one rank's content; yields whether anything has arrived since the last look."""
+        buffer = np.zeros(8, np.uint8)
+        yield from self._receive_all([buffer], rank, tag)
+        buffer = np.empty(int.from_bytes(buffer.tobytes(), "little"), np.uint8)
+        yield from self._receive_all([buffer], rank, tag)
+        refusal, head, sizes = pickle.loads(buffer.tobytes())
+        if refusal:
+            return RefusalError(refusal), []
+        parts: list[Buffer] = [np.empty(size, np.uint8) for size in sizes]
+        yield from self._receive_all(parts, rank, tag)
+        return head, parts
 
-    def _expect(self, one: _Incoming, buffers: Sequence[Buffer]) -> None:
-        for buffer in buffers:
-            for piece in _pieces(buffer):
-                one.works.append(self._host.receive(piece, one.rank, one.tag))
+    def _receive_all(
+        self, buffers: Sequence[Buffer], rank: int, tag: int
+    ) -> Generator[bool, None, None]:
+        pieces = [piece for buffer in buffers for piece in _pieces(buffer)]
+        works = [self._host.receive(piece, rank, tag) for piece in pieces]
+        while works:
+            left = [work for work in works if not work.test()]
+            moved, works = len(left) < len(works), left
+            yield moved
 
     def _finish(self, fetch: _Fetch) -> None:
-        for one in fetch.incoming:
-            if isinstance(one.head, RefusalError):
+        for rank, (head, _) in fetch.contents.items():
+            if isinstance(head, RefusalError):
                 fetch.reply.fail(
                     DisagreementError(
-                        f"{self._where}: {fetch.label}: rank {one.rank} {one.head}. Every rank "
-                        "must step, load and wrap an optimizer alike"
+                        f"{self._where}: {fetch.label}: rank {rank} {head}. Every rank must step, "
+                        "load and wrap an optimizer alike"
                     )
                 )
                 return
-        fetch.reply.put({one.rank: (one.head, one.parts) for one in fetch.incoming})
+        fetch.reply.put(fetch.contents)
 
     def _count_drop(self, key: str, num_members: int) -> None:
         self._dropped[key] = self._dropped.get(key, 0) + 1
         if self._dropped[key] == num_members:
             del self._dropped[key]
             self._stores.pop(key, None)
-
-    def _send_notice(self, notice: dict[str, Any]) -> None:
-        self.backend.send_notice(json.dumps(notice).encode())
 
 
 def _pieces(buffer: Buffer) -> Iterator[Buffer]:

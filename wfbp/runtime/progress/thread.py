@@ -20,8 +20,8 @@ from wfbp.comm.waiting import sharp_naps
 from wfbp.config import Config
 from wfbp.errors import StallError, WfbpError
 from wfbp.runtime import signals
-from wfbp.runtime.progress.deadlock import ALL_RANKS, Members
-from wfbp.runtime.progress.loop import TICK_S, Call, Message, ProgressLoop, Reply
+from wfbp.runtime.progress.loop import TICK_S, Message, PendingCollective, ProgressLoop, Reply
+from wfbp.runtime.progress.stall import ALL_RANKS, Members
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ _PR_SET_NAME = 15
 
 
 class CommunicationThread:
-    """Runs calls and lanes on one backend.
+    """Runs collectives and lanes on one backend.
 
     :meth:`post`, :meth:`call`, :meth:`await_reply` and :meth:`stop` may be called by any thread
     but this one; everything else under the progress lock only.
@@ -60,7 +60,7 @@ class CommunicationThread:
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     @property
@@ -83,25 +83,8 @@ class CommunicationThread:
 
     @property
     def is_used_here(self) -> bool:
-        """Whether the thread that asks has ever waited for communication."""
+        """Whether the calling thread has ever waited for communication."""
         return getattr(self._here, "used", False)
-
-    def progress(self) -> None:
-        """Move communication on without waiting, unless another thread is doing that."""
-        if self._driver_lock.acquire(blocking=False):
-            try:
-                if self._progress_lock.acquire(blocking=False):
-                    try:
-                        self.loop.progress(urgent=False)
-                    except KeyboardInterrupt:  # as in ``_drive``
-                        self.loop.fail(self._interrupted())
-                        raise
-                    finally:
-                        self._progress_lock.release()
-            finally:
-                self._leave_driving()
-        else:
-            self.loop.wakeup.set()
 
     def post(self, message: Message) -> None:
         """Have ``message`` called soon, under the progress lock."""
@@ -115,37 +98,54 @@ class CommunicationThread:
         """
         self.loop.messages.append(message)
 
+    def progress(self) -> None:
+        """Move communication on without waiting, unless another thread is doing that."""
+        if not self._driver_lock.acquire(blocking=False):
+            self.loop.wakeup.set()
+            return
+        try:
+            if self._progress_lock.acquire(blocking=False):
+                try:
+                    self.loop.progress(urgent=False)
+                except KeyboardInterrupt:  # what was cut off may never complete
+                    self.loop.fail(self._interrupted())
+                    raise
+                finally:
+                    self._progress_lock.release()
+        finally:
+            self._leave_driving()
+
     def call(
         self,
         start: Callable[[], Work[T]],
         label: str,
-        line: object = None,
+        queue_key: object = None,
         members: Members = ALL_RANKS,
     ) -> T:
         """Run one collective and wait for its result.
 
-        ``start`` is called under the progress lock; calls of different ``line`` run side by side.
-        Raises ``WfbpError`` if this collective failed, or an earlier error has ended the runtime.
+        ``start`` is called under the progress lock; collectives of different ``queue_key`` run side
+        by side. Raises ``WfbpError`` if this one failed, or an earlier error has ended the runtime.
         """
         reply: Reply[T] = Reply()
-        call = Call(label, start, reply, line, members)
-        self.leave(lambda: self.loop.enqueue(call))
+        collective = PendingCollective(label, start, reply, queue_key, members)
+        self.leave(lambda: self.loop.enqueue(collective))
         return self.await_reply(reply, label)
 
     def await_reply(self, reply: Reply[T], label: str) -> T:
-        """Wait for the answer to an event or message; drive communication, unless another thread
+        """Wait for the result of an event or message; drive communication, unless another thread
         does.
 
-        Args:
-            reply: where the answer comes.
-            label: what is waited for, for messages.
+        ``label`` is what is waited for, for messages.
 
         Raises:
             WfbpError: ranks failed, or did not answer in time.
             BaseException: from an overdue signal handler of the program; it ends the runtime.
         """
-        self._here.used = True
-        self.loop.waits.begin(reply)
+        loop, self._here.used = self.loop, True
+        loop.waiting_threads.add(threading.get_ident())
+        loop.awaited = reply
+        loop.num_waits += 1
         if reply.answered:
             return reply.get(timeout_s=0.0)
         since = time.monotonic()
@@ -154,36 +154,9 @@ class CommunicationThread:
                 try:
                     signals.run_pending()  # here, because they may communicate: no lock is held
                 except BaseException:
-                    self.post(lambda: self.loop.fail(self._interrupted()))
+                    self.post(lambda: loop.fail(self._interrupted()))
                     raise
             return reply.get(timeout_s=0.0)
-
-    def _await(self, reply: Reply[Any], label: str, since: float) -> bool:
-        """Wait for the reply; False if signal handlers are overdue."""
-        self.loop.waits.num_waiting += 1
-        try:
-            if self._driver_lock.acquire(timeout=_DRIVER_POLL_S):
-                try:
-                    with self._progress_lock:
-                        return self._drive(reply, since)
-                finally:
-                    self._leave_driving()
-            self.loop.wakeup.set()
-            return self._await_others(reply, label, since)
-        except KeyboardInterrupt:  # a second one, which acts at once
-            self.post(lambda: self.loop.fail(self._interrupted()))
-            raise
-        finally:
-            self.loop.waits.num_waiting -= 1
-
-    def _leave_driving(self) -> None:
-        self._driver_lock.release()
-        # Another waiting thread may have called for it in vain, while this one rested.
-        called = self.loop.waits.num_waiting > 1
-        # Where events would not wake it, it has yet to find that they can be acted upon now.
-        stood_by = self._standing_by and (self.loop.under_way or not self.sleeping)
-        if called or stood_by:
-            self.loop.wakeup.set()
 
     def stop(self, timeout_s: float) -> bool:
         """End the thread once its messages are worked off; whether it has ended in time."""
@@ -191,21 +164,39 @@ class CommunicationThread:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _drive(self, reply: Reply[Any], since: float) -> bool:
-        loop = self.loop
-        while not reply.answered:
-            if loop.error is not None:
-                raise loop.error
-            if signals.overdue(since):
-                return False
-            nap_s = loop.progress(urgent=True)
-            if nap_s > 0 and not reply.answered:
-                with sharp_naps():
-                    loop.rest(nap_s)
-        return True
+    def _stop(self) -> None:
+        self._running = False
 
-    def _await_others(self, reply: Reply[Any], label: str, since: float) -> bool:
-        """Another training thread drives, and this one's work with it."""
+    def _await(self, reply: Reply[Any], label: str, since: float) -> bool:
+        """Wait for the reply; False if signal handlers are overdue."""
+        loop = self.loop
+        loop.num_waiting += 1
+        try:
+            if not self._driver_lock.acquire(timeout=_DRIVER_POLL_S):
+                loop.wakeup.set()
+                return self._await_driver(reply, label, since)
+            try:
+                with self._progress_lock:
+                    while not reply.answered:
+                        if loop.error is not None:
+                            raise loop.error
+                        if signals.overdue(since):
+                            return False
+                        nap_s = loop.progress(urgent=True)
+                        if nap_s > 0 and not reply.answered:
+                            with sharp_naps():
+                                loop.rest(nap_s)
+                    return True
+            finally:
+                self._leave_driving()
+        except KeyboardInterrupt:  # a second one, which acts at once
+            self.post(lambda: loop.fail(self._interrupted()))
+            raise
+        finally:
+            loop.num_waiting -= 1
+
+    def _await_driver(self, reply: Reply[Any], label: str, since: float) -> bool:
+        """Wait while another training thread drives, and moves this one's work on, too."""
         waited_s = 0.0  # less the time in which the job may have been suspended
         while not reply.wait(_REPLY_POLL_S):
             waited_s += _REPLY_POLL_S
@@ -219,42 +210,49 @@ class CommunicationThread:
                 )
         return True
 
+    def _leave_driving(self) -> None:
+        self._driver_lock.release()
+        # Another waiting thread may have called for it in vain, while this one rested.
+        called = self.loop.num_waiting > 1
+        # If events would not wake it, it has yet to find that they can be acted upon now.
+        stood_by = self._standing_by and (self.loop.under_way or not self.sleeping)
+        if called or stood_by:
+            self.loop.wakeup.set()
+
     def _interrupted(self) -> WfbpError:
         return WfbpError(f"{self._where}: interrupted while it communicated")
-
-    def _stop(self) -> None:
-        self._running = False
 
     # On the communication thread.
 
     def _run(self) -> None:
         if sys.platform == "linux":  # named for top and for benchmarks that read its CPU time
             ctypes.CDLL(None).prctl(_PR_SET_NAME, THREAD_NAME.encode(), 0, 0, 0)
+        loop = self.loop
         with sharp_naps():
             while self._running:
-                with self._driver_lock:
+                with self._driver_lock:  # wait for a training thread that drives
                     pass
                 with self._progress_lock:
-                    nap_s = self.loop.progress(self.loop.waits.num_waiting > 0)
-                    wakeable = nap_s > 0 and self.loop.wakeable
+                    nap_s = loop.progress(urgent=loop.num_waiting > 0)
+                    wakeable = nap_s > 0 and loop.wakeable
                 if nap_s > 0:
                     self._rest(nap_s, wakeable)
 
     def _rest(self, nap_s: float, wakeable: bool) -> None:
         """Sleep until the loop is woken or due; not at all if an event came just before."""
         loop = self.loop
+        # In this order: who appends an event looks at ``sleeping`` afterwards.
         self.sleeping = wakeable
         if not (wakeable and loop.has_events):
             while nap_s > 0 and not loop.wakeup.wait(nap_s):
-                # A training thread that drives need not be disturbed. Where it leaves something
+                # A training thread that drives need not be disturbed. If it leaves something
                 # under way, it finds this thread standing by, and wakes it.
                 self._standing_by = True
                 if self._driver_lock.locked():
                     nap_s = TICK_S
                     continue
                 self._standing_by = False
-                waited_for = loop.waits.num_waiting > 0
-                if waited_for or not self._progress_lock.acquire(blocking=False):
+                if loop.num_waiting > 0 or not self._progress_lock.acquire(blocking=False):
                     break
                 try:
                     nap_s = loop.poll()

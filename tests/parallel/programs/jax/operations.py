@@ -376,7 +376,7 @@ def only_programs_that_communicate_may_go_on_by_themselves() -> None:
     """Whether a rank can be judged to wait for ever: not where XLA's threads might yet come."""
 
     def judged() -> bool:
-        return not process.current("judged()").thread.loop.detector.other_threads
+        return not process.current("judged()").thread.loop.watch.other_threads
 
     x = mine()
     sum_of = wfbp.jax.value_and_grad(jnp.sum)

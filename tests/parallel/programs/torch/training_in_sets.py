@@ -240,7 +240,7 @@ def a_rank_outside_that_leaves_early() -> None:
     with sets(first) as (members,):
         if members.included() and len(first) > 1:
             runtime = process.current("a check")
-            detector = runtime.thread.loop.detector
+            detector = runtime.thread.loop.watch
             trained = Trained(members, schedule="wfbp")
             trained.step()
             # As if they had told that they leave.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from wfbp.config import Config
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, StallError
 from wfbp.runtime.consistency import check_consistent
-from wfbp.runtime.progress.deadlock import ALL_RANKS, DeadlockDetector, RankStatus
+from wfbp.runtime.progress.stall import ALL_RANKS, RankStatus, StallWatch
 from wfbp.runtime.runtime import Runtime
 
 PROMPT = Config(
@@ -34,7 +35,7 @@ def step(runtime: Runtime, trainer: Trainer) -> None:
     trainer.synchronize()
 
 
-HERE = RankStatus("idle", False, 0, 0, "")
+HERE = RankStatus("idle", False, 0, 0)
 Act = Callable[[Runtime, Trainer], None]
 
 
@@ -98,10 +99,10 @@ def test_a_rank_that_waits_for_something_else_is_not_judged() -> None:
         over.wait(60.0)
 
     def waits(runtime: Runtime, trainer: Trainer) -> None:
-        detector = runtime.thread.loop.detector
+        watch = runtime.thread.loop.watch
 
         def lose_patience() -> None:
-            while not detector._answers:
+            while not watch._answers:
                 time.sleep(1e-3)
             limit_waits(runtime, timeout_s=0.1)
 
@@ -118,15 +119,41 @@ def test_a_rank_that_waits_for_something_else_is_not_judged() -> None:
 
 
 def test_ranks_that_do_not_answer_are_named() -> None:
-    asker = DeadlockDetector(0, 4, PROMPT, "rank 0 of 4", lambda notice: None)
+    asker = StallWatch(0, 4, PROMPT, "rank 0 of 4", lambda notice: None)
     assert not asker.answers
     assert asker.check([(0.0, "barrier", ALL_RANKS)], 1.0) is None
     assert asker.answers.startswith("No answer came from ranks 1, 2, 3: stopped, killed")
-    answer = {"kind": "here", "to": 0, "number": 1, "status": HERE.encode()}
+    answer = {"kind": "here", "to": 0, "number": 1, "status": asdict(HERE)}
     asker.handle_notice(2, answer, HERE)
     assert asker.answers.startswith(
         "When they were asked, others were here: rank 2: idle. No answer came from ranks 1, 3: "
     )
+
+
+def test_ranks_are_in_a_deadlock_if_nothing_changed_between_two_answers() -> None:
+    """Not if they are in the same place, one of them computes, or something has moved."""
+    here, there = RankStatus("SGD", True, 3, 7), RankStatus("in barrier", True, 3, 7)
+
+    def judge(own: RankStatus, first: RankStatus, second: RankStatus) -> Any:
+        sent: list[Any] = []
+        watch = StallWatch(0, 2, Config(timeout_s=1e4), "rank 0 of 2", sent.append)
+        error = None
+        for now in range(100):
+            assert watch.check([(0.0, own.place, ALL_RANKS)], now) is None
+            if sent and sent[-1]["kind"] == "where":
+                number = sent[-1]["number"]
+                status = asdict(first if number == 1 else second)
+                answer = {"kind": "here", "to": 0, "number": number, "status": status}
+                sent.append({"kind": "answered"})
+                error = error or watch.handle_notice(1, answer, own)
+        assert (sent[-1]["kind"] == "deadlock") is (error is not None)
+        return error
+
+    assert "rank 0: SGD; rank 1: in barrier. Every" in str(judge(here, there, there))
+    assert judge(here, here, here) is None
+    assert judge(here, replace(there, blocked=False), replace(there, blocked=False)) is None
+    assert judge(here, there, replace(there, activity=8)) is None
+    assert judge(here, there, replace(there, num_waits=4)) is None
 
 
 def test_nothing_is_judged_where_other_threads_may_go_on() -> None:

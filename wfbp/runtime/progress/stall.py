@@ -1,0 +1,262 @@
+"""Long waits: reports where the other ranks are, and ends those that are hopeless.
+
+A rank that has waited for ``WFBP_STALL_WARNING_S`` asks all others where they are and logs their
+answers. If every rank is blocked, in different places, it asks once more. If nothing has moved on
+any rank until then, the ranks wait for each other, and all of them are told so. Any other wait ends
+with a :class:`StallError` after ``WFBP_TIMEOUT_S``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from wfbp.config import Config
+from wfbp.errors import DisagreementError, PeerError, StallError, WfbpError
+
+log = logging.getLogger("wfbp")
+
+NOTICES = ("where", "here", "deadlock")
+"""Kinds of notices that :class:`StallWatch` exchanges."""
+
+_LEFT_GRACE_S = 2.0
+_SECOND_LOOK_S = 1.0
+_PAUSE_S = 5.0
+"""There are many looks a second. Of a longer time between two, as in a job that was suspended, only
+so much counts as waiting."""
+_MOST_QUIET_S = 1.5
+"""Of the time between two looks, less than the grace: the others have yet to go on."""
+_MAX_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The ranks that take part in a collective.
+
+    Args:
+        number: of their process set, the same on every rank; 0 for all ranks.
+        ranks: ascending; None for all.
+    """
+
+    number: int = 0
+    ranks: tuple[int, ...] | None = None
+
+    def root(self, root_rank: int) -> int:
+        """The root's number among the members; ``ValueError`` if it is none of them."""
+        if self.ranks is None:
+            return root_rank
+        if root_rank not in self.ranks:
+            shown = ", ".join(map(str, self.ranks))
+            raise ValueError(f"root_rank is {root_rank}; expected one of the ranks {shown}")
+        return self.ranks.index(root_rank)
+
+    def among(self, ranks: Iterable[int]) -> list[int]:
+        """Those of these ranks that are members, ascending."""
+        return sorted(r for r in ranks if self.ranks is None or r in self.ranks)
+
+
+ALL_RANKS = Members()
+
+Wait = tuple[float, str, Members]
+"""Since when (``time.monotonic``), for what, and with whom."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """Where a rank is.
+
+    Args:
+        place: what is under way, for people; the same on ranks that wait for the same.
+        blocked: whether every thread that could begin a collective here is in a wait.
+        num_waits: waits begun so far.
+        activity: changes whenever anything moves on (``Backend.activity``).
+    """
+
+    place: str
+    blocked: bool
+    num_waits: int
+    activity: int
+
+
+class StallWatch:
+    """Judges the waits of this rank. Owned by the progress loop and called under its lock.
+
+    ``send`` sends a notice to all other ranks; ``activity`` is the backend's. A rank that has left
+    may have done its part while the others are still busy with theirs.
+
+    Attributes:
+        gone: ranks that have left, and how.
+        other_threads: whether threads that have not communicated yet may begin a collective; this
+            rank then never counts as blocked.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        config: Config,
+        where: str,
+        send: Callable[[dict[str, Any]], None],
+        activity: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._rank = rank
+        self._size = size
+        self._config = config
+        self._where = where
+        self._send = send
+        self._activity = activity
+        self.gone: dict[int, str] = {}
+        self.other_threads = False
+        self._looked: float | None = None
+        self._pauses: deque[tuple[float, float]] = deque(maxlen=100)  # their ends and lengths
+        self._last_activity = activity()
+        self._quiet_s = 0.0
+        self._reported = ""  # the wait that was reported last
+        self._warn_at_s = 0.0
+        # The last question to the other ranks, their answers, and those to the question before.
+        self._question = 0
+        self._answers: dict[int, RankStatus] = {}
+        self._suspicion: list[RankStatus] = []
+        self._second_look = 0.0
+
+    def note_gone(self, rank: int, how: str) -> None:
+        """A rank takes part in nothing any more."""
+        self._quiet_s = 0.0
+        self.gone[rank] = how
+
+    def check(self, waits: Sequence[Wait], now: float) -> WfbpError | None:
+        """Judge all waits of this rank at ``now`` (``time.monotonic``); returns the error to end
+        with, if a wait is hopeless or too long."""
+        passed_s = 0.0 if self._looked is None else now - self._looked
+        self._looked = now
+        if passed_s > _PAUSE_S:
+            self._pauses.append((now, passed_s - _PAUSE_S))
+        activity = self._activity()
+        self._quiet_s += min(passed_s, _MOST_QUIET_S)
+        if activity != self._last_activity:
+            self._last_activity, self._quiet_s = activity, 0.0
+        if not waits:
+            self._reported = ""
+            return None
+        for since, what, members in waits if self.gone else ():
+            gone = members.among(self.gone)
+            if gone and min(self._quiet_s, self._waited_s(since)) > _LEFT_GRACE_S:
+                left = ", ".join(f"rank {r} {self.gone[r]}" for r in gone)
+                return PeerError(
+                    f"{self._where} waits ({what}), but {left}. Every rank must make the same "
+                    "calls: let none end earlier, with fewer batches or steps than the others"
+                )
+        since, what, _ = min(waits, key=lambda wait: wait[:2])
+        waited_s = self._waited_s(since)
+        if what != self._reported:
+            self._reported, self._warn_at_s = what, self._config.stall_warning_s
+            self._suspicion = []
+        if waited_s > self._config.timeout_s:
+            answers = f" {self.answers}" if self.answers else ""
+            return StallError(
+                f"{self._where} waited {waited_s:.0f} s ({what}); some rank does not take part."
+                f"{answers} Look for a call that only some ranks make, and at what the ranks "
+                "reported above; WFBP_TIMEOUT_S sets the limit."
+            )
+        if waited_s > self._warn_at_s:
+            # Again and again, ever more seldom: another rank may have come to its wait only now.
+            self._warn_at_s = 2 * waited_s
+            log.warning("%s has waited %.0f s: %s", self._where, waited_s, what)
+            self._suspicion = []
+            self._ask()
+        elif self._suspicion and now > self._second_look:
+            self._second_look = now + self._config.timeout_s
+            self._ask()
+        return None
+
+    def handle_notice(
+        self, sender: int, notice: dict[str, Any], own: RankStatus
+    ) -> DisagreementError | None:
+        """Handle a notice of another rank, of a kind in :data:`NOTICES`.
+
+        ``own`` is this rank's status now. Returns the error to end with, if the ranks wait for each
+        other.
+        """
+        if self.other_threads:
+            own = replace(own, blocked=False)
+        if notice["kind"] == "where":
+            answer = {"kind": "here", "to": sender, "number": notice["number"]}
+            self._send({**answer, "status": asdict(own)})
+        elif notice["kind"] == "deadlock":
+            return DisagreementError(f"{self._where}: {notice['text']}")
+        elif notice["to"] == self._rank and notice["number"] == self._question:
+            status = RankStatus(**notice["status"])
+            self._answers[sender] = status
+            if not self._suspicion:
+                log.warning("%s hears from rank %d: %s", self._where, sender, status.place)
+            if len(self._answers) == self._size - 1:
+                return self._compare(own)
+        return None
+
+    @property
+    def answers(self) -> str:
+        """Where the others were when they were asked, in sentences; empty if they were not."""
+        if not self._question:
+            return ""
+        sentences = []
+        if self._answers:
+            known = _describe(self._answers)
+            sentences.append(f"When they were asked, others were here: {known}.")
+        silent = [str(r) for r in range(self._size) if r not in self._answers and r != self._rank]
+        if silent:
+            sentences.append(
+                f"No answer came from rank{'s' * (len(silent) > 1)} {', '.join(silent)}: stopped, "
+                "killed, or busy without letting other threads run."
+            )
+        return " ".join(sentences)
+
+    def _waited_s(self, since: float) -> float:
+        assert self._looked is not None
+        return self._looked - since - sum(lost for end, lost in self._pauses if end > since)
+
+    def _ask(self) -> None:
+        self._question += 1
+        self._answers = {}
+        self._send({"kind": "where", "number": self._question})
+
+    def _compare(self, own: RankStatus) -> DisagreementError | None:
+        """All have answered: judge whether they wait for each other."""
+        statuses = [self._answers.get(rank, own) for rank in range(self._size)]
+        before, self._suspicion = self._suspicion, []
+        if not before:
+            # Ranks in the same place wait for the network, or for a device.
+            if all(s.blocked for s in statuses) and len({s.place for s in statuses}) > 1:
+                self._suspicion = statuses
+                self._second_look = (self._looked or 0.0) + min(
+                    _SECOND_LOOK_S, self._config.stall_warning_s
+                )
+            return None
+        if statuses != before:
+            return None
+        text = (
+            "ranks wait for each other in different places: "
+            f"{_describe(dict(enumerate(statuses)))}. Every rank must make the same calls in the "
+            "same order: look for one that only some ranks make, such as under `if rank() == 0`, "
+            "or with fewer batches"
+        )
+        self._send({"kind": "deadlock", "text": text})
+        return DisagreementError(f"{self._where}: {text}")
+
+
+def _describe(statuses: Mapping[int, RankStatus]) -> str:
+    """Where ranks are, those in the same place together.
+
+    Example:
+        >>> here, there = RankStatus("SGD", True, 3, 0), RankStatus("in barrier", True, 3, 0)
+        >>> _describe({0: here, 1: there, 2: here})
+        'ranks 0, 2: SGD; rank 1: in barrier'
+    """
+    ranks: dict[str, list[str]] = {}
+    for rank, status in sorted(statuses.items()):
+        ranks.setdefault(status.place, []).append(str(rank))
+    parts = [f"rank{'s' * (len(who) > 1)} {', '.join(who)}: {at}" for at, who in ranks.items()]
+    more = [f"and {len(parts) - _MAX_SHOWN} more places"] if len(parts) > _MAX_SHOWN else []
+    return "; ".join(parts[:_MAX_SHOWN] + more)
