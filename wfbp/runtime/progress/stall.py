@@ -111,7 +111,7 @@ class StallWatch:
         self.gone: dict[int, str] = {}
         self.other_threads = False
         self._looked: float | None = None
-        self._pauses: deque[tuple[float, float]] = deque(maxlen=100)  # their ends and lengths
+        self._pauses: deque[tuple[float, float]] = deque(maxlen=100)  # from when to when
         self._last_activity = activity()
         self._quiet_s = 0.0
         self._reported = ""  # the wait that was reported last
@@ -133,7 +133,7 @@ class StallWatch:
         passed_s = 0.0 if self._looked is None else now - self._looked
         self._looked = now
         if passed_s > _PAUSE_S:
-            self._pauses.append((now, passed_s - _PAUSE_S))
+            self._pauses.append((now - passed_s + _PAUSE_S, now))
         activity = self._activity()
         self._quiet_s += min(passed_s, _MOST_QUIET_S)
         if activity != self._last_activity:
@@ -215,7 +215,8 @@ class StallWatch:
 
     def _waited_s(self, since: float) -> float:
         assert self._looked is not None
-        return self._looked - since - sum(lost for end, lost in self._pauses if end > since)
+        lost_s = sum(max(end - max(begin, since), 0.0) for begin, end in self._pauses)
+        return self._looked - since - lost_s
 
     def _ask(self) -> None:
         self._question += 1
