@@ -11,14 +11,13 @@ from difflib import get_close_matches
 from typing import Any
 
 from wfbp.core.checks import one_of
-from wfbp.core.types import SCHEDULES
+from wfbp.core.planners import SCHEDULES
 from wfbp.deprecation import warn_renamed
 
 RENAMED = {
     "direct_bytes": "zero_copy_min_bytes",
     "drift": "replan_threshold",
     "probe_s": "probe_budget_s",
-    "trial_s": "trial_min_s",
     "run_dir": "record_dir",
 }
 """Settings that had other names in 0.1; these work, with a warning, until the next version."""
@@ -51,12 +50,10 @@ class Config(metaclass=_RenamedSettings):
         check_launcher: whether to fail where a launcher promised more ranks than MPI found.
         warmup_steps: steps left out of every measurement after a start or a change of plan.
         profile_steps: steps whose compute times are measured, with communication held back.
-        trial_steps: steps measured per candidate plan in two rounds of ``auto``, at least.
-        trial_min_s: seconds measured per candidate plan in two rounds, at least: a few short steps
-            tell nothing on a machine that is not quiet.
+        trial_steps: steps measured per candidate plan in two rounds of ``auto``. The whole trial
+            takes at most 30 times as many.
         replan_threshold: relative change of the iteration time, lasting, that makes ranks measure
-            and plan anew; 0 turns that off, and the return to plans that were faster in their
-            trial.
+            and plan anew; 0 turns that off.
         probe_budget_s: seconds that measuring the network's cost curve may take.
         stall_warning_s: a wait this long is reported, with the ranks that lag.
         timeout_s: a wait this long ends in a ``StallError`` on every rank.
@@ -88,7 +85,6 @@ class Config(metaclass=_RenamedSettings):
     warmup_steps: int = 3
     profile_steps: int = 5
     trial_steps: int = 4
-    trial_min_s: float = 0.4
     replan_threshold: float = 0.25
     probe_budget_s: float = 2.0
     stall_warning_s: float = 60.0
@@ -264,7 +260,6 @@ _LEAST = {
     "warmup_steps": 1,
     "profile_steps": 1,
     "trial_steps": 1,
-    "trial_min_s": 0.0,
     "replan_threshold": 0,
     "summary_steps": 0,
     "probe_budget_s": 0.0,

@@ -411,7 +411,7 @@ def train(model: str, num_ranks: int, options: argparse.Namespace) -> Training |
         command = [*launch_command("none", num_ranks), *program]
         own = {"WFBP_EXCHANGE_ALONE": "1"}  # else a single rank would exchange nothing
         if options.rehearse:
-            own["WFBP_TRIAL_MIN_S"] = "0"
+            own["WFBP_TRIAL_STEPS"] = "1"
         status = run_job(command, rank_environment() | own, TIMEOUT_S)
         if status or not result.exists():
             told = shlex.join(command)

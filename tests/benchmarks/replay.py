@@ -33,9 +33,10 @@ from wfbp.comm.waiting import sharp_naps
 from wfbp.config import Config
 from wfbp.core import planners
 from wfbp.core.cost import CostModel, Costs, LinearCost
+from wfbp.core.planners import ALL_REDUCE_SCHEDULES, SCHEDULES
 from wfbp.core.timeline import timeline
 from wfbp.core.trace import Trace
-from wfbp.core.types import ALL_REDUCE_SCHEDULES, SCHEDULES, Operation, TensorSpec
+from wfbp.core.types import Operation, TensorSpec
 from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import Runtime

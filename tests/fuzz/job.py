@@ -38,7 +38,6 @@ def config_of(program: Program) -> Config:
         warmup_steps=1 if program.changing else 10**6,
         profile_steps=1,
         trial_steps=1,
-        trial_min_s=0.0,
         probe_budget_s=0.01,
         shared_memory=program.shared_memory,
         zero_copy_min_bytes=program.direct_bytes,

@@ -78,11 +78,7 @@ def main() -> None:
         os.environ["NCCL_HOSTID"] = f"wfbp-test-{MPI.COMM_WORLD.rank}"
     jax.config.update("jax_cuda_visible_devices", "0")
     jax.config.update("jax_default_matmul_precision", "highest")
-    wfbp.init(
-        config=Config(
-            warmup_steps=1, profile_steps=2, trial_steps=1, trial_min_s=0.0, probe_budget_s=0.1
-        )
-    )
+    wfbp.init(config=Config(warmup_steps=1, profile_steps=2, trial_steps=1, probe_budget_s=0.1))
     rank = wfbp.rank()
     mine = slice(rank * BATCH, (rank + 1) * BATCH)
     adam = optax.adam(1e-2, eps=1e-4)

@@ -176,9 +176,7 @@ def main() -> None:
     import wfbp.torch as wfbp
     from wfbp.config import Config
 
-    quick = Config(
-        warmup_steps=1, profile_steps=2, trial_steps=1, trial_min_s=0.0, probe_budget_s=0.1
-    )
+    quick = Config(warmup_steps=1, profile_steps=2, trial_steps=1, probe_budget_s=0.1)
     wfbp.init(config=quick)
     found = public_operations(library)
     found["operations among steps"] = operations_among_steps()

@@ -9,7 +9,7 @@ import torch
 
 from tests.parallel.programs.torch import equality, further_optimizers
 from tests.parallel.runs import outcome
-from wfbp.core.types import ALL_REDUCE_SCHEDULES as ALL_REDUCE
+from wfbp.core.planners import ALL_REDUCE_SCHEDULES as ALL_REDUCE
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(400)]
 

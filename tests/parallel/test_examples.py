@@ -36,7 +36,7 @@ RUNS = {
     4: (*map(digits, SCHEDULES[4]),),
 }
 """What runs in one job, by number of ranks."""
-SOON = (("WFBP_TRIAL_MIN_S", "0"), ("WFBP_TRIAL_STEPS", "1"))
+SOON = (("WFBP_TRIAL_STEPS", "1"),)
 """Plans are chosen within the steps that there are, however slow the machine is."""
 
 

@@ -28,7 +28,6 @@ GPT = (
 )
 """At two ranks, and alone."""
 SOON = (
-    ("WFBP_TRIAL_MIN_S", "0"),
     ("WFBP_TRIAL_STEPS", "1"),
     ("XLA_FLAGS", "--xla_backend_optimization_level=0"),
 )

@@ -16,7 +16,6 @@ QUICK = Config(
     warmup_steps=1,
     profile_steps=1,
     trial_steps=1,
-    trial_min_s=0.0,
     probe_budget_s=0.01,
     timeout_s=60.0,
     abort_grace_s=1.0,

@@ -50,7 +50,7 @@ def test_other_variables_are_not_read() -> None:
         ("WFBP_TIMEOUT_S", "0", "at least"),
         ("WFBP_TIMEOUT_S", "1e10", r"at least 0.01 and at most 1e\+09"),
         ("WFBP_ABORT_GRACE_S", "inf", r"at least 0.0 and at most 1e\+09"),
-        ("WFBP_TRIAL_MIN_S", "1e400", "at least 0.0 and not infinite"),
+        ("WFBP_PROBE_BUDGET_S", "1e400", "at least 0.0 and not infinite"),
         ("WFBP_REPLAN_THRESHOLD", "-0.1", "at least 0"),
         ("WFBP_LOG_LEVEL", "loud", "warning"),
         ("WFBP_SCHEDULE", "foo", "schedule is 'foo'; expected one of auto, .*oasr"),

@@ -18,7 +18,7 @@ from wfbp.core.plan import Plan
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation
 
-__all__ = ["GroupTiming", "Timeline", "iteration_by_kappa", "iteration_s", "timeline"]
+__all__ = ["GroupTiming", "IterationForecast", "iteration_by_kappa", "iteration_s", "timeline"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class IterationForecast:
     """The prediction for one iteration.
 
     Args:
@@ -206,7 +206,7 @@ class Timeline:
         return ratio_to_lower_bound(self.iteration_s, self.lower_bound_s)
 
 
-def timeline(plan: Plan, trace: Trace, costs: Costs) -> Timeline:
+def timeline(plan: Plan, trace: Trace, costs: Costs) -> IterationForecast:
     """Predict one steady iteration on one in-order channel.
 
     The channel carries the groups of backward in order, then those of forward. Forward starts
@@ -246,7 +246,7 @@ def timeline(plan: Plan, trace: Trace, costs: Costs) -> Timeline:
         replace(g, ready_s=start_s, start_s=start_s + g.start_s, end_s=start_s + g.end_s)
         for g in forward.groups
     )
-    return Timeline(
+    return IterationForecast(
         groups=backward.groups + gathers,
         backward_end_s=backward.compute_end_s,
         iteration_s=iteration_s,

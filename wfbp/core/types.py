@@ -17,18 +17,6 @@ ITEM_BYTES: dict[str, int] = {
 }
 """Bytes per element of every element type that travels between ranks, by its name."""
 
-AUTO = "auto"
-"""The schedule that measures which of the others is fastest."""
-
-ALL_REDUCE_SCHEDULES = ("wfbp", "single", "threshold", "mgwfbp", "oasr")
-"""Schedules whose plans use all-reduce alone, and so need nothing of the next forward."""
-
-DECOUPLED_SCHEDULES = ("ps", "ps_layerwise", "ipart", "dear", "independent", "hybrid")
-"""Schedules that may reduce-scatter in backward and all-gather in the next forward."""
-
-SCHEDULES = (AUTO, *ALL_REDUCE_SCHEDULES, *DECOUPLED_SCHEDULES)
-"""Every schedule; ``wfbp.core.planners.PLANNERS`` has the planners of all but ``auto``."""
-
 
 class Op(enum.Enum):
     """How contributions of the ranks are combined.

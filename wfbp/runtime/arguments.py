@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
-from wfbp.core.planners.dear import ThresholdSearch
+from wfbp.core.planners import check_schedule
 from wfbp.core.types import WIRE_DTYPES, Op, TensorSpec
-from wfbp.runtime.tuning.candidates import check_schedule
 
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 
@@ -56,8 +55,6 @@ class EngineOptions:
             ValueError: the argument, what it is, and what it may be.
         """
         check_schedule(self.schedule, self.decouples, user)
-        if self.schedule == "dear":
-            ThresholdSearch()  # a missing library is an error now and not in the middle of training
         _check_whole("threshold_bytes", self.threshold_bytes)
         _check_whole("backward_passes_per_step", self.passes)
         if self.threshold_bytes < 1:

@@ -275,7 +275,6 @@ SHARED = (
     "warmup_steps",
     "profile_steps",
     "trial_steps",
-    "trial_min_s",
     "replan_threshold",
     "probe_budget_s",
     "timeline",

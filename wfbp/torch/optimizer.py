@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from wfbp.core.planners import check_schedule
 from wfbp.core.types import Op
 from wfbp.deprecation import warn_renamed
 from wfbp.runtime import process, signals
@@ -23,7 +24,6 @@ from wfbp.runtime.collectives.operations import Adasum
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.collectives.request import Adaptive, Reduction
 from wfbp.runtime.runtime import Runtime
-from wfbp.runtime.tuning.candidates import check_schedule
 from wfbp.torch import gradient_sync, tensors
 from wfbp.torch.adasum import AdasumOptimizerBase
 from wfbp.torch.clipping import Limit

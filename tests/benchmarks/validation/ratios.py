@@ -12,7 +12,7 @@ from wfbp.core.bound import lower_bound_s
 from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.plan import Plan
 from wfbp.core.planners import dear_search, plan
-from wfbp.core.timeline import Timeline, backward_phase, timeline
+from wfbp.core.timeline import IterationForecast, backward_phase, timeline
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import Operation, TensorSpec
 from wfbp.sim.scaling import scale
@@ -84,7 +84,7 @@ def planned(name: str, trace: Trace, costs: Costs) -> Plan:
     return plan(name, trace, costs, **options)
 
 
-def predicted(name: str, trace: Trace, costs: Costs) -> Timeline:
+def predicted(name: str, trace: Trace, costs: Costs) -> IterationForecast:
     """The iteration under the plan of a column."""
     return timeline(planned(name, trace, costs), trace, costs)
 

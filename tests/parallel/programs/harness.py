@@ -41,7 +41,6 @@ def _short(schedule: str) -> Config:
         warmup_steps=1,
         profile_steps=1,
         trial_steps=1,
-        trial_min_s=0.0,
         timeout_s=60.0,
         probe_budget_s=0.02,
     )

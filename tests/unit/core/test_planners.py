@@ -12,10 +12,10 @@ from tests.support import reference
 from wfbp.cli.inputs import EXAMPLE_TRACES
 from wfbp.core.bound import lower_bound_s
 from wfbp.core.cost import CostModel, Costs, LinearCost
+from wfbp.core.planners import ALL_REDUCE_SCHEDULES as ALL_REDUCE
 from wfbp.core.planners import PLANNERS, plan
 from wfbp.core.timeline import timeline
 from wfbp.core.trace import Trace, TraceTensor
-from wfbp.core.types import ALL_REDUCE_SCHEDULES as ALL_REDUCE
 from wfbp.core.types import TensorSpec
 
 DECOUPLED = ("ps", "ps_layerwise", "ipart", "dear", "independent")
@@ -38,6 +38,14 @@ def uniform(num_tensors: int, gap_s: float) -> Trace:
 
 def test_registry_names() -> None:
     assert list(PLANNERS) == [*ALL_REDUCE, *DECOUPLED, "hybrid"]
+    for name, entry in PLANNERS.items():
+        options = {"threshold_bytes": 100} if entry.takes_threshold else {}
+        trace, costs = uniform(9, 1.0), Costs(LinearCost(2.0, 1e-3))
+        made = entry.planner(trace, costs, **options)
+        assert made.schedule == name
+        assert entry.decouples or not made.decoupled
+        other = entry.planner(uniform(9, 0.1), Costs(LinearCost(0.1, 1e-2)), **options)
+        assert entry.measures or made == other
 
 
 def test_unknown_schedule_lists_the_known() -> None:

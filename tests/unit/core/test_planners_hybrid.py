@@ -15,13 +15,12 @@ from tests.unit.core.test_planners_decoupled import random_costs
 from wfbp.core.bound import lower_bound_s
 from wfbp.core.cost import Costs, LinearCost, PiecewiseCost
 from wfbp.core.planners import PLANNERS, plan
-from wfbp.core.planners.hybrid import DECOUPLING, REDUCING, shared_modes
+from wfbp.core.planners.hybrid import shared_modes
 from wfbp.core.planners.partition_optimizer import PartitionOptimizer
 from wfbp.core.planners.plan_builder import plan_of_phases
 from wfbp.core.timeline import iteration_s, timeline
 from wfbp.core.trace import Trace, TraceTensor
-from wfbp.core.types import ALL_REDUCE_SCHEDULES as ALL_REDUCE
-from wfbp.core.types import AUTO, SCHEDULES, Operation, TensorSpec
+from wfbp.core.types import Operation, TensorSpec
 
 EITHER = (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER)
 
@@ -41,13 +40,6 @@ def check_never_worse(trace: Trace, costs: Costs) -> None:
         assert found.iteration_s <= exact * 1.0011
         shortest = iteration_s(plan("hybrid", trace, costs, tolerance=0), trace, costs)
         assert shortest <= exact * (1 + 1e-9)
-
-
-def test_knows_every_other_planner() -> None:
-    rivals = {PLANNERS[name] for name in PLANNERS if name != "hybrid"}
-    assert rivals == {*REDUCING, *DECOUPLING}
-    assert tuple(PLANNERS[name] for name in ALL_REDUCE) == REDUCING
-    assert set(PLANNERS) == set(SCHEDULES) - {AUTO}
 
 
 @pytest.mark.parametrize("linear", [True, False], ids=["linear", "piecewise"])

@@ -20,7 +20,7 @@ from wfbp.core.timeline import timeline
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import TensorSpec
 
-oasr = PLANNERS["oasr"]
+oasr = PLANNERS["oasr"].planner
 
 
 def check_against_all_partitions(

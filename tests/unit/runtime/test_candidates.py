@@ -14,10 +14,11 @@ from wfbp.core import planners
 from wfbp.core.cost import Costs, LinearCost, PiecewiseCost
 from wfbp.core.fit import fit_kappa
 from wfbp.core.plan import Plan
+from wfbp.core.planners import ALL_REDUCE_SCHEDULES
+from wfbp.core.planners import DECOUPLED_SCHEDULES as DECOUPLED
 from wfbp.core.timeline import iteration_s
 from wfbp.core.trace import Trace, TraceTensor
-from wfbp.core.types import ALL_REDUCE_SCHEDULES, TensorSpec
-from wfbp.core.types import DECOUPLED_SCHEDULES as DECOUPLED
+from wfbp.core.types import TensorSpec
 from wfbp.runtime.tuning.candidates import (
     auto_candidates,
     further_candidates,
@@ -40,16 +41,18 @@ def test_candidates_of_random_traces(decoupled: bool) -> None:
         costs = Costs(reference.random_cost(rng, linear=number % 2 == 0))
         found = auto_candidates(trace, costs, THRESHOLD_BYTES, decoupled)
         assert len({(p.groups, p.overlap) for p in found}) == len(found)
-        assert found[0].groups == make("threshold", trace, costs, THRESHOLD_BYTES).groups
+        assert len(found) <= 8
 
         names = [n for n in planners.PLANNERS if decoupled or n in ALL_REDUCE_SCHEDULES]
         rivals = [make(n, trace, costs, THRESHOLD_BYTES) for n in names if not n.startswith("ps")]
         best_s = min(iteration_s(p, trace, costs) for p in rivals)
         predicted = [iteration_s(p, trace, costs) for p in found]
         assert min(predicted) <= best_s * (1 + 1e-12)
-        assert max(predicted[1:], default=0.0) < 1.5 * best_s
+        assert max(predicted) < 1.5 * best_s
 
-        # Of each kind the best comes first, all-reduce before what moves optimizer state.
+        # The simplest comes first; then of each kind the best, and all-reduce before what moves
+        # optimizer state.
+        assert len(found[0].groups) == min(len(p.groups) for p in found)
         order = [(decouples(p), s) for p, s in zip(found[1:], predicted[1:], strict=True)]
         assert order == sorted(order)
         assert not {p.schedule for p in found} & {"ps", "ps_layerwise"}
@@ -82,7 +85,7 @@ def test_what_leaves_behind_backward_is_among_them() -> None:
         late = [p for p in found if not p.overlap]
         assert len(late) == 1
         assert not decouples(late[0])
-        assert len(late[0].groups) < len(found[0].groups)
+        assert len(late[0].groups) < max(len(p.groups) for p in found)
 
 
 def large(num_tensors: int, dtypes: tuple[str, ...] = ("float32",)) -> tuple[Trace, Costs]:
@@ -126,5 +129,5 @@ def test_planning_for_thousands_of_tensors_hardly_holds_training_up() -> None:
     found = auto_candidates(trace, costs, 25 * 2**20, decouples=True)
     learnt_s = [(p, 1.2 * iteration_s(p, trace, costs)) for p in found]
     kappa = fit_kappa(trace, costs, learnt_s)
-    further_candidates(found, found[0], trace, replace(costs, kappa=kappa), decouples=True)
+    further_candidates(found, trace, replace(costs, kappa=kappa), decouples=True)
     assert time.process_time() - begin_s < 2.5

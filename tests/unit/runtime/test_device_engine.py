@@ -22,7 +22,7 @@ from tests.support.trainer import address, make_specs, mean
 from wfbp.comm import probe
 from wfbp.comm.device.memory import DeviceMemory
 from wfbp.config import Config
-from wfbp.core.types import DECOUPLED_SCHEDULES as DECOUPLED
+from wfbp.core.planners import DECOUPLED_SCHEDULES as DECOUPLED
 from wfbp.core.types import Op
 from wfbp.errors import WfbpError
 from wfbp.runtime.runtime import Runtime

@@ -21,16 +21,16 @@ from wfbp.comm.emulated import EmulatedLink
 from wfbp.config import Config
 from wfbp.core.cost import Costs, PiecewiseCost
 from wfbp.core.plan import Plan
+from wfbp.core.planners import DECOUPLED_SCHEDULES as DECOUPLED
 from wfbp.core.planners import plan as make_plan
 from wfbp.core.trace import Trace
-from wfbp.core.types import DECOUPLED_SCHEDULES as DECOUPLED
 from wfbp.core.types import Op, Operation
 from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.buffers import shard_range
 from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.tuning import trial
-from wfbp.runtime.tuning.trial import EliminationTrial, Times
+from wfbp.runtime.tuning.trial import Trial
 
 
 class Updater(Trainer):
@@ -276,14 +276,13 @@ def test_a_trial_leaves_no_memory_of_gradients_that_its_winner_does_not_gather(
     def candidates(trace: Trace, costs: Costs, *_: object) -> list[Plan]:
         return [make_plan(schedule, trace, costs) for schedule in ("independent", "wfbp")]
 
-    def conclude(trial: EliminationTrial, ranks: Sequence[Times]) -> Plan:
-        actual_conclude(trial, ranks)
+    def chosen(trial: Trial, _: object) -> Plan:
         return next(plan for plan in trial.plans if plan.schedule == winner)
 
-    actual_conclude = EliminationTrial.conclude
     monkeypatch.setattr("wfbp.runtime.tuning.tuner.auto_candidates", candidates)
     monkeypatch.setattr("wfbp.runtime.tuning.tuner.further_candidates", lambda *_: [])
-    monkeypatch.setattr(EliminationTrial, "conclude", conclude)
+    monkeypatch.setattr(Trial, "narrow", lambda *_: False)
+    monkeypatch.setattr(Trial, "winner", chosen)
 
     def body(runtime: Runtime) -> int:
         trainer = Trainer(runtime, make_specs([5, 6, 7]), schedule="auto", decouples=True)

@@ -1,14 +1,17 @@
 """The planners, by the names under which users know their schedules.
 
-A planner is a pure function: the same trace and costs give the same plan on every rank.
+A planner is a pure function: the same trace and costs give the same plan on every rank. To add one,
+write the function and add a row to :data:`PLANNERS`; everything else is derived from the table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from wfbp.core.checks import one_of
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.planners.baselines import (
@@ -20,35 +23,90 @@ from wfbp.core.planners.baselines import (
     single,
     threshold,
 )
-from wfbp.core.planners.dear import dear, dear_search
+from wfbp.core.planners.dear import ThresholdSearch, dear, dear_search
 from wfbp.core.planners.exact import independent, oasr
 from wfbp.core.planners.hybrid import hybrid
 from wfbp.core.trace import Trace
 
-__all__ = ["KEEPING", "PLANNERS", "Planner", "dear_search", "plan"]
+__all__ = ["AUTO", "PLANNERS", "SCHEDULES", "PlannerEntry", "check_schedule", "dear_search", "plan"]
 
-Planner = Callable[..., Plan]
-"""A function ``(trace, costs, **options) -> Plan``."""
 
-PLANNERS: Mapping[str, Planner] = MappingProxyType(
+@dataclass(frozen=True, slots=True)
+class PlannerEntry:
+    """A planner, and what others need to know of it.
+
+    Args:
+        planner: a function ``(trace, costs, **options) -> Plan``.
+        decouples: it reduce-scatters in backward and all-gathers in the next forward; else it
+            all-reduces only.
+        measures: it looks at times and costs; else at sizes only, so it can plan the first step.
+        takes_threshold: it has the option ``threshold_bytes``.
+        slow: its time grows with the square of the number of tensors, so the runtime joins
+            neighbors in large models.
+        baseline: it is there for comparison, and ``auto`` does not try it.
+        search: makes a search for the best ``threshold_bytes`` by measured iterations.
+    """
+
+    planner: Callable[..., Plan]
+    decouples: bool = False
+    measures: bool = True
+    takes_threshold: bool = False
+    slow: bool = False
+    baseline: bool = False
+    search: Callable[[int], ThresholdSearch] | None = None
+
+
+PLANNERS: Mapping[str, PlannerEntry] = MappingProxyType(
     {
-        "wfbp": per_tensor,
-        "single": single,
-        "threshold": threshold,
-        "mgwfbp": mgwfbp,
-        "oasr": oasr,
-        "ps": parameter_server,
-        "ps_layerwise": parameter_server_layerwise,
-        "ipart": ipart,
-        "dear": dear,
-        "independent": independent,
-        "hybrid": hybrid,
+        "wfbp": PlannerEntry(per_tensor, measures=False),
+        "single": PlannerEntry(single, measures=False),
+        "threshold": PlannerEntry(threshold, measures=False, takes_threshold=True),
+        "mgwfbp": PlannerEntry(mgwfbp),
+        "oasr": PlannerEntry(oasr, slow=True),
+        "ps": PlannerEntry(parameter_server, decouples=True, measures=False, baseline=True),
+        "ps_layerwise": PlannerEntry(
+            parameter_server_layerwise, decouples=True, measures=False, baseline=True
+        ),
+        "ipart": PlannerEntry(ipart, decouples=True, slow=True),
+        "dear": PlannerEntry(
+            dear, decouples=True, measures=False, takes_threshold=True, search=ThresholdSearch
+        ),
+        "independent": PlannerEntry(independent, decouples=True, slow=True),
+        "hybrid": PlannerEntry(hybrid, decouples=True, slow=True),
     }
 )
 """Every planner by the name of its schedule."""
 
-KEEPING = (oasr, independent)
-"""Planners that keep their latest plans (``functools.lru_cache``)."""
+AUTO = "auto"
+"""The schedule that measures which of the others is fastest."""
+
+ALL_REDUCE_SCHEDULES = tuple(name for name, entry in PLANNERS.items() if not entry.decouples)
+"""Schedules whose plans only all-reduce, and so need nothing of the next forward."""
+
+DECOUPLED_SCHEDULES = tuple(name for name, entry in PLANNERS.items() if entry.decouples)
+"""Schedules that may reduce-scatter in backward and all-gather in the next forward."""
+
+SCHEDULES = (AUTO, *PLANNERS)
+"""Every schedule."""
+
+
+def check_schedule(schedule: str, decouples: bool, user: str = "") -> None:
+    """Raise unless the schedule exists and can be used.
+
+    Args:
+        schedule: a key of :data:`PLANNERS`, or ``auto``.
+        decouples: whether the caller can use schedules that decouple all-reduce.
+        user: what needs whole gradients otherwise, for the message.
+
+    Raises:
+        ValueError: no such schedule, or it decouples and the caller needs whole gradients.
+        ImportError: the schedule needs an extra that is not installed.
+    """
+    known = SCHEDULES if decouples else (AUTO, *ALL_REDUCE_SCHEDULES)
+    needs_whole = f": {user or 'the caller'} needs whole gradients"
+    one_of("schedule", schedule, known, needs_whole if schedule in DECOUPLED_SCHEDULES else "")
+    if schedule != AUTO and (search := PLANNERS[schedule].search):
+        search(1)  # a missing library is an error now and not in the middle of training
 
 
 def plan(schedule: str, trace: Trace, costs: Costs, **options: Any) -> Plan:
@@ -58,7 +116,7 @@ def plan(schedule: str, trace: Trace, costs: Costs, **options: Any) -> Plan:
         schedule: a key of :data:`PLANNERS`.
         trace: sizes and compute times of one step.
         costs: of the channel.
-        options: what the planner takes beside, as ``threshold_bytes``.
+        options: of the planner, such as ``threshold_bytes``.
 
     Returns:
         The plan.
@@ -77,4 +135,4 @@ def plan(schedule: str, trace: Trace, costs: Costs, **options: Any) -> Plan:
     if schedule not in PLANNERS:
         known = ", ".join(PLANNERS)
         raise ValueError(f"schedule {schedule!r} is not known; known are {known}")
-    return PLANNERS[schedule](trace, costs, **options)
+    return PLANNERS[schedule].planner(trace, costs, **options)

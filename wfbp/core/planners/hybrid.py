@@ -14,18 +14,7 @@ import numpy.typing as npt
 
 from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.plan import Plan
-from wfbp.core.planners.baselines import (
-    ipart,
-    mgwfbp,
-    parameter_server,
-    parameter_server_layerwise,
-    per_tensor,
-    single,
-    threshold,
-)
 from wfbp.core.planners.coarsening import coarsened, even_progress, refined, spread_boundaries
-from wfbp.core.planners.dear import dear
-from wfbp.core.planners.exact import independent, oasr
 from wfbp.core.planners.optimum import PRECISION, ROUNDING, TOLERANCE, check_tolerance
 from wfbp.core.planners.partition import Modes, all_by
 from wfbp.core.planners.partition_optimizer import (
@@ -176,19 +165,6 @@ def _least(
             return best, scores[best]
 
 
-Planner = Callable[[Trace, Costs], Plan]
-
-REDUCING: tuple[Planner, ...] = (per_tensor, single, threshold, mgwfbp, oasr)
-"""Planners that all-reduce everything."""
-DECOUPLING: tuple[Planner, ...] = (
-    parameter_server,
-    parameter_server_layerwise,
-    ipart,
-    dear,
-    independent,
-)
-"""Planners that scatter and gather everything."""
-
 SEARCH_PRECISION = 1e-4
 """How exactly iterations are worked out while modes are compared."""
 MIXED_PRECISION = 1e-6
@@ -232,6 +208,8 @@ def hybrid(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> Plan:
         >>> sorted({g.operation.value for g in made.groups})
         ['all_gather', 'all_reduce', 'reduce_scatter']
     """
+    from wfbp.core.planners import PLANNERS  # here, because the table imports this module
+
     check_tolerance(tolerance)
     partition_optimizer = PartitionOptimizer(trace, costs)
     num_tensors = len(trace.tensors)
@@ -249,8 +227,13 @@ def hybrid(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> Plan:
     # With one element type no planner of a family beats the family's optimum.
     one_type = len({t.spec.dtype for t in trace.tensors}) == 1
     plans: list[Plan] = []
-    for optimum, family in ((reduced, REDUCING), (decoupled, DECOUPLING)):
+    for optimum in (reduced, decoupled):
         if not one_type or optimum.seconds * (1.0 - 2 * PRECISION) <= latest_s:
+            family = [
+                entry.planner
+                for name, entry in PLANNERS.items()
+                if name != "hybrid" and entry.decouples is (optimum is decoupled)
+            ]
             plans += [planner(trace, costs) for planner in family]
     latest_s = min([latest_s, *(iteration_s(plan, trace, costs) for plan in plans)])
     plans += [plan_of_partitions("hybrid", trace, partitions) for partitions in candidates]

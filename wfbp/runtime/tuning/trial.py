@@ -1,230 +1,136 @@
-"""Trials: which of several plans is fastest in reality.
+"""A trial: which of several plans is fastest in reality, decided in rounds.
 
-A trial goes in rounds. In each, every plan of :attr:`plans` runs for :attr:`num_steps` steps; then
-the ranks exchange their times, and :meth:`Trial.conclude` ends the trial with the fastest plan, or
-begins another round, perhaps of fewer plans.
+In each round every plan still in the trial runs for a few steps, in every other round in reverse
+order, so that a machine whose speed changes slowly favors no plan. A disturbance slows down a whole
+round, or one plan in one round. So plans are compared round by round, and medians count:
+
+    d[i, r] = log(median time of plan i in round r) - log(the same of the best plan)
+    d[i]    = median over rounds of d[i, r]; the prediction counts as one more round
+    se[i]   = 1.25 * spread of d[i, r] / sqrt(rounds)
+
+(1.25 is the ratio of the standard errors of a median and a mean; the spread is 1.48 times the
+median absolute deviation.) After each round, the plans that are slower than the best one by more
+than two standard errors leave. If the remaining steps are too few for all, the fastest stay.
+
+After Even-Dar, Mannor and Mansour, "Action elimination and stopping conditions for the multi-armed
+bandit", JMLR 7 (2006), with medians, because iteration times have heavy tails.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Protocol
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 
-from wfbp.core.elimination import Rule, SuccessiveElimination
 from wfbp.core.plan import Plan
-from wfbp.core.planners.dear import ThresholdSearch
 
-_NOISE = 0.01
-_NUM_SEARCHED = 10
-_MOST_COLD = 3
-_LIMITS = (0.15, 0.1, 0.08, 0.06)
-"""By round: who is slower than the fastest by more is dropped where steps are limited. By
-simulation, docs/benchmarks/regret.md."""
-_LEAST_NARROWED = 3
-"""But one round alone does not decide."""
-
-Times = Sequence[Sequence[float]]
-"""Seconds per iteration: by plan of the round, then by step."""
-
-
-class Candidate:
-    """A plan, and the seconds that its iterations took."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self._rounds: list[list[float]] = []
-
-    def add(self, times_s: Sequence[float]) -> None:
-        """Take in a round, of at least one iteration."""
-        self._rounds.append(list(times_s))
-
-    @property
-    def num_rounds(self) -> int:
-        """Rounds taken in."""
-        return len(self._rounds)
-
-    @property
-    def measured_s(self) -> float:
-        """The median over rounds of their medians: one that was disturbed changes little."""
-        return statistics.median(map(statistics.median, self._rounds))
+COLD_STEPS = 1
+"""Steps after a change of plans that do not count, because they find cold memory."""
+MARGIN = 0.015
+"""A relative difference that does not matter."""
+FIRST_LIMIT = 0.12
+"""After one round, plans that are slower than the best one by more leave; after n rounds, by this
+over the root of n. So slow plans leave early, while the noise is not yet known."""
+NUM_FINALISTS = 3
+"""So many plans stay in any case, until the noise is known."""
+_NOISE_ROUNDS = 3
+_NUM_ERRORS = 2.0
+_MEDIAN_ERROR = 1.2533
+_NORMAL_MAD = 1.4826
 
 
-Forecast = Callable[[Sequence[Candidate]], Sequence[float]]
-
-
-class Trial(Protocol):
-    """A comparison of plans. Used by one thread."""
-
-    plans: list[Plan]
-    num_steps: int
-    candidates: list[Candidate]
-    spent_s: float
-    """Seconds that its rounds took, steps that do not count included, about."""
-    undecided: list[Plan]
-    """Of a trial that is over, plans that might be as fast as the chosen one."""
-
-    def conclude(self, ranks: Sequence[Times]) -> Plan | None:
-        """End a round, given each rank's times: the fastest plan, or None for another round."""
-
-
-def num_cold(num_steps: int) -> int:
-    """Steps behind a change of plans that do not count, as they find cold memory; more where steps
-    are short, and so many are measured."""
-    return max(1, min(_MOST_COLD, num_steps // 2))
-
-
-class EliminationTrial:
-    """Drops the slower plans from round to round: see :mod:`wfbp.core.elimination`.
-
-    The trial ends when :class:`~wfbp.core.elimination.SuccessiveElimination` says so (one plan is
-    left, none can be faster by more than its margin, or it has had its rounds), or when the steps
-    and seconds are used up. Rounds are short, and every other one runs in the reverse order, so
-    that a machine that slowly changes favours no plan. Differences within noise decide nothing: see
-    :func:`_preferred`.
+class Trial:
+    """The comparison of some plans, known by their digests. Equal times lead to equal decisions.
 
     Args:
-        plans: at least one; the first is in use.
-        num_steps: for each plan in two rounds.
-        forecast: predicts the seconds per iteration of each candidate, given what was measured so
-            far. Where plans have to leave early, that counts as one more round.
-        most_steps: of the whole trial, about; at least the first round is run. Where that is too
-            few for all plans, those that seem slow by the first rounds leave early, and become
-            :attr:`undecided`.
-        most_s: seconds of the whole trial, about, if those are more steps.
+        plans: at least one; the first stays unless another one wins by more than the noise.
+        num_steps: steps per plan and round that count.
+        max_steps: of the whole trial; at least the first round is run.
     """
 
-    def __init__(
-        self,
-        plans: Sequence[Plan],
-        num_steps: int,
-        most_steps: int | None = None,
-        most_s: float = 0.0,
-        forecast: Forecast = lambda _: (),
-    ) -> None:
-        self.candidates = [Candidate(plan) for plan in plans]
-        self._forecast = forecast
-        self.num_steps = (num_steps + 1) // 2
-        self.undecided: list[Plan] = []
-        self._steps_left = most_steps
-        self._seconds_left = most_s
-        self.spent_s = 0.0
-        # Where few steps are wanted, or affordable because they are long, rounds are few, too.
-        rule = Rule()
-        most = min(rule.most_rounds, 2 * num_steps)
-        least = min(rule.least_rounds, most)
-        rule = replace(rule, least_rounds=least, most_rounds=most)
-        self._rule = rule
-        self._comparison = SuccessiveElimination(len(plans), rule)
-        self._forward = False
-        self._begin()
+    def __init__(self, plans: Iterable[Plan], num_steps: int, max_steps: int) -> None:
+        self.plans = list(plans)
+        """The plans of the next round, in the order in which they run."""
+        self.tried = list(self.plans)
+        """Every plan that ever took part, the newest last."""
+        self.num_rounds = 0
+        self._visit_steps = COLD_STEPS + num_steps
+        self._steps_left = max_steps
+        self._logs: dict[str, dict[int, float]] = {plan.digest: {} for plan in self.plans}
 
-    def conclude(self, ranks: Sequence[Times]) -> Plan | None:
-        times = _slowest(ranks)
-        if not self._forward:
-            times.reverse()
-        running = [self.candidates[k] for k in self._comparison.alive]
-        for candidate, seconds in zip(running, times, strict=True):
-            candidate.add(seconds)
-        decided = self._comparison.add(times)
-        each_s = [statistics.median(seconds) * self._num_run for seconds in times]
-        self.spent_s += sum(each_s)
-        self._seconds_left -= sum(each_s)
-        if not decided and self._affordable(each_s):
-            self._begin()
-            return None
-        equal = [self.candidates[k] for k in self._comparison.equal]
-        chosen = _preferred(equal, self.candidates[0])
-        if not decided:
-            alive = [self.candidates[k].plan for k in self._comparison.alive]
-            self.undecided[:0] = [plan for plan in alive if plan is not chosen]
-        return chosen
+    def add_round(self, times_s: Sequence[Sequence[float]]) -> None:
+        """Take in the seconds per iteration of each of :attr:`plans`."""
+        for plan, times in zip(self.plans, times_s, strict=True):
+            self._logs[plan.digest][self.num_rounds] = math.log(median(times))
+        self.num_rounds += 1
+        self._steps_left -= self._visit_steps * len(self.plans)
 
     @property
-    def _num_run(self) -> int:
-        """Steps of a plan in a round."""
-        return self.num_steps + num_cold(self.num_steps)
+    def measured_s(self) -> dict[str, float]:
+        """Median over rounds of each plan that was measured."""
+        return {key: math.exp(median(x.values())) for key, x in self._logs.items() if x}
 
-    def _affordable(self, each_s: Sequence[float]) -> bool:
-        """Whether the steps and seconds left suffice for another round, if need be with fewer
-        plans.
+    def narrow(self, forecasts_s: Mapping[str, float], newcomers: Iterable[Plan] = ()) -> bool:
+        """Drop slow plans after a round, and let new ones join; False when the trial is over.
 
-        ``each_s`` is how long each plan of the round took.
+        Args:
+            forecasts_s: predicted seconds per iteration of :attr:`plans`.
+            newcomers: plans to compare from here on.
         """
-        if self._steps_left is None:
-            return True
-        self._steps_left -= self._num_run * len(each_s)
-        num_affordable = max(
-            self._steps_left // self._num_run,
-            int(self._seconds_left / max(statistics.fmean(each_s), 1e-9)),
-        )
-        num_rounds = self._comparison.num_rounds
-        num_wanted = len(self._comparison.alive) * max(1, self._rule.least_rounds - num_rounds)
-        if num_affordable >= num_wanted:
-            return True
-        if num_affordable < 2:
+        slower = self._slower(forecasts_s)
+        errors = self._errors(slower)
+        limit = FIRST_LIMIT / math.sqrt(self.num_rounds)
+        order = sorted(self.plans, key=lambda plan: slower[plan.digest])
+        num_kept = sum(slower[key] <= max(MARGIN, min(limit, errors[key])) for key in slower)
+        if self.num_rounds < _NOISE_ROUNDS:
+            num_kept = max(num_kept, NUM_FINALISTS)
+        new = [plan for plan in newcomers if plan.digest not in self._logs]
+        affordable = self._steps_left // self._visit_steps
+        if affordable < 2 or len(order[:num_kept]) + len(new) < 2:
             return False
-        limit = _LIMITS[min(num_rounds, len(_LIMITS)) - 1]
-        dropped = self._comparison.narrow(
-            limit, num_affordable, _LEAST_NARROWED, self._forecast(self.candidates)
-        )
-        self.undecided += [self.candidates[k].plan for k in dropped]
-        return len(self._comparison.alive) > 1
+        new, kept = new[:affordable], order[:num_kept][: max(affordable - len(new), 0)]
+        self.tried += new
+        self._logs.update({plan.digest: {} for plan in new})
+        self.plans = [plan for plan in reversed(self.plans) if plan in kept] + new
+        return True
 
-    def _begin(self) -> None:
-        self._forward = not self._forward
-        self.plans = [self.candidates[k].plan for k in self._comparison.alive]
-        if not self._forward:
-            self.plans.reverse()
+    def winner(self, forecasts_s: Mapping[str, float]) -> Plan:
+        """The fastest plan; the first one if that is as fast, within the noise."""
+        slower = self._slower(forecasts_s)
+        first = self.tried[0]
+        if first in self.plans:
+            noise = self._errors(slower)[first.digest] / _NUM_ERRORS
+            if slower[first.digest] <= max(MARGIN, noise):
+                return first
+        return min(self.plans, key=lambda plan: slower[plan.digest])
 
+    def _slower(self, forecasts_s: Mapping[str, float]) -> dict[str, float]:
+        """d[i] of the plans of the last round."""
+        keys = [plan.digest for plan in self.plans]
+        rounds = [
+            {key: self._logs[key][number] for key in keys if number in self._logs[key]}
+            for number in range(self.num_rounds)
+        ]
+        rounds.append({key: math.log(forecasts_s[key]) for key in keys})
+        middles = [median(x.values()) if x else 0.0 for x in rounds]
+        level = {
+            key: median(x[key] - m for x, m in zip(rounds, middles, strict=True) if key in x)
+            for key in keys
+        }
+        least = min(level.values())
+        return {key: log - least for key, log in level.items()}
 
-class SearchTrial:
-    """Finds DeAR's threshold by Bayesian optimisation over measured iterations.
-
-    ``make`` makes a plan with a threshold; ``first_bytes`` is tried first. Needs the ``search``
-    extra.
-    """
-
-    def __init__(self, make: Callable[[int], Plan], first_bytes: int, num_steps: int) -> None:
-        self.candidates: list[Candidate] = []
-        self.undecided: list[Plan] = []
-        self.spent_s = 0.0
-        self.num_steps = num_steps
-        self._make = make
-        self._search = ThresholdSearch(first_bytes)
-        self._begin()
-
-    def conclude(self, ranks: Sequence[Times]) -> Plan | None:
-        latest = self.candidates[-1]
-        (times,) = _slowest(ranks)
-        latest.add(times)
-        self._search.tell(latest.measured_s)
-        if len(self.candidates) < _NUM_SEARCHED:
-            self._begin()
-            return None
-        limit_s = (1 + _NOISE) * min(c.measured_s for c in self.candidates)
-        return _preferred([c for c in self.candidates if c.measured_s <= limit_s])
-
-    def _begin(self) -> None:
-        self.candidates.append(Candidate(self._make(self._search.ask())))
-        self.plans = [self.candidates[-1].plan]
-
-
-def _slowest(ranks: Sequence[Times]) -> list[list[float]]:
-    """A step takes as long as on the slowest rank."""
-    return [
-        [max(times) for times in zip(*per_rank, strict=True)]
-        for per_rank in zip(*ranks, strict=True)
-    ]
-
-
-def _preferred(equal: Sequence[Candidate], incumbent: Candidate | None = None) -> Plan:
-    """The plan to run, of those that are equally fast within noise.
-
-    The plan in use stays; else the one with the fewest overlapping groups is taken, whose costs
-    outside of the trial are least, and of these the first, which was predicted to be the fastest.
-    """
-    if incumbent is not None and incumbent in equal:
-        return incumbent.plan
-    return min(equal, key=lambda c: len(c.plan.groups) if c.plan.overlap else 1).plan
+    def _errors(self, slower: Mapping[str, float]) -> dict[str, float]:
+        """Two standard errors of each plan's d[i]; a guess while there are too few rounds."""
+        if self.num_rounds < _NOISE_ROUNDS:
+            return dict.fromkeys(slower, FIRST_LIMIT / math.sqrt(self.num_rounds))
+        best = min(slower, key=lambda key: slower[key])
+        spreads = {}
+        for key in slower:
+            both = self._logs[key].keys() & self._logs[best].keys()
+            d = [self._logs[key][r] - self._logs[best][r] for r in both]
+            spreads[key] = _NORMAL_MAD * median(abs(x - median(d)) for x in d)
+        others = [spread for key, spread in spreads.items() if key != best]
+        usual = median(others) if others else 0.0  # of few rounds a spread may be small by chance
+        scale = _NUM_ERRORS * _MEDIAN_ERROR / math.sqrt(self.num_rounds)
+        return {key: scale * max(spread, usual) for key, spread in spreads.items()}

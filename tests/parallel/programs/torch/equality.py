@@ -39,9 +39,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "ps_layerwise": {"schedule": "ps_layerwise"},
     "replicated": {"schedule": "ps_layerwise", "optimizer_sharding": False},
 }
-CONFIG = Config(
-    warmup_steps=1, profile_steps=1, trial_steps=2, trial_min_s=0.0, probe_budget_s=0.05
-)
+CONFIG = Config(warmup_steps=1, profile_steps=1, trial_steps=2, probe_budget_s=0.05)
 MIN_STEPS = 20
 MAX_STEPS = 120
 BATCH = 6

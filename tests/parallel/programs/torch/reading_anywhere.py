@@ -193,7 +193,6 @@ def main() -> None:
         warmup_steps=1,
         profile_steps=1,
         trial_steps=1,
-        trial_min_s=0.0,
         probe_budget_s=0.05,
         timeout_s=60.0,
     )

@@ -11,7 +11,7 @@ import torch
 
 import wfbp
 import wfbp.torch
-from wfbp.core.types import ALL_REDUCE_SCHEDULES as ALL_REDUCE
+from wfbp.core.planners import ALL_REDUCE_SCHEDULES as ALL_REDUCE
 from wfbp.runtime import process
 
 Backward = Callable[[torch.nn.Module, int, int], None]
