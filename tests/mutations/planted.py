@@ -32,10 +32,10 @@ def unit(*files: str) -> tuple[str, ...]:
 
 CORE = [
     Mutation(
-        "core/elimination.py",
-        "<= max(margin, differences[i][1])",
-        "<= min(margin, differences[i][1])",
-        unit("core/test_elimination"),
+        "runtime/tuning/trial.py",
+        "<= max(MARGIN, noise)",
+        "<= min(MARGIN, noise)",
+        unit("runtime/test_trial"),
     ),
     Mutation(
         "core/sequencer.py",
@@ -156,26 +156,26 @@ RUNTIME = [
     ),
     Mutation(
         "runtime/tuning/tuner.py",
-        "return self._num_drifted >= _NUM_WINDOWS",
-        "return self._num_drifted > _NUM_WINDOWS",
+        "self._num_drifted >= _DRIFT_WINDOWS",
+        "self._num_drifted > _DRIFT_WINDOWS",
         unit("runtime/test_tuner"),
     ),
     Mutation(
         "runtime/tuning/tuner.py",
-        "if self._seen > self._num_cold:",
-        "if self._seen >= self._num_cold:",
+        "if self._steps_left < self._num_counted:",
+        "if self._steps_left <= self._num_counted:",
+        unit("runtime/test_tuner"),
+    ),
+    Mutation(
+        "runtime/tuning/tuner.py",
+        "[max(times) for times in zip(*each, strict=True)]",
+        "[min(times) for times in zip(*each, strict=True)]",
         unit("runtime/test_tuner"),
     ),
     Mutation(
         "runtime/tuning/trial.py",
-        "[max(times) for times in zip(*per_rank, strict=True)]",
-        "[min(times) for times in zip(*per_rank, strict=True)]",
-        unit("runtime/test_trial"),
-    ),
-    Mutation(
-        "runtime/tuning/trial.py",
-        "            times.reverse()\n",
-        "            pass\n",
+        "for plan in reversed(self.plans) if plan in kept",
+        "for plan in self.plans if plan in kept",
         unit("runtime/test_trial"),
     ),
     Mutation(

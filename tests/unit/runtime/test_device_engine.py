@@ -26,7 +26,7 @@ from wfbp.core.planners import DECOUPLED_SCHEDULES as DECOUPLED
 from wfbp.core.types import Op
 from wfbp.errors import WfbpError
 from wfbp.runtime.runtime import Runtime
-from wfbp.runtime.tuning import trial
+from wfbp.runtime.tuning import tuner
 from wfbp.runtime.tuning.profile import TuningPhase
 
 STEADY = Config(schedule="wfbp", warmup_steps=10**6, timeout_s=60.0)
@@ -195,7 +195,7 @@ def test_random_decoupled_programs(
             trainer.read(k, value, "at the end")
         trainer.finish()
 
-    with patch.object(trial, "_NUM_SEARCHED", 3):  # of dear, whose search takes long
+    with patch.object(tuner, "_NUM_SEARCHED", 3):  # of dear, whose search takes long
         all_well(run_ranks(size, body, QUICK))
 
 

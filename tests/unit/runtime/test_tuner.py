@@ -326,6 +326,17 @@ def test_a_lasting_change_is_measured_anew() -> None:
     assert job.phases() == ["installed"]  # the new time is the usual one now
 
 
+def test_a_change_lasts_from_its_fifth_window_on() -> None:
+    job, now = installed()
+    for _ in range(21):  # one step that does not count, and the first window
+        job.step()
+    now[0] = 1.4
+    for _ in range(5 * 20):
+        job.step()
+    assert job.phases() == ["installed"]
+    assert job.tuner.phase is TuningPhase.PROFILE
+
+
 def test_a_lasting_change_may_come_from_the_network() -> None:
     job, now = installed()
     assert not job.tuner.doubts_costs

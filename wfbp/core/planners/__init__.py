@@ -1,13 +1,14 @@
 """The planners, by the names under which users know their schedules.
 
 A planner is a pure function: the same trace and costs give the same plan on every rank. To add one,
-write the function and add a row to :data:`PLANNERS`; everything else is derived from the table.
+write the function and add a row to the table; everything else is derived from the table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -56,25 +57,26 @@ class PlannerEntry:
     search: Callable[[int], ThresholdSearch] | None = None
 
 
-PLANNERS: Mapping[str, PlannerEntry] = MappingProxyType(
-    {
-        "wfbp": PlannerEntry(per_tensor, measures=False),
-        "single": PlannerEntry(single, measures=False),
-        "threshold": PlannerEntry(threshold, measures=False, takes_threshold=True),
-        "mgwfbp": PlannerEntry(mgwfbp),
-        "oasr": PlannerEntry(oasr, slow=True),
-        "ps": PlannerEntry(parameter_server, decouples=True, measures=False, baseline=True),
-        "ps_layerwise": PlannerEntry(
-            parameter_server_layerwise, decouples=True, measures=False, baseline=True
-        ),
-        "ipart": PlannerEntry(ipart, decouples=True, slow=True),
-        "dear": PlannerEntry(
-            dear, decouples=True, measures=False, takes_threshold=True, search=ThresholdSearch
-        ),
-        "independent": PlannerEntry(independent, decouples=True, slow=True),
-        "hybrid": PlannerEntry(hybrid, decouples=True, slow=True),
-    }
-)
+_ALL_BUT_HYBRID = {
+    "wfbp": PlannerEntry(per_tensor, measures=False),
+    "single": PlannerEntry(single, measures=False),
+    "threshold": PlannerEntry(threshold, measures=False, takes_threshold=True),
+    "mgwfbp": PlannerEntry(mgwfbp),
+    "oasr": PlannerEntry(oasr, slow=True),
+    "ps": PlannerEntry(parameter_server, decouples=True, measures=False, baseline=True),
+    "ps_layerwise": PlannerEntry(
+        parameter_server_layerwise, decouples=True, measures=False, baseline=True
+    ),
+    "ipart": PlannerEntry(ipart, decouples=True, slow=True),
+    "dear": PlannerEntry(
+        dear, decouples=True, measures=False, takes_threshold=True, search=ThresholdSearch
+    ),
+    "independent": PlannerEntry(independent, decouples=True, slow=True),
+}
+_RIVALS = {entry.planner: entry.decouples for entry in _ALL_BUT_HYBRID.values()}
+_HYBRID = PlannerEntry(partial(hybrid, rivals=_RIVALS), decouples=True, slow=True)
+
+PLANNERS: Mapping[str, PlannerEntry] = MappingProxyType({**_ALL_BUT_HYBRID, "hybrid": _HYBRID})
 """Every planner by the name of its schedule."""
 
 AUTO = "auto"

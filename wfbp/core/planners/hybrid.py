@@ -6,8 +6,9 @@ which all-reduces what backward has room for and decouples the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -173,7 +174,13 @@ MAX_CURVE_TENSORS = 64
 """Modes for measured curves, which take quadratic time, are sought on at most so many tensors."""
 
 
-def hybrid(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> Plan:
+def hybrid(
+    trace: Trace,
+    costs: Costs,
+    *,
+    tolerance: float = TOLERANCE,
+    rivals: Mapping[Callable[..., Plan], bool] = MappingProxyType({}),
+) -> Plan:
     """The best of all-reduce alone, decoupling alone, and both mixed.
 
     Decoupling moves half of the bytes into forward, which pays where backward cannot hide them
@@ -181,13 +188,15 @@ def hybrid(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> Plan:
     programme over groups shared by both phases (``shared_modes``). Whatever the modes, both
     phases are then cut exactly.
 
-    Among all that is found within the tolerance, and is no slower than the plan of any other
-    planner (with its default options), the fewest groups are taken, and of those the fastest.
+    Among all that is found within the tolerance, and is no slower than the plan of any rival (with
+    its default options), the fewest groups are taken, and of those the fastest.
 
     Args:
         trace: sizes and compute times of one step.
         costs: of all three collectives, and kappa.
         tolerance: relative, of the iteration time; 0 asks for the shortest found.
+        rivals: other planners, and whether each decouples; all others in
+            :func:`wfbp.core.planners.plan`.
 
     Returns:
         A plan of schedule ``hybrid``.
@@ -208,8 +217,6 @@ def hybrid(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> Plan:
         >>> sorted({g.operation.value for g in made.groups})
         ['all_gather', 'all_reduce', 'reduce_scatter']
     """
-    from wfbp.core.planners import PLANNERS  # here, because the table imports this module
-
     check_tolerance(tolerance)
     partition_optimizer = PartitionOptimizer(trace, costs)
     num_tensors = len(trace.tensors)
@@ -230,9 +237,7 @@ def hybrid(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> Plan:
     for optimum in (reduced, decoupled):
         if not one_type or optimum.seconds * (1.0 - 2 * PRECISION) <= latest_s:
             family = [
-                entry.planner
-                for name, entry in PLANNERS.items()
-                if name != "hybrid" and entry.decouples is (optimum is decoupled)
+                planner for planner, splits in rivals.items() if splits is (optimum is decoupled)
             ]
             plans += [planner(trace, costs) for planner in family]
     latest_s = min([latest_s, *(iteration_s(plan, trace, costs) for plan in plans)])
