@@ -27,6 +27,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from wfbp.runtime.timeline import load as load_timeline
+
 HERE = Path(__file__).resolve().parent
 LINK = HERE.parent / "launch" / "link.py"
 NAMES = ("without overlap", "with overlap")
@@ -245,7 +247,7 @@ def main() -> None:
         f"{options.steps} steps without overlap and {options.steps} with it, by turns ..."
     )
     start(options, emulated)
-    events = json.loads((folder / "timeline.rank0.json").read_text())["traceEvents"]
+    events = load_timeline(folder / "timeline.rank0.json")["traceEvents"]
     steps = [quick_step(events, row) for row in ROWS]
     losses = json.loads((folder / "losses.txt").read_text())
     for line in pictures(steps):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support import launcher
-from wfbp.bench import __main__ as moved
 
 pytest.importorskip("torch")
 pytest.importorskip("rich")
@@ -86,14 +84,6 @@ def test_what_is_unknown_is_told(mpirun: Mpirun, words: tuple[str, ...], told: s
     run = mpirun(1, "-m", "wfbp", "bench", "training", *words)
     assert run.rc == 2, run
     assert told in run.stderr
-
-
-def test_benchmarks_that_have_left_say_where_they_are(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench", "regret", "--starts", "3"])
-    assert moved.main() == 2
-    assert "python -m tests.benchmarks regret" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -119,9 +119,6 @@ def test_every_rank_leaves_its_file(job: tuple[Path, str]) -> None:
     table = CliRunner().invoke(command, ["timeline", str(folder)])
     assert table.exit_code == 0
     assert "exposed" in table.output
-    page = CliRunner().invoke(command, ["report", str(folder)])
-    assert page.exit_code == 0, page.output
-    assert "rank by rank" in (folder / "report.html").read_text()
 
 
 def test_a_folder_without_timelines(tmp_path: Path) -> None:

@@ -307,8 +307,6 @@ def _gpu() -> Findings:
         yield OK, f"GPU {index}: {', '.join(row)}", ""
     installed = {d.metadata["Name"].lower() for d in metadata.distributions()}
     yield from _gpu_packages(installed)
-    if any(name.startswith("cupy-cuda") for name in installed):
-        yield from _loaded_nccl(_output(sys.executable, "-c", _LOADED_NCCL))
 
 
 def _gpu_packages(installed: set[str]) -> Findings:
@@ -325,29 +323,6 @@ def _gpu_packages(installed: set[str]) -> Findings:
     elif not nccl:
         text = "no NCCL is installed: gradients on GPUs travel through the host"
         yield PROBLEM, text, "pip install nvidia-nccl-cu12 or nvidia-nccl-cu13"
-
-
-_LOADED_NCCL = """
-import json
-from contextlib import suppress
-from wfbp.comm.device.nccl_library import REMEDY, describe, loaded_libraries
-with suppress(ImportError):
-    import torch
-from cupy.cuda import nccl
-print(json.dumps([*describe(nccl.get_version(), loaded_libraries()), REMEDY]))
-"""
-"""Prints the NCCL of a process that uses PyTorch and wfbp on a GPU."""
-
-
-def _loaded_nccl(output: str) -> Findings:
-    """Judge the output of :data:`_LOADED_NCCL`."""
-    last = (output.strip().splitlines() or [""])[-1]
-    if last.startswith("["):
-        text, problem, remedy = json.loads(last)
-        yield (PROBLEM, problem, remedy) if problem else (OK, text, "")
-    else:
-        text = f"CuPy cannot load NCCL ({last}): gradients on GPUs travel through the host"
-        yield PROBLEM, text, "pip install nvidia-nccl-cu12 or -cu13, by torch.version.cuda"
 
 
 def _self_test(hosts: str) -> Findings:

@@ -19,15 +19,7 @@ _SAME = 1e-9
 class GroupForecast:
     """One message; seconds from the start of backward.
 
-    Args:
-        phase: the half of the iteration in which it is sent.
-        operation: the collective that carries it.
-        tensors: names, in the order in which they lie in the message.
-        nbytes: of the tensors.
-        start_s: the channel takes it up.
-        end_s: it has arrived everywhere.
-        exposed_s: how much of it computation does not hide.
-        why: one line for people.
+    ``exposed_s`` is the part that computation does not hide; ``why`` is one line for people.
     """
 
     phase: Phase
@@ -53,15 +45,11 @@ class Forecast:
     groups: tuple[GroupForecast, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The forecast as plain data, as ``wfbp plan --json`` prints it."""
+        """The forecast as ``wfbp plan --json`` prints it."""
+        figures = ("iteration_s", "exposed_s", "lower_bound_s", "ratio_to_lower_bound")
         return {
             "schedule": self.schedule,
-            "predicted": {
-                "iteration_s": self.iteration_s,
-                "exposed_s": self.exposed_s,
-                "lower_bound_s": self.lower_bound_s,
-                "ratio_to_lower_bound": self.ratio_to_lower_bound,
-            },
+            "predicted": {name: getattr(self, name) for name in figures},
             "groups": [
                 {
                     "phase": g.phase.value,
@@ -95,23 +83,27 @@ def forecast(plan: Plan, trace: Trace, costs: Costs) -> Forecast:
     names = [spec.name for spec in plan.tensors]
     groups = []
     for index, (group, at) in enumerate(zip(plan.groups, times.groups, strict=True)):
-        waited_s = at.start_s - at.ready_s
         if group.phase is Phase.BACKWARD:
             exposed_s = max(0.0, at.end_s - max(at.start_s, times.backward_end_s))
-            cause = f"when {names[min(group.tensors)]} is ready"
+            why = f"leaves when {names[min(group.tensors)]} is ready"
         else:
             exposed_s = stalls_s.get(index, 0.0)
-            cause = "when forward starts"
+            why = "leaves when forward starts"
+        waited_s = at.start_s - at.ready_s
+        if waited_s > same_s:
+            why = f"waits {waited_s * 1e3:,.3f} ms for the channel"
+        why += f"; {exposed_s * 1e3:,.3f} ms exposed" if exposed_s > same_s else "; hidden"
+        members = tuple(names[k] for k in group.tensors)
         groups.append(
             GroupForecast(
                 group.phase,
                 group.operation,
-                tuple(names[k] for k in group.tensors),
+                members,
                 at.nbytes,
                 at.start_s,
                 at.end_s,
                 exposed_s,
-                _why(cause, waited_s, exposed_s, same_s),
+                why,
             )
         )
     return Forecast(
@@ -126,7 +118,7 @@ def forecast(plan: Plan, trace: Trace, costs: Costs) -> Forecast:
 
 
 def _stalls(plan: Plan, trace: Trace, costs: Costs) -> dict[int, float]:
-    """How long forward stands still for each all-gather, seconds by group."""
+    """How long forward waits for each all-gather, in seconds by group."""
     group_of = {
         k: index
         for index, group in enumerate(plan.groups)
@@ -146,12 +138,3 @@ def _stalls(plan: Plan, trace: Trace, costs: Costs) -> dict[int, float]:
             stalls[group] = stalls.get(group, 0.0) + span.start_s - before_s
         before_s = span.end_s
     return stalls
-
-
-def _why(cause: str, waited_s: float, exposed_s: float, same_s: float) -> str:
-    """What let a group leave when it did, and what became of it."""
-    start = f"leaves {cause}"
-    if waited_s > same_s:
-        start = f"waits {waited_s * 1e3:,.3f} ms for the channel"
-    end = f"{exposed_s * 1e3:,.3f} ms exposed" if exposed_s > same_s else "hidden"
-    return f"{start}; {end}"

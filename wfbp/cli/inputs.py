@@ -95,14 +95,13 @@ def load(trace: str, cost: str | None, factor: float = 1.0, optimizer: str | Non
 
     Args:
         trace: path of a wfbp-trace/1 file, name of an example, or the directory of a recorded run.
-        cost: path of a wfbp-cost/1 file, or name of an example; none to take those of the run.
+        cost: path of a wfbp-cost/1 file, or name of an example; None for the run's own costs.
         factor: how many times the costs may be scaled up later.
         optimizer: which one of the run.
 
-    Raises:
-        ValueError: one of them is wrong, or each figure is a number but their sums would not be.
-        click.UsageError: an option is missing or has no meaning here.
-        OSError: a file cannot be read.
+    Raises ``ValueError`` if one of them is wrong or sums of their numbers would be infinite,
+    ``click.UsageError`` if an option is missing or has no meaning here, and ``OSError`` if a file
+    cannot be read.
     """
     run: Run | None = None
     measured_on: int | None = None
@@ -174,7 +173,7 @@ def _recorded(folder: str, optimizer: str | None) -> tuple[Run, Trace, Costs]:
             f"{folder}: the run ended after {first.steps} steps, in its {first.phase} phase, "
             "before model and network were measured; train for more steps"
         )
-    trace = replace(first.trace, model=first.about.model or first.trace.model)
+    trace = replace(first.trace, model=first.about["model"] or first.trace.model)
     return runs[name], trace, first.costs
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from string import Template
+from typing import NamedTuple
 
 from wfbp.cli.figures import Figure
 
+_LONG = 60
+"""A fact of more letters has its own row."""
 
-@dataclass(frozen=True, slots=True)
-class Section:
+
+class Section(NamedTuple):
     """A figure with its heading, and one or two sentences that explain it."""
 
     heading: str
@@ -22,54 +23,37 @@ class Section:
     figure: Figure
 
 
-@dataclass(frozen=True, slots=True)
-class Chapter:
-    """Figures of one subject.
-
-    Args:
-        heading: text; none if empty.
-        verdict: the main result, in one sentence of text; none if empty.
-        facts: pairs of name and value, as text.
-        notes: what the reader must know, as text.
-        sections: in order.
-    """
+class Chapter(NamedTuple):
+    """Figures of one subject; the verdict is the main result in one sentence."""
 
     heading: str = ""
     verdict: str = ""
     facts: Sequence[tuple[str, str]] = ()
     notes: Sequence[str] = ()
-    sections: Sequence[Section] = field(default_factory=list)
+    sections: Sequence[Section] = ()
 
 
 def library() -> str:
-    """The source of what draws the figures."""
-    return resources.files("wfbp.cli").joinpath("plot.js").read_text(encoding="utf-8")
+    """The source of the script that draws the figures."""
+    return Path(__file__).with_name("plot.js").read_text(encoding="utf-8")
 
 
 def write_page(path: str, title: str, chapters: Sequence[Chapter]) -> None:
-    """Write an HTML page, replacing the file."""
-    try:
-        Path(path).write_text(page(title, chapters), encoding="utf-8")
-    except OSError as error:  # that of a full disk names no file
-        raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def page(title: str, chapters: Sequence[Chapter]) -> str:
-    """The page as text; everything given is escaped."""
+    """Write an HTML page, replacing the file; all text is escaped."""
     figures: dict[str, Figure] = {}
     body = "\n".join(_chapter(chapter, figures) for chapter in chapters)
-    template = resources.files("wfbp.cli").joinpath("page.html").read_text(encoding="utf-8")
-    return Template(template).substitute(
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    text = Template(template).substitute(
         title=html.escape(title),
         body=body,
         library=library(),
         # "</script>" in a name would end the script; "<!--" would swallow what follows.
         figures=json.dumps(figures, allow_nan=False).replace("<", "\\u003c"),
     )
-
-
-_LONG = 60
-"""A fact of more letters has a row of its own."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:  # a full disk's error names no file
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _chapter(chapter: Chapter, figures: dict[str, Figure]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from wfbp.cli.forecast import Forecast, GroupForecast, forecast
+from wfbp.cli.forecast import Forecast, forecast
 from wfbp.cli.inputs import IntegerRange, Model, best, json_option, load, model_arguments
 from wfbp.cli.tables import Column, milliseconds, print_table, size
 from wfbp.core.planners import PLANNERS, plan
@@ -63,26 +63,28 @@ def command(
             f"schedule {schedule!r} takes none", param_hint="--threshold-bytes"
         )
     source = load(trace, cost, optimizer=optimizer)
-    model, costs = source.trace, source.costs
-
-    def answer(name: str) -> Forecast:
+    results = []
+    for name in PLANNERS if schedule == ALL else (schedule,):
         options: dict[str, Any] = {}
         if name == "threshold" and threshold_bytes is not None:
             options["threshold_bytes"] = threshold_bytes
-        return forecast(plan(name, model, costs, **options), model, costs)
-
-    results = [answer(name) for name in (PLANNERS if schedule == ALL else (schedule,))]
-    if schedule == ALL:
-        _print_all(results, source, as_json)
-    else:
-        _print_one(results[0], source, rows, as_json)
-
-
-def _print_one(result: Forecast, source: Model, rows: int, as_json: bool) -> None:
-    trace = source.trace
+        made = plan(name, source.trace, source.costs, **options)
+        results.append(forecast(made, source.trace, source.costs))
+    first = best([r.iteration_s for r in results], [len(r.groups) for r in results])
     if as_json:
-        click.echo(json.dumps(result.to_json(), indent=1, allow_nan=False))
-        return
+        told: dict[str, Any] = results[0].to_json()
+        if schedule == ALL:
+            schedules = [result.to_json() for result in results]
+            told = {"schedule": ALL, "best": results[first].schedule, "schedules": schedules}
+        click.echo(json.dumps(told, indent=1, allow_nan=False))
+    elif schedule == ALL:
+        _print_all(results, first, source)
+    else:
+        _print_one(results[0], source, rows)
+
+
+def _print_one(result: Forecast, source: Model, rows: int) -> None:
+    trace = source.trace
     shown = result.groups if not rows else result.groups[:rows]
     left = len(result.groups) - len(shown)
     notes = [f"... and {left} more groups (--rows 0 lists all)", ""] if left else []
@@ -93,79 +95,35 @@ def _print_one(result: Forecast, source: Model, rows: int, as_json: bool) -> Non
         f"{milliseconds(result.lower_bound_s)} ms)",
         *_measured(source),
     ]
+    cells = []
+    for index, group in enumerate(shown):
+        first, last, count = group.tensors[0], group.tensors[-1], len(group.tensors)
+        times = map(milliseconds, (group.start_s, group.end_s, group.exposed_s))
+        members = first if count == 1 else f"{count}: {first} ... {last}"
+        operation = group.operation.value
+        cells.append((str(index), operation, members, size(group.nbytes), *times, group.why))
     print_table(
         f"{trace.model or 'model'}: schedule {result.schedule}, {len(result.groups)} groups of "
         f"{len(trace.tensors)} tensors, {size(sum(trace.backward_bytes))}; times in ms",
         (
             Column("#"),
             Column("operation", "left"),
-            Column("tensors", "left", below=True),
-            Column("size"),
-            Column("start"),
-            Column("end"),
-            Column("exposed"),
-            Column("why", "left", below=True),
+            Column("tensors", "left"),
+            *map(Column, ("size", "start", "end", "exposed")),
+            Column("why", "left"),
         ),
-        [(str(i), *_row(group)) for i, group in enumerate(shown)],
+        cells,
         notes,
     )
 
 
-def _measured(source: Model) -> list[str]:
-    """What the run itself did, where one was recorded."""
-    if source.run is None:
-        return []
-    plans = source.run.ranks[0].plan
-    source_of = f"the run itself, by {plans.schedule} in {len(plans.groups)} messages"
-    known = [
-        f"{milliseconds(seconds)} ms {word}"
-        for key, word in (("measured_iteration_s", "measured"), ("exposed_s", "exposed"))
-        if (seconds := source.run.slowest(key)) is not None
-    ]
-    notes = [f"{source_of}: {', '.join(known) or 'not yet measured'}"]
-    if absent := source.run.missing:
-        listed = ", ".join(map(str, absent))
-        notes.append(f"no file of {len(absent)} of {source.run.size} ranks: {listed}")
-    return notes
-
-
-def _row(group: GroupForecast) -> tuple[str, ...]:
-    first, last, count = group.tensors[0], group.tensors[-1], len(group.tensors)
-    members = first if count == 1 else f"{count}: {first} ... {last}"
-    return (
-        group.operation.value,
-        members,
-        size(group.nbytes),
-        milliseconds(group.start_s),
-        milliseconds(group.end_s),
-        milliseconds(group.exposed_s),
-        group.why,
-    )
-
-
-def _print_all(results: list[Forecast], source: Model, as_json: bool) -> None:
-    trace = source.trace
-    first = best([r.iteration_s for r in results], [len(r.groups) for r in results])
-    if as_json:
-        data = {
-            "schedule": ALL,
-            "best": results[first].schedule,
-            "schedules": [result.to_json() for result in results],
-        }
-        click.echo(json.dumps(data, indent=1, allow_nan=False))
-        return
-    least_s = results[first].iteration_s
+def _print_all(results: list[Forecast], first: int, source: Model) -> None:
+    trace, least_s = source.trace, results[first].iteration_s
+    headings = ("messages", "iteration", "exposed", "T/LB", "over best")
     print_table(
         f"{trace.model or 'model'}: {len(trace.tensors)} tensors, "
         f"{size(sum(trace.backward_bytes))}; times in ms",
-        (
-            Column("schedule", "left"),
-            Column("messages"),
-            Column("iteration"),
-            Column("exposed"),
-            Column("T/LB"),
-            Column("over best"),
-        ),
+        (Column("schedule", "left"), *map(Column, headings)),
         [
             (
                 r.schedule,
@@ -183,3 +141,23 @@ def _print_all(results: list[Forecast], source: Model, as_json: bool) -> None:
         ],
         first,
     )
+
+
+def _measured(source: Model) -> list[str]:
+    """What the recorded run itself did."""
+    if source.run is None:
+        return []
+    ran = source.run.ranks[0].plan
+    known = [
+        f"{milliseconds(seconds)} ms {word}"
+        for key, word in (("measured_iteration_s", "measured"), ("exposed_s", "exposed"))
+        if (seconds := source.run.slowest(key)) is not None
+    ]
+    notes = [
+        f"the run itself, by {ran.schedule} in {len(ran.groups)} messages: "
+        f"{', '.join(known) or 'not yet measured'}"
+    ]
+    if absent := source.run.missing:
+        listed = ", ".join(map(str, absent))
+        notes.append(f"no file of {len(absent)} of {source.run.size} ranks: {listed}")
+    return notes

@@ -7,7 +7,7 @@ const Plot = (() => {
   const NARROW = 620; // below, the names of rows stand above their bars
   const ROW = 34;
   const LABEL = 16; // height of a row's name where it stands above
-  const DASHES = { solid: "", dash: "7 4", dot: "2 3", dashdot: "7 3 2 3", longdash: "12 4" };
+  const DASHES = { solid: "", dash: "7 4", dot: "2 3" };
   let clips = 0;
 
   function node(parent, name, attributes, text) {
@@ -103,7 +103,6 @@ const Plot = (() => {
       });
     }
     for (const shape of layout.shapes || []) if (key === "x") values.push(shape.x0);
-    if (axis.tickvals) values.push(...axis.tickvals);
     const seen = values.filter((value) => axis.type !== "log" || value > 0);
     let low = Math.min(...seen);
     let high = Math.max(...seen);
@@ -111,7 +110,7 @@ const Plot = (() => {
     if (axis.type === "log") return [low / 1.15, high * 1.15];
     if (axis.rangemode === "tozero") low = Math.min(0, low);
     if (high <= low) high = low + 1;
-    return [low, axis.tickformat === ".0%" ? Math.max(1, high) : high + 0.03 * (high - low)];
+    return [low, high + 0.03 * (high - low)];
   }
 
   function scale(axis, range, from, to) {
@@ -126,15 +125,8 @@ const Plot = (() => {
   }
 
   function ticksOf(axis, range, count) {
-    if (axis.tickvals) {
-      const step = Math.max(1, Math.ceil(axis.tickvals.length / count));
-      return axis.tickvals
-        .map((value, index) => [value, axis.ticktext[index]])
-        .filter((_, index) => index % step === 0);
-    }
     if (axis.type === "log") return logTicks(...range, count, axis.exponentformat === "SI");
-    const ticks = niceTicks(...range, count);
-    return axis.tickformat ? ticks.map(([v]) => [v, number(v, axis.tickformat)]) : ticks;
+    return niceTicks(...range, count);
   }
 
   const SYMBOLS = {
@@ -161,35 +153,15 @@ const Plot = (() => {
     });
   }
 
-  // Legend, buttons and the picture; state holds what the reader has chosen.
+  // Legend and picture; state holds what the reader has chosen.
   function draw(element, figure, paint) {
     const state = element.plotState || (element.plotState = { hidden: new Set(), range: null });
     state.figure = figure;
     state.paint = paint;
     element.replaceChildren();
     const { data, layout } = figure;
-    const shown = (index) => {
-      if (state.hidden.has(index)) return false;
-      return state.choice ? state.choice[index] : data[index].visible !== false;
-    };
+    const shown = (index) => !state.hidden.has(index);
     const redraw = () => draw(element, figure, state.paint);
-    const [menu] = layout.updatemenus || [];
-    if (menu) {
-      const bar = element.appendChild(document.createElement("div"));
-      bar.className = "choices";
-      menu.buttons.forEach((button, index) => {
-        const made = bar.appendChild(document.createElement("button"));
-        made.type = "button";
-        made.textContent = button.label;
-        const chosen = state.choice ? state.choice === button.args[0].visible : index === 0;
-        made.setAttribute("aria-pressed", chosen);
-        made.addEventListener("click", () => {
-          state.choice = button.args[0].visible;
-          state.hidden.clear();
-          redraw();
-        });
-      });
-    }
     drawLegend(element, data, shown, state, paint, redraw);
     const visible = data.filter((_, index) => shown(index));
     drawPicture(element, visible, layout, state, paint, redraw);
@@ -199,8 +171,6 @@ const Plot = (() => {
     const legend = element.appendChild(document.createElement("div"));
     legend.className = "legend";
     data.forEach((series, index) => {
-      const offered = state.choice ? state.choice[index] : series.visible !== false;
-      if (!offered) return;
       const entry = legend.appendChild(document.createElement("button"));
       entry.type = "button";
       entry.setAttribute("aria-pressed", shown(index));

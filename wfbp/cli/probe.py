@@ -6,15 +6,14 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
 from wfbp.cli.inputs import FiniteRange, json_option
-from wfbp.cli.tables import Column, console, print_table, size
-from wfbp.config import Config
+from wfbp.cli.tables import Column, print_table, size
+from wfbp.config import Config, num_bytes
 from wfbp.core.cost import Costs, LinearCost, PiecewiseCost, monotone_points
 from wfbp.core.fit import Goodness, fit_linear, goodness
 from wfbp.core.types import Operation
@@ -22,28 +21,23 @@ from wfbp.core.types import Operation
 if TYPE_CHECKING:
     from wfbp.comm.backend import Backend
 
-UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 LEAST_BYTES = 16
 
 
-class _Bytes(click.ParamType[int]):
-    """A number of bytes: 65536, 64K, 64KiB."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        text = str(value).upper().removesuffix("IB").removesuffix("B")
-        unit = text[-1:] if text[-1:] in ("K", "M", "G") else ""
-        digits = text.removesuffix(unit) if unit else text
-        if not (digits.isascii() and digits.isdigit()) or int(digits) * UNITS[unit] < LEAST_BYTES:
-            self.fail(f"{value!r} is no size of at least {LEAST_BYTES} bytes, as 64K or 100M")
-        return int(digits) * UNITS[unit]
+def _size(ctx: click.Context, param: click.Parameter, text: str) -> int:
+    """The value of ``--max-bytes``: 65536, 64K, 64KiB."""
+    try:
+        nbytes = num_bytes(text)
+    except ValueError:
+        nbytes = 0
+    if nbytes < LEAST_BYTES:
+        raise click.BadParameter(
+            f"{text!r} is no size of at least {LEAST_BYTES} bytes, as 64K or 100M"
+        )
+    return nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
+class Curve(NamedTuple):
     """One collective: what was measured, and the line through it."""
 
     operation: Operation
@@ -51,23 +45,12 @@ class Curve:
     fitted: LinearCost
     how: Goodness
 
-    @classmethod
-    def of(cls, operation: Operation, measured: list[tuple[int, float]]) -> Curve:
-        """From raw measurements."""
-        points = monotone_points(measured)
-        fitted = fit_linear(points)
-        return cls(operation, points, fitted, goodness(fitted, points))
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        return self.operation.value.replace("_", "-")
-
 
 @click.command("probe", short_help="Measure what messages cost among these ranks.")
 @click.option(
     "--max-bytes",
-    type=_Bytes(),
+    callback=_size,
+    metavar="SIZE",
     default="64M",
     show_default=True,
     help="Largest message; best the model's bytes.",
@@ -91,8 +74,8 @@ class Curve:
 def command(max_bytes: int, seconds: float, output: str, plot: str | None, as_json: bool) -> None:
     """Measure all-reduce, reduce-scatter and all-gather among the ranks of this job.
 
-    Start it as training is started: mpirun -np N wfbp probe. Every size from 4 bytes on is timed
-    by the backend that trains. The measured curves are written for wfbp plan and wfbp simulate;
+    Start it as training is started: mpirun -np N wfbp probe. The backend that trains times every
+    size from 4 bytes on. The measured curves are written for wfbp plan and wfbp simulate;
     interference with computation (kappa) is not measured here and is written as 0.
     """
     from wfbp.comm.mpi.backend import MpiBackend
@@ -106,7 +89,7 @@ def command(max_bytes: int, seconds: float, output: str, plot: str | None, as_js
         raise click.UsageError(
             "one rank has nobody to talk to; start it as: mpirun -np N wfbp probe"
         )
-    _agree(backend, lambda: _check_writeable(output, plot))
+    _on_rank_0(backend, lambda: _check_writeable(output, plot))
     try:
         curves = measure(backend, max_bytes, seconds)
     except Exception as error:
@@ -114,13 +97,12 @@ def command(max_bytes: int, seconds: float, output: str, plot: str | None, as_js
         click.echo(f"wfbp probe: error: rank {backend.rank}: {error}", err=True)
         backend.abort(1)
         raise
-    _agree(backend, lambda: _tell(curves, backend.size, output, plot, as_json))
+    _on_rank_0(backend, lambda: _tell(curves, backend.size, output, plot, as_json))
     backend.close()
 
 
 def measure(backend: Backend, max_bytes: int, seconds: float) -> list[Curve]:
-    """Time the three collectives for about ``seconds`` in all; collective, with a progress bar on
-    rank 0.
+    """Time the three collectives for about ``seconds`` in all; collective.
 
     Returns one curve per collective, the same on every rank.
     """
@@ -136,12 +118,14 @@ def measure(backend: Backend, max_bytes: int, seconds: float) -> list[Curve]:
                 budget_s=seconds / len(Operation),
                 on_size=advance,
             )
-            curves.append(Curve.of(operation, measured))
+            points = monotone_points(measured)
+            fitted = fit_linear(points)
+            curves.append(Curve(operation, points, fitted, goodness(fitted, points)))
     return curves
 
 
-def _agree(backend: Backend, act: Callable[[], None]) -> None:
-    """Act on rank 0; where that fails, rank 0 raises why and the others leave without a word."""
+def _on_rank_0(backend: Backend, act: Callable[[], None]) -> None:
+    """Act on rank 0; if that fails, rank 0 raises the error and the others leave silently."""
     from wfbp.comm.waiting import wait
 
     failure: Exception | None = None
@@ -150,19 +134,14 @@ def _agree(backend: Backend, act: Callable[[], None]) -> None:
             act()
         except Exception as error:
             failure = error
-    code = b"" if failure is None else b"failed"
-    codes = wait(backend.all_gather_bytes(code))
+    codes: list[bytes] = wait(backend.all_gather_bytes(b"failed" if failure else b""))
     if any(codes):
-        if failure is not None:
-            raise failure
-        raise SystemExit(0)  # rank 0 says what went wrong, and with which code
+        raise failure or SystemExit(0)  # rank 0 sets the job's exit code
 
 
 def _check_writeable(*paths: str | None) -> None:
-    """See that files can be written later, and leave none behind yet."""
-    for path in paths:
-        if path is None:
-            continue
+    """Check that files can be written later, without making them."""
+    for path in filter(None, paths):
         file = Path(path).absolute()
         if not file.parent.is_dir():
             raise ValueError(f"{path}: no such directory: {file.parent}")
@@ -184,59 +163,31 @@ def _tell(
     document = {**costs.to_json(), "num_ranks": num_ranks}
     Path(output).write_text(json.dumps(document, indent=1) + "\n")
     if plot is not None:
-        from wfbp.cli.figures.cost_curve import cost_curve
+        from wfbp.cli.figures import cost_curve
         from wfbp.cli.page import Chapter, Section, write_page
 
         text = "Points are medians of the slowest rank; dotted lines are alpha + beta * bytes."
         section = Section("What a message costs", text, cost_curve(costs))
         write_page(plot, f"wfbp probe, {num_ranks} ranks", [Chapter(sections=[section])])
     if as_json:
-        click.echo(json.dumps({"ranks": num_ranks, "output": output, "fit": _fits(curves)}))
-        return
-    _print(curves, num_ranks)
-    click.echo(f"written: {output}" + (f", {plot}" if plot else ""))
-    click.echo(f"what to do with it: wfbp plan resnet-50 --cost {output}")
-
-
-def _fits(curves: list[Curve]) -> dict[str, dict[str, float]]:
-    return {
-        c.operation.value: {
-            "alpha_s": c.fitted.alpha_s,
-            "beta_s_per_byte": c.fitted.beta_s_per_byte,
-            "r_squared": c.how.r_squared,
-            "max_relative_error": c.how.max_relative_error,
+        fits = {
+            c.operation.value: {
+                "alpha_s": c.fitted.alpha_s,
+                "beta_s_per_byte": c.fitted.beta_s_per_byte,
+                "r_squared": c.how.r_squared,
+                "max_relative_error": c.how.max_relative_error,
+            }
+            for c in curves
         }
-        for c in curves
-    }
-
-
-def _print(curves: list[Curve], num_ranks: int) -> None:
-    from rich.text import Text
-
-    from wfbp.cli.terminal_plot import Series, scatter
-
-    plot = scatter(
-        [Series(c.name, c.points, c.fitted) for c in curves],
-        size,
-        lambda seconds: f"{seconds * 1e6:,.1f} us",
-    )
-    out = console()
-    for line in plot:
-        out.print(Text.assemble(*line))
+        click.echo(json.dumps({"ranks": num_ranks, "output": output, "fit": fits}))
+        return
+    headings = ("alpha us", "beta ns/byte", "GB/s", "R2", "worst error", "largest")
     print_table(
         f"{num_ranks} ranks; fitted alpha + beta * bytes, and how well that fits",
-        (
-            Column("collective", "left"),
-            Column("alpha us"),
-            Column("beta ns/byte"),
-            Column("GB/s"),
-            Column("R2"),
-            Column("worst error"),
-            Column("largest"),
-        ),
+        (Column("collective", "left"), *map(Column, headings)),
         [
             (
-                c.name,
+                c.operation.value.replace("_", "-"),
                 f"{c.fitted.alpha_s * 1e6:,.1f}",
                 f"{c.fitted.beta_s_per_byte * 1e9:.4f}",
                 f"{1e-9 / beta:,.2f}" if (beta := c.fitted.beta_s_per_byte) > 0 else "-",
@@ -246,7 +197,11 @@ def _print(curves: list[Curve], num_ranks: int) -> None:
             )
             for c in curves
         ],
-        ["the file holds the measured points; a line alone misses some by the worst error"],
+        [
+            "the file holds the measured points; a line alone misses some by the worst error",
+            f"written: {output}" + (f", {plot}" if plot else ""),
+            f"what to do with it: wfbp plan resnet-50 --cost {output}",
+        ],
     )
 
 

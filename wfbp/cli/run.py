@@ -152,7 +152,7 @@ def command(
         shown = [f"{name}={shlex.quote(value)}" for name, value in own.items()]
         click.echo(" ".join([*shown, shlex.join(words)]))
         return
-    environment |= spec.variables
+    environment.update(spec.variables)
     try:
         Config.from_environment(environment)  # one message, instead of one from every rank
     except ValueError as error:
@@ -169,7 +169,7 @@ def command(
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        os.execvpe(words[0], list(words), environment | own)
+        os.execvpe(words[0], list(words), environment | dict(own))
     except OSError as error:
         raise BackendError(f"{words[0]} cannot be started: {error.strerror or error}") from None
 

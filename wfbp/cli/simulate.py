@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 import click
 
@@ -31,65 +30,48 @@ MOST_WORKERS = 2**24
 HIERARCHICAL = "hierarchical"
 
 
-class _Names(click.ParamType[tuple[str, ...]]):
+def _names(ctx: click.Context, param: click.Parameter, text: str) -> tuple[str, ...]:
     """Names of schedules, separated by commas."""
-
-    name = "names"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, ...]:
-        if isinstance(value, tuple):
-            return value
-        names = tuple(dict.fromkeys(part.strip() for part in str(value).split(",")))
-        if names == ("all",):
-            return tuple(PLANNERS)
-        for name in names:
-            if name not in PLANNERS:
-                self.fail(f"{name!r} is not known; known are {', '.join(PLANNERS)}, all")
-        return names
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    if names == ("all",):
+        return tuple(PLANNERS)
+    for name in names:
+        if name not in PLANNERS:
+            raise click.BadParameter(f"{name!r} is not known; known are {', '.join(PLANNERS)}, all")
+    return names
 
 
-class _Counts(click.ParamType[tuple[int, ...]]):
-    """Numbers of workers, separated by commas; ``...`` goes on as the two before it."""
+def _counts(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int, ...]:
+    """Numbers of workers, separated by commas; ``...`` repeats the factor of the two before it."""
+    counts: list[int] = []
+    parts = [part.strip() for part in text.split(",")]
+    for index, part in enumerate(parts):
+        if part == "..." and len(counts) >= 2 and index == len(parts) - 2:
+            before, last = counts[-2:]
+            factor, rest = divmod(last, before)
+            if rest or factor < 2:
+                raise click.BadParameter(
+                    f"'...' repeats a whole factor, which {before},{last} does not have"
+                )
+            end = _count(parts[-1])
+            while (last := last * factor) < end:
+                counts.append(last)
+        else:
+            counts.append(_count(part))
+    return tuple(sorted(set(counts)))
 
-    name = "counts"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        counts: list[int] = []
-        parts = [part.strip() for part in str(value).split(",")]
-        for index, part in enumerate(parts):
-            if part == "..." and len(counts) >= 2 and index == len(parts) - 2:
-                counts += self._between(counts[-2], counts[-1], self._count(parts[-1]))
-            else:
-                counts.append(self._count(part))
-        return tuple(sorted(set(counts)))
-
-    def _between(self, before: int, last: int, end: int) -> list[int]:
-        """What lies between ``last`` and ``end`` if every count is as many times the last."""
-        factor, rest = divmod(last, before)
-        if rest or factor < 2:
-            self.fail(f"'...' goes on by a whole factor, which {before},{last} does not have")
-        counts = []
-        while (last := last * factor) < end:
-            counts.append(last)
-        return counts
-
-    def _count(self, text: str) -> int:
-        if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= MOST_WORKERS:
-            self.fail(f"{text!r} is no number of workers from 1 to {MOST_WORKERS}")
-        return int(text)
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= MOST_WORKERS:
+        raise click.BadParameter(f"{text!r} is no number of workers from 1 to {MOST_WORKERS}")
+    return int(text)
 
 
 @click.command("simulate", short_help="Predict it for other numbers of workers.")
 @model_arguments
 @click.option(
     "--workers",
-    type=_Counts(),
+    callback=_counts,
     metavar="P,P,...",
     default=DEFAULT_WORKERS,
     help="Numbers of workers; 4,8,...,2048 fills the gap.  [default: 4,8,...,2048]",
@@ -104,7 +86,7 @@ class _Counts(click.ParamType[tuple[int, ...]]):
 @click.option(
     "--schedule",
     "schedules",
-    type=_Names(),
+    callback=_names,
     metavar="NAME,...",
     default="all",
     show_default=True,
@@ -131,7 +113,6 @@ class _Counts(click.ParamType[tuple[int, ...]]):
     show_default=True,
     help="hierarchical: how many times faster links within a host are than those between hosts.",
 )
-@click.option("--plot", metavar="FILE.html", help="Also write an interactive plot.")
 @json_option
 def command(
     trace: str,
@@ -144,14 +125,13 @@ def command(
     per_link: bool,
     node_workers: int,
     node_speed: float,
-    plot: str | None,
     as_json: bool,
 ) -> None:
     """Predict the iteration on other numbers of workers, the batch of each being the same.
 
     TRACE and COST are files, examples (wfbp traces), or one directory of a recorded run for both.
-    COST is taken apart into what one link costs, and put together again for every number of workers
-    by the cost model of the algorithm. Curves become their best line on the way.
+    The algorithm's cost model turns COST into the cost of one link, and that into costs for every
+    number of workers. Curves become their best line on the way.
     """
     factor = 2.0 * max(workers) * max(1.0, 1.0 / node_speed)
     loaded = load(trace, cost, factor, optimizer)
@@ -170,10 +150,19 @@ def command(
         inner = Link(one.alpha_s / node_speed, one.beta_s_per_byte / node_speed)
         node = Node(node_workers, inner)
     rows = sweep([model], source, workers, schedules, algorithm, measured_on=measured_on, node=node)
-    if plot is not None:
-        _plot(plot, model, rows)
     if as_json:
-        click.echo(json.dumps(_document(model, algorithm, rows), indent=1, allow_nan=False))
+        results = [
+            asdict(row)
+            | {
+                "exposed_s": max(0.0, row.iteration_s - row.compute_s),
+                "ratio_to_lower_bound": ratio_to_lower_bound(row.iteration_s, row.lower_bound_s),
+                "efficiency": row.efficiency,
+                "speedup": row.speedup,
+            }
+            for row in rows
+        ]
+        document = {"model": model.model, "algorithm": algorithm, "results": results}
+        click.echo(json.dumps(document, indent=1, allow_nan=False))
         return
     if per_link:
         origin = "costs are those of one link"
@@ -196,32 +185,6 @@ def _one_link(costs: Costs, measured_on: int) -> Link:
     """One hop, from an all-reduce: between two workers a ring has two hops, of half the bytes."""
     pair = _link(scale(costs, 2, measured_on=measured_on))
     return Link(pair.alpha_s / 2, pair.beta_s_per_byte)
-
-
-def _document(trace: Trace, algorithm: str, rows: Sequence[SweepRow]) -> dict[str, Any]:
-    return {
-        "model": trace.model,
-        "algorithm": algorithm,
-        "results": [
-            asdict(row)
-            | {
-                "exposed_s": max(0.0, row.iteration_s - row.compute_s),
-                "ratio_to_lower_bound": ratio_to_lower_bound(row.iteration_s, row.lower_bound_s),
-                "efficiency": row.efficiency,
-                "speedup": row.speedup,
-            }
-            for row in rows
-        ],
-    }
-
-
-def _plot(path: str, trace: Trace, rows: Sequence[SweepRow]) -> None:
-    from wfbp.cli.figures.scaling import scaling
-    from wfbp.cli.page import Chapter, Section, write_page
-
-    text = "1.0 where all communication is hidden; the batch per worker stays the same."
-    section = Section("Efficiency by workers", text, scaling({rows[0].algorithm: rows}))
-    write_page(path, f"wfbp simulate: {trace.model}", [Chapter(sections=[section])])
 
 
 def _print(

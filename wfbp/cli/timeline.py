@@ -7,10 +7,12 @@ from pathlib import Path
 
 import click
 
+from wfbp.cli.inputs import json_option
 from wfbp.cli.tables import Column, print_table
 from wfbp.runtime.timeline import load, merge, save, summarize
 
 MERGED = "timeline.json"
+_TIMES = ("iteration", "forward", "backward", "update", "exposed", "communication")
 
 
 @click.command("timeline", short_help="Merge all ranks' timelines, and sum up their steps.")
@@ -20,13 +22,13 @@ MERGED = "timeline.json"
 @click.option(
     "--output", metavar="FILE", help=f"Where the merged file goes  [default: FOLDER/{MERGED}]."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def command(places: tuple[str, ...], output: str | None, as_json: bool) -> None:
     """Merge the timelines of all ranks, and tell what their steps took.
 
     FOLDER is what WFBP_TIMELINE was set to while training; files are what start_timeline() wrote on
     several ranks. The merged file opens in Perfetto
-    (https://ui.perfetto.dev) and chrome://tracing. Where a job ended well, rank 0 has merged them
+    (https://ui.perfetto.dev) and chrome://tracing. When a job ends normally, rank 0 has merged them
     already; a job that was killed has left the ranks' files, which this merges.
     """
     folder = Path(places[0])
@@ -51,33 +53,20 @@ def command(places: tuple[str, ...], output: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"file": str(target), "ranks": rows, "without_steps": empty}))
         return
+    cells = []
+    for row in rows:
+        times = [row[f"{name}_s"] for name in _TIMES]
+        shown = ["-" if seconds is None else f"{seconds * 1e3:.2f}" for seconds in times]
+        hidden = "-" if row["hidden"] is None else f"{row['hidden']:.0%}"
+        cells.append([str(row["rank"]), row["optimizer"], str(row["steps"]), *shown, hidden])
+    headings = ("steps", *_TIMES[:-1], "sending", "hidden")
     print_table(
         f"Medians of {len(paths) - len(empty)} timelines, in ms",
+        [Column("rank"), Column("optimizer", "left"), *map(Column, headings)],
+        cells,
         [
-            Column("rank"),
-            Column("optimizer", "left", below=True),
-            Column("steps"),
-            Column("iteration"),
-            Column("forward"),
-            Column("backward"),
-            Column("update"),
-            Column("exposed"),
-            Column("sending"),
-            Column("hidden"),
-        ],
-        [
-            [
-                str(row["rank"]),
-                row["optimizer"],
-                str(row["steps"]),
-                *(_milliseconds(row[key]) for key in _TIMES),
-                "-" if row["hidden"] is None else f"{row['hidden']:.0%}",
-            ]
-            for row in rows
-        ],
-        [
-            "exposed: training waits for communication; hidden: the part of sending that holds",
-            "nothing up. Where forward is 0, backward has both.",
+            "exposed: training waits for communication; hidden: the part of sending that delays",
+            "nothing. If forward is 0, backward has both.",
             *(
                 f"{name} holds no complete step: its rank was killed, or it was cut"
                 for name in empty
@@ -85,17 +74,3 @@ def command(places: tuple[str, ...], output: str | None, as_json: bool) -> None:
             str(target),
         ],
     )
-
-
-_TIMES = (
-    "iteration_s",
-    "forward_s",
-    "backward_s",
-    "update_s",
-    "exposed_s",
-    "communication_s",
-)
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.2f}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -22,7 +23,8 @@ def command(names: tuple[str, ...], output: str | None, as_json: bool) -> None:
     wfbp plan and wfbp simulate know them by name: wfbp plan resnet-50 --cost 10gbe-16. The
     examples of costs are listed below the traces, and can be written, too.
     """
-    traces, costs = _examples(EXAMPLE_TRACES), _examples(EXAMPLE_COSTS)
+    traces = {path.stem: path for path in sorted(EXAMPLE_TRACES.glob("*.json"))}
+    costs = {path.stem: path for path in sorted(EXAMPLE_COSTS.glob("*.json"))}
     known = traces | costs
     for name in names:
         if name not in known:
@@ -35,52 +37,39 @@ def command(names: tuple[str, ...], output: str | None, as_json: bool) -> None:
             target.write_bytes(known[name].read_bytes())
             click.echo(target)
         return
-    chosen = {name: path for name, path in traces.items() if not names or name in names}
-    rows = [(name, Trace.load(path), _source(path)) for name, path in chosen.items()]
+    rows: list[dict[str, Any]] = []
+    for name in [name for name in traces if not names or name in names]:
+        trace, data = Trace.load(traces[name]), json.loads(traces[name].read_bytes())
+        rows.append(
+            {
+                "name": name,
+                "model": trace.model,
+                "num_tensors": len(trace.tensors),
+                "total_bytes": sum(trace.backward_bytes),
+                "compute_s": trace.forward_s + trace.backward_s,
+                "times": str(data.get("total_source") or data.get("note", "")),
+            }
+        )
     if as_json:
-        click.echo(json.dumps([_plain(*row) for row in rows], indent=1))
+        click.echo(json.dumps(rows, indent=1))
         return
     print_table(
         "Example traces; compute in ms, without communication",
         (
-            Column("name", "left"),
-            Column("model", "left", below=True),
-            Column("tensors"),
-            Column("size"),
-            Column("compute"),
-            Column("times", "left", below=True),
+            *(Column(heading, "left") for heading in ("name", "model")),
+            *map(Column, ("tensors", "size", "compute")),
+            Column("times", "left"),
         ),
         [
             (
-                name,
-                trace.model,
-                str(len(trace.tensors)),
-                size(sum(trace.backward_bytes)),
-                milliseconds(trace.forward_s + trace.backward_s),
-                source,
+                row["name"],
+                row["model"],
+                str(row["num_tensors"]),
+                size(row["total_bytes"]),
+                milliseconds(row["compute_s"]),
+                row["times"],
             )
-            for name, trace, source in rows
+            for row in rows
         ],
         [f"costs: {', '.join(costs)}; as in: wfbp plan resnet-50 --cost 10gbe-16"],
     )
-
-
-def _examples(folder: Path) -> dict[str, Path]:
-    return {path.stem: path for path in sorted(folder.glob("*.json"))}
-
-
-def _source(path: Path) -> str:
-    """Where the compute times come from, as the file says."""
-    data = json.loads(path.read_bytes())
-    return str(data.get("total_source") or data.get("note", ""))
-
-
-def _plain(name: str, trace: Trace, source: str) -> dict[str, object]:
-    return {
-        "name": name,
-        "model": trace.model,
-        "num_tensors": len(trace.tensors),
-        "total_bytes": sum(trace.backward_bytes),
-        "compute_s": trace.forward_s + trace.backward_s,
-        "times": source,
-    }

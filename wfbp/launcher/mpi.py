@@ -108,7 +108,7 @@ def find_mpi(python: str = sys.executable, mpirun: str | None = None) -> Mpi:
         candidates = [shutil.which(mpirun) or mpirun]
     else:
         beside = [str(path) for n in _PROGRAMS if (path := Path(python).with_name(n)).exists()]
-        candidates = beside + [path for n in _PROGRAMS if (path := shutil.which(n)) is not None]
+        candidates = beside + list(filter(None, map(shutil.which, _PROGRAMS)))
     rejected = []
     for candidate in dict.fromkeys(candidates):
         try:

@@ -85,7 +85,7 @@ def test_planning_in_json_loads_nothing_heavy(tmp_path: Path) -> None:
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
     arguments = ["plan", TRACES / "vgg-16.json", "--cost", cost_file(tmp_path)]
-    for schedule in ("mgwfbp", "oasr"):
+    for schedule in ("oasr",):
         subprocess.run(
             [sys.executable, "-c", code, *arguments, "--schedule", schedule, "--json"],
             check=True,

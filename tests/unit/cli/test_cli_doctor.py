@@ -179,22 +179,6 @@ def test_an_extension_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("said", "status", "words"),
-    [
-        ('["NCCL 2.28.9 from /opt/a/libnccl.so.2", "", "fix"]', OK, "2.28.9 from /opt/a"),
-        ('noise\n["NCCL 2.28.9", "2 NCCL libraries are loaded", "fix"]\n', PROBLEM, "2 NCCL lib"),
-        ("ImportError: libnccl.so.2: cannot open", PROBLEM, "cannot load NCCL (ImportErr"),
-        ("", PROBLEM, "cannot load NCCL"),
-    ],
-)
-def test_the_nccl_that_is_loaded(said: str, status: str, words: str) -> None:
-    ((found, text, remedy),) = doctor._loaded_nccl(said)
-    assert found is status
-    assert words in text
-    assert bool(remedy) == (status is PROBLEM)
-
-
-@pytest.mark.parametrize(
     ("installed", "words"),
     [
         (set(), ["CuPy is not installed"]),

@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 
 from tests.support.cli_runs import Outcome, assert_refused, wfbp
 from tests.support.run_documents import document
-from wfbp.cli import report
-from wfbp.core.planners import PLANNERS
 
 TRACE: dict[str, Any] = {
     "format": "wfbp-trace/1",
@@ -94,7 +92,7 @@ def check(outcome: Outcome) -> None:
 
 
 FUZZ: Callable[[Any], Any] = settings(
-    max_examples=80,
+    max_examples=40,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
@@ -108,7 +106,9 @@ def test_any_trace_and_cost(
     trace_file, cost_file = tmp_path / "trace.json", tmp_path / "cost.json"
     trace_file.write_bytes(json.dumps(TRACE).encode() if bad == "cost" else trace)
     cost_file.write_bytes(json.dumps(COST).encode() if bad == "trace" else cost)
-    more = ["--schedule", "oasr,hybrid,dear", "--workers", "1,3"] if command == "simulate" else []
+    more = ["--schedule", "hybrid"]
+    if command == "simulate":
+        more = ["--schedule", "oasr,hybrid,dear", "--workers", "1,3"]
     for output in ([], ["--json"]):
         told = wfbp(command, trace_file, "--cost", cost_file, *more, *output)
         check(told)
@@ -126,7 +126,6 @@ def refuse_constant(name: str) -> None:
 def test_any_recorded_run(recorded: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Writing the plotting library into every page would take most of the time.
     monkeypatch.setattr("wfbp.cli.page.library", lambda: "")
-    monkeypatch.setattr(report, "MOST_WORKERS", 4)
     (tmp_path / "a.json").write_bytes(recorded)
     (tmp_path / "b.json").write_text(json.dumps(document(1, 2)))
     check(wfbp("report", tmp_path))
@@ -151,12 +150,10 @@ def timeline() -> dict[str, Any]:
 
 @FUZZ
 @given(spoiled=spoilt(timeline()))
-def test_any_timeline(spoiled: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wfbp.cli.page.library", lambda: "")
+def test_any_timeline(spoiled: bytes, tmp_path: Path) -> None:
     path = tmp_path / "timeline.rank0.json"
     for content in (spoiled, json.dumps(timeline()).encode()):
         path.write_bytes(content)
-        check(wfbp("report", tmp_path))
         told = wfbp("timeline", tmp_path, "--json")
         check(told)
         if told.code == 0:
@@ -217,12 +214,23 @@ def test_any_option(option: str, value: str, tmp_path: Path) -> None:
     check(wfbp("simulate", trace_file, "--cost", cost_file, *arguments))
 
 
-@pytest.mark.parametrize("schedule", PLANNERS)
-def test_what_is_spoilt_here_is_planned_when_whole(schedule: str, tmp_path: Path) -> None:
+def test_what_is_spoilt_here_is_planned_when_whole(tmp_path: Path) -> None:
     """Or the tests above could pass because everything is refused."""
     (tmp_path / "trace.json").write_text(json.dumps(TRACE))
     (tmp_path / "cost.json").write_text(json.dumps(COST))
-    told = wfbp(
-        "plan", tmp_path / "trace.json", "--cost", tmp_path / "cost.json", "--schedule", schedule
-    )
+    told = wfbp("plan", tmp_path / "trace.json", "--cost", tmp_path / "cost.json")
     assert told.code == 0, told.err
+
+
+def test_a_timeline_that_was_cut_is_named(tmp_path: Path) -> None:
+    """A rank that was killed in its first step leaves no step."""
+    whole, cut = tmp_path / "timeline.rank0.json", tmp_path / "timeline.rank1.json"
+    whole.write_text(json.dumps(timeline()))
+    events = [{**event, "pid": 1} for event in timeline()["traceEvents"][:1]]
+    cut.write_text(json.dumps(timeline() | {"traceEvents": events}))
+    told = wfbp("timeline", tmp_path)
+    assert told.code == 0, told.err
+    assert "Medians of 1 timelines" in told.out
+    assert "timeline.rank1.json holds no complete step" in told.out
+    document = json.loads(wfbp("timeline", tmp_path, "--json").out)
+    assert document["without_steps"] == ["timeline.rank1.json"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +13,12 @@ import pytest
 
 from tests.support.cli_runs import assert_refused, wfbp
 from tests.support.run_documents import costs, document, record, trace
-from wfbp.cli import report
-from wfbp.cli.figures.gantt import gantt, median_iteration
-from wfbp.cli.report import SCALED, chapter, timeline_chapters
+from wfbp.cli.figures import gantt, median_iteration
+from wfbp.cli.report import chapter
 from wfbp.cli.run_files import Run, load_runs
-from wfbp.core.cost import PiecewiseCost
-from wfbp.core.fit import MAX_KAPPA, fit_linear
+from wfbp.core.fit import MAX_KAPPA
 from wfbp.core.planners import PLANNERS, plan
 from wfbp.core.timeline import timeline
-from wfbp.runtime.step import GroupTime, MeasuredStep
-from wfbp.runtime.timeline import Timeline, load, merge
-from wfbp.runtime.tuning.profile import StepTimes
-
-NEED_ALL_WORKERS = (
-    "test_a_chapter_has_all_its_figures",
-    "test_other_numbers_of_workers_by_every_algorithm",
-    "test_lines_that_coincide_are_told_apart",
-    "test_bad_documents",
-)
-
-
-@pytest.fixture(autouse=True)
-def _few_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What thousands of workers would do takes most of the time; tests of it have them."""
-    if request.node.originalname not in NEED_ALL_WORKERS:
-        monkeypatch.setattr(report, "MOST_WORKERS", 4)
 
 
 def only_run(folder: Path) -> Run:
@@ -59,10 +39,8 @@ def test_a_chapter_has_all_its_figures(tmp_path: Path) -> None:
     assert headings == [
         "One iteration, rank by rank",
         "Predicted against measured",
-        "Messages, predicted against measured",
         "What a message costs",
         "All schedules on what was measured",
-        "What if there were more workers",
     ]
     assert result.notes == []
     assert result.verdict == "Compute-bound: T/LB 1.04, nothing to gain by another schedule."
@@ -139,31 +117,12 @@ def test_the_prediction_stands_on_the_same_clock(tmp_path: Path) -> None:
 
 
 def test_every_schedule_is_compared(tmp_path: Path) -> None:
-    figure = chapter(only_run(record(tmp_path))).sections[4].figure
+    figure = chapter(only_run(record(tmp_path))).sections[3].figure
     shown = {label.partition(",")[0] for label in figure["data"][0]["y"]}
     assert shown == set(PLANNERS)
     names = [d["name"] for d in figure["data"]]
     assert any(name.startswith("measured (mgwfbp)") for name in names)
     assert any(name.startswith("lower bound") for name in names)
-
-
-def test_other_numbers_of_workers_by_every_algorithm(tmp_path: Path) -> None:
-    figure = chapter(only_run(record(tmp_path))).sections[5].figure
-    shown = [d for d in figure["data"] if d["visible"]]
-    assert [d["name"] for d in shown] == list(SCALED)
-    assert shown[0]["x"] == [2**k for k in range(1, 12)]
-    (menu,) = figure["layout"]["updatemenus"]
-    assert [button["label"] for button in menu["buttons"]] == ["ring", "tree", "halving-doubling"]
-    for button in menu["buttons"]:
-        (change,) = button["args"]
-        assert change["visible"].count(True) == len(SCALED)
-    # Among as many workers as were measured, the prediction is that of the fitted line.
-    first = next(d for d in shown if d["name"] == "single")
-    line = costs().all_reduce
-    assert isinstance(line, PiecewiseCost)
-    straight = replace(costs(), all_reduce=fit_linear(line.points))
-    alone = timeline(plan("single", trace(), straight), trace(), straight)
-    assert first["customdata"][0][0] == pytest.approx(alone.iteration_s * 1e3)
 
 
 def test_a_plan_in_another_order_than_the_trace(tmp_path: Path) -> None:
@@ -179,7 +138,7 @@ def test_a_plan_in_another_order_than_the_trace(tmp_path: Path) -> None:
     (tmp_path / "a" / "SGD.rank0.json").write_text(json.dumps(data))
     turned = chapter(only_run(tmp_path / "a")).sections
     straight = chapter(only_run(record(tmp_path / "b", size=1))).sections
-    assert turned[3].figure == straight[3].figure
+    assert turned[2].figure == straight[2].figure
     assert bars(turned[0].figure, "messages") == bars(straight[0].figure, "messages")
 
 
@@ -268,79 +227,6 @@ def test_a_verdict_by_figures(figures: dict[str, float], sentence: str, tmp_path
         data = changed(rank, **figures)
         (tmp_path / f"SGD.rank{rank}.json").write_text(json.dumps(data))
     assert sentence in chapter(only_run(tmp_path)).verdict
-
-
-def timeline_of(rank: int, folder: Path) -> None:
-    """Three steps of 10, 20 and 30 ms: forward, backward with a message, and a wait."""
-    times = Timeline(folder / f"timeline.rank{rank}.json", rank)
-    made = plan("single", trace(1), costs())
-    at_s = times._start_s
-    for number, length_s in enumerate((0.01, 0.02, 0.03)):
-        stamps = StepTimes(at_s, [at_s + 0.6 * length_s], [0.0])
-        stamps.forward_end_s = at_s + 0.3 * length_s
-        stamps.closed_s = at_s + 0.8 * length_s
-        stamps.done_s = at_s + length_s
-        sent = GroupTime(0, at_s + 0.6 * length_s, at_s + 0.61 * length_s, at_s + length_s)
-        times.step("SGD", number, made, MeasuredStep(stamps, [sent]))
-        at_s += length_s
-    times.close()
-
-
-def test_a_timeline_becomes_a_chapter(tmp_path: Path) -> None:
-    for rank in range(2):
-        timeline_of(rank, tmp_path)
-    documents = [load(tmp_path / f"timeline.rank{rank}.json") for rank in range(2)]
-    (told,) = timeline_chapters(merge(documents))
-    assert told.heading == "SGD: timeline"
-    assert dict(told.facts)["exposed, rank 1"] == "4.000 ms"
-    (section,) = told.sections
-    assert section.heading == "Step 1, rank by rank"  # of 10, 20 and 30 ms
-    go.Figure(colored(section.figure))
-    (waiting,) = (
-        b for b in bars(section.figure, "waiting for communication") if b[0] == "rank 0 training"
-    )
-    assert waiting[2] - waiting[1] == pytest.approx(4.0)
-    (message,) = (b for b in bars(section.figure, "messages") if b[0] == "rank 0 messages")
-    assert message[2] - message[1] == pytest.approx(7.8)
-
-
-def test_a_timeline_that_was_cut_is_named(tmp_path: Path) -> None:
-    for rank in range(2):
-        timeline_of(rank, tmp_path)
-    cut = tmp_path / "timeline.rank0.json"
-    text = cut.read_text()
-    cut.write_text(text[: text.index(",\n", 400)])
-    told = wfbp("timeline", tmp_path)
-    assert told.code == 0, told.err
-    assert "Medians of 1 timelines" in told.out
-    assert "timeline.rank0.json holds no complete step" in told.out
-    document = json.loads(wfbp("timeline", tmp_path, "--json").out)
-    assert document["without_steps"] == ["timeline.rank0.json"]
-
-
-def test_timelines_with_and_without_a_record(tmp_path: Path) -> None:
-    timeline_of(0, tmp_path)
-    alone = wfbp("report", tmp_path)
-    assert alone.code == 0, alone.err
-    text = (tmp_path / "report.html").read_text()
-    assert "SGD: timeline" in text
-    assert "What a message costs" not in text
-    record(tmp_path)
-    assert wfbp("report", tmp_path).code == 0
-    text = (tmp_path / "report.html").read_text()
-    assert "SGD: timeline" in text
-    assert "What a message costs" in text
-    assert len(text) < 1_500_000, "too much for a slow connection"
-
-
-def test_lines_that_coincide_are_told_apart(tmp_path: Path) -> None:
-    section = chapter(only_run(record(tmp_path))).sections[5]
-    assert "By ring, within 0.5% of each other: single, threshold, dear" in section.explanation
-    lines = [d for d in section.figure["data"] if d["visible"]]
-    assert len({d["line"]["color"] for d in lines}) == len(lines)
-    widths = [d["line"]["width"] for d in lines]
-    assert widths == sorted(widths, reverse=True)  # what is drawn later leaves a rim
-    assert len({d["line"]["dash"] + d["marker"]["symbol"] for d in lines}) == len(lines)
 
 
 def test_a_run_without_iterations_has_no_chart(tmp_path: Path) -> None:

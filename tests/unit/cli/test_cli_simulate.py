@@ -127,18 +127,6 @@ def test_by_default_from_4_to_2048(tmp_path: Path) -> None:
     assert [row["workers"] for row in data["results"]] == [2**k for k in range(2, 12)]
 
 
-def test_the_plot_is_a_page(tmp_path: Path) -> None:
-    page = tmp_path / "plot.html"
-    code, _, err = wfbp(
-        "simulate", RESNET, "--cost", cost_file(tmp_path), "--workers", "4,8", "--plot", page
-    )
-    assert (code, err) == (0, "")
-    text = page.read_text()
-    assert "wfbp simulate: ResNet-50" in text
-    assert len(text) < 1_500_000, "too much for a slow connection"
-    assert all(f'"name": "{schedule}"' in text for schedule in PLANNERS)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -159,8 +147,6 @@ def test_the_plot_is_a_page(tmp_path: Path) -> None:
         (("--node-workers", "0"), ("--node-workers",)),
         (("--node-speed", "0"), ("--node-speed",)),
         (("--node-speed", "nan"), ("--node-speed",)),
-        (("--plot", "missing/folder/plot.html"), ("missing/folder/plot.html", "No such file")),
-        (("--plot", "/dev/full"), ("/dev/full: No space left on device",)),
     ],
 )
 def test_bad_options(options: tuple[str, ...], words: tuple[str, ...], tmp_path: Path) -> None:

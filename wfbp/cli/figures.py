@@ -1,0 +1,340 @@
+"""Figures for the pages that ``wfbp`` writes.
+
+A figure is plain data in Plotly's form; ``plot.js`` draws the part of the form that is used here.
+Colours are names such as ``@backward``, for which ``page.html`` has a light and a dark theme.
+"""
+
+from __future__ import annotations
+
+import html
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from wfbp.cli.forecast import Forecast
+from wfbp.cli.run_files import RankRun, Run
+from wfbp.cli.tables import size
+from wfbp.core.cost import CostModel, Costs, PiecewiseCost
+from wfbp.core.fit import fit_linear, goodness
+from wfbp.core.trace import Trace
+
+Figure = dict[str, Any]
+"""``{"data": [...], "layout": {...}}``."""
+MS = 1e3
+
+
+def _figure(
+    data: Sequence[dict[str, Any]], x: dict[str, Any], y: dict[str, Any], **layout: Any
+) -> Figure:
+    legend = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
+    return {"data": list(data), "layout": {"xaxis": x, "yaxis": y, "legend": legend, **layout}}
+
+
+def _axis(title: str, **settings: Any) -> dict[str, Any]:
+    return {"title": {"text": title}, **settings}
+
+
+def _bars(
+    name: str, color: str, labels: Sequence[str], seconds: Sequence[float | None], **more: Any
+) -> dict[str, Any]:
+    """A bar per label, in milliseconds; ``orientation="h"`` in ``more`` lays them flat."""
+    values = [None if value is None else value * MS for value in seconds]
+    flat = more.get("orientation") == "h"
+    return {
+        "type": "bar",
+        "name": name,
+        "x": values if flat else list(labels),
+        "y": list(labels) if flat else values,
+        "marker": {"color": color, "line": {"color": "@paper", "width": 1}},
+        "hovertemplate": f"%{{{'y' if flat else 'x'}}}, {name}: %{{{'x' if flat else 'y'}:.3f}} ms"
+        "<extra></extra>",
+        **more,
+    }
+
+
+def _lines(
+    name: str,
+    x: Sequence[float | None],
+    y: Sequence[float | None],
+    line: dict[str, Any],
+    **more: Any,
+) -> dict[str, Any]:
+    return {"type": "scatter", "mode": "lines", "name": name, "x": x, "y": y, "line": line, **more}
+
+
+def _marker(index: int) -> dict[str, Any]:
+    symbols = ("circle", "square", "diamond", "triangle-up", "x", "triangle-down", "cross")
+    return {"symbol": symbols[index % len(symbols)], "size": 8}
+
+
+def _plain(text: str, longest: int = 60) -> str:
+    """A name from outside as a label: no markup, not too long."""
+    return html.escape(text if len(text) <= longest else text[: longest - 3] + "...", quote=False)
+
+
+def schedules(forecasts: Sequence[Forecast], measured: tuple[str, float] | None) -> Figure:
+    """Every schedule's predicted iteration, split into computation and exposed communication.
+
+    ``measured`` is the schedule that ran, and its measured seconds per iteration.
+    """
+    rows = sorted(forecasts, key=lambda f: f.iteration_s, reverse=True)
+    labels = {f.schedule: f"{f.schedule}, T/LB {f.ratio_to_lower_bound:.3f}" for f in rows}
+    names = list(labels.values())
+    computed = [f.iteration_s - f.exposed_s for f in rows]
+    exposed = [f.exposed_s for f in rows]
+    bound_ms = rows[0].lower_bound_s * MS
+    dashed = {"color": "@bound", "dash": "dash", "width": 2}
+    data = [
+        _bars("computation", "@backward", names, computed, orientation="h"),
+        _bars("exposed communication", "@exposed", names, exposed, orientation="h"),
+        _lines(f"lower bound, {bound_ms:.3f} ms", [None], [None], dashed),  # for the legend
+    ]
+    if measured is not None:
+        name, seconds = measured
+        if name not in labels:  # a plan by no planner of the registry
+            names = [name, *names]
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": f"measured ({name}), {seconds * MS:.3f} ms",
+                "x": [seconds * MS],
+                "y": [labels.get(name, name)],
+                "marker": {"symbol": "diamond", "size": 12, "color": "@measured"},
+                "hovertemplate": "measured: %{x:.3f} ms<extra></extra>",
+            }
+        )
+    ends = {"x0": bound_ms, "x1": bound_ms, "y0": 0, "y1": 1, "yref": "paper"}
+    return _figure(
+        data,
+        _axis("ms per iteration", rangemode="tozero"),
+        {"categoryorder": "array", "categoryarray": names, "automargin": True},
+        barmode="stack",
+        shapes=[{"type": "line", **ends, "line": dashed}],
+        height=140 + 34 * len(names),
+    )
+
+
+def predicted_and_measured(run: Run) -> Figure | None:
+    """Iteration and exposed communication: predicted, and as each rank measured them."""
+    names = ("iteration", "exposed communication")
+    first = run.ranks[0].figures
+    predicted = [first["predicted_iteration_s"], first["predicted_exposed_s"]]
+    if all(value is None for value in predicted):
+        return None
+    known = [
+        [value for rank in run.ranks if (value := rank.figures[key]) is not None]
+        for key in ("measured_iteration_s", "exposed_s")
+    ]
+    middle = [statistics.median(values) if values else None for values in known]
+    pairs = [(m, values) for m, values in zip(middle, known, strict=True) if m is not None]
+    whiskers = {
+        "type": "data",
+        "symmetric": False,
+        "array": [(max(values) - m) * MS for m, values in pairs],
+        "arrayminus": [(m - min(values)) * MS for m, values in pairs],
+        "color": "@ink",
+    }
+    text = "measured: median, fastest and slowest rank"
+    data = [
+        _bars("predicted", "@backward", names, predicted),
+        _bars(text, "@measured", names, middle, error_y=whiskers),
+    ]
+    if first["lower_bound_s"] is not None:
+        data.append(_bars("lower bound", "@bound", names, [first["lower_bound_s"], None]))
+    y = _axis("ms", rangemode="tozero")
+    return _figure(data, {"automargin": True}, y, barmode="group", height=400)
+
+
+def cost_curve(costs: Costs) -> Figure:
+    """What a message costs by its size: measured points and the fitted line, or a given line."""
+    data = []
+    own = {
+        "all-reduce": costs.all_reduce,
+        "reduce-scatter": costs.reduce_scatter,
+        "all-gather": costs.all_gather,
+    }
+    for index, (name, cost) in enumerate(own.items()):
+        color = f"@series{index}"
+        if not isinstance(cost, PiecewiseCost):
+            if cost is not None:
+                data.append(_cost_line(f"{name}, given", color, cost, 4.0, 2.0**28, "solid"))
+            continue
+        points = [(max(nbytes, 1.0), seconds) for nbytes, seconds in cost.points if seconds > 0]
+        data.append(
+            _lines(
+                f"{name}, measured",
+                [nbytes for nbytes, _ in points],
+                [seconds * MS for _, seconds in points],
+                {"color": color, "width": 4.0 - index},
+                mode="lines+markers",
+                marker=_marker(index),
+                hovertemplate="%{x:,.0f} bytes<br>%{y:.4f} ms<extra></extra>",
+            )
+        )
+        if len(points) > 1:
+            fitted = fit_linear(points)
+            how = goodness(fitted, points)
+            text = (
+                f"{name}, fit: {fitted.alpha_s * 1e6:.1f} µs + "
+                f"{fitted.beta_s_per_byte * 1e9:.3f} ns/byte (R² {how.r_squared:.3f}, "
+                f"worst {how.max_relative_error:.0%})"
+            )
+            data.append(_cost_line(text, color, fitted, points[0][0], points[-1][0], "dot"))
+    x, y = _axis("bytes", type="log", exponentformat="SI"), _axis("ms", type="log")
+    return _figure(data, x, y, hovermode="closest", height=420)
+
+
+def _cost_line(
+    name: str, color: str, cost: CostModel, least: float, largest: float, dash: str
+) -> dict[str, Any]:
+    sizes = np.geomspace(least, largest, 200)
+    line = {"color": color, "dash": dash, "width": 1.5}
+    text = "%{x:,.0f} bytes<br>%{y:.4f} ms<extra></extra>"
+    return _lines(name, sizes.tolist(), (cost.many(sizes) * MS).tolist(), line, hovertemplate=text)
+
+
+class _Bar(NamedTuple):
+    kind: str
+    row: str
+    start_s: float
+    end_s: float
+    text: str
+
+
+_FORWARD, _BACKWARD, _WAITING = "forward and the rest", "backward", "waiting for communication"
+_PACKING, _READY = "packing", "gradient exists"
+_MESSAGES = ("messages", "messages (every other)")
+_KINDS = {
+    _FORWARD: ("@forward", 0.8),
+    _BACKWARD: ("@backward", 0.8),
+    _WAITING: ("@exposed", 0.8),
+    _PACKING: ("@packing", 0.8),
+    _MESSAGES[0]: ("@link", 0.8),
+    _MESSAGES[1]: ("@link2", 0.5),
+}
+"""Colour and width: two messages may be under way at once, so every other one is thinner."""
+_MOST_READY = 2000
+
+
+def _chart(title: str, rows: Sequence[str], bars: Sequence[_Bar]) -> Figure:
+    """A Gantt chart, with a mark for each bar of the kind ``_READY``."""
+    data: list[dict[str, Any]] = []
+    for kind, (color, width) in _KINDS.items():
+        mine = [bar for bar in bars if bar.kind == kind and bar.end_s > bar.start_s]
+        if mine:
+            data.append(
+                {
+                    "type": "bar",
+                    "orientation": "h",
+                    "name": kind,
+                    "width": width,
+                    "y": [bar.row for bar in mine],
+                    "base": [bar.start_s * MS for bar in mine],
+                    "x": [(bar.end_s - bar.start_s) * MS for bar in mine],
+                    "customdata": [[b.start_s * MS, b.end_s * MS, b.text] for b in mine],
+                    "hovertemplate": "%{customdata[2]}<br>%{customdata[0]:.3f} to "
+                    "%{customdata[1]:.3f} ms (%{x:.3f} ms)<extra></extra>",
+                    "marker": {"color": color, "line": {"color": "@paper", "width": 1}},
+                }
+            )
+    ready = [bar for bar in bars if bar.kind == _READY]
+    if len(ready) <= _MOST_READY * len(rows):
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": _READY,
+                "x": [bar.start_s * MS for bar in ready],
+                "y": [bar.row for bar in ready],
+                "text": [bar.text for bar in ready],
+                "hovertemplate": "%{text}<br>%{x:.3f} ms<extra></extra>",
+                "marker": {"symbol": "line-ns", "size": 9, "line": {"width": 1, "color": "@ink"}},
+            }
+        )
+    return _figure(
+        data,
+        _axis(title, rangemode="tozero"),
+        {"categoryorder": "array", "categoryarray": list(rows)[::-1], "automargin": True},
+        barmode="overlay",
+        height=120 + 34 * len(rows),
+        hovermode="closest",
+    )
+
+
+def gantt(run: Run, predicted: Forecast | None) -> Figure | None:
+    """The iteration of median length among those recorded; None if a rank recorded none.
+
+    Every rank's clock starts when it had the previous iteration's gradients, which is nearly the
+    same moment on all ranks, since the last message ends together. A prediction adds two rows.
+    """
+    index = median_iteration(run)
+    if index is None:
+        return None
+    bars: list[_Bar] = []
+    trace = run.ranks[0].trace
+    if predicted is not None and trace is not None:
+        bars += _predicted_bars(predicted, trace)
+    for rank in run.ranks:
+        bars += _rank_bars(rank, rank.iterations[index])
+    rows = list(dict.fromkeys(bar.row for bar in bars))
+    return _chart("ms since the previous iteration's gradients were in hand", rows, bars)
+
+
+def median_iteration(run: Run) -> int | None:
+    """The index of the iteration of median length, from the end (-1 is the last)."""
+    count = min(len(rank.iterations) for rank in run.ranks)
+    lengths = [(max(r.iterations[i]["done_s"] for r in run.ranks), i) for i in range(-count, 0)]
+    return sorted(lengths)[(count - 1) // 2][1] if lengths else None
+
+
+def _rank_bars(rank: RankRun, iteration: dict[str, Any]) -> list[_Bar]:
+    compute, link = f"rank {rank.rank} compute", f"rank {rank.rank} messages"
+    ready_s, closed_s = iteration["ready_s"], iteration["closed_s"]
+    forward_end_s = 0.0
+    if rank.trace is not None:
+        # Forward is timed while profiling only; the trace's time is shown for later steps, too.
+        ends = [rank.trace.other_s + rank.trace.forward_s, closed_s]
+        forward_end_s = min(ends + [at for at in ready_s if at is not None])
+    bars = [
+        _Bar(_FORWARD, compute, 0.0, forward_end_s, "forward, optimizer, data"),
+        _Bar(_BACKWARD, compute, forward_end_s, closed_s, "backward"),
+        _Bar(_WAITING, compute, closed_s, iteration["done_s"], "nothing left to compute"),
+    ]
+    tensors = rank.plan.tensors
+    for at in iteration["groups"]:
+        group = rank.plan.groups[at["group"]]
+        names = [_plain(tensors[k].name) for k in group.tensors]
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        nbytes = sum(tensors[k].nbytes for k in group.tensors)
+        text = f"group {at['group']}: {group.operation.value} of {size(nbytes)}<br>"
+        text += ", ".join(names[:4]) + more
+        times = [ready_s[k] for k in group.tensors if ready_s[k] is not None]
+        text += f"<br>ready at {max(times) * MS:.3f} ms" if times else ""
+        bars.append(_Bar(_PACKING, link, at["start_s"], at["packed_s"], f"packing {text}"))
+        bars.append(_Bar(_MESSAGES[at["group"] % 2], link, at["packed_s"], at["end_s"], text))
+    return bars + [
+        _Bar(_READY, compute, at, at, f"gradient of {_plain(spec.name)}")
+        for spec, at in zip(tensors, ready_s, strict=True)
+        if at is not None
+    ]
+
+
+def _predicted_bars(predicted: Forecast, trace: Trace) -> list[_Bar]:
+    """The prediction on the same clock: its backward starts after forward."""
+    compute, link = "predicted compute", "predicted messages"
+    begin_s = trace.other_s + trace.forward_s
+    end_s = min(predicted.iteration_s, begin_s + predicted.backward_end_s)
+    bars = [
+        _Bar(_FORWARD, compute, 0.0, begin_s, "forward, optimizer, data"),
+        _Bar(_BACKWARD, compute, begin_s, end_s, "backward"),
+        _Bar(_WAITING, compute, end_s, predicted.iteration_s, "nothing left to compute"),
+    ]
+    for index, group in enumerate(predicted.groups):
+        text = f"group {index}: {group.operation.value} of {size(group.nbytes)}<br>"
+        text += _plain(group.why, 200)
+        start_s, end_s = begin_s + group.start_s, begin_s + group.end_s
+        bars.append(_Bar(_MESSAGES[index % 2], link, start_s, end_s, text))
+    return bars
