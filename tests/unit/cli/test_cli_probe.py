@@ -50,13 +50,13 @@ def test_an_emulated_link_is_found_again(monkeypatch: pytest.MonkeyPatch) -> Non
         assert seconds >= cost(size) * 0.999
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [1, 2])
 def test_every_rank_gets_the_same_curves(size: int) -> None:
     world = LocalWorld(size)
     found: dict[int, list[Curve]] = {}
 
     def run(rank: int) -> None:
-        found[rank] = measure(world.backend(rank), 1000, 0.3)
+        found[rank] = measure(world.backend(rank), 1000, 3.0)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
