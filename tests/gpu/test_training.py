@@ -160,24 +160,6 @@ def test_memory_that_runs_out(cupy: Any) -> None:
     assert device.zeros(1 << 20, device.new_stream()).nbytes == 1 << 20
 
 
-def test_a_communicator_that_is_split(cupy: Any) -> None:
-    """By one rank: it shares the first one's resources, and outlives it."""
-    device = CupyDevice(0)
-    nccl, world = device.nccl(), LocalWorld(1)
-    first = NcclBackend(device, world.backend(0), nccl, timeout_s=60.0)
-    if not hasattr(nccl, "NcclConfig"):
-        pytest.skip("this CuPy cannot split communicators; 14 can")
-    assert first.splits()
-    second = NcclBackend(device, LocalWorld(1).backend(0), nccl, timeout_s=60.0, parent=first)
-    for backend in (first, second):
-        data = device.zeros(400, backend.stream)
-        stop = backend.stopwatch()
-        wait(backend.all_reduce(data, "float32", Op.AVERAGE), timeout_s=60.0)
-        assert 0 <= stop() < 10
-    first.close()
-    second.close()
-
-
 def test_one_rank_over_nccl(cupy: Any) -> None:
     device = CupyDevice(0)
     backend = NcclBackend(device, LocalWorld(1).backend(0), device.nccl(), timeout_s=60.0)

@@ -36,7 +36,6 @@ class FakeNccl:
     Args:
         device: where buffers lie.
         connect: makes the host backend of a new communicator; every rank calls it as often.
-        before_14: whether ids are those of CuPy before its version 14.
     """
 
     NCCL_UINT8, NCCL_INT32, NCCL_INT64 = 1, 2, 4
@@ -53,43 +52,28 @@ class FakeNccl:
     }
     OPS: ClassVar[dict[int, Op]] = {0: Op.SUM, 1: Op.PRODUCT, 2: Op.MAX, 3: Op.MIN, 4: Op.AVERAGE}
 
-    def __init__(
-        self, device: SoftwareDevice, connect: Callable[[], Backend], before_14: bool = False
-    ) -> None:
+    def __init__(self, device: SoftwareDevice, connect: Callable[[], Backend]) -> None:
         self.device = device
-        self._before_14 = before_14
         self.connect = connect
         self.calls: list[Call] = []
         self.error: Exception | None = None
         self.grouped = 0
         self.communicators: list[FakeCommunicator] = []
 
-        def communicator(
-            ndev: int,
-            commId: Any,  # noqa: N803
-            rank: int,
-            config: FakeConfig | None = None,
-        ) -> FakeCommunicator:
-            if isinstance(commId, bytes) is before_14:
-                raise TypeError("Argument 'commId' has incorrect type")
+        def communicator(ndev: int, commId: bytes, rank: int) -> FakeCommunicator:  # noqa: N803
             made = FakeCommunicator(self, ndev, commId, rank)
-            made.shares = config is not None and config.split_share == 1
             self.communicators.append(made)
             return made
 
         self.NcclCommunicator = communicator
-        if not before_14:
-            self.NcclConfig = FakeConfig
 
     @staticmethod
     def get_version() -> int:
         return 23203
 
-    def get_unique_id(self) -> bytes | tuple[int, ...]:
-        """128 characters; as signed numbers some of them are negative."""
+    def get_unique_id(self) -> bytes:
         number = next(_ids)
-        signed = tuple((37 * k + number) % 256 - 128 for k in range(128))
-        return signed if self._before_14 else bytes(c % 256 for c in signed)
+        return bytes((37 * k + number) % 256 for k in range(128))
 
     def groupStart(self) -> None:  # noqa: N802
         self.grouped += 1
@@ -102,19 +86,12 @@ class FakeNccl:
 _ids = itertools.count()
 
 
-class FakeConfig:
-    """How a communicator is made."""
-
-    def __init__(self, split_share: int = 0) -> None:
-        self.split_share = split_share
-
-
 class FakeCommunicator:
     """One rank's end of a communicator."""
 
     def __init__(self, nccl: FakeNccl, size: int, uid: Any, rank: int) -> None:
         assert len(uid) == 128
-        assert isinstance(uid, bytes) or all(-128 <= c <= 127 for c in uid)
+        assert isinstance(uid, bytes)
         self._nccl = nccl
         self._device = nccl.device
         self._size = size
@@ -124,30 +101,8 @@ class FakeCommunicator:
         ids = wait(self._host.all_gather_bytes(repr(uid).encode()), timeout_s=_LIMIT_S)
         assert len(set(ids)) == 1, "ranks joined with different ids"
         self._streams: set[int] = set()
-        self.shares = False
-        self.parent: FakeCommunicator | None = None
-        self.family = [self]
-        """All that share resources."""
         self.aborted = False
         self.destroyed = False
-
-    def commSplit(  # noqa: N802
-        self, color: int, key: int, config: FakeConfig | None = None
-    ) -> FakeCommunicator:
-        assert color == 0
-        assert key == self._rank
-        assert config is not None
-        assert config.split_share == self.shares == 1
-        assert not self.destroyed
-        assert not self.aborted
-        for stream in self._streams:
-            assert self._device.record(stream).soon(), "a collective of the parent is under way"
-        made = FakeCommunicator(self._nccl, self._size, bytes(128), self._rank)
-        made.parent = self
-        self.family.append(made)
-        made.family = self.family
-        self._nccl.communicators.append(made)
-        return made
 
     def allReduce(  # noqa: N802
         self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int
@@ -212,9 +167,7 @@ class FakeCommunicator:
             raise self._nccl.error
 
     def abort(self) -> None:
-        """Shared resources have one flag that ends all kernels."""
-        for each in self.family:
-            each.aborted = True
+        self.aborted = True
 
     def destroy(self) -> None:
         assert not self.destroyed

@@ -291,7 +291,7 @@ class Runtime:
     def _connect(self, backend: Backend, device: Device) -> DeviceBackend:
         """What carries the groups of a lane on a device; on the communication thread."""
         timeout_s, check = self.config.timeout_s, partial(self._check_measurement, _CONNECTING)
-        device_backend = connect(device, backend, timeout_s, check, self._parent(device))
+        device_backend = connect(device, backend, timeout_s, check)
         if isinstance(device_backend, NcclBackend):
             assert isinstance(backend, HostBackend)
             self._admit(device_backend, backend)
@@ -329,19 +329,12 @@ class Runtime:
         if any(of != launched for _, of in ranks):
             return None, -1, ""
         device.annotates, device.where = self.config.nvtx, self.where
-        device_backend, problem = connect_by_nccl(
-            device, host, timeout_s, check, self._parent(device)
-        )
+        device_backend, problem = connect_by_nccl(device, host, timeout_s, check)
         if device_backend is None:
             return None, -1, problem
         number = self._admit(device_backend, host)
         self._device_backends[_OPERATIONS, id(device)] = device_backend
         return device_backend, number, ""
-
-    def _parent(self, device: Device) -> NcclBackend | None:
-        """A communicator of which a further one can be split."""
-        before = (c for (_, of), c in self._device_backends.items() if of == id(device))
-        return next((c for c in before if isinstance(c, NcclBackend)), None)
 
     def _admit(self, device_backend: NcclBackend, host: HostBackend) -> int:
         """Order what this backend launches, too."""

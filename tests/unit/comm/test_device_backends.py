@@ -20,7 +20,7 @@ from tests.support.software_device import SoftwareDevice
 from wfbp.comm.backend import Buffer
 from wfbp.comm.device import connection, nccl
 from wfbp.comm.device.backend import Blocks, DeviceBackend
-from wfbp.comm.device.connection import connect, nccl_obstacle
+from wfbp.comm.device.connection import connect, why_no_nccl
 from wfbp.comm.device.nccl import NcclBackend
 from wfbp.comm.device.nccl_library import loaded_libraries
 from wfbp.comm.device.staged import StagedBackend
@@ -218,8 +218,8 @@ def test_operations_of_nccl(op: Op) -> None:
 
     def body(rank: int) -> list[str]:
         backend = ranks.backend("nccl", rank)
-        wait(backend.all_reduce(np.ones(4, np.float32), "float32", op), timeout_s=60.0)
-        wait(backend.all_reduce(np.ones(4, np.int32), "int32", op), timeout_s=60.0)
+        for dtype in ("float32", "int32"):
+            wait(backend.all_reduce(np.ones(4, dtype), dtype, op), timeout_s=60.0)
         return [call.arguments["op"] for call in ranks.libraries[rank].calls]
 
     code = {
@@ -230,15 +230,6 @@ def test_operations_of_nccl(op: Op) -> None:
         Op.MIN: [3],
     }[op]
     assert ranks.run(body) == [code, code]
-
-
-def test_ids_of_older_bindings() -> None:
-    ranks = Ranks(2)
-    ranks.libraries = [
-        FakeNccl(device, lambda rank=rank: ranks.connect(rank), before_14=True)
-        for rank, device in enumerate(ranks.devices)
-    ]
-    ranks.run(lambda rank: CHECKS["float32-sum"](ranks.settling("nccl", rank)))
 
 
 def test_an_error_of_nccl_aborts_the_communicator() -> None:
@@ -333,34 +324,6 @@ def test_where_there_is_no_id_all_are_staged(caplog: pytest.LogCaptureFixture) -
     assert f"{reason} (NCCL_DEBUG=WARN tells more)" in caplog.text
 
 
-def test_a_lane_that_cannot_be_split_leaves_the_first_one_alone() -> None:
-    """Aborting the part of it that a rank has would abort all that shares its resources."""
-    ranks = Ranks(2)
-    hosts = [LocalWorld(2), LocalWorld(2)]
-
-    def body(rank: int) -> None:
-        first = connect(ranks.devices[rank], hosts[0].backend(rank), timeout_s=60.0)
-        assert isinstance(first, NcclBackend)
-        (whole,) = ranks.libraries[rank].communicators
-        split = whole.commSplit
-
-        def fails(*arguments: Any) -> Any:
-            split(*arguments)
-            raise RuntimeError("NCCL_ERROR_UNHANDLED_CUDA_ERROR")
-
-        if rank == 1:
-            whole.commSplit = fails  # type: ignore[method-assign]
-        second = connect(ranks.devices[rank], hosts[1].backend(rank), timeout_s=60.0, parent=first)
-        assert isinstance(second, StagedBackend)
-        data = np.full(4, float(rank), np.float32)
-        wait(first.all_reduce(data, "float32", Op.SUM), timeout_s=60.0)
-        assert set(data) == {1.0}
-        assert not whole.aborted
-        assert ranks.libraries[0].communicators[1].destroyed
-
-    ranks.run(body)
-
-
 def test_an_abort_that_does_not_return_is_not_waited_for(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,36 +385,6 @@ def test_loaded_libraries_are_found(tmp_path: Path) -> None:
     maps.append(f"7f06-7f07 r-xp 00000000 08:01 9    {other}")
     assert loaded_libraries(maps) == sorted([str(real), str(other)])
     assert loaded_libraries() == []
-
-
-@pytest.mark.parametrize("busy", [None, 0, 1])
-def test_a_further_lane_shares_the_first_ones_resources(busy: int | None) -> None:
-    """Unless a collective is under way there on some rank, which NCCL forbids."""
-    ranks = Ranks(2)
-    hosts = [LocalWorld(2), LocalWorld(2)]
-    gate = threading.Event()
-
-    def body(rank: int) -> None:
-        device = ranks.devices[rank]
-        first = connect(device, hosts[0].backend(rank), timeout_s=60.0)
-        assert isinstance(first, NcclBackend)
-        wait(first.all_reduce(np.ones(4, np.float32), "float32", Op.SUM), timeout_s=60.0)
-        if rank == busy:
-            device.enqueue(first.stream, lambda: gate.wait(60.0))
-        second = connect(device, hosts[1].backend(rank), timeout_s=60.0, parent=first)
-        gate.set()
-        data = np.full(4, float(rank), np.float32)
-        wait(second.all_reduce(data, "float32", Op.SUM), timeout_s=60.0)
-        assert set(data) == {1.0}
-        one, other = ranks.libraries[rank].communicators
-        assert one.shares
-        assert other.parent is (one if busy is None else None)
-        second.close()
-        first.close()
-        assert one.destroyed
-        assert other.destroyed
-
-    ranks.run(body)
 
 
 def test_closing_destroys_the_communicator() -> None:
@@ -565,6 +498,6 @@ def test_staging_uses_two_pinned_buffers() -> None:
 )
 def test_nccl_serves_where_every_rank_can(told: list[tuple[str, bool, str]], reason: str) -> None:
     keys = ("device", "shares", "problem")
-    found = nccl_obstacle([dict(zip(keys, each, strict=True)) for each in told])
+    found = why_no_nccl([dict(zip(keys, each, strict=True)) for each in told])
     assert found.startswith(reason)
     assert bool(found) == bool(reason)

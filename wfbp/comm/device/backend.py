@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
-from wfbp.comm.backend import Backend, Buffer, Work, check_counts
+from wfbp.comm.backend import Backend, Buffer, Segment, Work, check_counts
 from wfbp.comm.device.device import Device, Event
 from wfbp.core.types import Op, item_bytes
 
@@ -21,15 +20,12 @@ _LONG_NAP_S = 100e-6
 
 
 class DeviceWork(Work[None]):
-    """A collective on a device's buffer.
-
-    ``issued()`` is True once nothing is left for the host to do: what the stream of its backend is
-    given from there on finds the result. ``test()`` is True once it is complete on the device.
-    """
+    """A collective on a device's buffer; ``test()`` is True once it is complete on the device."""
 
     @abstractmethod
     def issued(self) -> bool:
-        """Move the host's part on, without blocking; True once it is over.
+        """Move the host's part on, without blocking; True once nothing is left for the host to do:
+        later work on the backend's stream finds the result.
 
         Raises:
             BackendError: the library below failed; the work is over.
@@ -37,7 +33,7 @@ class DeviceWork(Work[None]):
 
     @abstractmethod
     def then(self, target: Buffer, source: Buffer) -> None:
-        """Have bytes copied behind it."""
+        """Enqueue a copy of bytes after it."""
 
     @property
     def result(self) -> None:
@@ -48,11 +44,8 @@ class DeviceBackend(Backend):
     """A backend whose buffers lie on a device; every collective returns a :class:`DeviceWork`.
 
     Collectives are enqueued on :attr:`stream`, in order: a buffer travels as the stream finds it
-    when it gets there. What has no buffer (payloads, notices) goes through ``host``.
-
-    Args:
-        device: where buffers lie.
-        host: a backend over the same ranks, used by nobody else.
+    when it gets there. What has no buffer (payloads, notices) goes through ``host``, a backend over
+    the same ranks that nobody else uses.
     """
 
     def __init__(self, device: Device, host: Backend) -> None:
@@ -74,20 +67,8 @@ class DeviceBackend(Backend):
         """Let the next collective wait for what is enqueued on :attr:`packing` now."""
         self._packed = self.device.record(self.packing)
 
-    def _launch(self, start: Callable[[], DeviceWork], nbytes: int) -> DeviceWork:
-        """Start a collective behind what was packed for it, when its turn has come."""
-        packed, self._packed = self._packed, None
-
-        def launch() -> DeviceWork:
-            if packed is not None:
-                self.device.wait(self.stream, packed)
-            return start()
-
-        return launch() if self.in_order is None else self.in_order(launch, nbytes)
-
     def settles(self, timeout_s: float | None = None) -> bool:
-        """Wait until the device is done with all that was enqueued here; False if it is not within
-        the time."""
+        """Wait until the device has done all that was enqueued here; False if time runs out."""
         last, begun_s = self.device.record(self.stream), time.monotonic()
         while not self.device.done(last):
             if timeout_s is not None and time.monotonic() - begun_s > timeout_s:
@@ -110,11 +91,7 @@ class DeviceBackend(Backend):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise what has gone wrong since, where no work would tell.
-
-        Raises:
-            BackendError: a collective failed.
-        """
+        """Raise ``BackendError`` if a collective has failed that no work reports."""
 
     @abstractmethod
     def give_up(self) -> None:
@@ -140,26 +117,19 @@ class DeviceBackend(Backend):
     def _nothing(self) -> DeviceWork:
         """The work of a collective for which nothing has to travel."""
 
-    def _bring(self, place: Buffer, part: Buffer) -> None:
-        """Copy a part into the buffer, unless it lies there."""
-        if self.device.address(place) != self.device.address(part):
-            self.device.copy(place, part, self.stream)
-
     def zeros(self, nbytes: int) -> Buffer:
         return self.device.zeros(nbytes, self.stream)
 
     def all_reduce(
-        self, buffer: Buffer, dtype: str, op: Op, segments: Sequence[Any] = ()
+        self, buffer: Buffer, dtype: str, op: Op, segments: Sequence[Segment] = ()
     ) -> DeviceWork:
         data = raw(buffer, dtype)
 
         def start() -> DeviceWork:
-            for begin, source, *_ in segments:
-                piece = raw(source, dtype, writeable=False)
-                self._bring(data[begin : begin + piece.size], piece)
-            if not data.size:
-                return self._nothing()
-            return self._all_reduce(data, dtype, op)
+            for segment in segments:
+                piece = raw(segment.data, dtype, writeable=False)
+                self._bring(data[segment.start : segment.start + piece.size], piece)
+            return self._all_reduce(data, dtype, op) if data.size else self._nothing()
 
         return self._launch(start, data.nbytes)
 
@@ -169,7 +139,7 @@ class DeviceBackend(Backend):
         counts: Sequence[int],
         dtype: str,
         op: Op,
-        segments: Sequence[Any] = (),
+        segments: Sequence[Segment] = (),
     ) -> DeviceWork:
         data = raw(buffer, dtype)
         blocks = Blocks.of(self.size, data.nbytes, tuple(counts), dtype)
@@ -185,16 +155,12 @@ class DeviceBackend(Backend):
 
     def broadcast(self, buffer: Buffer, root: int) -> DeviceWork:
         data = raw(buffer, None)
-
-        def start() -> DeviceWork:
-            if not data.size:
-                return self._nothing()
-            return self._broadcast(data, root)
-
-        return self._launch(start, data.nbytes)
+        return self._launch(
+            lambda: self._broadcast(data, root) if data.size else self._nothing(), data.nbytes
+        )
 
     def all_gather(
-        self, buffer: Buffer, counts: Sequence[int], segments: Sequence[Any] = ()
+        self, buffer: Buffer, counts: Sequence[int], segments: Sequence[Segment] = ()
     ) -> DeviceWork:
         data = raw(buffer, None)
         blocks = Blocks.of(self.size, data.nbytes, tuple(counts), "uint8")
@@ -226,13 +192,28 @@ class DeviceBackend(Backend):
     def abort(self, code: int) -> None:
         self.host.abort(code)
 
+    def _launch(self, start: Callable[[], DeviceWork], nbytes: int) -> DeviceWork:
+        """Start a collective after what was packed for it, when its turn has come."""
+        packed, self._packed = self._packed, None
+
+        def launch() -> DeviceWork:
+            if packed is not None:
+                self.device.wait(self.stream, packed)
+            return start()
+
+        return launch() if self.in_order is None else self.in_order(launch, nbytes)
+
+    def _bring(self, place: Buffer, part: Buffer) -> None:
+        """Copy a part into the buffer, unless it lies there."""
+        if self.device.address(place) != self.device.address(part):
+            self.device.copy(place, part, self.stream)
+
 
 def raw(buffer: Buffer, dtype: str | None, writeable: bool = True) -> Buffer:
     """The bytes of a buffer on a device; ``dtype`` is what they are, if they are to be reduced.
 
-    Raises:
-        ValueError: it is not one-dimensional, contiguous and writeable, or holds no whole number
-            of elements.
+    Raises ``ValueError`` if it is not one-dimensional, contiguous and writeable, or holds no whole
+    number of elements.
     """
     if buffer.ndim != 1 or not buffer.flags.c_contiguous:
         raise ValueError(
@@ -248,14 +229,10 @@ def raw(buffer: Buffer, dtype: str | None, writeable: bool = True) -> Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Where each rank's block of a buffer lies. Buffers themselves are cut where that is needed
-    alone: to slice one of CuPy's takes microseconds, for every rank and in every step.
+    """Bytes and first byte of each rank's block of a buffer.
 
-    Args:
-        counts: bytes of each rank's block.
-        starts: where it begins.
-        total: bytes of all.
-        are_equal: whether they are of one size.
+    Buffers are sliced only where a block itself is needed: CuPy takes microseconds to slice one,
+    for every rank in every step.
     """
 
     counts: tuple[int, ...]
@@ -266,20 +243,10 @@ class Blocks:
     @staticmethod
     @lru_cache(maxsize=1024)
     def of(size: int, nbytes: int, counts: tuple[int, ...], dtype: str) -> Blocks:
-        """The blocks of a buffer.
+        """The blocks of a buffer of ``nbytes``; ``ValueError`` if a size does not fit.
 
-        Args:
-            size: number of ranks.
-            nbytes: of the buffer.
-            counts: bytes of each rank's block.
-            dtype: element type.
-
-        Raises:
-            ValueError: a size does not fit; the message names it.
-
-        Example:
-            >>> Blocks.of(2, 12, (8, 4), "float32").starts
-            (0, 8)
+        >>> Blocks.of(2, 12, (8, 4), "float32").starts
+        (0, 8)
         """
         check_counts(size, nbytes, counts, dtype)
         starts = tuple(accumulate(counts, initial=0))
@@ -291,15 +258,15 @@ class Blocks:
 
 
 def _parts(
-    data: Buffer, blocks: Blocks, segments: Sequence[Any], dtype: str, writeable: bool
+    data: Buffer, blocks: Blocks, segments: Sequence[Segment], dtype: str, writeable: bool
 ) -> list[tuple[int, Buffer, Buffer]]:
     """Of every segment and rank: the rank, its place in the rank's block, its data."""
     parts = []
-    for start, source, counts, _ in segments:
-        whole = raw(source, dtype, writeable)
-        own = Blocks.of(len(blocks.counts), whole.nbytes, tuple(counts), dtype)
+    for segment in segments:
+        whole = raw(segment.data, dtype, writeable)
+        own = Blocks.of(len(blocks.counts), whole.nbytes, tuple(segment.counts), dtype)
         for rank, part in enumerate(own.cut(whole)):
             if part.size:
-                place = blocks.starts[rank] + start
+                place = blocks.starts[rank] + segment.start
                 parts.append((rank, data[place : place + part.size], part))
     return parts

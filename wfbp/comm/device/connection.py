@@ -1,4 +1,4 @@
-"""How buffers of devices travel: by NCCL where every rank can, else staged through the host."""
+"""How buffers of devices travel: by NCCL if every rank can, else staged through the host."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ log = logging.getLogger("wfbp")
 
 
 def connect(
-    device: Device,
-    host: Backend,
-    timeout_s: float | None = None,
-    check: Check | None = None,
-    parent: NcclBackend | None = None,
+    device: Device, host: Backend, timeout_s: float | None = None, check: Check | None = None
 ) -> DeviceBackend:
     """Connect the ranks' devices; collective and blocking.
 
@@ -38,15 +34,13 @@ def connect(
         device: this rank's.
         host: over all ranks; it is duplicated.
         timeout_s: how long that may take.
-        check: called while it does; what it raises ends it.
-        parent: made before for the same ranks and devices; its resources are shared where nothing
-            of it is under way on any rank.
+        check: called meanwhile; an error that it raises ends it.
 
     Returns:
-        A backend of the same kind on every rank. Where it is staged, one rank per host logs why,
-        once for a device and reason.
+        A backend of the same kind on every rank. If it is staged, one rank per host logs why, once
+        for a device and reason.
     """
-    backend, reason = connect_by_nccl(device, host, timeout_s, check, parent)
+    backend, reason = connect_by_nccl(device, host, timeout_s, check)
     if backend is not None:
         return backend
     if host.local_rank == 0 and device.logged_reason != reason:  # else for another optimizer
@@ -60,76 +54,50 @@ def connect(
 
 
 def connect_by_nccl(
-    device: Device,
-    host: Backend,
-    timeout_s: float | None = None,
-    check: Check | None = None,
-    parent: NcclBackend | None = None,
+    device: Device, host: Backend, timeout_s: float | None = None, check: Check | None = None
 ) -> tuple[NcclBackend | None, str]:
     """A backend by NCCL on every rank, or on none, and why; arguments as of :func:`connect`."""
-    library: Any = None
-    problem = ""
+    library, problem = None, ""
     try:
         library = device.nccl()
     except ImportError as error:
         problem = str(error)
-    mine = {
+    mine: Any = {
         "device": device.identity,
         "shares": SHARING in os.environ or HOST_ID in os.environ,
         "problem": problem,
-        "splits": parent is not None and parent.splits(),
     }
     payloads = wait(
         host.all_gather_bytes(json.dumps(mine).encode()), timeout_s=timeout_s, check=check
     )
-    ranks = [json.loads(each) for each in payloads]
-    reason = nccl_obstacle(ranks)
-    if not reason:
-        shared = parent if all(rank["splits"] for rank in ranks) else None
-        backend, reason = _join(device, host, library, timeout_s, check, shared)
-        if backend is not None:
-            _tell_library(library.get_version(), host)
-            return backend, ""
-    return None, reason
-
-
-def _tell_library(version: int, host: Backend) -> None:
-    """Log which NCCL that is, once per host."""
-    text, problem = describe(version, loaded_libraries())
-    if host.local_rank == 0:
-        log.info("rank %d of %d: %s", host.rank, host.size, text)
-        if problem:
-            log.warning("rank %d of %d: %s; %s", host.rank, host.size, problem, REMEDY)
-
-
-def _join(
-    device: Device,
-    host: Backend,
-    library: Any,
-    timeout_s: float | None,
-    check: Check | None,
-    parent: NcclBackend | None,
-) -> tuple[NcclBackend | None, str]:
-    """A backend by NCCL where all ranks could join, else why one of them could not."""
+    reason = why_no_nccl([json.loads(payload) for payload in payloads])
+    if reason:
+        return None, reason
     backend, mine = None, ("", "")
     try:
-        backend = NcclBackend(device, host.duplicate(), library, timeout_s, check, parent)
+        backend = NcclBackend(device, host.duplicate(), library, timeout_s, check)
     except BackendError as error:
         mine = "failed", str(error)
-    except StallError as error:  # because another rank did
+    except StallError as error:  # because another rank failed
         mine = "stalled", str(error)
     payloads = wait(host.all_gather_bytes(json.dumps(mine).encode()), check=check)
     _, problem = min((each for each in map(json.loads, payloads) if each[0]), default=("", ""))
-    if problem and backend is not None:
-        backend.discard()
-        backend = None
-    return backend, problem
+    if backend is None or problem:
+        if backend is not None:
+            backend.give_up()
+        return None, problem
+    text, doubt = describe(backend.version, loaded_libraries())
+    if host.local_rank == 0:
+        log.info("rank %d of %d: %s", host.rank, host.size, text)
+        if doubt:
+            log.warning("rank %d of %d: %s; %s", host.rank, host.size, doubt, REMEDY)
+    return backend, ""
 
 
-def nccl_obstacle(ranks: list[dict[str, Any]]) -> str:
-    """Why NCCL cannot serve these ranks; empty where it can.
+def why_no_nccl(ranks: list[dict[str, Any]]) -> str:
+    """Why NCCL cannot serve these ranks; empty if it can.
 
-    >>> nccl_obstacle([{"device": "a", "shares": False, "problem": ""}] * 2)
+    >>> why_no_nccl([{"device": "a", "shares": False, "problem": ""}] * 2)
     'ranks 0 and 1 share a GPU (NCCL_MULTI_RANK_GPU_ENABLE=1 lets NCCL 2.30 try)'
     """
     for rank, status in enumerate(ranks):

@@ -1,18 +1,13 @@
 """One order in which every rank launches the collectives of several communicators on a GPU.
 
-NCCL asks for it: a collective's kernel waits on the GPU for those of other ranks, and where a GPU
-cannot run two such kernels beside each other, ranks that launch them in different orders wait for
-each other for ever. A lane's own collectives have one order, the plan's; those of two lanes come as
-gradients come.
+A collective's kernel waits on the GPU for those of other ranks. If a GPU cannot run two such
+kernels at once, ranks that launch them in different orders wait for each other forever. The
+collectives of one lane have one order, the plan's; those of two lanes come as gradients come.
 
-Rank 0 launches what is ready, and before it does, tells the others whose turn it is. They launch
-that lane's next collective, when it is ready there too, and nothing else before it. One message
-tells of all that rank 0 launches at a time. Nothing waits that would not wait for rank 0's kernel
-anyway, except that the other hosts no longer run ahead of rank 0's.
-
-While there is a single lane there is nothing to order, and no message. When the second one is made,
-ranks compare how far the first one has come, because one may be in the midst of a step: what any
-rank has launched by then is launched on all of them before the common order begins.
+Rank 0 launches what is ready, after it has told the others whose turn it is. They launch that
+lane's next collective when it is ready there too, and nothing else before it. A single lane needs
+no order and no message. When the second one is made, one rank may be in the midst of a step: what
+any rank has launched of the first lane by then is launched on all before the order begins.
 """
 
 from __future__ import annotations
@@ -32,13 +27,8 @@ from wfbp.comm.waiting import Check, wait
 
 @dataclass(slots=True)
 class _Lane:
-    """What is known of a lane.
-
-    Args:
-        num_launched: collectives so far.
-        num_free: so many are launched in no order with others.
-        waiting: those that wait for their turn.
-    """
+    """Collectives of a lane: how many were launched, how many of these in no order with other
+    lanes', and those that wait for their turn."""
 
     num_launched: int = 0
     num_free: int = 0
@@ -48,15 +38,12 @@ class _Lane:
 class LaunchOrder:
     """Of the lanes of one runtime on one device. Used under the progress lock.
 
-    Args:
-        rank: of this process.
-        size: number of ranks.
-        advance_others: moves all lanes on, where a call waits for one collective within itself.
+    ``advance_others`` moves all lanes on, while a call waits for one collective.
     """
 
     def __init__(self, rank: int, size: int, advance_others: Callable[[], None]) -> None:
         self._rank, self._size = rank, size
-        self._advance_others = advance_others
+        self.advance_others = advance_others
         self._lanes: list[_Lane] = []
         self._mailbox: Mailbox | None = None
         self._turns: deque[int] = deque()
@@ -69,16 +56,9 @@ class LaunchOrder:
         timeout_s: float | None = None,
         check: Check | None = None,
     ) -> int:
-        """Order a further lane's collectives, too; collective and blocking.
+        """Order the collectives of a further lane, which has sent nothing yet, too; its number.
 
-        Args:
-            carrier: of the lane, which has sent nothing yet.
-            host: over the same ranks.
-            timeout_s: how long that may take.
-            check: called while it does; what it raises ends it.
-
-        Returns:
-            The lane's number, the same on every rank.
+        Collective and blocking; arguments as of ``connection.connect``.
         """
         if len(self._lanes) == 1:
             mine = json.dumps(self._lanes[0].num_launched).encode()
@@ -105,13 +85,7 @@ class LaunchOrder:
         return tuple(lane.num_launched + len(lane.waiting) for lane in self._lanes)
 
     def _launch(self, number: int, start: Callable[[], DeviceWork], nbytes: int) -> DeviceWork:
-        """Start a collective when its turn has come.
-
-        Args:
-            number: of the lane.
-            start: starts it.
-            nbytes: what travels.
-        """
+        """Start a lane's next collective when its turn has come."""
         lane = self._lanes[number]
         if self._mailbox is None:
             lane.num_launched += 1
@@ -139,10 +113,6 @@ class LaunchOrder:
         for number in due:
             self._launch_next(self._lanes[number])
 
-    def advance_others(self) -> None:
-        """Let other lanes find what they may launch, where their turn comes first."""
-        self._advance_others()
-
     def _catch_up(self) -> bool:
         """Launch what other ranks had launched when the order began; whether that is done."""
         first = self._lanes[0]
@@ -161,7 +131,8 @@ class LaunchOrder:
             due.append(self._turns.popleft())
         return due
 
-    def _launch_next(self, lane: _Lane) -> None:
+    @staticmethod
+    def _launch_next(lane: _Lane) -> None:
         lane.num_launched += 1
         lane.waiting.popleft().launch()
 

@@ -1,4 +1,4 @@
-"""Collectives of a device's buffers through pinned memory of the host, where NCCL cannot serve.
+"""Collectives of a device's buffers through pinned memory of the host, if NCCL cannot serve.
 
 Messages are cut into pieces: one is copied to the host while another travels.
 """
@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from wfbp.comm.backend import Backend, Buffer, Work, split
 from wfbp.comm.device.backend import Blocks, DeviceBackend, DeviceWork
 from wfbp.comm.device.device import Device, Event
 from wfbp.core.types import Op, item_bytes
 from wfbp.errors import BackendError
+
+PIECE_BYTES = 4 << 20
+NUM_PINNED = 2
+_CLOSING_S = 60.0
 
 Start = Callable[[Buffer], Work[None]]
 
@@ -27,7 +31,7 @@ class Piece:
         out: which of the parts are sent.
         back: which of them receive.
         start: starts the collective on the pinned bytes.
-        work: what it belongs to.
+        work: the collective that it belongs to.
     """
 
     parts: Sequence[Buffer]
@@ -38,19 +42,16 @@ class Piece:
     pinned: Buffer | None = None
     copied: Event = None
     travel: Work[None] | None = None
-    nbytes: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.nbytes = sum(part.nbytes for part in self.parts)
-
-    def places(self, pinned: Buffer) -> list[Buffer]:
-        """Where its parts lie in a pinned buffer."""
-        places = []
-        end = 0
-        for part in self.parts:
+    def copies(self, chosen: Sequence[bool]) -> list[tuple[Buffer, Buffer]]:
+        """Of the chosen parts that are not empty: the place in the pinned buffer, and the part."""
+        assert self.pinned is not None
+        pairs, end = [], 0
+        for wanted, part in zip(chosen, self.parts, strict=True):
             start, end = end, end + part.nbytes
-            places.append(pinned[start:end])
-        return places
+            if wanted and part.nbytes:
+                pairs.append((self.pinned[start:end], part))
+        return pairs
 
 
 class StagedWork(DeviceWork):
@@ -59,8 +60,7 @@ class StagedWork(DeviceWork):
     def __init__(self, backend: StagedBackend, nbytes: int) -> None:
         self._backend = backend
         self.nbytes = nbytes
-        self.pieces: list[Piece] = []
-        self._missing = 0
+        self.missing = 0
         self._copies: list[tuple[Buffer, Buffer]] = []
         self._event: Event | None = None
 
@@ -68,19 +68,8 @@ class StagedWork(DeviceWork):
     def activity(self) -> int:
         return self._backend.activity
 
-    def add(self, piece: Piece) -> None:
-        """One more piece, before it is submitted."""
-        self.pieces.append(piece)
-        self._missing += 1
-
-    def arrived(self) -> None:
-        """A piece's copies back are enqueued."""
-        self._missing -= 1
-        if not self._missing:
-            self.pieces.clear()
-            self._conclude()
-
-    def _conclude(self) -> None:
+    def conclude(self) -> None:
+        """All copies back are enqueued."""
         device, stream = self._backend.device, self._backend.stream
         for target, source in self._copies:
             device.copy(target, source, stream)
@@ -89,10 +78,7 @@ class StagedWork(DeviceWork):
 
     def issued(self) -> bool:
         if self._event is None:
-            if not self._missing:
-                self._conclude()
-            else:
-                self._backend.progress()
+            self._backend.progress()
         return self._event is not None
 
     def test(self) -> bool:
@@ -101,13 +87,7 @@ class StagedWork(DeviceWork):
     def then(self, target: Buffer, source: Buffer) -> None:
         self._copies.append((target, source))
         if self._event is not None:
-            self._conclude()
-
-
-PIECE_BYTES = 4 << 20
-NUM_PINNED = 2
-
-_CLOSING_S = 60.0
+            self.conclude()
 
 
 class StagedBackend(DeviceBackend):
@@ -147,57 +127,55 @@ class StagedBackend(DeviceBackend):
         return self._carrier.activity
 
     def _all_reduce(self, data: Buffer, dtype: str, op: Op) -> DeviceWork:
-        def start(pinned: Buffer) -> Work[None]:
-            return self._carrier.all_reduce(pinned, dtype, op)
-
-        work = StagedWork(self, data.nbytes)
-        for a, b in self._chunks(data.nbytes, item_bytes(dtype)):
-            work.add(Piece([data[a:b]], [True], [True], start, work))
-        return self._submit(work)
+        return self._pieces(
+            [data],
+            item_bytes(dtype),
+            [True],
+            [True],
+            lambda pinned, _: self._carrier.all_reduce(pinned, dtype, op),
+        )
 
     def _reduce_scatter(self, data: Buffer, blocks: Blocks, dtype: str, op: Op) -> DeviceWork:
         own = [rank == self.rank for rank in range(self.size)]
-        everything = [True] * self.size
-
-        def start(counts: list[int]) -> Start:
-            return lambda pinned: self._carrier.reduce_scatter(pinned, counts, dtype, op)
-
-        return self._in_blocks(blocks.cut(data), item_bytes(dtype), everything, own, start)
+        return self._pieces(
+            blocks.cut(data),
+            item_bytes(dtype),
+            [True] * self.size,
+            own,
+            lambda pinned, counts: self._carrier.reduce_scatter(pinned, counts, dtype, op),
+        )
 
     def _all_gather(self, data: Buffer, blocks: Blocks) -> DeviceWork:
         own = [rank == self.rank for rank in range(self.size)]
         others = [not mine for mine in own]
-
-        def start(counts: list[int]) -> Start:
-            return lambda pinned: self._carrier.all_gather(pinned, counts)
-
-        return self._in_blocks(blocks.cut(data), 1, own, others, start)
+        return self._pieces(blocks.cut(data), 1, own, others, self._carrier.all_gather)
 
     def _broadcast(self, data: Buffer, root: int) -> DeviceWork:
-        def start(pinned: Buffer) -> Work[None]:
-            return self._carrier.broadcast(pinned, root)
-
-        work = StagedWork(self, data.nbytes)
         mine = self.rank == root
-        for a, b in self._chunks(data.nbytes, 1):
-            work.add(Piece([data[a:b]], [mine], [not mine], start, work))
-        return self._submit(work)
+        return self._pieces(
+            [data], 1, [mine], [not mine], lambda pinned, _: self._carrier.broadcast(pinned, root)
+        )
 
     def _nothing(self) -> DeviceWork:
-        return self._submit(StagedWork(self, 0))
+        return self._pieces([], 1, [], [], self._carrier.all_gather)
 
-    def _in_blocks(
+    def _pieces(
         self,
         blocks: Sequence[Buffer],
         item: int,
         out: Sequence[bool],
         back: Sequence[bool],
-        start: Callable[[list[int]], Start],
+        start: Callable[[Buffer, list[int]], Work[None]],
     ) -> DeviceWork:
-        """Pieces that have a part of every rank's block."""
+        """Queue the pieces of a message, each with a part of every block.
+
+        ``start`` starts the collective of a piece, given the pinned bytes and those of each part.
+        """
         total = sum(block.nbytes for block in blocks)
         work = StagedWork(self, total)
-        num = len(self._chunks(total, item))
+        # A little less than fits: pieces of blocks are rounded one by one.
+        most = max(1, self._piece_bytes // item - self.size)
+        num = -(-(total // item) // most)
         bounds = [split(block.nbytes // item, num) for block in blocks]
         for k in range(num):
             parts = [
@@ -205,17 +183,11 @@ class StagedBackend(DeviceBackend):
                 for block, bound in zip(blocks, bounds, strict=True)
             ]
             counts = [part.nbytes for part in parts]
-            work.add(Piece(parts, out, back, start(counts), work))
-        return self._submit(work)
-
-    def _chunks(self, nbytes: int, item: int) -> list[tuple[int, int]]:
-        # A little less than fits: pieces of blocks are rounded one by one.
-        most = max(1, self._piece_bytes // item - self.size)
-        count = nbytes // item
-        return [(a * item, b * item) for a, b in split(count, max(1, -(-count // most)))]
-
-    def _submit(self, work: StagedWork) -> DeviceWork:
-        self._waiting.extend(work.pieces)
+            begin = lambda pinned, counts=counts: start(pinned, counts)  # noqa: E731
+            self._waiting.append(Piece(parts, out, back, begin, work))
+        work.missing = num
+        if not num:
+            work.conclude()
         self.progress()
         return work
 
@@ -234,24 +206,33 @@ class StagedBackend(DeviceBackend):
             return
         try:
             self._finish_travels()
-            self._begin_copies()
+            while self._waiting and (pinned := self._take_pinned()) is not None:
+                piece = self._waiting.popleft()
+                piece.pinned = pinned
+                with self.device.annotate("wfbp to host"):
+                    for place, part in piece.copies(piece.out):
+                        self.device.copy(place, part, self.stream)
+                piece.copied = self.device.record(self.stream)
+                self._moving.append(piece)
             self._begin_travels()
         except Exception as error:
             self._error = BackendError(f"rank {self.rank} of {self.size}: staging failed: {error}")
             raise self._error from error
 
-    def _begin_copies(self) -> None:
-        while self._waiting and (pinned := self._take_pinned()) is not None:
-            piece = self._waiting.popleft()
-            piece.pinned = pinned
-            with self.device.annotate("wfbp to host"):
-                for wanted, place, part in zip(
-                    piece.out, piece.places(pinned), piece.parts, strict=True
-                ):
-                    if wanted and part.nbytes:
-                        self.device.copy(place, part, self.stream)
-            piece.copied = self.device.record(self.stream)
-            self._moving.append(piece)
+    def _finish_travels(self) -> None:
+        while self._moving and (travel := self._moving[0].travel) is not None and travel.test():
+            piece = self._moving.popleft()
+            assert piece.pinned is not None
+            with self.device.annotate("wfbp from host"):
+                for place, part in piece.copies(piece.back):
+                    self.device.copy(part, place, self.stream)
+            self._free.append(piece.pinned)
+            piece.work.missing -= 1
+            if not piece.work.missing:
+                piece.work.conclude()
+        for piece in list(self._moving)[1:]:
+            if piece.travel is not None:
+                piece.travel.test()
 
     def _begin_travels(self) -> None:
         for piece in self._moving:
@@ -260,23 +241,8 @@ class StagedBackend(DeviceBackend):
                 if not self.device.done(piece.copied):
                     return
                 assert piece.pinned is not None
-                piece.travel = piece.start(piece.pinned[: piece.nbytes])
-
-    def _finish_travels(self) -> None:
-        while self._moving and (travel := self._moving[0].travel) is not None and travel.test():
-            piece = self._moving.popleft()
-            assert piece.pinned is not None
-            with self.device.annotate("wfbp from host"):
-                for wanted, place, part in zip(
-                    piece.back, piece.places(piece.pinned), piece.parts, strict=True
-                ):
-                    if wanted and part.nbytes:
-                        self.device.copy(part, place, self.stream)
-            self._free.append(piece.pinned)
-            piece.work.arrived()
-        for piece in list(self._moving)[1:]:
-            if piece.travel is not None:
-                piece.travel.test()
+                nbytes = sum(part.nbytes for part in piece.parts)
+                piece.travel = piece.start(piece.pinned[:nbytes])
 
     def _take_pinned(self) -> Buffer | None:
         if self._free:
@@ -302,7 +268,7 @@ class StagedBackend(DeviceBackend):
         )
 
     def close(self) -> None:
-        """Give the backends of the host back. Collective; every work must have been issued."""
+        """Close the host's backends. Collective; every work must have been issued."""
         # Copies from pinned memory, which is given out again from here on.
         self.settles(_CLOSING_S)
         self._family.remove(self)

@@ -211,6 +211,8 @@ class MpiBackend(HostBackend):
         self.local_rank = self._topology.local_rank
         self.local_size = self._topology.local_size
         self.library = mpi.Get_library_version().strip("\0").splitlines()[0].strip()
+        self._ops = {Op.SUM: mpi.SUM, Op.AVERAGE: mpi.SUM, Op.PRODUCT: mpi.PROD}
+        self._ops |= {Op.MIN: mpi.MIN, Op.MAX: mpi.MAX}
         self._is_original = _original is None
         self._group: ProgressGroup = (
             ProgressGroup(load_transfers(mpi), self._who) if _original is None else _original._group
@@ -272,7 +274,7 @@ class MpiBackend(HostBackend):
         else:
             fill(buffer, segments)
             for start, stop in bounds:
-                tasks.append(self._library_reduce(data[start:stop], op))
+                tasks.append(self._library_reduce(data[start:stop], dtype, op))
         return self._channel.submit(data.nbytes, tasks)
 
     def reduce_scatter(
@@ -446,14 +448,14 @@ class MpiBackend(HostBackend):
         num_chunks = -(-sum(sizes) * item_bytes // self._topology.chunking.chunk_bytes)
         return list(zip(*(split(size, num_chunks) for size in sizes), strict=True))
 
-    def _library_reduce(self, data: Buffer, op: Op) -> LibraryTask:
-        mpi = self._mpi
-        operation = {Op.MIN: mpi.MIN, Op.MAX: mpi.MAX, Op.PRODUCT: mpi.PROD}.get(op, mpi.SUM)
+    def _library_reduce(self, data: Buffer, dtype: str, op: Op) -> LibraryTask:
+        operation, in_place = self._ops[op], self._mpi.IN_PLACE
         return LibraryTask(
             self._channel,
             data.nbytes,
-            lambda: self._comm.Iallreduce(mpi.IN_PLACE, data, operation),
-            averaged=data if op is Op.AVERAGE else None,
+            lambda: self._comm.Iallreduce(in_place, data, operation),
+            data if op is Op.AVERAGE else None,
+            dtype,
         )
 
     def _library_gather(

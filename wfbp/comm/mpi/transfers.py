@@ -385,8 +385,8 @@ class ChunkTask(Task):
 
 
 class LibraryTask(Task):
-    """One non-blocking collective of the MPI library; ``averaged`` is divided by the number of
-    ranks after it."""
+    """One non-blocking collective of the MPI library; ``averaged``, of type ``dtype``, is divided
+    by the number of ranks after it."""
 
     def __init__(
         self,
@@ -394,11 +394,13 @@ class LibraryTask(Task):
         nbytes: int,
         begin: Callable[[], MPI.Request],
         averaged: Buffer | None = None,
+        dtype: str = "uint8",
     ) -> None:
         self.nbytes = nbytes
         self._channel = channel
         self._begin = begin
         self._averaged = averaged
+        self._dtype = dtype
 
     def start(self) -> None:
         # The request keeps the memory; its handle becomes invalid when the transfer is done.
@@ -409,7 +411,7 @@ class LibraryTask(Task):
             self.transfer = transfers.adopt(handle)
         else:
             self.transfer = transfers.adopt(
-                handle, data.dtype.name, "sum", float(self._channel.size), [([data], data)]
+                handle, self._dtype, "sum", float(self._channel.size), [([data], data)]
             )
 
 
