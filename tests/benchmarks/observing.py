@@ -35,7 +35,7 @@ from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import TensorSpec
 from wfbp.runtime.recorder import log_summary, summary
 from wfbp.runtime.step import GroupTime, MeasuredStep
-from wfbp.runtime.timeline import Timeline
+from wfbp.runtime.timeline import TraceWriter
 from wfbp.runtime.tuning.profile import StepTimes
 
 BATCH, WIDTH = 64, 256
@@ -135,7 +135,7 @@ def _own_times() -> dict[str, float]:
     )
     took: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        written = Timeline(Path(folder) / "timeline.json")
+        written = TraceWriter(Path(folder) / "timeline.json")
         for number in range(300):
             now_s = time.perf_counter()
             stamps = StepTimes(now_s, [now_s + 1e-4 * k for k in range(120)], [0.0] * 120)

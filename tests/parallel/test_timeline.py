@@ -104,7 +104,7 @@ def test_every_rank_leaves_its_file(job: tuple[Path, str]) -> None:
     folder, _ = job
     for rank in range(RANKS):
         events = load(folder / f"timeline.rank{rank}.json")["traceEvents"]
-        check(json.loads((folder / f"timeline.rank{rank}.json").read_text()))
+        check(load(folder / f"timeline.rank{rank}.json"))
         steps = {e["args"]["step"] for e in events if "step" in e.get("args", {})}
         assert steps == set(STEPS)
     told = CliRunner().invoke(command, ["timeline", str(folder), "--json"])

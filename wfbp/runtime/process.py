@@ -174,7 +174,7 @@ def _start_timeline(runtime: Runtime) -> None:
     offset_s = timeline.clock_offset_s(runtime)
     steps, warn = config.timeline_steps, runtime.warn_once
     try:
-        begun = timeline.Timeline(path, rank, offset_s=offset_s, steps=steps, warn=warn)
+        begun = timeline.TraceWriter(path, rank, offset_s=offset_s, steps=steps, warn=warn)
     except OSError as error:
         warn(
             f"timeline {path.parent}",

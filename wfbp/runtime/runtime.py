@@ -35,7 +35,7 @@ from wfbp.runtime.progress.fetching import Fetched, Fetches, Store
 from wfbp.runtime.progress.loop import TICK_S, LaneProtocol, Reply
 from wfbp.runtime.progress.stall import ALL_RANKS, Members
 from wfbp.runtime.progress.thread import CommunicationThread
-from wfbp.runtime.timeline import Timeline
+from wfbp.runtime.timeline import TraceWriter
 from wfbp.runtime.tuning.network import NetworkCosts
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Runtime:
         self.numbers = count()
         self.optimizer_numbers = count()
         self._names: Counter[str] = Counter()
-        self.timeline: Timeline | None = None
+        self.timeline: TraceWriter | None = None
         """Where steps are recorded, while anybody wants that."""
         # Named operations; init() makes them, on every rank.
         self.collectives: Collectives | None = None

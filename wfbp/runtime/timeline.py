@@ -1,18 +1,16 @@
-"""A timeline of training steps and named operations, which Perfetto and ``chrome://tracing`` show.
+"""Records training steps and named operations for Perfetto and ``chrome://tracing``.
 
 Every rank writes a file of its own; :func:`merge` makes one of them, on one clock. Each optimizer
 has rows for training (forward, backward, waits, updates), for the moments at which gradients are
 ready, and for groups on their way; each named operation has a row. Clocks of hosts are compared
-when the timeline is begun for all ranks, by the moments at which the same collective ends.
+when recording begins on all ranks, by the moments at which the same collective ends.
 
-The format is Chrome's trace event format (JSON object form). What is appended replaces the closing
-brackets, so that the file is complete JSON after every write, whatever becomes of the process. A
-file that cannot be written any more, as on a full disk, ends where it was complete last.
+Files have Chrome's JSON array form, which needs no closing bracket: events are only appended, and
+a file can be read whatever becomes of the process.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import os
@@ -20,7 +18,6 @@ import socket
 import statistics
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -38,7 +35,7 @@ FLUSH_S = 0.5
 
 log = logging.getLogger("wfbp")
 
-_TAIL = b"\n]}\n"
+_START = "start_time_since_epoch_in_micros"
 _ROWS = 8
 """Rows of one optimizer, of which some are free."""
 _TRAINING, _GRADIENTS, _GROUPS = range(3)
@@ -46,11 +43,11 @@ _NUM_GROUP_ROWS = 2  # groups travel two at a time
 _FIRST_OPERATION = 1000
 
 
-class Timeline:
+class TraceWriter:
     """Writes the timeline of one rank.
 
     Training threads and the communication thread record by appending to a deque, without a lock; a
-    thread of the timeline's own turns records into text and writes them.
+    thread of the writer turns records into text and writes them.
 
     Args:
         path: of the file; its folder is made.
@@ -82,48 +79,39 @@ class Timeline:
         self._monotonic_s = time.monotonic() - self._start_s
         start_us = int((time.time() - offset_s) * 1e6)
         self._records: deque[tuple[Any, ...]] = deque()
-        self._engines: dict[str, int] = {}
-        self._operations: dict[str, int] = {}
+        self._optimizers: dict[str, int] = {}  # first rows
+        self._operations: dict[str, int] = {}  # rows
         self._heads: dict[str, tuple[Plan | None, list[str]]] = {}  # by optimizer, of its last plan
         self._ended = False  # records are dropped from then on
+        self._events: list[str] = []
+        self._lock = threading.Lock()  # of the file
         self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115 - closed by close()
-        header = {"start_time_since_epoch_in_micros": start_us, "rank": rank, "pid": os.getpid()}
-        head = json.dumps({"otherData": {**header, "host": socket.gethostname()}})
-        begin = head[:-1].encode() + b', "traceEvents": [\n'
-        self._end = len(begin)
-        self._is_first = True
-        self._pending: list[str] = []
-        self._name("process_name", 0, f"rank {rank}")
+        about = {"name": f"rank {rank}", _START: start_us, "rank": rank, "pid": os.getpid()}
+        self._name("process_name", 0, {**about, "host": socket.gethostname()})
         try:
-            self._write_at(0, begin + _TAIL)
-            self._flush()
+            self._write("[\n" + self._events.pop())
         except OSError:
             self._file.close()
             self.path.unlink()
             raise
         self._closing = threading.Event()
-        self._lock = threading.Lock()
         self._thread = threading.Thread(
-            target=_flush_until_closed,
-            args=(weakref.ref(self), self._closing),
-            name="wfbp-timeline",
-            daemon=True,
+            target=self._flush_until_closed, name="wfbp-timeline", daemon=True
         )
         self._thread.start()
-        atexit.register(_close_if_alive, weakref.ref(self))
 
-    def step(self, engine: str, number: int, plan: Plan, measured: MeasuredStep) -> None:
+    def step(self, optimizer: str, number: int, plan: Plan, measured: MeasuredStep) -> None:
         """A step of training is over; on its training thread.
 
         Args:
-            engine: name of the optimizer, by which its rows are told from those of others.
+            optimizer: its name, by which its rows are told from those of others.
             number: of the step.
             plan: by which it ran.
             measured: its times.
         """
         wanted = self._steps[0] <= number <= self._steps[1] and not self._ended
         if wanted and measured.stamps.begun_s >= self._start_s:  # else it lacks its beginning
-            self._records.append((engine, number, plan, measured))
+            self._records.append((optimizer, number, plan, measured))
 
     def cycle(self) -> None:
         """The coordinator of named operations has answered."""
@@ -141,50 +129,57 @@ class Timeline:
     def close(self) -> None:
         """Write what is left, and record no more."""
         self._closing.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        self._thread.join()
         self.flush()
-        with self._lock:
-            self._ended = True
+        with self._lock, suppress(OSError):
+            if not self._ended:
+                self._ended = True
+                self._write("\n]\n")
             self._file.close()
 
     def flush(self) -> None:
-        """Write what has been recorded. Where that fails, say so and record no more."""
+        """Write what has been recorded. If that fails, say so and record no more."""
         with self._lock:
-            if self._file.closed:
-                return
             while self._records:
                 record = self._records.popleft()
                 if len(record) == 4:
-                    self._write_step(*record)
+                    self._add_step(*record)
                 elif len(record) == 5:
-                    self._write_operation(*record)
+                    self._add_operation(*record)
                 else:
                     self._add("CYCLE_START", "i", _FIRST_OPERATION, record[0] - self._monotonic_s)
+            events, self._events = self._events, []
+            if self._ended or not events:
+                return
             try:
-                self._flush()
+                self._write("".join(f",\n{event}" for event in events))
             except OSError as error:
-                self._give_up(error)
+                self._ended = True
+                self._file.close()
+                self._warn(
+                    f"timeline {self.path.parent}",
+                    f"rank {self._rank}: the timeline {self.path} ends here "
+                    f"({error.strerror or error}); training goes on",
+                )
 
-    def _give_up(self, error: OSError) -> None:
-        """Leave the file as it was complete last."""
-        self._ended = True
-        self._records.clear()
-        with suppress(OSError):
-            self._write_at(self._end, _TAIL)
-            self._file.truncate(self._end + len(_TAIL))
-        self._file.close()
-        self._warn(
-            f"timeline {self.path.parent}",
-            f"rank {self._rank}: the timeline {self.path} ends here ({error.strerror or error}); "
-            "training goes on",
-        )
+    def _flush_until_closed(self) -> None:
+        while not self._closing.wait(FLUSH_S) and not self._ended:
+            self.flush()
 
-    def _write_step(self, engine: str, number: int, plan: Plan, measured: MeasuredStep) -> None:
-        first = self._engines.get(engine)
+    def _write(self, text: str) -> None:
+        """Append all of a text; one call of the system may write a part."""
+        rest = memoryview(text.encode())
+        while rest:
+            rest = rest[self._file.write(rest) :]
+
+    def _add_step(self, optimizer: str, number: int, plan: Plan, measured: MeasuredStep) -> None:
+        first = self._optimizers.get(optimizer)
         if first is None:
-            first = self._engines[engine] = 1 + len(self._engines) * _ROWS
-            self._name_rows(engine, first)
+            first = self._optimizers[optimizer] = 1 + len(self._optimizers) * _ROWS
+            rows = ["training", "gradients ready"]
+            rows += [f"groups {row + 1}" for row in range(_NUM_GROUP_ROWS)]
+            for row, text in enumerate(rows, first):
+                self._name("thread_name", row, {"name": f"{optimizer}: {text}"})
         stamps = measured.stamps
         training = first + _TRAINING
         step = {"step": number}
@@ -203,7 +198,7 @@ class Timeline:
             if end_s > start_s:
                 self._span("wait for parameters", training, start_s, end_s, step)
         self._span("wait for gradients", training, stamps.closed_s, stamps.done_s, step)
-        self._write_gradients(engine, number, plan, stamps.ready_s, first + _GRADIENTS)
+        self._add_gradients(optimizer, number, plan, stamps.ready_s, first + _GRADIENTS)
         for time_of in measured.times:
             group = plan.groups[time_of.group]
             row = first + _GROUPS + time_of.group % _NUM_GROUP_ROWS
@@ -212,47 +207,38 @@ class Timeline:
             self._span("pack", row, time_of.start_s, time_of.packed_s, facts)
             self._span(group.operation.value, row, time_of.packed_s, time_of.end_s, facts)
 
-    def _write_gradients(
-        self, engine: str, number: int, plan: Plan, ready_s: Sequence[float], row: int
+    def _add_gradients(
+        self, optimizer: str, number: int, plan: Plan, ready_s: Sequence[float], row: int
     ) -> None:
         """Moments at which gradients were ready; most events are such, so no dictionaries."""
-        known, heads = self._heads.get(engine, (None, []))
+        known, heads = self._heads.get(optimizer, (None, []))
         if known is not plan:
             place = f'"ph": "i", "pid": {self._rank}, "tid": {row}, "s": "t", "ts": '
             heads = [f'{{"name": {json.dumps(spec.name)}, {place}' for spec in plan.tensors]
-            self._heads[engine] = plan, heads
+            self._heads[optimizer] = plan, heads
         tail = f', "args": {{"step": {number}}}}}'
         start_s = self._start_s
-        self._pending += [
+        self._events += [
             f"{head}{(time_s - start_s) * 1e6:.3f}{tail}"
             for head, time_s in zip(heads, ready_s, strict=True)
             if time_s
         ]
 
-    def _write_operation(
+    def _add_operation(
         self, kind: str, name: str, submitted_s: float, ready_s: float, end_s: float
     ) -> None:
         label = name if name.startswith(f"{kind}.") else f"{kind}.{name}"
         row = self._operations.get(label)
         if row is None:
             row = self._operations[label] = _FIRST_OPERATION + 1 + len(self._operations)
-            self._name("thread_name", row, label)
+            self._name("thread_name", row, {"name": label})
         shift_s = self._monotonic_s
         self._span(f"NEGOTIATE_{kind.upper()}", row, submitted_s - shift_s, ready_s - shift_s)
         self._span(kind.upper(), row, ready_s - shift_s, end_s - shift_s)
 
-    def _name_rows(self, engine: str, first: int) -> None:
-        self._name("thread_name", first + _TRAINING, f"{engine}: training")
-        self._name("thread_name", first + _GRADIENTS, f"{engine}: gradients ready")
-        for row in range(_NUM_GROUP_ROWS):
-            self._name("thread_name", first + _GROUPS + row, f"{engine}: groups {row + 1}")
-
-    def _name(self, what: str, row: int, name: str) -> None:
-        self._pending.append(
-            json.dumps(
-                {"name": what, "ph": "M", "pid": self._rank, "tid": row, "args": {"name": name}}
-            )
-        )
+    def _name(self, what: str, row: int, facts: dict[str, Any]) -> None:
+        event = {"name": what, "ph": "M", "pid": self._rank, "tid": row, "args": facts}
+        self._events.append(json.dumps(event))
 
     def _span(
         self, name: str, row: int, start_s: float, end_s: float, facts: dict[str, Any] | None = None
@@ -278,38 +264,7 @@ class Timeline:
             event["s"] = "t"
         if facts:
             event["args"] = facts
-        self._pending.append(json.dumps(event))
-
-    def _flush(self) -> None:
-        if not self._pending:
-            return
-        text = ("" if self._is_first else ",\n") + ",\n".join(self._pending)
-        self._pending.clear()
-        self._is_first = False
-        data = text.encode()
-        self._write_at(self._end, data + _TAIL)
-        self._end += len(data)
-
-    def _write_at(self, place: int, data: bytes) -> None:
-        """Write all of the data; one call of the system may write a part."""
-        self._file.seek(place)
-        rest = memoryview(data)
-        while rest:
-            rest = rest[self._file.write(rest) :]
-
-
-def _flush_until_closed(this: weakref.ref[Timeline], closing: threading.Event) -> None:
-    while not closing.wait(FLUSH_S):
-        timeline = this()
-        if timeline is None or timeline._ended:
-            return
-        timeline.flush()
-        del timeline
-
-
-def _close_if_alive(this: weakref.ref[Timeline]) -> None:
-    if (timeline := this()) is not None:
-        timeline.close()
+        self._events.append(json.dumps(event))
 
 
 _ROUNDS = 9
@@ -338,34 +293,37 @@ def rank_file(folder: str | Path, rank: int) -> Path:
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """The document of one rank; ``ValueError`` if it is no timeline.
+    """The document of one rank, or of several: a dictionary with ``otherData`` and ``traceEvents``.
 
-    A part of an event at the end of a file, where a machine failed in the middle of a write, is
-    left out.
+    A part of an event at the end of a file, as of a full disk, is left out.
+
+    Raises:
+        ValueError: it is no timeline.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        try:
-            document = json.loads(text)
-        except json.JSONDecodeError:
-            whole = text[: text.rfind(",\n")] if ",\n" in text else text
-            document = json.loads(whole + "\n]}")
+        content = _parse(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: no timeline: {error}") from None
-    if not (isinstance(document, dict) and "traceEvents" in document and "otherData" in document):
-        raise ValueError(f"{path}: no timeline: expected traceEvents and otherData")
-    about, events = document["otherData"], document["traceEvents"]
-    if not (isinstance(about, dict) and _is_number(about.get(_START))):
-        raise ValueError(f"{path}: no timeline: expected a number for otherData.{_START}")
-    if not isinstance(events, list):
-        raise ValueError(f"{path}: no timeline: traceEvents is no list")
+    about: Any = None
+    events: Any = None
+    if isinstance(content, list) and content and isinstance(content[0], dict):
+        about, events = content[0].get("args"), content  # as a rank writes it
+    elif isinstance(content, dict):
+        about, events = content.get("otherData"), content.get("traceEvents")  # as save() does
+    if not (isinstance(about, dict) and _is_number(about.get(_START)) and isinstance(events, list)):
+        raise ValueError(f"{path}: no timeline: expected events, and a number for {_START}")
     for number, event in enumerate(events):
         if not _is_event(event):
-            raise ValueError(f"{path}: traceEvents[{number}] is none that wfbp writes")
-    return document
+            raise ValueError(f"{path}: event {number} is none that wfbp writes")
+    return {"otherData": about, "traceEvents": events}
 
 
-_START = "start_time_since_epoch_in_micros"
+def _parse(text: str) -> Any:
+    whole = text[: text.rfind(",\n")] if ",\n" in text else text
+    for complete in (text, f"{text}\n]"):
+        with suppress(json.JSONDecodeError):
+            return json.loads(complete)
+    return json.loads(f"{whole}\n]")
 
 
 _MOST_US = 1e18
@@ -417,7 +375,7 @@ def merge(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     Time stamps count from the earliest beginning.
     """
-    starts_us = [d["otherData"]["start_time_since_epoch_in_micros"] for d in documents]
+    starts_us = [d["otherData"][_START] for d in documents]
     earliest_us = min(starts_us, default=0)
     events = []
     for document, start_us in zip(documents, starts_us, strict=True):
@@ -425,7 +383,7 @@ def merge(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
             if "ts" in event:
                 event = {**event, "ts": round(event["ts"] + (start_us - earliest_us), 3)}
             events.append(event)
-    return {"otherData": {"start_time_since_epoch_in_micros": earliest_us}, "traceEvents": events}
+    return {"otherData": {_START: earliest_us}, "traceEvents": events}
 
 
 def summarize(document: dict[str, Any]) -> list[dict[str, Any]]:

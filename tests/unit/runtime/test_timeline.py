@@ -1,4 +1,4 @@
-"""Timelines: complete JSON at any time, one clock, and the overlap that training had."""
+"""Timelines: readable at any time, one clock, and the overlap that training had."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from wfbp.core.types import TensorSpec
 from wfbp.runtime import timeline as module
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import MeasuredStep
-from wfbp.runtime.timeline import Timeline, clock_offset_s, load, merge, save, summarize
+from wfbp.runtime.timeline import TraceWriter, clock_offset_s, load, merge, save, summarize
 from wfbp.runtime.tuning.profile import StepTimes
 
 CONFIG = Config(schedule="wfbp", warmup_steps=1, profile_steps=2, replan_threshold=0.0)
@@ -35,7 +35,7 @@ STEPS = 40
 
 def train(runtime: Runtime, path: Path, window: tuple[int, int]) -> list[float]:
     """Train with compute that is sleep; the waits of which reports have the median."""
-    runtime.timeline = timeline = Timeline(path, runtime.rank, steps=window)
+    runtime.timeline = timeline = TraceWriter(path, runtime.rank, steps=window)
     trainer = Trainer(runtime, make_specs([300_000, 50, 400_000]), schedule="wfbp", name="SGD")
     for _ in range(STEPS):
         trainer.zero()
@@ -86,7 +86,7 @@ def test_optimizers_of_one_name_have_rows_of_their_own(tmp_path: Path) -> None:
     """As the two of a GAN, whose steps lie in each other's iterations."""
 
     def body(runtime: Runtime) -> None:
-        runtime.timeline = timeline = Timeline(tmp_path / f"t{runtime.rank}.json", runtime.rank)
+        runtime.timeline = timeline = TraceWriter(tmp_path / f"t{runtime.rank}.json", runtime.rank)
         trainers = [Trainer(runtime, make_specs([10, 20]), name="Adam") for _ in range(2)]
         for step in range(6):
             for trainer in trainers[: 1 if step == 5 else 2]:
@@ -105,28 +105,29 @@ def test_optimizers_of_one_name_have_rows_of_their_own(tmp_path: Path) -> None:
     ]
 
 
-def test_the_file_is_complete_after_every_write(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path / "folder" / "t.json", mark_cycles=True)
+def test_the_file_can_be_read_after_every_write(tmp_path: Path) -> None:
+    timeline = TraceWriter(tmp_path / "folder" / "t.json", mark_cycles=True)
     counts = []
     for number in range(5):
         timeline.operation("allreduce", f"x{number}", time.monotonic(), time.monotonic())
         timeline.cycle()
         timeline.flush()
-        counts.append(len(json.loads(timeline.path.read_text())["traceEvents"]))
+        counts.append(len(load(timeline.path)["traceEvents"]))
     assert counts == [5, 9, 13, 17, 21]  # a name, two spans and a mark each
     timeline.close()
     timeline.close()
+    assert len(json.loads(timeline.path.read_text())) == 21
     events = load(timeline.path)["traceEvents"]
     assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "CYCLE_START"} <= {e["name"] for e in events}
     assert all(e["ts"] >= 0.0 and e.get("dur", 0.0) >= 0.0 for e in events if "ts" in e)
 
 
 def test_a_part_of_a_write_is_left_out(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path / "t.json")
+    timeline = TraceWriter(tmp_path / "t.json")
     timeline.operation("allreduce", "x", time.monotonic(), time.monotonic())
     timeline.close()
     whole = timeline.path.read_text()
-    for length in range(whole.rfind(",\n") + 3, len(whole) - 1):
+    for length in range(whole.rfind(",\n") + 3, len(whole) + 1):
         timeline.path.write_text(whole[:length])
         assert len(load(timeline.path)["traceEvents"]) in (3, 4)
     start = '{"otherData": {"start_time_since_epoch_in_micros": %s}, "traceEvents": []}'
@@ -163,7 +164,7 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "FLUSH_S", 60.0)
-    timeline = Timeline(tmp_path / "t.json", 3)
+    timeline = TraceWriter(tmp_path / "t.json", 3)
 
     def operate(count: int) -> None:
         for _ in range(count):
@@ -180,7 +181,7 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else(
         assert len(whole) > len(before)
         operate(9)
         timeline.flush()
-        assert timeline.path.read_bytes() == whole
+        assert timeline.path.read_bytes().startswith(whole)
         operate(5)
         assert not timeline._records
         timeline.flush()
@@ -190,7 +191,7 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else(
         f"rank 3: the timeline {timeline.path} ends here (No space left on device); training goes "
         "on"
     )
-    assert len(json.loads(whole)["traceEvents"]) == len(json.loads(before)["traceEvents"]) + 2
+    assert 2 + 2 * 2 <= len(load(timeline.path)["traceEvents"]) < 2 + 3 * 2  # names and spans
 
 
 @pytest.mark.parametrize("has_room", [{0}, {1}, set()], ids=["on 1, 2", "on 0, 2", "on all"])
@@ -199,7 +200,7 @@ def test_a_full_disk_is_told_once_for_all_ranks(
 ) -> None:
     def body(runtime: Runtime) -> None:
         rank = runtime.rank
-        timeline = Timeline(tmp_path / f"t{rank}.json", rank, warn=runtime.warn_once)
+        timeline = TraceWriter(tmp_path / f"t{rank}.json", rank, warn=runtime.warn_once)
         if rank not in has_room:
             timeline._file.close()
             timeline._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
@@ -225,22 +226,22 @@ def test_a_full_disk_is_told_once_for_all_ranks(
 def test_a_file_that_cannot_be_begun_is_not_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: Timeline, place: int, data: bytes) -> None:
+    def full(self: TraceWriter, text: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Timeline, "_write_at", full)
+    monkeypatch.setattr(TraceWriter, "_write", full)
     with pytest.raises(OSError, match="No space left"):
-        Timeline(tmp_path / "t.json")
+        TraceWriter(tmp_path / "t.json")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_training_starts_without_a_timeline_where_none_can_be_begun(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: Timeline, place: int, data: bytes) -> None:
+    def full(self: TraceWriter, text: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Timeline, "_write_at", full)
+    monkeypatch.setattr(TraceWriter, "_write", full)
     with caplog.at_level(logging.WARNING, "wfbp"):
         wfbp.init(backend=LocalWorld(1).backend(0), config=Config(timeline=str(tmp_path)))
         wfbp.shutdown()
@@ -252,7 +253,7 @@ def test_what_began_before_the_timeline_is_left_out(tmp_path: Path) -> None:
     """Viewers take no stamps below 0."""
     before_s = time.monotonic()
     time.sleep(1e-3)
-    timeline = Timeline(tmp_path / "t.json")
+    timeline = TraceWriter(tmp_path / "t.json")
     timeline.operation("allreduce", "x", before_s, time.monotonic())
     timeline.close()
     events = load(timeline.path)["traceEvents"]
@@ -261,7 +262,7 @@ def test_what_began_before_the_timeline_is_left_out(tmp_path: Path) -> None:
 
 def test_several_updates_in_a_step(tmp_path: Path) -> None:
     """The first comes before forward, the others are of parameters that forward reads."""
-    timeline = Timeline(tmp_path / "t.json")
+    timeline = TraceWriter(tmp_path / "t.json")
     at = time.perf_counter() + 1.0
     stamps = StepTimes(at, [at + 7.0], [0.0], at + 5.0, at + 8.0, at + 9.0)
     updates = [(at, at + 1.0), (at + 2.0, at + 3.0)]
@@ -294,7 +295,7 @@ def test_merged_ranks_are_on_one_clock(tmp_path: Path) -> None:
     """Of a rank whose clock is ahead, the offset is taken away."""
     documents = []
     for rank, offset_s in enumerate((0.0, 100.0)):
-        timeline = Timeline(tmp_path / f"{rank}.json", rank, offset_s=offset_s)
+        timeline = TraceWriter(tmp_path / f"{rank}.json", rank, offset_s=offset_s)
         timeline.operation("barrier", "b", time.monotonic(), time.monotonic())
         timeline.close()
         documents.append(load(timeline.path))

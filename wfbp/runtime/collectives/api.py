@@ -15,7 +15,7 @@ from wfbp.runtime.collectives.operations import Call, Collectives, Handle
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.collectives.request import Kind
 from wfbp.runtime.runtime import Runtime
-from wfbp.runtime.timeline import Timeline
+from wfbp.runtime.timeline import TraceWriter
 
 T = TypeVar("T")
 
@@ -91,8 +91,8 @@ def start_timeline(file_path: str | Path, mark_cycles: bool = False) -> None:
     on, and compares the clocks of hosts. What is being recorded already is written first.
 
     Args:
-        file_path: what rank 0 writes; rank 3 writes ``NAME.rank3.json`` beside ``NAME.json``. It is
-            complete JSON at any time; ``wfbp timeline`` merges the files of all ranks.
+        file_path: what rank 0 writes; rank 3 writes ``NAME.rank3.json`` beside ``NAME.json``.
+            It can be read at any time; ``wfbp timeline`` merges the files of all ranks.
         mark_cycles: whether the coordinator's answers are marked, as Horovod's cycles are.
 
     Raises:
@@ -104,7 +104,7 @@ def start_timeline(file_path: str | Path, mark_cycles: bool = False) -> None:
         path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
     collectives.record(None)
     warn = runtime_of(global_process_set, "start_timeline()").warn_once
-    collectives.record(Timeline(path, rank, mark_cycles=mark_cycles, warn=warn))
+    collectives.record(TraceWriter(path, rank, mark_cycles=mark_cycles, warn=warn))
 
 
 def stop_timeline() -> None:

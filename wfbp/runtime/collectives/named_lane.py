@@ -48,7 +48,7 @@ from wfbp.runtime.collectives.request import (
 from wfbp.runtime.collectives.submission import Outcome, Submission
 from wfbp.runtime.progress.stall import ALL_RANKS, Members
 from wfbp.runtime.progress.thread import CommunicationThread
-from wfbp.runtime.timeline import Timeline
+from wfbp.runtime.timeline import TraceWriter
 
 _FUSED_BYTES = 1 << 20
 """Reductions that become ready together travel as one message of up to this size."""
@@ -112,7 +112,7 @@ class NamedLane:
         self._served = False
         self._moved_s = 0.0
         self._still_since_s: float | None = None
-        self.timeline: Timeline | None = None
+        self.timeline: TraceWriter | None = None
 
     def submit(self, submission: Submission) -> None:
         """Begin an operation; its name is not pending."""
@@ -452,7 +452,7 @@ class NamedLane:
 
 
 def _recorded(
-    finish: _Finish, timeline: Timeline, submissions: Sequence[Submission], ready_s: float
+    finish: _Finish, timeline: TraceWriter, submissions: Sequence[Submission], ready_s: float
 ) -> _Finish:
     def record() -> None:
         for each in submissions:

@@ -28,7 +28,7 @@ from wfbp.runtime.consistency import check_consistent
 from wfbp.runtime.progress.loop import Reply
 from wfbp.runtime.progress.stall import ALL_RANKS, Members
 from wfbp.runtime.runtime import Runtime
-from wfbp.runtime.timeline import Timeline
+from wfbp.runtime.timeline import TraceWriter
 
 Adasum = Adaptive.ADASUM
 
@@ -574,7 +574,7 @@ class Collectives:
         self._unnamed.clear()
         return last
 
-    def record(self, timeline: Timeline | None) -> None:
+    def record(self, timeline: TraceWriter | None) -> None:
         """Record steps and operations in another timeline from now on, or in none; the one before
         is closed."""
         before, self._runtime.timeline = self._runtime.timeline, timeline
