@@ -41,7 +41,6 @@ from wfbp.runtime.step import (
     StepTimestamps,
     to_seconds,
 )
-from wfbp.runtime.tuning.profile import TuningPhase
 from wfbp.runtime.tuning.tuner import Tuner
 
 SAMPLED_STEPS = 16
@@ -360,7 +359,7 @@ class Reducer:
         if not all_ready or self._unplanned or self._regrown:
             self._learn_passes()
         self._number += 1
-        planned, phase = self._tuner.plan, self._tuner.phase
+        planned, was_installed = self._tuner.plan, self._tuner.installed
         if any(result.present) or result.requested:
             self._measure(result, done)
         else:  # nobody had a gradient: this is no step of training, but a part of the next one
@@ -375,16 +374,14 @@ class Reducer:
             self.flush()
         if changed:
             self._install()
-        if self._tuner.phase != phase:  # a trial may have ended with the plan it tried last
-            self._newly_installed = self._tuner.phase is TuningPhase.INSTALLED
-            self._lane.costs = self._tuner.message_costs
-            if self._tuner.phase is not TuningPhase.TRIAL:
-                for index in range(len(self.specs)):
-                    if not self.decouples_tensor(index):
-                        self._gathered[index] = None
+        if self._tuner.installed and not was_installed:
+            self._newly_installed = True
+            for index, group in enumerate(self._gather_of):
+                if group < 0:
+                    self._gathered[index] = None
         step.owners = []  # gradients that were sent are no longer needed
         self._memory.timing = (
-            self._tuner.phase is not TuningPhase.INSTALLED
+            not self._tuner.installed
             or self._recorder is not None
             or self._runtime.timeline is not None
             or self._steps % SAMPLED_STEPS == 0
@@ -550,11 +547,11 @@ class Reducer:
         """Take those steps whose times can be read now; while plans are measured, the same ones on
         every rank."""
         memory, kept = self._memory, self._kept
-        if memory.lag_steps and self._tuner.phase is TuningPhase.WARM_UP:
-            kept.clear()  # steps are counted only, so that nobody waits for the device
+        measuring = self._tuner.measuring
+        if memory.lag_steps and not (measuring or self._tuner.installed):
+            kept.clear()  # warm-up: steps are counted only, so that nobody waits for the device
             yield NOT_MEASURED
             return
-        measuring = self._tuner.phase is not TuningPhase.INSTALLED
         while kept and (len(kept) > memory.lag_steps if measuring else memory.done(kept[0].done)):
             moments = kept.popleft()
             memory.await_done(moments.done)
@@ -590,7 +587,7 @@ class Reducer:
         self.num_installed += 1
         self._kept.clear()  # these ran by another plan
         self._memory.trim()
-        self.profiling = self._tuner.phase is TuningPhase.PROFILE
+        self.profiling = self._tuner.profiling
 
     def exchange(self, payload: bytes, what: str) -> list[bytes]:
         """Every rank's payload, behind :meth:`synchronize`; collective."""
@@ -605,7 +602,7 @@ class Reducer:
         tuner, due = self._tuner, self._tuner.round_due
         mine = {
             "unplanned": sorted(self._unplanned),
-            "tuner": tuner.message() if due or tuner.phase is TuningPhase.INSTALLED else {},
+            "tuner": tuner.message(),
             "joined": self.joined,
             "evaluates": self.evaluates,
             "whole": wanted,
@@ -628,6 +625,7 @@ class Reducer:
         if joining or due or wished:
             digests = self.exchange(tuner.plan.digest.encode(), "plan")
             consistency.check_equal(self._who, "the plan", [d.decode() for d in digests])
+            self._lane.costs = tuner.message_costs
         # Joined ranks use no shards.
         return bool(self.joined_ranks) or any(message["whole"] for message in messages)
 
