@@ -12,32 +12,10 @@ from typing import Any
 
 from wfbp.core.checks import one_of
 from wfbp.core.planners import SCHEDULES
-from wfbp.deprecation import warn_renamed
-
-RENAMED = {
-    "direct_bytes": "zero_copy_min_bytes",
-    "drift": "replan_threshold",
-    "probe_s": "probe_budget_s",
-    "run_dir": "record_dir",
-}
-"""Settings that had other names in 0.1; these work, with a warning, until the next version."""
-
-
-class _RenamedSettings(type):
-    """Takes settings under their old names, too."""
-
-    def __call__(cls, *args: Any, **values: Any) -> Any:
-        for old in RENAMED.keys() & values.keys():
-            new = RENAMED[old]
-            if new in values:
-                raise TypeError(f"{old} and {new} are one setting: leave out {old}")
-            warn_renamed(f"Config({old}=)", f"Config({new}=)")
-            values[new] = values.pop(old)
-        return super().__call__(*args, **values)
 
 
 @dataclass(frozen=True, slots=True)
-class Config(metaclass=_RenamedSettings):
+class Config:
     """Settings, each with its environment variable: ``WFBP_`` and the field's name in capitals.
 
     Args:
@@ -110,13 +88,6 @@ class Config(metaclass=_RenamedSettings):
         one_of("schedule", self.schedule, SCHEDULES)
         one_of("log_level", self.log_level, LOG_LEVELS)
 
-    def __getattr__(self, name: str) -> Any:
-        new = RENAMED.get(name)
-        if new is None:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        warn_renamed(f"Config.{name}", f"Config.{new}")
-        return getattr(self, new)
-
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Config:
         """The settings that the environment asks for.
@@ -149,15 +120,8 @@ def read_environment(environment: Mapping[str, str] | None = None) -> tuple[Conf
     source = os.environ if environment is None else environment
     values: dict[str, Any] = {}
     problems = []
-    before = {new: old for old, new in RENAMED.items()}
     for field in fields(Config):
         variable = f"WFBP_{field.name.upper()}"
-        old = f"WFBP_{before[field.name].upper()}" if field.name in before else ""
-        if old in source:  # init() logs what it is called now
-            if variable in source:
-                problems.append(f"{old} and {variable} are both set; unset {old}")
-                continue
-            variable = old
         text = source.get(variable)
         if text is None:
             continue
@@ -211,15 +175,10 @@ def unknown_variables(environment: Mapping[str, str] | None = None) -> str:
     source = os.environ if environment is None else environment
     known = [f"WFBP_{field.name.upper()}" for field in fields(Config)]
     parts = []
-    renamed = {f"WFBP_{old.upper()}": f"WFBP_{new.upper()}" for old, new in RENAMED.items()}
-    for name in (n for n in variables(source) if n not in known and n not in renamed):
+    for name in (n for n in variables(source) if n not in known):
         near = get_close_matches(name, known, 1)
         parts.append(f"{name} (did you mean {near[0]}?)" if near else name)
-    ignored = [f"not a setting, and ignored: {', '.join(parts)}"] if parts else []
-    deprecated = [
-        f"{old} is deprecated: use {new}" for old, new in renamed.items() if old in source
-    ]
-    return "; ".join([*deprecated, *ignored])
+    return f"not a setting, and ignored: {', '.join(parts)}" if parts else ""
 
 
 def _switch(text: str) -> bool:

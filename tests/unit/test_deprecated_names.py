@@ -9,7 +9,6 @@ import pytest
 
 import wfbp
 from wfbp import deprecation
-from wfbp.config import RENAMED, Config, unknown_variables
 
 
 @pytest.fixture(autouse=True)
@@ -22,30 +21,6 @@ def alone() -> Iterator[None]:
     wfbp.init()
     yield
     wfbp.shutdown()
-
-
-@pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_old_settings_are_read_and_told_of(old: str, new: str) -> None:
-    plain = {"direct_bytes": "4K", "run_dir": "runs"}.get(old, "0.5")
-    environment = {f"WFBP_{old.upper()}": plain}
-    read = Config.from_environment(environment)
-    assert read == Config.from_environment({f"WFBP_{new.upper()}": plain}) != Config()
-    told = unknown_variables(environment)
-    assert told == f"WFBP_{old.upper()} is deprecated: use WFBP_{new.upper()}"
-    value = getattr(read, new)
-    with pytest.warns(DeprecationWarning, match=rf"Config\({old}=\).* use Config\({new}=\)"):
-        assert Config(**{old: value}) == read
-    with pytest.warns(DeprecationWarning, match=f"Config.{old} .* use Config.{new}"):
-        assert getattr(read, old) == value
-
-
-def test_an_old_and_a_new_variable_at_once_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"WFBP_DRIFT and WFBP_REPLAN_THRESHOLD are both set"):
-        Config.from_environment({"WFBP_DRIFT": "0", "WFBP_REPLAN_THRESHOLD": "1"})
-    with pytest.raises(TypeError, match="drift and replan_threshold"):
-        Config(drift=0.1, replan_threshold=0.2)  # type: ignore[call-arg]
-    with pytest.raises(AttributeError, match="no attribute 'drifted'"):
-        Config().drifted  # type: ignore[attr-defined]  # noqa: B018
 
 
 @pytest.mark.usefixtures("alone")

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "wfbp"
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "deprecation": set(),
-    "config": {"core", "deprecation", "errors"},
+    "config": {"core", "errors"},
     "core": {"errors"},
     "_native": set(),
     "native": {"_native"},
@@ -21,7 +21,7 @@ BELOW: dict[str, set[str]] = {
     "launcher": {"errors"},
     "comm": {"config", "core", "errors", "native"},
     "cuda": {"comm", "config", "core", "errors"},
-    "runtime": {"comm", "config", "core", "deprecation", "errors", "native"},
+    "runtime": {"comm", "config", "core", "errors", "native"},
 }
 """What each part may import besides itself."""
 
