@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -234,10 +235,7 @@ class _Place:
         ``hosts`` are the ranks of each node, in the order of ranks; ``firsts`` the first actor of
         each, ``host_names`` what each calls itself.
         """
-        agent = Path(self._folder, "agent")
-        call = f"exec {sys.executable} -m {__spec__.name} agent {self._folder}"
-        agent.write_text(f'#!/bin/sh\n{call} "$@"\n')
-        agent.chmod(0o700)
+        agent = write_agent(Path(self._folder))
         mpi = find_mpi()
         check_host_names(host_names, mpi.vendor)
         # Nodes reach this one by Ray's address for it. Only here a socket waits for the agent.
@@ -250,7 +248,7 @@ class _Place:
             sum(hosts.values()),
             (sys.executable, "-m", __spec__.name, "rank", self._folder),
             tuple(Host(name, slots) for name, slots in hosts.items()),
-            remote_shell=str(agent),
+            remote_shell=agent,
             options=own,
         )
         command = mpirun_command(job, mpi, os.environ, os.geteuid() == 0)
@@ -294,6 +292,15 @@ class _Place:
         if self._mpirun is not None and self._mpirun.poll() is None:
             self._mpirun.terminate()
         shutil.rmtree(self._folder or os.devnull, ignore_errors=True)
+
+
+def write_agent(folder: Path) -> str:
+    """The program that ``mpirun`` calls instead of ssh."""
+    agent = folder / "agent"
+    words = (sys.executable, "-m", __spec__.name, "agent", str(folder))
+    agent.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    agent.chmod(0o700)
+    return str(agent)
 
 
 def _serve(listener: Listener, firsts: Mapping[str, Any]) -> None:
