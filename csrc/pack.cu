@@ -42,7 +42,7 @@ struct Arguments {
   Byte* tensors[kCapacity];  // null: packed as zeros, not unpacked
 };
 
-// Devices take at least 4 KB of arguments; the layout is also written down in wfbp/cuda/kernels.py.
+// Devices take at least 4 KB of arguments; the layout is also written down in wfbp/cuda/pack.py.
 static_assert(sizeof(Tile) == 24 && sizeof(Arguments) == 32 + 8 * kCapacity, "layout");
 static_assert(sizeof(Arguments) <= 4096, "a launch takes 4 KB of arguments");
 

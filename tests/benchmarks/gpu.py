@@ -32,8 +32,7 @@ from tests.benchmarks.machine import print_table, run_job
 from tests.benchmarks.pack import Mix, resnet50_sizes
 from wfbp.core.plan import layout
 from wfbp.core.types import item_bytes
-from wfbp.cuda.kernels import CudaKernels
-from wfbp.cuda.pack import DevicePackTable
+from wfbp.cuda.pack import CudaKernels, DevicePackTable
 
 if TYPE_CHECKING:
     from tests.benchmarks.harness import Target

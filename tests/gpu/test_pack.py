@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from tests.benchmarks.pack import mixes
 from tests.support.cuda_cases import AWKWARD_COUNTS, PAIRS, Case, Layout, Tensor, cases, check, run
 from wfbp.core.plan import layout as plan_layout
-from wfbp.cuda.kernels import CAPACITY, SCALED, THREADS, CudaKernels, kernel_name
-from wfbp.cuda.pack import DevicePackTable
+from wfbp.cuda.pack import CAPACITY, SCALED, THREADS, CudaKernels, DevicePackTable, kernel_name
 
 pytestmark = pytest.mark.gpu
 

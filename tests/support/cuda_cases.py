@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from wfbp.comm.backend import zeroed
 from wfbp.core.types import item_bytes
-from wfbp.cuda.kernels import CASTS, SCALED, Kernels
-from wfbp.cuda.pack import DevicePackTable
+from wfbp.cuda.pack import CASTS, SCALED, DevicePackTable, Kernels
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from tests.support.shared import compiled
-from wfbp.cuda.kernels import ARGUMENTS, TILE
+from wfbp.cuda.pack import ARGUMENTS, TILE
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(__file__).with_name("cuda_host") / "run_kernels.cc"

@@ -1,24 +1,167 @@
-"""Slots of a fusion buffer on the device, and the one launch that fills or empties them."""
+"""Packing of fusion buffers on CUDA devices: the kernels of ``csrc/pack.cu``, and the slots of a
+buffer, which one launch fills or empties."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from wfbp.core.types import item_bytes
-from wfbp.cuda.kernels import ARGUMENTS, CAPACITY, TILE, Kernels, kernel_name
+
+THREADS = 256
+CAPACITY = 504
+"""Tensors per launch: as many addresses as fit the 4 KB that every device takes as arguments."""
+
+TILE = np.dtype(
+    [("in_buffer", "u8"), ("in_tensor", "u8"), ("slot", "u4"), ("count", "u4")], align=True
+)
+ARGUMENTS = np.dtype(
+    [
+        ("tiles", "u8"),
+        ("buffer", "u8"),
+        ("scale", "f8"),
+        ("packs", "i4"),
+        ("item", "u4"),
+        ("tensors", "i8", (CAPACITY,)),
+    ],
+    align=True,
+)
+"""``Tile`` and ``Arguments`` of the source."""
+
+CASTS = frozenset(
+    {
+        ("float32", "float16"),
+        ("float16", "float32"),
+        ("float32", "bfloat16"),
+        ("bfloat16", "float32"),
+    }
+)
+"""Changes of element type that there are kernels for."""
+
+SCALED = frozenset({"float16", "bfloat16", "float32", "float64"})
+"""Element types that can be multiplied."""
 
 LARGEST_TILE_BYTES = 16384
 SMALLEST_TILE_BYTES = 4096
 ENOUGH_TILES = 512
-"""A block moves four words of 16 bytes per thread at a time, or, where that would leave
-multiprocessors idle, fewer."""
+"""A block moves four words of 16 bytes per thread at a time, or fewer, if multiprocessors would
+idle otherwise."""
 
 Integers = Sequence[int] | npt.NDArray[np.integer[Any]]
+
+_SOURCES = (
+    Path(__file__).with_name("pack.cu"),  # as it is installed
+    Path(__file__).parents[2] / "csrc" / "pack.cu",  # in a checkout
+)
+
+
+class Kernels(Protocol):
+    """A device as the pack tables see it."""
+
+    def upload(self, table: npt.NDArray[Any], stream: int) -> tuple[int, Any]:
+        """Enqueue the copy of a table to the device; its address, and the object that keeps it.
+
+        The memory is the stream's: once freed, it is reused there after every launch that may read
+        it.
+        """
+
+    def launch(self, name: str, num_blocks: int, arguments: int, stream: int) -> None:
+        """Enqueue a kernel.
+
+        Args:
+            name: as in the source, without ``wfbp_``.
+            num_blocks: of :data:`THREADS` threads each.
+            arguments: address of one element of :data:`ARGUMENTS`, read before this returns.
+            stream: raw handle; 0 is the default stream.
+        """
+
+
+def kernel_name(source: str, target: str) -> str:
+    """The kernel that reads one element type and writes another, times a scale.
+
+    Raises ``ValueError``, listing the kernels, if there is none.
+
+    >>> kernel_name("float32", "bfloat16")
+    'float32_bfloat16'
+    """
+    if (source, target) not in CASTS and not (source == target and source in SCALED):
+        raise ValueError(
+            f"no kernel turns {source} into {target}: expected one of "
+            f"{', '.join(sorted(SCALED))} into itself, or float32 from or to float16 or bfloat16"
+        )
+    return f"{source}_{target}"
+
+
+def source() -> str:
+    """The text of ``csrc/pack.cu``; ``FileNotFoundError`` if it is missing."""
+    for path in _SOURCES:
+        if path.exists():
+            return path.read_text()
+    raise FileNotFoundError(
+        f"the CUDA source is missing: expected one of {', '.join(map(str, _SOURCES))}; "
+        "reinstall wfbp"
+    )
+
+
+class _ForeignStream:
+    """A raw handle, by the protocol by which libraries pass streams."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
+def stream_context(cupy: Any, stream: int) -> AbstractContextManager[object]:
+    """A context in which CuPy's work and memory belong to the stream with this raw handle."""
+    external: AbstractContextManager[object]
+    external = cupy.cuda.Stream.from_external(_ForeignStream(stream))
+    return external
+
+
+class CudaKernels:
+    """The kernels on the device that is current when this is made; see :class:`Kernels`.
+
+    Any thread may launch for which that device is current; CuPy makes it so per thread.
+
+    Raises:
+        ImportError: CuPy is not installed.
+        FileNotFoundError: the source is missing.
+        cupy.cuda.compiler.CompileException: it does not compile for this device.
+    """
+
+    def __init__(self) -> None:
+        import cupy
+        from cupy_backends.cuda.api import driver
+
+        self._cupy = cupy
+        self._launch: Callable[..., None] = driver.launchKernel
+        self._module = cupy.RawModule(code=source(), options=("-std=c++17",))
+        self._module.compile()  # here, and not within the first step
+        self._functions: dict[str, Any] = {}
+
+    def upload(self, table: npt.NDArray[Any], stream: int) -> tuple[int, Any]:
+        with stream_context(self._cupy, stream):
+            held = self._cupy.asarray(np.ascontiguousarray(table).view(np.uint8))
+        return int(held.data.ptr), held
+
+    def launch(self, name: str, num_blocks: int, arguments: int, stream: int) -> None:
+        function = self._functions.get(name)
+        if function is None:
+            function = self._module.get_function(f"wfbp_{name}").kernel
+            self._functions[name] = function
+        # The driver takes a list of addresses, one per argument; ours is one structure.
+        listed = ctypes.c_void_p(arguments)
+        grid, block = (num_blocks, 1, 1), (THREADS, 1, 1)
+        self._launch(function.ptr, *grid, *block, 0, stream, ctypes.addressof(listed), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +185,7 @@ class DevicePackTable:
 
     Both only enqueue: nothing is allocated or uploaded, and ``pointers`` may be changed as soon as
     they return, since a launch carries its addresses with it. Groups of more than
-    :data:`~wfbp.cuda.kernels.CAPACITY` tensors take more than one launch. The caller keeps the
+    :data:`CAPACITY` tensors take more than one launch. The caller keeps the
     tensors alive until the stream has passed the launch. A tensor may not partly overlap a slot.
     For one thread at a time.
 

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 import jax
 
 from wfbp.comm.device.device import Device, Event
-from wfbp.cuda.cupy_device import CupyDevice, count_devices
-from wfbp.cuda.local_device import check_local_rank
+from wfbp.cuda.cupy_device import CupyDevice, check_local_rank, count_devices
 from wfbp.errors import WfbpError
 from wfbp.runtime import process
 

@@ -12,7 +12,7 @@ import torch
 from wfbp.comm.backend import Buffer, storage_dtype
 from wfbp.comm.device.device import Device
 from wfbp.core.types import TensorSpec
-from wfbp.cuda.local_device import check_local_rank
+from wfbp.cuda.cupy_device import check_local_rank
 from wfbp.runtime import process
 from wfbp.runtime.collectives import device_operations
 

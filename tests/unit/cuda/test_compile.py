@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from wfbp.cuda.kernels import source
+from wfbp.cuda.pack import source
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 NVRTC_PACKAGES = ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc")

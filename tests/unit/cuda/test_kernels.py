@@ -16,8 +16,8 @@ import pytest
 
 from tests.support.cuda_cases import STREAM, Case, Layout, Tensor, check, run
 from tests.support.cuda_kernels import HostKernels, build
-from wfbp.cuda import kernels
-from wfbp.cuda.kernels import ARGUMENTS, THREADS, CudaKernels, source
+from wfbp.cuda import pack as kernels
+from wfbp.cuda.pack import ARGUMENTS, THREADS, CudaKernels, source
 
 DRIVER = "cupy_backends.cuda.api.driver"
 

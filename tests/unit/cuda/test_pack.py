@@ -21,8 +21,16 @@ from tests.support.cuda_cases import (
     run,
 )
 from tests.support.cuda_kernels import HostKernels, build
-from wfbp.cuda.kernels import ARGUMENTS, CAPACITY, THREADS, kernel_name, source
-from wfbp.cuda.pack import LARGEST_TILE_BYTES, SMALLEST_TILE_BYTES, DevicePackTable
+from wfbp.cuda.pack import (
+    ARGUMENTS,
+    CAPACITY,
+    LARGEST_TILE_BYTES,
+    SMALLEST_TILE_BYTES,
+    THREADS,
+    DevicePackTable,
+    kernel_name,
+    source,
+)
 
 
 @pytest.fixture(scope="module")
