@@ -10,47 +10,46 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from wfbp.collectives import allgather as allgather
+    from wfbp.collectives import allgather_async as allgather_async
+    from wfbp.collectives import allreduce as allreduce
+    from wfbp.collectives import allreduce_ as allreduce_
+    from wfbp.collectives import allreduce_async as allreduce_async
+    from wfbp.collectives import allreduce_async_ as allreduce_async_
+    from wfbp.collectives import alltoall as alltoall
+    from wfbp.collectives import alltoall_async as alltoall_async
+    from wfbp.collectives import broadcast as broadcast
+    from wfbp.collectives import broadcast_ as broadcast_
+    from wfbp.collectives import broadcast_async as broadcast_async
+    from wfbp.collectives import broadcast_async_ as broadcast_async_
+    from wfbp.collectives import grouped_allgather as grouped_allgather
+    from wfbp.collectives import grouped_allgather_async as grouped_allgather_async
+    from wfbp.collectives import grouped_allreduce as grouped_allreduce
+    from wfbp.collectives import grouped_allreduce_ as grouped_allreduce_
+    from wfbp.collectives import grouped_allreduce_async as grouped_allreduce_async
+    from wfbp.collectives import grouped_allreduce_async_ as grouped_allreduce_async_
+    from wfbp.collectives import grouped_reducescatter as grouped_reducescatter
+    from wfbp.collectives import grouped_reducescatter_async as grouped_reducescatter_async
+    from wfbp.collectives import reducescatter as reducescatter
+    from wfbp.collectives import reducescatter_async as reducescatter_async
     from wfbp.config import Config as Config
     from wfbp.core.types import Op
     from wfbp.core.types import TensorSpec as TensorSpec
     from wfbp.dispatch import DistributedOptimizer as DistributedOptimizer
-    from wfbp.dispatch import allgather as allgather
-    from wfbp.dispatch import allgather_async as allgather_async
-    from wfbp.dispatch import allreduce as allreduce
-    from wfbp.dispatch import allreduce_ as allreduce_
-    from wfbp.dispatch import allreduce_async as allreduce_async
-    from wfbp.dispatch import allreduce_async_ as allreduce_async_
-    from wfbp.dispatch import alltoall as alltoall
-    from wfbp.dispatch import alltoall_async as alltoall_async
-    from wfbp.dispatch import broadcast as broadcast
-    from wfbp.dispatch import broadcast_ as broadcast_
-    from wfbp.dispatch import broadcast_async as broadcast_async
-    from wfbp.dispatch import broadcast_async_ as broadcast_async_
     from wfbp.dispatch import broadcast_optimizer_state as broadcast_optimizer_state
     from wfbp.dispatch import broadcast_parameters as broadcast_parameters
-    from wfbp.dispatch import grouped_allgather as grouped_allgather
-    from wfbp.dispatch import grouped_allgather_async as grouped_allgather_async
-    from wfbp.dispatch import grouped_allreduce as grouped_allreduce
-    from wfbp.dispatch import grouped_allreduce_ as grouped_allreduce_
-    from wfbp.dispatch import grouped_allreduce_async as grouped_allreduce_async
-    from wfbp.dispatch import grouped_allreduce_async_ as grouped_allreduce_async_
-    from wfbp.dispatch import grouped_reducescatter as grouped_reducescatter
-    from wfbp.dispatch import grouped_reducescatter_async as grouped_reducescatter_async
     from wfbp.dispatch import join as join
-    from wfbp.dispatch import reducescatter as reducescatter
-    from wfbp.dispatch import reducescatter_async as reducescatter_async
     from wfbp.runtime.api.reducer import GradientReducer as GradientReducer
     from wfbp.runtime.collectives.api import add_process_set as add_process_set
+    from wfbp.runtime.collectives.api import allgather_object as allgather_object
     from wfbp.runtime.collectives.api import barrier as barrier
+    from wfbp.runtime.collectives.api import broadcast_object as broadcast_object
     from wfbp.runtime.collectives.api import init as init
     from wfbp.runtime.collectives.api import poll as poll
     from wfbp.runtime.collectives.api import remove_process_set as remove_process_set
     from wfbp.runtime.collectives.api import start_timeline as start_timeline
     from wfbp.runtime.collectives.api import stop_timeline as stop_timeline
     from wfbp.runtime.collectives.api import synchronize as synchronize
-    from wfbp.runtime.collectives.objects import allgather_object as allgather_object
-    from wfbp.runtime.collectives.objects import broadcast_object as broadcast_object
-    from wfbp.runtime.collectives.operations import Adasum as Adasum
     from wfbp.runtime.collectives.operations import Handle as Handle
     from wfbp.runtime.collectives.process_sets import ProcessSet as ProcessSet
     from wfbp.runtime.collectives.process_sets import global_process_set as global_process_set
@@ -66,13 +65,13 @@ if TYPE_CHECKING:
     Min = Op.MIN
     Max = Op.MAX
     Product = Op.PRODUCT
+    Adasum = Op.ADASUM
     __version__: str
 
 _HOMES = {
     "wfbp.config": ("Config",),
     "wfbp.core.types": ("TensorSpec",),
-    "wfbp.dispatch": (
-        "DistributedOptimizer",
+    "wfbp.collectives": (
         "allgather",
         "allgather_async",
         "allreduce",
@@ -85,8 +84,6 @@ _HOMES = {
         "broadcast_",
         "broadcast_async",
         "broadcast_async_",
-        "broadcast_optimizer_state",
-        "broadcast_parameters",
         "grouped_allgather",
         "grouped_allgather_async",
         "grouped_allreduce",
@@ -95,14 +92,21 @@ _HOMES = {
         "grouped_allreduce_async_",
         "grouped_reducescatter",
         "grouped_reducescatter_async",
-        "join",
         "reducescatter",
         "reducescatter_async",
+    ),
+    "wfbp.dispatch": (
+        "DistributedOptimizer",
+        "broadcast_optimizer_state",
+        "broadcast_parameters",
+        "join",
     ),
     "wfbp.runtime.api.reducer": ("GradientReducer",),
     "wfbp.runtime.collectives.api": (
         "add_process_set",
+        "allgather_object",
         "barrier",
+        "broadcast_object",
         "init",
         "poll",
         "remove_process_set",
@@ -110,14 +114,7 @@ _HOMES = {
         "stop_timeline",
         "synchronize",
     ),
-    "wfbp.runtime.collectives.objects": (
-        "allgather_object",
-        "broadcast_object",
-    ),
-    "wfbp.runtime.collectives.operations": (
-        "Adasum",
-        "Handle",
-    ),
+    "wfbp.runtime.collectives.operations": ("Handle",),
     "wfbp.runtime.collectives.process_sets": (
         "ProcessSet",
         "global_process_set",
@@ -132,7 +129,7 @@ _HOMES = {
     ),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
-_OPS = ("Average", "Sum", "Min", "Max", "Product")
+_OPS = ("Average", "Sum", "Min", "Max", "Product", "Adasum")
 
 __all__ = [*_HOME, *_OPS]
 

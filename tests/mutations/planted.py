@@ -192,8 +192,8 @@ RUNTIME = [
     ),
     Mutation(
         "runtime/collectives/coordinator.py",
-        "len(self._waiting | self._joined) == self._size",
-        "len(self._waiting) == self._size",
+        "if len(requests) + len(absent) == self._size:",
+        "if len(requests) == self._size:",
         unit("runtime/test_named_operations"),
     ),
     Mutation(

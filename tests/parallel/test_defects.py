@@ -26,7 +26,6 @@ OPEN = {
     "threads_that_gather_state": "row 11",
     "decorated_step": "row 12",
     "step_of_an_instance": "row 13",
-    "operations_in_place_and_autograd": "row 14",
     "gradients_that_are_read": "row 15",
     "groups_and_state_as_properties": "row 17",
     "zero_grad_without_arguments": "row 18",
@@ -35,7 +34,6 @@ OPEN = {
     "nan_as_a_setting": "row 21",
     "refused_second_wrapping": "row 22",
     "sparse_as_dense_alone": "row 23",
-    "shown_process_set": "row 25",
 }
 """Not fixed yet."""
 

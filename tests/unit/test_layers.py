@@ -31,6 +31,7 @@ TOP: dict[str, set[str]] = {
     "cli": {"bench"},
     "__main__": {"cli"},
     "dispatch": {"torch", "jax"},
+    "collectives": {"dispatch"},
     "horovod": {"torch"},
     "bench": {"torch"},
     "integrations": {"torch"},
@@ -172,7 +173,7 @@ RUNTIME = (
 )
 """The parts of ``wfbp.runtime``, lowest first: each may import those before it, and itself."""
 
-CALLED_BY_PROGRAMS = ("api", "calls", "objects", "process_sets", "queries")
+CALLED_BY_PROGRAMS = ("api", "forms", "operands", "process_sets", "queries")
 """Modules of ``wfbp.runtime.collectives`` that count as ``api``."""
 
 

@@ -21,7 +21,8 @@ ITEM_BYTES: dict[str, int] = {
 class Op(enum.Enum):
     """How contributions of the ranks are combined.
 
-    AVERAGE divides the sum by the number of ranks; for integers it truncates toward zero.
+    AVERAGE divides the sum by the number of ranks; for integers it truncates toward zero. ADASUM is
+    not computed element by element: only a named all-reduce knows it.
     """
 
     SUM = "sum"
@@ -29,10 +30,15 @@ class Op(enum.Enum):
     MIN = "min"
     MAX = "max"
     PRODUCT = "product"
+    ADASUM = "adasum"
 
     def __str__(self) -> str:
         """As programs write it."""
         return f"wfbp.{self.name.capitalize()}"
+
+
+ELEMENTWISE_OPS = (Op.SUM, Op.AVERAGE, Op.MIN, Op.MAX, Op.PRODUCT)
+"""The operations that backends compute."""
 
 
 class Phase(enum.Enum):

@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 import jax
 import numpy as np
 
-from wfbp.runtime.collectives import api, objects
+from wfbp.runtime.collectives import api
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,6 +45,6 @@ def _after_programs(operation: Callable[P, T]) -> Callable[P, T]:
     return act
 
 
-allgather_object = _after_programs(objects.allgather_object)
-broadcast_object = _after_programs(objects.broadcast_object)
+allgather_object = _after_programs(api.allgather_object)
+broadcast_object = _after_programs(api.broadcast_object)
 barrier = _after_programs(api.barrier)

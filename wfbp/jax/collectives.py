@@ -5,7 +5,6 @@ They are one JAX primitive, which knows how they are differentiated, batched and
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -18,173 +17,99 @@ from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from wfbp.core.types import Op, item_bytes
+from wfbp.core.types import ELEMENTWISE_OPS, Op, item_bytes
 from wfbp.errors import DisagreementError
 from wfbp.jax import native
 from wfbp.jax.after_programs import wait_for_programs
 from wfbp.runtime import process
 from wfbp.runtime.api.array_collectives import ArrayOperand
-from wfbp.runtime.collectives import calls
+from wfbp.runtime.collectives import api
 from wfbp.runtime.collectives.arithmetic import equal_rows
-from wfbp.runtime.collectives.operations import Call
+from wfbp.runtime.collectives.coordinator import Kind
+from wfbp.runtime.collectives.named_lane import Outcome
+from wfbp.runtime.collectives.operands import make_operation
 from wfbp.runtime.collectives.process_sets import global_process_set
 from wfbp.runtime.consistency import Array, check_root
 from wfbp.runtime.runtime import Runtime
 
 Shape: TypeAlias = tuple[int, ...]
 
-LINEAR = frozenset({Op.SUM, Op.AVERAGE})
+LINEAR = frozenset({None, Op.SUM, Op.AVERAGE})
 
 
 @dataclass(frozen=True, slots=True)
-class Collective(ABC):
-    """One kind of collective with its arguments, the same on every rank.
+class Collective:
+    """A collective with its arguments, the same on every rank; static in compiled programs.
 
     Args:
-        name: for messages.
+        kind: the operation.
+        name: compared between ranks.
+        op: how arrays combine, if they do.
+        root_rank: of a broadcast.
+        rows: of each rank, in an all-gather or reduce-scatter.
     """
 
-    name: str | None
+    kind: Kind
+    name: str | None = None
+    op: Op | None = None
+    root_rank: int | None = None
+    rows: tuple[int, ...] = ()
 
-    @abstractmethod
     def result_shape(self, shape: Shape) -> Shape:
-        """Shape of what becomes of an array of this shape."""
+        """Shape of the result for an array of this shape."""
+        if self.kind is Kind.ALLGATHER:
+            return (sum(self.rows), *shape[1:])
+        if self.kind is Kind.REDUCESCATTER:
+            return (self.rows[process.rank()], *shape[1:])
+        return shape
 
-    @abstractmethod
-    def run(self, runtime: Runtime, array: Array) -> Array:
-        """Do it, on every rank together."""
+    def run(self, array: Array) -> Array:
+        """Do it, on every rank together.
 
-    @abstractmethod
+        Ranks match operations by their order, not by names: XLA's threads run them, and a rank in
+        another operation shall be told.
+        """
+        operation = make_operation(
+            self.kind,
+            ArrayOperand(array),
+            self.name,
+            global_process_set,
+            op=self.op,
+            root_rank=self.root_rank,
+            splits=self.rows if self.kind is Kind.REDUCESCATTER else None,
+            ordered=True,
+        )
+        finish = operation.finish
+
+        def checked(outcome: Outcome) -> Array:
+            # Found on every rank, since all are told the same.
+            if self.kind is Kind.ALLGATHER and self.rows and outcome.rows != self.rows:
+                raise DisagreementError(
+                    f"{process.current('allgather()').where}: allgather "
+                    f"{self.name or outcome.name!r}: ranks have {outcome.rows} rows; expected "
+                    f"{self.rows}. In a compiled program all must have equally many"
+                )
+            result: Array = finish(outcome)
+            return result
+
+        operation.finish = checked
+        done: Array = api.current(f"{self.kind.value}()").run([operation], is_group=False)
+        return done
+
     def transposed(self, cotangent: jax.Array) -> jax.Array:
         """The cotangent of the argument, from that of the result: again a collective.
 
         Gradients are those of the sum of what all ranks differentiate.
         """
-
-    @property
-    def reduces_by(self) -> Op:
-        """How arrays combine, where they do; decides whether there is a derivative."""
-        return Op.SUM
-
-
-@dataclass(frozen=True, slots=True)
-class AllReduce(Collective):
-    """All ranks' arrays combined."""
-
-    op: Op
-
-    def result_shape(self, shape: Shape) -> Shape:
-        return shape
-
-    def run(self, runtime: Runtime, array: Array) -> Array:
-        operand = ArrayOperand(array)
-        call = calls.allreduce(operand, self.name, global_process_set, self.op, 1.0, 1.0)
-        return _in_order(call)
-
-    def transposed(self, cotangent: jax.Array) -> jax.Array:
-        return apply(AllReduce(None, self.op), cotangent)
-
-    @property
-    def reduces_by(self) -> Op:
-        return self.op
-
-
-@dataclass(frozen=True, slots=True)
-class Broadcast(Collective):
-    """The root's array."""
-
-    root_rank: int
-
-    def result_shape(self, shape: Shape) -> Shape:
-        return shape
-
-    def run(self, runtime: Runtime, array: Array) -> Array:
-        operand = ArrayOperand(array)
-        return _in_order(calls.broadcast(operand, self.name, global_process_set, self.root_rank))
-
-    def transposed(self, cotangent: jax.Array) -> jax.Array:
-        total = apply(AllReduce(None, Op.SUM), cotangent)
-        is_root = process.rank() == self.root_rank
-        return total if is_root else jnp.zeros_like(total)
-
-
-@dataclass(frozen=True, slots=True)
-class AllGather(Collective):
-    """All ranks' rows, one after another."""
-
-    rows: tuple[int, ...]
-
-    def result_shape(self, shape: Shape) -> Shape:
-        return (sum(self.rows), *shape[1:])
-
-    def run(self, runtime: Runtime, array: Array) -> Array:
-        call = calls.allgather(ArrayOperand(array), self.name, global_process_set)
-        done = calls.run_in_order(calls.detailed(call))
-        if done.rows != self.rows:  # found on every rank, since all are told the same
-            raise DisagreementError(
-                f"{runtime.where}: allgather {self.name or done.name!r}: ranks have {done.rows} "
-                f"rows; expected {self.rows}. In a compiled program all must have equally many"
-            )
-        gathered: Array = done.result
-        return gathered
-
-    def transposed(self, cotangent: jax.Array) -> jax.Array:
-        return apply(ReduceScatter(None, self.rows, Op.SUM), cotangent)
-
-
-@dataclass(frozen=True, slots=True)
-class ReduceScatter(Collective):
-    """This rank's rows of all ranks' arrays combined."""
-
-    rows: tuple[int, ...]
-    op: Op
-
-    def result_shape(self, shape: Shape) -> Shape:
-        return (self.rows[process.rank()], *shape[1:])
-
-    def run(self, runtime: Runtime, array: Array) -> Array:
-        operand, world = ArrayOperand(array), global_process_set
-        call = calls.reducescatter(operand, self.name, world, self.op, 1.0, 1.0, self.rows)
-        return _in_order(call)
-
-    def transposed(self, cotangent: jax.Array) -> jax.Array:
-        whole = apply(AllGather(None, self.rows), cotangent)
-        return whole / process.size() if self.op is Op.AVERAGE else whole
-
-    @property
-    def reduces_by(self) -> Op:
-        return self.op
-
-
-@dataclass(frozen=True, slots=True)
-class AllToAll(Collective):
-    """Block r of every rank's array, on rank r."""
-
-    def result_shape(self, shape: Shape) -> Shape:
-        return shape
-
-    def run(self, runtime: Runtime, array: Array) -> Array:
-        call = calls.alltoall(ArrayOperand(array), self.name, global_process_set, None)
-        return _in_order(call)
-
-    def transposed(self, cotangent: jax.Array) -> jax.Array:
-        return apply(AllToAll(None), cotangent)
-
-
-def _in_order(call: Call[Any]) -> Array:
-    """Run an operation where the program has it.
-
-    Ranks find each other's by that order, and not by names: XLA's threads come to them, of which
-    one cannot know what else they will come to, and who is in another operation shall be told.
-    """
-    result: Array = calls.run_in_order(call)
-    return result
-
-
-def _count_rows(array: jax.Array, name: str | None) -> tuple[int, ...]:
-    """How many rows each rank's array has."""
-    mine = ArrayOperand(np.array(array.shape[:1]))
-    return tuple(_in_order(calls.allgather(mine, name, global_process_set)).tolist())
+        if self.kind is Kind.ALLGATHER:
+            return apply(Collective(Kind.REDUCESCATTER, op=Op.SUM, rows=self.rows), cotangent)
+        if self.kind is Kind.REDUCESCATTER:
+            whole = apply(Collective(Kind.ALLGATHER, rows=self.rows), cotangent)
+            return whole / process.size() if self.op is Op.AVERAGE else whole
+        if self.kind is Kind.BROADCAST:
+            total = apply(Collective(Kind.ALLREDUCE, op=Op.SUM), cotangent)
+            return total if process.rank() == self.root_rank else jnp.zeros_like(total)
+        return apply(Collective(self.kind, op=self.op), cotangent)
 
 
 def apply(collective: Collective, array: Any) -> jax.Array:
@@ -195,7 +120,7 @@ def apply(collective: Collective, array: Any) -> jax.Array:
 
 def _now(array: Any, *, collective: Collective) -> jax.Array:
     wait_for_programs()
-    result = collective.run(process.current("a collective"), np.asarray(array))
+    result = collective.run(np.asarray(array))
     if not array.committed:
         return jnp.asarray(result)
     # A sharding over several devices may not fit another shape; JAX says so then.
@@ -206,7 +131,7 @@ def _now(array: Any, *, collective: Collective) -> jax.Array:
 def _within(collective: Collective, array: Any) -> Array:
     runtime = process.current("a collective")
     runtime.expect_other_threads()
-    return collective.run(runtime, np.asarray(array))
+    return collective.run(np.asarray(array))
 
 
 def _as_callback(array: Any, *, collective: Collective) -> Any:
@@ -230,10 +155,10 @@ def _abstract(array: Any, *, collective: Collective) -> Any:
 
 def _jvp(primals: Any, tangents: Any, *, collective: Collective) -> Any:
     (primal,), (tangent,) = primals, tangents
-    if collective.reduces_by not in LINEAR:
+    if collective.op not in LINEAR:
         raise ValueError(
-            f"{collective.reduces_by.name.title()} over ranks has no gradient; expected Average or "
-            "Sum. Where none is wanted, pass jax.lax.stop_gradient(x)"
+            f"{collective.op.name.title()} over ranks has no gradient; expected Average or Sum. "  # type: ignore[union-attr]
+            "If none is wanted, pass jax.lax.stop_gradient(x)"
         )
     result = _primitive.bind(primal, collective=collective)
     return result, _primitive.bind(tangent, collective=collective)
@@ -291,7 +216,7 @@ def allreduce(array: Any, name: str | None = None, op: Op = Op.AVERAGE) -> jax.A
     runtime = process.current("allreduce()")
     x = _array(array)
     _check_op(x, op)
-    return x if _alone(runtime) else apply(AllReduce(name, op), x)
+    return x if _alone(runtime) else apply(Collective(Kind.ALLREDUCE, name, op), x)
 
 
 def broadcast(array: Any, root_rank: int, name: str | None = None) -> jax.Array:
@@ -311,7 +236,7 @@ def broadcast(array: Any, root_rank: int, name: str | None = None) -> jax.Array:
     runtime = process.current("broadcast()")
     x = _array(array)
     check_root(runtime, root_rank)
-    return x if _alone(runtime) else apply(Broadcast(name, root_rank), x)
+    return x if _alone(runtime) else apply(Collective(Kind.BROADCAST, name, root_rank=root_rank), x)
 
 
 def allgather(array: Any, name: str | None = None) -> jax.Array:
@@ -335,9 +260,10 @@ def allgather(array: Any, name: str | None = None) -> jax.Array:
     if _alone(runtime):
         return x
     if is_compiling():
-        return apply(AllGather(name, (x.shape[0],) * runtime.size), x)
+        return apply(Collective(Kind.ALLGATHER, name, rows=(x.shape[0],) * runtime.size), x)
     wait_for_programs()
-    return apply(AllGather(name, _count_rows(x, name)), x)
+    rows = Collective(Kind.ALLGATHER, name).run(np.array(x.shape[:1]))
+    return apply(Collective(Kind.ALLGATHER, name, rows=tuple(rows.tolist())), x)
 
 
 def reducescatter(array: Any, name: str | None = None, op: Op = Op.AVERAGE) -> jax.Array:
@@ -363,7 +289,8 @@ def reducescatter(array: Any, name: str | None = None, op: Op = Op.AVERAGE) -> j
     _check_op(x, op)
     if _alone(runtime):
         return x
-    return apply(ReduceScatter(name, equal_rows(x.shape[0], runtime.size), op), x)
+    rows = equal_rows(x.shape[0], runtime.size)
+    return apply(Collective(Kind.REDUCESCATTER, name, op, rows=rows), x)
 
 
 def alltoall(array: Any, name: str | None = None) -> jax.Array:
@@ -387,7 +314,7 @@ def alltoall(array: Any, name: str | None = None) -> jax.Array:
             f"alltoall: an array of shape {x.shape} does not divide into {runtime.size} blocks of "
             "rows"
         )
-    return x if _alone(runtime) else apply(AllToAll(name), x)
+    return x if _alone(runtime) else apply(Collective(Kind.ALLTOALL, name), x)
 
 
 def _array(array: Any) -> jax.Array:
@@ -402,8 +329,8 @@ def _alone(runtime: Runtime) -> bool:
 
 def _check_op(array: jax.Array, op: Op) -> None:
     item_bytes(array.dtype.name)
-    if not isinstance(op, Op):
-        raise ValueError(f"op is {op!r}; expected one of {', '.join(map(str, Op))}")
+    if op not in ELEMENTWISE_OPS:
+        raise ValueError(f"op is {op!r}; expected one of {', '.join(map(str, ELEMENTWISE_OPS))}")
 
 
 def is_compiling() -> bool:

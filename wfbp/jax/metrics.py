@@ -10,9 +10,10 @@ import numpy as np
 
 from wfbp.core.types import Op
 from wfbp.jax.after_programs import wait_for_programs
-from wfbp.jax.collectives import AllReduce, allreduce, is_compiling
+from wfbp.jax.collectives import Collective, allreduce, is_compiling
 from wfbp.jax.trees import is_value
 from wfbp.runtime import process
+from wfbp.runtime.collectives.coordinator import Kind
 
 Tree = TypeVar("Tree")
 
@@ -66,8 +67,7 @@ def _now(values: list[Any], label: str) -> list[Any]:
     arrays = [np.asarray(value, np.float64) for value in values]
     wait_for_programs()
     flat = np.concatenate([np.zeros(0), *(array.reshape(-1) for array in arrays)])
-    runtime = process.current("average_metrics()")
-    means = _split(AllReduce(label, Op.AVERAGE).run(runtime, flat), arrays)
+    means = _split(Collective(Kind.ALLREDUCE, label, Op.AVERAGE).run(flat), arrays)
     return [_as(value, mean) for value, mean in zip(values, means, strict=True)]
 
 

@@ -375,11 +375,6 @@ class Runtime:
         """From now on any thread may begin a collective, so this rank is never judged."""
         self._loop.watch.other_threads = True
 
-    @property
-    def expects_other_threads(self) -> bool:
-        """Whether any thread may begin a collective, also one that has not done so yet."""
-        return self._loop.watch.other_threads
-
     def add_user(self, user: Releasable) -> None:
         """Have ``user`` let its buffers go at :meth:`shutdown`; it is not kept for that."""
         (self._within or self)._users.add(user)

@@ -19,7 +19,9 @@ from wfbp.core.types import Op
 from wfbp.errors import InternalError as HorovodInternalError
 from wfbp.runtime.collectives.api import (
     add_process_set,
+    allgather_object,
     barrier,
+    broadcast_object,
     init,
     poll,
     remove_process_set,
@@ -27,8 +29,7 @@ from wfbp.runtime.collectives.api import (
     stop_timeline,
     synchronize,
 )
-from wfbp.runtime.collectives.objects import allgather_object, broadcast_object
-from wfbp.runtime.collectives.operations import Adasum, Handle
+from wfbp.runtime.collectives.operations import Handle
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.collectives.queries import (
     ccl_built,
@@ -87,6 +88,7 @@ Sum = Op.SUM
 Min = Op.MIN
 Max = Op.MAX
 Product = Op.PRODUCT
+Adasum = Op.ADASUM
 
 __all__ = [
     "Adasum",

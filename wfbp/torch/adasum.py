@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from wfbp.core.types import Op
 from wfbp.runtime import consistency
 from wfbp.runtime.collectives import api
-from wfbp.runtime.collectives.operations import Adasum
 from wfbp.runtime.collectives.process_sets import ProcessSet
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch import tensors
@@ -70,7 +70,7 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
         kind = type(self._wfbp_original)
         if runtime.size & (runtime.size - 1):
             raise ValueError(
-                f"{runtime.where}: DistributedOptimizer(op={Adasum}) combines a power of two of "
+                f"{runtime.where}: DistributedOptimizer(op={Op.ADASUM}) combines a power of two of "
                 f"ranks; there are {runtime.size}. Start 2, 4, 8, ... ranks, pass a process_set of "
                 "so many, or op=Average"
             )
@@ -80,7 +80,7 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
         self._wfbp_prefix = f"adasum.{next(runtime.optimizer_numbers)}"
         settings = {"the optimizer's class": f"{kind.__module__}.{kind.__qualname__}"}
         payload = consistency.encode_specs([tensors.spec(n, p) for n, p in named], settings)
-        label = f"DistributedOptimizer(op={Adasum}): comparing tensors"
+        label = f"DistributedOptimizer(op={Op.ADASUM}): comparing tensors"
         consistency.check_specs(
             f"{runtime.where}: {kind.__name__}", runtime.exchange(payload, label)
         )
@@ -124,7 +124,7 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
                 allreduce_async(
                     narrow,
                     name=f"{self._wfbp_prefix}.{name}",
-                    op=Adasum,
+                    op=Op.ADASUM,
                     process_set=self._wfbp_process_set,
                 )
                 for (name, _), (narrow, _) in zip(named, packed, strict=True)
@@ -144,7 +144,7 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
     def skip_synchronize(self) -> NoReturn:
         """Raise ``RuntimeError``: :meth:`step` itself makes the updates that are combined."""
         raise RuntimeError(
-            f"a distributed optimizer with op={Adasum} has no gradients to synchronize: it "
+            f"a distributed optimizer with op={Op.ADASUM} has no gradients to synchronize: it "
             "combines what its step changed. Change or clip this rank's gradients and call step()"
         )
 

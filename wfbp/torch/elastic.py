@@ -17,7 +17,7 @@ import torch
 
 from wfbp.errors import InternalError
 from wfbp.runtime import process
-from wfbp.runtime.collectives.objects import allgather_object, broadcast_object
+from wfbp.runtime.collectives.api import allgather_object, broadcast_object
 from wfbp.torch.left_out import refuse
 from wfbp.torch.state import broadcast_optimizer_state, broadcast_parameters
 

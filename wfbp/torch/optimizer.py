@@ -20,9 +20,7 @@ from wfbp.deprecation import warn_renamed
 from wfbp.runtime import process, signals
 from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.collectives import api
-from wfbp.runtime.collectives.operations import Adasum
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
-from wfbp.runtime.collectives.request import Adaptive, Reduction
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch import gradient_sync, tensors
 from wfbp.torch.adasum import AdasumOptimizerBase
@@ -617,7 +615,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: type[Compressor] = Compression.none,
     backward_passes_per_step: int = 1,
-    op: Reduction = Op.AVERAGE,
+    op: Op = Op.AVERAGE,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: Any = None,
@@ -705,7 +703,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     runtime = _runtime_of(process_set)
     known = None if named_parameters is None else named_pairs(named_parameters)
     sharding = optimizer_sharding_of(optimizer_sharding, update)
-    if isinstance(op, Adaptive):
+    if op is Op.ADASUM:
         _check_unplanned(schedule, threshold_bytes, sharding)
         return _wrapped_by_adasum(runtime, optimizer, known, process_set, compression)
     kind = type(optimizer)
@@ -763,7 +761,7 @@ def _check_unplanned(schedule: object, threshold_bytes: object, sharding: object
     for name, value in given.items():
         if value is not None:
             raise ValueError(
-                f"{name} is {value!r}; with op={Adasum} no gradients are sent while backward "
+                f"{name} is {value!r}; with op={Op.ADASUM} no gradients are sent while backward "
                 "computes, so there is nothing to plan: leave it out"
             )
 

@@ -10,11 +10,12 @@ import torch
 
 from wfbp.runtime import signals
 from wfbp.runtime.api.parameters import MANY, broadcast_object_among, broadcast_one, compare_many
-from wfbp.runtime.collectives import api, calls
+from wfbp.runtime.collectives import api
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.consistency import check_root, sharing_argument_errors
 from wfbp.runtime.runtime import Runtime
-from wfbp.torch import collectives, gradient_sync, tensors
+from wfbp.torch import gradient_sync, operands, tensors
+from wfbp.torch.collectives import broadcast_async_
 
 
 @signals.deferring
@@ -66,7 +67,7 @@ def _broadcast_tensors(runtime: Runtime, parameters: Any, find_root: Callable[[]
         for place, (name, tensor) in enumerate(named_tensors.items()):
             tensors.check_place(name, tensor)
             rows.append((name, str(tensor.dtype), tuple(tensor.shape)))
-            if runtime.collectives is not None and collectives.goes_by_device(
+            if runtime.collectives is not None and operands.goes_by_device(
                 runtime.collectives, tensor
             ):
                 placed.append(place)
@@ -74,14 +75,7 @@ def _broadcast_tensors(runtime: Runtime, parameters: Any, find_root: Callable[[]
     if runtime.size == 1:
         return
     under_way = [
-        calls.submit(
-            calls.broadcast(
-                collectives.Tensor(tensor, in_place=True),
-                f"{MANY}: {name}",
-                global_process_set,
-                root,
-            )
-        )
+        broadcast_async_(tensor, root, f"{MANY}: {name}")
         for place, (name, tensor) in enumerate(named_tensors.items())
         if place in by_device
     ]
@@ -89,6 +83,7 @@ def _broadcast_tensors(runtime: Runtime, parameters: Any, find_root: Callable[[]
         for place, (name, tensor) in enumerate(named_tensors.items()):
             if place not in by_device:
                 whole = tensors.on_host(tensor)
+                operands.note_change(tensor)
                 broadcast_one(runtime, name, tensors.raw(whole), root)
                 if runtime.rank != root and whole.data_ptr() != tensor.data_ptr():
                     tensor.copy_(whole)

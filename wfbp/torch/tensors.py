@@ -11,10 +11,10 @@ import torch
 
 from wfbp.comm.backend import Buffer, storage_dtype
 from wfbp.comm.device.device import Device
+from wfbp.comm.device.operations import log_detour
 from wfbp.core.types import TensorSpec
 from wfbp.cuda.cupy_device import check_local_rank
 from wfbp.runtime import process
-from wfbp.runtime.collectives import device_operations
 
 NAMES = {
     torch.float16: "float16",
@@ -205,7 +205,7 @@ def _cuda_device_if_any(index: int) -> Device | None:
         return cuda_device(index)
     except ImportError as error:  # PyTorch copies to the host
         if not (process.is_initialized() and process.local_rank()):
-            device_operations.tell_detour(f"cuda:{index}", str(error))
+            log_detour(f"cuda:{index}", str(error))
         return None
 
 

@@ -22,16 +22,17 @@ from tests.support.ranks import all_well, limit_waits, run_ranks
 from tests.support.software_device import SoftwareDevice
 from tests.support.trainer import make_specs
 from wfbp.comm.backend import Buffer, word_dtype
+from wfbp.comm.device import operations as device_operations
 from wfbp.comm.device.device import Device
+from wfbp.comm.device.operations import Placed, carries
 from wfbp.config import Config
-from wfbp.core.types import Op
+from wfbp.core.types import ELEMENTWISE_OPS, Op
 from wfbp.errors import BackendError, DisagreementError, StallError, WfbpError
-from wfbp.runtime.collectives import api, calls, device_operations
-from wfbp.runtime.collectives.calls import DeviceOperand, Operand
-from wfbp.runtime.collectives.device_operations import carries
-from wfbp.runtime.collectives.operations import Call, Collectives
-from wfbp.runtime.collectives.request import Kind
-from wfbp.runtime.collectives.submission import Arrival, Placed
+from wfbp.runtime.collectives import api, operations
+from wfbp.runtime.collectives.coordinator import Kind
+from wfbp.runtime.collectives.named_lane import Outcome
+from wfbp.runtime.collectives.operands import Operand, make_operation
+from wfbp.runtime.collectives.operations import Collectives, Operation
 from wfbp.runtime.runtime import Runtime
 
 Array = np.ndarray[Any, Any]
@@ -46,7 +47,7 @@ _here = threading.local()
 
 @pytest.fixture(autouse=True)
 def _on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_operations, "obstacle", lambda: "")
+    monkeypatch.setattr(operations, "why_unsupported", lambda: "")
     monkeypatch.setattr(api, "current", lambda _: _here.operations)
 
 
@@ -77,14 +78,17 @@ class OnHost(Operand[Array]):
     def data(self) -> Buffer:
         return self._values.reshape(-1).copy().view(word_dtype(self.dtype))
 
-    def whole(self, data: Buffer) -> Array:
-        return data.copy()
+    def whole(self, outcome: Outcome, factor: float) -> Array:
+        return outcome.data.copy()
 
-    def rows(self, data: Buffer, count: int) -> Array:
-        return data.copy()
+    def rows(self, outcome: Outcome, count: int, factor: float) -> Array:
+        return outcome.data.copy()
+
+    def counts(self, rows: tuple[int, ...]) -> Array:
+        return np.array(rows)
 
 
-class OnDevice(DeviceOperand[Array]):
+class OnDevice(Operand[Array]):
     """An array on a software device, made on its main stream, which may be late; so is the result
     that programs get: it is right once the stream has come to it."""
 
@@ -119,23 +123,24 @@ class OnDevice(DeviceOperand[Array]):
         if factor != 1.0:
             self._device.update(self._main, data, act)
 
-    def whole(self, data: Buffer) -> Array:
-        return data.copy()
-
-    def rows(self, data: Buffer, count: int) -> Array:
-        return data.copy()
-
-    def whole_there(self, arrival: Arrival, factor: float) -> Array:
-        arrival.await_here()
+    def whole(self, outcome: Outcome, factor: float) -> Array:
+        if outcome.arrival is None:
+            return outcome.data.copy()
+        outcome.arrival.await_here()
         self._multiply(self._private, factor)
         return self._seen(self._private)
 
-    def rows_there(self, arrival: Arrival, count: int, factor: float) -> Array:
-        found, private = np.zeros(arrival.data.nbytes, np.uint8), self._private
-        arrival.copy_to(found)
+    def rows(self, outcome: Outcome, count: int, factor: float) -> Array:
+        if outcome.arrival is None:
+            return outcome.data.copy()
+        found, private = np.zeros(outcome.arrival.data.nbytes, np.uint8), self._private
+        outcome.arrival.copy_to(found)
         self._device.enqueue(self._main, lambda: private.nbytes)  # kept until it is copied
         self._multiply(found, factor)
         return self._seen(found)
+
+    def counts(self, rows: tuple[int, ...]) -> Array:
+        return np.array(rows)
 
     def _seen(self, data: Array) -> Array:
         """The data as the main stream finds them."""
@@ -176,7 +181,7 @@ class Rank:
         """Submit a sum of three equal elements."""
         with self.program():
             operand = self.operand([value] * 3)
-            return calls.submit(calls.allreduce(operand, name, WORLD, Op.SUM, 1.0, 1.0))
+            return submit(call(Kind.ALLREDUCE, operand, Op.SUM, name=name))
 
     def wait(self, handle: int) -> Any:
         with self.program():
@@ -205,21 +210,28 @@ def cases() -> list[tuple[Kind, str, Any]]:
     found: list[tuple[Kind, str, Any]] = []
     for dtype in DTYPES:
         for kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER):
-            found += [(kind, dtype, op) for op in Op if not (dtype == "bool" and op is Op.AVERAGE)]
+            found += [
+                (kind, dtype, op)
+                for op in ELEMENTWISE_OPS
+                if not (dtype == "bool" and op is Op.AVERAGE)
+            ]
         found += [(Kind.BROADCAST, dtype, None), (Kind.ALLGATHER, dtype, None)]
     return found
 
 
 def call(
-    kind: Kind, operand: Any, op: Any, before: float = 1.0, behind: float = 1.0, name: Any = None
-) -> Call[Array]:
-    if kind is Kind.ALLREDUCE:
-        return calls.allreduce(operand, name, WORLD, op, before, behind)
-    if kind is Kind.REDUCESCATTER:
-        return calls.reducescatter(operand, name, WORLD, op, before, behind)
-    if kind is Kind.BROADCAST:
-        return calls.broadcast(operand, name, WORLD, 1)
-    return calls.allgather(operand, name, WORLD)
+    kind: Kind, operand: Any, op: Any, before: float = 1.0, after: float = 1.0, name: Any = None
+) -> Operation[Array]:
+    scaling = {"op": op, "prescale_factor": before, "postscale_factor": after}
+    reduces = kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER)
+    root = 1 if kind is Kind.BROADCAST else None
+    return make_operation(
+        kind, operand, name, WORLD, root_rank=root, **(scaling if reduces else {})
+    )
+
+
+def submit(operation: Operation[Array]) -> int:
+    return _here.operations.submit([operation], is_group=False)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -239,16 +251,14 @@ def test_results_equal_those_of_the_host(size: int) -> None:
             values = 1 + (np.arange(2 * count).reshape(count, 2) + me.rank) % 3
             before = me.num_calls
             with me.program():
-                seen = me.operations.synchronize(
-                    calls.submit(call(kind, me.operand(values, dtype), op))
-                )
+                seen = me.operations.synchronize(submit(call(kind, me.operand(values, dtype), op)))
             sent = count if kind is not Kind.ALLGATHER else size
-            goes = carries(kind, dtype, op, False)
+            goes = carries(kind.value, dtype, op, is_scaled=False)
             assert (me.num_calls > before) == (goes and bool(sent)), (kind, dtype, op)
             num_by_device += goes
             host = me.operand(values, dtype, "host")
             host.device = "gpu"
-            wanted = me.operations.synchronize(calls.submit(call(kind, host, op)))
+            wanted = me.operations.synchronize(submit(call(kind, host, op)))
             pairs.append(((kind, dtype, op), seen, wanted))
         me.device.drain()
         for what, seen, wanted in pairs:
@@ -272,12 +282,12 @@ def test_factors() -> None:
                 values = np.arange(1, 9) * (3 + me.rank)
                 before = me.num_calls
                 with me.program():
-                    handle = calls.submit(call(kind, me.operand(values, dtype), Op.SUM, 0.5, 0.75))
+                    handle = submit(call(kind, me.operand(values, dtype), Op.SUM, 0.5, 0.75))
                     seen = me.operations.synchronize(handle)
                 assert (me.num_calls > before) == (dtype != "int32")
                 host = me.operand(values, dtype, "host")
                 host.device = "gpu"
-                handle = calls.submit(call(kind, host, Op.SUM, 0.5, 0.75))
+                handle = submit(call(kind, host, Op.SUM, 0.5, 0.75))
                 pairs.append((dtype, seen, me.operations.synchronize(handle)))
         me.device.drain()
         for dtype, seen, wanted in pairs:
@@ -294,9 +304,9 @@ def test_small_reductions_travel_as_one() -> None:
         me.wait(me.sum("first", 1.0))
         before = me.num_calls
         with me.program():
-            handle = me.operations.submit_all(
+            handle = me.operations.submit(
                 [
-                    calls.allreduce(me.operand([k + me.rank] * (k + 1)), f"g{k}", WORLD, op, 1, 1)
+                    call(Kind.ALLREDUCE, me.operand([k + me.rank] * (k + 1)), op, name=f"g{k}")
                     for k, op in enumerate([Op.SUM] * 5 + [Op.PRODUCT])
                 ]
             )
@@ -323,7 +333,7 @@ def test_the_host_waits_for_nothing() -> None:
         me.device.enqueue(me.main, lambda: gate.wait(60.0))
         with me.program():
             handles = [
-                calls.submit(call(kind, me.operand([me.rank + 1.0] * 4), Op.SUM))
+                submit(call(kind, me.operand([me.rank + 1.0] * 4), Op.SUM))
                 for kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER, Kind.BROADCAST, Kind.ALLGATHER)
             ]
             while me.num_calls < before + 4:
@@ -506,7 +516,7 @@ def test_where_a_rank_lacks_cupy_the_log_says_so_once(
 
     def body(runtime: Runtime) -> None:
         me = Rank(runtime, devices)
-        me.operations.run(call(Kind.ALLREDUCE, me.operand(1, kind="host"), Op.SUM))
+        me.operations.run([call(Kind.ALLREDUCE, me.operand(1, kind="host"), Op.SUM)])
         runtime.exchange(b"", "behind it")
         assert not caplog.records
         runtime.exchange(b"", "looking")
@@ -567,7 +577,7 @@ def test_a_device_on_some_ranks_only_is_an_error_on_all() -> None:
         kind = "device" if me.rank else "host"
         with me.program():
             operand = me.operand([1.0], "float32", kind)
-            handle = calls.submit(calls.allreduce(operand, "x", WORLD, Op.SUM, 1.0, 1.0))
+            handle = submit(call(Kind.ALLREDUCE, operand, Op.SUM, name="x"))
         with pytest.raises(DisagreementError, match="the device: rank 0: cpu; rank 1: gpu"):
             me.wait(handle)
         assert me.number(me.wait(me.sum("y", 1.0))) == 2.0
@@ -653,4 +663,4 @@ def test_a_device_that_hangs_is_noticed() -> None:
 
 @pytest.mark.parametrize("act", [Kind.BARRIER, Kind.ALLTOALL])
 def test_what_nccl_is_not_asked_for(act: Kind) -> None:
-    assert not carries(act, "float32", None, False)
+    assert not carries(act.value, "float32", None, is_scaled=False)

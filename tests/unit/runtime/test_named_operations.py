@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,26 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.local import LocalBackend, LocalWorld
+from tests.support.local import LocalWorld
 from tests.support.ranks import QUICK, all_well, run_ranks
-from wfbp.comm.backend import Buffer, Mailbox, word_dtype
-from wfbp.core.types import Op
+from wfbp.comm.backend import Mailbox
 from wfbp.errors import DisagreementError
-from wfbp.runtime.collectives.arithmetic import ITEM, adasum, scale
-from wfbp.runtime.collectives.coordinator import Coordinator
-from wfbp.runtime.collectives.named_lane import JOIN, NamedLane
-from wfbp.runtime.collectives.operations import Call, Collectives, _never_communicates
-from wfbp.runtime.collectives.request import (
-    Kind,
-    Request,
-    Response,
-    Route,
-    decode_requests,
-    decode_responses,
-    encode_requests,
-    encode_responses,
-)
-from wfbp.runtime.collectives.submission import Outcome, Submission
+from wfbp.runtime.collectives.arithmetic import adasum, scale
+from wfbp.runtime.collectives.coordinator import Coordinator, Kind, Request, Response
+from wfbp.runtime.collectives.named_lane import JOIN, NamedLane, Outcome, Submission
+from wfbp.runtime.collectives.operations import Collectives, Operation
 from wfbp.runtime.consistency import check_consistent
 from wfbp.runtime.runtime import Runtime
 
@@ -83,24 +69,10 @@ def test_a_lane_that_is_closed_is_not_served() -> None:
     assert not served
 
 
-def test_requests_and_responses_survive_the_journey() -> None:
-    requests = [
-        reduction("a", (), prescale=0.1, data=b"1234"),
-        Request(Kind.ALLTOALL, "é", splits=(1, 0, 2), waits=True, called="e"),
-    ]
-    assert decode_requests(encode_requests(requests)) == requests
-    responses = [
-        Response(requests[1], "wrong", ((1,), (2, 3)), True, unmatched=True),
-        Response(requests[0], result=b"12345678"),
-    ]
-    sent = [replace(each, request=replace(each.request, data=None)) for each in responses]
-    assert decode_responses(encode_responses(responses)) == sent
-
-
 @pytest.mark.parametrize(
     ("other", "what"),
     [
-        (reduction("x", called="y"), "the name: rank 0: ; rank 1: y"),
+        (reduction("x", called="y"), "the call: rank 0: ; rank 1: y"),
         (reduction("x", (3,)), "shape: rank 0: (2,); rank 1: (3,)"),
         (reduction("x", prescale=2.0), "prescale_factor: rank 0: 1.0; rank 1: 2.0"),
         (reduction("x", device="gpu"), "the device: rank 0: cpu; rank 1: gpu"),
@@ -146,68 +118,6 @@ def test_only_reductions_and_barriers_do_without_those_who_joined() -> None:
     assert coordinator.take() == []
 
 
-def test_the_coordinator_reduces_what_comes_with_the_requests() -> None:
-    coordinator = Coordinator(3)
-    for rank in range(3):
-        coordinator.add(rank, reduction("x", data=np.float32([rank, 1]).tobytes()))
-    (response,) = coordinator.take()
-    assert response.result == np.float32([3, 3]).tobytes()
-    # Of one rank the data did not come: all send them.
-    for rank in range(3):
-        coordinator.add(rank, reduction("x", data=bytes(8) if rank else None))
-    assert coordinator.take()[0].result is None
-    coordinator.add(1, Request(Kind.JOIN, JOIN))
-    for rank in (0, 2):
-        largest = replace(reduction("x"), op="max", data=np.float32([-rank, rank]).tobytes())
-        coordinator.add(rank, largest)
-    assert coordinator.take()[0].result == np.float32([0, 2]).tobytes()
-    for rank in (0, 2):
-        data = bytes(8 + rank)
-        coordinator.add(rank, reduction("x", (2 + rank,), data=data))
-    (response,) = coordinator.take()
-    assert "shape" in response.error
-    assert response.result is None
-
-
-def test_small_reductions_give_what_large_ones_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With no message of their own."""
-    messages: list[int] = []
-    reduce = LocalBackend.all_reduce
-
-    def counted(self: LocalBackend, buffer: Buffer, *arguments: Any) -> Any:
-        messages.append(buffer.nbytes)
-        return reduce(self, buffer, *arguments)
-
-    monkeypatch.setattr(LocalBackend, "all_reduce", counted)
-    times = 2000
-
-    def body(runtime: Runtime) -> None:
-        operations = Collectives(runtime)
-
-        def combined(data: Buffer, dtype: str, op: Op) -> Buffer:
-            half = {} if dtype == "bool" else {"prescale": 1.5, "postscale": 2.0}
-            details = {"dtype": dtype, "shape": data.shape, "op": op, **half}
-            call = Call(Kind.ALLREDUCE, None, 0, data, lambda outcome: outcome.data, details)
-            return operations.run(call)
-
-        values = [runtime.rank - 1.0, 3.0, 5.0 * runtime.rank, -2.0]
-        for dtype in ITEM:
-            for op in Op:
-                if dtype == "bool" and op is Op.AVERAGE:
-                    continue
-                kind = np.float16 if dtype == "bfloat16" else dtype
-                kept = np.abs(values).astype(kind).view(word_dtype(dtype))
-                small = kept.copy()
-                large = combined(np.repeat(kept, times), dtype, op)
-                found = combined(small, dtype, op)
-                assert found.tobytes() == large[::times].tobytes(), (dtype, op)
-                assert found is small
-
-    all_well(run_ranks(3, body))
-    assert messages
-    assert min(messages) >= 4 * times
-
-
 def test_operations_go_by_the_device_where_all_ranks_could() -> None:
     coordinator = Coordinator(2)
 
@@ -222,46 +132,10 @@ def test_operations_go_by_the_device_where_all_ranks_could() -> None:
     response = answer(
         "x", reduction("x", **could, available=(3, 1, 5)), reduction("x", **could, available=(2, 4))
     )
-    assert (response.route, response.available) == (Route.DEVICE, (2, 1))
-    assert decode_responses(encode_responses([response]))[0].route is Route.DEVICE
-    assert answer("y", reduction("y", **could), reduction("y", device="gpu")).route is Route.HOST
+    assert (response.route, response.available) == ("device", (2, 1))
+    assert answer("y", reduction("y", **could), reduction("y", device="gpu")).route == "host"
     coordinator.add(1, Request(Kind.JOIN, JOIN))
-    assert answer("z", reduction("z", **could)).route is Route.HOST
-
-
-def test_programs_that_wait_in_different_operations_are_told() -> None:
-    coordinator = Coordinator(3)
-    coordinator.add(0, reduction("x", waits=True))
-    coordinator.add(1, reduction("y", waits=True))
-    coordinator.add(2, reduction("x"))  # goes on
-    assert not coordinator.stands_still
-    coordinator.add(2, Request(Kind.BARRIER, "z", waits=True))
-    assert coordinator.stands_still
-    coordinator.refuse_waiting()
-    assert not coordinator.stands_still
-    refused = coordinator.take()
-    assert [response.request.name for response in refused] == ["x", "y", "z"]
-    assert [response.extents for response in refused] == [((0, 2),), ((1,),), ((2,),)]
-    for response in refused:
-        assert response.unmatched
-        told = "rank 0: allreduce 'x'; rank 1: allreduce 'y'; rank 2: barrier 'z'. Every rank"
-        assert told in response.error
-    for rank in range(3):
-        coordinator.add(rank, reduction("x", waits=True))
-    (response,) = coordinator.take()
-    assert not response.error
-    assert not coordinator.stands_still
-
-
-def test_who_has_joined_waits_too() -> None:
-    coordinator = Coordinator(3)
-    coordinator.add(1, Request(Kind.JOIN, JOIN))
-    assert not coordinator.stands_still
-    coordinator.add(0, reduction("x", waits=True))
-    coordinator.add(2, reduction("y", waits=True))
-    assert coordinator.stands_still
-    coordinator.refuse_waiting()
-    assert "rank 2: allreduce 'y'; rank 1: join()" in coordinator.take()[0].error
+    assert answer("z", reduction("z", **could)).route == "host"
 
 
 def rows_of(outcome: Outcome) -> Any:
@@ -274,10 +148,9 @@ def test_rows_are_shared_out_as_told() -> None:
 
     def body(runtime: Runtime) -> Any:
         operations = Collectives(runtime)
-        details = {"dtype": "float32", "shape": (7, 2), "op": Op.SUM, "splits": (0, 5, 2)}
+        request = Request(Kind.REDUCESCATTER, "", "float32", (7, 2), op="sum", splits=(0, 5, 2))
         data = arrays[runtime.rank].reshape(-1).copy()
-        call = Call(Kind.REDUCESCATTER, None, 0, data, rows_of, details)
-        return operations.run(call).tolist()
+        return operations.run([Operation(request, 0, data, rows_of)])[0].tolist()
 
     wanted = [arrays.sum(0)[a:b].tolist() for a, b in pairwise(ends)]
     assert all_well(run_ranks(3, body)) == wanted
@@ -288,9 +161,9 @@ def test_rows_are_exchanged() -> None:
 
     def body(runtime: Runtime) -> Any:
         operations = Collectives(runtime)
-        details = {"dtype": "float32", "shape": (6, 2), "splits": (2, 2, 2)}
+        request = Request(Kind.ALLTOALL, "", "float32", (6, 2), splits=(2, 2, 2))
         data = arrays[runtime.rank].reshape(-1).copy()
-        return operations.run(Call(Kind.ALLTOALL, None, 0, data, rows_of, details)).tolist()
+        return operations.run([Operation(request, 0, data, rows_of)])[0].tolist()
 
     for rank, found in enumerate(all_well(run_ranks(3, body))):
         assert found == arrays[:, 2 * rank : 2 * rank + 2].reshape(6, 2).tolist()
@@ -302,48 +175,23 @@ def test_ordered_operations_match_whatever_they_are() -> None:
     def body(runtime: Runtime) -> float:
         operations = Collectives(runtime)
 
-        def act(kind: Kind, name: str | None, **details: Any) -> float:
-            details.update(dtype="float32", shape=(3,))
+        def act(kind: Kind, name: str, **details: Any) -> float:
+            request = Request(kind, name, "float32", (3,), **details)
             data = np.ones(3, np.float32)
-            call = Call(kind, name, 0, data, lambda outcome: float(outcome.data[0]), details)
-            call.ordered = True
-            return operations.run(call)
+            operation = Operation(
+                request, 0, data, lambda outcome: float(outcome.data[0]), ordered=True
+            )
+            return float(operations.run([operation])[0])
 
-        other: dict[str, Any] = {"op": Op.SUM} if runtime.rank else {"root": 0}
+        other: dict[str, Any] = {"op": "sum"} if runtime.rank else {"root": 0}
         kind = Kind.ALLREDUCE if runtime.rank else Kind.BROADCAST
         with pytest.raises(DisagreementError, match="on the operation: rank 0: broadcast; rank 1"):
-            act(kind, None, **other)
+            act(kind, "", **other)
         with pytest.raises(
-            DisagreementError, match="on the name: rank 0: allreduce 'a'; rank 1: all"
+            DisagreementError, match="on the call: rank 0: allreduce 'a'; rank 1: all"
         ):
-            act(Kind.ALLREDUCE, "ba"[runtime.rank == 0], op=Op.SUM)
-        return act(Kind.ALLREDUCE, "same", op=Op.SUM)
-
-    assert all_well(run_ranks(2, body)) == [2.0, 2.0]
-
-
-def test_a_number_that_was_used_in_vain_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else operations without a name would never match again."""
-    monkeypatch.setattr(Collectives, "_may_go_on_elsewhere", lambda _: False)
-
-    def body(runtime: Runtime) -> float:
-        operations = Collectives(runtime)
-
-        def barrier() -> None:
-            operations.run(Call(Kind.BARRIER, None, 0, np.empty(0, np.uint8), lambda _: None))
-
-        def total() -> float:
-            details = {"dtype": "float32", "shape": (1,), "op": Op.SUM}
-            data = np.ones(1, np.float32)
-            return operations.run(
-                Call(Kind.ALLREDUCE, None, 0, data, lambda outcome: outcome.data[0], details)
-            )
-
-        for _ in range(2):
-            with pytest.raises(DisagreementError, match="ranks wait in different operations: "):
-                (total if runtime.rank else barrier)()
-            barrier()
-        return float(total())
+            act(Kind.ALLREDUCE, "ba"[runtime.rank == 0], op="sum")
+        return act(Kind.ALLREDUCE, "same", op="sum")
 
     assert all_well(run_ranks(2, body)) == [2.0, 2.0]
 
@@ -358,9 +206,7 @@ def test_an_answer_on_its_way_is_moved_on_when_the_operation_is_over(
 
     def body(runtime: Runtime) -> None:
         operations = Collectives(runtime)
-        details = {"dtype": "float32", "shape": (1,), "op": Op.SUM}
-        data = np.ones(1, np.float32)
-        operations.run(Call(Kind.ALLREDUCE, "x", 0, data, lambda _: None, details))
+        operations.run([Operation(reduction("x", (1,)), 0, np.ones(1, np.float32), lambda _: None)])
         (lane,) = (members.lane for members in operations._sets.values())
         assert lane is not None
         assert lane.busy
@@ -374,26 +220,6 @@ def test_an_answer_on_its_way_is_moved_on_when_the_operation_is_over(
             time.sleep(0.01)
 
     all_well(run_ranks(2, body))
-
-
-def test_threads_of_libraries_are_known_to_begin_nothing() -> None:
-    """A progress bar's thread must not make ranks that wait in different operations wait long."""
-    queue_of_torch = pytest.importorskip("torch.utils.data._utils.pin_memory")
-    monitor = pytest.importorskip("tqdm").TMonitor
-    over = threading.Event()
-    bar = monitor.__new__(monitor)
-    threading.Thread.__init__(bar)
-    own = threading.Thread(target=over.wait)
-    pool = ThreadPoolExecutor(1)
-    pool.submit(over.wait)
-    loader = threading.Thread(target=queue_of_torch._pin_memory_loop)
-    try:
-        assert [_never_communicates(each) for each in (bar, loader)] == [True, True]
-        (of_pool,) = pool._threads
-        assert [_never_communicates(each) for each in (own, of_pool)] == [False, False]
-    finally:
-        over.set()
-        pool.shutdown()
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
@@ -413,17 +239,10 @@ def test_integers_scale_in_float64_and_truncate() -> None:
         assert values.tolist() == [-1, 1, 3]
 
 
-def submit(operations: Collectives, name: str | None, value: float) -> int:
-    return operations.submit(
-        Call(
-            Kind.ALLREDUCE,
-            name,
-            0,
-            np.full(3, value, np.float32),
-            lambda outcome: outcome.data[0],
-            {"dtype": "float32", "shape": (3,), "op": Op.SUM},
-        )
-    )
+def submit(operations: Collectives, name: str, value: float) -> int:
+    data = np.full(3, value, np.float32)
+    operation = Operation(reduction(name, (3,)), 0, data, lambda outcome: outcome.data[0])
+    return operations.submit([operation], is_group=False)
 
 
 def test_operations_match_by_name_in_any_order() -> None:
@@ -435,49 +254,17 @@ def test_operations_match_by_name_in_any_order() -> None:
         random.Random(7 + runtime.rank).shuffle(names)
         for name in names:
             assert operations.synchronize(handles[name]) == 3 * float(name[1:])
-        return float(operations.synchronize(submit(operations, None, runtime.rank)))
+        return float(operations.synchronize(submit(operations, "", runtime.rank)))
 
     assert run_ranks(3, body) == [3.0] * 3
-
-
-def test_a_result_is_not_lost_to_a_handler_that_raises_before_it_is_returned() -> None:
-    """Python runs handlers behind any call, also the last one before the return."""
-    runtime = Runtime(LocalWorld(1).backend(0), QUICK)
-    operations = runtime.collectives = Collectives(runtime)
-    handle = submit(operations, "x", 3.0)
-    raised: list[int] = []
-
-    def handler(frame: FrameType, event: str, _: object) -> None:
-        if event == "c_return" and frame.f_code is Collectives.synchronize.__code__:
-            raised.append(frame.f_lineno)
-            raise InterruptedError
-
-    sys.setprofile(handler)
-    try:
-        found = operations.synchronize(handle)
-    except InterruptedError:
-        sys.setprofile(None)
-        found = operations.synchronize(handle)
-    finally:
-        sys.setprofile(None)
-        runtime.shutdown()
-    assert found == 3.0, raised
 
 
 def test_an_error_is_one_of_all_ranks_and_of_one_operation() -> None:
     def body(runtime: Runtime) -> float:
         operations = runtime.collectives = Collectives(runtime)
         good = submit(operations, "good", 1.0)
-        bad = operations.submit(
-            Call(
-                Kind.BROADCAST,
-                "bad",
-                0,
-                np.zeros(2, np.float32),
-                lambda outcome: None,
-                {"dtype": "float32", "shape": (2,), "root": runtime.rank},
-            )
-        )
+        request = Request(Kind.BROADCAST, "bad", "float32", (2,), root=runtime.rank)
+        bad = operations.submit([Operation(request, 0, np.zeros(2, np.float32), lambda _: None)])
         with pytest.raises(DisagreementError, match=r"root_rank: rank 0: 0; rank 1: 1"):
             operations.synchronize(bad)
         with pytest.raises(ValueError, match="is of no pending operation"):

@@ -1,24 +1,21 @@
-"""The operations on NumPy arrays, and CuPy's; what programs call is in ``wfbp.dispatch``.
-
-What ranks do is that of ``runtime.collectives``, as for tensors.
-"""
+"""Operations on NumPy's and CuPy's arrays; programs call the functions of ``wfbp.collectives``."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
 from wfbp.comm.backend import HALF, Buffer, word_dtype
-from wfbp.runtime.collectives import calls
+from wfbp.runtime.collectives import operands
 from wfbp.runtime.collectives.arithmetic import ITEM
-from wfbp.runtime.collectives.calls import Operand
-from wfbp.runtime.collectives.operations import Call, chosen_reduction
-from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
-from wfbp.runtime.collectives.request import Reduction
+from wfbp.runtime.collectives.forms import Form
+from wfbp.runtime.collectives.named_lane import Outcome
+from wfbp.runtime.collectives.operands import Operand, chosen_op
+from wfbp.runtime.collectives.operations import Operation
+from wfbp.runtime.collectives.process_sets import ProcessSet
 from wfbp.runtime.consistency import (
     Array,
     check_bytes,
@@ -38,7 +35,7 @@ class ArrayOperand(Operand[Any]):
         label: of the array, for messages.
 
     Raises:
-        TypeError: no array, where the result goes into it.
+        TypeError: no array, if the result goes into it.
         ValueError: an array of Python objects, or one that is read-only.
     """
 
@@ -51,21 +48,19 @@ class ArrayOperand(Operand[Any]):
         check_bytes(label, source)
         self._value, self._source, self._in_place = value, source, in_place
         self._type = source.dtype if source.dtype.isnative else source.dtype.newbyteorder("=")
-        self._private: Array | None = None
+        self._private: Array = source
         self.dtype = dtype_key(self._type)
         self.shape = source.shape
 
     def data(self) -> Buffer:
         source = in_native_order(self._source)
-        if self._in_place and source.flags.c_contiguous:
-            self._private = source
-        else:
-            self._private = np.array(source, order="C", copy=True)
-        flat = flattened(self._private)
+        if not (self._in_place and source.flags.c_contiguous):
+            source = np.array(source, order="C", copy=True)
+        self._private = source
+        flat = flattened(source)
         return flat.view(word_dtype(self.dtype)) if self.dtype in HALF else flat
 
-    def whole(self, data: Buffer) -> Any:
-        assert self._private is not None, "an operation begins with its data"
+    def whole(self, outcome: Outcome, factor: float) -> Any:
         if not self._in_place:
             return self._placed(self._private)
         if self._on_device:
@@ -75,9 +70,12 @@ class ArrayOperand(Operand[Any]):
             np.copyto(self._value, self._private)
         return self._value
 
-    def rows(self, data: Buffer, count: int) -> Any:
-        array = data.view(np.uint8).view(self._type).reshape(count, *self.shape[1:])
+    def rows(self, outcome: Outcome, count: int, factor: float) -> Any:
+        array = outcome.data.view(np.uint8).view(self._type).reshape(count, *self.shape[1:])
         return self._placed(array)
+
+    def counts(self, rows: tuple[int, ...]) -> Any:
+        return np.array(rows, np.int32)
 
     def _placed(self, array: Array) -> Any:
         """A result where the operand is."""
@@ -92,90 +90,28 @@ class ArrayOperand(Operand[Any]):
 
 
 def perform(
-    function: str,
-    value: Any,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-    **options: Any,
+    form: Form, value: Any, name: str | None, process_set: ProcessSet, **options: Any
 ) -> Any:
-    """What the function of ``wfbp.dispatch`` does with an array, or several.
+    """What a public function does with an array, or with several; ``options`` are its others."""
+    if "op" in options:
+        options["op"] = chosen_op(None, options["op"])
+    if options.get("splits") is not None:
+        counts = np.asarray(options["splits"])
+        if counts.ndim != 1 or (counts.size and counts.dtype.kind not in "iu"):
+            raise operands.wrong_splits(counts.dtype, counts.shape)
+        options["splits"] = counts.tolist()
 
-    Args:
-        function: its name, such as ``grouped_allreduce_async_``.
-        value: what it was given first.
-        name: as there.
-        process_set: as there.
-        options: its other arguments.
+    def make(each: Any, label: str, member: str | None) -> Operation[Any]:
+        label = label if form.grouped else "array"
+        operand = ArrayOperand(each, form.in_place, label)
+        if "op" in options and operand.dtype not in ITEM:
+            raise ValueError(
+                f"elements of type {operand.dtype!r} cannot be combined; expected one of "
+                f"{', '.join(ITEM)}"
+            )
+        return operands.make_operation(form.kind, operand, member, process_set, **options)
 
-    Returns:
-        A result or, of an asynchronous function, a handle.
-    """
-    words = function.split("_")
-    in_place, is_async, is_grouped = words[-1] == "", "async" in words, words[0] == "grouped"
-    make = _MAKERS[words[1] if is_grouped else words[0]]
-    if not is_grouped:
-        call = make(ArrayOperand(value, in_place), name, process_set, **options)
-        return calls.submit(call) if is_async else calls.run(call)
-    group = [
-        make(ArrayOperand(each, in_place, f"tensors[{index}]"), label, process_set, **options)
-        for index, (each, label) in enumerate(
-            zip(value, calls.member_names(name, len(value)), strict=True)
-        )
-    ]
-    return calls.submit_all(group) if is_async else calls.run_all(group)
-
-
-def _reducing(make: Callable[..., Call[Any]]) -> Callable[..., Call[Any]]:
-    """An operation of ``calls`` that combines arrays, with the arguments that programs give it."""
-
-    def call(
-        operand: ArrayOperand,
-        name: str | None,
-        process_set: ProcessSet,
-        op: Reduction,
-        prescale_factor: float,
-        postscale_factor: float,
-    ) -> Call[Any]:
-        _check_numbers(operand)
-        op = chosen_reduction(None, op)
-        return make(operand, name, process_set, op, prescale_factor, postscale_factor)
-
-    return call
-
-
-def _alltoall(
-    operand: ArrayOperand,
-    name: str | None,
-    process_set: ProcessSet,
-    splits: Sequence[int] | Array | None = None,
-) -> Call[Any]:
-    if splits is None:
-        return calls.alltoall(operand, name, process_set, None)
-    counts = np.asarray(splits)
-    if counts.ndim != 1 or (counts.size and counts.dtype.kind not in "iu"):
-        raise calls.wrong_splits(counts.dtype, counts.shape)
-    rows: Sequence[int] = counts.tolist()
-    return calls.alltoall_counted(
-        operand, name, process_set, rows, lambda counts: np.array(counts, np.int32)
-    )
-
-
-_MAKERS: dict[str, Callable[..., Call[Any]]] = {
-    "allreduce": _reducing(calls.allreduce),
-    "allgather": calls.allgather,
-    "broadcast": calls.broadcast,
-    "alltoall": _alltoall,
-    "reducescatter": _reducing(calls.reducescatter),
-}
-
-
-def _check_numbers(operand: ArrayOperand) -> None:
-    """Raise ``ValueError`` unless elements of this type can be combined."""
-    if operand.dtype not in ITEM:
-        known = ", ".join(ITEM)
-        raise ValueError(
-            f"elements of type {operand.dtype!r} cannot be combined; expected one of {known}"
-        )
+    return operands.perform(form, operands.make_group(form, value, name, make))
 
 
 def _cupy() -> Any:

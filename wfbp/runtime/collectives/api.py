@@ -1,19 +1,24 @@
-"""What programs call whatever framework they use; tensors are the affair of the adapters."""
+"""What programs call whatever framework they use: everything but operations on tensors."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
+import cloudpickle
 import numpy as np
 
 from wfbp.comm.backend import Backend
 from wfbp.config import Config
 from wfbp.runtime import process
-from wfbp.runtime.collectives.operations import Call, Collectives, Handle
+from wfbp.runtime.collectives.coordinator import Kind, Request
+from wfbp.runtime.collectives.named_lane import Outcome
+from wfbp.runtime.collectives.operations import Collectives, Handle, Operation
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
-from wfbp.runtime.collectives.request import Kind
+from wfbp.runtime.progress.stall import Members
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.timeline import TraceWriter
 
@@ -186,10 +191,9 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     Raises:
         ValueError: this rank is not in the set.
     """
-    operations = current("barrier()")
-    nothing = np.empty(0, np.uint8)
-    number = process_set.known_id("barrier()")
-    operations.run(Call(Kind.BARRIER, None, number, nothing, lambda _: None))
+    operations, number = current("barrier()"), process_set.known_id("barrier()")
+    request, nothing = Request(Kind.BARRIER, ""), np.empty(0, np.uint8)
+    operations.run([Operation(request, number, nothing, lambda _: None)])
 
 
 def join(device: int = -1) -> int:
@@ -265,3 +269,89 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     operations.remove_set(number)
     process_set.bind(None, None)
     return True
+
+
+def broadcast_object(
+    obj: Any = None,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The root's object, on every rank.
+
+    Args:
+        obj: anything that can be pickled, also functions of the program; looked at on the root.
+        root_rank: whose object everybody gets.
+        name: by which ranks find each other's operations; those without one follow one another.
+        process_set: the ranks that take part.
+
+    Returns:
+        On the root the object itself, elsewhere a copy.
+
+    Raises:
+        ValueError: no such rank, or a name that is pending.
+        DisagreementError: on every rank, where they do not match.
+
+    Example:
+        >>> import wfbp.torch as wfbp
+        >>> wfbp.init()
+        >>> wfbp.broadcast_object({"epoch": 3}, root_rank=0)
+        {'epoch': 3}
+    """
+    number = process_set.known_id("broadcast_object()")
+    operations = current("broadcast_object()")
+    root = Members(number, operations.ranks_of(number)).root(root_rank)
+    is_root = operations.rank == root_rank
+    payload = cloudpickle.dumps(obj) if is_root else b""
+    parts = _gather_bytes("broadcast_object", name, number, payload, root)
+    return obj if is_root else pickle.loads(b"".join(parts))
+
+
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Every rank's object, in rank order.
+
+    Args:
+        obj: anything that can be pickled, also functions of the program.
+        name: by which ranks find each other's operations; those without one follow one another.
+        process_set: the ranks that take part.
+
+    Raises:
+        ValueError: a name that is pending.
+        DisagreementError: on every rank, where they do not match.
+
+    Example:
+        >>> import wfbp.torch as wfbp
+        >>> wfbp.init()
+        >>> wfbp.allgather_object("me") == ["me"] * wfbp.size()
+        True
+    """
+    number = process_set.known_id("allgather_object()")
+    payloads = _gather_bytes("allgather_object", name, number, cloudpickle.dumps(obj))
+    return [pickle.loads(payload) for payload in payloads]
+
+
+def _gather_bytes(
+    function: str, name: str | None, process_set: int, payload: bytes, root: int = -1
+) -> list[bytes]:
+    """Every rank's bytes; function, name and root are compared."""
+
+    def split(outcome: Outcome) -> list[bytes]:
+        ends = list(accumulate(outcome.rows))
+        return [
+            outcome.data[end - rows : end].tobytes()
+            for rows, end in zip(outcome.rows, ends, strict=True)
+        ]
+
+    request = Request(
+        Kind.ALLGATHER,
+        f"{name}.object" if name else "",
+        "uint8",
+        (len(payload),),
+        root=root,
+        called=f"{function} {name!r}" if name else function,
+    )
+    operation = Operation(request, process_set, np.frombuffer(payload, np.uint8), split)
+    parts: list[bytes] = current(f"{function}()").run([operation], is_group=False)
+    return parts

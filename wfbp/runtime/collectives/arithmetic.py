@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wfbp import native
-from wfbp.comm.backend import Buffer, combine, word_dtype
+from wfbp.comm.backend import Buffer
 from wfbp.core.types import ITEM_BYTES, Op
 
 ITEM: dict[str, int] = {**ITEM_BYTES, "int8": 1, "int16": 2, "bool": 1}
@@ -37,7 +37,7 @@ def scale(data: Buffer, dtype: str, factor: float) -> None:
             data[:] = np.trunc(data * np.float64(factor)).astype(data.dtype)
 
 
-def carried(data: Buffer, dtype: str, op: Op) -> tuple[Buffer, str, Op]:
+def reducible(data: Buffer, dtype: str, op: Op) -> tuple[Buffer, str, Op]:
     """What a backend reduces in place of this: a buffer, its type, and the operation."""
     kind = _CARRIED_AS.get(dtype)
     if kind is None:
@@ -45,30 +45,6 @@ def carried(data: Buffer, dtype: str, op: Op) -> tuple[Buffer, str, Op]:
     if dtype == "bool":  # true where any is, or where all are
         return data.view(np.uint8), kind, Op.MAX if op is Op.SUM else op
     return data.astype(kind), kind, op
-
-
-def contribution(data: Buffer, dtype: str, op: Op, factor: float) -> bytes:
-    """What a rank contributes to a small reduction, for :func:`reduced`: multiplied, and in the
-    type in which it is reduced. The data stay as they are."""
-    if factor != 1.0:
-        data = data.copy()
-        scale(data, dtype, factor)
-    return carried(data, dtype, op)[0].tobytes()
-
-
-def reduced(contributions: Sequence[bytes], num_zeros: int, dtype: str, op: Op) -> bytes:
-    """What ranks' contributions to a small reduction give, together with so many of zeros."""
-    _, kind, op = carried(np.empty(0, word_dtype(dtype)), dtype, op)
-    parts = [np.frombuffer(each, word_dtype(kind)) for each in contributions]
-    out = np.empty(parts[0].size, parts[0].dtype)
-    combine(parts + [np.zeros_like(out)] * num_zeros, out, kind, op)
-    return out.tobytes()
-
-
-def deliver(result: bytes, data: Buffer, dtype: str, op: Op) -> None:
-    """Put what :func:`reduced` gave into a rank's data."""
-    arrived = np.frombuffer(result, carried(data[:0], dtype, op)[0].dtype)
-    np.copyto(data, arrived, casting="unsafe")
 
 
 def equal_rows(num_rows: int, size: int) -> tuple[int, ...]:

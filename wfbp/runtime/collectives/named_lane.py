@@ -1,51 +1,34 @@
 """Carries named operations out: negotiation and data of one process set.
 
-Each set has a communicator of its own for data and another one for messages. Requests go to rank 0
-of the set, which is the coordinator, and responses come back, many in one message where many are
-due. While nothing is pending on a rank, it sends and reads nothing: an operation becomes ready only
-once every rank has submitted it (or joined, which is pending until all have), so nothing that
-arrives before is of any use.
+Each set has one communicator for data and another one for messages. Requests go to rank 0 of the
+set, which is the coordinator; responses come back, many in one message if many are due. While
+nothing is pending on a rank, it sends and reads nothing: an operation becomes ready only after
+every rank has submitted it (or joined, which is pending until all have), so nothing that arrives
+before is of any use.
 
-Operations on tensors of a device go by that device where all ranks can
-(:mod:`~wfbp.runtime.collectives.device_operations`), the others through the host, each sort in the
-order of the answers.
+Operations on tensors of a device go by that device if all ranks can
+(:mod:`wfbp.comm.device.operations`), all others through the host, each sort in the order of the
+responses.
 """
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
-from wfbp.comm.backend import Backend, Finished, HostBackend, Mailbox, Work, word_dtype
+from wfbp.comm.backend import Backend, Buffer, Finished, HostBackend, Mailbox, Work, word_dtype
+from wfbp.comm.device.operations import Arrival, DeviceOperations, Placed
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, WfbpError
-from wfbp.runtime.collectives.arithmetic import (
-    ITEM,
-    adasum,
-    carried,
-    deliver,
-    equal_rows,
-    scale,
-)
-from wfbp.runtime.collectives.coordinator import Coordinator
-from wfbp.runtime.collectives.device_operations import DeviceOperations
-from wfbp.runtime.collectives.request import (
-    Adaptive,
-    Kind,
-    Request,
-    Response,
-    Route,
-    decode_requests,
-    decode_responses,
-    encode_requests,
-    encode_responses,
-)
-from wfbp.runtime.collectives.submission import Outcome, Submission
+from wfbp.runtime.collectives.arithmetic import ITEM, adasum, equal_rows, reducible, scale
+from wfbp.runtime.collectives.coordinator import Coordinator, Kind, Request, Response
+from wfbp.runtime.progress.loop import Reply
 from wfbp.runtime.progress.stall import ALL_RANKS, Members
 from wfbp.runtime.progress.thread import CommunicationThread
 from wfbp.runtime.timeline import TraceWriter
@@ -56,24 +39,66 @@ _FUSED_BYTES = 1 << 20
 _MAX_TESTED = 8
 """How many of the operations under way are tested in one turn; the oldest end first."""
 
-_STANDSTILL_S = 0.5
-"""So long all programs may wait in different operations: other threads may submit these, too."""
-
 JOIN = ""
 """Name of the one join that may be pending; no other operation has it."""
 
 
-class UnmatchedError(DisagreementError):
-    """Ranks wait in different operations; to all of them it is as if they had submitted none."""
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an operation gives.
+
+    Args:
+        data: flat; elements in their storage type, or the bytes of what was gathered. On a device:
+            bytes.
+        rows: per rank what was gathered or received; of a join the last rank.
+        differentiable: whether any rank wants to differentiate the result.
+        name: of the operation, even if the program gave none.
+        arrival: the result on a device; None if it lies on the host.
+    """
+
+    data: Buffer
+    rows: tuple[int, ...] = ()
+    differentiable: bool = False
+    name: str = ""
+    arrival: Arrival | None = None
 
 
-_Finish = Callable[[], None]
+@dataclass(slots=True)
+class Submission:
+    """An operation that this rank's program has submitted.
+
+    Args:
+        request: as the coordinator sees it.
+        data: this rank's elements, flat, in their storage type; private to the operation, which
+            leaves the result of a reduction or broadcast there. Of elements on a device: those,
+            until they are copied to the host.
+        placed: elements on a device, multiplied by the request's ``prescale`` already.
+        reply: gets the outcome, or an error.
+        since: when it was submitted (``time.monotonic``).
+    """
+
+    request: Request
+    data: Buffer
+    placed: Placed | None = None
+    reply: Reply[Outcome] = field(default_factory=Reply)
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the result is there, also on its device."""
+        return self.reply.answered and (self.placed is None or self.placed.is_done)
+
+    def finish(self, data: Buffer, response: Response, rows: tuple[int, ...] = ()) -> None:
+        """Store the outcome on the host, and wake the waiter."""
+        wanted = response.differentiable
+        self.reply.put(Outcome(data, rows, wanted, self.request.name))
 
 
 class NamedLane:
     """A lane of the communication thread for the named operations of one process set.
 
-    All methods run under the progress lock. It is served only while something is pending.
+    All methods run under the progress lock, except :meth:`note_progress`. It is served only while
+    something is pending.
 
     Args:
         thread: serves it.
@@ -82,7 +107,7 @@ class NamedLane:
         name: of the process set, for messages; empty for that of all ranks.
         where: who this is, for messages ("rank 1 of 4").
         members: the ranks of the set.
-        devices: carries operations out on a device; None where all go through the host.
+        devices: carries operations out on a device; None if all go through the host.
     """
 
     def __init__(
@@ -102,16 +127,15 @@ class NamedLane:
         self._name = name
         self._where = where
         self._members = members
+        self._devices = devices
         self._coordinator = Coordinator(backend.size) if backend.rank == 0 else None
         self._pending: dict[str, Submission] = {}
         self._outbox: list[Request] = []
-        self._devices = devices
+        # Through the host, in order; elements of the first may be on their way from a device.
         self._due: deque[list[Response]] = deque()
-        """Through the host, in order; elements of the first may be on their way from a device."""
-        self._running: deque[tuple[Work[None], _Finish]] = deque()
+        self._running: deque[tuple[Work[None], Callable[[], None]]] = deque()
         self._served = False
         self._moved_s = 0.0
-        self._still_since_s: float | None = None
         self.timeline: TraceWriter | None = None
 
     def submit(self, submission: Submission) -> None:
@@ -126,14 +150,12 @@ class NamedLane:
         progressed = self._negotiate() | self._start_due()
         if self._devices is not None:
             progressed |= self._devices.advance()
-        tested = 0
-        while self._running and tested < _MAX_TESTED:
+        for _ in range(min(_MAX_TESTED, len(self._running))):
             work, finish = self._running[0]
             if not work.test():
                 break
             self._running.popleft()
             finish()
-            tested += 1
             progressed = True
         if progressed:
             self._moved_s = time.monotonic()
@@ -143,7 +165,7 @@ class NamedLane:
         return progressed
 
     def note_progress(self) -> None:
-        """What is pending is not given up: the ranks that it waits for are at work. Any thread."""
+        """The ranks that pending operations wait for are at work: no stall. Any thread."""
         self._moved_s = time.monotonic()
 
     def close(self) -> None:
@@ -160,18 +182,19 @@ class NamedLane:
         return True
 
     def rest(self, nap_s: float, most_s: float) -> bool:
-        return False  # what other ranks have to say has to be read
+        return False  # what other ranks send has to be read
 
     @property
     def busy(self) -> bool:
-        launching = self._devices is not None and self._devices.busy
-        return bool(self._pending or self._running) or launching or self._mailbox.sending
+        return bool(self._pending) or self.owes_work
 
     @property
     def owes_work(self) -> bool:
         launching = self._devices is not None and self._devices.busy
-        owed = bool(self._running or self._outbox or self._due)
-        return owed or launching or self._mailbox.sending
+        # A response on its way counts: a rank that goes on to compute still has to send it.
+        return bool(self._running or self._outbox or self._due or launching) or (
+            self._mailbox.sending
+        )
 
     has_events = False
     has_room = False
@@ -188,11 +211,11 @@ class NamedLane:
 
     def describe(self) -> str:
         parts = []
-        pending = [submission.request.label for submission in self._pending.values()]
-        if pending:
-            more = f" and {len(pending) - 3} more" if len(pending) > 3 else ""
+        labels = [submission.request.label for submission in self._pending.values()]
+        if labels:
+            more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
             of_set = f" of the {self._name}" if self._name else ""
-            parts.append(f"in {', '.join(pending[:3])}{more}{of_set}")
+            parts.append(f"in {', '.join(labels[:3])}{more}{of_set}")
         if self._devices is not None and (on_device := self._devices.oldest) is not None:
             parts.append(on_device[1])
         return "; ".join(parts) or "no named operation pending"
@@ -211,101 +234,62 @@ class NamedLane:
 
     def _negotiate(self) -> bool:
         """Send what was submitted, read what has arrived, start what is ready."""
-        outbox = self._outbox
+        outbox, self._outbox = self._outbox, []
         if outbox:
-            self._outbox = []
             if self._devices is not None:
-                outbox = [self._devices.describe(request) for request in outbox]
+                available = self._devices.available
+                outbox = [r._replace(available=available) if r.on_device else r for r in outbox]
             if self._coordinator is None or self._mailbox.echoes:
-                self._mailbox.send(0, encode_requests(outbox))
+                self._mailbox.send(0, pickle.dumps(outbox))
         elif not (self._pending or self._mailbox.sending):
             return False
         arrived = self._mailbox.receive()
         if self._coordinator is None:
             for _, payload in arrived:
-                self._start_all(decode_responses(payload))
+                self._start_all(pickle.loads(payload))
             return bool(outbox or arrived)
         for rank, payload in arrived:
-            for request in decode_requests(payload):
+            for request in pickle.loads(payload):
                 self._coordinator.add(rank, request)
         for request in outbox:
             self._coordinator.add(0, request)
-        moved = bool(outbox or arrived)
-        moved |= self._coordinator.stands_still and self._refuse_late(self._coordinator)
-        if moved:
-            self._answer([self._routed(response) for response in self._coordinator.take()])
-        return moved
-
-    def _refuse_late(self, coordinator: Coordinator) -> bool:
-        """Refuse what programs wait in, where they have stood still for long; whether it did."""
-        now = time.monotonic()
-        since = self._still_since_s
-        if since is None or since < self._moved_s:
-            self._still_since_s = now
-            return False
-        if now - since < _STANDSTILL_S:
-            return False
-        self._still_since_s = None
-        coordinator.refuse_waiting()
-        return True
-
-    def _answer(self, responses: Sequence[Response]) -> None:
-        """Tell all ranks what they have come to, and start it here."""
-        if not responses:
-            return
-        if self.backend.size > 1:
-            payload = encode_responses(responses)
+        responses = self._coordinator.take()
+        if self._devices is not None:
+            responses = [
+                each._replace(route=self._devices.route(each.available))
+                if each.route == "device"
+                else each
+                for each in responses
+            ]
+        if responses and self.backend.size > 1:
+            payload = pickle.dumps(responses)
             for rank in range(1, self.backend.size):
                 self._mailbox.send(rank, payload)
         self._start_all(responses)
-
-    def _routed(self, response: Response) -> Response:
-        """An answer that says which way its operation goes."""
-        if response.route is Route.HOST:
-            return response
-        if self._devices is None:
-            return replace(response, route=Route.HOST)
-        return self._devices.route(response)
+        return bool(outbox or arrived)
 
     # Data.
 
     def _start_all(self, responses: Sequence[Response]) -> None:
-        """Start what one message of the coordinator tells: what is fused must not depend on when
-        messages are read."""
-        if self.timeline is not None:
+        """Start what one message of the coordinator names.
+
+        What is fused must not depend on when messages are read, hence per message.
+        """
+        if self.timeline is not None and responses:
             self.timeline.cycle()
-        for response in responses:
-            if response.result is not None:
-                self._deliver(response, response.result)
-        for together in _fusible([each for each in responses if each.result is None]):
-            if self._devices is not None and self._devices.opens(together[0].route):
+        for together in _fusible(responses):
+            route = together[0].route
+            if self._devices is not None and self._devices.opens(route):
                 self._launch(self._devices, together)
             else:
                 self._due.append(together)
         self._start_due()
 
-    def _deliver(self, response: Response, result: bytes) -> None:
-        """Complete an operation that the coordinator has carried out."""
-        submission = self._pending.pop(response.request.name, None)
-        if submission is None:  # it has joined
-            return
-        if self.timeline is not None:
-            _recorded(_nothing, self.timeline, [submission], time.monotonic())()
-        request, data = submission.request, submission.data
-        deliver(result, data, request.dtype, Op(request.op))
-        scale(data, request.dtype, request.postscale)
-        submission.reply.put(Outcome(data, differentiable=response.differentiable))
-
-    def _launch(self, devices: DeviceOperations, responses: Sequence[Response]) -> None:
-        """Start operations on the device."""
-        submissions = [self._take(response.request) for response in responses]
-        note: _Finish = _nothing
-        if self.timeline is not None:
-            note = _recorded(note, self.timeline, submissions, time.monotonic())
-        devices.launch(submissions, responses, note)
-
     def _start_due(self) -> bool:
-        """Start operations through the host, up to the first of which elements are not there."""
+        """Start operations through the host, up to the first whose elements are still on a device.
+
+        All ranks have them in one order, so those after it wait, too.
+        """
         progressed = False
         while self._due and self._is_on_host(self._due[0]):
             self._start(self._due.popleft())
@@ -313,57 +297,85 @@ class NamedLane:
         return progressed
 
     def _is_on_host(self, responses: Sequence[Response]) -> bool:
-        if self._devices is None or responses[0].error:
-            return True
-        pending = (self._pending.get(response.request.name) for response in responses)
-        return self._devices.stage([each for each in pending if each is not None])
-
-    def _start(self, responses: Sequence[Response]) -> None:
-        """Start operations that all ranks have come to; several are reductions of one sort."""
-        first = responses[0]
-        if first.error:
-            if first.unmatched and self._data.rank not in first.extents[0]:
-                return  # its own request may be on the way, and counts
-            own = self._pending.pop(first.request.name, None)
-            if own is not None:  # None: it has joined
-                kind = UnmatchedError if first.unmatched else DisagreementError
-                own.reply.fail(kind(f"{self._where}: {first.error}"))
-            return
-        submissions = [self._take(response.request) for response in responses]
-        if first.request.kind is Kind.ALLREDUCE and first.request.op != Adaptive.ADASUM.value:
-            self._reduce(submissions, responses)
-            return
-        start = {
-            Kind.ALLREDUCE: self._adasum,
-            Kind.ALLGATHER: self._gather,
-            Kind.BROADCAST: self._broadcast,
-            Kind.ALLTOALL: self._exchange,
-            Kind.REDUCESCATTER: self._scatter,
-            Kind.BARRIER: self._meet,
-            Kind.JOIN: self._meet,
-        }[first.request.kind]
-        start(submissions[0], first)
+        is_there = True
+        for response in responses:
+            submission = self._pending.get(response.request.name)
+            if submission is None or submission.placed is None or response.error:
+                continue
+            assert self._devices is not None
+            copied = self._devices.copy_to_host(submission.placed)
+            if copied is None:
+                is_there = False
+            else:
+                submission.data = copied.view(word_dtype(submission.request.dtype))
+        return is_there
 
     def _take(self, request: Request) -> Submission:
-        """This rank's part of an operation: zeros where it has joined instead."""
+        """This rank's part of an operation: zeros if it has joined instead."""
         if request.name in self._pending:
             return self._pending.pop(request.name)
         numel = int(np.prod(request.shape, dtype=np.int64))
         return Submission(request, np.zeros(numel, word_dtype(request.dtype or "uint8")))
 
-    def _run(self, work: Work[None], finish: _Finish, submissions: Sequence[Submission]) -> None:
-        timeline = self.timeline
-        if timeline is not None:
-            finish = _recorded(finish, timeline, submissions, time.monotonic())
-        self._running.append((work, finish))
+    def _start(self, responses: Sequence[Response]) -> None:
+        """Start operations through the host; several are reductions that travel as one message."""
+        first = responses[0]
+        request = first.request
+        if first.error:
+            own = self._pending.pop(request.name, None)
+            if own is not None:  # None: it has joined
+                own.reply.fail(DisagreementError(f"{self._where}: {first.error}"))
+            return
+        submissions = [self._take(response.request) for response in responses]
+        submission, data, rank = submissions[0], submissions[0].data, self._data.rank
+        row_bytes = _row_numel(submission.request) * data.itemsize
+        if request.kind is Kind.ALLREDUCE and request.op != Op.ADASUM.value:
+            self._reduce(submissions, responses)
+        elif request.kind is Kind.ALLREDUCE:
+            self._adasum(submission, first)
+        elif request.kind is Kind.REDUCESCATTER:
+            self._scatter(submission, first)
+        elif request.kind is Kind.BROADCAST:
+            work = self._data.broadcast(data.view(np.uint8), request.root)
+            self._run(work, partial(submission.finish, data, first), submissions)
+        elif request.kind is Kind.ALLGATHER:
+            rows = tuple(extent[0] for extent in first.extents)
+            counts = [count * row_bytes for count in rows]
+            gathered = np.empty(sum(counts), np.uint8)
+            start = sum(counts[:rank])
+            gathered[start : start + data.nbytes] = data.view(np.uint8)
+            work = self._data.all_gather(gathered, counts)
+            self._run(work, partial(submission.finish, gathered, first, rows), submissions)
+        elif request.kind is Kind.ALLTOALL:
+            rows = tuple(splits[rank] for splits in first.extents)
+            received = [count * row_bytes for count in rows]
+            sent = [count * row_bytes for count in submission.request.splits]
+            incoming = np.empty(sum(received), np.uint8)
+            work = self._data.all_to_all(data.view(np.uint8), sent, incoming, received)
+            self._run(work, partial(submission.finish, incoming, first, rows), submissions)
+        else:  # a barrier or join, over as soon as all ranks are there
+            rows = first.extents[0] if first.extents else ()
+            self._run(Finished(None), partial(submission.finish, data, first, rows), submissions)
 
-    def _meet(self, submission: Submission, response: Response) -> None:
-        rows = response.extents[0] if response.extents else ()
-        self._run(
-            Finished(None),
-            partial(submission.reply.put, Outcome(submission.data, rows)),
-            [submission],
-        )
+    def _run(
+        self, work: Work[None], finish: Callable[[], None], submissions: Sequence[Submission]
+    ) -> None:
+        self._running.append((work, self._recorded(finish, submissions)))
+
+    def _recorded(
+        self, finish: Callable[[], None], submissions: Sequence[Submission]
+    ) -> Callable[[], None]:
+        """``finish``, recorded in the timeline, if there is one."""
+        timeline, ready_s = self.timeline, time.monotonic()
+        if timeline is None:
+            return finish
+
+        def record() -> None:
+            for each in submissions:
+                timeline.operation(each.request.kind.value, each.request.name, each.since, ready_s)
+            finish()
+
+        return record
 
     def _reduce(self, submissions: Sequence[Submission], responses: Sequence[Response]) -> None:
         request = responses[0].request
@@ -371,7 +383,7 @@ class NamedLane:
             _scale_before(each)
         parts = [each.data for each in submissions]
         whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        buffer, dtype, op = carried(whole, request.dtype, Op(request.op))
+        buffer, dtype, op = reducible(whole, request.dtype, Op(request.op))
         if self._data.copies_segments(buffer):
             # A gradient in a fusion buffer, which may lie elsewhere on other ranks: their messages
             # would go another way.
@@ -386,13 +398,13 @@ class NamedLane:
                 start, end = end, end + each.data.size
                 if each.data is not whole:
                     each.data[:] = whole[start:end]
-                each.reply.put(Outcome(each.data, differentiable=response.differentiable))
+                each.finish(each.data, response)
 
         self._run(self._data.all_reduce(buffer, dtype, op), finish, submissions)
 
     def _adasum(self, submission: Submission, response: Response) -> None:
         request, data, size = response.request, submission.data, self._data.size
-        scale(data, request.dtype, request.prescale)
+        _scale_before(submission)
         everything = np.empty((size, data.size), data.dtype)
         everything[self._data.rank] = data
         raw = everything.reshape(-1).view(np.uint8)
@@ -400,15 +412,15 @@ class NamedLane:
         def finish() -> None:
             data[:] = adasum(list(everything), request.dtype)
             scale(data, request.dtype, request.postscale)
-            submission.reply.put(Outcome(data, differentiable=response.differentiable))
+            submission.finish(data, response)
 
         self._run(self._data.all_gather(raw, [data.nbytes] * size), finish, [submission])
 
     def _scatter(self, submission: Submission, response: Response) -> None:
         request = response.request
         _scale_before(submission)
-        buffer, dtype, op = carried(submission.data, request.dtype, Op(request.op))
-        rows = request.splits or equal_rows(request.shape[0], self._data.size)
+        buffer, dtype, op = reducible(submission.data, request.dtype, Op(request.op))
+        rows = _rows_of_ranks(request, self._data.size)
         numels = [count * _row_numel(request) for count in rows]
         start = sum(numels[: self._data.rank])
         mine = slice(start, start + numels[self._data.rank])
@@ -416,54 +428,40 @@ class NamedLane:
         def finish() -> None:
             result = buffer[mine].astype(submission.data.dtype)
             scale(result, request.dtype, request.postscale)
-            submission.reply.put(Outcome(result, rows, response.differentiable))
+            submission.finish(result, response, rows)
 
         counts = [numel * buffer.itemsize for numel in numels]
         self._run(self._data.reduce_scatter(buffer, counts, dtype, op), finish, [submission])
 
-    def _gather(self, submission: Submission, response: Response) -> None:
-        rows = tuple(extent[0] for extent in response.extents)
-        row_bytes = _row_numel(submission.request) * submission.data.itemsize
-        counts = [count * row_bytes for count in rows]
-        gathered = np.empty(sum(counts), np.uint8)
-        start = sum(counts[: self._data.rank])
-        gathered[start : start + submission.data.nbytes] = submission.data.view(np.uint8)
-        outcome = Outcome(gathered, rows, response.differentiable)
-        self._run(
-            self._data.all_gather(gathered, counts),
-            partial(submission.reply.put, outcome),
-            [submission],
+    def _launch(self, devices: DeviceOperations, responses: Sequence[Response]) -> None:
+        """Start operations on the device; several are reductions that travel as one."""
+        request = responses[0].request
+        submissions = [self._take(response.request) for response in responses]
+        rows: tuple[int, ...] = ()
+        if request.kind is Kind.ALLGATHER:
+            rows = tuple(extent[0] for extent in responses[0].extents)
+        elif request.kind is Kind.REDUCESCATTER:
+            rows = _rows_of_ranks(request, self._data.size)
+        row_bytes = _row_numel(request) * word_dtype(request.dtype).itemsize
+        placed = [each.placed for each in submissions if each.placed is not None]
+        arrivals: list[Arrival] = []
+
+        def finish() -> None:
+            for each, response, arrival in zip(submissions, responses, arrivals, strict=True):
+                wanted, name = response.differentiable, each.request.name
+                each.reply.put(Outcome(arrival.data, rows, wanted, name, arrival))
+
+        devices.launch(
+            request.kind.value,
+            placed,
+            request.dtype,
+            Op(request.op) if request.op else None,
+            [count * row_bytes for count in rows],
+            request.root,
+            request.label,
+            arrivals,
+            self._recorded(finish, submissions),
         )
-
-    def _broadcast(self, submission: Submission, response: Response) -> None:
-        outcome = Outcome(submission.data, differentiable=response.differentiable)
-        work = self._data.broadcast(submission.data.view(np.uint8), response.request.root)
-        self._run(work, partial(submission.reply.put, outcome), [submission])
-
-    def _exchange(self, submission: Submission, response: Response) -> None:
-        row_bytes = _row_numel(submission.request) * submission.data.itemsize
-        rows = tuple(splits[self._data.rank] for splits in response.extents)
-        received = [count * row_bytes for count in rows]
-        incoming = np.empty(sum(received), np.uint8)
-        sent = [count * row_bytes for count in submission.request.splits]
-        outcome = Outcome(incoming, rows, response.differentiable)
-        work = self._data.all_to_all(submission.data.view(np.uint8), sent, incoming, received)
-        self._run(work, partial(submission.reply.put, outcome), [submission])
-
-
-def _recorded(
-    finish: _Finish, timeline: TraceWriter, submissions: Sequence[Submission], ready_s: float
-) -> _Finish:
-    def record() -> None:
-        for each in submissions:
-            request = each.request
-            timeline.operation(request.kind.value, request.name, each.since, ready_s)
-        finish()
-
-    return record
-
-
-def _nothing() -> None: ...
 
 
 def _scale_before(submission: Submission) -> None:
@@ -476,27 +474,27 @@ def _row_numel(request: Request) -> int:
     return int(np.prod(request.shape[1:], dtype=np.int64))
 
 
+def _rows_of_ranks(request: Request, size: int) -> tuple[int, ...]:
+    """Of a reduce-scatter."""
+    return request.splits or equal_rows(request.shape[0], size)
+
+
 def _fusible(responses: Sequence[Response]) -> list[list[Response]]:
     """Runs of responses that can travel as one message; the same on every rank."""
-    if len(responses) < 2:
-        return [[response] for response in responses]
     runs: list[list[Response]] = []
     sort: object = None
     room = 0
     for response in responses:
         request = response.request
-        numel = int(np.prod(request.shape, dtype=np.int64))
-        nbytes = numel * ITEM.get(request.dtype, 1)
-        fusible = (
-            request.kind is Kind.ALLREDUCE
-            and request.op != Adaptive.ADASUM.value
-            and not response.error
-        )
-        mine = (request.dtype, request.op, request.prescale, request.postscale, response.route)
-        if fusible and mine == sort and nbytes <= room:
+        nbytes = int(np.prod(request.shape, dtype=np.int64)) * ITEM.get(request.dtype, 1)
+        mine: object = None
+        if request.kind is Kind.ALLREDUCE and request.op != Op.ADASUM.value and not response.error:
+            factors = request.prescale, request.postscale
+            mine = request.dtype, request.op, factors, response.route
+        if mine is not None and mine == sort and nbytes <= room:
             runs[-1].append(response)
             room -= nbytes
         else:
             runs.append([response])
-            sort, room = (mine if fusible else None), _FUSED_BYTES - nbytes
+            sort, room = mine, _FUSED_BYTES - nbytes
     return runs

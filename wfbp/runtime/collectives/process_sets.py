@@ -126,7 +126,9 @@ class ProcessSet:
         return ProcessSet, (self.ranks,)
 
     def __repr__(self) -> str:
-        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+        # Without :attr:`ranks`, which of a communicator is a collective.
+        ranks = self.ranks if self.mpi_comm is None else self._ranks
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={ranks})"
 
 
 global_process_set = ProcessSet(None)

@@ -213,7 +213,6 @@ def allreduce() -> None:
     different: tuple[tuple[dict[str, Any], str, str, str], ...] = (
         ({"shape": 4}, "disagree on shape", "(3,)", "(4,)"),
         ({"dtype": "float64"}, "disagree on the element type", "float32", "float64"),
-        ({"name": "y"}, "wait in different operations", "allreduce 'x'", "allreduce 'y'"),
         ({"op": wfbp.Max}, "disagree on op", "sum", "max"),
     )
     for options, what, usual, other in different:
@@ -263,7 +262,7 @@ def different_operations() -> None:
     )
     raises(
         DisagreementError,
-        f"{others()}: allreduce 'allreduce.unnamed.",
+        f"the operation: {others()}: allreduce; {last()}: barrier",
         act=lambda: wfbp.torch.barrier() if odd() else wfbp.torch.allreduce(torch.ones(2)),
     )
     wfbp.barrier()

@@ -1,0 +1,203 @@
+"""The table of public operations on tensors, and the functions that are made of it.
+
+Each operation has up to eight forms, as Horovod has: ``allreduce`` waits, ``allreduce_async``
+returns a handle, a name that ends in ``_`` writes into its argument, and ``grouped_allreduce``
+takes several tensors. ``wfbp.collectives`` has these functions for every framework,
+``wfbp.torch.collectives`` for PyTorch, each with a stub (``.pyi``) for type checkers and editors,
+which ``tests/support/stubs.py`` writes from the same table.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from textwrap import wrap
+from typing import Any, NamedTuple
+
+from wfbp.core.types import Op
+from wfbp.runtime.collectives.coordinator import Kind
+from wfbp.runtime.collectives.process_sets import global_process_set
+
+
+class Form(NamedTuple):
+    """One public function."""
+
+    name: str
+    kind: Kind
+    in_place: bool
+    waits: bool
+    grouped: bool
+
+
+def _forms() -> dict[str, Form]:
+    found = {}
+    for kind, may_be_in_place, may_be_grouped in (
+        (Kind.ALLREDUCE, True, True),
+        (Kind.BROADCAST, True, False),
+        (Kind.ALLGATHER, False, True),
+        (Kind.ALLTOALL, False, False),
+        (Kind.REDUCESCATTER, False, True),
+    ):
+        for grouped in (False, True)[: 1 + may_be_grouped]:
+            for waits in (True, False):
+                for in_place in (False, True)[: 1 + may_be_in_place]:
+                    prefix, suffix = "grouped_" * grouped, "" if waits else "_async"
+                    name = f"{prefix}{kind.value}{suffix}{'_' * in_place}"
+                    found[name] = Form(name, kind, in_place, waits, grouped)
+    return found
+
+
+FORMS = _forms()
+
+NAME = ("name", None, "str | None")
+PROCESS_SET = ("process_set", global_process_set, "ProcessSet")
+FACTORS = (("prescale_factor", 1.0, "float"), ("postscale_factor", 1.0, "float"))
+OP = ("op", Op.AVERAGE, "Op")
+ROOT = ("root_rank", inspect.Parameter.empty, "int")
+SPLITS = ("splits", None, "T | Sequence[int] | None")
+
+Parameters = Mapping[Kind, tuple[tuple[str, Any, str], ...]]
+"""Of each operation: name, default and type of each parameter after the tensor."""
+
+_WHAT = {
+    Kind.ALLREDUCE: "combine {a} over ranks",
+    Kind.BROADCAST: "copy the root's {one} to every rank",
+    Kind.ALLGATHER: "concatenate the rows of {some} of all ranks, in rank order",
+    Kind.ALLTOALL: "send every rank rows of its own, and receive what the others send",
+    Kind.REDUCESCATTER: "combine {a} over ranks, and share the rows out equally",
+}
+
+_TENSOR = {
+    Kind.ALLREDUCE: "same shape and element type on every rank: float16, bfloat16, float32, "
+    "float64, int8, int16, int32, int64, uint8 or bool.",
+    Kind.BROADCAST: "same shape and element type on every rank.",
+    Kind.ALLGATHER: "at least one dimension; sizes may differ in the first one only.",
+    Kind.ALLTOALL: "at least one dimension; sizes may differ in the first one only.",
+    Kind.REDUCESCATTER: "at least one dimension; same shape and element type on every rank.",
+}
+
+_MEANING = {
+    "average": "Horovod's older way to say ``op``: True for ``Average``, False for ``Sum``.",
+    "name": "by which ranks find each other's operations, in whatever order each submits them; "
+    "those without one match by the order in which ranks submit them.",
+    "compression": "in which type floating point travels.",
+    "op": "``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``. The "
+    "average of integers is truncated.",
+    "prescale_factor": "multiplies before the reduction; integers in float64, truncated.",
+    "postscale_factor": "multiplies after it.",
+    "root_rank": "whose values everybody gets; its number among all ranks.",
+    "splits": "how many rows each rank gets, whole numbers that add up to all rows; equal parts by "
+    "default.",
+    "process_set": "the ranks that take part.",
+}
+
+_RESULT = {
+    Kind.ALLTOALL: "What arrived, in rank order; with ``splits`` also how many rows came from each "
+    "rank (int32).",
+    Kind.REDUCESCATTER: "A new one, of the argument's kind: this rank's rows. If they do not "
+    "divide, the first ranks get one more.",
+}
+
+_RAISES = (
+    ("TypeError", "an argument of another kind."),
+    ("ValueError", "an element type or shape that cannot be sent, a name that is pending, or a "
+     "rank or root outside the process set."),
+    ("DisagreementError", "on every rank, if ranks' operations of one name differ."),
+)  # fmt: skip
+
+
+def _docstring(form: Form, parameters: list[inspect.Parameter], notes: str, example: str) -> str:
+    one, many = ("tensor or array", "tensors or arrays") if notes else ("tensor", "tensors")
+    what = _WHAT[form.kind].format(
+        a=f"several {many}" if form.grouped else f"a {one}",
+        one="several" if form.grouped else one,
+        some=f"several {many}" if form.grouped else f"the {many}",
+    )
+    if form.waits:
+        first = f"{what[0].upper()}{what[1:]}{', in place' * form.in_place}."
+    else:
+        first = f"Begin to {what}{', in place' * form.in_place}."
+    result = _RESULT.get(form.kind, "A new one, of the argument's kind.")
+    if form.in_place:
+        result = "The argument." if form.waits else "the argument; do not touch it until then."
+    elif not form.waits:
+        result = "what the function that waits returns."
+    if form.grouped:
+        result = f"A list: {result[0].lower()}{result[1:]}" if form.waits else f"a list: {result}"
+    if not form.waits:
+        result = f"A handle for :func:`synchronize`, which returns {result}"
+
+    def item(label: str, text: str, indent: str = "    ") -> str:
+        lines = wrap(text, 88 - len(indent), initial_indent=f"{label}: ")
+        return "\n".join([indent + lines[0], *(f"{indent}    {line}" for line in lines[1:])])
+
+    tensor = _TENSOR[form.kind] + (f" {notes}" if notes else "")
+    meaning = {parameters[0].name: tensor, **_MEANING}
+    blocks = [first, *(["Differentiable."] if _differentiates(form) and not notes else [])]
+    blocks.append("Args:\n" + "\n".join(item(p.name, meaning[p.name]) for p in parameters))
+    blocks.append("Returns:\n" + "\n".join(f"    {line}" for line in wrap(result, 88)))
+    blocks.append("Raises:\n" + "\n".join(item(*row) for row in _RAISES))
+    if example:
+        blocks.append("Example:\n" + "\n".join(f"    {line}" for line in example.splitlines()))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _differentiates(form: Form) -> bool:
+    return form.waits and not form.in_place
+
+
+def make_functions(
+    module: str,
+    parameters: Callable[[Form], tuple[tuple[str, Any, str], ...]],
+    perform: Callable[..., Any],
+    notes: str = "",
+    examples: Mapping[str, str] = {},
+) -> dict[str, Callable[..., Any]]:
+    """The public functions of a module, by name.
+
+    Args:
+        module: its name.
+        parameters: of each form, name, default and type of each parameter after the tensor.
+        perform: called with the form, the tensor or tensors, and the other arguments by name.
+        notes: what the docstrings say of the tensor.
+        examples: for docstrings, by the function's name.
+    """
+    return {
+        name: _make_function(form, module, parameters(form), perform, notes, examples.get(name, ""))
+        for name, form in FORMS.items()
+    }
+
+
+def _make_function(
+    form: Form,
+    module: str,
+    parameters: tuple[tuple[str, Any, str], ...],
+    perform: Callable[..., Any],
+    notes: str,
+    example: str,
+) -> Callable[..., Any]:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    tensor = ("tensors", "Sequence[T]") if form.grouped else ("tensor", "T")
+    listed = [inspect.Parameter(tensor[0], kind, annotation=tensor[1])]
+    listed += [inspect.Parameter(n, kind, default=d, annotation=t) for n, d, t in parameters]
+    names = [parameter.name for parameter in listed]
+    defaults = {p.name: p.default for p in listed if p.default is not p.empty}
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > len(names) or not kwargs.keys() <= set(names[len(args) :]):
+            wrong = next((k for k in kwargs if k not in names[len(args) :]), None)
+            problem = f"got an unexpected argument {wrong!r}" if wrong else "got too many arguments"
+            raise TypeError(f"{form.name}() {problem}; its arguments are {', '.join(names)}")
+        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        missing = [name for name in names if name not in given]
+        if missing:
+            raise TypeError(f"{form.name}() needs {', '.join(missing)}")
+        return perform(form, given.pop(names[0]), **given)
+
+    call.__name__ = call.__qualname__ = form.name
+    call.__module__ = module
+    call.__doc__ = _docstring(form, listed, notes, example)
+    result = "T" if not form.grouped else "list[T]"
+    returns = result if form.waits else f"Handle[{result}]"
+    call.__signature__ = inspect.Signature(listed, return_annotation=returns)  # type: ignore[attr-defined]
+    return call

@@ -1,0 +1,220 @@
+"""Makes operations of what programs pass, the same for tensors and arrays of every framework.
+
+An :class:`Operand` is one of a framework's tensors: it gives its bytes, and makes a tensor of a
+result's bytes. Here is what operations check, what they tell other ranks, and which part of the
+outcome is this rank's result.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+from wfbp.comm.backend import Buffer
+from wfbp.comm.device.device import Device
+from wfbp.comm.device.operations import Placed
+from wfbp.core.types import Op
+from wfbp.errors import WfbpError
+from wfbp.runtime.collectives import api
+from wfbp.runtime.collectives.coordinator import Kind, Request
+from wfbp.runtime.collectives.forms import Form
+from wfbp.runtime.collectives.named_lane import Outcome
+from wfbp.runtime.collectives.operations import Operation
+from wfbp.runtime.collectives.process_sets import ProcessSet
+from wfbp.runtime.progress.stall import Members
+
+T = TypeVar("T")
+
+_FLOATING = frozenset({"float16", "bfloat16", "float32", "float64"})
+
+
+class Operand(ABC, Generic[T]):
+    """One tensor that a program passes to an operation; results are of type ``T``.
+
+    Attributes:
+        dtype: its element type, as ranks compare it.
+        shape: its dimensions.
+        device: where it lies, ``cpu`` or ``gpu``.
+        differentiable: whether this rank wants to differentiate the result.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    device: str = "cpu"
+    differentiable: bool = False
+
+    @abstractmethod
+    def data(self) -> Buffer:
+        """Its elements on the host, flat, in their storage type; private to the operation."""
+
+    @abstractmethod
+    def whole(self, outcome: Outcome, factor: float) -> T:
+        """The result of an operation that keeps the shape.
+
+        If it arrived on a device it is multiplied by ``factor``; on the host it is already.
+        """
+
+    @abstractmethod
+    def rows(self, outcome: Outcome, count: int, factor: float) -> T:
+        """So many rows like the operand's, as a new tensor; ``factor`` as of :meth:`whole`."""
+
+    @abstractmethod
+    def counts(self, rows: tuple[int, ...]) -> T:
+        """Numbers of rows as a tensor of int32."""
+
+    def place(self) -> Device | None:
+        """The device on which it lies, if the runtime can use it; None for the host's memory."""
+        return None
+
+    def enqueue(self, device: Device, factor: float) -> Placed:
+        """Its elements on the device, multiplied and private to the operation, without waiting for
+        them; in place of :meth:`data`."""
+        raise NotImplementedError
+
+
+def make_operation(
+    kind: Kind,
+    operand: Operand[T],
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    root_rank: int | None = None,
+    splits: Sequence[int] | None = None,
+    called: str = "",
+    ordered: bool = False,
+) -> Operation[Any]:
+    """An operation on one tensor; arguments as of the public functions.
+
+    ``splits`` of a reduce-scatter are the rows of each rank; ``called`` as of
+    :class:`~wfbp.runtime.collectives.coordinator.Request`, ``ordered`` as of
+    :class:`~wfbp.runtime.collectives.operations.Operation`.
+    """
+    number = process_set.known_id(f"{kind.value}()")
+    operations = api.current(f"{kind.value}()")
+    ranks = operations.ranks_of(number)
+    if not operand.shape and kind in (Kind.ALLGATHER, Kind.ALLTOALL, Kind.REDUCESCATTER):
+        raise ValueError(f"{kind.value} needs at least one dimension; found a scalar")
+    if op is not None:
+        _check_op(kind, op, operand.dtype, (prescale_factor, postscale_factor), len(ranks))
+    rows = tuple(splits or ())
+    if kind is Kind.ALLTOALL:
+        rows = _checked_splits(splits, operand.shape[0], len(ranks))
+    request = Request(
+        kind,
+        "" if name is None else name,
+        operand.dtype,
+        operand.shape,
+        operand.device,
+        op.value if op is not None else "",
+        Members(number, ranks).root(root_rank) if root_rank is not None else -1,
+        float(prescale_factor),
+        float(postscale_factor),
+        rows,
+        operand.differentiable,
+        called,
+    )
+    factor = request.postscale
+
+    def finish(outcome: Outcome) -> Any:
+        if kind in (Kind.ALLREDUCE, Kind.BROADCAST):
+            return operand.whole(outcome, factor)
+        if kind is Kind.REDUCESCATTER:
+            return operand.rows(outcome, outcome.rows[ranks.index(operations.rank)], factor)
+        received = operand.rows(outcome, sum(outcome.rows), 1.0)
+        if kind is Kind.ALLTOALL and splits is not None:
+            return received, operand.counts(outcome.rows)
+        return received
+
+    device = operations.device_for(number, request, operand.place)
+    if device is None:
+        return Operation(request, number, operand.data(), finish, ordered=ordered)
+    if device.is_capturing(device.current_stream()):
+        raise RuntimeError(
+            f"{kind.value}() was about to be captured in a CUDA graph, in which other ranks cannot "
+            "take part; call it outside of the capture"
+        )
+    placed = operand.enqueue(device, request.prescale)
+    return Operation(request._replace(on_device=True), number, placed.data, finish, placed)
+
+
+def make_group(
+    form: Form,
+    tensors: Any,
+    name: str | None,
+    make: Callable[[Any, str, str | None], Operation[Any]],
+) -> list[Operation[Any]]:
+    """The operations of one call, each made of a tensor, its label for messages, and its name.
+
+    The names of a group's operations contain how many there are, so that ranks notice if they
+    differ.
+    """
+    if not form.grouped:
+        return [make(tensors, "tensor", name)]
+    many = len(tensors)
+    return [
+        make(tensor, f"tensors[{k}]", f"{name}.{k + 1}of{many}" if name else None)
+        for k, tensor in enumerate(tensors)
+    ]
+
+
+def perform(form: Form, operations: Sequence[Operation[Any]]) -> Any:
+    """Submit the operations of one call; wait for the result, or return a handle."""
+    collectives = api.current(f"{form.name}()")
+    act = collectives.run if form.waits else collectives.submit
+    return act(operations, form.grouped)
+
+
+def chosen_op(average: bool | None, op: object) -> Op:
+    """Horovod's two ways to say how contributions combine, as one.
+
+    Raises:
+        ValueError: both, or an ``op`` that is none.
+    """
+    if average is not None:
+        if op is not None:
+            raise ValueError("average and op both say how ranks are combined; pass one of them")
+        return Op.AVERAGE if average else Op.SUM
+    if op is None:
+        return Op.AVERAGE
+    if not isinstance(op, Op):
+        raise ValueError(f"op is {op!r}; expected one of {', '.join(map(str, Op))}")
+    return op
+
+
+def wrong_splits(dtype: object, shape: Sequence[int]) -> ValueError:
+    """What is raised if splits are a tensor of something else than whole numbers."""
+    return ValueError(
+        f"alltoall: splits are {dtype} of shape {tuple(shape)}; expected one whole number per rank"
+    )
+
+
+def _check_op(kind: Kind, op: Op, dtype: str, factors: tuple[float, float], size: int) -> None:
+    if op is Op.ADASUM:
+        if kind is not Kind.ALLREDUCE:
+            raise WfbpError(f"{kind.value} cannot combine by {op}; only allreduce can")
+        if size & (size - 1):
+            raise ValueError(f"{op} combines a power of two of ranks; there are {size}")
+        if dtype not in _FLOATING:
+            raise ValueError(f"{op} combines floating point; found {dtype}")
+    if dtype == "bool" and (op is Op.AVERAGE or factors != (1.0, 1.0)):
+        raise ValueError("bool has no average and no multiples; pass op=Sum, Min, Max or Product")
+
+
+def _checked_splits(splits: Sequence[int] | None, num_rows: int, size: int) -> tuple[int, ...]:
+    if splits is None:
+        if num_rows % size:
+            raise ValueError(
+                f"alltoall: {num_rows} rows are no equal parts for {size} ranks; pass splits"
+            )
+        return (num_rows // size,) * size
+    rows = tuple(int(count) for count in splits)
+    if len(rows) != size or min(rows) < 0 or sum(rows) != num_rows:
+        raise ValueError(
+            f"alltoall: splits are {list(rows)}; expected {size} numbers of rows that add up to "
+            f"{num_rows}"
+        )
+    return rows

@@ -1,0 +1,346 @@
+"""PyTorch's tensors in named operations, and derivatives.
+
+Differentiation follows Horovod. If the tensor of any rank requires a gradient, the results of all
+ranks do: all have to take part in backward. The gradient of a sum over ranks is the sum of the
+ranks' gradients, that of an average, of gathered rows and of a broadcast their average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from wfbp.comm.backend import Buffer, word_dtype
+from wfbp.comm.device.device import Device
+from wfbp.comm.device.operations import Placed
+from wfbp.core.types import Op
+from wfbp.runtime import process
+from wfbp.runtime.collectives import api, operands
+from wfbp.runtime.collectives.coordinator import Kind, Request
+from wfbp.runtime.collectives.forms import FORMS, Form
+from wfbp.runtime.collectives.named_lane import Outcome
+from wfbp.runtime.collectives.operands import Operand, chosen_op
+from wfbp.runtime.collectives.operations import Collectives, Operation
+from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
+from wfbp.torch.compression import Compression, Compressor
+from wfbp.torch.tensors import NAMES as TENSOR_NAMES
+from wfbp.torch.tensors import check, note_use, on_host, raw, usable_device
+
+NAMES = {**TENSOR_NAMES, torch.int8: "int8", torch.int16: "int16", torch.bool: "bool"}
+"""What can travel, and its name below."""
+
+
+class Tensor(Operand[torch.Tensor]):
+    """One tensor on its way into an operation.
+
+    Args:
+        tensor: what this rank contributes.
+        in_place: whether the result goes into the tensor.
+        like: for the forms that can be differentiated: the tensor that the program passed.
+        label: of the tensor, for messages.
+    """
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        in_place: bool = False,
+        like: torch.Tensor | None = None,
+        label: str = "tensor",
+    ) -> None:
+        check(label, tensor, NAMES)
+        self.dtype = NAMES[tensor.dtype]
+        self.shape = tuple(tensor.shape)
+        self.device = _device_kind(tensor)
+        self.differentiable = like is not None and like.requires_grad and torch.is_grad_enabled()
+        self._tensor = tensor
+        self._in_place = in_place
+        self._private = tensor  # where the operation works
+        self._placed = False
+
+    def data(self) -> Buffer:
+        detached = self._tensor.detach()
+        if self._in_place:
+            note_change(self._tensor)
+            self._private = on_host(self._tensor)
+        elif detached.device.type == "cpu":
+            self._private = detached.clone(memory_format=torch.contiguous_format)
+        else:
+            self._private = detached.cpu().contiguous()
+        return raw(self._private).view(word_dtype(self.dtype))
+
+    def place(self) -> Device | None:
+        return usable_device(self._tensor)
+
+    def enqueue(self, device: Device, factor: float) -> Placed:
+        private = self._tensor.detach()
+        if self._in_place:
+            note_change(self._tensor)
+        if not (self._in_place and private.is_contiguous() and factor == 1.0):
+            private = private.clone(memory_format=torch.contiguous_format)
+        if factor != 1.0:
+            private.mul_(factor)
+        self._private, self._placed = private, True
+        memory = device.borrow(private.data_ptr(), private.nbytes, private)
+        return Placed(device, memory, device.record(device.current_stream()), private)
+
+    def whole(self, outcome: Outcome, factor: float) -> torch.Tensor:
+        tensor, private = self._tensor, self._private
+        if outcome.arrival is not None:
+            outcome.arrival.await_here()
+            note_use(private)
+            if factor != 1.0:
+                private.mul_(factor)
+        elif self._placed:
+            with torch.no_grad():
+                private.copy_(self._from_host(outcome.data, self.shape))
+        if not self._in_place:
+            return private.to(tensor.device)
+        note_change(tensor)  # once more: what was saved for backward meanwhile is wrong, too
+        if private.data_ptr() != tensor.data_ptr():
+            with torch.no_grad():
+                tensor.copy_(private)
+        return tensor
+
+    def rows(self, outcome: Outcome, count: int, factor: float) -> torch.Tensor:
+        tensor, shape = self._tensor, (count, *self.shape[1:])
+        if outcome.arrival is None:
+            return self._from_host(outcome.data, shape).to(tensor.device)
+        result = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+        device = outcome.arrival.device
+        outcome.arrival.copy_to(device.borrow(result.data_ptr(), result.nbytes, result))
+        note_use(self._private)
+        return result.mul_(factor) if factor != 1.0 else result
+
+    def counts(self, rows: tuple[int, ...]) -> torch.Tensor:
+        return torch.tensor(rows, dtype=torch.int32)
+
+    def _from_host(self, data: Buffer, shape: Sequence[int]) -> torch.Tensor:
+        elements = torch.from_numpy(data.view(word_dtype(self.dtype)))
+        return elements.view(self._tensor.dtype).view(*shape)
+
+
+def note_change(tensor: torch.Tensor) -> None:
+    """Let backward raise if it needs a tensor's values from before an operation overwrote them."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
+def _device_kind(tensor: torch.Tensor) -> str:
+    return "cpu" if tensor.device.type == "cpu" else "gpu"
+
+
+def goes_by_device(operations: Collectives, tensor: torch.Tensor) -> bool:
+    """Whether a broadcast of a tensor of any type among all ranks could go by its device, as far
+    as this rank knows."""
+    if tensor.dtype not in NAMES:
+        return False
+    request = Request(Kind.BROADCAST, "", NAMES[tensor.dtype], device=_device_kind(tensor))
+    return operations.device_for(0, request, lambda: usable_device(tensor)) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Arguments:
+    """Of one call, as its derivative needs them."""
+
+    form: Form
+    process_set: ProcessSet
+    op: Op | None
+    compression: type[Compressor]
+    prescale: float
+    postscale: float
+    root_rank: int | None
+
+
+def perform(
+    form: Form,
+    tensors: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    op: Op | None = None,
+    compression: type[Compressor] = Compression.none,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    root_rank: int | None = None,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """What a function of ``wfbp.torch.collectives`` does with a tensor, or with several."""
+    reduces = form.kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER)
+    reduction = chosen_op(average, op) if reduces else None
+    used = _Arguments(
+        form, process_set, reduction, compression, prescale_factor, postscale_factor, root_rank
+    )
+    counts_device = None
+    if isinstance(splits, torch.Tensor):
+        if splits.dtype.is_floating_point or splits.dtype is torch.bool or splits.dim() != 1:
+            raise operands.wrong_splits(splits.dtype, splits.shape)
+        counts_device, splits = splits.device, splits.tolist()
+
+    def make(tensor: torch.Tensor, label: str, member: str | None) -> Operation[Any]:
+        differentiates = form.waits and not form.in_place
+        check(label, tensor, NAMES)
+        narrow, context = (
+            compression.compress(tensor.detach()) if differentiates else (tensor, None)
+        )
+        operand = Tensor(narrow, form.in_place, tensor if differentiates else None, label)
+        operation = operands.make_operation(
+            form.kind,
+            operand,
+            member,
+            process_set,
+            op=reduction,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+            root_rank=root_rank,
+            splits=splits,
+        )
+        finish = operation.finish
+
+        def connected(outcome: Outcome) -> Any:
+            result, counts = finish(outcome), None
+            if splits is not None:
+                result, counts = result
+            if differentiates:
+                result = _connect(used, outcome, tensor, compression.decompress(result, context))
+            return result if counts is None else (result, counts.to(counts_device))
+
+        operation.finish = connected
+        return operation
+
+    return operands.perform(form, operands.make_group(form, tensors, name, make))
+
+
+def _connect(
+    used: _Arguments, outcome: Outcome, tensor: torch.Tensor, result: torch.Tensor
+) -> torch.Tensor:
+    """The result as a function of the tensor, if any rank differentiates.
+
+    All ranks must take part in backward then, also those whose own tensor needs no gradient; they
+    find each other by the name of the operation.
+    """
+    if not (outcome.differentiable and torch.is_grad_enabled()):
+        return result
+    anchor = torch.zeros((), requires_grad=True)
+    connected: torch.Tensor = _Connect.apply(  # type: ignore[no-untyped-call]
+        tensor, anchor, [result], lambda grad: _gradient(used, outcome, grad)
+    )
+    return connected
+
+
+def _gradient(used: _Arguments, outcome: Outcome, grad: torch.Tensor) -> torch.Tensor:
+    """The gradient of an operation's argument, from that of its result: again an operation."""
+    kind, name, process_set = used.form.kind, f"{outcome.name}.gradient", used.process_set
+    if used.op not in (None, Op.AVERAGE, Op.SUM):
+        raise RuntimeError(
+            f"an operation that combines by {used.op} has no gradient; use Average or Sum"
+        )
+    result: torch.Tensor
+    if kind is Kind.ALLTOALL:
+        form, rows = FORMS["alltoall"], outcome.rows
+        result, _ = perform(form, grad, name, splits=rows, process_set=process_set)
+        return result
+    if kind is Kind.REDUCESCATTER:
+        factor = used.prescale * used.postscale
+        factor *= process_set.size() if used.op is Op.SUM else 1
+        grad = grad * factor if factor != 1 else grad
+        result = perform(FORMS["allgather"], grad, name, process_set=process_set)
+        return result
+    if kind is Kind.ALLREDUCE:
+        result = perform(
+            FORMS["allreduce"],
+            grad,
+            name,
+            op=used.op,
+            compression=used.compression,
+            prescale_factor=used.prescale,
+            postscale_factor=used.postscale,
+            process_set=process_set,
+        )
+        return result
+    mean: torch.Tensor = perform(FORMS["allreduce"], grad, name, process_set=process_set)
+    if kind is Kind.BROADCAST:
+        return mean if process.rank() == used.root_rank else torch.zeros_like(mean)
+    place = process_set.rank()
+    start = sum(outcome.rows[:place])
+    return mean[start : start + outcome.rows[place]]
+
+
+class _Connect(torch.autograd.Function):
+    """Returns what was computed outside; backward runs the collective of its gradient.
+
+    The result comes in a list because it is no input, and the anchor makes it require a gradient
+    whatever the input does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        anchor: torch.Tensor,
+        result: list[torch.Tensor],
+        gradient: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        ctx.gradient = gradient
+        return result[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        result = ctx.gradient(grad)
+        return (result if ctx.needs_input_grad[0] else None), None, None, None
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: Op = Op.AVERAGE,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[], torch.Tensor]:
+    """Begin to combine a sparse tensor by gathering its indices and values.
+
+    Args:
+        tensor: sparse (COO), of the same shape on every rank.
+        name: by which ranks find each other's operations.
+        op: ``Average`` or ``Sum``.
+        process_set: the ranks that take part.
+
+    Returns:
+        A function that waits and returns the sparse result, not coalesced.
+
+    Raises:
+        ValueError: another ``op``, or a tensor that is not sparse.
+        DisagreementError: from that function, on every rank, if ranks' tensors differ in shape,
+            sparse dimensions or element type.
+    """
+    if op not in (Op.AVERAGE, Op.SUM):
+        raise ValueError(f"op is {op}; sparse tensors are combined by {Op.AVERAGE} or {Op.SUM}")
+    if tensor.layout is not torch.sparse_coo:
+        raise ValueError(f"expected a sparse tensor (COO), found {tensor.layout}")
+    called = (
+        f"sparse_allreduce of {tensor.dtype} of shape {tuple(tensor.shape)} with "
+        f"{tensor.sparse_dim()} sparse dimensions, op={op}"
+    )
+    parts = {"indices": tensor._indices().t().contiguous(), "values": tensor._values()}
+    both = api.current("sparse_allreduce_async()").submit(
+        [
+            operands.make_operation(
+                Kind.ALLGATHER,
+                Tensor(part),
+                f"{name}.{kind}" if name else None,
+                process_set,
+                called=called,
+            )
+            for kind, part in parts.items()
+        ]
+    )
+    shape = tensor.shape
+
+    def wait() -> torch.Tensor:
+        where, what = api.synchronize(both)
+        if op is Op.AVERAGE:
+            what = what / process_set.size()
+        return torch.sparse_coo_tensor(where.t(), what, shape, check_invariants=False)
+
+    return wait
