@@ -1,4 +1,4 @@
-"""What every rank of a benchmark does alike."""
+"""Helpers that every rank of a benchmark uses."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from mpi4py import MPI
 
 
 def run_or_abort(act: Callable[[], Any]) -> Any:
-    """Call a function and return its result, on rank 0 alone; if one rank fails, all end."""
+    """Call a function; its result on rank 0, None elsewhere; if one rank fails, all end."""
     try:
         result = act()
     except Exception as error:
-        say(f"wfbp bench: error: rank {MPI.COMM_WORLD.rank}: {error}", everywhere=True)
+        told = f"wfbp bench: error: rank {MPI.COMM_WORLD.rank}: {error}"
+        print(told, file=sys.stderr, flush=True)
         MPI.COMM_WORLD.Abort(1)
         raise
     return result if MPI.COMM_WORLD.rank == 0 else None
 
 
 def count() -> int:
-    """How many ranks this job has."""
     return MPI.COMM_WORLD.size
 
 
-def say(text: str, everywhere: bool = False) -> None:
-    """A line on stderr, of rank 0."""
-    if everywhere or MPI.COMM_WORLD.rank == 0:
+def say(text: str) -> None:
+    """Print a line to stderr on rank 0."""
+    if MPI.COMM_WORLD.rank == 0:
         print(text, file=sys.stderr, flush=True)
 
 
 def machine() -> dict[str, Any]:
-    """What a figure depends on: command, ranks, machine, versions."""
+    """Command, ranks, machine and versions, on which the figures depend."""
     versions = {}
     for package in ("wfbp", "torch", "numpy", "mpi4py"):
         try:

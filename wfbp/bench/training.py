@@ -1,4 +1,4 @@
-"""Whole training iterations of wfbp, PyTorch DDP and plain MPI, in turns, on this job's ranks.
+"""Whole training iterations of wfbp, PyTorch DDP and plain MPI, on this job's ranks.
 
 All contestants train the same model from the same state, and their parameters are compared before
 anything is timed. Then each has a block of iterations per round, in an order shuffled anew each
@@ -8,6 +8,7 @@ round, so that foreign load meets them all. A time is the mean of all ranks'.
 from __future__ import annotations
 
 import random
+import re
 import socket
 import statistics
 import time
@@ -15,7 +16,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -91,12 +91,12 @@ class Contestant:
 
     Args:
         name: for tables.
-        model: whose parameters are compared.
+        model: the model whose parameters are compared.
         sgd: the plain optimizer.
-        module: what is called in forward.
-        optimizer: whose ``zero_grad`` and ``step`` are called.
+        module: called in forward.
+        optimizer: its ``zero_grad`` and ``step`` are called.
         exchange: called between backward and step.
-        phase: "installed" once it has chosen how to communicate.
+        phase: returns "installed" once it has chosen how to communicate.
     """
 
     name: str
@@ -124,16 +124,16 @@ class Contestant:
             group["lr"] = learning_rate
 
     def finish(self) -> None:
-        """Leave nothing under way."""
+        """Wait for all communication."""
         self.optimizer.zero_grad()
-        for parameter in self.model.parameters():  # to read one is to wait for what travels
+        for parameter in self.model.parameters():  # reading a parameter waits for its values
             parameter.detach()
         if next(self.model.parameters()).is_cuda:
             torch.cuda.synchronize()
 
 
 def alone(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contestant:
-    """No communication: what any exchange costs comes on top of this."""
+    """No communication: a lower bound for the others."""
     return Contestant(name, model, sgd, model, sgd)
 
 
@@ -141,9 +141,9 @@ def flat_mpi(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contestant:
     """One blocking all-reduce of all gradients in one buffer in host memory, after backward."""
     parameters = list(model.parameters())
     flat = torch.empty(sum(p.numel() for p in parameters))
-    ends = accumulate(p.numel() for p in parameters)
     parts = [
-        flat[end - p.numel() : end].view_as(p) for end, p in zip(ends, parameters, strict=True)
+        part.view_as(p)
+        for part, p in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True)
     ]
 
     def exchange() -> None:
@@ -160,15 +160,17 @@ def flat_mpi(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contestant:
 
 
 def ddp(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contestant:
-    """PyTorch's DistributedDataParallel with its default buckets."""
+    """PyTorch's DistributedDataParallel; its default buckets, or those of ``ddp-MIB``."""
+    mib = name.partition("-")[2]
+    options: dict[str, Any] = {"bucket_cap_mb": float(mib)} if mib else {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # an option has two names over versions
-        module = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+        warnings.simplefilter("ignore", FutureWarning)  # an option's name depends on the version
+        module = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, **options)
     return Contestant(name, model, sgd, module, sgd)
 
 
 def ours(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contestant:
-    """wfbp, with the schedule behind the dash."""
+    """wfbp, with the schedule after the dash."""
     optimizer = wfbp.torch.DistributedOptimizer(
         sgd, named_parameters=model.named_parameters(), schedule=name.partition("-")[2]
     )
@@ -177,33 +179,44 @@ def ours(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contestant:
     )
 
 
-CONTESTANTS = {"none": alone, "mpi-flat": flat_mpi, "ddp": ddp, "wfbp-auto": ours}
-"""What competes; ``wfbp-SCHEDULE`` may, too."""
+BEST_DDP = "ddp-best"
+BUCKETS = ("ddp-1", "ddp-5", "ddp-25", "ddp-100")
+"""``ddp-best`` is the fastest of these sizes in MiB in a trial before the rounds."""
+TRIAL_BLOCKS = 3
+CONTESTANTS = {"none": alone, "mpi-flat": flat_mpi, "ddp": ddp, BEST_DDP: ddp, "wfbp-auto": ours}
+"""The contestants; ``wfbp-SCHEDULE`` and ``ddp-MIB`` are possible, too."""
 REFERENCE = "mpi-flat"
 
 
 def maker(name: str) -> Callable[[str, nn.Module, torch.optim.SGD], Contestant]:
     """The function that makes a contestant of this name; ``ValueError`` without one."""
-    made = ours if name.startswith("wfbp-") else CONTESTANTS.get(name)
-    if made is None:
-        raise ValueError(f"contestant {name!r}: expected {', '.join(CONTESTANTS)}, wfbp-SCHEDULE")
-    return made
+    if name.startswith("wfbp-"):
+        return ours
+    if name in CONTESTANTS:
+        return CONTESTANTS[name]
+    if re.fullmatch(r"ddp-\d+(\.\d+)?", name):
+        return ddp
+    known = ", ".join(CONTESTANTS)
+    raise ValueError(f"contestant {name!r}: expected {known}, wfbp-SCHEDULE or ddp-MIB")
 
 
 def run(
     make: Make, names: Sequence[str], rounds: int, device: str, say: Callable[[str], None]
 ) -> list[Contestant]:
-    """Compare contestants by blocks in turns, ``rounds`` of each; collective.
+    """Time contestants in blocks, one of each per round; collective.
 
-    Returns the contestants, with the seconds per iteration of their blocks. Raises ``RuntimeError``
-    if one of them trains something else, or finds no plan.
+    Returns the contestants, with the seconds per iteration of their blocks; of the bucket sizes of
+    ``ddp-best``, the fastest one. Raises ``RuntimeError`` if one of them trains something else, or
+    finds no plan.
     """
     world = MPI.COMM_WORLD
     wfbp.torch.init()
     if device == "cuda":
         torch.cuda.set_device(wfbp.torch.local_rank())
-    names = list(dict.fromkeys([*names, REFERENCE]))
-    if "ddp" in names:
+    tried = BUCKETS if BEST_DDP in names else ()
+    names = [name for name in dict.fromkeys([*names, REFERENCE, *tried]) if name != BEST_DDP]
+    with_ddp = any(maker(name) is ddp for name in names)
+    if with_ddp:
         _start_ddp(device)
     contestants = []
     for name in names:
@@ -226,6 +239,14 @@ def run(
     length = world.bcast(length)
     for contestant in contestants:
         contestant.reset(state, TIMED_RATE)
+    if tried:
+        buckets = [c for c in contestants if c.name in tried]
+        trial_s = {
+            c.name: [_time(c, batches, length) for _ in range(TRIAL_BLOCKS)] for c in buckets
+        }
+        best = min(tried, key=lambda name: statistics.median(trial_s[name]))
+        say(f"DDP is fastest with buckets of {best.removeprefix('ddp-')} MiB")
+        contestants = [c for c in contestants if c.name == best or c.name not in tried]
     order, shuffle = list(contestants), random.Random(0).shuffle  # the same on every rank
     for number in range(rounds):
         shuffle(order)
@@ -234,7 +255,7 @@ def run(
             contestant.seconds.append(_time(contestant, batches, length))
             contestant.finish()
         say(f"round {number + 1} of {rounds}: {length} iterations each")
-    if "ddp" in names:
+    if with_ddp:
         torch.distributed.destroy_process_group()
     wfbp.torch.shutdown()
     return contestants
@@ -262,7 +283,7 @@ def _start_ddp(device: str) -> None:
 
 
 def _own_address() -> str:
-    """Under which ranks on other hosts reach this one."""
+    """The address by which ranks on other hosts reach this one."""
     if wfbp.torch.local_size() == wfbp.torch.size():
         return "127.0.0.1"
     return socket.gethostbyname(socket.gethostname())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -24,18 +25,18 @@ def command() -> None:
 )
 @click.option(
     "--contestants",
-    default="none,mpi-flat,ddp,wfbp-auto",
+    default="none,mpi-flat,ddp,ddp-best,wfbp-auto",
     show_default=True,
-    help="With commas between; wfbp-SCHEDULE, too.",
+    help="With commas between; wfbp-SCHEDULE and ddp-MIB, too.",
 )
 @click.option("--rounds", type=IntegerRange(1, 1000), default=20, show_default=True)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @json_option
 def training(model: str, contestants: str, rounds: int, device: str, as_json: bool) -> None:
-    """Time whole iterations in turns, once all have trained the same.
+    """Time whole iterations, once all contestants have trained the same.
 
-    A FUNCTION returns a model, whose model(*batch) is the loss, and a function that makes a batch
-    from a seed.
+    FUNCTION returns a model, whose model(*batch) is the loss, and a function that makes a batch
+    from a seed. ddp has PyTorch's default buckets, ddp-best the fastest of four sizes.
     """
     from wfbp.bench import ranks
     from wfbp.bench import training as benchmark
@@ -63,13 +64,8 @@ def training(model: str, contestants: str, rounds: int, device: str, as_json: bo
         [name, *map(milliseconds, (middle, third - first)), f"{base_s / middle:.2f}"]
         for name, (first, middle, third) in figures.items()
     ]
-    columns = [
-        Column("", "left"),
-        Column("median ms"),
-        Column("IQR ms"),
-        Column(f"times {benchmark.REFERENCE}"),
-    ]
-    _show(document, f"Iterations of {model}", columns, rows, as_json)
+    headings = ("median ms", "IQR ms", f"times {benchmark.REFERENCE}")
+    _show(document, f"Iterations of {model}", ("", *headings), rows, as_json)
 
 
 @command.command("comm", short_help="Time all-reduces by size, beside the MPI library's own.")
@@ -99,8 +95,8 @@ def comm(max_bytes: int, rounds: int, as_json: bool) -> None:
         **ranks.machine(),
         "seconds": [[t.nbytes, t.library_s, t.wfbp_s] for t in timings],
     }
-    headings = ("MPI ms", "wfbp ms", "times MPI", "wfbp GB/s")
-    _show(document, "All-reduces of float32", [Column(""), *map(Column, headings)], rows, as_json)
+    headings = ("", "MPI ms", "wfbp ms", "times MPI", "wfbp GB/s")
+    _show(document, "All-reduces of float32", headings, rows, as_json)
 
 
 def _need_ranks() -> None:
@@ -117,7 +113,7 @@ def _need_ranks() -> None:
 def _show(
     document: dict[str, Any],
     title: str,
-    columns: list[Column],
+    headings: Sequence[str],
     rows: list[list[str]],
     as_json: bool,
 ) -> None:
@@ -126,4 +122,5 @@ def _show(
         return
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     notes = [f"{document['ranks']} ranks; {document['machine']}; {document['mpi']}; {versions}"]
+    columns = [Column(headings[0], "left"), *map(Column, headings[1:])]
     print_table(title, columns, rows, notes)
