@@ -158,7 +158,6 @@ RUNTIME = (
     "tuning",
     "arguments",
     "step",
-    "recorder",
     "timeline",
     "buffers",
     "progress",
@@ -168,6 +167,7 @@ RUNTIME = (
     "consistency",
     "collectives",
     "process",
+    "recorder",
     "reducer",
     "api",
 )

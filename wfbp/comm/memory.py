@@ -65,11 +65,18 @@ class Memory:
     """The present moment in the training thread's work."""
     produced: Callable[[], Stamp]
     """The same; called where a gradient has just appeared."""
+    join: Callable[[], Stamp]
+    """Order the training thread's later work behind the lane's results."""
+    packed: Callable[[], Stamp]
+    """The next message finds what the lane has packed by this moment."""
+    ended: Callable[[], Stamp]
+    """The present moment in the lane's work, where a group ends, which is watched until then."""
 
     def __init__(self, backend: Backend, zero_copy_min_bytes: int | None = None) -> None:
         self.backend = backend
         self.zero_copy_min_bytes = zero_copy_min_bytes
-        self.now = self.produced = perf_counter
+        # The clock itself, as there is nothing to order: these are called for every group.
+        self.now = self.produced = self.join = self.packed = self.ended = perf_counter
 
     def zeros(self, nbytes: int, travels: bool = False) -> Buffer:
         """Zeroed bytes that start at a cache line; ``travels``: as an all-reduced message, in
@@ -112,12 +119,10 @@ class Memory:
     def settle(self) -> None:
         """Memory that is taken from here on may have been in use by training or the lane."""
 
-    def order(self, dependencies: Dependencies, behind_messages: bool = False) -> None:
-        """What is packed from here on finds what these stand for; ``behind_messages``: and comes
-        behind all that the lane has sent, because buffers are used again."""
-
-    def packed(self) -> None:
-        """The next message finds what was packed until here."""
+    def order(self, dependencies: Dependencies, behind_messages: bool = False) -> Stamp:
+        """What is packed from this moment on finds what these stand for; ``behind_messages``: and
+        comes behind all that the lane has sent, because buffers are used again."""
+        return perf_counter()
 
     def with_flags(self, work: Work[None], flags: Buffer) -> Work[None]:
         """Send flags beside a message; see :attr:`flags_beside`."""
@@ -141,17 +146,6 @@ class Memory:
     def rest(self, nap_s: float, most_s: float) -> bool:
         """Sleep until a work may have moved on; see :meth:`Backend.rest`."""
         return self.backend.rest(nap_s, most_s)
-
-    def packing_stamp(self) -> Stamp:
-        """The present moment in what the lane does before messages; 0 where it is not timed."""
-        return perf_counter()
-
-    def lane_stamp(self) -> Stamp:
-        """The present moment in the lane's work."""
-        return perf_counter()
-
-    def watch(self, end: Stamp) -> None:
-        """A group is enqueued, up to here; watch it until it is complete."""
 
     def poll(self) -> None:
         """Called in every pass of the loop; raises ``BackendError`` if an enqueued operation has
@@ -181,10 +175,6 @@ class Memory:
     def updates(self) -> Dependencies:
         """Stand for what the calling thread has done until here."""
         return ()
-
-    def join(self) -> Stamp:
-        """Order the training thread's later work behind the lane's results."""
-        return perf_counter()
 
     def await_arrival(self, end: Stamp) -> None:
         """What the training thread does from here on finds a group that ended there."""

@@ -229,10 +229,9 @@ class GroupBuffer:
         return tuple(sources)
 
     def send(self) -> Work[None]:
-        """Send it; called once after each :meth:`pack`."""
+        """Send it; called once after each :meth:`pack`, behind ``Memory.packed``."""
         memory, data = self._memory, self._message.data
         segments, self._segments = self._segments, []
-        memory.packed()
         work: Work[None]
         if self.whole:
             work = memory.backend.all_reduce(data, self.dtype, self._op, segments)

@@ -31,11 +31,8 @@ def encode_specs(specs: Sequence[TensorSpec], settings: dict[str, Any]) -> bytes
 
 
 def check_specs(who: str, payloads: Sequence[bytes]) -> None:
-    """Compare every rank's tensors and settings, as encoded in ``payloads``, with rank 0's.
-
-    Raises ``DisagreementError`` on every rank: which ranks, which tensors, what each of the two
-    has.
-    """
+    """Raise ``DisagreementError`` where a rank's tensors or settings, as encoded, are not rank
+    0's."""
     messages = [json.loads(p) for p in payloads]
     problems = []
     for rank, theirs in enumerate(messages):
@@ -51,8 +48,7 @@ def check_specs(who: str, payloads: Sequence[bytes]) -> None:
 
 
 def check_equal(who: str, what: str, values: Sequence[str]) -> None:
-    """Raise ``DisagreementError``, naming the first rank that differs from rank 0, unless all are
-    equal."""
+    """Raise ``DisagreementError`` unless all ranks have the same value."""
     for rank, value in enumerate(values):
         if value != values[0]:
             raise DisagreementError(
@@ -61,26 +57,23 @@ def check_equal(who: str, what: str, values: Sequence[str]) -> None:
 
 
 def _differences(ours: dict[str, Any], theirs: dict[str, Any], rank: int) -> list[str]:
-    differences = []
-    mine, other_rows = ours["tensors"], theirs["tensors"]
-    by_name = {row[0]: row for row in other_rows}
+    mine, others = ours["tensors"], theirs["tensors"]
+    by_name = {row[0]: row for row in others}
     names = {row[0] for row in mine}
+    differences = []
     for row in mine:
         match = by_name.get(row[0])
         if match is None:
             differences.append(f"{_shown(row)} of rank 0 is missing on rank {rank}")
         elif match != row:
             differences.append(f"{_shown(row)} on rank 0 is {_shown(match)} on rank {rank}")
-    differences += [
-        f"{_shown(row)} of rank {rank} is missing on rank 0"
-        for row in other_rows
-        if row[0] not in names
-    ]
-    if not differences and mine != other_rows:
-        place = next(k for k, (a, b) in enumerate(zip(mine, other_rows, strict=True)) if a != b)
+    more = [row for row in others if row[0] not in names]
+    differences += [f"{_shown(row)} of rank {rank} is missing on rank 0" for row in more]
+    if not differences and mine != others:
+        place = next(k for k, (a, b) in enumerate(zip(mine, others, strict=True)) if a != b)
         differences.append(
-            f"tensor {place} is {_shown(mine[place])} on rank 0 and "
-            f"{_shown(other_rows[place])} on rank {rank} (the order differs)"
+            f"tensor {place} is {_shown(mine[place])} on rank 0 and {_shown(others[place])} on "
+            f"rank {rank} (the order differs)"
         )
     # Settings follow from the tensors in part, the plan from all else: report causes only.
     for key, value in ours["settings"].items():
@@ -112,15 +105,11 @@ Array = npt.NDArray[Any]
 
 
 def check_consistent(runtime: Runtime, call: str, *details: str, private: int = 0) -> list[int]:
-    """Compare what the ranks are about to do, and return every rank's private number.
+    """Raise ``DisagreementError`` unless all ranks are about to do the same; returns every rank's
+    private number.
 
-    Args:
-        call: the operation, as programs call it.
-        details: its name and what else must be equal on all ranks, as messages show it.
-        private: a number that may differ.
-
-    Raises:
-        DisagreementError: on every rank, with what each of two ranks is about to do.
+    ``call`` is the operation, as programs call it; ``details`` its name and what else must be equal
+    on all ranks, as messages show it.
     """
     purpose = f"{call}({', '.join(details)})"
     label = " ".join([call, *details[:1]])
@@ -147,8 +136,7 @@ def check_bytes(name: str, array: Array) -> None:
 
 
 def check_writable(name: str, array: Any) -> None:
-    """Raise ``TypeError`` for what is no array, ``ValueError`` for an array that is read-only or
-    holds Python objects."""
+    """Raise unless it is an array that can be filled."""
     if not isinstance(array, np.ndarray):
         raise TypeError(
             f"{name} is a {type(array).__qualname__}; expected a NumPy array, which can be filled "
@@ -184,12 +172,8 @@ _ARGUMENT_ERROR = "refused"
 
 @contextmanager
 def sharing_argument_errors(runtime: Runtime, call: str) -> Iterator[None]:
-    """A context in which a call checks its arguments; an error that it raises ends the call on
-    every rank.
-
-    The others learn of it by :func:`check_argument_errors`, on the payloads of the exchange with
-    which the call would have begun.
-    """
+    """A context in which a call checks its arguments. The others learn of an error by
+    :func:`check_argument_errors`, on the payloads of the exchange with which the call begins."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -199,10 +183,8 @@ def sharing_argument_errors(runtime: Runtime, call: str) -> Iterator[None]:
 
 
 def check_argument_errors(runtime: Runtime, call: str, payloads: Sequence[Sequence[Any]]) -> None:
-    """Raise ``PeerError`` if another rank could not take its arguments.
-
-    ``payloads`` are what every rank sent to the call's first exchange, decoded.
-    """
+    """Raise ``PeerError`` if another rank could not take its arguments; ``payloads`` are what every
+    rank sent to the call's first exchange, decoded."""
     for rank, payload in enumerate(payloads):
         if payload[0] == _ARGUMENT_ERROR:
             raise PeerError(f"{runtime.where}: {call}: rank {rank}: {payload[1]}")

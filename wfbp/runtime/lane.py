@@ -120,9 +120,9 @@ class Lane:
                 self._complete(flight)
                 self._start_groups()
             else:  # a link should not wait for the copy
-                arrived = memory.lane_stamp()
+                end = memory.ended()
                 self._start_groups()
-                self._complete(flight, arrived)
+                self._complete(flight, end)
         for flight in list(self._in_flight)[1:]:
             memory.is_enqueued(flight.work)
         if self._closing and self._sequencer.reduced:
@@ -169,14 +169,13 @@ class Lane:
         memory, buffer = self._memory, self.buffers[group]
         num_backward = self._plan.num_backward
         first = group in (0, num_backward)
-        memory.order(self._dependencies.pop(group, ()), behind_messages=first)
-        start = memory.packing_stamp()
+        start = memory.order(self._dependencies.pop(group, ()), behind_messages=first)
         if group < num_backward:
             buffer.pack(self._step)
         else:
             assert self._gather is not None
             buffer.pack(self._gather)
-        packed = memory.packing_stamp()
+        packed = memory.packed()
         work = buffer.send()
         expected_s = None
         if self.costs is not None:
@@ -185,18 +184,17 @@ class Lane:
         self._in_flight.append(_InFlight(group, work, start, packed, since, expected_s))
         self._num_started += 1
 
-    def _complete(self, flight: _InFlight, arrived: Stamp | None = None) -> None:
-        """Copy what it brought; ``arrived`` is the moment before that, where it counts."""
-        memory, group, buffer = self._memory, flight.group, self.buffers[flight.group]
+    def _complete(self, flight: _InFlight, end: Stamp | None = None) -> None:
+        """Copy what it brought; ``end`` is the moment before that, where it counts."""
+        group, buffer = flight.group, self.buffers[flight.group]
         backward = group < self._plan.num_backward
         if backward:
             buffer.arrived()
         else:
             assert self._gather is not None
             buffer.deliver(self._gather)
-        end = memory.lane_stamp() if arrived is None else arrived
+        end = self._memory.ended() if end is None else end
         times = GroupTime(group, flight.start, flight.packed, end)
-        memory.watch(end)
         if not backward:
             self.arrivals.put(times)
             return

@@ -1,4 +1,4 @@
-"""What an engine tells of itself: its report, and the recording of its last iterations."""
+"""What a reducer tells of itself: its report, and the record of its last iterations."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ import socket
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wfbp.core.bound import ratio_to_lower_bound
 from wfbp.core.plan import Plan
 from wfbp.runtime.step import GroupTime
-from wfbp.runtime.tuning.profile import StepTimes, TuningPhase
+from wfbp.runtime.tuning.profile import StepTimes
 from wfbp.runtime.tuning.tuner import Tuner
+
+if TYPE_CHECKING:  # `wfbp report` reads records without a runtime
+    from wfbp.runtime.runtime import Runtime
 
 
 def make_report(tuner: Tuner, num_steps: int) -> dict[str, Any]:
@@ -104,70 +107,56 @@ _taken: Counter[Path] = Counter()
 
 
 class Recorder:
-    """Keeps an engine's last iterations under its plan, and writes the record now and then.
+    """Keeps the last iterations by the present plan, and writes the record now and then.
 
     It is written when the installed plan has run for :data:`KEPT_ITERATIONS` steps, again each time
     that number has doubled (so that writing never falls into steps that the tuner measures), when
-    the engine is closed, and when the process ends. Used by the engine's training thread.
+    the reducer is closed, and when the process ends.
 
     Args:
-        directory: made if it does not exist; shared by the ranks.
-        name: of the engine; a second engine of that name in this process gets a number.
-        library: the MPI library, in words.
-        report: returns the engine's report.
-        warn: told, by topic, why the run cannot be recorded.
+        runtime: in whose ``config.record_dir`` the record is written.
+        name: of the reducer; a second one of that name in this process gets a number.
+        tuner: of the reducer.
     """
 
-    def __init__(
-        self,
-        directory: str,
-        name: str,
-        rank: int,
-        size: int,
-        library: str,
-        report: Callable[[], dict[str, Any]],
-        warn: Callable[[str, str], None],
-    ) -> None:
-        folder = Path(directory)
+    def __init__(self, runtime: Runtime, name: str, tuner: Tuner) -> None:
+        folder = Path(runtime.config.record_dir)
         folder.mkdir(parents=True, exist_ok=True)
         slug = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") or "optimizer"
-        first = folder / f"{slug}.rank{rank}.json"
+        first = folder / f"{slug}.rank{runtime.rank}.json"
         _taken[first] += 1
         self.name = slug if _taken[first] == 1 else f"{slug}-{_taken[first]}"
-        self.path = folder / f"{self.name}.rank{rank}.json"
-        self._rank = rank
-        self._size = size
-        self._library = library
-        self._report = report
-        self._warn = warn
+        self.path = folder / f"{self.name}.rank{runtime.rank}.json"
         self.model = ""
         """What is trained, by its class; set by whoever finds out."""
+        self._runtime = runtime
+        self._tuner = tuner
         self._plan: Plan | None = None
-        self._phase: TuningPhase | None = None
-        self._steps = 0
+        self._installed = False
+        self._num_steps = self._num_by_plan = 0
         self._iterations: deque[tuple[StepTimes, Sequence[GroupTime]]] = deque(
             maxlen=KEPT_ITERATIONS
         )
-        self._tuner: Tuner | None = None
         atexit.register(_write_if_alive, weakref.ref(self))
 
-    def after_step(self, tuner: Tuner, stamps: StepTimes, times: Sequence[GroupTime]) -> None:
+    def after_step(self, number: int, stamps: StepTimes, times: Sequence[GroupTime]) -> None:
         """Take note of a step that ran by the tuner's present plan; before the tuner does."""
-        if tuner.plan is not self._plan or tuner.phase != self._phase:
-            self._plan, self._phase = tuner.plan, tuner.phase
+        tuner = self._tuner
+        if tuner.plan is not self._plan or tuner.installed != self._installed:
+            self._plan, self._installed = tuner.plan, tuner.installed
             self._iterations.clear()
-            self._steps = 0
-        self._tuner = tuner
+            self._num_by_plan = 0
+        self._num_steps = number
         self._iterations.append((stamps, times))
-        self._steps += 1
-        due = self._steps >= KEPT_ITERATIONS and not self._steps & (self._steps - 1)
-        if due and self._phase is TuningPhase.INSTALLED:
+        self._num_by_plan += 1
+        count = self._num_by_plan
+        if self._installed and count >= KEPT_ITERATIONS and not count & (count - 1):
             self.write()
 
     def write(self) -> None:
         """Write the document, whole or not at all. What goes wrong is logged, once in a job:
         training goes on."""
-        if self._tuner is None:
+        if self._plan is None:
             return
         partial = self.path.with_suffix(".partial")
         try:
@@ -176,31 +165,30 @@ class Recorder:
         except OSError as error:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
-            self._warn(
+            self._runtime.warn_once(
                 f"record {self.path.parent}",
-                f"rank {self._rank}: the run could not be recorded in {self.path} "
+                f"rank {self._runtime.rank}: the run could not be recorded in {self.path} "
                 f"({error.strerror or error}); training goes on",
             )
 
     def document(self) -> dict[str, Any]:
         """The document as plain data. There must have been a step."""
-        tuner = self._tuner
-        assert tuner is not None
+        tuner, runtime = self._tuner, self._runtime
         assert self._plan is not None
         return {
             "format": FORMAT,
             "name": self.name,
-            "rank": self._rank,
-            "size": self._size,
+            "rank": runtime.rank,
+            "size": runtime.size,
             "about": {
                 "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 "host": socket.gethostname(),
-                "library": self._library,
+                "library": runtime.library,
                 "versions": _versions(),
                 "model": self.model,
                 "command": _command(),
             },
-            "report": self._report(),
+            "report": make_report(tuner, self._num_steps),
             "plan": self._plan.to_json(),
             "trace": tuner.trace.to_json() if tuner.trace else None,
             "costs": tuner.costs.to_json() if tuner.costs else None,

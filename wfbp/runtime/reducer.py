@@ -13,7 +13,7 @@ from typing import Any
 
 from wfbp.comm.backend import Backend, Work
 from wfbp.comm.device.device import Device
-from wfbp.comm.memory import Memory, Stamp
+from wfbp.comm.memory import Stamp
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan, split_by_dtype
 from wfbp.core.types import TensorSpec, wire_type
@@ -191,17 +191,8 @@ class Reducer:
         runtime.add_lane(self._lane)
         runtime.add_user(self)
         self._record_name = runtime.distinct_name(name)
-        self._recorder: Recorder | None = None
-        if folder := runtime.config.record_dir:
-            self._recorder = Recorder(
-                folder,
-                self._record_name,
-                runtime.rank,
-                runtime.size,
-                runtime.library,
-                self.report,
-                runtime.warn_once,
-            )
+        recorded = bool(runtime.config.record_dir)
+        self._recorder = Recorder(runtime, self._record_name, self._tuner) if recorded else None
         self._begin(memory.now())
 
     # One step: gradients appear.
@@ -535,7 +526,7 @@ class Reducer:
         self._waits, self._gather_times = [], []
         for measured in self._take_measured():
             if recorder is not None:
-                recorder.after_step(tuner, measured.stamps, measured.times)
+                recorder.after_step(self._steps, measured.stamps, measured.times)
             if timeline is not None and measured.stamps.done_s:
                 timeline.step(self._record_name, self._steps, tuner.plan, measured)
             tuner.after_step(measured.stamps)
@@ -647,7 +638,8 @@ class Reducer:
             def send(_: Backend, buffer: GroupBuffer = buffer) -> Work[None]:
                 memory.order(dependencies)
                 buffer.pack(step)
-                return _EnqueuedWork(memory, buffer.send())
+                memory.packed()
+                return buffer.send()
 
             self._channel.call(send, "gradients outside of the plan")
             buffer.arrived()
@@ -850,23 +842,3 @@ def _places(groups: Sequence[Sequence[int]], count: int) -> list[int]:
         for index in members:
             places[index] = group
     return places
-
-
-class _EnqueuedWork(Work[None]):
-    """A work that is complete when what follows in the lane finds its result."""
-
-    def __init__(self, memory: Memory, work: Work[None]) -> None:
-        self._memory = memory
-        self._work = work
-        self.nbytes = work.nbytes
-
-    @property
-    def activity(self) -> int:
-        return self._work.activity
-
-    def test(self) -> bool:
-        return self._memory.is_enqueued(self._work)
-
-    @property
-    def result(self) -> None:
-        return None

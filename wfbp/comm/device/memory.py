@@ -70,8 +70,8 @@ class DeviceMemory(Memory):
         self._deliveries: list[SlotTable] = []
         self._undone: deque[tuple[Event, float]] = deque()
         self._next_check = 0.0
-        self.now = self._now
-        self.produced = self._produced
+        self.now, self.produced, self.join = self._now, self._produced, self._join
+        self.packed, self.ended = self._packed, self._ended
 
     def zeros(self, nbytes: int, travels: bool = False) -> Buffer:
         return self._device.zeros(nbytes, self._packing)
@@ -105,16 +105,29 @@ class DeviceMemory(Memory):
     # Under the progress lock.
 
     def settle(self) -> None:
-        self.order([self._device.record(self._home)], behind_messages=True)
+        device = self._device
+        for stream in (self._home, self._stream):
+            device.wait(self._packing, device.record(stream))
 
-    def order(self, dependencies: Dependencies, behind_messages: bool = False) -> None:
+    def order(self, dependencies: Dependencies, behind_messages: bool = False) -> Stamp:
         if behind_messages:
             self._device.wait(self._packing, self._device.record(self._stream))
         for event in dependencies:
             self._device.wait(self._packing, event)
+        return self._packing_stamp()
 
-    def packed(self) -> None:
+    def _packing_stamp(self) -> Stamp:
+        return self._device.record(self._packing, timed=True) if self.timing else 0.0
+
+    def _packed(self) -> Stamp:
+        stamp = self._packing_stamp()
         self.backend.follow_packing()
+        return stamp
+
+    def _ended(self) -> Stamp:
+        end = self._device.record(self._stream, timed=self.timing)
+        self._undone.append((end, time.monotonic()))
+        return end
 
     def with_flags(self, work: Work[None], flags: Buffer) -> Work[None]:
         assert isinstance(work, DeviceWork)
@@ -132,15 +145,6 @@ class DeviceMemory(Memory):
 
     def rest(self, nap_s: float, most_s: float) -> bool:
         return False
-
-    def packing_stamp(self) -> Stamp:
-        return self._device.record(self._packing, timed=True) if self.timing else 0.0
-
-    def lane_stamp(self) -> Stamp:
-        return self._device.record(self._stream, timed=self.timing)
-
-    def watch(self, end: Stamp) -> None:
-        self._undone.append((end, time.monotonic()))
 
     def poll(self) -> None:
         undone = self._undone
@@ -181,7 +185,7 @@ class DeviceMemory(Memory):
     def updates(self) -> Dependencies:
         return [self._device.record(self._device.current_stream())]
 
-    def join(self) -> Stamp:
+    def _join(self) -> Stamp:
         device = self._device
         self._home = device.current_stream()
         # The lane is done with the step, and leaves its stream to this thread.
