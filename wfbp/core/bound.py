@@ -44,10 +44,8 @@ def lower_bound_s(trace: Trace, costs: Costs) -> float:
 
     Example:
         >>> from wfbp.core.cost import LinearCost
-        >>> from wfbp.core.trace import TraceTensor
-        >>> from wfbp.core.types import TensorSpec
-        >>> tensor = TraceTensor(TensorSpec("w", (250,), "float32"), 1.0, 2.0)
-        >>> lower_bound_s(Trace("one", (tensor,)), Costs(LinearCost(0.5, 0.001)))
+        >>> trace = Trace.uniform("w", 250, 1.0, 2.0)
+        >>> lower_bound_s(trace, Costs(LinearCost(0.5, 0.001)))
         4.5
     """
     sizes = np.array([t.spec.nbytes for t in trace.tensors], dtype=np.float64)

@@ -13,9 +13,7 @@ T = TypeVar("T")
 
 
 def one_of(place: str, value: str, known: Sequence[str], why: str = "") -> str:
-    """``value``, if it is one of ``known``; else a ``ValueError`` that names the nearest and all.
-
-    ``place`` is where the value stands; ``why`` is added to the message.
+    """``value``, if it is one of ``known``; else a ``ValueError`` with its place and the nearest.
 
     Example:
         >>> one_of("op", "sum", ["sum", "max"])
@@ -47,10 +45,7 @@ def number(place: str, value: Any) -> float:
 
 
 def read_json(path: str | Path, parse: Callable[[Any], T]) -> T:
-    """What ``parse`` makes of a JSON file.
-
-    A ``ValueError``, of ``parse`` or because the file is not JSON, begins with the file's name.
-    """
+    """What ``parse`` makes of a JSON file; a ``ValueError`` begins with the file's name."""
     text = Path(path).read_bytes()
     try:
         data = json.loads(text)

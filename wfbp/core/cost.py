@@ -33,7 +33,7 @@ class CostModel(Protocol):
         """Seconds of a message of ``nbytes`` bytes."""
 
     def __hash__(self) -> int:
-        """Models are values."""
+        """Hashable, so plans can be cached by it."""
 
     def many(self, nbytes: Floats) -> Floats:
         """Seconds of each of many messages, in the shape of ``nbytes``."""
@@ -82,23 +82,18 @@ class LinearCost:
         return self.alpha_s + self.beta_s_per_byte * nbytes
 
     def many(self, nbytes: Floats) -> Floats:
-        """Seconds of each of many messages, in the shape of ``nbytes``."""
         return self.alpha_s + self.beta_s_per_byte * nbytes
 
     def compressed(self, part: float) -> LinearCost:
-        """The model of messages of which only this part of the bytes travels."""
         return LinearCost(self.alpha_s, self.beta_s_per_byte * part)
 
     def scaled(self, factor: float) -> LinearCost:
-        """The model whose every message takes ``factor`` times as long."""
         return LinearCost(self.alpha_s * factor, self.beta_s_per_byte * factor)
 
     def lines_below(self, max_bytes: float) -> tuple[Line, ...]:
-        """The line itself: it is never under itself."""
         return ((self.alpha_s, self.beta_s_per_byte),)
 
     def to_json(self) -> dict[str, Any]:
-        """The model as it stands in a ``wfbp-cost/1`` document."""
         return {"alpha_s": self.alpha_s, "beta_s_per_byte": self.beta_s_per_byte}
 
 
@@ -145,12 +140,8 @@ class PiecewiseCost:
                 )
 
     @cached_property
-    def _sizes(self) -> Floats:
-        return np.array([size for size, _ in self.points], dtype=np.float64)
-
-    @cached_property
-    def _seconds(self) -> Floats:
-        return np.array([seconds for _, seconds in self.points], dtype=np.float64)
+    def _columns(self) -> Floats:
+        return np.array(self.points, dtype=np.float64).T
 
     @cached_property
     def _tail_s_per_byte(self) -> float:
@@ -171,23 +162,21 @@ class PiecewiseCost:
         return seconds + (next_seconds - seconds) * ((nbytes - size) / (next_size - size))
 
     def many(self, nbytes: Floats) -> Floats:
-        """Seconds of each of many messages, in the shape of ``nbytes``."""
-        inside = np.interp(nbytes, self._sizes, self._seconds)
-        beyond = np.maximum(nbytes - self._sizes[-1], 0.0)
+        sizes, seconds = self._columns
+        inside = np.interp(nbytes, sizes, seconds)
+        beyond = np.maximum(nbytes - sizes[-1], 0.0)
         result: Floats = inside + self._tail_s_per_byte * beyond
         return result
 
     def compressed(self, part: float) -> PiecewiseCost:
-        """The model of messages of which only this part of the bytes travels."""
         return PiecewiseCost(tuple((size / part, seconds) for size, seconds in self.points))
 
     def scaled(self, factor: float) -> PiecewiseCost:
-        """The model whose every message takes ``factor`` times as long."""
         return PiecewiseCost(tuple((size, seconds * factor) for size, seconds in self.points))
 
     def lines_below(self, max_bytes: float) -> tuple[Line, ...]:
-        """The sides of the curve's lower convex hull that meet 0 bytes at 0 seconds or above,
-        and the line of the best rate per byte, through the origin."""
+        # The sides of the lower convex hull that meet 0 bytes at 0 seconds or above, and the line
+        # of the best rate per byte, through the origin.
         corners = [(0.0, self(0.0))]
         corners += [(x, y) for x, y in self.points if 0 < x < max_bytes]
         if max_bytes > 0:
@@ -202,7 +191,6 @@ class PiecewiseCost:
         return tuple(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """The model as it stands in a ``wfbp-cost/1`` document."""
         return {"points": [[size, seconds] for size, seconds in self.points]}
 
 
@@ -311,13 +299,9 @@ class Costs:
 
     def to_json(self) -> dict[str, Any]:
         """The costs as plain data, format ``wfbp-cost/1``."""
-        data: dict[str, Any] = {"format": FORMAT, "all_reduce": self.all_reduce.to_json()}
-        if self.reduce_scatter is not None:
-            data["reduce_scatter"] = self.reduce_scatter.to_json()
-        if self.all_gather is not None:
-            data["all_gather"] = self.all_gather.to_json()
-        data["kappa"] = self.kappa
-        return data
+        curves = {operation.value: getattr(self, operation.value) for operation in Operation}
+        known = {name: curve.to_json() for name, curve in curves.items() if curve is not None}
+        return {"format": FORMAT, **known, "kappa": self.kappa}
 
     @classmethod
     def from_json(cls, data: Any) -> Costs:
@@ -335,16 +319,12 @@ class Costs:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             actual = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"not a cost file: expected format {FORMAT!r}, found {actual!r}")
-        known = ("format", "all_reduce", "reduce_scatter", "all_gather", "kappa", "num_ranks")
-        _only_known("", data, known)
+        names = [operation.value for operation in Operation]
+        _only_known("", data, ("format", *names, "kappa", "num_ranks"))
         if "all_reduce" not in data:
             raise ValueError("all_reduce: missing")
-        return cls(
-            _curve("all_reduce", data["all_reduce"]),
-            _curve("reduce_scatter", data["reduce_scatter"]) if "reduce_scatter" in data else None,
-            _curve("all_gather", data["all_gather"]) if "all_gather" in data else None,
-            number("kappa", data.get("kappa", 0.0)),
-        )
+        curves = {name: _curve(name, data[name]) for name in names if name in data}
+        return cls(**curves, kappa=number("kappa", data.get("kappa", 0.0)))
 
     @classmethod
     def load(cls, path: str | Path) -> Costs:
@@ -357,9 +337,8 @@ class Costs:
         return read_json(path, cls.from_json)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # planners ask often, and a curve makes arrays when it is first used
 def _half(curve: CostModel) -> CostModel:
-    """Kept, because planners ask often, and a curve works out arrays when it is first used."""
     return curve.scaled(0.5)
 
 

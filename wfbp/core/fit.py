@@ -120,10 +120,7 @@ def fit_kappa(trace: Trace, costs: Costs, measured: Sequence[tuple[Plan, float]]
         >>> from dataclasses import replace
         >>> from wfbp.core.planners import plan
         >>> from wfbp.core.timeline import iteration_s
-        >>> from wfbp.core.trace import TraceTensor
-        >>> from wfbp.core.types import TensorSpec
-        >>> trace = Trace("t", tuple(
-        ...     TraceTensor(TensorSpec(n, (10,), "float32"), 1.0, 1.0) for n in "abcd"))
+        >>> trace = Trace.uniform("abcd", 10, 1.0, 1.0)
         >>> costs = Costs(LinearCost(0.5, 0.0))
         >>> wfbp = plan("wfbp", trace, costs)
         >>> seconds = iteration_s(wfbp, trace, replace(costs, kappa=0.25))
@@ -152,7 +149,7 @@ def fit_kappa(trace: Trace, costs: Costs, measured: Sequence[tuple[Plan, float]]
 
 
 def _golden(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function with one valley between ``low`` and ``high`` is least."""
+    """The minimum of a function with one valley between ``low`` and ``high``."""
     left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
     at_left, at_right = function(left), function(right)
     while high - low > 1e-7:

@@ -113,7 +113,6 @@ class Plan:
         return sum(group.phase is Phase.BACKWARD for group in self.groups)
 
     def dtype(self, group: int) -> str:
-        """Element type of a group."""
         return self.tensors[self.groups[group].tensors[0]].dtype
 
     def offsets(self, group: int) -> tuple[int, ...]:
@@ -126,7 +125,6 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(spec.nbytes for spec in self.tensors)
 
     @cached_property
@@ -187,18 +185,15 @@ class Plan:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"not a plan: expected format {FORMAT!r}")
         try:
-            return cls(
-                schedule=_is(str, data["schedule"]),
-                tensors=tuple(
-                    TensorSpec(_is(str, t["name"]), _whole(t["shape"]), _is(str, t["dtype"]))
-                    for t in data["tensors"]
-                ),
-                groups=tuple(
-                    Group(_whole(g["tensors"]), Operation(g["operation"]), Phase(g["phase"]))
-                    for g in data["groups"]
-                ),
-                overlap=_is(bool, data["overlap"]),
+            tensors = tuple(
+                TensorSpec(_is(str, t["name"]), _whole(t["shape"]), _is(str, t["dtype"]))
+                for t in data["tensors"]
             )
+            groups = tuple(
+                Group(_whole(g["tensors"]), Operation(g["operation"]), Phase(g["phase"]))
+                for g in data["groups"]
+            )
+            return cls(_is(str, data["schedule"]), tensors, groups, _is(bool, data["overlap"]))
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a valid {FORMAT} document: {error!r}") from error
 

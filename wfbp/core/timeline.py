@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -54,6 +54,40 @@ class PhaseTiming:
     end_s: float
 
 
+class _Row(NamedTuple):
+    """A group: its channel time, and a time on the compute clock.
+
+    That is when its last gradient exists, or, for an all-gather, the forward compute that is left
+    from its first tensor on.
+    """
+
+    clock_s: float
+    cost_s: float
+    nbytes: int
+
+
+def _backward_rows(plan: Plan, trace: Trace, costs: Costs) -> list[_Row]:
+    check_same_tensors(plan, trace)
+    ready_clock = trace.ready_times_s[::-1]
+    sizes = [t.spec.nbytes for t in trace.tensors]
+    cost_of = {operation: costs.of(operation) for operation in Operation}
+    rows = []
+    for group in plan.groups[: plan.num_backward]:
+        nbytes = sum(sizes[k] for k in group.tensors)
+        ready_s = max(ready_clock[k] for k in group.tensors) if plan.overlap else ready_clock[0]
+        rows.append(_Row(ready_s, cost_of[group.operation](nbytes), nbytes))
+    return rows
+
+
+def _forward_rows(plan: Plan, trace: Trace, costs: Costs) -> list[_Row]:
+    left_s = list(accumulate(t.forward_s for t in reversed(trace.tensors)))[::-1]
+    rows = []
+    for group in plan.groups[plan.num_backward :]:
+        nbytes = sum(trace.tensors[k].spec.nbytes for k in group.tensors)
+        rows.append(_Row(left_s[min(group.tensors)], costs.of(group.operation)(nbytes), nbytes))
+    return rows
+
+
 def backward_phase(plan: Plan, trace: Trace, costs: Costs) -> PhaseTiming:
     """Backward: groups leave in order, each when its last gradient exists.
 
@@ -62,7 +96,7 @@ def backward_phase(plan: Plan, trace: Trace, costs: Costs) -> PhaseTiming:
     """
     rows = _backward_rows(plan, trace, costs)
     spans, clocks, walls = _send_in_backward(rows, costs.kappa)
-    ready_s = [row.ready_s for row in rows] + [trace.backward_s]
+    ready_s = [row.clock_s for row in rows] + [trace.backward_s]
     if costs.kappa > 0.0:
         ready_s = np.interp(ready_s, clocks, walls).tolist()
     timings = tuple(
@@ -72,29 +106,8 @@ def backward_phase(plan: Plan, trace: Trace, costs: Costs) -> PhaseTiming:
     return PhaseTiming(timings, ready_s[-1], max(walls[-1], ready_s[-1]))
 
 
-class _BackwardRow(NamedTuple):
-    """A group of backward: when it is ready on the compute clock, and its channel time."""
-
-    ready_s: float
-    cost_s: float
-    nbytes: int
-
-
-def _backward_rows(plan: Plan, trace: Trace, costs: Costs) -> list[_BackwardRow]:
-    check_same_tensors(plan, trace)
-    ready_clock = trace.ready_times_s[::-1]
-    sizes = [t.spec.nbytes for t in trace.tensors]
-    cost_of = {operation: costs.of(operation) for operation in Operation}
-    rows = []
-    for group in plan.groups[: plan.num_backward]:
-        nbytes = sum(sizes[k] for k in group.tensors)
-        ready_s = max(ready_clock[k] for k in group.tensors) if plan.overlap else ready_clock[0]
-        rows.append(_BackwardRow(ready_s, cost_of[group.operation](nbytes), nbytes))
-    return rows
-
-
 def _send_in_backward(
-    rows: Sequence[_BackwardRow], kappa: float
+    rows: Sequence[_Row], kappa: float
 ) -> tuple[list[tuple[float, float]], list[float], list[float]]:
     """When each group starts and ends, and points of the compute clock with their wall times."""
     lag = kappa / (1.0 + kappa)
@@ -122,41 +135,19 @@ def forward_phase(plan: Plan, trace: Trace, costs: Costs) -> PhaseTiming:
     ends at the latest of all (arrival + forward compute from there on), and never before T_f.
     """
     rows = _forward_rows(plan, trace, costs)
-    timings = []
-    end_s = 0.0
-    for cost_s, _, nbytes in rows:
-        start_s, end_s = end_s, end_s + cost_s
-        timings.append(GroupTiming(0.0, start_s, end_s, nbytes))
+    ends_s = list(accumulate((row.cost_s for row in rows), initial=0.0))
+    timings = tuple(
+        GroupTiming(0.0, start_s, end_s, row.nbytes)
+        for row, (start_s, end_s) in zip(rows, pairwise(ends_s), strict=True)
+    )
     finish_s = _forward_end_s(rows, trace.forward_s, costs.kappa)
-    return PhaseTiming(tuple(timings), finish_s, finish_s)
+    return PhaseTiming(timings, finish_s, finish_s)
 
 
-class _ForwardRow(NamedTuple):
-    """A group of forward: its channel time, and the compute from its first tensor on."""
-
-    cost_s: float
-    left_s: float
-    nbytes: int
-
-
-def _forward_rows(plan: Plan, trace: Trace, costs: Costs) -> list[_ForwardRow]:
-    groups = plan.groups[plan.num_backward :]
-    if not groups:
-        return []
-    left_s = list(accumulate(t.forward_s for t in reversed(trace.tensors)))[::-1]
-    rows = []
-    for group in groups:
-        nbytes = sum(trace.tensors[k].spec.nbytes for k in group.tensors)
-        rows.append(
-            _ForwardRow(costs.of(group.operation)(nbytes), left_s[min(group.tensors)], nbytes)
-        )
-    return rows
-
-
-def _forward_end_s(rows: Sequence[_ForwardRow], forward_s: float, kappa: float) -> float:
+def _forward_end_s(rows: Sequence[_Row], forward_s: float, kappa: float) -> float:
     speed = 1.0 / (1.0 + kappa)
     end_s, clock = 0.0, forward_s
-    for cost_s, left_s, _ in rows:
+    for left_s, cost_s, _ in rows:
         end_s += cost_s
         clock = max(clock, end_s * speed + left_s)
     return clock + (1.0 - speed) * end_s
@@ -227,10 +218,7 @@ def timeline(plan: Plan, trace: Trace, costs: Costs) -> IterationForecast:
     Example:
         >>> from wfbp.core.cost import LinearCost
         >>> from wfbp.core.planners import plan
-        >>> from wfbp.core.trace import TraceTensor
-        >>> from wfbp.core.types import TensorSpec
-        >>> tensor = TraceTensor(TensorSpec("w", (250,), "float32"), 1.0, 2.0)
-        >>> trace, costs = Trace("one", (tensor,)), Costs(LinearCost(0.5, 0.001))
+        >>> trace, costs = Trace.uniform("w", 250, 1.0, 2.0), Costs(LinearCost(0.5, 0.001))
         >>> timeline(plan("single", trace, costs), trace, costs).iteration_s
         4.5
     """
@@ -256,20 +244,12 @@ def timeline(plan: Plan, trace: Trace, costs: Costs) -> IterationForecast:
 
 
 def iteration_s(plan: Plan, trace: Trace, costs: Costs) -> float:
-    """Predicted seconds of one iteration: ``timeline(...).iteration_s`` without the rest.
-
-    Raises:
-        ValueError: as :func:`timeline`.
-    """
+    """Predicted seconds of one iteration: ``timeline(...).iteration_s`` without the rest."""
     return iteration_by_kappa(plan, trace, costs)(costs.kappa)
 
 
 def iteration_by_kappa(plan: Plan, trace: Trace, costs: Costs) -> Callable[[float], float]:
-    """:func:`iteration_s` for any interference; what does not depend on that is computed once.
-
-    Raises:
-        ValueError: as :func:`timeline`.
-    """
+    """:func:`iteration_s` for any interference; what does not depend on that is computed once."""
     backward, forward = _backward_rows(plan, trace, costs), _forward_rows(plan, trace, costs)
     backward_s, forward_s, other_s = trace.backward_s, trace.forward_s, trace.other_s
 

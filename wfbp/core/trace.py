@@ -70,11 +70,9 @@ class Trace:
         """The same where each tensor is updated only just before forward uses it: the seconds of
         the optimizer's update, part of ``other_s`` here, belong to forward there, by bytes.
 
-        Example:
-            >>> w = TraceTensor(TensorSpec("w", (4,), "float32"), forward_s=1.0, backward_s=2.0)
-            >>> trace = Trace("tiny", (w,), other_s=1.0).updated_when_read(0.25)
-            >>> trace.forward_s, trace.other_s
-            (1.25, 0.75)
+        >>> trace = replace(Trace.uniform("w", 4, 1.0, 2.0), other_s=1.0).updated_when_read(0.25)
+        >>> trace.forward_s, trace.other_s
+        (1.25, 0.75)
         """
         nbytes = sum(self.backward_bytes)
         if not nbytes:
@@ -85,6 +83,16 @@ class Trace:
             for t in self.tensors
         )
         return replace(self, tensors=tensors, other_s=self.other_s - moved_s)
+
+    @classmethod
+    def uniform(cls, names: str, numel: int, forward_s: float, backward_s: float) -> Trace:
+        """A model of equal float32 tensors with names of one letter, for examples.
+
+        >>> Trace.uniform("abc", 10, 1.0, 2.0).backward_s
+        6.0
+        """
+        specs = [TensorSpec(name, (numel,), "float32") for name in names]
+        return cls("uniform", tuple(TraceTensor(s, forward_s, backward_s) for s in specs))
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:

@@ -7,29 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from wfbp.core.checks import number
 from wfbp.core.cost import CostModel, Costs, LinearCost, PiecewiseCost
 from wfbp.core.fit import fit_linear
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """One hop between two workers.
-
-    Args:
-        alpha_s: seconds before the first byte moves.
-        beta_s_per_byte: seconds per byte.
-
-    Raises:
-        ValueError: a figure is negative or not finite.
-    """
-
-    alpha_s: float
-    beta_s_per_byte: float
-
-    def __post_init__(self) -> None:
-        number("alpha_s", self.alpha_s)
-        number("beta_s_per_byte", self.beta_s_per_byte)
+class Link(LinearCost):
+    """One hop between two workers, as alpha and beta."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +38,8 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What the slowest worker does in an all-reduce: hops in a row, and the message's bytes times
-    ``volume`` through its link; first on the links between hosts, then within its host."""
+    """The slowest worker's hops in a row, and the part of the message's bytes through its link:
+    on the links between hosts, and within its host."""
 
     hops: float
     volume: float
@@ -147,16 +131,23 @@ def scale(
         >>> scale(scale(link, 16), 64, measured_on=16) == scale(link, 64)
         True
     """
-    _check(workers, algorithm, node)
+    if algorithm not in ALGORITHMS:
+        known = ", ".join(ALGORITHMS)
+        raise ValueError(f"algorithm {algorithm!r} is not known; known are {known}")
+    if workers < 1:
+        raise ValueError(f"workers: expected at least 1, found {workers}")
+    if (algorithm == "hierarchical") is not (node is not None):
+        raise ValueError(f"node: {'missing' if node is None else 'not used'} for {algorithm!r}")
     work = _hierarchical(workers, node) if node else FLAT[algorithm](workers)
     if isinstance(source, Link):
-        return Costs(_cost(LinearCost(source.alpha_s, source.beta_s_per_byte), work, node, 1.0))
+        return Costs(_cost(source, work, node, 1.0))
     if measured_on < 2:
         raise ValueError(f"measured_on: expected at least 2 workers, found {measured_on}")
     measured = FLAT["ring" if node else algorithm](measured_on)
 
     def carried(curve: CostModel, share: float) -> LinearCost:
-        line = _line(curve)
+        line = fit_linear(curve.points) if isinstance(curve, PiecewiseCost) else curve
+        assert isinstance(line, LinearCost)
         per_link = LinearCost(
             line.alpha_s / (share * measured.hops),
             line.beta_s_per_byte / (share * measured.volume),
@@ -170,23 +161,6 @@ def scale(
         carried(gather, 0.5) if gather is not None else None,
         source.kappa,
     )
-
-
-def _line(curve: CostModel) -> LinearCost:
-    if isinstance(curve, LinearCost):
-        return curve
-    assert isinstance(curve, PiecewiseCost)
-    return fit_linear(curve.points)
-
-
-def _check(workers: int, algorithm: str, node: Node | None) -> None:
-    if algorithm not in ALGORITHMS:
-        known = ", ".join(ALGORITHMS)
-        raise ValueError(f"algorithm {algorithm!r} is not known; known are {known}")
-    if workers < 1:
-        raise ValueError(f"workers: expected at least 1, found {workers}")
-    if (algorithm == "hierarchical") is not (node is not None):
-        raise ValueError(f"node: {'missing' if node is None else 'not used'} for {algorithm!r}")
 
 
 def _hierarchical(workers: int, node: Node) -> _Work:

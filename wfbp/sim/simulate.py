@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from heapq import heappop, heappush
 
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
@@ -64,7 +64,6 @@ class Iteration:
 
     @property
     def seconds(self) -> float:
-        """Length of the iteration."""
         return self.end_s - self.start_s
 
 
@@ -111,10 +110,7 @@ def simulate(
     Example:
         >>> from wfbp.core.cost import LinearCost
         >>> from wfbp.core.planners import plan
-        >>> from wfbp.core.trace import TraceTensor
-        >>> from wfbp.core.types import TensorSpec
-        >>> tensor = TraceTensor(TensorSpec("w", (250,), "float32"), 1.0, 2.0)
-        >>> trace, costs = Trace("one", (tensor,)), Costs(LinearCost(0.5, 0.001))
+        >>> trace, costs = Trace.uniform("w", 250, 1.0, 2.0), Costs(LinearCost(0.5, 0.001))
         >>> simulate(plan("single", trace, costs), trace, costs).iteration_s
         4.5
     """
@@ -125,29 +121,15 @@ def simulate(
     return Simulation(plan, tuple(worker.iterate() for _ in range(iterations)))
 
 
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    end_s: float
-    group: int
-
-
 class _Worker:
     """The virtual clock, the computation, and the channel of one worker."""
 
     def __init__(self, plan: Plan, trace: Trace, costs: Costs, channels: int) -> None:
         self._sequencer = Sequencer(plan, channels)
         self._trace = trace
-        self._group_of = {
-            k: number
-            for number, group in enumerate(plan.groups[: plan.num_backward])
-            for k in group.tensors
-        }
-        self._gather_of = {
-            k: number
-            for number, group in enumerate(plan.groups)
-            if group.phase is Phase.FORWARD
-            for k in group.tensors
-        }
+        pairs = [(k, number) for number, group in enumerate(plan.groups) for k in group.tensors]
+        self._group_of = {k: number for k, number in pairs if number < plan.num_backward}
+        self._gather_of = {k: number for k, number in pairs if number >= plan.num_backward}
         self._to_arrive: set[int] = set()  # all-gathers of the iteration before
         sizes = [t.spec.nbytes for t in trace.tensors]
         self._nbytes = [sum(sizes[k] for k in group.tensors) for group in plan.groups]
@@ -160,7 +142,7 @@ class _Worker:
         self._overlap = plan.overlap
         self._slowdown = 1.0 + costs.kappa
         self._now_s = 0.0
-        self._flights: list[_InFlight] = []
+        self._flights: list[tuple[float, int]] = []  # a heap: when which group arrives
         self._compute: list[ComputeSpan] = []
         self._sent: list[tuple[int, float, float]] = []
         self._exists_s = [0.0] * len(sizes)
@@ -171,7 +153,7 @@ class _Worker:
         begin_s = self._now_s
         missing = [len(members) for members in self._members[: self._num_backward]]
         for k, tensor in enumerate(tensors):
-            self._wait(partial(self._has_arrived, k))
+            self._wait(lambda k=k: self._gather_of.get(k) not in self._to_arrive)  # type: ignore[misc]
             self._run(Phase.FORWARD, k, tensor.forward_s)
         for k in reversed(range(len(tensors))):
             self._run(Phase.BACKWARD, k, tensors[k].backward_s)
@@ -190,10 +172,6 @@ class _Worker:
         iteration = Iteration(begin_s, self._now_s, tuple(self._compute), messages)
         self._compute, self._sent = [], []
         return iteration
-
-    def _has_arrived(self, tensor: int) -> bool:
-        """Whether forward may use a tensor: no all-gather of it is still to come."""
-        return self._gather_of.get(tensor) not in self._to_arrive
 
     def _message(
         self, begin_s: float, closed_s: float, group: int, start_s: float, end_s: float
@@ -214,7 +192,7 @@ class _Worker:
                 self._now_s += left_s
                 break
             end_s = self._now_s + left_s * self._slowdown
-            next_s = min(flight.end_s for flight in self._flights)
+            next_s = self._flights[0][0]
             if end_s <= next_s:
                 self._now_s = end_s
                 break
@@ -227,19 +205,19 @@ class _Worker:
         self._land()
         while not condition():
             self._leave()
-            self._now_s = min(flight.end_s for flight in self._flights)
+            self._now_s = self._flights[0][0]
             self._land()
 
     def _land(self) -> None:
         """Take note of what has arrived by now."""
-        for flight in [f for f in self._flights if f.end_s <= self._now_s]:
-            self._flights.remove(flight)
-            self._sequencer.completed(flight.group)
-            self._to_arrive.discard(flight.group)
+        while self._flights and self._flights[0][0] <= self._now_s:
+            _, group = heappop(self._flights)
+            self._sequencer.completed(group)
+            self._to_arrive.discard(group)
 
     def _leave(self) -> None:
         """Start what may leave now."""
         while (group := self._sequencer.start_next()) is not None:
             start_s, end_s = self._now_s, self._now_s + self._cost_s[group]
-            self._flights.append(_InFlight(end_s, group))
+            heappush(self._flights, (end_s, group))
             self._sent.append((group, start_s, end_s))

@@ -61,10 +61,9 @@ def sweep(
 
     Args:
         traces: the models.
-        source, measured_on, node: as for :func:`wfbp.sim.scaling.scale`.
+        source, algorithm, measured_on, node: as for :func:`wfbp.sim.scaling.scale`.
         workers: numbers of workers.
         schedules: names of planners.
-        algorithm: how the collectives work.
 
     Returns:
         Rows by model, then workers, then schedule.
@@ -73,9 +72,7 @@ def sweep(
         ValueError: as ``scale``, or a schedule is not known.
 
     Example:
-        >>> from wfbp.core.trace import TraceTensor
-        >>> from wfbp.core.types import TensorSpec
-        >>> trace = Trace("one", (TraceTensor(TensorSpec("w", (9,), "float32"), 1.0, 2.0),))
+        >>> trace = Trace.uniform("w", 9, 1.0, 2.0)
         >>> [round(r.efficiency, 3) for r in sweep([trace], Link(0.1, 0.0), [1, 4], ["oasr"])]
         [1.0, 0.833]
     """

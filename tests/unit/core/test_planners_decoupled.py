@@ -17,7 +17,7 @@ from wfbp.core.plan import Plan
 from wfbp.core.planners import dear_search, plan
 from wfbp.core.planners.baselines import ipart
 from wfbp.core.planners.dear import ThresholdSearch
-from wfbp.core.planners.plan_builder import plan_of_phases
+from wfbp.core.planners.partition import plan_of_phases
 from wfbp.core.timeline import iteration_s, timeline
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import Operation, Phase, TensorSpec

@@ -15,9 +15,8 @@ from tests.unit.core.test_planners_decoupled import random_costs
 from wfbp.core.bound import lower_bound_s
 from wfbp.core.cost import Costs, LinearCost, PiecewiseCost
 from wfbp.core.planners import PLANNERS, plan
-from wfbp.core.planners.hybrid import shared_modes
-from wfbp.core.planners.partition_optimizer import PartitionOptimizer
-from wfbp.core.planners.plan_builder import plan_of_phases
+from wfbp.core.planners.hybrid import PartitionOptimizer, shared_modes
+from wfbp.core.planners.partition import plan_of_phases
 from wfbp.core.timeline import iteration_s, timeline
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import Operation, TensorSpec

@@ -12,7 +12,7 @@ from tests.support import reference
 from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.plan import Group, Plan
 from wfbp.core.planners import plan
-from wfbp.core.planners.plan_builder import plan_of_runs
+from wfbp.core.planners.partition import plan_of_runs
 from wfbp.core.timeline import iteration_s, timeline
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import Operation, Phase, TensorSpec

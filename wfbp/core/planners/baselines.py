@@ -12,8 +12,7 @@ from itertools import accumulate
 
 from wfbp.core.cost import CostModel, Costs
 from wfbp.core.plan import Plan
-from wfbp.core.planners.partition import Row, Rows, all_by, measure
-from wfbp.core.planners.plan_builder import plan_of_phases, plan_of_runs
+from wfbp.core.planners.partition import Row, Rows, all_by, measure, plan_of_phases, plan_of_runs
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation
 
@@ -33,10 +32,8 @@ def per_tensor(trace: Trace, costs: Costs) -> Plan:
 
     Example:
         >>> from wfbp.core.cost import LinearCost
-        >>> from wfbp.core.trace import TraceTensor
-        >>> from wfbp.core.types import TensorSpec
-        >>> w, b = (TraceTensor(TensorSpec(n, (1,), "float32"), 1.0, 1.0) for n in "wb")
-        >>> len(per_tensor(Trace("tiny", (w, b)), Costs(LinearCost(1e-3, 1e-9))).groups)
+        >>> trace = Trace.uniform("wb", 1, 1.0, 1.0)
+        >>> len(per_tensor(trace, Costs(LinearCost(1e-3, 1e-9))).groups)
         2
     """
     return plan_of_runs("wfbp", trace, range(1, len(trace.tensors) + 1))
@@ -54,10 +51,8 @@ def single(trace: Trace, costs: Costs) -> Plan:
 
     Example:
         >>> from wfbp.core.cost import LinearCost
-        >>> from wfbp.core.trace import TraceTensor
-        >>> from wfbp.core.types import TensorSpec
-        >>> w, b = (TraceTensor(TensorSpec(n, (1,), "float32"), 1.0, 1.0) for n in "wb")
-        >>> [g.tensors for g in single(Trace("t", (w, b)), Costs(LinearCost(1e-3, 1e-9))).groups]
+        >>> trace = Trace.uniform("wb", 1, 1.0, 1.0)
+        >>> [g.tensors for g in single(trace, Costs(LinearCost(1e-3, 1e-9))).groups]
         [(1, 0)]
     """
     return plan_of_runs("single", trace, [len(trace.tensors)])
@@ -85,10 +80,7 @@ def threshold(trace: Trace, costs: Costs, *, threshold_bytes: int = DEFAULT_BYTE
 
     Example:
         >>> from wfbp.core.cost import LinearCost
-        >>> from wfbp.core.trace import TraceTensor
-        >>> from wfbp.core.types import TensorSpec
-        >>> trace = Trace("t", tuple(
-        ...     TraceTensor(TensorSpec(n, (10,), "float32"), 1.0, 1.0) for n in "abc"))
+        >>> trace = Trace.uniform("abc", 10, 1.0, 1.0)
         >>> costs = Costs(LinearCost(1e-3, 1e-9))
         >>> [g.tensors for g in threshold(trace, costs, threshold_bytes=41).groups]
         [(2, 1), (0,)]
@@ -135,10 +127,7 @@ def mgwfbp(trace: Trace, costs: Costs) -> Plan:
 
     Example:
         >>> from wfbp.core.cost import LinearCost
-        >>> from wfbp.core.trace import TraceTensor
-        >>> from wfbp.core.types import TensorSpec
-        >>> trace = Trace("t", tuple(
-        ...     TraceTensor(TensorSpec(n, (10,), "float32"), 1.0, 1.0) for n in "abc"))
+        >>> trace = Trace.uniform("abc", 10, 1.0, 1.0)
         >>> [len(mgwfbp(trace, Costs(LinearCost(alpha, 0.0))).groups) for alpha in (0.9, 1.1)]
         [3, 1]
     """
@@ -179,10 +168,8 @@ def parameter_server(trace: Trace, costs: Costs) -> Plan:
 
     Example:
         >>> from wfbp.core.cost import LinearCost
-        >>> from wfbp.core.trace import TraceTensor
-        >>> from wfbp.core.types import TensorSpec
-        >>> w, b = (TraceTensor(TensorSpec(n, (1,), "float32"), 1.0, 1.0) for n in "wb")
-        >>> made = parameter_server(Trace("tiny", (w, b)), Costs(LinearCost(1e-3, 1e-9)))
+        >>> trace = Trace.uniform("wb", 1, 1.0, 1.0)
+        >>> made = parameter_server(trace, Costs(LinearCost(1e-3, 1e-9)))
         >>> [g.tensors for g in made.groups]
         [(1, 0), (0, 1)]
     """
@@ -206,10 +193,8 @@ def parameter_server_layerwise(trace: Trace, costs: Costs) -> Plan:
 
     Example:
         >>> from wfbp.core.cost import LinearCost
-        >>> from wfbp.core.trace import TraceTensor
-        >>> from wfbp.core.types import TensorSpec
-        >>> w, b = (TraceTensor(TensorSpec(n, (1,), "float32"), 1.0, 1.0) for n in "wb")
-        >>> made = parameter_server_layerwise(Trace("t", (w, b)), Costs(LinearCost(1e-3, 1e-9)))
+        >>> trace = Trace.uniform("wb", 1, 1.0, 1.0)
+        >>> made = parameter_server_layerwise(trace, Costs(LinearCost(1e-3, 1e-9)))
         >>> [g.tensors for g in made.groups]
         [(1,), (0,), (0,), (1,)]
     """
@@ -241,10 +226,7 @@ def ipart(trace: Trace, costs: Costs) -> Plan:
 
     Example:
         >>> from wfbp.core.cost import LinearCost
-        >>> from wfbp.core.trace import TraceTensor
-        >>> from wfbp.core.types import TensorSpec
-        >>> trace = Trace("t", tuple(
-        ...     TraceTensor(TensorSpec(n, (10,), "float32"), 1.0, 2.0) for n in "abcdefg"))
+        >>> trace = Trace.uniform("abcdefg", 10, 1.0, 2.0)
         >>> made = ipart(trace, Costs(LinearCost(0.0, 0.025)))
         >>> [len(g.tensors) for g in made.groups]
         [2, 4, 1, 1, 2, 4]

@@ -12,8 +12,7 @@ from typing import Any
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.planners.baselines import DEFAULT_BYTES, ends_by_size
-from wfbp.core.planners.partition import all_by
-from wfbp.core.planners.plan_builder import plan_of_phases
+from wfbp.core.planners.partition import all_by, plan_of_phases
 from wfbp.core.timeline import iteration_s
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation
@@ -101,10 +100,7 @@ def dear(trace: Trace, costs: Costs, *, threshold_bytes: int = DEFAULT_BYTES) ->
 
     Example:
         >>> from wfbp.core.cost import LinearCost
-        >>> from wfbp.core.trace import TraceTensor
-        >>> from wfbp.core.types import TensorSpec
-        >>> trace = Trace("t", tuple(
-        ...     TraceTensor(TensorSpec(n, (10,), "float32"), 1.0, 1.0) for n in "abc"))
+        >>> trace = Trace.uniform("abc", 10, 1.0, 1.0)
         >>> made = dear(trace, Costs(LinearCost(1e-3, 1e-9)), threshold_bytes=41)
         >>> [g.tensors for g in made.groups]
         [(2, 1), (0,), (0,), (1, 2)]

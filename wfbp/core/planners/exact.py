@@ -11,8 +11,7 @@ from functools import lru_cache
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.planners.optimum import TOLERANCE, check_tolerance, optimum, solver_of, within
-from wfbp.core.planners.partition import Rows, all_by
-from wfbp.core.planners.plan_builder import plan_of_phases, plan_of_runs
+from wfbp.core.planners.partition import Rows, all_by, plan_of_phases, plan_of_runs
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation
 
@@ -54,10 +53,7 @@ def oasr(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> Plan:
 
     Example:
         >>> from wfbp.core.cost import LinearCost
-        >>> from wfbp.core.trace import TraceTensor
-        >>> from wfbp.core.types import TensorSpec
-        >>> trace = Trace("t", tuple(
-        ...     TraceTensor(TensorSpec(n, (10,), "float32"), 1.0, 1.0) for n in "abcd"))
+        >>> trace = Trace.uniform("abcd", 10, 1.0, 1.0)
         >>> [g.tensors for g in oasr(trace, Costs(LinearCost(0.9, 0.01))).groups]
         [(3, 2), (1, 0)]
     """
@@ -101,10 +97,7 @@ def independent(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> 
 
     Example:
         >>> from wfbp.core.cost import LinearCost
-        >>> from wfbp.core.trace import TraceTensor
-        >>> from wfbp.core.types import TensorSpec
-        >>> trace = Trace("t", tuple(
-        ...     TraceTensor(TensorSpec(n, (10,), "float32"), 0.2, 1.0) for n in "abcd"))
+        >>> trace = Trace.uniform("abcd", 10, 0.2, 1.0)
         >>> made = independent(trace, Costs(LinearCost(1.8, 0.01)))
         >>> [g.tensors for g in made.groups]
         [(3, 2), (1, 0), (0, 1, 2, 3)]
