@@ -40,7 +40,8 @@ class NetworkCosts:
     """The cost curves that ranks have measured together.
 
     ``budget_s`` is the time to measure in all, about. ``check`` is called again and again with a
-    label and the seconds waited; it raises where waiting on is hopeless. ``tells``: this rank logs.
+    label and the seconds waited; it raises when more waiting is hopeless. ``tells``: whether this
+    rank logs.
     """
 
     def __init__(
@@ -50,7 +51,6 @@ class NetworkCosts:
         self._budget_s = budget_s
         self._check = check
         self._curves: dict[str, dict[Operation, tuple[int, PiecewiseCost]]] = {}
-        self._costs: dict[str, Costs] = {}
 
     def _tell(self, message: str, *values: object) -> None:
         if self._tells:
@@ -65,13 +65,12 @@ class NetworkCosts:
         call: Callable[[Callable[[Backend], Any], str], Any],
     ) -> Costs:
         """As :meth:`Runtime.measure_costs`; ``call`` runs one collective."""
-        through = lane_backend if isinstance(lane_backend, DeviceBackend) else None
-        way = type(through).__name__
-        curves = self._curves.setdefault(way, {})
-        if through is None:
-            max_bytes = min(max_bytes, _LARGEST_BYTES)
+        device = lane_backend if isinstance(lane_backend, DeviceBackend) else None
+        curves = self._curves.setdefault(type(device).__name__, {})
         if anew:
             curves.clear()
+        if device is None:
+            max_bytes = min(max_bytes, _LARGEST_BYTES)
         missing = [
             operation
             for operation in Operation
@@ -80,8 +79,8 @@ class NetworkCosts:
         ]
         if missing:
             asked_bytes = max_bytes
-            if through is not None:
-                max_bytes = min(max_bytes, _bound(through, call))
+            if device is not None:
+                max_bytes = min(max_bytes, _bound(device, call))
             budget_s = min(self._budget_s / len(missing), _LEAST_S + max_bytes / _BYTES_PER_S)
             begin_s = time.perf_counter()
             self._tell(
@@ -90,32 +89,39 @@ class NetworkCosts:
                 budget_s * len(missing),
             )
             for operation in missing:
-                label = f"measuring the network's {operation.value}"
-                measure = partial(
-                    _measure,
+                curve = self._curve(operation, max_bytes, budget_s, device, call)
+                curves[operation] = asked_bytes, curve
+            if device is not None:
+                device.device.trim()
+            self._tell("measured in %.1f s", time.perf_counter() - begin_s)
+        return Costs(**{operation.value: curve for operation, (_, curve) in curves.items()})
+
+    def _curve(
+        self,
+        operation: Operation,
+        max_bytes: int,
+        budget_s: float,
+        device: DeviceBackend | None,
+        call: Callable[[Callable[[Backend], Any], str], Any],
+    ) -> PiecewiseCost:
+        label = f"measuring the network's {operation.value}"
+        group_s = _GROUP_S if operation is Operation.ALL_REDUCE else _GROUP_S / 2
+
+        def measure(host: Backend) -> Finished[Any]:
+            backend = device or host
+            points = monotone_points(
+                measure_cost(
+                    backend,
                     max_bytes=max_bytes,
                     operation=operation,
                     budget_s=budget_s,
                     check=partial(self._check, label),
                 )
-                points = call(
-                    lambda backend, act=measure: Finished(act(through or backend)),  # type: ignore[misc]
-                    label,
-                )
-                curves[operation] = asked_bytes, PiecewiseCost(points)
-                self._tell_curve(operation, points)
-            if through is not None:
-                through.device.trim()
-            self._tell("measured in %.1f s", time.perf_counter() - begin_s)
-            curve = {operation: curve for operation, (_, curve) in curves.items()}
-            self._costs[way] = Costs(
-                curve[Operation.ALL_REDUCE],
-                curve.get(Operation.REDUCE_SCATTER),
-                curve.get(Operation.ALL_GATHER),
             )
-        return self._costs[way]
+            added_s = group_s if backend.progresses_alone else 0.0
+            return Finished(tuple((size, seconds + added_s) for size, seconds in points))
 
-    def _tell_curve(self, operation: Operation, points: Sequence[tuple[float, float]]) -> None:
+        points = call(measure, label)
         (least, first_s), (most, last_s) = points[0], points[-1]
         self._tell(
             "%s: %d bytes in %.1f us, %s bytes in %.2f ms (%.2f GB/s)",
@@ -126,6 +132,7 @@ class NetworkCosts:
             last_s * 1e3,
             most / last_s * 1e-9,
         )
+        return PiecewiseCost(points)
 
 
 def _bound(backend: DeviceBackend, call: Callable[[Callable[[Backend], Any], str], Any]) -> int:
@@ -134,12 +141,3 @@ def _bound(backend: DeviceBackend, call: Callable[[Callable[[Backend], Any], str
     answers = call(lambda backend: backend.all_gather_bytes(free), "comparing devices' free memory")
     smallest = min(int(each) for each in answers) // _PART_OF_FREE
     return max(_LARGEST_BYTES, min(_LARGEST_ON_DEVICE_BYTES, smallest))
-
-
-def _measure(backend: Backend, **options: Any) -> tuple[tuple[float, float], ...]:
-    """Points of a cost curve."""
-    group_s = _GROUP_S if backend.progresses_alone else 0.0
-    if options["operation"] is not Operation.ALL_REDUCE:
-        group_s /= 2  # either half of an all-reduce
-    points = monotone_points(measure_cost(backend, **options))
-    return tuple((size, seconds + group_s) for size, seconds in points)

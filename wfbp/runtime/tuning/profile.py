@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import enum
-import statistics
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from statistics import median
 
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import TensorSpec
@@ -54,17 +53,9 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Medians over some steps of one rank; every time counts from the step's beginning.
+    """Medians over some steps of one rank, named as in :class:`StepTimes`; -1 where unknown.
 
-    The seconds in which the step waited for all-gathers are left out.
-
-    Args:
-        ready_s: per tensor; -1 where it never had a gradient.
-        forward_s: per tensor; -1 where unknown.
-        forward_end_s: end of forward; -1 where unknown.
-        closed_s: end of backward.
-        packing_s: duration of all packing.
-        update_s: duration of the optimizer's updates.
+    Every time counts from the step's beginning, without waits for all-gathers.
     """
 
     ready_s: list[float]
@@ -76,50 +67,32 @@ class Profile:
 
     @classmethod
     def of(cls, steps: Sequence[StepTimes]) -> Profile:
-        """The medians. A tensor without gradient in some of the steps is ready at their close.
-
-        All-gathers end before forward begins here, so they do not distort compute. (A forward
-        before the update, which no gradients follow, is not counted either.)
-        """
+        """The medians. A tensor without gradient in some of the steps is ready at their close."""
 
         def relative(step: StepTimes, stamp: float, absent: float = -1.0) -> float:
             return max(0.0, stamp - step.begun_s - step.waited_s) if stamp else absent
 
-        num_tensors = len(steps[0].ready_s)
-        ready = []
-        for k in range(num_tensors):
+        ready, forward = [], []
+        for k in range(len(steps[0].ready_s)):
             ever = any(step.ready_s[k] for step in steps)
             times = [relative(s, s.ready_s[k] or s.closed_s) for s in steps]
-            ready.append(statistics.median(times) if ever else -1.0)
+            ready.append(median(times) if ever else -1.0)
+            forward.append(median(relative(s, s.forward_s[k]) for s in steps))
         return cls(
             ready,
-            [
-                statistics.median(relative(s, s.forward_s[k]) for s in steps)
-                for k in range(num_tensors)
-            ],
-            statistics.median(relative(s, s.forward_end_s) for s in steps),
-            statistics.median(relative(s, s.closed_s) for s in steps),
-            statistics.median(s.packing_s for s in steps),
-            statistics.median(s.update_s for s in steps),
+            forward,
+            median(relative(s, s.forward_end_s) for s in steps),
+            median(relative(s, s.closed_s) for s in steps),
+            median(s.packing_s for s in steps),
+            median(s.update_s for s in steps),
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """The profile as plain data, to be sent to the other ranks."""
-        return {
-            "ready_s": self.ready_s,
-            "forward_s": self.forward_s,
-            "forward_end_s": self.forward_end_s,
-            "closed_s": self.closed_s,
-            "packing_s": self.packing_s,
-            "update_s": self.update_s,
-        }
 
 
 @dataclass(slots=True)
 class _Event:
     spec: TensorSpec
     ready_s: float
-    forward_s: float = field(default=-1.0)
+    forward_s: float
 
 
 def combine(

@@ -5,12 +5,14 @@ order, so that a machine whose speed changes slowly favors no plan. A disturbanc
 round, or one plan in one round. So plans are compared round by round, and medians count:
 
     d[i, r] = log(median time of plan i in round r) - log(the same of the best plan)
-    d[i]    = median over rounds of d[i, r]; the prediction counts as one more round
+    d[i]    = median over rounds of d[i, r]
     se[i]   = 1.25 * spread of d[i, r] / sqrt(rounds)
 
 (1.25 is the ratio of the standard errors of a median and a mean; the spread is 1.48 times the
 median absolute deviation.) After each round, the plans that are slower than the best one by more
 than two standard errors leave. If the remaining steps are too few for all, the fastest stay.
+In the first rounds, the prediction counts as one more round of a plan if that is in its favor. So a
+plan that should be fast is not lost by a single disturbed round.
 
 After Even-Dar, Mannor and Mansour, "Action elimination and stopping conditions for the multi-armed
 bandit", JMLR 7 (2006), with medians, because iteration times have heavy tails.
@@ -81,9 +83,13 @@ class Trial:
         errors = self._errors(slower)
         limit = FIRST_LIMIT / math.sqrt(self.num_rounds)
         order = sorted(self.plans, key=lambda plan: slower[plan.digest])
+        first = self.tried[0]
         num_kept = sum(slower[key] <= max(MARGIN, min(limit, errors[key])) for key in slower)
         if self.num_rounds < _NOISE_ROUNDS:
             num_kept = max(num_kept, NUM_FINALISTS)
+            if first in order[num_kept:]:  # the others are compared with it
+                order.remove(first)
+                order.insert(num_kept - 1, first)
         new = [plan for plan in newcomers if plan.digest not in self._logs]
         affordable = self._steps_left // self._visit_steps
         if affordable < 2 or len(order[:num_kept]) + len(new) < 2:
@@ -111,14 +117,12 @@ class Trial:
             {key: self._logs[key][number] for key in keys if number in self._logs[key]}
             for number in range(self.num_rounds)
         ]
-        rounds.append({key: math.log(forecasts_s[key]) for key in keys})
-        middles = [median(x.values()) if x else 0.0 for x in rounds]
-        level = {
-            key: median(x[key] - m for x, m in zip(rounds, middles, strict=True) if key in x)
-            for key in keys
-        }
-        least = min(level.values())
-        return {key: log - least for key, log in level.items()}
+        slower = _differences(keys, rounds)
+        if self.num_rounds <= _NOISE_ROUNDS:
+            expected = {key: math.log(forecasts_s[key]) for key in keys}
+            hoped = _differences(keys, [*rounds, expected])
+            slower = {key: min(slower[key], hoped[key]) for key in keys}
+        return slower
 
     def _errors(self, slower: Mapping[str, float]) -> dict[str, float]:
         """Two standard errors of each plan's d[i]; a guess while there are too few rounds."""
@@ -134,3 +138,14 @@ class Trial:
         usual = median(others) if others else 0.0  # of few rounds a spread may be small by chance
         scale = _NUM_ERRORS * _MEDIAN_ERROR / math.sqrt(self.num_rounds)
         return {key: scale * max(spread, usual) for key, spread in spreads.items()}
+
+
+def _differences(keys: Sequence[str], rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each plan from the best one: the medians of its times over each round's median."""
+    middles = [median(x.values()) if x else 0.0 for x in rounds]
+    level = {
+        key: median(x[key] - m for x, m in zip(rounds, middles, strict=True) if key in x)
+        for key in keys
+    }
+    least = min(level.values())
+    return {key: log - least for key, log in level.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
 
@@ -184,7 +184,7 @@ class Tuner:
         if not self.round_due:
             return {"wants_round": self.wants_round}
         if self.profiling:
-            return {"profile": Profile.of(self._steps).to_json()}
+            return {"profile": asdict(Profile.of(self._steps))}
         return {"times_s": self._times_s}
 
     def decide(
