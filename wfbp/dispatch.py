@@ -162,7 +162,7 @@ def broadcast_parameters(parameters: Any, root_rank: int = 0) -> Any:
     if _is_torch(parameters):
         _torch().broadcast_parameters(parameters, root_rank)
         return None
-    if "jax" in sys.modules and _jax().state.has_arrays(parameters):
+    if "jax" in sys.modules and _jax().trees.has_arrays(parameters):
         return _jax().broadcast_parameters(parameters, root_rank)
     try:
         listed = parameters if hasattr(parameters, "keys") else list(parameters)

@@ -23,7 +23,7 @@ from mpi4py import MPI
 
 import wfbp.jax as wfbp
 from wfbp.config import Config
-from wfbp.jax.gradient_sync import exchange_registry
+from wfbp.jax.exchanges import exchange_registry
 
 SCHEDULES = ("auto", "wfbp", "oasr", "mgwfbp", "single", "threshold")
 STEPS = 40

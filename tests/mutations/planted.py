@@ -332,7 +332,7 @@ TORCH = [
 
 JAX = [
     Mutation(
-        "jax/trees.py",
+        "jax/gradients.py",
         "for place, value in zip(self.places, changed, strict=True):",
         "for place, value in enumerate(changed):",
         unit("jax/test_trees"),
@@ -344,19 +344,19 @@ JAX = [
         unit("jax/test_arguments"),
     ),
     Mutation(
-        "jax/gradient_sync.py",
+        "jax/exchanges.py",
         "if self._addresses[index] or self._closing:",
         "if self._closing:",
-        unit("jax/test_gradient_sync"),
+        unit("jax/test_exchanges"),
     ),
     Mutation(
-        "jax/gradient_sync.py",
+        "jax/exchanges.py",
         "plan.groups[: plan.num_backward - 1]",
         "plan.groups[: plan.num_backward]",
-        unit("jax/test_gradient_sync"),
+        unit("jax/test_exchanges"),
     ),
     Mutation(
-        "jax/metrics.py",
+        "jax/trees.py",
         "flat[end - array.size : end].reshape",
         "flat[: array.size].reshape",
         ("tests/parallel/test_jax_operations.py", "-k", "metrics and 3-overlap"),

@@ -17,14 +17,17 @@ Example:
 from __future__ import annotations
 
 from wfbp.core.types import Op
-from wfbp.jax.after_programs import allgather_object, barrier, broadcast_object
 from wfbp.jax.collectives import allgather, allreduce, alltoall, broadcast, reducescatter
 from wfbp.jax.device import set_local_device
-from wfbp.jax.gradient_sync import report, stats
-from wfbp.jax.gradients import grad, value_and_grad
-from wfbp.jax.metrics import average_metrics
-from wfbp.jax.optimizer import DistributedOptimizer
-from wfbp.jax.state import broadcast_parameters
+from wfbp.jax.exchanges import report, stats
+from wfbp.jax.gradients import DistributedOptimizer, grad, value_and_grad
+from wfbp.jax.trees import (
+    allgather_object,
+    average_metrics,
+    barrier,
+    broadcast_object,
+    broadcast_parameters,
+)
 from wfbp.runtime.process import init, is_initialized, local_rank, local_size, rank, shutdown, size
 
 Average = Op.AVERAGE

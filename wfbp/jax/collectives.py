@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching, mlir
 from wfbp.core.types import ELEMENTWISE_OPS, Op, item_bytes
 from wfbp.errors import DisagreementError
 from wfbp.jax import native
-from wfbp.jax.after_programs import wait_for_programs
+from wfbp.jax.native import wait_for_programs
 from wfbp.runtime import process
 from wfbp.runtime.api.array_collectives import ArrayOperand
 from wfbp.runtime.collectives import api

@@ -26,8 +26,8 @@ class XlaStreams(Device):
 
     @contextmanager
     def at(self, stream: int, event: Event | None = None) -> Iterator[None]:
-        """A context in which the calling thread's work is on a stream, behind an event recorded
-        there; None for the stream's current position."""
+        """A context in which the calling thread's work is on a stream, after an event recorded
+        there (None: the stream's current position)."""
         before = getattr(self._place, "now", None)
         self._place.now = stream, event
         try:
@@ -103,10 +103,8 @@ def check_device(device: XlaStreams | None, place: tuple[int, int, int] | None) 
     if actual != expected:
         raise WfbpError(
             f"a step runs on {actual}, and wfbp.jax exchanges gradients of {expected}. Run steps "
-            "on "
-            "the first of JAX's devices: wfbp.jax.set_local_device() makes this rank's GPU the "
-            "only "
-            "one, JAX_PLATFORMS=cpu the CPU"
+            "on the first of JAX's devices: wfbp.jax.set_local_device() makes this rank's GPU the "
+            "only one, JAX_PLATFORMS=cpu the CPU"
         )
 
 
@@ -152,8 +150,7 @@ def set_local_device() -> jax.Device:
     if jax.default_backend() == "cpu" or [d.local_hardware_id for d in devices] != [mine]:
         raise RuntimeError(
             f"{runtime.where}: JAX runs on {', '.join(map(str, devices))}, not on GPU {mine} "
-            "alone. "
-            "Call set_local_device() before JAX computes anything; JAX must be one for CUDA "
+            "alone. Call set_local_device() before JAX computes anything; JAX must be one for CUDA "
             "(pip install 'jax[cuda12]'), and JAX_PLATFORMS not forbid it"
         )
     return devices[0]

@@ -1,23 +1,332 @@
-"""value_and_grad and grad, averaged over the ranks while backward computes."""
+"""Gradients averaged over the ranks while backward computes: of a function, or by an optimizer.
+
+Gradients leave a program, compiled or not, by announcements, and come back by waits. In compiled
+programs both are JAX primitives; a leaf's hook announces its gradient in backward.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 import operator
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from wfbp.config import Config
-from wfbp.core.types import Op
+from wfbp.core.types import Op, TensorSpec
 from wfbp.jax.collectives import is_compiling
-from wfbp.jax.gradient_hooks import TracedExchange
-from wfbp.jax.gradient_sync import ExchangeOptions
-from wfbp.jax.trees import Layout
+from wfbp.jax.exchanges import ExchangeDescription, exchange_registry
+from wfbp.jax.trees import is_value
 from wfbp.runtime import process
-from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.arguments import FLOATING, EngineOptions
+
+if TYPE_CHECKING:
+    import optax
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The leaves of a tree that are exchanged.
+
+    Args:
+        treedef: of all trees together.
+        places: indices of the exchanged leaves; the others are passed on as they are.
+        specs: of the exchanged leaves.
+    """
+
+    treedef: Any
+    places: tuple[int, ...]
+    specs: tuple[TensorSpec, ...]
+
+    @classmethod
+    def of(cls, trees: Sequence[Any], roots: Sequence[str], user: str) -> Layout:
+        """The leaves that trees of gradients, or of parameters, exchange together.
+
+        Leaves without elements, or that are no floating point numbers (step counters, gradients of
+        integers), are not exchanged. ``roots`` name the trees; their leaves' names begin with them.
+
+        Raises:
+            TypeError: a leaf that is neither an array nor a number.
+            ValueError: a complex leaf, or one of a floating point type that cannot be sent.
+        """
+        pairs, treedef = jax.tree_util.tree_flatten_with_path(tuple(trees))
+        places, specs = [], []
+        for place, (path, leaf) in enumerate(pairs):
+            name = roots[path[0].idx] + jax.tree_util.keystr(path[1:])
+            if not (is_value(leaf) or hasattr(leaf, "__jax_array__")):
+                raise TypeError(
+                    f"{user}: {name} is a {type(leaf).__qualname__}, not an array. Keep such "
+                    "leaves out of what is differentiated: equinox.partition(model, "
+                    "equinox.is_inexact_array), or nnx.split of Flax, sets them apart"
+                )
+            shape, dtype = np.shape(leaf), jax.dtypes.result_type(leaf)
+            if not (jax.numpy.issubdtype(dtype, np.inexact) and math.prod(shape)):
+                continue
+            if dtype.name not in FLOATING:
+                raise ValueError(
+                    f"{user}: {name} is {dtype.name}; expected one of {', '.join(FLOATING)}"
+                )
+            places.append(place)
+            specs.append(TensorSpec(name, tuple(shape), dtype.name))
+        return cls(treedef, tuple(places), tuple(specs))
+
+    def replace(
+        self, trees: Sequence[Any], change: Callable[[list[Any]], list[Any]]
+    ) -> tuple[Any, ...]:
+        """Trees of the same structure in which ``change`` has replaced the exchanged leaves."""
+        leaves = self.treedef.flatten_up_to(tuple(trees))
+        changed = change([leaves[place] for place in self.places])
+        for place, value in zip(self.places, changed, strict=True):
+            leaves[place] = value
+        replaced: tuple[Any, ...] = self.treedef.unflatten(leaves)
+        return replaced
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeOptions:
+    """How gradients are to be exchanged; None stands for the environment's setting.
+
+    Args:
+        user: the function that was called, for messages.
+        op: ``Average`` or ``Sum``.
+        schedule: a planner's name, or ``auto``.
+        threshold_bytes: group size of ``threshold``.
+        name: given by the caller, or None.
+    """
+
+    user: str
+    op: Op
+    schedule: str | None
+    threshold_bytes: int | None
+    name: str | None
+
+    def describe(self, config: Config, specs: Sequence[TensorSpec]) -> ExchangeDescription:
+        """The exchange of these leaves; ``ValueError`` for a bad argument."""
+        schedule = config.schedule if self.schedule is None else self.schedule
+        limit_bytes = (
+            config.threshold_bytes if self.threshold_bytes is None else self.threshold_bytes
+        )
+        EngineOptions(schedule, limit_bytes, self.op).check(specs, self.user)
+        return ExchangeDescription(
+            self.name or self.user, tuple(specs), self.op, schedule, limit_bytes
+        )
+
+    def check(self, config: Config) -> None:
+        """Raise ``ValueError`` for an argument that is bad whatever the leaves are."""
+        self.describe(config, [TensorSpec("any", (1,), "float32")])
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """One place in a program's text at which gradients are exchanged.
+
+    ``description`` may be equal to that of other sites; ``add`` registers it and returns its key.
+    """
+
+    description: ExchangeDescription
+    add: Callable[[ExchangeDescription], int]
+
+
+def announce(gradient: Any, site: Site, index: int) -> Any:
+    """A gradient leaves as soon as it exists; the result must go into :func:`wait`.
+
+    XLA runs a call as soon as its operands exist: this one has a single operand.
+    """
+    (announced,) = _announce.bind(gradient, site=site, index=index)
+    return announced
+
+
+def wait(gradients: Sequence[Any], site: Site) -> list[Any]:
+    """All gradients of a site, reduced. None of them can be dropped on its own."""
+    reduced: list[Any] = _wait.bind(*gradients, site=site)
+    return reduced
+
+
+_sites: WeakKeyDictionary[Any, dict[Site, int]] = WeakKeyDictionary()
+"""The keys of each program that is being lowered, by its MLIR context."""
+_sites_lock = threading.Lock()
+
+
+def _key(program: Any, site: Site) -> int:
+    with _sites_lock:
+        keys = _sites.setdefault(program, {})
+        if site not in keys:
+            occurrence = sum(other.description == site.description for other in keys)
+            keys[site] = site.add(replace(site.description, occurrence=occurrence))
+        return keys[site]
+
+
+def _lowered(
+    target: str, context: Any, *operands: Any, site: Site, index: int | None = None
+) -> Any:
+    """A call of an XLA handler whose results may lie where its operands did."""
+    attributes: dict[str, Any] = {"exchange": np.int64(_key(context.module_context.context, site))}
+    if index is not None:
+        attributes["index"] = np.int32(index)
+    aliases = {k: k for k in range(len(operands))}
+    call = jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)
+    return call(context, *operands, **attributes)
+
+
+def _batched(*_: Any, **__: Any) -> Any:
+    raise ValueError(
+        "averaged gradients cannot be mapped by vmap: each step exchanges every gradient once. "
+        "Use vmap inside the loss, or on jax.grad, and average the result"
+    )
+
+
+def _differentiated(*_: Any, **__: Any) -> Any:
+    raise ValueError(
+        "cannot differentiate averaged gradients; average what jax.grad of jax.grad gives, "
+        "with wfbp.jax.allreduce or DistributedOptimizer"
+    )
+
+
+def _make(target: str) -> Primitive:
+    primitive = Primitive(target)
+    primitive.multiple_results = True
+
+    def by_itself(*operands: Any, **parameters: Any) -> Any:
+        return jax.jit(partial(primitive.bind, **parameters))(*operands)
+
+    primitive.def_impl(by_itself)
+    primitive.def_abstract_eval(lambda *avals, **_: [a.update(weak_type=False) for a in avals])
+    ad.primitive_jvps[primitive] = _differentiated
+    batching.primitive_batchers[primitive] = _batched
+    mlir.register_lowering(primitive, partial(_lowered, target), cacheable=False)
+    return primitive
+
+
+_announce = _make("wfbp_announce")
+_wait = _make("wfbp_wait")
+
+
+class TracedExchange:
+    """One exchange in a program's text: every leaf is announced once, then all are waited for once.
+
+    While a program is traced, both become calls of XLA handlers (the primitives above). Outside of
+    programs the gradients leave with the wait. Whether a program is ``traced`` must be found out
+    before the function is differentiated, because that is a trace of its own.
+    """
+
+    def __init__(self, description: ExchangeDescription, traced: bool) -> None:
+        self._exchanges = exchange_registry()
+        self._description = description
+        self._site = Site(description, self._exchanges.add)
+        self._traced = traced
+        self._announced: set[int] = set()
+
+    def tap(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves; the gradient of each is announced as soon as it exists."""
+
+        def tapped(index: int, leaf: Any) -> Any:
+            @jax.custom_vjp
+            def identity(value: Any) -> Any:
+                return value
+
+            identity.defvjp(
+                lambda value: (value, None),
+                lambda _, gradient: (self.announce(index, gradient),),
+            )
+            return identity(leaf)
+
+        return [tapped(index, leaf) for index, leaf in enumerate(leaves)]
+
+    def announce(self, index: int, gradient: Any) -> Any:
+        """Let a gradient leave; the result must go into :meth:`wait`."""
+        if not (self._traced or isinstance(gradient, jax.core.Tracer)):
+            return gradient
+        self._announced.add(index)
+        return announce(self._typed(index, gradient), self._site, index)
+
+    def wait(self, gradients: Sequence[Any]) -> list[Any]:
+        """The reduced gradients; those that no tap has announced are announced now."""
+        given = [
+            self._typed(k, gradient if k in self._announced else self.announce(k, gradient))
+            for k, gradient in enumerate(gradients)
+        ]
+        if self._traced or any(isinstance(gradient, jax.core.Tracer) for gradient in given):
+            return wait(given, self._site)
+        key = self._exchanges.add(self._description)
+        if self._exchanges.device is not None:
+            call = jax.ffi.ffi_call(
+                "wfbp_wait",
+                [jax.ShapeDtypeStruct(gradient.shape, gradient.dtype) for gradient in given],
+                input_output_aliases={k: k for k in range(len(given))},
+            )
+            return list(call(*given, exchange=np.int64(key)))
+        arrays = [np.asarray(gradient, order="C") for gradient in given]
+        results = [np.empty_like(array) for array in arrays]
+        addresses = [[a.__array_interface__["data"][0] for a in each] for each in (arrays, results)]
+        self._exchanges.reduce(key, *addresses)
+        return [jax.numpy.asarray(result) for result in results]
+
+    def _typed(self, index: int, gradient: Any) -> Any:
+        """As an array of JAX, of the type that was agreed upon: outside of programs a number, or an
+        array of NumPy, is not narrowed yet."""
+        if isinstance(gradient, jax.Array):
+            return gradient
+        dtype = jax.numpy.dtype(self._description.specs[index].dtype)
+        return jax.numpy.asarray(gradient, dtype)
+
+
+class _DifferentiatedCall:
+    """One call of a differentiated function; ``numbers`` are of its differentiated arguments."""
+
+    def __init__(
+        self, fun: Callable[..., Any], numbers: Sequence[int], options: ExchangeOptions
+    ) -> None:
+        self._fun = fun
+        self._numbers = numbers
+        self._options = options
+        self._runtime = process.current("value_and_grad()")
+        # Before the function is differentiated, because that is a trace of its own.
+        self._traced = is_compiling()
+        self._step: TracedExchange | None = None
+
+    def lay_out(self, args: Sequence[Any]) -> list[Any]:
+        """The parameters among the arguments; raises for leaves that cannot be exchanged."""
+        try:
+            parameters = list(inspect.signature(self._fun).parameters.values())
+        except (TypeError, ValueError):
+            parameters = []
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names = [p.name for p in parameters if p.kind in positional]
+        names += [f"args[{k}]" for k in range(len(names), len(args))]
+        chosen = [range(len(args))[number] for number in self._numbers]
+        values = [args[k] for k in chosen]
+        self._layout = Layout.of(values, [names[k] for k in chosen], self._options.user)
+        return values
+
+    def apply(self, *args: Any, **kwargs: Any) -> Any:
+        """The function, its parameters tapped; JAX has checked the number of arguments by now."""
+        values = self.lay_out(args)
+        if self._layout.specs:
+            description = self._options.describe(self._runtime.config, self._layout.specs)
+            if self._runtime.size > 1:
+                self._step = TracedExchange(description, self._traced)
+                values = list(self._layout.replace(values, self._step.tap))
+        given = list(args)
+        for number, value in zip(self._numbers, values, strict=True):
+            given[number] = value
+        return self._fun(*given, **kwargs)
+
+    def collect(self, grads: Any, single: bool) -> Any:
+        """The gradients, reduced; ``single``: of one argument, and not of a sequence of them."""
+        if self._step is None:
+            return grads
+        reduced = self._layout.replace((grads,) if single else grads, self._step.wait)
+        return reduced[0] if single else reduced
 
 
 def argument_numbers(fun: Any, argnums: Any, user: str) -> tuple[int, ...]:
@@ -39,35 +348,20 @@ def argument_numbers(fun: Any, argnums: Any, user: str) -> tuple[int, ...]:
         raise TypeError(
             f"{user}: argnums is {argnums!r}; expected a whole number, or a sequence of them"
         ) from None
-    count = _num_positional(fun)
-    if count is not None and not all(-count <= number < count for number in numbers):
+    try:
+        # What wraps another function may take other arguments than that.
+        parameters = inspect.signature(fun, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):
+        return numbers
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return numbers
+    count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    if not all(-count <= number < count for number in numbers):
         raise TypeError(
             f"{user}: argnums is {argnums!r}, but the function has {count} positional "
             f"argument{'s' * (count != 1)}"
         )
     return numbers
-
-
-def argument_names(fun: Callable[..., Any], count: int) -> list[str]:
-    """What a function calls its first positional arguments."""
-    try:
-        parameters = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return [names[k] if k < len(names) else f"args[{k}]" for k in range(count)]
-
-
-def _num_positional(fun: Callable[..., Any]) -> int | None:
-    """How many positional arguments a function takes; None where any number, or unknown."""
-    try:
-        # What wraps another function may take other arguments than that.
-        parameters = inspect.signature(fun, follow_wrapped=False).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return None
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
 def value_and_grad(
@@ -129,9 +423,10 @@ def value_and_grad(
 
     @functools.wraps(fun, updated=())
     def averaged(*args: Any, **kwargs: Any) -> Any:
-        runtime = process.current("value_and_grad()")
-        taps = _DifferentiatedCall(fun, numbers, exchange_options, runtime)
-        taps.look_at(args)
+        taps = _DifferentiatedCall(fun, numbers, exchange_options)
+        # JAX would not name a leaf that cannot be differentiated by; it reports too few arguments.
+        if all(-len(args) <= number < len(args) for number in numbers):
+            taps.lay_out(args)
         value, grads = jax.value_and_grad(taps.apply, **options)(*args, **kwargs)
         return value, taps.collect(grads, single=not isinstance(argnums, Sequence))
 
@@ -178,53 +473,78 @@ def grad(
     return averaged
 
 
-class _DifferentiatedCall:
-    """The taps of one call of a differentiated function; ``numbers`` are of its differentiated
-    arguments."""
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: optax.GradientTransformation,
+    *,
+    op: Op = Op.AVERAGE,
+    schedule: str | None = None,
+    threshold_bytes: int | None = None,
+    name: str | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Wrap an optax transformation so that it gets gradients averaged over all ranks.
 
-    def __init__(
-        self,
-        fun: Callable[..., Any],
-        numbers: Sequence[int],
-        options: ExchangeOptions,
-        runtime: Runtime,
-    ) -> None:
-        self._fun = fun
-        self._numbers = numbers
-        self._options = options
-        self._runtime = runtime
-        self._traced = is_compiling()
-        self._step: TracedExchange | None = None
+    ``update`` announces every gradient it is given and waits for all once. Where it is compiled
+    into one program with ``jax.grad``, each gradient leaves as soon as backward has computed it.
+    Use either this or :func:`wfbp.jax.value_and_grad`: with both, gradients travel twice, and what
+    was summed is summed again.
 
-    def look_at(self, args: Sequence[Any]) -> None:
-        """Raise for leaves that cannot be differentiated by, before JAX does without their names;
-        too few arguments are left to JAX."""
-        if all(-len(args) <= number < len(args) for number in self._numbers):
-            self._lay_out(args)
+    Args:
+        optimizer: any optax transformation.
+        op: ``Average`` or ``Sum``.
+        schedule: how gradients are grouped: ``auto``, ``oasr``, ``mgwfbp``, ``wfbp``, ``single``
+            or ``threshold``; by default what ``WFBP_SCHEDULE`` says, or ``auto``.
+        threshold_bytes: group size of ``threshold``; by default ``WFBP_THRESHOLD_BYTES`` or 25 MiB.
+        name: for messages; different names keep apart what may run at once.
 
-    def _lay_out(self, args: Sequence[Any]) -> list[Any]:
-        names = argument_names(self._fun, len(args))
-        parameters = [args[number] for number in self._numbers]
-        roots = [names[number] for number in self._numbers]
-        self._layout = Layout.of(parameters, roots, self._options.user)
-        return parameters
+    Returns:
+        A transformation with the same state.
 
-    def apply(self, *args: Any, **kwargs: Any) -> Any:
-        """The function, its parameters tapped; JAX has checked the number of arguments by now."""
-        parameters = self._lay_out(args)
-        if self._layout.specs:
-            description = self._options.describe(self._runtime, self._layout)
-            if self._runtime.size > 1:
-                self._step = TracedExchange(description, self._traced)
-                parameters = list(self._layout.replace(parameters, self._step.tap))
-        given = list(args)
-        for number, parameter in zip(self._numbers, parameters, strict=True):
-            given[number] = parameter
-        return self._fun(*given, **kwargs)
+    Raises:
+        NotInitializedError: before ``wfbp.init()``.
+        TypeError: not an optax transformation; when updates are computed, gradients that are no
+            arrays.
+        ValueError: a bad argument; when updates are computed, gradients that cannot be sent.
 
-    def collect(self, grads: Any, single: bool) -> Any:
-        """The gradients, reduced; ``single``: of one argument, and not of a sequence of them."""
-        if self._step is None:
-            return grads
-        reduced = self._layout.replace((grads,) if single else grads, self._step.wait)
-        return reduced[0] if single else reduced
+    Example:
+        >>> import jax.numpy as jnp, optax, wfbp.jax as wfbp
+        >>> wfbp.init()
+        >>> optimizer = wfbp.DistributedOptimizer(optax.sgd(0.5))
+        >>> params = {"w": jnp.ones(2)}
+        >>> updates, state = optimizer.update({"w": jnp.ones(2)}, optimizer.init(params))
+        >>> updates["w"]
+        Array([-0.5, -0.5], dtype=float32)
+    """
+    import optax
+
+    runtime = process.current("DistributedOptimizer()")
+    if not isinstance(optimizer, optax.GradientTransformation):
+        remedy = "; call it first, as in optax.sgd(0.1)" if callable(optimizer) else ""
+        if hasattr(optimizer, "gradient_transformation"):
+            remedy = "; pass its .gradient_transformation()"
+        raise TypeError(
+            f"expected an optax.GradientTransformation, found {type(optimizer).__qualname__}"
+            f"{remedy}"
+        )
+    inner = optax.with_extra_args_support(optimizer)
+    options = ExchangeOptions("DistributedOptimizer", op, schedule, threshold_bytes, name)
+    options.check(runtime.config)
+
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        runtime = process.current("DistributedOptimizer.update()")
+        layout = Layout.of([updates], ["gradients"], options.user)
+        if layout.specs:
+            description = options.describe(runtime.config, layout.specs)
+            if runtime.size > 1:
+                exchange = TracedExchange(description, is_compiling())
+                (updates,) = layout.replace([updates], exchange.wait)
+        result: tuple[optax.Updates, optax.OptState] = inner.update(
+            updates, state, params, **extra_args
+        )
+        return result
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)

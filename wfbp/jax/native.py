@@ -20,17 +20,17 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Event
 from types import ModuleType
 from typing import Any, Protocol, cast
 
 import jax
+import numpy as np
 from jaxlib import version as jaxlib
 
-from wfbp.jax.after_programs import wait_for_steps
 from wfbp.runtime import process
 
 MODULE = "_jax_ffi"
@@ -56,7 +56,7 @@ class Handlers(Protocol):
     def expect(self, exchange: int, groups: Sequence[int], /) -> None:
         """The leaves that may leave an exchange before its wait, from the next step on.
 
-        ``groups`` has the group of each leaf, -1 where it leaves no earlier. Leaves that nobody
+        ``groups`` has the group of each leaf, -1 if it leaves no earlier. Leaves that nobody
         expects are reported only when they are taken.
         """
 
@@ -104,20 +104,31 @@ _own_threads = Event()
 def wait_on_own_threads() -> None:
     """From now on, let waits on the CPU block none of XLA's threads.
 
-    Needed where a program waits for other ranks in several exchanges or collectives, whose order
-    may differ. It costs a change of threads at each wait.
+    Needed if a program waits for other ranks in several exchanges or collectives, whose order may
+    differ. It costs a change of threads at each wait.
     """
     _own_threads.set()
     if load.cache_info().currsize:
         load().wait_apart()
 
 
-def _finish(native: Handlers) -> None:
-    """At exit, before the runtime is shut down, since other ranks may need this rank's part in
-    steps.
+def wait_for_steps() -> None:
+    """Wait for the programs that this thread has called.
 
-    A runtime that was made anew since is shut down before, which has done this.
+    XLA runs a thread's programs one after another, so all have run when one more has.
     """
+    with jax.ensure_compile_time_eval():
+        jax.block_until_ready(jax.jit(jax.numpy.negative)(np.float32(0)))
+
+
+def wait_for_programs() -> None:
+    """Wait for what programs that this thread has called exchange with other ranks."""
+    jax.effects_barrier()
+    wait_for_steps()
+
+
+def _finish(native: Handlers) -> None:
+    """At exit, before the runtime is shut down: other ranks may need this rank's part in steps."""
     try:
         wait_for_steps()
     finally:
@@ -160,12 +171,15 @@ def _compiled() -> ModuleType:
             "wfbp.jax: neither the XLA handlers nor their source jax_ffi.cc are installed; "
             "reinstall wfbp"
         )
-    digest = _digest(source)
+    texts = [path.read_bytes() for path in sorted(source.parent.glob("jax_*"))]
+    digest = hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
     tag = f"{sys.implementation.cache_tag}-jaxlib{jaxlib.__version__}-{digest}"
     folder = _cache_folder()
     target = folder / f"{MODULE}-{tag}.so"
     if not target.exists():
-        with _alone(folder / f"{MODULE}-{tag}.lock"):
+        with (folder / f"{MODULE}-{tag}.lock").open("w") as file:
+            with suppress(OSError):  # a file system without locks: several compile, harmlessly
+                fcntl.flock(file, fcntl.LOCK_EX)
             if not target.exists():
                 _compile(source, target)
     spec = importlib.util.spec_from_file_location(f"wfbp.{MODULE}", target)
@@ -174,12 +188,6 @@ def _compiled() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _digest(source: Path) -> str:
-    """Of the source and its headers."""
-    texts = [path.read_bytes() for path in sorted(source.parent.glob("jax_*"))]
-    return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
 
 
 def _cache_folder() -> Path:
@@ -196,41 +204,26 @@ def _cache_folder() -> Path:
         ) from error
 
 
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """One process at a time, where the file system can lock; else they compile beside each other,
-    which is slow and does no harm."""
-    with path.open("w") as file:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _compile(source: Path, target: Path) -> None:
     """Compile the handlers; the file appears whole or not at all."""
     wanted = os.environ.get("CXX")
     compiler = shlex.split(wanted) if wanted else ["g++" if shutil.which("g++") else "c++"]
     partial = target.with_suffix(f".{os.uname().nodename}.{os.getpid()}")
+    command = compile_command(compiler, source, partial)
     try:
         run = subprocess.run(
-            compile_command(compiler, source, partial),
-            capture_output=True,
-            text=True,
-            timeout=_COMPILE_S,
-            check=False,
+            command, capture_output=True, text=True, timeout=_COMPILE_S, check=False
         )
-        if run.returncode:
-            lines = [line for line in run.stderr.splitlines() if "error" in line]
-            raise ImportError(_failure(compiler, "\n".join(lines[:5]) or run.stderr[-1000:]))
-        os.replace(partial, target)
+        lines = [line for line in run.stderr.splitlines() if "error" in line]
+        reason = "\n".join(lines[:5]) or run.stderr[-1000:]
+        if not run.returncode:
+            os.replace(partial, target)
+            return
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ImportError(_failure(compiler, str(error))) from error
+        reason = str(error)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _failure(compiler: Sequence[str], reason: str) -> str:
-    return (
+    raise ImportError(
         f"wfbp.jax has to compile its XLA handlers once, and {shlex.join(compiler)} failed: "
         f"{reason}. Install a C++17 compiler and Python's headers (on Debian: g++ python3-dev), "
         "or name the compiler in CXX"

@@ -1,17 +1,53 @@
-"""Trees of gradients: which leaves travel, and what they are called."""
+"""Trees of arrays that ranks share: parameters, metrics, objects.
+
+JAX returns from a compiled function before it has run. A step under way may still have to exchange
+gradients, so collectives wait for the programs that this thread has called.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from wfbp.core.types import TensorSpec
-from wfbp.runtime.arguments import FLOATING
+from wfbp.core.types import Op
+from wfbp.jax.collectives import Collective, allreduce, is_compiling
+from wfbp.jax.native import wait_for_programs
+from wfbp.runtime import process
+from wfbp.runtime.api.parameters import MANY, broadcast_buffers
+from wfbp.runtime.collectives import api
+from wfbp.runtime.collectives.coordinator import Kind
+from wfbp.runtime.consistency import (
+    check_bytes,
+    check_root,
+    dtype_key,
+    flattened,
+    sharing_argument_errors,
+)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Tree = TypeVar("Tree")
+
+
+def _after_programs(operation: Callable[P, T]) -> Callable[P, T]:
+    """The operation, run after the programs under way."""
+
+    @functools.wraps(operation)
+    def act(*args: P.args, **kwargs: P.kwargs) -> T:
+        wait_for_programs()
+        return operation(*args, **kwargs)
+
+    return act
+
+
+allgather_object = _after_programs(api.allgather_object)
+broadcast_object = _after_programs(api.broadcast_object)
+barrier = _after_programs(api.barrier)
 
 
 def is_value(leaf: Any) -> bool:
@@ -19,59 +55,171 @@ def is_value(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The leaves of a tree that are exchanged.
+def has_arrays(tree: Any) -> bool:
+    """Whether a leaf of the tree is an array of JAX."""
+    if isinstance(tree, Iterator):  # JAX takes it for a leaf, and warns
+        return False
+    return any(isinstance(leaf, jax.Array) for leaf in jax.tree_util.tree_leaves(tree))
+
+
+def broadcast_parameters(parameters: Tree, root_rank: int = 0) -> Tree:
+    """The root's parameters, on every rank; also optimizer state, or anything else of arrays.
+
+    JAX's arrays cannot be changed: go on with what is returned.
 
     Args:
-        treedef: of all trees together.
-        places: indices of the exchanged leaves; the others are passed on as they are.
-        specs: of the exchanged leaves.
+        parameters: a pytree, of the same structure on every rank. Leaves that are neither arrays
+            nor numbers, such as functions, are left alone.
+        root_rank: whose values everybody gets.
+
+    Returns:
+        The same tree with the root's values, of the same types and on the same devices.
+
+    Raises:
+        ValueError: called within a compiled function, a leaf that cannot be sent, or no such rank.
+        PeerError: another rank found one of these.
+        DisagreementError: ranks passed different leaves, shapes or element types.
+
+    Example:
+        >>> import jax, wfbp.jax as wfbp
+        >>> wfbp.init()
+        >>> wfbp.broadcast_parameters({"w": jax.numpy.ones(2), "step": 3}, root_rank=0)
+        {'w': Array([1., 1.], dtype=float32), 'step': 3}
     """
-
-    treedef: Any
-    places: tuple[int, ...]
-    specs: tuple[TensorSpec, ...]
-
-    @classmethod
-    def of(cls, trees: Sequence[Any], roots: Sequence[str], user: str) -> Layout:
-        """The leaves that trees of gradients, or of parameters, exchange together.
-
-        Leaves without elements, or that are no floating point numbers (step counters, gradients of
-        integers), are not exchanged. ``roots`` name the trees; their leaves' names begin with them.
-
-        Raises:
-            TypeError: a leaf that is neither an array nor a number.
-            ValueError: a complex leaf, or one of a floating point type that cannot be sent.
-        """
-        pairs, treedef = jax.tree_util.tree_flatten_with_path(tuple(trees))
-        places, specs = [], []
-        for place, (path, leaf) in enumerate(pairs):
-            name = roots[path[0].idx] + jax.tree_util.keystr(path[1:])
-            if not (is_value(leaf) or hasattr(leaf, "__jax_array__")):
-                raise TypeError(
-                    f"{user}: {name} is a {type(leaf).__qualname__}, not an array. Keep such "
-                    "leaves out of what is differentiated: equinox.partition(model, "
-                    "equinox.is_inexact_array), or nnx.split of Flax, sets them apart"
-                )
-            shape, dtype = np.shape(leaf), jax.dtypes.result_type(leaf)
-            if not (jax.numpy.issubdtype(dtype, np.inexact) and math.prod(shape)):
+    runtime = process.current("broadcast_parameters()")
+    paths, structure = jax.tree_util.tree_flatten_with_path(parameters)
+    leaves = [leaf for _, leaf in paths]
+    copies = {}
+    rows = []
+    with sharing_argument_errors(runtime, MANY):
+        check_root(runtime, root_rank)
+        for index, (path, leaf) in enumerate(paths):
+            if not is_value(leaf):
                 continue
-            if dtype.name not in FLOATING:
-                raise ValueError(
-                    f"{user}: {name} is {dtype.name}; expected one of {', '.join(FLOATING)}"
-                )
-            places.append(place)
-            specs.append(TensorSpec(name, tuple(shape), dtype.name))
-        return cls(treedef, tuple(places), tuple(specs))
+            name = jax.tree_util.keystr(path)
+            copies[index] = copy = _own_copy(name, leaf)
+            rows.append((name, dtype_key(copy.dtype), copy.shape))
+    wait_for_programs()
+    buffers = [flattened(copy).view(np.uint8) for copy in copies.values()]
+    broadcast_buffers(runtime, rows, buffers, root_rank)
+    if runtime.size > 1:
+        for index, copy in copies.items():
+            leaves[index] = _like(leaves[index], copy)
+    tree: Tree = jax.tree_util.tree_unflatten(structure, leaves)
+    return tree
 
-    def replace(
-        self, trees: Sequence[Any], change: Callable[[list[Any]], list[Any]]
-    ) -> tuple[Any, ...]:
-        """Trees of the same structure in which ``change`` has replaced the exchanged leaves."""
-        leaves = self.treedef.flatten_up_to(tuple(trees))
-        changed = change([leaves[place] for place in self.places])
-        for place, value in zip(self.places, changed, strict=True):
-            leaves[place] = value
-        replaced: tuple[Any, ...] = self.treedef.unflatten(leaves)
-        return replaced
+
+def _own_copy(name: str, leaf: Any) -> np.ndarray[Any, Any]:
+    """A leaf's values in memory that may be overwritten."""
+    if isinstance(leaf, jax.core.Tracer):
+        raise ValueError(
+            f"{name or 'the parameters'}: broadcast_parameters was called within a compiled "
+            "function; call it before"
+        )
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    copy = np.array(leaf, order="C", copy=True)
+    check_bytes(name, copy)
+    return copy
+
+
+def _like(leaf: Any, values: np.ndarray[Any, Any]) -> Any:
+    """The values as the leaf is: of its type, and on its devices."""
+    if isinstance(leaf, np.ndarray):
+        return values
+    if isinstance(leaf, np.generic):
+        return values[()]
+    if not isinstance(leaf, jax.Array):
+        return values.item()
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        made = jax.random.wrap_key_data(jnp.asarray(values), impl=jax.random.key_impl(leaf))
+        return jax.device_put(made, leaf.sharding) if leaf.committed else made
+    return jax.device_put(values, leaf.sharding) if leaf.committed else jnp.asarray(values)
+
+
+def average_metrics(metrics: Tree, name: str | None = None) -> Tree:
+    """The mean over ranks of every number in a tree, in one message.
+
+    Args:
+        metrics: a pytree of numbers and arrays, of the same structure and shapes on every rank;
+            inside ``jit`` or outside. Other leaves are left alone.
+        name: for messages.
+
+    Returns:
+        The same tree of means: Python numbers become ``float``, arrays of integers arrays of
+        floating-point numbers; other element types stay. Inside ``jit`` numbers are JAX's, and
+        means are computed in single precision unless ``jax_enable_x64``: integers are exact
+        up to 2**24 then.
+
+    Raises:
+        TypeError: a complex number.
+        DisagreementError: ranks passed different metrics.
+
+    Example:
+        >>> import wfbp.jax as wfbp
+        >>> wfbp.init()
+        >>> wfbp.average_metrics({"loss": 0.5, "correct": 3})
+        {'loss': 0.5, 'correct': 3.0}
+    """
+    process.current("average_metrics()")
+    paths, structure = jax.tree_util.tree_flatten_with_path(metrics)
+    leaves = [leaf for _, leaf in paths]
+    indices = [index for index, leaf in enumerate(leaves) if is_value(leaf)]
+    for index in indices:
+        if jnp.iscomplexobj(leaves[index]):
+            what = jax.tree_util.keystr(paths[index][0]) or "the metric"
+            raise TypeError(
+                f"average_metrics: {what} is complex; pass its real and its imaginary part"
+            )
+    label = name or f"metrics {', '.join(jax.tree_util.keystr(paths[k][0]) for k in indices)}"
+    if is_compiling() or any(isinstance(leaves[k], jax.core.Tracer) for k in indices):
+        means = _traced([jnp.asarray(leaves[k]) for k in indices], label)
+    else:
+        means = _now([leaves[k] for k in indices], label)
+    for index, mean in zip(indices, means, strict=True):
+        leaves[index] = mean
+    tree: Tree = jax.tree_util.tree_unflatten(structure, leaves)
+    return tree
+
+
+def _now(values: list[Any], label: str) -> list[Any]:
+    arrays = [np.asarray(value, np.float64) for value in values]
+    wait_for_programs()
+    flat = np.concatenate([np.zeros(0), *(array.reshape(-1) for array in arrays)])
+    means = _split(Collective(Kind.ALLREDUCE, label, Op.AVERAGE).run(flat), arrays)
+    return [_as(value, mean) for value, mean in zip(values, means, strict=True)]
+
+
+def _traced(values: list[jax.Array], label: str) -> list[Any]:
+    if not values:
+        return []  # as on every rank: trees are of the same structure
+    flat = jnp.concatenate([value.reshape(-1).astype(_wide(value)) for value in values])
+    means = _split(allreduce(flat, label, Op.AVERAGE), values)
+    return [mean.astype(_floating(value)) for value, mean in zip(values, means, strict=True)]
+
+
+def _split(flat: Any, arrays: list[Any]) -> list[Any]:
+    ends = np.cumsum([array.size for array in arrays], dtype=int)
+    return [
+        flat[end - array.size : end].reshape(array.shape)
+        for end, array in zip(ends, arrays, strict=True)
+    ]
+
+
+def _as(value: Any, mean: Any) -> Any:
+    if isinstance(value, jax.Array):
+        return jnp.asarray(mean, _floating(value))
+    if isinstance(value, np.ndarray):
+        return mean.astype(_floating(value))
+    return float(mean)
+
+
+def _floating(value: Any) -> Any:
+    """Its element type, or that of JAX for the quotient of integers."""
+    if jnp.issubdtype(value.dtype, jnp.floating):
+        return value.dtype
+    return np.dtype(np.float64) if isinstance(value, np.ndarray) else jnp.result_type(float)
+
+
+def _wide(value: jax.Array) -> Any:
+    return jnp.promote_types(_floating(value), jnp.float32)

@@ -19,9 +19,9 @@ from tests.support.software_device import memory
 from tests.support.software_xla import INDEX, SoftwareXla
 from wfbp.core.types import Op, TensorSpec
 from wfbp.errors import NotInitializedError, WfbpError
-from wfbp.jax import device, gradient_hooks
+from wfbp.jax import device, gradients
 from wfbp.jax.device import check_device, programs_device
-from wfbp.jax.gradient_sync import ExchangeDescription, exchange_registry
+from wfbp.jax.exchanges import ExchangeDescription, exchange_registry
 from wfbp.runtime import process
 
 SPECS = (TensorSpec("a", (1,), "float32"), TensorSpec("b", (11,), "float32"))
@@ -145,11 +145,11 @@ def test_choosing_comes_after_init() -> None:
 
 def test_programs_for_cuda_call_the_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is lowered for CUDA: one announcement per leaf, one wait, in place."""
-    monkeypatch.setattr(gradient_hooks, "exchange_registry", lambda: _Known())
+    monkeypatch.setattr(gradients, "exchange_registry", lambda: _Known())
     description = ExchangeDescription("test", SPECS, Op.AVERAGE, "auto", 100)
 
     def step(leaves: list[Any]) -> Any:
-        return gradient_hooks.TracedExchange(description, traced=True).wait(
+        return gradients.TracedExchange(description, traced=True).wait(
             [2 * leaf for leaf in leaves]
         )
 

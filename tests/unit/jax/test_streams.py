@@ -20,7 +20,7 @@ from wfbp.comm.memory import Memory
 from wfbp.config import Config
 from wfbp.core.plan import Plan
 from wfbp.core.types import Op, TensorSpec
-from wfbp.jax.gradient_sync import ExchangeDescription, ExchangeRegistry, GradientExchange
+from wfbp.jax.exchanges import ExchangeDescription, ExchangeRegistry, GradientExchange
 from wfbp.runtime import process
 from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.buffers import GroupBuffer

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from wfbp.core.types import TensorSpec
-from wfbp.jax.trees import Layout
+from wfbp.jax.gradients import Layout
 
 
 def test_names_say_where_a_leaf_is() -> None:

@@ -13,7 +13,7 @@ from tests.support.fake_nccl import FakeNccl
 from tests.support.software_xla import SoftwareXla, stand_in
 from wfbp.comm import probe
 from wfbp.comm.mpi.backend import MpiBackend
-from wfbp.jax import gradient_sync, native
+from wfbp.jax import exchanges, native
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
         device.library = FakeNccl(device, MpiBackend)
     module = stand_in()
     native._built = lambda: module
-    gradient_sync.programs_device = lambda: device
+    exchanges.programs_device = lambda: device
     program.check.main()
     device.drain()
     assert device.calls["pack"] > 20

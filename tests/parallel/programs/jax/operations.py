@@ -17,7 +17,7 @@ from tests.parallel.programs.harness import MODES, Checks, raises
 from tests.parallel.programs.torch.collective_values import combined, values
 from wfbp.core.types import ELEMENTWISE_OPS, Op
 from wfbp.errors import DisagreementError
-from wfbp.jax import collectives, metrics, state
+from wfbp.jax import collectives, trees
 from wfbp.runtime import process
 
 check = Checks()
@@ -290,7 +290,7 @@ def mistakes() -> None:
             ValueError,
             "['w']",
             "compiled function",
-            act=lambda: jax.make_jaxpr(lambda x: state._own_copy("['w']", x))(tree["w"]),
+            act=lambda: jax.make_jaxpr(lambda x: trees._own_copy("['w']", x))(tree["w"]),
         )
 
 
@@ -312,7 +312,7 @@ def broadcast_of_a_tree() -> None:
         }
 
     own, wanted = tree(rank), tree(root)
-    found = state.broadcast_parameters(own, root_rank=root)
+    found = trees.broadcast_parameters(own, root_rank=root)
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for (path, leaf), theirs in zip(
         jax.tree_util.tree_flatten_with_path(found)[0], jax.tree.leaves(wanted), strict=True
@@ -331,7 +331,7 @@ def broadcast_of_a_tree() -> None:
     close(own["w"], np.full((3, 2), float(rank)))
     if wfbp.size() > 1:
         wrong = {"w": jnp.ones(2 + rank)}
-        raises(DisagreementError, "['w']", act=lambda: state.broadcast_parameters(wrong))
+        raises(DisagreementError, "['w']", act=lambda: trees.broadcast_parameters(wrong))
 
 
 @check
@@ -345,12 +345,12 @@ def means_of_metrics() -> None:
         "counts": jnp.arange(2) + rank,
         "note": "text",
     }
-    found = metrics.average_metrics(metric)
+    found = trees.average_metrics(metric)
     assert found["note"] == "text"
     assert isinstance(found["right"], float)
     assert found["counts"].dtype == jnp.float32
     del metric["note"], found["note"]
-    inside = jax.jit(metrics.average_metrics)(metric)
+    inside = jax.jit(trees.average_metrics)(metric)
     for run in (found, inside):
         assert run["half"].dtype == jnp.bfloat16
         close(run["loss"], mean)
@@ -358,17 +358,17 @@ def means_of_metrics() -> None:
         close(run["rows"], np.arange(3) + mean)
         close(run["half"], np.asarray(1 + mean).astype(jnp.bfloat16))
         close(run["counts"], np.arange(2) + mean)
-    for average in (metrics.average_metrics, jax.jit(metrics.average_metrics)):
+    for average in (trees.average_metrics, jax.jit(trees.average_metrics)):
         assert average({}) == {}
         assert float(average(jnp.int32(2**24 + 1))) == 2**24, "JAX's widest type is float32"
         for value in (1j, np.complex64(1j), jnp.complex64(1j)):
             raises(TypeError, "['z'] is complex", act=lambda z=value, f=average: f({"z": z}))
-    assert metrics.average_metrics(2**24 + 1) == 2**24 + 1
-    exact = metrics.average_metrics(1.0 + 1e-12 * rank)
+    assert trees.average_metrics(2**24 + 1) == 2**24 + 1
+    exact = trees.average_metrics(1.0 + 1e-12 * rank)
     assert abs(exact - (1 + 1e-12 * mean)) < 1e-15
     if wfbp.size() > 1:
         other = {"loss" if rank else "error": 1.0}
-        raises(DisagreementError, "loss", "error", act=lambda: metrics.average_metrics(other))
+        raises(DisagreementError, "loss", "error", act=lambda: trees.average_metrics(other))
 
 
 @check

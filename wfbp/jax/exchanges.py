@@ -1,8 +1,7 @@
 """All exchanges of gradients of this process, and how ranks come to make the same ones.
 
 Equal :class:`ExchangeDescription` s share a :class:`GradientExchange`, which gives a step's
-announcements to its engine. The registry passes on the announcements of XLA's
-threads.
+announcements to its reducer. The registry passes on what XLA's threads announce.
 """
 
 from __future__ import annotations
@@ -22,39 +21,23 @@ from typing import Any
 
 import jax
 
-from wfbp.config import Config
 from wfbp.core.plan import Plan
 from wfbp.core.types import Op, TensorSpec
 from wfbp.errors import WfbpError
 from wfbp.jax import native
 from wfbp.jax.device import XlaStreams, check_device, programs_device
-from wfbp.jax.trees import Layout
 from wfbp.runtime import consistency, process, signals
 from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import Runtime
-from wfbp.runtime.step import BufferView, GradientRef
+from wfbp.runtime.step import GradientRef
 
 Copy = Callable[[Sequence[int], Sequence[int], Sequence[int]], None]
 
 
-def _remedy() -> str:
-    """Behind a message that a gradient came twice."""
-    remedy = (
-        ". Let one depend on the other, call jax.block_until_ready on the first, or average each "
-        "by a function of its own, with another name="
-    )
-    if (devices := jax.local_device_count()) > 1:
-        remedy += (
-            f". Or the step runs on several of this process's {devices} devices: gradients of one "
-            "device per process are exchanged; start a process for each"
-        )
-    return remedy
-
-
 @dataclass(frozen=True)
 class ExchangeDescription:
-    """The description of an exchange; equal ones share an engine.
+    """What is exchanged and how; equal ones share a reducer.
 
     Args:
         name: for messages, and to distinguish exchanges of equal leaves.
@@ -88,13 +71,8 @@ class ExchangeDescription:
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return f"{self.name} ({self.occurrence + 1})" if self.occurrence else self.name
-
-    @property
-    def options(self) -> EngineOptions:
-        """Of the engine that serves it."""
-        return EngineOptions(self.schedule, self.threshold_bytes, self.op, name=self.title)
 
     @cached_property
     def key(self) -> int:
@@ -104,7 +82,7 @@ class ExchangeDescription:
 
 
 class GradientExchange:
-    """Collects a step's announcements, and gives them to the engine.
+    """Collects a step's announcements, and gives them to the reducer.
 
     Announcements come from the announcement thread or from the training thread, waits from an XLA
     thread or from the training thread. ``lock`` is shared with all other exchanges and held for
@@ -114,8 +92,7 @@ class GradientExchange:
         description: what is exchanged.
         where: this rank, for messages.
         lock: see above.
-        make: makes the engine. Collective: called in the first wait, because only execution has an
-            order that all ranks share.
+        make: makes the reducer; collective.
         copy: copies memory, given target addresses, source addresses and sizes in bytes.
         expect: gets, by leaf, the number of the group with which its gradient may leave before the
             wait, -1 for none; only these announcements must be passed on at once.
@@ -130,51 +107,44 @@ class GradientExchange:
         copy: Copy,
         expect: Callable[[Sequence[int]], None],
     ) -> None:
+        self.title = description.title
+        self.reducer: Reducer | None = None
+        """None before the first step."""
         self._who = f"{where}: {description.title}"
-        self._names = [spec.name for spec in description.specs]
-        self._nbytes = [spec.nbytes for spec in description.specs]
+        self._specs = description.specs
         self._lock = lock
         self._make = make
         self._copy = copy
-        self._engine: Reducer | None = None
         self._expect = expect
         self._num_installed = 0
-        self._early: list[tuple[int, int, object, float | None]] = []
-        self._addresses = [0] * len(self._names)
+        self._early: list[tuple[int, int, None, float | None]] = []
+        self._addresses = [0] * len(self._specs)
         self._closing = False
         self._problem = ""
         self._failed = ""
 
-    def announce(
-        self, index: int, address: int, owner: object = None, time_s: float | None = None
-    ) -> None:
-        """A gradient exists; called with the lock held.
+    def announce(self, index: int, address: int, time_s: float | None = None) -> None:
+        """The gradient of a leaf exists; called with the lock held.
 
-        Args:
-            index: of the leaf.
-            address: where it lies until the wait.
-            owner: kept alive until the step is over.
-            time_s: since when, as of ``time.perf_counter``; None for now.
+        ``time_s`` says since when, as of ``time.perf_counter``; None for now.
         """
         if self._failed:
             return
         if self._addresses[index] or self._closing:
             self._problem = self._problem or (
-                f"{self._who}: the gradient of {self._names[index]} was announced again before "
-                f"the step was over: two steps run at once{_remedy()}. Or an earlier step failed "
-                "before its end, as by a callback that raised: the ranks' halves of it cannot be "
-                "told apart from the next step; call wfbp.jax.shutdown() and wfbp.jax.init() on "
-                "every rank, and go on"
+                f"{self._who}: the gradient of {self._specs[index].name} was announced again "
+                f"before the step was over: two steps run at once{_remedy()}. Or an earlier step "
+                "failed before its end, as by a callback that raised: the ranks' halves of it "
+                "cannot be told apart from the next step; call wfbp.jax.shutdown() and "
+                "wfbp.jax.init() on every rank, and go on"
             )
             return
-        self._addresses[index] = address
-        self._mark(index, address, owner, time_s)
+        self._mark(index, address, time_s)
 
-    def reduce(self, inputs: Sequence[int] | None, outputs: Sequence[int]) -> None:
-        """Close the step, and wait until all reduced gradients lie in ``outputs``.
+    def reduce(self, inputs: Sequence[int], outputs: Sequence[int]) -> None:
+        """Close the step, and wait until all reduced gradients are in ``outputs``.
 
-        ``inputs`` is where the gradients lie now, None for where they were announced; may be
-        ``outputs``.
+        ``inputs`` has the gradients' addresses now; may be ``outputs``.
 
         Raises:
             WfbpError: two steps ran at once; or ranks disagree, failed, or did not answer in time.
@@ -188,73 +158,65 @@ class GradientExchange:
                 raise WfbpError(self._failed)
             self._closing = True
         try:
-            if inputs is not None:
-                self._follow(inputs)
-            slots = self._synchronize(outputs)
+            # XLA may copy a gradient after its announcement and reuse its memory, or announce a
+            # gradient that is constant in a loop only once: it is sent (again) from here. Outside
+            # of programs nothing was announced.
+            for index, address in enumerate(inputs):
+                if self._addresses[index] != address:
+                    self._mark(index, address, None)
+            if self.reducer is None:
+                # In the first wait, because only execution has an order that all ranks share.
+                reducer = self._make()
+                for announcement in self._early:
+                    reducer.mark_ready(*announcement)
+                self._early.clear()
+                self.reducer = reducer
+            reducer = self.reducer
+            slots = reducer.synchronize(targets=outputs)
+            if reducer.num_installed != self._num_installed:
+                self._num_installed = reducer.num_installed
+                self._expect(early_groups(reducer.plan, reducer.specs))
             rest = [
-                (to, s.address, n)
-                for to, s, n in zip(outputs, slots, self._nbytes, strict=True)
-                if s
+                (to, slot.address, spec.nbytes)
+                for to, slot, spec in zip(outputs, slots, self._specs, strict=True)
+                if slot
             ]
             if rest:
                 self._copy(*zip(*rest, strict=True))
             with self._lock:
                 if self._problem:
                     raise WfbpError(self._problem)
-                self._addresses = [0] * len(self._names)
+                self._addresses = [0] * len(self._specs)
                 self._closing = False
         except BaseException as error:
             self._failed = str(error)
             raise
 
-    def _follow(self, inputs: Sequence[int]) -> None:
-        """Send gradients (again) that no longer lie where they were announced.
-
-        XLA may copy a gradient behind its announcement, and reuse its memory; or announce a
-        gradient that is constant in a loop only once.
-        """
-        for index, address in enumerate(inputs):
-            if self._addresses[index] != address:
-                self._addresses[index] = address
-                self._mark(index, address, None)
-
-    def _mark(self, index: int, address: int, owner: object, time_s: float | None = None) -> None:
-        if self._engine is None:
-            self._early.append((index, address, owner, time_s))
+    def _mark(self, index: int, address: int, time_s: float | None) -> None:
+        self._addresses[index] = address
+        if self.reducer is None:
+            self._early.append((index, address, None, time_s))
         else:
-            self._engine.mark_ready(index, address, owner, time_s)
+            self.reducer.mark_ready(index, address, None, time_s)
 
     def source(self, index: int) -> GradientRef | None:
-        """Where a gradient lies of which the engine expected to hear once more."""
+        """The address of a gradient of which the reducer expected to hear once more."""
         address = self._addresses[index]
         return (address, None) if address else None
 
-    def report(self) -> dict[str, Any]:
-        """The plan in use and what it costs; empty before the first step."""
-        return {} if self._engine is None else self._engine.report()
 
-    def stats(self) -> dict[str, Any]:
-        """How training goes; empty before the first step."""
-        return {} if self._engine is None else self._engine.stats()
-
-    def close(self) -> None:
-        """Never exchange again."""
-        if self._engine is not None:
-            self._engine.close()
-
-    def _synchronize(self, targets: Sequence[int]) -> list[BufferView | None]:
-        engine = self._engine
-        if engine is None:
-            engine = self._make()
-            for index, address, owner, time_s in self._early:
-                engine.mark_ready(index, address, owner, time_s)
-            self._early.clear()
-            self._engine = engine
-        slots = engine.synchronize(targets=targets)
-        if engine.num_installed != self._num_installed:
-            self._num_installed = engine.num_installed
-            self._expect(early_groups(engine.plan, engine.specs))
-        return slots
+def _remedy() -> str:
+    """The end of a message that a gradient came twice."""
+    remedy = (
+        ". Let one depend on the other, call jax.block_until_ready on the first, or average each "
+        "by a function of its own, with another name="
+    )
+    if (devices := jax.local_device_count()) > 1:
+        remedy += (
+            f". Or the step runs on several of this process's {devices} devices: gradients of one "
+            "device per process are exchanged; start a process for each"
+        )
+    return remedy
 
 
 def early_groups(plan: Plan, specs: Sequence[TensorSpec]) -> list[int]:
@@ -274,19 +236,16 @@ def early_groups(plan: Plan, specs: Sequence[TensorSpec]) -> list[int]:
     return list(groups.values())
 
 
-_MAKING = "jax: making an exchange"
-
-
 class ExchangeRegistry:
     """Exchanges by key.
 
     Programs are compiled in any order, and perhaps on one rank only; a description is known from
-    then on. Its engine is made when the first step of it ends. Ranks then tell each other which
-    exchange they have come to: where independent steps of one program run at once, that may differ.
+    then on. Its reducer is made when the first step of it ends. Ranks then tell each other which
+    exchange they have come to: if independent steps of one program run at once, that may differ.
     All that are wanted anywhere are made, in the order of their keys.
 
     Any thread may call anything. ``_lock`` protects the tables and the open steps; ``_making`` is
-    held while an engine is made, and waits for other ranks.
+    held while a reducer is made, and waits for other ranks.
 
     ``device`` is the one that programs run on; None for the CPU.
     """
@@ -298,7 +257,7 @@ class ExchangeRegistry:
         self._making = threading.Lock()
         self._descriptions: dict[int, ExchangeDescription] = {}
         self._exchanges: dict[int, GradientExchange] = {}
-        self._engines: dict[int, Reducer] = {}
+        self._reducers: dict[int, Reducer] = {}
         self._runtime: Runtime | None = None
         handlers.serve(self._wait)
         threading.Thread(
@@ -314,44 +273,31 @@ class ExchangeRegistry:
             known = description.key in self._descriptions
             self._descriptions[description.key] = description
             num_known = len(self._descriptions)
-        if not known and num_known > 1:
-            native.wait_on_own_threads()
         if not known:
+            if num_known > 1:
+                native.wait_on_own_threads()
             self._stock(2 * len(description.specs))
         return description.key
 
-    def announce(self, key: int, index: int, address: int, owner: object) -> None:
-        """A gradient exists outside of a compiled program."""
-        with self._lock:
-            self._get(key).announce(index, address, owner)
-
-    def reduce(self, key: int, outputs: Sequence[int]) -> None:
-        """Wait for gradients outside of a compiled program; see :meth:`GradientExchange.reduce`."""
+    def reduce(self, key: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
+        """Reduce gradients outside of a compiled program; see :meth:`GradientExchange.reduce`."""
         with self._lock:
             exchange = self._get(key)
         with signals.deferred:
-            exchange.reduce(None, outputs)
+            exchange.reduce(inputs, outputs)
 
-    def report(self) -> dict[str, dict[str, Any]]:
-        """Of each exchange that has run, by name, the plan in use and what it costs."""
-        return self._ask_each(GradientExchange.report)
-
-    def stats(self) -> dict[str, dict[str, Any]]:
-        """Of each exchange that has run, by name, how training goes."""
-        return self._ask_each(GradientExchange.stats)
-
-    def _ask_each(
-        self, ask: Callable[[GradientExchange], dict[str, Any]]
-    ) -> dict[str, dict[str, Any]]:
+    def ask_each(self, ask: Callable[[Reducer], dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """The answer of every reducer, by the name of its exchange."""
         with self._lock:
-            exchanges = [(self._descriptions[key].title, e) for key, e in self._exchanges.items()]
+            exchanges = list(self._exchanges.values())
         answers: dict[str, dict[str, Any]] = {}
         counts: Counter[str] = Counter()
-        for name, exchange in exchanges:
-            if answer := ask(exchange):
-                counts[name] += 1
-                number = counts[name]
-                answers[name if number == 1 else f"{name} [{number}]"] = answer
+        for exchange in exchanges:
+            if exchange.reducer is not None:
+                counts[exchange.title] += 1
+                number = counts[exchange.title]
+                name = exchange.title if number == 1 else f"{exchange.title} [{number}]"
+                answers[name] = ask(exchange.reducer)
         return answers
 
     def _wait(
@@ -374,7 +320,7 @@ class ExchangeRegistry:
             exchange.reduce(inputs, outputs)
 
     def _forward_announcements(self) -> None:
-        """The announcement thread: passes on what XLA announces, where it may leave at once."""
+        """The announcement thread: passes on what XLA announces, if it may leave at once."""
         while self._native.listen():
             with self._lock:
                 self._take_notes()
@@ -391,12 +337,12 @@ class ExchangeRegistry:
                     time_s = now - age_s if place is None else None
                     self._get(key).announce(index, address, time_s=time_s)
             except WfbpError:
-                continue  # no runtime, or another device; the wait that follows says so
+                continue  # no runtime, or another device; the wait that follows raises it
         if used:
             self._stock(used)
 
     def _at(self, place: tuple[int, int, int] | None) -> AbstractContextManager[None]:
-        """Within it, this thread is where a handler was called."""
+        """A context in which this thread's work is where a handler was called."""
         if self.device is None or place is None:
             return nullcontext()
         _, stream, handle = place
@@ -411,10 +357,10 @@ class ExchangeRegistry:
         """The exchange of a key, in the runtime that there is now."""
         runtime = process.current("a step that was compiled before")
         if runtime is not self._runtime:
-            for exchange in self._exchanges.values():
-                exchange.close()
+            for reducer in self._reducers.values():
+                reducer.close()
             self._exchanges.clear()
-            self._engines.clear()
+            self._reducers.clear()
             self._runtime = runtime
             runtime.expect_other_threads()  # the program may have been traced before init()
         known = self._exchanges.get(key)
@@ -436,95 +382,60 @@ class ExchangeRegistry:
         return known
 
     def _make(self, runtime: Runtime, wanted: ExchangeDescription) -> Reducer:
-        """The engine of an exchange; made together with all others that ranks have come to."""
+        """The reducer of an exchange; made together with all others that ranks have come to."""
         with self._making:
-            if wanted.key in self._engines:
-                return self._engines[wanted.key]
+            if wanted.key in self._reducers:
+                return self._reducers[wanted.key]
             with self._lock:
                 known = sorted(self._descriptions)
             message = json.dumps({"wanted": wanted.text, "known": known}).encode()
-            replies = [json.loads(p) for p in runtime.planning_channel.exchange(message, _MAKING)]
-            descriptions = [ExchangeDescription.parse(s["wanted"]) for s in replies]
-            everywhere = set.intersection(*(set(s["known"]) for s in replies))
+            payloads = runtime.planning_channel.exchange(message, "jax: making an exchange")
+            replies = [json.loads(payload) for payload in payloads]
+            descriptions = [ExchangeDescription.parse(reply["wanted"]) for reply in replies]
+            everywhere = set.intersection(*(set(reply["known"]) for reply in replies))
             if not everywhere.issuperset(d.key for d in descriptions):
                 _disagree(runtime.where, descriptions)
-            for _, description in sorted({d.key: d for d in descriptions}.items()):
-                if description.key not in self._engines:
-                    self._engines[description.key] = self._engine(runtime, description)
-            return self._engines[wanted.key]
+            for key, description in sorted({d.key: d for d in descriptions}.items()):
+                if key in self._reducers:
+                    continue
+                with self._lock:
+                    exchange = self._get(key)
+                self._reducers[key] = Reducer(
+                    runtime,
+                    description.specs,
+                    EngineOptions(
+                        description.schedule,
+                        description.threshold_bytes,
+                        description.op,
+                        name=description.title,
+                    ),
+                    device=self.device,
+                    fetch=exchange.source,
+                    channel=runtime.planning_channel,
+                )
+            return self._reducers[wanted.key]
 
-    def _engine(self, runtime: Runtime, description: ExchangeDescription) -> Reducer:
-        with self._lock:
-            exchange = self._get(description.key)
-        return Reducer(
-            runtime,
-            description.specs,
-            description.options,
-            device=self.device,
-            fetch=exchange.source,
-            channel=runtime.planning_channel,
-        )
+
+def _disagree(where: str, descriptions: Sequence[ExchangeDescription]) -> None:
+    """Raise ``DisagreementError`` with the difference between the ranks' exchanges."""
+    encoded = []
+    for d in descriptions:
+        settings = {
+            "name": d.title, "op": str(d.op), "schedule": d.schedule, "bytes": d.threshold_bytes,
+        }  # fmt: skip
+        encoded.append(consistency.encode_specs(d.specs, settings))
+    consistency.check_specs(f"{where}: {descriptions[0].title}", encoded)
 
 
 @functools.cache
 def exchange_registry() -> ExchangeRegistry:
     """The registry of this process.
 
-    Raises ``ImportError`` without XLA handlers, ``WfbpError`` where programs run on neither a CPU
-    nor CUDA.
+    Raises ``ImportError`` without XLA handlers, ``WfbpError`` if programs run on neither a CPU nor
+    CUDA.
     """
     device = programs_device()
     return ExchangeRegistry(native.load(), device)
-
-
-def _disagree(where: str, descriptions: Sequence[ExchangeDescription]) -> None:
-    """Raise ``DisagreementError`` with the difference between the ranks' exchanges."""
-    settings = [
-        {"name": r.title, "op": str(r.op), "schedule": r.schedule, "bytes": r.threshold_bytes}
-        for r in descriptions
-    ]
-    encoded = [
-        consistency.encode_specs(r.specs, s) for r, s in zip(descriptions, settings, strict=True)
-    ]
-    consistency.check_specs(f"{where}: {descriptions[0].title}", encoded)
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeOptions:
-    """How gradients are to be exchanged; None stands for the environment's setting.
-
-    Args:
-        user: the function that was called, for messages.
-        op: ``Average`` or ``Sum``.
-        schedule: a planner's name, or ``auto``.
-        threshold_bytes: group size of ``threshold``.
-        name: given by the caller, or None.
-    """
-
-    user: str
-    op: Op
-    schedule: str | None
-    threshold_bytes: int | None
-    name: str | None
-
-    def check(self, config: Config) -> None:
-        """Raise ``ValueError`` for an argument that is bad whatever the leaves are."""
-        some = TensorSpec("any", (1,), "float32")
-        EngineOptions(*self._plan(config), self.op).check([some], self.user)
-
-    def describe(self, runtime: Runtime, layout: Layout) -> ExchangeDescription:
-        """The exchange of a tree's leaves; ``ValueError`` for a bad argument."""
-        schedule, limit_bytes = self._plan(runtime.config)
-        EngineOptions(schedule, limit_bytes, self.op).check(layout.specs, self.user)
-        return ExchangeDescription(
-            self.name or self.user, layout.specs, self.op, schedule, limit_bytes
-        )
-
-    def _plan(self, config: Config) -> tuple[str, int]:
-        return (
-            config.schedule if self.schedule is None else self.schedule,
-            config.threshold_bytes if self.threshold_bytes is None else self.threshold_bytes,
-        )
 
 
 def report() -> dict[str, dict[str, Any]]:
@@ -543,9 +454,8 @@ def report() -> dict[str, dict[str, Any]]:
         >>> wfbp.report() if wfbp.size() == 1 else {}
         {}
     """
-    if process.current("report()").size == 1:
-        return {}
-    return exchange_registry().report()
+    alone = process.current("report()").size == 1
+    return {} if alone else exchange_registry().ask_each(Reducer.report)
 
 
 def stats() -> dict[str, dict[str, Any]]:
@@ -563,6 +473,5 @@ def stats() -> dict[str, dict[str, Any]]:
         >>> wfbp.stats() if wfbp.size() == 1 else {}
         {}
     """
-    if process.current("stats()").size == 1:
-        return {}
-    return exchange_registry().stats()
+    alone = process.current("stats()").size == 1
+    return {} if alone else exchange_registry().ask_each(Reducer.stats)

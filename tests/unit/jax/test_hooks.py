@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from wfbp.core.types import Op, TensorSpec
-from wfbp.jax import gradient_hooks
-from wfbp.jax.gradient_sync import ExchangeDescription
+from wfbp.jax import gradients
+from wfbp.jax.exchanges import ExchangeDescription
 
 REQUEST = ExchangeDescription("test", (TensorSpec("a", (3,), "float32"),), Op.AVERAGE, "auto", 100)
 OTHER = ExchangeDescription("other", REQUEST.specs, Op.AVERAGE, "auto", 100)
@@ -24,8 +24,8 @@ X = jnp.ones(3)
 
 def exchanged(x: Any, description: ExchangeDescription = REQUEST) -> Any:
     """As a gradient of that description is, by a call of its own."""
-    site = gradient_hooks.Site(description, lambda r: 10 * (r.name == "other") + r.occurrence)
-    return gradient_hooks.wait([gradient_hooks.announce(x, site, 0)], site)[0]
+    site = gradients.Site(description, lambda r: 10 * (r.name == "other") + r.occurrence)
+    return gradients.wait([gradients.announce(x, site, 0)], site)[0]
 
 
 def keys(function: Callable[[Any], Any]) -> list[int]:

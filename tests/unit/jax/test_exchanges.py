@@ -14,7 +14,7 @@ pytest.importorskip("jax")
 from wfbp.core.plan import Group, Plan
 from wfbp.core.types import Op, TensorSpec
 from wfbp.errors import WfbpError
-from wfbp.jax.gradient_sync import ExchangeDescription, GradientExchange
+from wfbp.jax.exchanges import ExchangeDescription, GradientExchange
 from wfbp.runtime.step import BufferView
 
 SPECS = tuple(TensorSpec(name, (4,), "float32") for name in "abc")
