@@ -25,10 +25,12 @@ from wfbp.config import Config, read_environment, unknown_variables
 from wfbp.errors import DisagreementError, NotInitializedError, PeerError, WfbpError
 from wfbp.runtime import timeline, uncaught
 from wfbp.runtime.collectives.operations import Collectives
-from wfbp.runtime.runtime import Runtime, describe_error
+from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.uncaught import describe_error
 
 _runtime: Runtime | None = None
 _finishers: list[Callable[[Runtime], None]] = []
+_watches_forks = False
 
 
 def init(comm: Any = None, *, backend: Backend | None = None, config: Config | None = None) -> None:
@@ -71,7 +73,7 @@ def start(
         config: as of :func:`init`.
         problem: of this rank, which is raised when it has met the others.
     """
-    global _runtime
+    global _runtime, _watches_forks
     if _runtime is not None:
         return
     given: object = config  # whatever its type says
@@ -107,6 +109,9 @@ def start(
     _runtime = runtime
     uncaught.install(runtime)
     atexit.register(shutdown)
+    if not _watches_forks and hasattr(os, "register_at_fork"):
+        _watches_forks = True
+        os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _mpi_backend(comm: Any, config: Config, problem: Exception | None) -> Backend:
@@ -171,17 +176,18 @@ def _start_timeline(runtime: Runtime) -> None:
     assert runtime.collectives is not None
     config, rank = runtime.config, runtime.rank
     path = timeline.rank_file(config.timeline, rank)
-    offset_s = timeline.clock_offset_s(runtime)
+    on_one_host = runtime.local_size == runtime.size
+    offset_s = 0.0 if on_one_host else timeline.clock_offset_s(runtime.exchange)
     steps, warn = config.timeline_steps, runtime.warn_once
     try:
-        begun = timeline.TraceWriter(path, rank, offset_s=offset_s, steps=steps, warn=warn)
+        writer = timeline.TraceWriter(path, rank, offset_s=offset_s, steps=steps, warn=warn)
     except OSError as error:
         warn(
             f"timeline {path.parent}",
             f"rank {rank}: no timeline {path} ({error.strerror}); training goes on",
         )
     else:
-        runtime.collectives.record(begun)
+        runtime.collectives.record(writer)
 
 
 def _merge_timelines(runtime: Runtime) -> None:
@@ -256,10 +262,6 @@ def _leave_to_parent() -> None:
     )
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_parent)
-
-
 def _set_up_logging(config: Config) -> None:
     logger = logging.getLogger("wfbp")
     logger.setLevel(config.log_level.upper())
@@ -306,7 +308,15 @@ def check_settings(runtime: Runtime, problem: Exception | None = None) -> None:
     mine = {name: _plain(getattr(runtime.config, name)) for name in SHARED}
     payload = json.dumps([describe_error(problem) if problem else "", mine, platform.node()])
     payloads = [json.loads(p) for p in runtime.exchange(payload.encode(), _LABEL)]
-    _raise_problems(runtime, problem, [text for text, _, _ in payloads])
+    if problem is not None:
+        _print_once(runtime, problem, [text for text, _, _ in payloads])
+        raise problem
+    for rank, (text, _, _) in enumerate(payloads):
+        if text:
+            message = text.partition(": ")[2]
+            peer_error = PeerError(f"{runtime.where}: init(): rank {rank}: {message}")
+            uncaught.print_line(peer_error, "")  # that rank prints it
+            raise peer_error
     settings_by_rank = [settings for _, settings, _ in payloads]
     differing = [
         name
@@ -335,25 +345,6 @@ def compare_problem(problem: Exception) -> None:
     except WfbpError:  # others have none, and went on
         return
     _print_once(runtime, problem, [payload.decode() for payload in payloads])
-
-
-def _raise_problems(runtime: Runtime, problem: Exception | None, problems: Sequence[str]) -> None:
-    """Raise what keeps this rank or another one from going on.
-
-    Args:
-        runtime: of this rank.
-        problem: of this rank.
-        problems: of each rank, in words; empty where there is none.
-    """
-    if problem is not None:
-        _print_once(runtime, problem, problems)
-        raise problem
-    for rank, text in enumerate(problems):
-        if text:
-            message = text.partition(": ")[2]
-            peer_error = PeerError(f"{runtime.where}: init(): rank {rank}: {message}")
-            uncaught.print_line(peer_error, "")  # that rank prints it
-            raise peer_error
 
 
 def _print_once(runtime: Runtime, problem: Exception, problems: Sequence[str]) -> None:

@@ -18,14 +18,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
 from wfbp.comm.backend import Backend, Buffer, Finished, HostBackend
-from wfbp.comm.device.backend import DeviceBackend
-from wfbp.comm.device.connection import connect, connect_by_nccl
 from wfbp.comm.device.device import Device
-from wfbp.comm.device.launch_order import LaunchOrder
+from wfbp.comm.device.links import CONNECTING, DeviceLinks
 from wfbp.comm.device.memory import DeviceMemory
-from wfbp.comm.device.nccl import NcclBackend
 from wfbp.comm.memory import Memory
-from wfbp.comm.waiting import wait
 from wfbp.config import Config
 from wfbp.core.cost import Costs
 from wfbp.core.types import Op, Operation
@@ -44,13 +40,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("wfbp")
 
-_CONNECTING = "connecting devices"
-
 _WARNING = "warning"
 """Kind of the notices that tell rank 0 what to warn of."""
-
-_OPERATIONS = -1
-"""In place of a lane's number: of the device backend of named operations."""
 
 _FORWARDING_S = 0.2
 """For the launcher to pass on what ranks have written: at an abort it may drop the rest."""
@@ -66,7 +57,7 @@ class Releasable(Protocol):
 class Runtime:
     """Everything a rank needs to work with the others.
 
-    Training threads may call its public methods.
+    Any training thread may call its public methods.
 
     Args:
         backend: over all ranks of this runtime; from here on only the communication thread uses it.
@@ -110,8 +101,6 @@ class Runtime:
         self._network = NetworkCosts(
             config.probe_budget_s, self._check_measurement, backend.rank == 0
         )
-        self._device_backends: dict[tuple[int, int], DeviceBackend] = {}
-        self._launch_orders: dict[int, LaunchOrder] = {}  # by device
         self._inner: list[Runtime] = []  # of process sets, in the order of making
         self._closed = False
         # Backends made for lanes, in the order of making, the same on every rank; and which of
@@ -128,8 +117,7 @@ class Runtime:
         # Named operations; init() makes them, on every rank.
         self.collectives: Collectives | None = None
         self._num_stores = count()
-        self._warned: set[str] = set()
-        self._warned_lock = threading.Lock()
+        self._warned: dict[str, object] = {}
         self.where = f"rank {self.rank} of {self.size}"
         if within is None:
             self.thread = CommunicationThread(backend, config, self.where)
@@ -143,6 +131,9 @@ class Runtime:
         self.post = self.thread.post
         self.await_reply = self.thread.await_reply
         self.collective_lock = CollectiveLock(self.rank)
+        self.devices = DeviceLinks(
+            config, self.where, self._check_measurement, self._loop.advance_lanes
+        )
         self.channel = self.channel_on(backend)
         self.call = self.channel.call
         self.exchange = self.channel.exchange
@@ -191,11 +182,9 @@ class Runtime:
         log.warning("%s%s", text, others if self.size > 1 else "")
 
     def _is_new(self, topic: str) -> bool:
-        """Whether this rank has not warned or heard of it yet."""
-        with self._warned_lock:
-            known = len(self._warned)
-            self._warned.add(topic)
-            return len(self._warned) > known
+        """Whether this rank has not warned or heard of it yet; any thread."""
+        mine = object()
+        return self._warned.setdefault(topic, mine) is mine
 
     def distinct_name(self, name: str) -> str:
         """A name for what is recorded of an engine: those made later under the same name get a
@@ -280,71 +269,15 @@ class Runtime:
         """
         if device is None:
             return Memory(backend, self.config.zero_copy_min_bytes)
-        device.annotates, device.where = self.config.nvtx, self.where
-        key = self._leased.index(backend), id(device)
-        if key not in self._device_backends:
-            self._device_backends[key] = channel.call(
-                lambda _: Finished(self._connect(backend, device)), _CONNECTING
-            )
-        return DeviceMemory(self._device_backends[key], backend, self.check)
-
-    def _connect(self, backend: Backend, device: Device) -> DeviceBackend:
-        """What carries the groups of a lane on a device; on the communication thread."""
-        timeout_s, check = self.config.timeout_s, partial(self._check_measurement, _CONNECTING)
-        device_backend = connect(device, backend, timeout_s, check)
-        if isinstance(device_backend, NcclBackend):
+        number = self._leased.index(backend)
+        connected = self.devices.backends.get((number, id(device)))
+        if connected is None:
             assert isinstance(backend, HostBackend)
-            self._admit(device_backend, backend)
-        return device_backend
-
-    def launch_order(self, device: Device) -> LaunchOrder | None:
-        """The order of this runtime's lanes on a device, if there is any by NCCL."""
-        return self._launch_orders.get(id(device))
-
-    def connect_operations(
-        self, device: Device, host: HostBackend
-    ) -> tuple[DeviceBackend | None, int, str]:
-        """The backend of named operations on a device; collective, on the communication thread.
-
-        Args:
-            device: this rank's.
-            host: over all ranks; used by nobody else.
-
-        Returns:
-            The backend, if there is one now, its lane's number in the order of launches, and why
-            there will never be one.
-        """
-        timeout_s, check = self.config.timeout_s, partial(self._check_measurement, _CONNECTING)
-        order = self._launch_orders.get(id(device))
-        place = list(self._launch_orders).index(id(device)) if order is not None else -1
-        # Of a single lane, which is in no order yet, and whose program may be in mid-step.
-        launched = [] if order is None or order.orders else list(order.launched)
-        mine = json.dumps([place, launched]).encode()
-        ranks = [
-            json.loads(payload)
-            for payload in wait(host.all_gather_bytes(mine), timeout_s=timeout_s, check=check)
-        ]
-        if any(of != place for of, _ in ranks):
-            return None, -1, "ranks have tensors on the devices of different optimizers"
-        if any(of != launched for _, of in ranks):
-            return None, -1, ""
-        device.annotates, device.where = self.config.nvtx, self.where
-        device_backend, problem = connect_by_nccl(device, host, timeout_s, check)
-        if device_backend is None:
-            return None, -1, problem
-        number = self._admit(device_backend, host)
-        self._device_backends[_OPERATIONS, id(device)] = device_backend
-        return device_backend, number, ""
-
-    def _admit(self, device_backend: NcclBackend, host: HostBackend) -> int:
-        """Order what this backend launches, too."""
-        timeout_s, check = self.config.timeout_s, partial(self._check_measurement, _CONNECTING)
-        device = device_backend.device
-        order = self._launch_orders.get(id(device))
-        if order is None:
-            order = LaunchOrder(self.rank, self.size, self._loop.advance_lanes)
-            self._launch_orders[id(device)] = order
-        return order.admit(device_backend, host, timeout_s, check)
+            host = backend
+            connected = channel.call(
+                lambda _: Finished(self.devices.connect_lane(number, device, host)), CONNECTING
+            )
+        return DeviceMemory(connected, backend, self.check)
 
     def measure_costs(
         self,
@@ -397,15 +330,10 @@ class Runtime:
         idle = json.dumps(sorted(self._idle)).encode()  # in others steps are under way for ever
         payloads = self.channel.exchange(idle, label)
         common = set.intersection(*(set(json.loads(payload)) for payload in payloads))
-        for (number, _), device_backend in self._device_backends.items():
-            if number in common:
-                self.call(partial(_closing, device_backend), label)
-        for order in self._launch_orders.values():
-            self.call(partial(_closing, order), label)
+        self.call(partial(_finished, partial(self.devices.close, common)), label)
         for number in sorted(common):
-            self.call(partial(_closing, self._leased[number]), label)
-        backend = self._backend
-        self.thread.call(lambda: _closing(backend, backend), label, members=self.members)
+            self.call(partial(_finished, self._leased[number].close), label)
+        self.thread.call(lambda: _finished(self._backend.close), label, members=self.members)
         self._within._inner.remove(self)
         self._closed = True
 
@@ -456,11 +384,7 @@ class Runtime:
     def _give_back(self) -> None:
         self._loop.give_back()
         for runtime in (self, *self._inner):
-            # in the order of making, as on every rank
-            for device_backend in runtime._device_backends.values():
-                device_backend.close()
-            for order in runtime._launch_orders.values():
-                order.close()
+            runtime.devices.close()
         for inner in self._inner:
             inner._backend.close()
         if self.planning_channel is not self.channel:
@@ -472,22 +396,13 @@ class Runtime:
     def _give_up(self) -> None:
         """Of lanes that were not failing too: nothing may wait for other ranks at exit."""
         for runtime in (self, *self._inner):
-            for device_backend in runtime._device_backends.values():
-                device_backend.give_up()
+            runtime.devices.give_up()
         self._backend.give_up()
 
     def _check_measurement(self, label: str, waited_s: float) -> None:
         self._loop.check_measurement(label, waited_s, self.members)
 
 
-def _closing(closed: Backend | LaunchOrder, _: Backend) -> Finished[None]:
-    closed.close()
+def _finished(act: Callable[[], None], _: Backend | None = None) -> Finished[None]:
+    act()
     return Finished(None)
-
-
-def describe_error(error: BaseException) -> str:
-    """An exception in one line."""
-    if isinstance(error, WfbpError):
-        return f"{type(error).__name__}: {error}"
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -22,13 +22,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from wfbp.core.plan import Plan
 from wfbp.runtime.step import MeasuredStep
-
-if TYPE_CHECKING:
-    from wfbp.runtime.runtime import Runtime
 
 FLUSH_S = 0.5
 """So much may be lost where a process is killed."""
@@ -270,19 +267,17 @@ class TraceWriter:
 _ROUNDS = 9
 
 
-def clock_offset_s(runtime: Runtime) -> float:
-    """Seconds by which this host's clock is ahead of rank 0's, 0 on one host; collective.
+def clock_offset_s(exchange: Callable[[bytes, str], list[bytes]]) -> float:
+    """Seconds by which this host's clock is ahead of rank 0's; collective.
 
     A small collective ends at about the same moment on all ranks: the median difference over some
     of them is good to about a message's latency.
     """
-    if runtime.local_size == runtime.size:
-        return 0.0
     ends_s = []
     for _ in range(_ROUNDS):
-        runtime.exchange(b"", "comparing clocks")
+        exchange(b"", "comparing clocks")
         ends_s.append(time.time())
-    theirs = runtime.exchange(json.dumps(ends_s).encode(), "comparing clocks")
+    theirs = exchange(json.dumps(ends_s).encode(), "comparing clocks")
     first: list[float] = json.loads(theirs[0])
     return statistics.median(own - other for own, other in zip(ends_s, first, strict=True))
 

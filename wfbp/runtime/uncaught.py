@@ -15,7 +15,8 @@ from traceback import extract_tb
 from types import TracebackType
 from typing import Any
 
-from wfbp.runtime.runtime import Runtime, describe_error
+from wfbp.errors import WfbpError
+from wfbp.runtime.runtime import Runtime
 
 _Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], Any]
 _ThreadHook = Callable[[threading.ExceptHookArgs], Any]
@@ -98,3 +99,11 @@ def _end(runtime: Runtime, error: BaseException) -> None:
     sys.stderr.flush()
     sys.stdout.flush()
     runtime.fail_job(describe_error(error))
+
+
+def describe_error(error: BaseException) -> str:
+    """An exception in one line."""
+    if isinstance(error, WfbpError):
+        return f"{type(error).__name__}: {error}"
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

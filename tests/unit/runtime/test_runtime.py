@@ -20,7 +20,8 @@ from wfbp.errors import (
     StallError,
 )
 from wfbp.runtime import process
-from wfbp.runtime.runtime import Runtime, describe_error
+from wfbp.runtime.runtime import Runtime
+from wfbp.runtime.uncaught import describe_error
 
 
 def test_collectives_of_several_ranks() -> None:
