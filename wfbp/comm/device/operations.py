@@ -33,7 +33,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import accumulate, zip_longest
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +41,7 @@ from wfbp.comm.backend import INTEGER, Buffer, HostBackend
 from wfbp.comm.device.backend import DeviceBackend, DeviceWork
 from wfbp.comm.device.device import Device, Event
 from wfbp.comm.device.launch_order import LaunchOrder
+from wfbp.comm.device.links import DeviceLinks
 from wfbp.comm.device.nccl import DTYPES, defines
 from wfbp.core.types import Op
 
@@ -149,20 +150,6 @@ class _Launched:
     event: Event = None
 
 
-class Connector(Protocol):
-    """What a runtime has for the lanes on its devices."""
-
-    collective_lock: Any
-
-    def launch_order(self, device: Device) -> LaunchOrder | None:
-        """The order of its lanes on a device, if there is any by NCCL."""
-
-    def connect_operations(
-        self, device: Device, host: HostBackend
-    ) -> tuple[DeviceBackend | None, int, str]:
-        """The backend of named operations, its lane's number, and why there will never be one."""
-
-
 class DeviceOperations:
     """The device's part of the named lane of all ranks.
 
@@ -170,12 +157,14 @@ class DeviceOperations:
     progress lock. What they share is written by single operations.
 
     Args:
-        connector: of all ranks.
+        links: of the runtime of all ranks.
+        collective_lock: of that runtime; on rank 0 it is held while devices are connected.
         host: over the same ranks; used by nobody else.
     """
 
-    def __init__(self, connector: Connector, host: HostBackend) -> None:
-        self._connector = connector
+    def __init__(self, links: DeviceLinks, collective_lock: Any, host: HostBackend) -> None:
+        self._links = links
+        self._collective_lock = collective_lock
         self._host = host
         self._devices: dict[str, Device] = {}
         self._backend: DeviceBackend | None = None
@@ -198,7 +187,7 @@ class DeviceOperations:
     @property
     def _order(self) -> LaunchOrder | None:
         device = self._devices.get("first")
-        return None if device is None else self._connector.launch_order(device)
+        return None if device is None else self._links.launch_order(device)
 
     @property
     def available(self) -> tuple[int, ...]:
@@ -217,7 +206,7 @@ class DeviceOperations:
             return "host"
         if self._backend is not None or self._connecting:
             return "device"
-        if not self._connector.collective_lock.take():
+        if not self._collective_lock.take():
             return "host"
         self._connecting = True
         return "connect"
@@ -227,13 +216,13 @@ class DeviceOperations:
         if route == "connect":
             try:
                 device = self._devices["first"]
-                self._backend, self._number, problem = self._connector.connect_operations(
+                self._backend, self._number, problem = self._links.connect_operations(
                     device, self._host
                 )
             finally:
                 if self._host.rank == 0:
                     self._connecting = False
-                    self._connector.collective_lock.release()
+                    self._collective_lock.release()
             if problem:
                 self._failed = True
                 if self._host.local_rank == 0:
@@ -363,6 +352,6 @@ class DeviceOperations:
         self._undone.clear()
 
     def close(self) -> None:
-        """Give the host's backend back; collective. The device's backend is the connector's."""
+        """Give the host's backend back; collective. The device's backend is the links'."""
         self._undone.clear()
         self._host.close()

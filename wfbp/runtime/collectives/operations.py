@@ -253,7 +253,7 @@ class Collectives:
             data, mailbox, own, beside = made
             inner, members, name = runtime, ALL_RANKS, ""
             if beside is not None:
-                self._devices = DeviceOperations(runtime, beside)
+                self._devices = DeviceOperations(runtime.devices, runtime.collective_lock, beside)
             if own is not None:
                 members, name = Members(number, ranks), f"process set {list(ranks)}"
                 inner = Runtime(own, runtime.config, within=runtime, members=members)
