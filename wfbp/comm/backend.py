@@ -71,8 +71,10 @@ class Work(ABC, Generic[T]):
 class Backend(ABC):
     """Collectives among ``size`` ranks, in place where they can be.
 
-    Where a collective takes ``segments``, they are in ascending order and do not overlap; their
-    starts and lengths are whole elements, and the same on every rank.
+    ``dtype`` is a key of ``core.types.ITEM_BYTES``; float16 and bfloat16 are accumulated in float32
+    and rounded once. ``counts`` are bytes of each rank's block, also none, whole elements, the same
+    on every rank. ``segments`` are in ascending order and do not overlap; their starts and lengths
+    are whole elements, and the same on every rank.
     """
 
     rank: int
@@ -84,17 +86,26 @@ class Backend(ABC):
 
     @property
     def activity(self) -> int:
-        """A number that changes whenever anything moves on here or on a duplicate, such as one step
-        of a large message."""
+        """A number that changes whenever anything moves on here or on a duplicate."""
         return 0
 
+    @property
+    def progresses_alone(self) -> bool:
+        """Whether data move between tests too, as over a network. In shared memory the tests copy,
+        so a rank that does not test delays its peers."""
+        return False
+
     def may_progress(self) -> bool:
-        """Whether a test could move anything on, here or on a duplicate; True where that is
-        unknown.
+        """Whether a test could move anything on, here or on a duplicate; True if unknown.
 
         A cheap check between naps that never blocks. It may itself do some of the work of a test.
         """
         return True
+
+    def rest(self, nap_s: float, most_s: float) -> bool:
+        """Sleep until an operation has ended, testing every ``nap_s`` seconds, for at most
+        ``most_s``; False, without sleeping, if the backend cannot or nothing is under way."""
+        return False
 
     def stopwatch(self) -> Callable[[], float]:
         """Return a function that gives the seconds from now until all collectives started since are
@@ -102,32 +113,13 @@ class Backend(ABC):
         begin_s = time.perf_counter()
         return lambda: time.perf_counter() - begin_s
 
-    @property
-    def progresses_alone(self) -> bool:
-        """Whether data move between tests too, as over a network.
-
-        In shared memory the tests copy, so a rank that does not test delays its peers.
-        """
-        return False
-
-    def rest(self, nap_s: float, most_s: float) -> bool:
-        """Sleep until an operation has ended, testing every ``nap_s`` seconds, for at most
-        ``most_s``.
-
-        False, without sleeping, where the backend cannot or nothing is under way.
-        """
-        return False
-
     def zeros(self, nbytes: int) -> Buffer:
-        """A uint8 buffer in memory that this backend's collectives prefer.
-
-        If one rank passes such a buffer to a collective, all ranks do.
-        """
+        """A uint8 buffer in memory that this backend's collectives prefer. If one rank passes such
+        a buffer to a collective, all ranks do."""
         return zeroed(nbytes)
 
     def copies_segments(self, buffer: Buffer) -> bool:
-        """Whether an all-reduce of this buffer copies segments in, and their results out, by
-        itself.
+        """Whether an all-reduce of this buffer copies segments in, and their results out.
 
         Segments may then name a place for their result. Their memory is touched within
         :meth:`all_reduce` and ``test()`` only: a caller that calls neither may free it.
@@ -140,13 +132,8 @@ class Backend(ABC):
     ) -> Work[None]:
         """Combine ``buffer`` over all ranks, in place.
 
-        Args:
-            buffer: any number of elements, also none.
-            dtype: element type, a key of ``core.types.ITEM_BYTES``; float16 and bfloat16 are
-                accumulated in float32 and rounded once.
-            op: how contributions combine.
-            segments: contributions that are read elsewhere, and not written; their results go
-                into the buffer, or where the segment says.
+        Segments are contributions that are read elsewhere, and not written; their results go into
+        the buffer, or to the place that the segment names.
         """
 
     @abstractmethod
@@ -158,15 +145,10 @@ class Backend(ABC):
         op: Op,
         segments: Sequence[Segment] = (),
     ) -> Work[None]:
-        """Combine ``buffer`` over all ranks, each rank keeping its block of the result, in place.
+        """Combine ``size`` adjacent blocks over all ranks. This rank's block receives its result;
+        the contents of the others are undefined afterwards.
 
-        Args:
-            buffer: ``size`` blocks one after the other. This rank's block receives the result;
-                what the others hold afterwards is not defined.
-            counts: bytes of each rank's block, whole elements; the same on every rank.
-            dtype: element type, as in :meth:`all_reduce`.
-            op: how contributions combine.
-            segments: as in :meth:`all_reduce`; part r of a segment is contributed to block r.
+        Part r of a segment is contributed to block r.
         """
 
     @abstractmethod
@@ -177,14 +159,9 @@ class Backend(ABC):
     def all_gather(
         self, buffer: Buffer, counts: Sequence[int], segments: Sequence[Segment] = ()
     ) -> Work[None]:
-        """Fill every rank's block of ``buffer`` with what that rank brings, in place.
+        """Fill every rank's block of ``buffer``, of any element type, with that rank's own.
 
-        Args:
-            buffer: ``size`` blocks one after the other, of any element type. This rank's block is
-                what it brings, and is left as it is; the others' are received.
-            counts: bytes of each rank's block, also none; the same on every rank.
-            segments: of which this rank's part is sent and the others' are received in place, not
-                in the buffer.
+        This rank's part of a segment is sent from there, the others' are received there.
         """
 
     @abstractmethod
@@ -220,14 +197,13 @@ class Backend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give the backend's resources back; collective where the library below demands it."""
+        """Free the backend's resources; collective if the library below demands it."""
 
 
 class Mailbox(ABC):
-    """Messages from rank to rank, outside any collective; used where the backend is.
+    """Messages from rank to rank, outside any collective; used by the thread of its backend.
 
-    Attributes:
-        echoes: the other ranks are only played, and send what this one sends to itself.
+    ``echoes``: one process plays the other ranks, which send what this one sends to itself.
     """
 
     echoes = False
@@ -248,7 +224,7 @@ class Mailbox(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give the mailbox's resources back; collective where the library below demands it."""
+        """Free the mailbox's resources; collective if the library below demands it."""
 
 
 class HostBackend(Backend):
@@ -260,23 +236,14 @@ class HostBackend(Backend):
     ) -> Work[None]:
         """Send every rank a block of its own.
 
-        Args:
-            outgoing: one block per rank, one after the other; block r goes to rank r.
-            sent: bytes of each block, also none.
-            incoming: one block per rank, one after the other; block r is what rank r sends. It
-                does not overlap ``outgoing``.
-            received: bytes of each of these; what rank r sends to this rank.
+        Block r of ``outgoing``, of ``sent[r]`` bytes, goes to rank r; block r of ``incoming``, of
+        ``received[r]`` bytes, comes from rank r. The buffers do not overlap.
         """
 
     @abstractmethod
     def subset(self, ranks: Sequence[int]) -> HostBackend | None:
-        """A backend over some of the ranks; None on the others.
-
-        Collective over all ranks, and blocking.
-
-        ``ranks`` is ascending and the same on every rank; rank ``ranks[i]`` is rank i of the
-        subset.
-        """
+        """A backend over some of the ranks, in which rank ``ranks[i]`` is rank i; None on the
+        others. Collective over all ranks, and blocking; ``ranks`` is ascending."""
 
     @abstractmethod
     def send(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
@@ -311,8 +278,10 @@ class Finished(Work[T]):
 
 HALF = frozenset({"float16", "bfloat16"})
 """Element types that are accumulated in float32."""
-
+INTEGER = frozenset({"int32", "int64", "uint8"})
 _WORDS = {name: np.dtype("uint16") for name in HALF}
+_MAPPED_BYTES = 64 << 10
+"""From here on memory comes from the system, in pages of its own."""
 
 
 def word_dtype(dtype: str) -> np.dtype[Any]:
@@ -328,13 +297,11 @@ def storage_dtype(dtype: str) -> np.dtype[Any]:
 def typed(buffer: Buffer, dtype: str, writeable: bool = True) -> Buffer:
     """The buffer's bytes seen as elements of ``dtype`` (uint16 for the half types), not copied.
 
-    Raises:
-        ValueError: not one-dimensional, not contiguous, read-only where it must be writeable, or
-            no whole number of elements.
+    Raises ``ValueError`` if it is not one-dimensional, not contiguous, read-only where it must be
+    writeable, or holds no whole number of elements.
 
-    Example:
-        >>> typed(np.zeros(8, np.uint8), "float32")
-        array([0., 0.], dtype=float32)
+    >>> typed(np.zeros(8, np.uint8), "float32")
+    array([0., 0.], dtype=float32)
     """
     size = item_bytes(dtype)
     if buffer.ndim != 1 or not buffer.flags.c_contiguous:
@@ -357,17 +324,14 @@ def blocks(
 
     ``counts`` are bytes. Raises ``ValueError``, naming the size that does not fit.
 
-    Example:
-        >>> blocks(2, np.zeros(3, np.float32), [8, 4], "float32")
-        [array([0., 0.], dtype=float32), array([0.], dtype=float32)]
+    >>> blocks(2, np.zeros(3, np.float32), [8, 4], "float32")
+    [array([0., 0.], dtype=float32), array([0.], dtype=float32)]
     """
     data = typed(buffer, dtype, writeable)
     check_counts(size, data.nbytes, counts, dtype)
-    item = data.itemsize
-    parts = []
-    end = 0
+    parts, end = [], 0
     for count in counts:
-        start, end = end, end + count // item
+        start, end = end, end + count // data.itemsize
         parts.append(data[start:end])
     return parts
 
@@ -385,11 +349,10 @@ def check_counts(size: int, nbytes: int, counts: Sequence[int], dtype: str) -> N
 
 
 def fill(buffer: Buffer, segments: Sequence[Segment]) -> None:
-    """Copy the segments of an all-reduce into its buffer, where all of it must be in one piece."""
-    raw = buffer.view(np.uint8)
+    """Copy the segments of an all-reduce into its buffer."""
     for segment in segments:
         data = segment.data.view(np.uint8)
-        raw[segment.start : segment.start + data.size] = data
+        buffer.view(np.uint8)[segment.start : segment.start + data.size] = data
 
 
 def fill_blocks(
@@ -404,19 +367,16 @@ def fill_blocks(
             block[segment.start : segment.start + part.nbytes] = part.view(np.uint8)
 
 
-INTEGER = frozenset({"int32", "int64", "uint8"})
-
-
 def combine(shards: Sequence[Buffer], out: Buffer, dtype: str, op: Op) -> None:
     """Combine one contribution per rank, given in rank order; AVERAGE divides by their number.
 
-    ``shards`` are as :func:`typed` returns them. ``out`` is one of them, or does not overlap any.
+    The one definition of reduction. ``shards`` are as :func:`typed` returns them; ``out`` is one of
+    them, or does not overlap any.
 
-    Example:
-        >>> total = np.zeros(2, np.float32)
-        >>> combine([np.float32([1, 2]), np.float32([3, 6])], total, "float32", Op.AVERAGE)
-        >>> total
-        array([2., 4.], dtype=float32)
+    >>> total = np.zeros(2, np.float32)
+    >>> combine([np.float32([1, 2]), np.float32([3, 6])], total, "float32", Op.AVERAGE)
+    >>> total
+    array([2., 4.], dtype=float32)
     """
     reduce_shards(shards, out, dtype, *reduction(op, len(shards)))
 
@@ -424,9 +384,8 @@ def combine(shards: Sequence[Buffer], out: Buffer, dtype: str, op: Op) -> None:
 def reduction(op: Op, num_ranks: int) -> tuple[str, float]:
     """The operation that combines the contributions, and the divisor of its result.
 
-    Example:
-        >>> reduction(Op.AVERAGE, 3)
-        ('sum', 3.0)
+    >>> reduction(Op.AVERAGE, 3)
+    ('sum', 3.0)
     """
     return ("sum", float(num_ranks)) if op is Op.AVERAGE else (op.value, 1.0)
 
@@ -440,22 +399,18 @@ def split(total: int, parts: int) -> list[tuple[int, int]]:
     return [(total * i // parts, total * (i + 1) // parts) for i in range(parts)]
 
 
-_MAPPED_BYTES = 64 << 10
-"""From here on memory comes from the system, in pages of its own."""
+def zeroed(nbytes: int) -> Buffer:
+    """``nbytes`` zeroed bytes, as uint8; ``MemoryError`` if there are not so many.
 
-
-def zeroed(nbytes: int) -> npt.NDArray[Any]:
-    """``nbytes`` zeroed bytes, as uint8; ``MemoryError`` where there are not so many.
-
-    Untouched pages cost nothing: where large tensors are sent from where they are, their part of a
-    fusion buffer stays untouched. The C library would clear memory that it has used before.
+    Untouched pages cost nothing: the part of a fusion buffer whose tensors are sent from where they
+    are stays untouched. (The C library would clear memory that it has used before.)
 
     >>> zeroed(3)
     array([0, 0, 0], dtype=uint8)
     """
     if nbytes < _MAPPED_BYTES or sys.platform == "win32":
         return np.zeros(nbytes, np.uint8)
-    # Private: what a forked process writes, its parent does not see.
+    # Private: a forked process writes to its own copy.
     try:
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
