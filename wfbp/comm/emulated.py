@@ -114,20 +114,15 @@ class EmulatedLink(HostBackend):
     """Rank 0 of ``size`` equal ranks over a link that costs what the curve says.
 
     Data end up as if every rank had contributed what this one did: AVERAGE, MIN and MAX leave a
-    buffer as it is, SUM multiplies it by ``size``, every gathered part is this rank's.
+    buffer as it is, SUM multiplies it by ``size``, every gathered part is this rank's. ``others``
+    are curves of collectives that cost something else.
 
-    Args:
-        cost: bytes of a message to seconds.
-        size: number of ranks.
-        others: curves of the collectives that cost something else.
-
-    Example:
-        >>> from wfbp.comm.waiting import wait
-        >>> link = EmulatedLink(lambda nbytes: 1e-3 + 1e-9 * nbytes, size=4)
-        >>> x = np.ones(2, np.float32)
-        >>> wait(link.all_reduce(x, "float32", Op.SUM))
-        >>> x
-        array([4., 4.], dtype=float32)
+    >>> from wfbp.comm.waiting import wait
+    >>> link = EmulatedLink(lambda nbytes: 1e-3 + 1e-9 * nbytes, size=4)
+    >>> x = np.ones(2, np.float32)
+    >>> wait(link.all_reduce(x, "float32", Op.SUM))
+    >>> x
+    array([4., 4.], dtype=float32)
     """
 
     def __init__(
@@ -214,17 +209,12 @@ class EmulatedLink(HostBackend):
         return EmulatedLink(self._channel.costs[ALL_REDUCE], len(ranks), _channel=self._channel)
 
     def mailbox(self) -> Mailbox:
-        """One in which every other rank sends this one what it sends to itself, at no cost.
-
-        One rank alone gets it from itself.
-        """
         return _EmulatedMailbox(self.size)
 
     def send_notice(self, payload: bytes) -> None:
         self._notices += [(rank, bytes(payload)) for rank in range(1, self.size)]
 
     def poll_notices(self) -> list[tuple[int, bytes]]:
-        """What the ranks played have to say: the same as this one."""
         arrived, self._notices = self._notices, []
         return arrived
 
@@ -233,7 +223,6 @@ class EmulatedLink(HostBackend):
         return Finished(None)
 
     def receive(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
-        """The ranks played send what this one sends to them."""
         return _EmulatedReceive(self._letters.setdefault((peer, tag), deque()), buffer)
 
     def abort(self, code: int) -> None:

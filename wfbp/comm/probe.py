@@ -1,9 +1,9 @@
 """Measures what a collective costs on the backend at hand, by size.
 
-Fits are wrong by up to 9 times at small sizes, so plans are made from measured points: from 4
-bytes to the largest message that will be sent, each measured as the runtime sends it: small ones
-in a stream, two at a time. A message on its own would tell of a latency that the next message
-hides, and on some links of a burst that the next one must pay back.
+Fits are wrong by up to 9 times at small sizes, so plans are made from measured points: from 4 bytes
+to the largest message that will be sent, each measured as the runtime sends it: small ones in a
+stream, two at a time. A single message would include a latency that the next message hides, and on
+some links a burst that the next one must pay back.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def measure_cost(
     Ranks start each repetition together. One repetition is a stream of messages of one size, up to
     4 MiB in all, or one larger message; a message takes its share of the stream on the slowest
     rank, a size the median of its repetitions. Each size begins with two messages, which decide how
-    long and how many streams are; all ranks use the same numbers. Where the budget is spent, sizes
+    long and how many streams are; all ranks use the same numbers. When the budget is spent, sizes
     in between are left out.
 
     Args:
@@ -97,7 +97,7 @@ def measure_cost(
     sizes = probe_sizes(max_bytes)
     data = backend.zeros(max(sizes[-1], COLD_BYTES) // 4 * 4).view(np.float32)
     points = []
-    start = partial(_STARTS[operation], backend)
+    start = partial(_start, backend, operation)
     begin_s = time.perf_counter()
 
     def measured(size: int, length: int, count: int) -> tuple[list[float], float]:
@@ -143,28 +143,13 @@ def _from_afar(num_sizes: int) -> Iterator[int]:
             parts += [(low, middle), (middle, high)]
 
 
-def _all_reduce(backend: Backend, part: Buffer) -> Work[None]:
-    return backend.all_reduce(part, "float32", Op.AVERAGE)
-
-
-def _reduce_scatter(backend: Backend, part: Buffer) -> Work[None]:
-    return backend.reduce_scatter(part, _shares(part, backend.size), "float32", Op.AVERAGE)
-
-
-def _all_gather(backend: Backend, part: Buffer) -> Work[None]:
-    return backend.all_gather(part, _shares(part, backend.size))
-
-
-def _shares(part: Buffer, size: int) -> list[int]:
-    """Bytes of each rank's equal share."""
-    return [4 * (b - a) for a, b in split(part.size, size)]
-
-
-_STARTS: dict[Operation, Callable[[Backend, Buffer], Work[None]]] = {
-    Operation.ALL_REDUCE: _all_reduce,
-    Operation.REDUCE_SCATTER: _reduce_scatter,
-    Operation.ALL_GATHER: _all_gather,
-}
+def _start(backend: Backend, operation: Operation, part: Buffer) -> Work[None]:
+    if operation is Operation.ALL_REDUCE:
+        return backend.all_reduce(part, "float32", Op.AVERAGE)
+    shares = [4 * (b - a) for a, b in split(part.size, backend.size)]
+    if operation is Operation.REDUCE_SCATTER:
+        return backend.reduce_scatter(part, shares, "float32", Op.AVERAGE)
+    return backend.all_gather(part, shares)
 
 
 def _uncached_parts(data: Buffer, numel: int) -> Iterator[Buffer]:

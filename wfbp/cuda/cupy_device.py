@@ -133,7 +133,7 @@ class CupyDevice(Device):
         self._ensure_context()
         with self._cupy.cuda.Device(self.index):
             handle = int(self._runtime.streamCreateWithPriority(_NON_BLOCKING, _GREATEST_PRIORITY))
-        self._streams.append(weakref.finalize(self, _destroy, self._runtime, handle))
+        self._streams.append(weakref.finalize(self, self._runtime.streamDestroy, handle))
         return handle
 
     def record(self, stream: int, timed: bool = False) -> _Event:
@@ -187,10 +187,7 @@ class CupyDevice(Device):
 
     def _allocated(self, take: Callable[[], T], nbytes: int) -> T:
         """The result of ``take``, which allocates about ``nbytes``; called again with emptied
-        caches where memory runs out.
-
-        Raises ``BackendError`` if there is still none.
-        """
+        caches if memory runs out, then ``BackendError``."""
         exhausted = self._cupy.cuda.memory.OutOfMemoryError
         try:
             return take()
@@ -323,28 +320,20 @@ class CudaTable:
     def __init__(self, device: CupyDevice, table: DevicePackTable) -> None:
         self._device = device
         self._table = table
-
-    @property
-    def pointers(self) -> npt.NDArray[np.int64]:
-        """Where each slot is filled from; 0 is absent."""
-        return self._table.pointers
+        self.pointers = table.pointers
 
     def pack(self) -> None:
-        """Enqueue the filling of every slot."""
         with self._device.active():
             self._table.pack()
 
     def unpack(self) -> None:
-        """Enqueue the copies of every slot back to its address."""
         with self._device.active():
             self._table.unpack()
 
 
 def count_devices() -> int:
-    """The number of CUDA devices that this process sees, found without making a context.
-
-    Raises ``ImportError`` if CuPy is not installed, or finds no driver.
-    """
+    """The number of CUDA devices that this process sees, found without making a context;
+    ``ImportError`` if CuPy is not installed, or finds no driver."""
     _, runtime, _ = _modules()
     try:
         return int(runtime.getDeviceCount())
@@ -397,10 +386,6 @@ def _modules() -> tuple[Any, Any, Any]:
             "pip install 'wfbp[cuda12]' (or cuda13)"
         ) from error
     return cupy, runtime, driver
-
-
-def _destroy(runtime: Any, stream: int) -> None:
-    runtime.streamDestroy(stream)
 
 
 def check_local_rank(

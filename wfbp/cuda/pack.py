@@ -179,15 +179,10 @@ class _Launch:
 class DevicePackTable:
     """Slots of a fusion buffer on the device and the addresses that they are filled from.
 
-    Write the addresses into ``pointers``, which lies on the host; 0 means absent. Then :meth:`pack`
-    fills every slot with its tensor times a scale, or with zeros (a tensor that is its own slot
-    stays where it is), and :meth:`unpack` writes every slot, times a scale, to its address.
-
-    Both only enqueue: nothing is allocated or uploaded, and ``pointers`` may be changed as soon as
-    they return, since a launch carries its addresses with it. Groups of more than
-    :data:`CAPACITY` tensors take more than one launch. The caller keeps the
-    tensors alive until the stream has passed the launch. A tensor may not partly overlap a slot.
-    For one thread at a time.
+    Write the addresses into ``pointers``, which lies on the host; 0 means absent. :meth:`pack` and
+    :meth:`unpack` only enqueue: ``pointers`` may change as soon as they return, since a launch
+    carries its addresses with it. The caller keeps the tensors alive until the stream has passed
+    the launch. A tensor may not partly overlap a slot. For one thread at a time.
 
     Args:
         kernels: the device.

@@ -44,11 +44,8 @@ class Device(ABC):
 
     @abstractmethod
     def nccl(self) -> Any:
-        """The bindings of NCCL for this device, as ``cupy.cuda.nccl``.
-
-        Raises:
-            ImportError: there are none; the message says why.
-        """
+        """The bindings of NCCL for this device, as ``cupy.cuda.nccl``; ``ImportError`` says why
+        there are none."""
 
     @abstractmethod
     def current_stream(self) -> int:
@@ -68,11 +65,7 @@ class Device(ABC):
 
     @abstractmethod
     def done(self, event: Event) -> bool:
-        """Whether all before an event has run.
-
-        Raises:
-            BackendError: something that ran on the device has failed.
-        """
+        """Whether all before an event has run; ``BackendError`` if something has failed."""
 
     @abstractmethod
     def seconds(self, start: Event, end: Event) -> float:
@@ -82,8 +75,7 @@ class Device(ABC):
     def zeros(self, nbytes: int, stream: int) -> Buffer:
         """Bytes (uint8) on the device, aligned for vector access, zero from there in the stream.
 
-        Raises:
-            BackendError: there is no memory left, also not in what frameworks keep for later.
+        ``BackendError`` if there is no memory left, not even in frameworks' caches.
         """
 
     @abstractmethod
@@ -117,14 +109,8 @@ class Device(ABC):
         tensor_dtype: str = "",
         unpack_stream: int | None = None,
     ) -> SlotTable:
-        """A table of a buffer's slots that packs on a stream, and casts where types differ.
-
-        It unpacks on the same stream, or on another one. What it keeps on the device is memory of
-        the first.
-
-        Raises:
-            ValueError: this device cannot cast so.
-        """
+        """A table of a buffer's slots that packs on a stream, whose memory it is, and unpacks on
+        the same or another one. It casts if types differ; ``ValueError`` if it cannot."""
 
     @abstractmethod
     def use(self) -> None:
@@ -132,12 +118,11 @@ class Device(ABC):
 
     @abstractmethod
     def is_capturing(self, stream: int) -> bool:
-        """Whether what is enqueued on a stream goes into a graph instead of running."""
+        """Whether work enqueued on a stream goes into a graph instead of running."""
 
     @abstractmethod
     def trim(self) -> None:
-        """Give the memory back that is kept for later, and not in use; it may wait for the
-        device."""
+        """Free memory that is kept for later; may wait for the device."""
 
     annotates = False
     """Whether profilers are shown names, which costs some microseconds per group."""

@@ -21,15 +21,10 @@ REMEDY = (
 
 
 def loaded_libraries(maps: Iterable[str] | None = None) -> list[str]:
-    """The files of all libnccl in this process.
+    """The files of all libnccl in this process, or of other lines as in ``/proc/self/maps``.
 
-    Args:
-        maps: lines as in ``/proc/self/maps``; those of this process by default, none where the
-            system has no such file.
-
-    Example:
-        >>> loaded_libraries(["7f00-7f01 r-xp 0 08:01 7 /opt/libnccl.so.2\\n", "7f02-7f03 rw-p"])
-        ['/opt/libnccl.so.2']
+    >>> loaded_libraries(["7f00-7f01 r-xp 0 08:01 7 /opt/libnccl.so.2\\n", "7f02-7f03 rw-p"])
+    ['/opt/libnccl.so.2']
     """
     if maps is None:
         maps = MAPS.read_text().splitlines() if MAPS.exists() else ()
@@ -39,11 +34,9 @@ def loaded_libraries(maps: Iterable[str] | None = None) -> list[str]:
 
 
 def version_name(code: int) -> str:
-    """What NCCL's number of a version means.
-
-    Example:
-        >>> version_name(22809), version_name(2708)
-        ('2.28.9', '2.7.8')
+    """
+    >>> version_name(22809), version_name(2708)
+    ('2.28.9', '2.7.8')
     """
     if code >= 10000:
         return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
@@ -51,15 +44,10 @@ def version_name(code: int) -> str:
 
 
 def describe(version: int, files: list[str]) -> tuple[str, str]:
-    """What is loaded, and what is wrong about it (empty where nothing is).
+    """What is loaded, and what is wrong about it (empty if nothing is).
 
-    Args:
-        version: as the bindings tell it.
-        files: from :func:`loaded_libraries`.
-
-    Example:
-        >>> describe(22809, ["/opt/libnccl.so.2"])
-        ('NCCL 2.28.9 from /opt/libnccl.so.2', '')
+    >>> describe(22809, ["/opt/libnccl.so.2"])
+    ('NCCL 2.28.9 from /opt/libnccl.so.2', '')
     """
     text = f"NCCL {version_name(version)} from {' and '.join(files) or 'a file that is not known'}"
     if len(files) < 2:

@@ -47,35 +47,9 @@ def known_reason(wanted: bool) -> str:
     return ""
 
 
-def log_reason(who: str, first: bool, answers: Sequence[tuple[str, str]]) -> None:
-    """Log on every rank why there is no shared memory.
-
-    ``answers`` are each rank's excuse and problem, empty where it has none. It is a warning on the
-    ``first`` rank, unless a rank has an excuse.
-    """
-    reasons: dict[str, list[str]] = {}
-    for rank, answer in enumerate(answers):
-        if reason := "".join(answer):
-            reasons.setdefault(reason, []).append(str(rank))
-    by_reason = "; ".join(
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {reason}"
-        for reason, ranks in reasons.items()
-    )
-    excused = any(excuse for excuse, _ in answers)
-    log.log(
-        logging.WARNING if first and not excused else logging.INFO,
-        "%s: ranks of this host do not read each other's memory, and send messages (%s)%s",
-        who,
-        by_reason,
-        "" if excused else f". Messages are slower; set {SWITCH}=0 where that is as it should be",
-    )
-
-
 def make_file(token: bytes) -> int:
-    """A file without a name, as large as the machine's memory.
-
-    Raises ``OSError`` or ``OverflowError`` where the system has no such files.
-    """
+    """A file without a name, as large as the machine's memory; ``OSError`` or ``OverflowError`` if
+    the system has no such files."""
     file = os.memfd_create("wfbp")
     try:
         os.ftruncate(file, os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES)
@@ -87,23 +61,19 @@ def make_file(token: bytes) -> int:
 
 
 class Mapping:
-    """A file mapped into memory, which keeps no descriptor open (the module ``mmap`` keeps one).
+    """A file mapped into memory, until nothing refers to it and its :attr:`bytes`.
 
-    It is unmapped when nothing refers to it and its :attr:`bytes`. Raises ``OSError`` if it cannot
-    be mapped.
+    It keeps no descriptor open (the module ``mmap`` keeps one).
     """
 
     def __init__(self, descriptor: int, nbytes: int, writeable: bool) -> None:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writeable else 0)
-        self.address = _map(None, nbytes, access, mmap.MAP_SHARED, descriptor)
+        self.address = _map(nbytes, access, mmap.MAP_SHARED, descriptor)
         self.nbytes = nbytes
         self._writeable = writeable
         self._end = weakref.finalize(self, _unmap, self.address, nbytes)
         self._end.atexit = False
         self._is_private = False
-
-    def __len__(self) -> int:
-        return self.nbytes
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -120,10 +90,9 @@ class Mapping:
         return np.asarray(self)
 
     def advise(self, advice: int, start: int = 0, nbytes: int | None = None) -> None:
-        """As ``mmap.madvise``; raises ``OSError`` where the system refuses."""
-        length = self.nbytes if nbytes is None else nbytes
-        address = ctypes.c_void_p(self.address + start)
-        if _library().madvise(address, ctypes.c_size_t(length), advice):
+        """As ``mmap.madvise``."""
+        length = ctypes.c_size_t(self.nbytes if nbytes is None else nbytes)
+        if _library().madvise(ctypes.c_void_p(self.address + start), length, advice):
             raise _error()
 
     def discard(self, start: int, nbytes: int) -> None:
@@ -134,28 +103,19 @@ class Mapping:
             self.advise(mmap.MADV_REMOVE, start, nbytes)
 
     def keep_only(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Unmap the file; some ranges stay at their address, with their contents, as private
-        memory.
-
-        ``ranges`` are start and end of what is in use, in whole pages and ascending;
-        :meth:`discard` frees each. Raises ``OSError`` where there is no memory for them.
-        """
+        """Unmap the file. Ranges in use, whole pages in ascending order, stay at their address as
+        private memory until :meth:`discard` frees them."""
         access = mmap.PROT_READ | mmap.PROT_WRITE
-        library = _library()
+        mremap = _library().mremap
+        mremap.restype = ctypes.c_void_p
         for start, end in ranges:
-            length = end - start
+            length, place = end - start, self.address + start
+            copy = _map(length, access, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+            ctypes.memmove(copy, place, length)
             # Moved there at once: concurrent readers see the same bytes, old or new.
-            copy = _map(None, length, access, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-            ctypes.memmove(copy, self.address + start, length)
-            library.mremap.restype = ctypes.c_void_p
-            moved = library.mremap(
-                ctypes.c_void_p(copy),
-                ctypes.c_size_t(length),
-                ctypes.c_size_t(length),
-                _MREMAP_MAYMOVE | _MREMAP_FIXED,
-                ctypes.c_void_p(self.address + start),
-            )
-            if moved != self.address + start:
+            sizes = ctypes.c_size_t(length), ctypes.c_size_t(length)
+            flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
+            if mremap(ctypes.c_void_p(copy), *sizes, flags, ctypes.c_void_p(place)) != place:
                 problem = _error()
                 _unmap(copy, length)
                 raise problem
@@ -176,17 +136,11 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _map(address: int | None, nbytes: int, access: int, flags: int, descriptor: int) -> int:
+def _map(nbytes: int, access: int, flags: int, descriptor: int) -> int:
     function = _library().mmap
     function.restype = ctypes.c_void_p
-    mapped: int | None = function(
-        ctypes.c_void_p(address),
-        ctypes.c_size_t(nbytes),
-        access,
-        flags,
-        descriptor,
-        ctypes.c_long(0),
-    )
+    size, start = ctypes.c_size_t(nbytes), ctypes.c_long(0)
+    mapped: int | None = function(None, size, access, flags, descriptor, start)
     if mapped is None or mapped == ctypes.c_void_p(-1).value:
         raise _error()
     return mapped
@@ -202,35 +156,28 @@ def _error() -> OSError:
 
 
 def open_map(process: int, file: int, token: bytes, mine: bool) -> Mapping:
-    """Map a rank's memory.
-
-    Raises ``OSError`` if it cannot be opened from here, ``ValueError`` if another process has the
-    same number in its container.
-    """
+    """Map a rank's memory. Raises ``OSError`` if it cannot be opened from here, ``ValueError`` if
+    another process has the same number in its container."""
     path = f"/proc/{process}/fd/{file}"
+    other = ValueError(f"process {process} is another one here, as in a container of its own")
     if not stat.S_ISREG(os.stat(path).st_mode):  # to open or read another one's pipe may block
-        raise ValueError(f"process {process} is another one here, as in a container of its own")
+        raise other
     descriptor = os.open(path, os.O_RDWR if mine else os.O_RDONLY)
     try:
         if os.read(descriptor, len(token)) != token:
-            raise ValueError(f"process {process} is another one here, as in a container of its own")
+            raise other
         mapped = Mapping(descriptor, os.fstat(descriptor).st_size, mine)
-        # A core dump would touch, and so allocate, as much memory as the machine has.
-        mapped.advise(mmap.MADV_DONTDUMP)
-        if mine:
-            _try_free(mapped)
-        return mapped
     finally:
         os.close(descriptor)
-
-
-def _try_free(memory: Mapping) -> None:
-    """Raise ``OSError`` unless freed pages become a hole in the file."""
-    data = memory.bytes
-    data[HEADER_BYTES] = 1
-    memory.discard(HEADER_BYTES, PAGE_BYTES)
-    if data[HEADER_BYTES]:
-        raise OSError("memory cannot be given back")
+    # A core dump would touch, and so allocate, as much memory as the machine has.
+    mapped.advise(mmap.MADV_DONTDUMP)
+    if mine:  # freed pages have to become a hole in the file
+        data = mapped.bytes
+        data[HEADER_BYTES] = 1
+        mapped.discard(HEADER_BYTES, PAGE_BYTES)
+        if data[HEADER_BYTES]:
+            raise OSError("memory cannot be given back")
+    return mapped
 
 
 _TOKEN_BYTES = 16
@@ -241,21 +188,18 @@ _WITHDRAWN_WORD = 8
 class FreeList:
     """The free ranges of a memory; takes the first that is large enough.
 
-    Example:
-        >>> free = FreeList(0, 100)
-        >>> free.take(30), free.take(30)
-        (0, 30)
-        >>> free.give(0, 30)
-        >>> free.take(40), free.take(20)
-        (60, 0)
+    >>> free = FreeList(0, 100)
+    >>> free.take(30), free.take(30), free.taken(0, 100)
+    (0, 30, [(0, 60)])
+    >>> free.give(0, 30)
+    >>> free.take(40), free.take(20)
+    (60, 0)
     """
 
     def __init__(self, start: int, end: int) -> None:
         self._gaps = [(start, end)]
 
     def take(self, nbytes: int) -> int:
-        """Take the first free range of ``nbytes`` and return its start; ``MemoryError`` without
-        one."""
         for k, (start, end) in enumerate(self._gaps):
             if end - start >= nbytes:
                 self._gaps[k : k + 1] = [(start + nbytes, end)] if end - start > nbytes else []
@@ -263,7 +207,6 @@ class FreeList:
         raise MemoryError(f"no room for {nbytes} bytes that other ranks can read")
 
     def give(self, start: int, nbytes: int) -> None:
-        """They are free again."""
         joined: list[tuple[int, int]] = []
         for gap in sorted([*self._gaps, (start, start + nbytes)]):
             if joined and joined[-1][1] == gap[0]:
@@ -273,14 +216,7 @@ class FreeList:
         self._gaps = joined
 
     def taken(self, start: int, end: int) -> list[tuple[int, int]]:
-        """The parts of a range that are in use.
-
-        >>> free = FreeList(0, 100)
-        >>> free.take(30), free.take(30)
-        (0, 30)
-        >>> free.taken(0, 100)
-        [(0, 60)]
-        """
+        """The parts of a range that are in use."""
         used = []
         for gap_start, gap_end in (*self._gaps, (end, end)):
             if gap_start > start:
@@ -313,9 +249,9 @@ class SharedMemory:
     def connect(cls, comm: MPI.Comm, wanted: bool = True) -> SharedMemory | None:
         """Map the memory of all ranks that share a host. Collective.
 
-        None, on every rank, where a rank does not want it or cannot have it: on systems other than
+        None, on every rank, if a rank does not want it or cannot have it: on systems other than
         Linux, across containers or users, or under a limit on the size of processes. Every rank
-        logs why.
+        logs why; it is a warning on rank 0, unless the reason is an expected one.
         """
         token = secrets.token_bytes(_TOKEN_BYTES)
         made: int | None = None
@@ -338,7 +274,24 @@ class SharedMemory:
             os.close(made)  # what is mapped stays
         if len(maps) == comm.size and not any(map(any, answers)):
             return cls(comm.rank, maps)
-        log_reason(f"rank {comm.rank} of {comm.size}", comm.rank == 0, answers)
+        reasons: dict[str, list[str]] = {}
+        for rank, (unwanted, problem) in enumerate(answers):
+            if reason := unwanted + problem:
+                reasons.setdefault(reason, []).append(str(rank))
+        by_reason = "; ".join(
+            f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {reason}"
+            for reason, ranks in reasons.items()
+        )
+        excused = any(unwanted for unwanted, _ in answers)
+        log.log(
+            logging.WARNING if comm.rank == 0 and not excused else logging.INFO,
+            "rank %d of %d: ranks of this host do not read each other's memory, and send messages "
+            "(%s)%s",
+            comm.rank,
+            comm.size,
+            by_reason,
+            "" if excused else f". Messages are slower; set {SWITCH}=0 if that is intended",
+        )
         return None
 
     def withdraw(self) -> None:

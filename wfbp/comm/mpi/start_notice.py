@@ -1,9 +1,9 @@
-"""Says why a rank does not get beyond the start of MPI: a program that waits beside that rank.
+"""Reports why a rank does not get beyond the start of MPI: a program that waits beside that rank.
 
 While MPI starts, no Python code of the rank itself can run. Usage:
-``python start_notice.py SECONDS``. It ends when its standard input is closed: because MPI has
-started, which it is told before, or because the rank has ended. Nobody else removes what MPICH has
-put into ``/dev/shm`` for such a rank. Run by path, it can import the standard library alone.
+``python start_notice.py SECONDS``. It ends when its standard input is closed: MPI has started,
+which it is told before, or the rank has ended. Nobody else removes the memory that MPICH has put
+into ``/dev/shm`` for such a rank. Run by path, it can import the standard library alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 
 _RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
@@ -98,17 +98,12 @@ def _missing() -> str:
 
 def _launcher(pid: int) -> int:
     """The nearest process above that is no rank of a job."""
-    for above in _ancestors(pid):
-        if number(_RANK, _environment(above)) is None:
-            return above
-    return 0
-
-
-def _ancestors(pid: int) -> Iterator[int]:
     while pid > 1:
         fields = _read(pid, "stat").rpartition(b")")[2].split()
         pid = int(fields[1]) if len(fields) > 1 else 0
-        yield pid
+        if number(_RANK, _environment(pid)) is None:
+            break
+    return pid
 
 
 def _environment(pid: int) -> dict[str, str]:
