@@ -25,12 +25,21 @@ from wfbp.comm.device.nccl import NcclBackend
 from wfbp.comm.device.nccl_library import loaded_libraries
 from wfbp.comm.device.staged import StagedBackend
 from wfbp.comm.waiting import wait
-from wfbp.core.types import ITEM_BYTES, Op
+from wfbp.core.types import ELEMENTWISE_OPS, ITEM_BYTES, Op
 from wfbp.errors import BackendError, StallError
 
 KINDS = ("nccl", "staged")
 LARGE = ("100_mb", "100_mb_of_halves")
-OF_HOSTS = ("all_to_all", "mailbox", "messages_between_two", "subset")
+OF_HOSTS = (
+    "delivered_segments",
+    "memory_that_comes_and_goes",
+    "reduced_segments",
+    "scattered_and_gathered_segments",
+    "all_to_all",
+    "mailbox",
+    "messages_between_two",
+    "subset",
+)
 """What backends of devices do not offer."""
 STRUCTURE = ("all_gather", "reduce_scatter", "broadcast", "many_in_flight", "float32-average")
 """What depends on the number of ranks."""
@@ -211,7 +220,7 @@ def test_no_buffer_is_sliced_per_rank(counts: list[int]) -> None:
     assert Blocks.of(2, 16, tuple(counts), "float32") is Blocks.of(2, 16, tuple(counts), "float32")
 
 
-@pytest.mark.parametrize("op", Op)
+@pytest.mark.parametrize("op", ELEMENTWISE_OPS)
 def test_operations_of_nccl(op: Op) -> None:
     """Floating sums, averages and products are NCCL's; minima and maxima lose NaN there."""
     ranks = Ranks(2)

@@ -123,15 +123,9 @@ class DeviceBackend(Backend):
     def all_reduce(
         self, buffer: Buffer, dtype: str, op: Op, segments: Sequence[Segment] = ()
     ) -> DeviceWork:
+        assert not segments, "tensors on devices are packed"
         data = raw(buffer, dtype)
-
-        def start() -> DeviceWork:
-            for segment in segments:
-                piece = raw(segment.data, dtype, writeable=False)
-                self._bring(data[segment.start : segment.start + piece.size], piece)
-            return self._all_reduce(data, dtype, op) if data.size else self._nothing()
-
-        return self._launch(start, data.nbytes)
+        return self._launch(lambda: self._all_reduce(data, dtype, op), data.nbytes)
 
     def reduce_scatter(
         self,
@@ -141,44 +135,22 @@ class DeviceBackend(Backend):
         op: Op,
         segments: Sequence[Segment] = (),
     ) -> DeviceWork:
+        assert not segments, "tensors on devices are packed"
         data = raw(buffer, dtype)
         blocks = Blocks.of(self.size, data.nbytes, tuple(counts), dtype)
-
-        def start() -> DeviceWork:
-            for _, place, part in _parts(data, blocks, segments, dtype, writeable=False):
-                self._bring(place, part)
-            if not blocks.total:
-                return self._nothing()
-            return self._reduce_scatter(data, blocks, dtype, op)
-
-        return self._launch(start, blocks.total)
+        return self._launch(lambda: self._reduce_scatter(data, blocks, dtype, op), blocks.total)
 
     def broadcast(self, buffer: Buffer, root: int) -> DeviceWork:
         data = raw(buffer, None)
-        return self._launch(
-            lambda: self._broadcast(data, root) if data.size else self._nothing(), data.nbytes
-        )
+        return self._launch(lambda: self._broadcast(data, root), data.nbytes)
 
     def all_gather(
         self, buffer: Buffer, counts: Sequence[int], segments: Sequence[Segment] = ()
     ) -> DeviceWork:
+        assert not segments, "tensors on devices are packed"
         data = raw(buffer, None)
         blocks = Blocks.of(self.size, data.nbytes, tuple(counts), "uint8")
-
-        def start() -> DeviceWork:
-            parts = _parts(data, blocks, segments, "uint8", writeable=True)
-            for rank, place, part in parts:
-                if rank == self.rank:
-                    self._bring(place, part)
-            if not blocks.total:
-                return self._nothing()
-            work = self._all_gather(data, blocks)
-            for rank, place, part in parts:
-                if rank != self.rank and self.device.address(place) != self.device.address(part):
-                    work.then(part, place)
-            return work
-
-        return self._launch(start, blocks.total)
+        return self._launch(lambda: self._all_gather(data, blocks), blocks.total)
 
     def all_gather_bytes(self, payload: bytes) -> Work[list[bytes]]:
         return self.host.all_gather_bytes(payload)
@@ -199,17 +171,12 @@ class DeviceBackend(Backend):
         def launch() -> DeviceWork:
             if packed is not None:
                 self.device.wait(self.stream, packed)
-            return start()
+            return start() if nbytes else self._nothing()
 
         return launch() if self.in_order is None else self.in_order(launch, nbytes)
 
-    def _bring(self, place: Buffer, part: Buffer) -> None:
-        """Copy a part into the buffer, unless it lies there."""
-        if self.device.address(place) != self.device.address(part):
-            self.device.copy(place, part, self.stream)
 
-
-def raw(buffer: Buffer, dtype: str | None, writeable: bool = True) -> Buffer:
+def raw(buffer: Buffer, dtype: str | None) -> Buffer:
     """The bytes of a buffer on a device; ``dtype`` is what they are, if they are to be reduced.
 
     Raises ``ValueError`` if it is not one-dimensional, contiguous and writeable, or holds no whole
@@ -220,7 +187,7 @@ def raw(buffer: Buffer, dtype: str | None, writeable: bool = True) -> Buffer:
             "a buffer must be one-dimensional and contiguous; "
             f"found shape {buffer.shape}, strides {buffer.strides}"
         )
-    if writeable and not getattr(buffer.flags, "writeable", True):
+    if not getattr(buffer.flags, "writeable", True):
         raise ValueError("a buffer that receives must be writeable")
     if dtype is not None and buffer.nbytes % item_bytes(dtype):
         raise ValueError(f"a buffer of {buffer.nbytes} bytes holds no whole number of {dtype}")
@@ -255,18 +222,3 @@ class Blocks:
     def cut(self, data: Buffer) -> list[Buffer]:
         """One block of bytes per rank."""
         return [data[a : a + n] for a, n in zip(self.starts, self.counts, strict=True)]
-
-
-def _parts(
-    data: Buffer, blocks: Blocks, segments: Sequence[Segment], dtype: str, writeable: bool
-) -> list[tuple[int, Buffer, Buffer]]:
-    """Of every segment and rank: the rank, its place in the rank's block, its data."""
-    parts = []
-    for segment in segments:
-        whole = raw(segment.data, dtype, writeable)
-        own = Blocks.of(len(blocks.counts), whole.nbytes, tuple(segment.counts), dtype)
-        for rank, part in enumerate(own.cut(whole)):
-            if part.size:
-                place = blocks.starts[rank] + segment.start
-                parts.append((rank, data[place : place + part.size], part))
-    return parts
