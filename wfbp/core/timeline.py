@@ -41,13 +41,8 @@ class GroupTiming:
 
 @dataclass(frozen=True, slots=True)
 class PhaseTiming:
-    """One phase; seconds from its start.
-
-    Args:
-        groups: its groups in sending order.
-        compute_end_s: its computation ends.
-        end_s: the other phase may begin.
-    """
+    """Groups of one phase in sending order; seconds from its start to the end of its computation,
+    and until the other phase may begin."""
 
     groups: tuple[GroupTiming, ...]
     compute_end_s: float

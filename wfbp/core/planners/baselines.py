@@ -18,14 +18,7 @@ from wfbp.core.types import Operation
 
 
 def per_tensor(trace: Trace, costs: Costs) -> Plan:
-    """One message per tensor: the most overlap, and the most start-ups.
-
-    Args:
-        trace: sizes and compute times of one step.
-        costs: not looked at.
-
-    Returns:
-        A plan of schedule ``wfbp``.
+    """One message per tensor: the most overlap, and the most start-ups. Only sizes are looked at.
 
     Source:
         Wait-free backpropagation: Zhang et al., "Poseidon", USENIX ATC 2017.
@@ -41,13 +34,6 @@ def per_tensor(trace: Trace, costs: Costs) -> Plan:
 
 def single(trace: Trace, costs: Costs) -> Plan:
     """All tensors in one message (per element type): one start-up, no overlap.
-
-    Args:
-        trace: sizes and compute times of one step.
-        costs: not looked at.
-
-    Returns:
-        A plan of schedule ``single``.
 
     Example:
         >>> from wfbp.core.cost import LinearCost
@@ -156,13 +142,6 @@ def parameter_server(trace: Trace, costs: Costs) -> Plan:
     Every node serves 1/P of each tensor, so that a push is a reduce-scatter and a pull is an
     all-gather. It is the baseline of iPart and no more.
 
-    Args:
-        trace: sizes and compute times of one step.
-        costs: not looked at.
-
-    Returns:
-        A plan of schedule ``ps``.
-
     Source:
         Baseline of iPart (Wang et al., IEEE TPDS 2021).
 
@@ -180,13 +159,6 @@ def parameter_server(trace: Trace, costs: Costs) -> Plan:
 
 def parameter_server_layerwise(trace: Trace, costs: Costs) -> Plan:
     """Push and pull every tensor alone, under the compute of the others.
-
-    Args:
-        trace: sizes and compute times of one step.
-        costs: not looked at.
-
-    Returns:
-        A plan of schedule ``ps_layerwise``.
 
     Source:
         Baseline of iPart (Wang et al., IEEE TPDS 2021); the push is Poseidon's.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -14,10 +14,8 @@ from wfbp.core.planners.partition import Partition, Row
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-MAX_TABLE_TENSORS = 2048
-"""Up to here the costs of all runs are kept (32 MiB); above, each row is worked out when used."""
-CHUNK_ELEMENTS = 2**17
-"""Rows handled at once hold about this many costs, so that they stay in cache."""
+MAX_TABLE_TENSORS = 2048  # up to here the costs of all runs are kept, in 32 MiB
+CHUNK_ELEMENTS = 2**17  # costs handled at once, so that they stay in cache
 ROUNDING = 1e-12
 
 
@@ -65,11 +63,6 @@ class CurveSolver:
         if self._n > MAX_TABLE_TENSORS:
             return None
         return np.array([self._row(j) for j in range(self._n + 1)])
-
-    def _rows(self, js: Ints) -> Floats:
-        if self._table is None:
-            return np.array([self._row(int(j)) for j in js])
-        return self._table[js]
 
     @cached_property
     def _best(self) -> tuple[Floats, Ints]:
@@ -183,8 +176,11 @@ class CurveSolver:
         least = np.full(self._n + 1, np.inf)
         following = np.zeros(self._n + 1, dtype=np.int64)
         columns = np.arange(self._n + 1)
-        for js in _chunks(alive, self._n + 1):
-            through = self._rows(js) + busy[js, None]
+        step = max(CHUNK_ELEMENTS // (self._n + 1), 1)
+        for js in (alive[at : at + step] for at in range(0, len(alive), step)):
+            table = self._table
+            rows = np.array([self._row(int(j)) for j in js]) if table is None else table[js]
+            through = rows + busy[js, None]
             through[through > latest_busy[js, None]] = np.inf
             first = through.argmin(axis=0)
             through_first = through[first, columns]
@@ -194,7 +190,7 @@ class CurveSolver:
         return least, following
 
     def _latest_busy(self, makespan: float) -> Floats:
-        """Busy time that may lie behind the start of a run that ends with gradient j."""
+        """Busy time that may follow the start of a run that ends with gradient j."""
         latest_busy: Floats = (makespan - self._r) / self._speed
         return latest_busy
 
@@ -210,9 +206,3 @@ class CurveSolver:
             busy += seconds
             start = end
         return Partition(tuple(ends), max(at, self._floor), busy)
-
-
-def _chunks(js: Ints, width: int) -> Iterator[Ints]:
-    step = max(CHUNK_ELEMENTS // width, 1)
-    for start in range(0, len(js), step):
-        yield js[start : start + step]

@@ -45,12 +45,7 @@ SHARES = (0.5, 0.0, 1.0, 0.25, 0.75)
 
 @dataclass(frozen=True, slots=True)
 class PhasePartitions:
-    """Modes, and the runs of both phases.
-
-    Args:
-        forward: runs of forward; None where nothing is gathered.
-        seconds: of the iteration.
-    """
+    """Modes, the runs of both phases (None if nothing is gathered), and the iteration's seconds."""
 
     modes: Modes
     backward: Partition
@@ -59,13 +54,11 @@ class PhasePartitions:
 
     @property
     def num_groups(self) -> int:
-        """Messages per iteration, for one element type."""
         return len(self.backward.ends) + (len(self.forward.ends) if self.forward else 0)
 
 
 class PartitionOptimizer:
-    """Finds the best partitions for given modes: the phases are then independent, and each is
-    exact."""
+    """Finds the best partitions for given modes: the phases are independent, and each is exact."""
 
     def __init__(self, trace: Trace, costs: Costs) -> None:
         self._rows = Rows(trace, costs)
@@ -123,10 +116,9 @@ class PartitionOptimizer:
         return PhasePartitions(modes, backward, forward, seconds)
 
 
-def plan_of_partitions(schedule: str, trace: Trace, partitions: PhasePartitions) -> Plan:
-    """The plan of these partitions."""
-    forward_ends = partitions.forward.ends if partitions.forward else ()
-    return plan_of_phases(schedule, trace, partitions.modes, partitions.backward.ends, forward_ends)
+def _plan_of(trace: Trace, found: PhasePartitions) -> Plan:
+    forward_ends = found.forward.ends if found.forward else ()
+    return plan_of_phases("hybrid", trace, found.modes, found.backward.ends, forward_ends)
 
 
 def _joined(modes: Modes) -> Modes:
@@ -145,10 +137,8 @@ def _joined(modes: Modes) -> Modes:
 
 Floats = npt.NDArray[np.float64]
 
-MAX_BORDERS = 48
-"""Boundaries between which groups are sought; with no more tensors than that, all of them."""
-MAX_STATES = 48
-"""Pareto states kept per boundary; with more, some that lie close to others are dropped."""
+MAX_BORDERS = 48  # boundaries between which groups are sought, if there are more tensors
+MAX_STATES = 48  # Pareto states kept per boundary
 
 
 def shared_modes(trace: Trace, costs: Costs) -> Modes:
@@ -167,8 +157,7 @@ def shared_modes(trace: Trace, costs: Costs) -> Modes:
 
     Exact without interference, up to the number of tensors and states kept (the constants above).
     """
-    solver = _SharedSearch(trace, costs)
-    return solver.modes()
+    return _SharedSearch(trace, costs).modes()
 
 
 class _SharedSearch:
@@ -235,8 +224,7 @@ def _pareto(f: Floats, g: Floats) -> npt.NDArray[np.int64]:
     return front
 
 
-POSITIONS = 24
-"""Boundaries looked at in one round; with no more tensors than that, all of them."""
+POSITIONS = 24  # boundaries looked at in one round, if there are more tensors
 
 
 def best_split(trace: Trace, optimize: Callable[[Modes], PhasePartitions]) -> PhasePartitions:
@@ -282,12 +270,9 @@ def _least(
             return best, scores[best]
 
 
-SEARCH_PRECISION = 1e-4
-"""How exactly iterations are worked out while modes are compared."""
-MIXED_PRECISION = 1e-6
-"""How exactly, with interference, runs are cut for modes that no other planner has."""
-MAX_CURVE_TENSORS = 64
-"""Modes for measured curves, which take quadratic time, are sought on at most so many tensors."""
+SEARCH_PRECISION = 1e-4  # of iterations while modes are compared
+MIXED_PRECISION = 1e-6  # of runs, with interference, for modes that no other planner has
+MAX_CURVE_TENSORS = 64  # on which modes are sought for measured curves, in quadratic time
 
 
 def hybrid(
@@ -354,15 +339,18 @@ def hybrid(
             ]
             plans += [planner(trace, costs) for planner in family]
     latest_s = min([latest_s, *(iteration_s(plan, trace, costs) for plan in plans)])
-    plans += [plan_of_partitions("hybrid", trace, partitions) for partitions in candidates]
-    plans += [
-        plan_of_partitions(
-            "hybrid", trace, partition_optimizer.with_fewer_groups(partitions, latest_s)
-        )
-        for partitions in candidates
-        if partitions.seconds <= latest_s
-    ]
-    return _chosen(plans, trace, costs, latest_s)
+    in_time = [found for found in candidates if found.seconds <= latest_s]
+    candidates += [partition_optimizer.with_fewer_groups(found, latest_s) for found in in_time]
+    plans += [_plan_of(trace, found) for found in candidates]
+    # The fewest groups that end in time, or the shortest iteration of all.
+    times = [iteration_s(plan, trace, costs) for plan in plans]
+    latest_s = max(latest_s, min(times)) * (1.0 + 4 * ROUNDING)
+    _, _, index = min(
+        (len(plan.groups), seconds, index)
+        for index, (plan, seconds) in enumerate(zip(plans, times, strict=True))
+        if seconds <= latest_s
+    )
+    return replace(plans[index], schedule="hybrid")
 
 
 def split_modes(trace: Trace, costs: Costs) -> Modes:
@@ -380,15 +368,3 @@ def split_modes(trace: Trace, costs: Costs) -> Modes:
         trace, lambda modes: partition_optimizer.best_partitions(modes, SEARCH_PRECISION)
     )
     return refined(best.modes, boundaries)
-
-
-def _chosen(plans: list[Plan], trace: Trace, costs: Costs, latest_s: float) -> Plan:
-    """The fewest groups that end in time, or the shortest iteration of all."""
-    times = [iteration_s(plan, trace, costs) for plan in plans]
-    latest_s = max(latest_s, min(times)) * (1.0 + 4 * ROUNDING)
-    _, _, index = min(
-        (len(plan.groups), seconds, index)
-        for index, (plan, seconds) in enumerate(zip(plans, times, strict=True))
-        if seconds <= latest_s
-    )
-    return replace(plans[index], schedule="hybrid")

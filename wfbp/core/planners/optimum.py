@@ -9,10 +9,8 @@ from wfbp.core.planners.curve_solver import CurveSolver
 from wfbp.core.planners.linear_solver import LinearSolver
 from wfbp.core.planners.partition import Partition, Row, Solver
 
-TOLERANCE = 1e-3
-"""An iteration may be this much longer than the optimum if that takes fewer groups."""
-PRECISION = 1e-10
-"""With interference the optimum is searched for; it is found to this relative precision."""
+TOLERANCE = 1e-3  # an iteration may be so much longer than the optimum if that saves groups
+PRECISION = 1e-10  # relative, of the optimum with interference, which is searched for
 ROUNDING = 1e-12
 
 
@@ -45,11 +43,8 @@ def optimum(solver: Solver, lag: float, fixed_s: float, precision: float = PRECI
     bound is below the best finish by more than the precision. Each answer of the solver ends at a
     step of b, so the search also asks just below it.
 
-    Args:
-        solver: of the row.
-        lag: kappa / (1 + kappa).
-        fixed_s: the rest of the iteration, in seconds.
-        precision: relative to the whole iteration.
+    ``lag`` is kappa / (1 + kappa); ``fixed_s`` the rest of the iteration, and ``precision`` is
+    relative to the whole.
     """
     best = solver.fastest()
     if lag == 0.0:
@@ -107,20 +102,6 @@ def fewest(solver: Solver, lag: float, latest_s: float, best: Partition) -> Part
     return best if partition is None else partition
 
 
-def fastest_of_as_few(
-    solver: Solver, lag: float, low: float, chosen: Partition, precision_s: float
-) -> Partition:
-    """The partition of earliest finish with as many runs as ``chosen``, by bisection."""
-    while finish_s(chosen, lag) - low > precision_s:
-        middle = (low + finish_s(chosen, lag)) / 2
-        partition = fewest(solver, lag, middle, chosen)
-        if len(partition.ends) <= len(chosen.ends) and finish_s(partition, lag) <= middle:
-            chosen = partition
-        else:
-            low = middle
-    return chosen
-
-
 def within(
     solver: Solver, lag: float, fixed_s: float, best: Partition, tolerance: float
 ) -> Partition:
@@ -132,4 +113,12 @@ def within(
     latest_s = optimum_s * (1.0 + tolerance + ROUNDING) - fixed_s
     chosen = fewest(solver, lag, latest_s, best)
     precision_s = (1e-3 * tolerance + ROUNDING) * optimum_s
-    return fastest_of_as_few(solver, lag, finish_s(best, lag), chosen, precision_s)
+    low = finish_s(best, lag)
+    while finish_s(chosen, lag) - low > precision_s:  # bisection
+        middle = (low + finish_s(chosen, lag)) / 2
+        partition = fewest(solver, lag, middle, chosen)
+        if len(partition.ends) <= len(chosen.ends) and finish_s(partition, lag) <= middle:
+            chosen = partition
+        else:
+            low = middle
+    return chosen

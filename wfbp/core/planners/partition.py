@@ -74,7 +74,7 @@ def measure(row: Row, ends: Sequence[int], kappa: float) -> Partition:
 
 
 class Solver(Protocol):
-    """Exact answers for one row."""
+    """Exact answers for one row: partitions of least makespan, least busy time, fewest runs."""
 
     def fastest(self) -> Partition:
         """Of least makespan."""
@@ -131,12 +131,10 @@ class Rows:
 
     @property
     def num_tensors(self) -> int:
-        """Length of backward's row."""
         return len(self._sizes)
 
 
 def all_by(operation: Operation, num_tensors: int) -> Modes:
-    """The modes that send everything in the same way."""
     return ((num_tensors, operation),)
 
 
