@@ -100,10 +100,10 @@ def emulate(mbit: int) -> None:
     """Let this process be the only rank of a job on a link whose messages take their time."""
     from wfbp.comm.emulated import EmulatedLink
     from wfbp.core.cost import LinearCost
-    from wfbp.runtime import process
+    from wfbp import init
 
     # Between two ranks all bytes cross the link, in each direction.
-    process.init(backend=EmulatedLink(LinearCost(4e-4, 8e-6 / mbit)))
+    init(backend=EmulatedLink(LinearCost(4e-4, 8e-6 / mbit)))
 
 
 def start(options: argparse.Namespace, emulated: bool) -> None:

@@ -210,8 +210,8 @@ RUNTIME = [
     ),
     Mutation(
         "runtime/progress/channel.py",
-        "if purpose != first:",
-        "if purpose < first:",
+        "if purpose != purposes[0]:",
+        "if purpose < purposes[0]:",
         unit("runtime/test_channel"),
     ),
     Mutation(

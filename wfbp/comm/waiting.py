@@ -67,13 +67,6 @@ class Policy:
             step is not expected sooner.
         growth: factor from one nap to the next.
         spin_gap_s: an urgent wait spins only where steps usually follow one another within this.
-
-    Example:
-        >>> policy = Policy()
-        >>> policy.nap_s(waited_s=0.0, naps=0, urgent=True)
-        0.0
-        >>> policy.nap_s(waited_s=1.0, naps=100, urgent=True)
-        0.001
     """
 
     spin_s: float = 1e-3
@@ -125,11 +118,6 @@ class Waiter:
         activity: a number that changes with every step of a message (``Backend.activity``).
         crowded: whether ranks of this job share cores. Spinning then yields the core to peers,
             which could not move otherwise; elsewhere a yield would lose it for milliseconds.
-
-    Example:
-        >>> waiter = Waiter()
-        >>> waiter.progressed()
-        >>> waiter.pause(urgent=True, expected_s=None)
     """
 
     def __init__(
@@ -223,7 +211,8 @@ def wait(
     waiter.progressed()
     begun_s = time.perf_counter()
     activity = work.activity
-    while not _test_often(work):
+    # One test often does a part of the work, and the next the rest.
+    while not any(work.test() for _ in range(TESTS_PER_LOOK)):
         if work.activity != activity:
             activity = work.activity
             waiter.progressed()
@@ -238,11 +227,6 @@ def wait(
         waiter.pause(urgent=True, expected_s=None)
     waiter.progressed()  # what follows until the next wait is no part of this one
     return work.result
-
-
-def _test_often(work: Work[T]) -> bool:
-    """Test a few times: one test often does a part of the work, and the next the rest."""
-    return any(work.test() for _ in range(TESTS_PER_LOOK))
 
 
 @contextmanager
@@ -266,8 +250,5 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _nothing() -> None: ...
-
-
-_yield: Callable[[], None] = getattr(os, "sched_yield", _nothing)
+_yield: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 _prctl: Any = ctypes.CDLL(None).prctl if sys.platform == "linux" else None

@@ -28,7 +28,8 @@ from wfbp.jax.trees import (
     broadcast_object,
     broadcast_parameters,
 )
-from wfbp.runtime.process import init, is_initialized, local_rank, local_size, rank, shutdown, size
+from wfbp.runtime.collectives.api import init
+from wfbp.runtime.process import is_initialized, local_rank, local_size, rank, shutdown, size
 
 Average = Op.AVERAGE
 Sum = Op.SUM

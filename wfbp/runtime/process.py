@@ -33,31 +33,6 @@ _finishers: list[Callable[[Runtime], None]] = []
 _watches_forks = False
 
 
-def init(comm: Any = None, *, backend: Backend | None = None, config: Config | None = None) -> None:
-    """Join the other ranks of this job; call it once, before any other function.
-
-    Started by ``mpirun -np N``, all N processes must call it; started alone, the job has one
-    rank. Calling it again does nothing. From here on an uncaught exception on one rank ends all
-    ranks, with that rank's message.
-
-    Args:
-        comm: an mpi4py communicator to work on (it is duplicated); all of ``COMM_WORLD`` by
-            default.
-        backend: how ranks talk, instead of MPI.
-        config: settings; from the environment's ``WFBP_*`` by default.
-
-    Raises:
-        TypeError: ``comm`` is no communicator, or ``config`` no ``Config``.
-        ValueError: a ``WFBP_*`` variable cannot be read, or no directory made for records. Where
-            nobody catches it, one rank says so for all that have the same.
-        PeerError: another rank could not make it.
-        BackendError: MPI is missing or does not start, or a launcher (``torchrun``, ``srun``,
-            another library's ``mpirun``) promised more ranks than MPI found.
-        DisagreementError: ranks have different settings.
-    """
-    start(comm, backend=backend, config=config)
-
-
 def start(
     comm: Any = None,
     *,
@@ -65,13 +40,9 @@ def start(
     config: Config | None = None,
     problem: Exception | None = None,
 ) -> None:
-    """What :func:`init` does.
+    """Start the runtime, as ``wfbp.init()`` does, which has the arguments.
 
-    Args:
-        comm: as of :func:`init`.
-        backend: as of :func:`init`.
-        config: as of :func:`init`.
-        problem: of this rank, which is raised when it has met the others.
+    ``problem`` is this rank's with them; it is raised when this rank has met the others.
     """
     global _runtime, _watches_forks
     if _runtime is not None:
@@ -289,23 +260,14 @@ _LABEL = "init(): comparing settings"
 
 
 def check_settings(runtime: Runtime, problem: Exception | None = None) -> None:
-    """Compare the shared settings of all ranks; collective.
-
-    Args:
-        runtime: of this rank.
-        problem: why this rank cannot go on.
-
-    Raises:
-        ValueError: this rank cannot record its run where it should; or its problem.
-        PeerError: another rank cannot go on.
-        DisagreementError: on every rank; which settings differ, and who has what.
-    """
+    """Compare the shared settings of all ranks, and raise if any rank has a problem; collective."""
     try:
         _make_folder("WFBP_RECORD_DIR", runtime.config.record_dir)
         _make_folder("WFBP_TIMELINE", runtime.config.timeline)
     except ValueError as error:
         problem = problem or error
-    mine = {name: _plain(getattr(runtime.config, name)) for name in SHARED}
+    mine = {name: getattr(runtime.config, name) for name in SHARED}
+    mine["timeline_steps"] = "-".join(map(str, mine["timeline_steps"]))  # as its variable has it
     payload = json.dumps([describe_error(problem) if problem else "", mine, platform.node()])
     payloads = [json.loads(p) for p in runtime.exchange(payload.encode(), _LABEL)]
     if problem is not None:
@@ -389,11 +351,6 @@ def _make_folder(variable: str, folder: str) -> None:
             f"{variable} is {folder!r}, but {problem}. Name a directory in which every rank can "
             "write, or none"
         )
-
-
-def _plain(value: Any) -> Any:
-    """A setting as it can be compared and shown: a range as its variable writes it."""
-    return "-".join(map(str, value)) if isinstance(value, tuple) else value
 
 
 def _describe_setting(name: str, values: list[Any]) -> str:

@@ -382,7 +382,7 @@ class Runtime:
     # On the communication thread.
 
     def _give_back(self) -> None:
-        self._loop.give_back()
+        self._loop.closing = True
         for runtime in (self, *self._inner):
             runtime.devices.close()
         for inner in self._inner:

@@ -98,14 +98,7 @@ class TraceWriter:
         self._thread.start()
 
     def step(self, optimizer: str, number: int, plan: Plan, measured: MeasuredStep) -> None:
-        """A step of training is over; on its training thread.
-
-        Args:
-            optimizer: its name, by which its rows are told from those of others.
-            number: of the step.
-            plan: by which it ran.
-            measured: its times.
-        """
+        """Record a step of an optimizer that ran by ``plan``; on its training thread."""
         wanted = self._steps[0] <= number <= self._steps[1] and not self._ended
         if wanted and measured.stamps.begun_s >= self._start_s:  # else it lacks its beginning
             self._records.append((optimizer, number, plan, measured))
@@ -348,11 +341,7 @@ def _is_event(event: Any) -> bool:
 
 
 def save(document: dict[str, Any], path: str | Path) -> None:
-    """Write a document; whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a document, whole or not at all."""
     target = Path(path)
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     text = json.dumps(document)
@@ -443,11 +432,7 @@ def _times_of(events: Iterable[dict[str, Any]]) -> dict[str, float]:
 
 
 def _covered_s(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of some spans.
-
-    >>> _covered_s([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)])
-    4.0
-    """
+    """Length of the union of some spans."""
     covered_s, last_s = 0.0, float("-inf")
     for start_s, end_s in sorted(spans):
         covered_s += max(0.0, end_s - max(start_s, last_s))

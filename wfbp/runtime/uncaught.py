@@ -46,12 +46,8 @@ def uninstall() -> None:
 
 
 def print_line(error: BaseException, line: str) -> None:
-    """Have one line printed of an exception, should nobody catch it, instead of a traceback.
-
-    Args:
-        error: that is about to be raised.
-        line: to which the program's place is added; nothing is printed where it is empty.
-    """
+    """If nobody catches ``error``, print ``line`` and the program's place instead of a traceback;
+    nothing if it is empty."""
     setattr(error, _LINE, line)
     _hook()
 

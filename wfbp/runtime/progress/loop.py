@@ -37,12 +37,6 @@ class AutoResetEvent:
     (``queue.SimpleQueue.get`` cannot serve: if another thread takes the item and the timeout has
     passed by then, it waits forever, in CPython 3.11 at least; timeouts of microseconds make that
     likely.)
-
-    Example:
-        >>> event = AutoResetEvent()
-        >>> event.set()
-        >>> event.wait(1.0), event.wait(0.001)
-        (True, False)
     """
 
     def __init__(self) -> None:
@@ -106,29 +100,19 @@ class Reply(Generic[T]):
 
 @dataclass(slots=True)
 class PendingCollective:
-    """One collective for which a training thread waits.
-
-    Args:
-        label: for messages.
-        start: starts it.
-        reply: gets its result.
-        queue_key: collectives of one key run one after another: those on one backend.
-        members: the ranks that take part.
-        since: when it was asked for (``time.monotonic``).
-        work: once it is started.
-    """
+    """One collective for which a training thread waits."""
 
     label: str
     start: Callable[[], Work[Any]]
     reply: Reply[Any]
-    queue_key: object = None
+    queue_key: object = None  # those of one key run one after another, as on one backend
     members: Members = ALL_RANKS
     since: float = field(default_factory=time.monotonic)
-    work: Work[Any] | None = None
+    work: Work[Any] | None = None  # once it is started
 
 
 class LaneProtocol(Protocol):
-    """Moves communication of one kind on; all methods run under the progress lock."""
+    """Moves communication of one kind on; everything is used under the progress lock."""
 
     backend: Backend
 
@@ -199,7 +183,8 @@ class ProgressLoop:
         self.waiting_threads: set[int] = set()
         self.num_fetches = 0
         """Of this rank: it is not blocked then, because communication threads answer."""
-        self._given_back = False
+        self.closing = False
+        """The backend is about to be closed; nothing is read from it in the rest of this pass."""
         self._backend = backend
         self._where = where
         self._waiter = Waiter.watching(backend)
@@ -392,10 +377,6 @@ class ProgressLoop:
         parts += [text for lane in self._lanes if (text := lane.describe())]
         return "; ".join(parts) or "idle"
 
-    def give_back(self) -> None:
-        """The backend is about to be closed; nothing is read from it in the rest of this pass."""
-        self._given_back = True
-
     def _advance(self) -> bool:
         """Move everything on; True if anything was started or completed."""
         if self.error is not None:
@@ -453,7 +434,7 @@ class ProgressLoop:
 
     def _tick(self, now: float) -> None:
         """Do what is due some times a second."""
-        if self._given_back:
+        if self.closing:
             return
         retiring, self._retiring = self._retiring, []
         for lane, idle in retiring:
