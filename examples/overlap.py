@@ -98,9 +98,9 @@ def train(folder: Path, steps: int, schedules: list[str]) -> None:
 
 def emulate(mbit: int) -> None:
     """Let this process be the only rank of a job on a link whose messages take their time."""
+    from wfbp import init
     from wfbp.comm.emulated import EmulatedLink
     from wfbp.core.cost import LinearCost
-    from wfbp import init
 
     # Between two ranks all bytes cross the link, in each direction.
     init(backend=EmulatedLink(LinearCost(4e-4, 8e-6 / mbit)))
