@@ -28,40 +28,22 @@ class Kind(str, enum.Enum):
 
 
 class Request(NamedTuple):
-    """One operation as one rank submits it. A tuple, because pickle is fastest for these.
-
-    Args:
-        kind: the operation.
-        name: by which ranks find each other's requests, unique among those that are pending.
-        dtype: element type.
-        shape: of this rank's tensor.
-        device: where the tensor lies, ``cpu`` or ``gpu``.
-        op: value of the :class:`~wfbp.core.types.Op`, if something is reduced.
-        root: whose values everybody gets, by its number in the process set.
-        prescale: factor before the reduction.
-        postscale: factor after it.
-        splits: rows for each rank; in a reduce-scatter only if they are not shared out equally.
-        differentiable: whether this rank wants to differentiate the result.
-        called: what the program calls it, if not by kind and name; compared too.
-        on_device: whether this rank could carry it out on the device where the tensor lies.
-        available: if so, the collectives of each lane on that device that this rank has launched
-            or could launch now; see ``wfbp.comm.device.operations``.
-    """
+    """One operation as one rank submits it. A tuple, because pickle is fastest for these."""
 
     kind: Kind
-    name: str
+    name: str  # unique among those that are pending
     dtype: str = ""
-    shape: tuple[int, ...] = ()
-    device: str = "cpu"
-    op: str = ""
-    root: int = -1
+    shape: tuple[int, ...] = ()  # of this rank's tensor
+    device: str = "cpu"  # or "gpu"
+    op: str = ""  # value of the Op, if something is reduced
+    root: int = -1  # whose values everybody gets, by its number in the process set
     prescale: float = 1.0
     postscale: float = 1.0
-    splits: tuple[int, ...] = ()
-    differentiable: bool = False
-    called: str = ""
-    on_device: bool = False
-    available: tuple[int, ...] = ()
+    splits: tuple[int, ...] = ()  # rows for each rank; of a reduce-scatter only if unequal
+    differentiable: bool = False  # whether this rank wants to differentiate the result
+    called: str = ""  # what the program calls it, if not by kind and name; compared too
+    on_device: bool = False  # whether this rank could carry it out where the tensor lies
+    available: tuple[int, ...] = ()  # then as of wfbp.comm.device.operations
 
     @property
     def label(self) -> str:
@@ -72,27 +54,19 @@ class Request(NamedTuple):
 
 
 class Response(NamedTuple):
-    """An operation that all ranks have submitted.
+    """An operation that all ranks have submitted; its request is that of the lowest rank.
 
-    Args:
-        request: of the lowest rank that submitted it; all agree with it if there is no error.
-        error: what is wrong, on every rank; empty if nothing is.
-        extents: of an all-gather the rows of each rank, of an all-to-all the splits of each rank,
-            of a join the last rank.
-        differentiable: whether any rank wants to differentiate the result.
-        route: ``host``, ``device`` or ``connect`` (by the device, after the ranks have connected
-            theirs for that). The coordinator answers ``device`` if every rank could; its lane
-            decides.
-        available: of each lane on the device, how many collectives every rank could have launched
-            when it submitted this.
+    The route is ``host``, ``device``, or ``connect``: by the device, after the ranks have connected
+    theirs for that. The coordinator answers ``device`` if every rank could; its lane decides.
     """
 
     request: Request
-    error: str = ""
+    error: str = ""  # on every rank
     extents: tuple[tuple[int, ...], ...] = ()
-    differentiable: bool = False
+    """Of an all-gather each rank's rows, of an all-to-all its splits, of a join the last rank."""
+    differentiable: bool = False  # whether any rank wants to differentiate the result
     route: str = "host"
-    available: tuple[int, ...] = ()
+    available: tuple[int, ...] = ()  # of each lane on the device, the least of all ranks
 
 
 class Coordinator:

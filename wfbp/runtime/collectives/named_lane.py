@@ -1,18 +1,14 @@
 """Carries named operations out: negotiation and data of one process set.
 
-Each set has one communicator for data and another one for messages. Requests go to rank 0 of the
-set, which is the coordinator; responses come back, many in one message if many are due. While
-nothing is pending on a rank, it sends and reads nothing: an operation becomes ready only after
-every rank has submitted it (or joined, which is pending until all have), so nothing that arrives
-before is of any use.
-
-Operations on tensors of a device go by that device if all ranks can
+Requests go to rank 0 of the set, which is the coordinator; responses come back, many in one message
+if many are due. Operations on tensors of a device go by that device if all ranks can
 (:mod:`wfbp.comm.device.operations`), all others through the host, each sort in the order of the
 responses.
 """
 
 from __future__ import annotations
 
+import math
 import pickle
 import time
 from collections import deque
@@ -45,20 +41,11 @@ JOIN = ""
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an operation gives.
+    """What an operation gives; on a device ``data`` are bytes, and ``arrival`` is there too."""
 
-    Args:
-        data: flat; elements in their storage type, or the bytes of what was gathered. On a device:
-            bytes.
-        rows: per rank what was gathered or received; of a join the last rank.
-        differentiable: whether any rank wants to differentiate the result.
-        name: of the operation, even if the program gave none.
-        arrival: the result on a device; None if it lies on the host.
-    """
-
-    data: Buffer
-    rows: tuple[int, ...] = ()
-    differentiable: bool = False
+    data: Buffer  # flat; elements in their storage type, or the bytes of what was gathered
+    rows: tuple[int, ...] = ()  # per rank what was gathered or received; of a join the last rank
+    differentiable: bool = False  # whether any rank wants to differentiate the result
     name: str = ""
     arrival: Arrival | None = None
 
@@ -67,14 +54,9 @@ class Outcome:
 class Submission:
     """An operation that this rank's program has submitted.
 
-    Args:
-        request: as the coordinator sees it.
-        data: this rank's elements, flat, in their storage type; private to the operation, which
-            leaves the result of a reduction or broadcast there. Of elements on a device: those,
-            until they are copied to the host.
-        placed: elements on a device, multiplied by the request's ``prescale`` already.
-        reply: gets the outcome, or an error.
-        since: when it was submitted (``time.monotonic``).
+    ``data`` are this rank's elements, flat, in their storage type, private to the operation: the
+    result of a reduction or broadcast is left there. ``placed`` are elements on a device, which
+    are multiplied by the request's ``prescale`` already.
     """
 
     request: Request
@@ -97,17 +79,9 @@ class Submission:
 class NamedLane:
     """A lane of the communication thread for the named operations of one process set.
 
-    All methods run under the progress lock, except :meth:`note_progress`. It is served only while
-    something is pending.
-
-    Args:
-        thread: serves it.
-        backend: data; nobody else uses it.
-        mailbox: requests and responses.
-        name: of the process set, for messages; empty for that of all ranks.
-        where: who this is, for messages ("rank 1 of 4").
-        members: the ranks of the set.
-        devices: carries operations out on a device; None if all go through the host.
+    All methods run under the progress lock, except :meth:`note_progress`. While nothing is pending
+    the lane is not served: an operation becomes ready only after every rank has submitted it (or
+    joined, which is pending until all have), so nothing that arrives before is of any use.
     """
 
     def __init__(
@@ -124,7 +98,7 @@ class NamedLane:
         self._data = backend
         self._thread = thread
         self._mailbox = mailbox
-        self._name = name
+        self._of_set = f" of the {name}" if name else ""
         self._where = where
         self._members = members
         self._devices = devices
@@ -202,23 +176,21 @@ class NamedLane:
 
     @property
     def waiting_since(self) -> float | None:
-        waits = []
+        waits = [on_device[0]] if (on_device := self._oldest_on_device) else []
         if self._pending:
             waits.append(max(next(iter(self._pending.values())).since, self._moved_s))
-        if self._devices is not None and (on_device := self._devices.oldest) is not None:
-            waits.append(on_device[0])
         return min(waits, default=None)
 
     def describe(self) -> str:
-        parts = []
         labels = [submission.request.label for submission in self._pending.values()]
-        if labels:
-            more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
-            of_set = f" of the {self._name}" if self._name else ""
-            parts.append(f"in {', '.join(labels[:3])}{more}{of_set}")
-        if self._devices is not None and (on_device := self._devices.oldest) is not None:
-            parts.append(on_device[1])
+        more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
+        parts = [f"in {', '.join(labels[:3])}{more}{self._of_set}"] if labels else []
+        parts += [on_device[1]] if (on_device := self._oldest_on_device) else []
         return "; ".join(parts) or "no named operation pending"
+
+    @property
+    def _oldest_on_device(self) -> tuple[float, str] | None:
+        return None if self._devices is None else self._devices.oldest
 
     def fail(self, error: WfbpError) -> None:
         pending, self._pending = self._pending, {}
@@ -291,30 +263,26 @@ class NamedLane:
         All ranks have them in one order, so those after it wait, too.
         """
         progressed = False
-        while self._due and self._is_on_host(self._due[0]):
+        while self._due:
+            responses = self._due[0]
+            for response in responses:
+                submission = self._pending.get(response.request.name)
+                if submission is None or submission.placed is None or response.error:
+                    continue
+                assert self._devices is not None
+                copied = self._devices.copy_to_host(submission.placed)
+                if copied is None:
+                    return progressed
+                submission.data = copied.view(word_dtype(submission.request.dtype))
             self._start(self._due.popleft())
             progressed = True
         return progressed
-
-    def _is_on_host(self, responses: Sequence[Response]) -> bool:
-        is_there = True
-        for response in responses:
-            submission = self._pending.get(response.request.name)
-            if submission is None or submission.placed is None or response.error:
-                continue
-            assert self._devices is not None
-            copied = self._devices.copy_to_host(submission.placed)
-            if copied is None:
-                is_there = False
-            else:
-                submission.data = copied.view(word_dtype(submission.request.dtype))
-        return is_there
 
     def _take(self, request: Request) -> Submission:
         """This rank's part of an operation: zeros if it has joined instead."""
         if request.name in self._pending:
             return self._pending.pop(request.name)
-        numel = int(np.prod(request.shape, dtype=np.int64))
+        numel = math.prod(request.shape)
         return Submission(request, np.zeros(numel, word_dtype(request.dtype or "uint8")))
 
     def _start(self, responses: Sequence[Response]) -> None:
@@ -328,7 +296,7 @@ class NamedLane:
             return
         submissions = [self._take(response.request) for response in responses]
         submission, data, rank = submissions[0], submissions[0].data, self._data.rank
-        row_bytes = _row_numel(submission.request) * data.itemsize
+        row_bytes = math.prod(submission.request.shape[1:]) * data.itemsize
         if request.kind is Kind.ALLREDUCE and request.op != Op.ADASUM.value:
             self._reduce(submissions, responses)
         elif request.kind is Kind.ALLREDUCE:
@@ -420,8 +388,8 @@ class NamedLane:
         request = response.request
         _scale_before(submission)
         buffer, dtype, op = reducible(submission.data, request.dtype, Op(request.op))
-        rows = _rows_of_ranks(request, self._data.size)
-        numels = [count * _row_numel(request) for count in rows]
+        rows = request.splits or equal_rows(request.shape[0], self._data.size)
+        numels = [count * math.prod(request.shape[1:]) for count in rows]
         start = sum(numels[: self._data.rank])
         mine = slice(start, start + numels[self._data.rank])
 
@@ -441,8 +409,8 @@ class NamedLane:
         if request.kind is Kind.ALLGATHER:
             rows = tuple(extent[0] for extent in responses[0].extents)
         elif request.kind is Kind.REDUCESCATTER:
-            rows = _rows_of_ranks(request, self._data.size)
-        row_bytes = _row_numel(request) * word_dtype(request.dtype).itemsize
+            rows = request.splits or equal_rows(request.shape[0], self._data.size)
+        row_bytes = math.prod(request.shape[1:]) * word_dtype(request.dtype).itemsize
         placed = [each.placed for each in submissions if each.placed is not None]
         arrivals: list[Arrival] = []
 
@@ -470,15 +438,6 @@ def _scale_before(submission: Submission) -> None:
         scale(submission.data, submission.request.dtype, submission.request.prescale)
 
 
-def _row_numel(request: Request) -> int:
-    return int(np.prod(request.shape[1:], dtype=np.int64))
-
-
-def _rows_of_ranks(request: Request, size: int) -> tuple[int, ...]:
-    """Of a reduce-scatter."""
-    return request.splits or equal_rows(request.shape[0], size)
-
-
 def _fusible(responses: Sequence[Response]) -> list[list[Response]]:
     """Runs of responses that can travel as one message; the same on every rank."""
     runs: list[list[Response]] = []
@@ -486,7 +445,7 @@ def _fusible(responses: Sequence[Response]) -> list[list[Response]]:
     room = 0
     for response in responses:
         request = response.request
-        nbytes = int(np.prod(request.shape, dtype=np.int64)) * ITEM.get(request.dtype, 1)
+        nbytes = math.prod(request.shape) * ITEM.get(request.dtype, 1)
         mine: object = None
         if request.kind is Kind.ALLREDUCE and request.op != Op.ADASUM.value and not response.error:
             factors = request.prescale, request.postscale
