@@ -24,14 +24,6 @@ def _comes_from(value: object, *packages: str) -> bool:
     return any(kind.__module__.partition(".")[0] in packages for kind in type(value).__mro__)
 
 
-def _is_torch(value: object) -> bool:
-    return _comes_from(value, "torch")
-
-
-def _is_jax(value: object) -> bool:
-    return _comes_from(value, "jax", "jaxlib")
-
-
 def _torch() -> ModuleType:
     import wfbp.torch
 
@@ -70,7 +62,7 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # n
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> optimizer = wfbp.DistributedOptimizer(optimizer)
     """
-    if _is_torch(optimizer):
+    if _comes_from(optimizer, "torch"):
         return _torch().DistributedOptimizer(optimizer, *args, **kwargs)
     if _comes_from(optimizer, "optax"):
         return _jax().DistributedOptimizer(optimizer, *args, **kwargs)
@@ -87,9 +79,9 @@ def perform(form: Form, value: Any, **options: Any) -> Any:
     if form.grouped:
         value = list(value)
         sample = value[0] if value else None
-    if _is_torch(sample):
+    if _comes_from(sample, "torch"):
         return getattr(_torch(), form.name)(value, **options)
-    if not _is_jax(sample):
+    if not _comes_from(sample, "jax", "jaxlib"):
         return array_collectives.perform(form, value, **options)
     act = getattr(_jax(), form.name, None)
     if act is None:
@@ -159,21 +151,21 @@ def broadcast_parameters(parameters: Any, root_rank: int = 0) -> Any:
         TypeError: other values without names.
         DisagreementError: ranks passed different names, shapes or element types.
     """
-    if _is_torch(parameters):
+    if _comes_from(parameters, "torch"):
         _torch().broadcast_parameters(parameters, root_rank)
         return None
     if "jax" in sys.modules and _jax().trees.has_arrays(parameters):
         return _jax().broadcast_parameters(parameters, root_rank)
     try:
         listed = parameters if hasattr(parameters, "keys") else list(parameters)
-        unnamed = bool(listed) and all(map(_is_torch, listed))
+        unnamed = bool(listed) and all(_comes_from(each, "torch") for each in listed)
         items = {} if unnamed else dict(listed)
     except (TypeError, ValueError):
         raise TypeError(
             "parameters must be named; pass a mapping, pairs of names and values, "
             "model.state_dict() or model.named_parameters()"
         ) from None
-    if unnamed or any(_is_torch(value) for value in items.values()):
+    if unnamed or any(_comes_from(value, "torch") for value in items.values()):
         _torch().broadcast_parameters(listed if unnamed else items, root_rank)
     else:
         broadcast_arrays(items, root_rank)
@@ -186,6 +178,6 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int = 0) -> None:
     Raises:
         TypeError: no adapter for this kind of optimizer.
     """
-    if not _is_torch(optimizer):
+    if not _comes_from(optimizer, "torch"):
         raise TypeError(f"expected a torch.optim.Optimizer, found {type(optimizer).__qualname__}")
     _torch().broadcast_optimizer_state(optimizer, root_rank)

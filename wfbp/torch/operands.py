@@ -36,11 +36,7 @@ NAMES = {**TENSOR_NAMES, torch.int8: "int8", torch.int16: "int16", torch.bool: "
 class Tensor(Operand[torch.Tensor]):
     """One tensor on its way into an operation.
 
-    Args:
-        tensor: what this rank contributes.
-        in_place: whether the result goes into the tensor.
-        like: for the forms that can be differentiated: the tensor that the program passed.
-        label: of the tensor, for messages.
+    If the result can be differentiated, ``like`` is the tensor that the program passed.
     """
 
     def __init__(

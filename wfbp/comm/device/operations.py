@@ -82,25 +82,17 @@ def carries(kind: str, dtype: str, op: Op | None, is_scaled: bool) -> bool:
 
 @dataclass(slots=True)
 class Placed:
-    """Elements on a device that an operation works on.
-
-    Args:
-        device: where they lie.
-        data: their bytes; the result of a reduction or broadcast is left in them.
-        ready: an event after what made them.
-        owner: of the memory; kept until the device is done with it.
-        done: an event after the operation, once that is enqueued; None if it goes through the
-            host. Written by the communication thread, before the outcome is stored.
-        pinned: the copy on the host, if one was begun, complete after ``copied``.
-    """
+    """Elements on a device that an operation works on."""
 
     device: Device
-    data: Buffer
-    ready: Event
-    owner: object
+    data: Buffer  # their bytes; the result of a reduction or broadcast is left there
+    ready: Event  # after what made them
+    owner: object  # of the memory; kept until the device is done with it
     done: Event = None
-    pinned: Buffer | None = None
-    copied: Event = None
+    """After the operation, once that is enqueued by the device. Written by the communication
+    thread before the outcome is stored."""
+    pinned: Buffer | None = None  # the copy on the host, if one was begun
+    copied: Event = None  # after that copy
 
     @property
     def is_done(self) -> bool:
@@ -110,19 +102,12 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A result on a device, for streams that wait for ``event``.
-
-    Args:
-        device: where it lies.
-        data: its bytes.
-        event: after the operation.
-        packing: the stream to which the memory of gathered rows belongs.
-    """
+    """A result on a device, for streams that wait for ``event``."""
 
     device: Device
-    data: Buffer
-    event: Event
-    packing: int
+    data: Buffer  # its bytes
+    event: Event  # after the operation
+    packing: int  # the stream to which the memory of gathered rows belongs
 
     def await_here(self) -> None:
         """Let the calling thread's current stream wait for it."""
@@ -243,16 +228,8 @@ class DeviceOperations:
     ) -> None:
         """Enqueue operations that travel as one; several are reductions of one sort.
 
-        Args:
-            kind: ``allreduce``, ``reducescatter``, ``allgather`` or ``broadcast``.
-            placed: this rank's elements of each operation.
-            dtype: element type.
-            op: how contributions combine, if they do.
-            counts: bytes of each rank, of a reduce-scatter or all-gather.
-            root: of a broadcast.
-            label: for messages.
-            arrivals: gets each result, once it is enqueued.
-            finish: called then.
+        ``counts`` are the bytes of each rank, of a reduce-scatter or all-gather. Once all is
+        enqueued ``arrivals`` gets each result, and ``finish`` is called.
         """
         assert self._backend is not None
         backend, device, packing = self._backend, self._backend.device, self._backend.packing

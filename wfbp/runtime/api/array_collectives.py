@@ -27,17 +27,7 @@ from wfbp.runtime.consistency import (
 
 
 class ArrayOperand(Operand[Any]):
-    """One array on its way into an operation.
-
-    Args:
-        value: an array of NumPy or CuPy, or what NumPy makes one of.
-        in_place: whether the result goes into it.
-        label: of the array, for messages.
-
-    Raises:
-        TypeError: no array, if the result goes into it.
-        ValueError: an array of Python objects, or one that is read-only.
-    """
+    """One array on its way into an operation: NumPy's, CuPy's, or what NumPy makes one of."""
 
     def __init__(self, value: Any, in_place: bool = False, label: str = "array") -> None:
         self._on_device = hasattr(value, "__cuda_array_interface__")

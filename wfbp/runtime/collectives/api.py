@@ -241,7 +241,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     if made.mpi_comm is None:
         number = operations.add_set(made.ranks or ())
     else:  # of which ranks may have had other numbers before shutdown()
-        number = operations.add_split(ProcessSet(made.mpi_comm).ranks or ())
+        number = operations.add_set(ProcessSet(made.mpi_comm).ranks or (), is_split=True)
     made.bind(operations, number)
     return made
 

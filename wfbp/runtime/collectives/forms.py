@@ -155,12 +155,9 @@ def make_functions(
 ) -> dict[str, Callable[..., Any]]:
     """The public functions of a module, by name.
 
-    Args:
-        module: its name.
-        parameters: of each form, name, default and type of each parameter after the tensor.
-        perform: called with the form, the tensor or tensors, and the other arguments by name.
-        notes: what the docstrings say of the tensor.
-        examples: for docstrings, by the function's name.
+    ``parameters`` gives name, default and type of each parameter after the tensor; ``perform`` is
+    called with the form, the tensor or tensors, and the other arguments by name. ``notes`` are
+    what docstrings say of the tensor, ``examples`` are by function.
     """
     return {
         name: _make_function(form, module, parameters(form), perform, notes, examples.get(name, ""))

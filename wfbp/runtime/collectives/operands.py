@@ -30,19 +30,12 @@ _FLOATING = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
 class Operand(ABC, Generic[T]):
-    """One tensor that a program passes to an operation; results are of type ``T``.
+    """One tensor that a program passes to an operation; results are of type ``T``."""
 
-    Attributes:
-        dtype: its element type, as ranks compare it.
-        shape: its dimensions.
-        device: where it lies, ``cpu`` or ``gpu``.
-        differentiable: whether this rank wants to differentiate the result.
-    """
-
-    dtype: str
+    dtype: str  # as ranks compare it
     shape: tuple[int, ...]
-    device: str = "cpu"
-    differentiable: bool = False
+    device: str = "cpu"  # or "gpu"
+    differentiable: bool = False  # whether this rank wants to differentiate the result
 
     @abstractmethod
     def data(self) -> Buffer:
@@ -169,11 +162,7 @@ def perform(form: Form, operations: Sequence[Operation[Any]]) -> Any:
 
 
 def chosen_op(average: bool | None, op: object) -> Op:
-    """Horovod's two ways to say how contributions combine, as one.
-
-    Raises:
-        ValueError: both, or an ``op`` that is none.
-    """
+    """Horovod's two ways to say how contributions combine, as one."""
     if average is not None:
         if op is not None:
             raise ValueError("average and op both say how ranks are combined; pass one of them")

@@ -48,25 +48,14 @@ class Handle(int, Generic[T]):
 
 @dataclass(slots=True)
 class Operation(Generic[T]):
-    """An operation as a program asks for it.
+    """An operation as a program asks for it."""
 
-    Args:
-        request: as the coordinator sees it. If it has no name, the operation is numbered in the
-            order of submission, and gets its name then.
-        process_set: number of the one whose ranks take part.
-        data: flat; private to the operation until its outcome is stored.
-        finish: makes of the outcome what :meth:`Collectives.synchronize` returns.
-        placed: the data on a device; see :meth:`Collectives.device_for`.
-        ordered: whether ranks match it by the order of all such operations, of whatever kind, and
-            only compare its name.
-    """
-
-    request: Request
+    request: Request  # without a name it is numbered in the order of submission
     process_set: int
-    data: Buffer
-    finish: Callable[[Outcome], T]
-    placed: Placed | None = None
-    ordered: bool = False
+    data: Buffer  # flat; private to the operation until its outcome is stored
+    finish: Callable[[Outcome], T]  # makes of it what Collectives.synchronize returns
+    placed: Placed | None = None  # the data on a device; see Collectives.device_for
+    ordered: bool = False  # matched by order among such operations; its name is only compared
 
 
 _Begun = list[tuple[Operation[Any], Submission]]
@@ -82,7 +71,7 @@ class _Set:
     ranks: tuple[int, ...]
     lane: NamedLane | None
     runtime: Runtime | None
-    together: list[int]
+    together: Sequence[int]
 
 
 class Collectives:
@@ -121,52 +110,33 @@ class Collectives:
     # Process sets.
 
     @signals.deferring
-    def add_set(self, ranks: Iterable[int]) -> int:
-        """Make a process set; collective over all ranks. Returns its number.
+    def add_set(self, ranks: Iterable[int], is_split: bool = False) -> int:
+        """Make a process set; collective over all ranks. Returns the number of this rank's.
 
-        Raises:
-            ValueError: no ranks, not all of them ranks of this job, or a set that exists.
-            DisagreementError: ranks are about to do something else.
-        """
-        chosen = self._check_ranks(ranks)
-        check_consistent(self._runtime, "add_process_set", str(list(chosen)))
-        self._leave_devices()
-        return self._make_set(chosen)
-
-    @signals.deferring
-    def add_split(self, mine: Sequence[int]) -> int:
-        """Make a process set of each communicator that some rank has; collective over all ranks.
-
-        Args:
-            mine: the ranks of this rank's communicator, ascending; none without one.
-
-        Returns:
-            Number of this rank's set; without one, of the first set.
-
-        Raises:
-            ValueError: no rank has a communicator, or one of a set that exists.
-            DisagreementError: ranks are about to do something else, or in another order.
+        If it ``is_split``, a set is made of each communicator that some rank has: ``ranks`` are
+        those of this rank's, none without one.
         """
         runtime, call = self._runtime, "add_process_set"
-        check_consistent(runtime, call, "sets of communicators")
-        payloads = runtime.exchange(json.dumps([*mine]).encode(), call)
-        ranks_by_rank = [tuple(json.loads(payload)) for payload in payloads]
-        chosen = sorted({self._check_ranks(ranks) for ranks in ranks_by_rank if ranks})
-        for ranks in chosen:
-            for rank in ranks:
-                if ranks_by_rank[rank] != ranks:
+        mine = tuple(sorted(ranks)) if is_split else self._check_ranks(ranks)
+        check_consistent(runtime, call, "sets of communicators" if is_split else str(list(mine)))
+        chosen = [mine]
+        if is_split:
+            payloads = runtime.exchange(json.dumps(mine).encode(), call)
+            of_ranks = [tuple(json.loads(payload)) for payload in payloads]
+            chosen = sorted({self._check_ranks(each) for each in of_ranks if each})
+            for members, rank in ((each, rank) for each in chosen for rank in each):
+                if of_ranks[rank] != members:
                     raise DisagreementError(
-                        f"{runtime.where}: add_process_set: a communicator of ranks {list(ranks)} "
-                        f"is not that of rank {rank}, which passed one of "
-                        f"{list(ranks_by_rank[rank])}. Every rank must pass its communicators in "
-                        "the same order"
+                        f"{runtime.where}: {call}: a communicator of ranks {list(members)} is not "
+                        f"that of rank {rank}, which passed one of {list(of_ranks[rank])}. Every "
+                        "rank must pass its communicators in the same order"
                     )
-        if not chosen:
-            raise ValueError("a process set was made of a null communicator on every rank")
+            if not chosen:
+                raise ValueError("a process set was made of a null communicator on every rank")
         self._leave_devices()
         together: list[int] = []
-        together += [self._make_set(ranks, together=together) for ranks in chosen]
-        return next((n for n in together if self.rank in self.ranks_of(n)), together[0])
+        together += [self._make_set(each, together=together) for each in chosen]
+        return together[chosen.index(mine)] if mine in chosen else together[0]
 
     def _check_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
         chosen, size = tuple(sorted(ranks)), self._runtime.size
@@ -199,14 +169,9 @@ class Collectives:
 
     @signals.deferring
     def remove_set(self, number: int) -> None:
-        """Remove a process set, and those made together with it; collective over all ranks.
-
-        Raises:
-            ValueError: operations of it are pending.
-            DisagreementError: ranks are about to do something else.
-        """
+        """Remove a process set, and those made together with it; collective over all ranks."""
         self.check_idle(number)
-        removed = [(each, self._sets[each]) for each in self._sets[number].together or [number]]
+        removed = [(each, self._sets[each]) for each in self._sets[number].together]
         shown = ", ".join(str(list(process_set.ranks)) for _, process_set in removed)
         check_consistent(self._runtime, "remove_process_set", shown)
         for each, process_set in removed:
@@ -239,7 +204,7 @@ class Collectives:
         self,
         ranks: tuple[int, ...],
         with_devices: bool = False,
-        together: list[int] | None = None,
+        together: Sequence[int] = (),
     ) -> int:
         number = next(self._set_numbers)
         runtime = self._runtime
@@ -261,7 +226,7 @@ class Collectives:
             devices = self._devices if number == 0 else None
             lane = NamedLane(runtime.thread, data, mailbox, name, runtime.where, members, devices)
             lane.timeline = runtime.timeline
-        self._sets[number] = _Set(ranks, lane, inner, together if together is not None else [])
+        self._sets[number] = _Set(ranks, lane, inner, together)
         return number
 
     # Operations.
@@ -292,15 +257,8 @@ class Collectives:
     ) -> Handle[Any]:
         """Begin operations, or none if one of them is refused; returns one handle for all.
 
-        Args:
-            operations: whose results come in a list.
-            is_group: if not, the result of the only operation comes by itself.
-            waits: whether the calling thread waits at once: the communication thread is not woken.
-
-        Raises:
-            TypeError: a name is no string.
-            ValueError: a name is pending, or this rank is not in the process set.
-            WfbpError: the runtime has ended.
+        The results of a group come in a list. If the calling thread ``waits`` at once, the
+        communication thread is not woken.
         """
         self._runtime.check()
         lanes = []
@@ -358,11 +316,7 @@ class Collectives:
             return self.synchronize(self.submit(operations, is_group, waits=True))
 
     def poll(self, handle: int) -> bool:
-        """Whether operations are complete; communication is moved on if they are not.
-
-        Raises:
-            ValueError: no such operation, or it was synchronized already.
-        """
+        """Whether operations are complete; communication is moved on if they are not."""
         begun, _ = self._find(handle)
         if not all(submission.reply.answered for _, submission in begun):
             self._runtime.thread.progress()
@@ -374,13 +328,7 @@ class Collectives:
     def synchronize(self, handle: int) -> Any: ...
     @signals.deferring
     def synchronize(self, handle: int) -> Any:
-        """Wait until operations are complete, and return the result; the handle is used up.
-
-        Raises:
-            ValueError: no such operation, or it was synchronized already.
-            DisagreementError: ranks submitted operations of this name that do not match.
-            WfbpError: communication failed.
-        """
+        """Wait until operations are complete, and return the result; the handle is used up."""
         begun, is_group = self._find(handle)
         del self._handles[handle]
         results = []

@@ -66,7 +66,7 @@ class ProcessSet:
             ValueError: the set was not added.
         """
         self.known_id()
-        return process.rank() in self._members()
+        return process.rank() in (self.ranks or ())
 
     def rank(self) -> int:
         """This rank's place among them, from 0; -1 where it is none of them.
@@ -74,7 +74,7 @@ class ProcessSet:
         Raises:
             ValueError: the set was not added.
         """
-        return self._members().index(process.rank()) if self.included() else -1
+        return (self.ranks or []).index(process.rank()) if self.included() else -1
 
     def size(self) -> int:
         """Number of ranks in the set.
@@ -83,18 +83,10 @@ class ProcessSet:
             ValueError: the set was not added.
         """
         self.known_id()
-        return len(self._members())
+        return len(self.ranks or ())
 
     def known_id(self, call: str = "an operation of a process set") -> int:
-        """The set's number.
-
-        Args:
-            call: who asks, for messages.
-
-        Raises:
-            ValueError: the set was not added, or was removed.
-            NotInitializedError: before ``wfbp.init()``.
-        """
+        """The set's number; ``ValueError`` if it was not added. ``call`` asks, for messages."""
         runtime = process.current(call)
         if self is global_process_set:
             return 0
@@ -110,11 +102,6 @@ class ProcessSet:
         self._owner, self.process_set_id = owner, number
         if owner is not None and number is not None:
             self._ranks = list(owner.ranks_of(number))
-
-    def _members(self) -> list[int]:
-        members = self.ranks
-        assert members is not None
-        return members
 
     def __deepcopy__(self, memo: Any) -> ProcessSet:
         """Itself: layers that are copied go on to communicate with the same ranks."""
