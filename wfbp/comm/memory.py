@@ -188,9 +188,6 @@ class Memory:
         """Whether a moment has come."""
         return True
 
-    def await_done(self, stamp: Stamp) -> None:
-        """Wait until it has come."""
-
-    def clock(self, begun: Stamp) -> Callable[[Stamp], float]:
-        """Turns stamps of a step that began there into seconds; 0 stays 0."""
+    def clock(self, begun: Stamp, done: Stamp) -> Callable[[Stamp], float]:
+        """Turns stamps of a step into seconds, as soon as it is done; 0 stays 0."""
         return float

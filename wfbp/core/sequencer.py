@@ -83,7 +83,6 @@ class Sequencer:
         """No more gradients in this step: missing ones count as ready."""
         self._closed = True
         self.num_ready = self._num_backward
-        self._note_reduced()
 
     def gather(self, count: int | None = None) -> None:
         """Let the next ``count`` all-gathers of the plan go, or all that are left.
@@ -116,11 +115,8 @@ class Sequencer:
             self._completed += 1
         else:
             self._gathers_completed += 1
-        self._note_reduced()
-
-    def _note_reduced(self) -> None:
         # Gathers of the step before come first; those that follow do not undo it.
-        if self._closed and self._completed == self._num_backward and not self.gathering:
+        if self._completed == self._num_backward and self._gathers_completed == self._num_gathers:
             self.reduced = True
 
     @property

@@ -8,6 +8,7 @@ first in a message, so that the small ones and the flags behind them stay one pi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any
 
@@ -218,10 +219,12 @@ class GroupBuffer:
                 data = _memory_at(sources[position], nbytes, step.owners[k])
                 self._segments.append(Segment(offset, data, counts))
                 continue
-            data, owner, result = self.result(position), step.owners[k], None
+            owner, result = step.owners[k], None
             if sources[position] and (message.copies_segments or owner is not None):
                 data = _memory_at(sources[position], nbytes, owner)
                 sources[position] = message.places[position]  # nothing is copied
+            else:
+                data = self.result(position)
             if message.copies_segments and step.targets and step.targets[k]:
                 result = _memory_at(step.targets[k], nbytes, None)
                 self._delivered.add(k)
@@ -266,7 +269,7 @@ class GroupBuffer:
 
     def _write_flags(self, step: Step) -> None:
         flags = [1 if step.sources[k] else 0 for k in self._flagged]
-        flags += [int(step.requested), int(step.discards), *step_flags(step.number)]
+        flags += [step.requested, step.discards, *step_flags(step.number % STEP_CYCLE)]
         if self._flags_beside.size:
             self._flags_beside[:] = flags
             return
@@ -284,7 +287,7 @@ class GroupBuffer:
         # Whatever they were divided by, and also as bits of bfloat16: more than 0 is yes.
         flags: list[bool] = (reduced > 0).tolist()
         requested, discarded, *steps = flags[len(self._flagged) :]
-        agree = steps == [bool(flag) for flag in step_flags(step.number)]
+        agree = tuple(steps) == step_flags(step.number % STEP_CYCLE)
         return StepResult(flags[: len(self._flagged)], requested, discarded, agree)
 
 
@@ -369,10 +372,11 @@ def picker(indices: Sequence[int]) -> Callable[[Sequence[int]], tuple[int, ...]]
     return lambda values: tuple(values[k] for k in indices)
 
 
-def step_flags(step: int) -> list[int]:
+@lru_cache(STEP_CYCLE)
+def step_flags(step: int) -> tuple[bool, ...]:
     """Per bit of the step's number, whether it is set, and whether it is not."""
-    bits = [step >> k & 1 for k in range(_STEP_BITS)]
-    return [flag for bit in bits for flag in (bit, 1 - bit)]
+    bits = [bool(step >> k & 1) for k in range(_STEP_BITS)]
+    return tuple(flag for bit in bits for flag in (bit, not bit))
 
 
 def shard_bytes(spec: TensorSpec, size: int) -> int:

@@ -344,7 +344,8 @@ class Reducer:
             # The first step by the plan that stays: nothing is left of others.
             self._newly_installed = False
             give_back_freed_memory()
-        self.flush()
+        if self.decoupled:
+            self.flush()
         done = self._memory.join()
         reduced = self._views_of(result)
         if not all_ready or self._unplanned or self._regrown:
@@ -409,9 +410,9 @@ class Reducer:
         the average may have been written there before it is packed.
         """
         owner_of, specs = self._owner_of, self.specs
-        grown = [(k, address) for k, (address, _) in self._unplanned.items()]
-        if owner_of.keys().isdisjoint(self._sources) and not grown:
+        if owner_of.keys().isdisjoint(self._sources) and not self._unplanned:
             return
+        grown = [(k, address) for k, (address, _) in self._unplanned.items()]
         for index, address in [*enumerate(self._sources), *grown]:
             owner = owner_of.get(address, index)
             if owner != index and specs[index].numel:
@@ -477,7 +478,7 @@ class Reducer:
         while self._discarded and lane.reply.answered:
             lane.reply.get(timeout_s=0.0)
             self._discarded.popleft()
-        if not self.open and not any(self._sources):
+        if self._due == self._expected and not any(self._sources):
             return
         while self._num_posted:
             # The lane takes from the other end: if it has read one, it is too late for all.
@@ -508,11 +509,14 @@ class Reducer:
         """Count a step, and let the tuner know what it took."""
         self._steps += 1
         tuner, timeline, recorder = self._tuner, self._runtime.timeline, self._recorder
+        # Else only how long the step took is of interest.
+        detailed = not tuner.installed or recorder is not None or timeline is not None
+        planned = self._planned if detailed else ()
         self._kept.append(
             StepTimestamps(
                 self._begun,
-                [self._ready[k] for k in self._planned],
-                [self._forward[k] for k in self._planned],
+                [self._ready[k] for k in planned],
+                [self._forward[k] for k in planned],
                 self._forward_end,
                 self._closed_at,
                 done,
@@ -545,8 +549,7 @@ class Reducer:
             return
         while kept and (len(kept) > memory.lag_steps if measuring else memory.done(kept[0].done)):
             moments = kept.popleft()
-            memory.await_done(moments.done)
-            yield to_seconds(moments, memory.clock(moments.begun))
+            yield to_seconds(moments, memory.clock(moments.begun, moments.done))
 
     def _install(self) -> None:
         """Take the tuner's plan into use; no step is under way."""

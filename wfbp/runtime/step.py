@@ -177,19 +177,14 @@ def to_seconds(moments: StepTimestamps, at: Callable[[Stamp], float]) -> Measure
     What was over before the step began is no part of it: gradients may have been discarded since.
     Groups that were not timed are left out.
     """
-
-    def seconds(times: Sequence[GroupTime]) -> list[GroupTime]:
-        return [
-            GroupTime(time.group, at(time.start_s), at(time.packed_s), at(time.end_s))
-            for time in times
-            if time.start_s
-        ]
-
-    def length(spans: Sequence[Span]) -> float:
-        return sum(max(0.0, at(end) - max(at(start), begun_s)) for start, end in spans)
-
     begun_s = at(moments.begun)
-    times = seconds(moments.times)
+    times = [
+        GroupTime(time.group, at(time.start_s), at(time.packed_s), at(time.end_s))
+        for time in (*moments.gathers, *moments.times)
+        if time.start_s
+    ]
+    waits = [(at(start), at(end)) for start, end in moments.waits]
+    updates = [(at(start), at(end)) for start, end in moments.updates]
     stamps = StepTimes(
         begun_s,
         [at(stamp) for stamp in moments.ready],
@@ -197,10 +192,8 @@ def to_seconds(moments: StepTimestamps, at: Callable[[Stamp], float]) -> Measure
         at(moments.forward_end),
         at(moments.closed),
         at(moments.done),
-        sum(t.packed_s - t.start_s for t in times),
-        length(moments.updates),
-        length(moments.waits),
+        sum(at(time.packed_s) - at(time.start_s) for time in moments.times),
+        sum(max(0.0, end_s - max(start_s, begun_s)) for start_s, end_s in updates),
+        sum(max(0.0, end_s - max(start_s, begun_s)) for start_s, end_s in waits),
     )
-    waits = [(at(start), at(end)) for start, end in moments.waits]
-    updates = [(at(start), at(end)) for start, end in moments.updates]
-    return MeasuredStep(stamps, [*seconds(moments.gathers), *times], waits, updates)
+    return MeasuredStep(stamps, times, waits, updates)

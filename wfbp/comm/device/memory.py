@@ -211,12 +211,10 @@ class DeviceMemory(Memory):
     def done(self, stamp: Stamp) -> bool:
         return self._device.done(stamp)
 
-    def await_done(self, stamp: Stamp) -> None:
-        while not self._device.done(stamp):
+    def clock(self, begun: Stamp, done: Stamp) -> Callable[[Stamp], float]:
+        while not self._device.done(done):
             self._check()
             time.sleep(_NAP_S)
-
-    def clock(self, begun: Stamp) -> Callable[[Stamp], float]:
         return partial(self._seconds, begun)
 
     def _seconds(self, begun: Event, stamp: Stamp) -> float:
