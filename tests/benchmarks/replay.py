@@ -189,7 +189,7 @@ def _iterate(engine: Reducer, trace: Trace, tensors: Sequence[Buffer]) -> float:
     start_s = time.perf_counter()
     due_s = start_s
     for index, tensor in enumerate(trace.tensors):
-        if engine.gather_pending:
+        if engine.decoupled:
             begin_s = time.perf_counter()
             engine.await_tensor(index)
             now_s = time.perf_counter()

@@ -63,12 +63,11 @@ class Reducer:
     a gradient that grew after it was sent) is exchanged at the end of the step, and so is what the
     tuner needs to decide about plans.
 
-    Threads: one at a time, and each call ordered behind the one before by the program, as follows.
-    ``mark_ready`` may be called by any thread: the training thread, autograd's thread of the device
-    (PyTorch runs hooks there, and joins it in ``backward()``), or a thread of XLA (JAX, under the
-    lock of its exchanges). :meth:`await_tensor`, :meth:`flush` and :meth:`publish` may be called by
-    any threads at once. All else is the training thread's. None of them waits for the interpreter's
-    other threads except where it says so.
+    Threads: ``mark_ready`` may be called by any thread, one at a time: by the training thread, by
+    autograd's thread of a GPU (which runs PyTorch's hooks, and ends them before ``backward()``
+    returns), or by a thread of XLA (JAX, under the lock of its exchanges). :meth:`await_tensor`,
+    :meth:`flush` and :meth:`publish` may be called by several at once. All else is for the training
+    thread.
 
     Tensors are known by their number: their index into ``specs``.
 
@@ -163,11 +162,10 @@ class Reducer:
             self._memory = memory = runtime.memory(backend, device, channel)
         # Of its own, because ranks may end the steps of several reducers in different orders.
         self._channel = runtime.channel_on(backend)
-        self._lane = Lane(
-            backend, memory, options.op, name, options.wire_dtype, options.gather_dtype
-        )
-        self._events, self._thread = self._lane.events, runtime.thread
-        self._produced = memory.produced
+        wire = options.wire_dtype, options.gather_dtype
+        self._lane = lane = Lane(backend, memory, options.op, name, *wire)
+        # Without look-ups on the way that every gradient goes.
+        self._events, self._thread, self._produced = lane.events, runtime.thread, memory.produced
         self._expected = [options.passes] * len(specs)
         self._rarer_steps = 0
         self._number = 0
@@ -188,7 +186,7 @@ class Reducer:
         """The tensors of each all-gather, in the order of sending."""
         keep_freed_memory()
         self._install()
-        runtime.add_lane(self._lane)
+        runtime.add_lane(lane)
         runtime.add_user(self)
         self._record_name = runtime.distinct_name(name)
         recorded = bool(runtime.config.record_dir)
@@ -216,13 +214,10 @@ class Reducer:
     def mark_ready(
         self, index: int, address: int, owner: object, time_s: float | None = None
     ) -> None:
-        """A tensor's gradient exists (again).
+        """A tensor's gradient exists (again): contiguous, at this address.
 
-        Args:
-            index: the tensor's number.
-            address: where the gradient lies, contiguous.
-            owner: kept alive until the step is over.
-            time_s: since when, on the host (``time.perf_counter``); None for now.
+        ``owner`` is kept alive until the step is over; it exists since ``time_s`` on the host
+        (``time.perf_counter``), None for now.
         """
         due = self._due
         due[index] = left = due[index] - 1
@@ -382,8 +377,8 @@ class Reducer:
         return reduced
 
     def _take_up_rest(self) -> tuple[bool, Sequence[Any]]:
-        """Take up gradients for which no event came; returns whether there were events of all
-        tensors that the plan carries, and what groups that have not left have to wait for."""
+        """Take up gradients for which no event came; returns whether there were none of them among
+        the plan's, and what groups that have not left have to wait for."""
         sources, owners, group_of = self._sources, self._owners, self._group_of
         late, all_ready = [], True
         if not all(sources):
@@ -691,13 +686,8 @@ class Reducer:
     ) -> None:
         """Send this rank's shards of decoupled tensors, and receive the others'.
 
-        Args:
-            addresses: of whole tensors, by number; only those of decoupled tensors are used.
-            owners: kept alive until all has arrived.
-            count: how many groups may go now, by default all; :meth:`gather_rest` lets the others
-                go.
-            sources: where whole tensors would begin of which this rank's shards are part, if not at
-                these addresses; see :class:`Gather`.
+        Arguments are those of :class:`Gather`, ``addresses`` being its targets and by default its
+        sources; :meth:`gather_rest` lets the groups go that ``count`` holds back.
         """
         if not self.decoupled:
             return
@@ -726,13 +716,7 @@ class Reducer:
         self, reduced: Sequence[BufferView | None], kept: Collection[int] = ()
     ) -> list[BufferView | None]:
         """Gather shards of gradients; returns views that hold whole gradients once all have
-        arrived.
-
-        Args:
-            reduced: per tensor its whole gradient or this rank's shard; None where no rank had one.
-            kept: addresses of the program's gradients: storage that lies there is left to the
-                program.
-        """
+        arrived. Storage at an address of ``kept`` is left to the program, which uses it."""
         memory = self._memory
         whole = list(reduced)
         addresses, sources = [0] * len(whole), [0] * len(whole)
@@ -760,11 +744,6 @@ class Reducer:
     def decouples_tensor(self, index: int) -> bool:
         """Whether the plan decouples a tensor."""
         return self._gather_of[index] >= 0
-
-    @property
-    def gather_pending(self) -> bool:
-        """Whether all-gathers have not all arrived yet."""
-        return self._num_arrived < len(self.gather_groups)
 
     def await_tensor(self, index: int) -> None:
         """Wait until a gathered tensor is whole; raises ``WfbpError`` if ranks failed or did not
@@ -814,7 +793,7 @@ class Reducer:
             self._recorder.model = name
 
     def report(self) -> dict[str, Any]:
-        """The installed plan and what it costs; times in seconds, None where not yet known."""
+        """The installed plan and what it costs; see :func:`make_report`."""
         return make_report(self._tuner, self._steps)
 
     def stats(self) -> dict[str, Any]:

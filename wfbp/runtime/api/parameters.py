@@ -86,16 +86,10 @@ def compare_many(
     root_rank: int,
     marked: Sequence[int] = (),
 ) -> set[int]:
-    """Compare what ranks bring to a broadcast of many; collective.
+    """Raise unless all ranks bring the same to a broadcast of many; collective.
 
-    Args:
-        runtime: of the ranks.
-        rows: name, element type and shape of each.
-        root_rank: whose values everybody gets.
-        marked: places in ``rows``, also different ones on every rank.
-
-    Returns:
-        The places that all ranks have marked.
+    ``rows`` are name, element type and shape of each. Returns which of these places all ranks have
+    marked, who may mark different ones.
     """
     if runtime.size == 1:
         runtime.check()
