@@ -143,7 +143,9 @@ def flat_mpi(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contestant:
     flat = torch.empty(sum(p.numel() for p in parameters))
     parts = [
         part.view_as(p)
-        for part, p in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True)
+        for part, p in zip(
+            torch.split(flat, [p.numel() for p in parameters]), parameters, strict=True
+        )
     ]
 
     def exchange() -> None:

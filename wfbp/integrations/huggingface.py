@@ -92,18 +92,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """As Accelerate's; and the model has the parameters of rank 0."""
         prepared = super().prepare_model(model, device_placement, evaluation_mode)
         if not evaluation_mode:
             wfbp.broadcast_parameters(prepared.state_dict(), root_rank=0)
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """As Accelerate's, of an optimizer that averages gradients.
-
-        Raises:
-            ValueError: mixed precision needs a gradient scaler.
-        """
         if self.scaler is not None:
             raise ValueError("wfbp's Accelerator does not train with a gradient scaler; use bf16")
         if not getattr(optimizer, "_is_accelerate_prepared", False) and not isinstance(
@@ -141,21 +135,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def _average(self) -> None:
-        """Have ``p.grad`` hold averages; the step that follows takes them as they are."""
+        """Put averages into ``p.grad``; the following step takes them as they are."""
         for prepared in self._optimizers:
             prepared.optimizer.synchronize()
             prepared.optimizer._wfbp_synchronized = False  # no program for Horovod called it
 
-    def gather(self, tensor: Any) -> Any:
-        """Tensors of all ranks, joined along the first axis; also in lists, tuples and dicts."""
+    # Accelerate's interface; tensors may be in lists, tuples and dicts.
 
+    def gather(self, tensor: Any) -> Any:
         def joined(part: torch.Tensor) -> torch.Tensor:
             return wfbp.allgather(part.unsqueeze(0) if part.ndim == 0 else part)
 
         return recursively_apply(joined, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As :meth:`gather`, without what the last batch repeats; objects as a list."""
         if not use_gather_object and _only_tensors(input_data):
             return super().gather_for_metrics(input_data)
         gathered = [item for items in wfbp.allgather_object(input_data) for item in items]
@@ -163,37 +156,30 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return gathered[:rest] if rest > 0 else gathered
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Tensors added or averaged (``mean``) over all ranks; also in lists, tuples and dicts."""
-        if reduction not in ("sum", "mean", "none"):
+        operations = {"sum": wfbp.Sum, "mean": wfbp.Average, "none": None}
+        if reduction not in operations:
             raise ValueError(f"reduction {reduction!r} is not known; known are sum, mean, none")
+        op = operations[reduction]
 
         def combined(part: torch.Tensor) -> torch.Tensor:
-            if reduction == "none":
-                return part * scale
-            return (
-                wfbp.allreduce(part, op=wfbp.Average if reduction == "mean" else wfbp.Sum) * scale
-            )
+            return (part if op is None else wfbp.allreduce(part, op=op)) * scale
 
         return recursively_apply(combined, tensor, error_on_other_type=True)
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Any:
-        """Tensors made as long along an axis as the longest of any rank."""
-
         def padded(part: torch.Tensor) -> torch.Tensor:
             if not -part.ndim <= dim < part.ndim:
                 return part
-            longest = max(wfbp.allgather_object(part.shape[dim]))
             shape = list(part.shape)
-            shape[dim] = longest - part.shape[dim]
+            shape[dim] = max(wfbp.allgather_object(part.shape[dim])) - part.shape[dim]
             filling = part.new_full(shape, pad_index)
             return torch.cat([filling, part] if pad_first else [part, filling], dim)
 
         return recursively_apply(padded, tensor, error_on_other_type=True)
 
     def wait_for_everyone(self) -> None:
-        """Wait until all ranks are here."""
         wfbp.barrier()
 
 
@@ -240,7 +226,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     """
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the trainer's accelerator one of wfbp's."""
         if not isinstance(self.args, TrainingArguments):
             raise TypeError(
                 "wfbp's Trainer needs wfbp.integrations.huggingface.TrainingArguments, found "

@@ -33,8 +33,7 @@ import wfbp.torch as wfbp
 __all__ = ["WfbpStrategy"]
 
 _OPERATIONS = {
-    "mean": wfbp.Average,
-    "avg": wfbp.Average,
+    **dict.fromkeys(("mean", "avg"), wfbp.Average),
     "sum": wfbp.Sum,
     "min": wfbp.Min,
     "max": wfbp.Max,
@@ -74,34 +73,30 @@ class WfbpStrategy(ParallelStrategy):  # type: ignore[misc]
         self._wrapping = {"schedule": schedule, **options}
         self._passes = 1
 
+    # Lightning's interface.
+
     @property
     def is_distributed(self) -> bool:
-        """Whether samplers have to divide the data."""
         return True
 
     @property
     def root_device(self) -> torch.device:
-        """The device of this rank: by its number on the host, of those that the trainer has."""
         devices: list[torch.device] = self.parallel_devices or [torch.device("cpu")]
         return devices[wfbp.local_rank() % len(devices)]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Which part of the data is this rank's."""
         return {"num_replicas": wfbp.size(), "rank": wfbp.rank()}
 
     def set_world_ranks(self) -> None:
-        """Let Lightning know which rank speaks."""
         rank_zero_only.rank = wfbp.rank()
 
     def model_to_device(self) -> None:
-        """Move the model to this rank's device, and give it the parameters of rank 0."""
         module = self.lightning_module
         module.to(self.root_device)
         wfbp.broadcast_parameters(module.state_dict(), root_rank=0)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Have the module make its optimizers, and wrap them."""
         super().setup_optimizers(trainer)
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError(
@@ -111,21 +106,21 @@ class WfbpStrategy(ParallelStrategy):  # type: ignore[misc]
         module = self.lightning_module
         if module.automatic_optimization:
             self._passes = trainer.accumulate_grad_batches
-        self.optimizers = [self._wrapped(optimizer) for optimizer in self.optimizers]
-
-    def _wrapped(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        mine = {p for group in optimizer.param_groups for p in group["params"]}
-        named = [(n, p) for n, p in self.lightning_module.named_parameters() if p in mine]
-        made: torch.optim.Optimizer = wfbp.DistributedOptimizer(
-            optimizer, named, backward_passes_per_step=self._passes, **self._wrapping
-        )
-        return made
+        wrapped = []
+        for optimizer in self.optimizers:
+            mine = {p for group in optimizer.param_groups for p in group["params"]}
+            named = [(n, p) for n, p in module.named_parameters() if p in mine]
+            wrapped.append(
+                wfbp.DistributedOptimizer(
+                    optimizer, named, backward_passes_per_step=self._passes, **self._wrapping
+                )
+            )
+        self.optimizers = wrapped
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Follow a callback that changes how many batches are accumulated."""
         super().on_train_batch_start(batch, batch_idx)
         module = self.lightning_module
-        passes = module.trainer.accumulate_grad_batches
+        passes = module.trainer.accumulate_grad_batches  # which a callback may change
         if module.automatic_optimization and passes != self._passes:
             self._passes = passes
             for optimizer in self.optimizers:
@@ -140,9 +135,9 @@ class WfbpStrategy(ParallelStrategy):  # type: ignore[misc]
     ) -> Any:
         """Run forward and backward, average the gradients, clip them, and let the optimizer step.
 
-        Lightning clips within the closure that it passes to optimizers, before gradients would be
-        averaged; so this calls the closure itself. Where nobody looks at the gradients, they are
-        left to the optimizer, which may keep shards of them.
+        Lightning clips within the closure that it passes to optimizers, before gradients are
+        averaged; so this calls the closure itself. If no hook reads the gradients, they are left to
+        the optimizer, which may keep shards of them.
         """
         module = model or self.lightning_module
         if isinstance(optimizer, torch.optim.LBFGS):  # calls its closure as often as it likes
@@ -150,7 +145,7 @@ class WfbpStrategy(ParallelStrategy):  # type: ignore[misc]
                 raise ValueError("LBFGS steps within its closure; gradients cannot be clipped")
             return super().optimizer_step(optimizer, closure, model, **options)
         result = closure()
-        if not self._somebody_looks(module):
+        if not self._reads_gradients(module):
             optimizer.step(**options)
             return result
         distributed: Any = optimizer
@@ -160,7 +155,7 @@ class WfbpStrategy(ParallelStrategy):  # type: ignore[misc]
             optimizer.step(**options)
         return result
 
-    def _somebody_looks(self, module: LightningModule) -> bool:
+    def _reads_gradients(self, module: LightningModule) -> bool:
         """Whether something reads or changes gradients between backward and the step."""
         trainer = module.trainer
         hooks = ("on_before_optimizer_step", "configure_gradient_clipping")
@@ -174,7 +169,6 @@ class WfbpStrategy(ParallelStrategy):  # type: ignore[misc]
     def reduce(
         self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> Any:
-        """Combine a tensor over all ranks; anything else is returned as it is."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
         if group is not None:
@@ -190,43 +184,30 @@ class WfbpStrategy(ParallelStrategy):  # type: ignore[misc]
     def all_gather(
         self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
     ) -> torch.Tensor:
-        """The tensors of all ranks, of one shape, one behind the other along a new first axis."""
         if group is not None:
             raise ValueError("WfbpStrategy gathers from all ranks; it knows no process groups")
         with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
             return wfbp.allgather(tensor.unsqueeze(0))
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until all ranks are here."""
         wfbp.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The object of one rank, on all of them."""
         return wfbp.broadcast_object(obj, src)
 
     def teardown(self) -> None:
-        """Wait for parameters that still travel, and leave the device."""
         for optimizer in self.optimizers:
-            synchronize = getattr(optimizer, "synchronize_parameters", None)
-            if synchronize is not None:
-                synchronize()
+            if hasattr(optimizer, "synchronize_parameters"):
+                optimizer.synchronize_parameters()
         super().teardown()
 
 
 class _Ranks(ClusterEnvironment):  # type: ignore[misc]
     """The ranks of the MPI job, which mpirun has started."""
 
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    def main_address(self) -> str:
-        return "127.0.0.1"  # of torch.distributed, which is not used
-
-    @property
-    def main_port(self) -> int:
-        return 0
+    creates_processes_externally = True
+    main_address = "127.0.0.1"  # of torch.distributed, which is not used
+    main_port = 0
 
     @staticmethod
     def detect() -> bool:
@@ -236,7 +217,7 @@ class _Ranks(ClusterEnvironment):  # type: ignore[misc]
         return wfbp.size()
 
     def set_world_size(self, size: int) -> None:
-        pass  # it is what mpirun was told
+        pass  # mpirun has set it
 
     def global_rank(self) -> int:
         return wfbp.rank()
