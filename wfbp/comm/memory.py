@@ -56,8 +56,8 @@ class Memory:
     flags_beside = False
     """Whether flags travel beside messages, which the host cannot read without waiting."""
     lag_steps = 0
-    """While plans are measured, a step's times are read this many steps later, on every rank alike:
-    its device has then run ahead of nobody, and the next steps' work is enqueued already."""
+    """While plans are measured, a step's times are read this many steps later, equally on every
+    rank: by then the next steps' work is enqueued, so that the device does not become idle."""
     timing = True
     """Whether moments are wanted where they cost anything; the training thread may change it."""
 

@@ -15,14 +15,14 @@ FLOATING = ("float16", "bfloat16", "float32", "float64")
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How an engine reduces gradients; the same on every rank.
+    """How a reducer works; the same on every rank.
 
     Args:
         schedule: a planner's name, or ``auto``.
         threshold_bytes: for the ``threshold`` planner, and for the first plan of the others.
         op: ``Op.AVERAGE`` or ``Op.SUM``.
         passes: backward passes per step. A tensor is ready when its gradient has appeared so often;
-            if it appears more often, the engine expects as many from the next step on.
+            if it appears more often, the reducer expects as many from the next step on.
         decouples: whether the caller can use shards of gradients, and ``Reducer.gather``.
         sharded_update: whether each rank then updates its shards only.
         name: of the optimizer, for messages.

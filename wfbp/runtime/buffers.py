@@ -1,8 +1,8 @@
 """Group buffers: where the tensors of each group lie while they travel, and where results stay.
 
-Copying small tensors into one message shares a message's start-up. For a large tensor the copy
-costs more than a message of its own, so the backend sends it from where it lies. Large tensors come
-first in a message, so that the small ones and the flags behind them stay one piece.
+Small tensors are copied into one message, which has one start-up time. Copying a large tensor
+would cost more than another message, so the backend sends it from its place. Large tensors come
+first in a message, so that the small ones and the flags after them stay one piece.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class GroupBuffer:
 
     A message consists of blocks, and each block of a piece of every tensor: an all-reduce has one
     block, of whole tensors; a reduce-scatter and an all-gather have one per rank, of that rank's
-    shards. Where the message is of another type than the tensors (``wire_dtype``), all are cast as
-    they are packed, and results are cast back to memory beside it.
+    shards. If the message has another type than the tensors (``wire_dtype``), packing casts them,
+    and results are cast back to memory beside it.
 
     The buffer owns its memory, which comes from ``memory``; what other objects have are views. The
     training thread may read results from the step's end until the next step's first gradient.
-    Results are never written over a gradient of this rank, which may still grow, and be sent again:
-    if a program accumulates into the result of the step before, the buffer moves to other storage,
-    and back again in the step after. Averages are divided where the sum is formed, by the backend
-    (``comm.buffers.combine`` on the host).
+    Results never overwrite a gradient of this rank, which may still grow, and be sent again. So if
+    a program accumulates into the result of the step before, the buffer moves to other storage, and
+    back again in the next step. The backend that sums also divides, for averages (on the host
+    ``comm.backend.combine``).
 
     The last group of backward carries the flags of the step: which tensors have a gradient, what
     the rank asks for, and the step's number. So no step needs to negotiate.
@@ -193,10 +193,10 @@ class GroupBuffer:
             self._write_flags(step)
 
     def _make_way(self, sources: Sequence[int]) -> None:
-        """Let results go to storage in which none of these gradients lies."""
+        """Move results to storage without any of these gradients."""
         other = self._other
         if other is None or not other.slots.isdisjoint(sources):
-            # Gradients that lie in the one before keep that alive.
+            # The program's gradients keep the other storage alive.
             other = self._new_results() if self._casts else self._new_message()
         self._other, self._results = self._results, other
         if not self._casts:
@@ -232,7 +232,7 @@ class GroupBuffer:
         return tuple(sources)
 
     def send(self) -> Work[None]:
-        """Send it; called once after each :meth:`pack`, behind ``Memory.packed``."""
+        """Send it; called once after each :meth:`pack` and ``Memory.packed``."""
         memory, data = self._memory, self._message.data
         segments, self._segments = self._segments, []
         work: Work[None]
@@ -284,7 +284,7 @@ class GroupBuffer:
         reduced = self._flags_beside
         if not reduced.size:
             reduced = self._message.tails[self._own if len(self._message.tails) > 1 else 0]
-        # Whatever they were divided by, and also as bits of bfloat16: more than 0 is yes.
+        # Also if they were divided, and as bits of bfloat16: more than 0 is yes.
         flags: list[bool] = (reduced > 0).tolist()
         requested, discarded, *steps = flags[len(self._flagged) :]
         agree = tuple(steps) == step_flags(step.number % STEP_CYCLE)

@@ -1,6 +1,6 @@
 """Checks that ranks are about to do the same, before data moves.
 
-Tensors and settings are compared once, when an engine is made, so that no step needs to negotiate.
+Tensors and settings are compared once, when a reducer is made, so that no step needs to negotiate.
 Synchronous collectives compare name, element type, shape and operation each time. A rank that
 cannot take an argument tells the others, which would wait for it otherwise.
 """
@@ -25,7 +25,7 @@ _MAX_NAMED = 5
 
 
 def encode_specs(specs: Sequence[TensorSpec], settings: dict[str, Any]) -> bytes:
-    """What a rank says of its tensors when an engine is made."""
+    """What a rank says of its tensors when a reducer is made."""
     rows = [[s.name, list(s.shape), s.dtype] for s in specs]
     return json.dumps({"tensors": rows, "settings": settings}).encode()
 

@@ -44,29 +44,29 @@ from wfbp.runtime.step import (
 from wfbp.runtime.tuning.tuner import Tuner
 
 SAMPLED_STEPS = 16
-"""Once plans are chosen and nobody records, groups and updates are timed in every so many steps."""
+"""After the tuner has chosen a plan, and without a recorder, one step in so many is timed."""
 
 _MOST_UPDATES = 4096
-"""So many are kept while no step with gradients follows, as in a program that steps without any."""
+"""The number of updates that are kept until a step with gradients follows."""
 
 _PATIENCE_STEPS = 8
-"""So many steps in a row in which some gradient appears less often than expected are waited for."""
+"""After so many steps with fewer gradients than expected, fewer are expected."""
 
 
 class Reducer:
     """Averages the gradients of a fixed list of tensors, step after step.
 
     Training calls :meth:`mark_ready` as gradients appear and :meth:`synchronize` when it needs them
-    averaged; between the two, the lane sends by the installed plan. Where the plan decouples
-    tensors, a rank gets its shards of them, updates these, and calls :meth:`gather`, which brings
-    the others' while the next forward runs. What the plan does not carry (a tensor that was frozen,
-    a gradient that grew after it was sent) is exchanged at the end of the step, and so is what the
-    tuner needs to decide about plans.
+    averaged; between the two, the lane sends by the installed plan. A plan may decouple tensors: a
+    rank then gets its shards of them, updates these, and calls :meth:`gather`, which brings the
+    others' shards while the next forward runs. The end of a step has a round if some rank asks for
+    it: it reduces gradients that the plan does not carry (of a tensor that was frozen until now, or
+    that grew after it was sent), and the tuner decides about plans.
 
-    Threads: ``mark_ready`` may be called by any thread, one at a time: by the training thread, by
-    autograd's thread of a GPU (which runs PyTorch's hooks, and ends them before ``backward()``
-    returns), or by a thread of XLA (JAX, under the lock of its exchanges). :meth:`await_tensor`,
-    :meth:`flush` and :meth:`publish` may be called by several at once. All else is for the training
+    Threads: ``mark_ready`` may be called by any thread, one at a time. That is the training thread;
+    or autograd's thread of a GPU, which runs PyTorch's hooks before ``backward()`` returns; or one
+    of XLA's threads, which takes the lock of JAX's exchanges. Several threads at once may call
+    :meth:`await_tensor`, :meth:`flush` and :meth:`publish`. All other methods are for the training
     thread.
 
     Tensors are known by their number: their index into ``specs``.
@@ -89,8 +89,8 @@ class Reducer:
     """
 
     sparse: Collection[int] = ()
-    """The tensors of which this rank has sparse gradients in this step, which its caller exchanges;
-    set before :meth:`synchronize`."""
+    """The tensors with sparse gradients on this rank, which the caller exchanges; set before
+    :meth:`synchronize`."""
     sparse_anywhere: Sequence[int] = ()
     """The same of any rank, in the step that was reduced last."""
     joined = False
@@ -349,7 +349,7 @@ class Reducer:
         planned, was_installed = self._tuner.plan, self._tuner.installed
         if any(result.present) or result.requested:
             self._measure(result, done)
-        else:  # nobody had a gradient: this is no step of training, but a part of the next one
+        else:  # without any gradient this is no step of training, but a part of the next one
             done = self._begun
         self.sparse_anywhere, self.joined_ranks, self.evaluated = (), (), False
         if result.requested or self._tuner.round_due:
@@ -401,8 +401,8 @@ class Reducer:
     def _check_aliases(self) -> None:
         """Raise ``RuntimeError`` if a gradient lies in memory where another one is averaged.
 
-        A program that lets two tensors share one gradient may put one into the other's view, and
-        the average may have been written there before it is packed.
+        If two tensors share one gradient, the average of one may overwrite the other before it is
+        packed.
         """
         owner_of, specs = self._owner_of, self.specs
         if owner_of.keys().isdisjoint(self._sources) and not self._unplanned:
@@ -440,7 +440,7 @@ class Reducer:
         return views
 
     def _view(self, group: int) -> None:
-        """Have views of a group's results, which lie where they were not before."""
+        """Take views of a group's results, in a place that is new."""
         buffer = self._buffers[group]
         self._num_moves[group] = buffer.num_moves
         for position, index in enumerate(self._members[group]):
@@ -483,16 +483,16 @@ class Reducer:
                 break
             self._num_posted -= 1
         if self._num_posted:
-            # The step is seen through, what it brings is dropped. Not waited for, because other
-            # ranks, which may have had no gradients to discard, need not be here. Gradients for
-            # which no event came take part, so that no result is written over them: the next step
-            # may add to them.
+            # Some groups may have left: complete the step, and drop its results. Do not wait for
+            # it: other ranks may have had no gradients to discard, and come here later. Gradients
+            # without event take part, so that no result overwrites them: the next step may add to
+            # them.
             step = self._step
             step.discards = True
             _, dependencies = self._take_up_rest()
             self._events.append(Close(step, dependencies))
-            # Its gradients may be read until its messages have come in. By then the lane knows of
-            # no later step, whose events are taken back: never more than two are kept.
+            # Its gradients may be read until its messages have arrived. Until then the lane reads
+            # no further events, so that later steps are withdrawn: never more than two are kept.
             self._discarded.append(step)
             self._number += 1
             self._runtime.post(lane.wake)
@@ -539,7 +539,7 @@ class Reducer:
         memory, kept = self._memory, self._kept
         measuring = self._tuner.measuring
         if memory.lag_steps and not (measuring or self._tuner.installed):
-            kept.clear()  # warm-up: steps are counted only, so that nobody waits for the device
+            kept.clear()  # warm-up: steps are only counted; do not wait for the device
             yield NOT_MEASURED
             return
         while kept and (len(kept) > memory.lag_steps if measuring else memory.done(kept[0].done)):
@@ -563,7 +563,7 @@ class Reducer:
         self._num_early = num_backward - 1 if plan.overlap else 0
         self._group_of = _places(self._members, count)
         self._dormant = [k for k, group in enumerate(self._group_of) if group < 0]
-        # The last is for dormant tensors, of group -1: nobody waits for these.
+        # The last is for dormant tensors, of group -1, and never comes to 0.
         self._sizes = [*map(len, self._members), sys.maxsize]
         self._num_moves = [0] * num_backward
         self._views: list[BufferView | None] = [None] * count
@@ -619,7 +619,7 @@ class Reducer:
         return bool(self.joined_ranks) or any(message["whole"] for message in messages)
 
     def _reduce_unplanned(self, unplanned: Sequence[int], reduced: list[BufferView | None]) -> None:
-        """Reduce tensors now, in new storage, in messages of their own; collective."""
+        """Reduce tensors now, in new storage; collective."""
         memory, options = self._memory, self._options
         specs = [self.specs[k] for k in unplanned]
         refs = [self._unplanned_gradient(k) for k in unplanned]
@@ -692,7 +692,7 @@ class Reducer:
         if not self.decoupled:
             return
         self.flush()
-        self._waits, self._gather_times = [], []  # of an earlier step, that nobody has asked for
+        self._waits, self._gather_times = [], []
         self._num_arrived = 0
         sources = addresses if sources is None else sources
         kept = [owners] * len(self.specs)
@@ -771,8 +771,8 @@ class Reducer:
                 self._num_arrived += 1
 
     def publish(self) -> None:
-        """A parameter was updated by the calling thread, behind ``step()``: on a device, what the
-        training thread does later finds it."""
+        """The calling thread has updated a parameter after ``step()``: on a device, order the
+        training thread's later work after that."""
         self._memory.publish()
 
     # The whole run.

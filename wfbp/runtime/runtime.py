@@ -187,7 +187,7 @@ class Runtime:
         return self._warned.setdefault(topic, mine) is mine
 
     def distinct_name(self, name: str) -> str:
-        """A name for what is recorded of an engine: those made later under the same name get a
+        """A name for what is recorded of a reducer: those made later under the same name get a
         number."""
         if self._within is not None:
             return self._within.distinct_name(f"{name} of process set {self.members.number}")

@@ -18,8 +18,8 @@ from wfbp.runtime.tuning.profile import StepTimes
 class Step:
     """One step's gradients, by the reducer's number of the tensor.
 
-    The training thread writes; the communication thread reads what a group needs behind its
-    :class:`GroupReady`, and everything behind the :class:`Close`.
+    The training thread writes; the communication thread reads a group's entries after its
+    :class:`GroupReady`, and everything after the :class:`Close`.
 
     Args:
         number: the step's.
@@ -174,7 +174,7 @@ NOT_MEASURED = MeasuredStep(StepTimes(0.0, [], []), [])
 def to_seconds(moments: StepTimestamps, at: Callable[[Stamp], float]) -> MeasuredStep:
     """Turn the stamps of a step that is over into seconds, by ``at``.
 
-    What was over before the step began is no part of it: gradients may have been discarded since.
+    Spans that ended before the step began do not count: gradients may have been discarded since.
     Groups that were not timed are left out.
     """
     begun_s = at(moments.begun)

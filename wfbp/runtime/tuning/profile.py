@@ -12,7 +12,7 @@ from wfbp.core.types import TensorSpec
 
 
 class TuningPhase(enum.Enum):
-    """What an engine's tuner is doing; the values are what reports say."""
+    """What a reducer's tuner is doing; the values are what reports say."""
 
     WARM_UP = "warm-up"
     """Steps are counted, by a plan that needs no measurement."""
