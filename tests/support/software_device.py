@@ -326,7 +326,8 @@ class SoftwareTable:
             self._device._dawdle()
             table.pack()
 
-        self._device.enqueue(self._stream, run)
+        with self._device.annotate("wfbp pack"):
+            self._device.enqueue(self._stream, run)
 
     def unpack(self) -> None:
         self._device.calls["unpack"] += 1
@@ -343,7 +344,8 @@ class SoftwareTable:
             self._device._dawdle()
             table.unpack()
 
-        self._device.enqueue(self._unpack_stream, run)
+        with self._device.annotate("wfbp unpack"):
+            self._device.enqueue(self._unpack_stream, run)
 
     def _table(self) -> Any:
         """The table with the addresses of now."""

@@ -230,7 +230,6 @@ class Mailbox(ABC):
 class HostBackend(Backend):
     """A backend for memory of the host, with what named operations need besides collectives."""
 
-    @abstractmethod
     def all_to_all(
         self, outgoing: Buffer, sent: Sequence[int], incoming: Buffer, received: Sequence[int]
     ) -> Work[None]:
@@ -239,23 +238,24 @@ class HostBackend(Backend):
         Block r of ``outgoing``, of ``sent[r]`` bytes, goes to rank r; block r of ``incoming``, of
         ``received[r]`` bytes, comes from rank r. The buffers do not overlap.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def subset(self, ranks: Sequence[int]) -> HostBackend | None:
         """A backend over some of the ranks, in which rank ``ranks[i]`` is rank i; None on the
         others. Collective over all ranks, and blocking; ``ranks`` is ascending."""
+        raise NotImplementedError
 
-    @abstractmethod
     def send(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
         """Send bytes to one other rank, which has to :meth:`receive` as many; not a collective.
 
         Messages of one tag (0 to 16383) between two ranks arrive in the order of sending. The
         buffer must not change until the work is complete.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def receive(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
         """Receive the bytes that a rank sends with this tag; the counterpart of :meth:`send`."""
+        raise NotImplementedError
 
     @abstractmethod
     def mailbox(self) -> Mailbox:

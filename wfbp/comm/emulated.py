@@ -15,7 +15,6 @@ Threads: a link and its duplicates are used by one thread at a time.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +22,6 @@ import numpy as np
 
 from wfbp.comm.backend import (
     Buffer,
-    Finished,
     HostBackend,
     Mailbox,
     Segment,
@@ -94,22 +92,6 @@ class _EmulatedWork(Work[T]):
         return self._result[0]
 
 
-class _EmulatedReceive(Work[None]):
-    def __init__(self, letters: deque[bytes], buffer: Buffer) -> None:
-        self._letters = letters
-        self._buffer: Buffer | None = buffer
-
-    def test(self) -> bool:
-        if self._buffer is not None and self._letters:
-            self._buffer[:] = np.frombuffer(self._letters.popleft(), np.uint8)
-            self._buffer = None
-        return self._buffer is None
-
-    @property
-    def result(self) -> None:
-        return None
-
-
 class EmulatedLink(HostBackend):
     """Rank 0 of ``size`` equal ranks over a link that costs what the curve says.
 
@@ -139,7 +121,6 @@ class EmulatedLink(HostBackend):
         self.local_size = 1
         self._channel = _channel or _Channel(dict.fromkeys(Operation, cost) | dict(others or {}))
         self._notices: list[tuple[int, bytes]] = []
-        self._letters: dict[tuple[int, int], deque[bytes]] = {}
 
     @property
     def activity(self) -> int:
@@ -192,21 +173,8 @@ class EmulatedLink(HostBackend):
     def all_gather_bytes(self, payload: bytes) -> Work[list[bytes]]:
         return self._send(len(payload), lambda: [bytes(payload)] * self.size)
 
-    def all_to_all(
-        self, outgoing: Buffer, sent: Sequence[int], incoming: Buffer, received: Sequence[int]
-    ) -> Work[None]:
-        mine = blocks(self.size, outgoing, sent, "uint8", writeable=False)[self.rank]
-        for part in blocks(self.size, incoming, received, "uint8"):
-            np.copyto(part, np.resize(mine, part.size))
-        return self._send(outgoing.nbytes, lambda: None, Operation.ALL_GATHER)
-
     def duplicate(self) -> EmulatedLink:
         return EmulatedLink(self._channel.costs[ALL_REDUCE], self.size, _channel=self._channel)
-
-    def subset(self, ranks: Sequence[int]) -> EmulatedLink | None:
-        if self.rank not in ranks:
-            return None
-        return EmulatedLink(self._channel.costs[ALL_REDUCE], len(ranks), _channel=self._channel)
 
     def mailbox(self) -> Mailbox:
         return _EmulatedMailbox(self.size)
@@ -217,13 +185,6 @@ class EmulatedLink(HostBackend):
     def poll_notices(self) -> list[tuple[int, bytes]]:
         arrived, self._notices = self._notices, []
         return arrived
-
-    def send(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
-        self._letters.setdefault((peer, tag), deque()).append(bytes(buffer))
-        return Finished(None)
-
-    def receive(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
-        return _EmulatedReceive(self._letters.setdefault((peer, tag), deque()), buffer)
 
     def abort(self, code: int) -> None:
         self._channel.error = PeerError(f"the run was aborted with code {code}")

@@ -323,11 +323,11 @@ class CudaTable:
         self.pointers = table.pointers
 
     def pack(self) -> None:
-        with self._device.active():
+        with self._device.active(), self._device.annotate("wfbp pack"):
             self._table.pack()
 
     def unpack(self) -> None:
-        with self._device.active():
+        with self._device.active(), self._device.annotate("wfbp unpack"):
             self._table.unpack()
 
 

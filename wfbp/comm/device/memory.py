@@ -24,12 +24,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
-
 from wfbp.comm.backend import Backend, Buffer, Work
 from wfbp.comm.device.backend import DeviceBackend, DeviceWork
-from wfbp.comm.device.device import Device, Event
+from wfbp.comm.device.device import Event
 from wfbp.comm.memory import Dependencies, Memory, SlotTable, Stamp
 from wfbp.core.types import Op
 
@@ -90,11 +87,9 @@ class DeviceMemory(Memory):
         dtype: str,
         tensor_dtype: str,
     ) -> SlotTable:
-        device = self._device
-        table = device.pack_table(
+        return self._device.pack_table(
             buffer, offsets, nbytes, dtype, self._packing, tensor_dtype, self._stream
         )
-        return _NamedTable(device, table)
 
     def copy(self, target: Buffer, source: Buffer) -> None:
         self._device.copy(target, source, self._device.current_stream())
@@ -240,26 +235,6 @@ class DeviceMemory(Memory):
                 "graph, in which other ranks cannot take part; capture the model alone "
                 "(torch.cuda.make_graphed_callables), and call backward() and step() outside"
             )
-
-
-class _NamedTable:
-    """A table whose launches a profiler shows by name."""
-
-    def __init__(self, device: Device, table: SlotTable) -> None:
-        self._device = device
-        self._table = table
-
-    @property
-    def pointers(self) -> npt.NDArray[np.int64]:
-        return self._table.pointers
-
-    def pack(self) -> None:
-        with self._device.annotate("wfbp pack"):
-            self._table.pack()
-
-    def unpack(self) -> None:
-        with self._device.annotate("wfbp unpack"):
-            self._table.unpack()
 
 
 class _MessageAndFlags(DeviceWork):
