@@ -214,7 +214,7 @@ def allreduce(array: Any, name: str | None = None, op: Op = Op.AVERAGE) -> jax.A
         Array([1., 2.], dtype=float32)
     """
     runtime = process.current("allreduce()")
-    x = _array(array)
+    x = jnp.asarray(array)
     _check_op(x, op)
     return x if _alone(runtime) else apply(Collective(Kind.ALLREDUCE, name, op), x)
 
@@ -234,7 +234,7 @@ def broadcast(array: Any, root_rank: int, name: str | None = None) -> jax.Array:
         DisagreementError: ranks called different operations.
     """
     runtime = process.current("broadcast()")
-    x = _array(array)
+    x = jnp.asarray(array)
     check_root(runtime, root_rank)
     return x if _alone(runtime) else apply(Collective(Kind.BROADCAST, name, root_rank=root_rank), x)
 
@@ -254,7 +254,7 @@ def allgather(array: Any, name: str | None = None) -> jax.Array:
         DisagreementError: ranks called different operations, or shapes differ inside ``jit``.
     """
     runtime = process.current("allgather()")
-    x = _array(array)
+    x = jnp.asarray(array)
     if x.ndim == 0:
         raise ValueError("allgather needs at least one dimension; found a scalar")
     if _alone(runtime):
@@ -283,7 +283,7 @@ def reducescatter(array: Any, name: str | None = None, op: Op = Op.AVERAGE) -> j
         DisagreementError: ranks called different operations.
     """
     runtime = process.current("reducescatter()")
-    x = _array(array)
+    x = jnp.asarray(array)
     if x.ndim == 0:
         raise ValueError("reducescatter needs at least one dimension; found a scalar")
     _check_op(x, op)
@@ -308,18 +308,13 @@ def alltoall(array: Any, name: str | None = None) -> jax.Array:
         DisagreementError: ranks called different operations.
     """
     runtime = process.current("alltoall()")
-    x = _array(array)
+    x = jnp.asarray(array)
     if x.ndim == 0 or x.shape[0] % runtime.size:
         raise ValueError(
             f"alltoall: an array of shape {x.shape} does not divide into {runtime.size} blocks of "
             "rows"
         )
     return x if _alone(runtime) else apply(Collective(Kind.ALLTOALL, name), x)
-
-
-def _array(array: Any) -> jax.Array:
-    """As JAX sees it; in double precision only where JAX is asked to use it."""
-    return jnp.asarray(array)
 
 
 def _alone(runtime: Runtime) -> bool:

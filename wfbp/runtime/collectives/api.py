@@ -74,18 +74,12 @@ def init(
 
 
 def _process_sets(given: Iterable[ProcessSet | Iterable[int]] | str | None) -> list[ProcessSet]:
-    """What :func:`init` was given, as sets.
-
-    Raises:
-        TypeError: not sets, nor numbers of ranks.
-        ValueError: a text that is not ``"dynamic"``.
-    """
+    """What :func:`init` was given, as sets."""
     if given is None or (isinstance(given, str) and given.lower() == "dynamic"):
         return []
-    if isinstance(given, str):
-        raise ValueError(f"process_sets is {given!r}; expected sets, or 'dynamic'")
-    if not isinstance(given, Iterable):
-        raise TypeError(f"process_sets is {given!r}; expected sets, or 'dynamic'")
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        kind = ValueError if isinstance(given, str) else TypeError
+        raise kind(f"process_sets is {given!r}; expected sets, or 'dynamic'")
     return [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in given]
 
 
@@ -118,16 +112,7 @@ def stop_timeline() -> None:
 
 
 def runtime_of(process_set: ProcessSet, call: str) -> Runtime:
-    """What the ranks of a process set communicate by, on a rank that is in it.
-
-    Args:
-        process_set: one that was added, or that of all ranks.
-        call: the public function, for messages.
-
-    Raises:
-        ValueError: the set was not added, or this rank is not in it.
-        NotInitializedError: there is no runtime.
-    """
+    """The runtime of a process set, for a public function; ``ValueError`` on a rank outside it."""
     runtime = current(call).runtime_of(process_set.known_id(call))
     if runtime is None:
         raise ValueError(
@@ -138,11 +123,7 @@ def runtime_of(process_set: ProcessSet, call: str) -> Runtime:
 
 
 def current(call: str) -> Collectives:
-    """The named operations of this process, for a public function of this name.
-
-    Raises:
-        NotInitializedError: there is no runtime.
-    """
+    """The named operations of this process; ``NotInitializedError``, with the call, if none."""
     runtime = process.current(call)
     if runtime.collectives is None:
         runtime.collectives = Collectives(runtime)
