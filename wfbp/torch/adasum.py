@@ -21,10 +21,9 @@ from wfbp.runtime.collectives.process_sets import ProcessSet
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch import tensors
 from wfbp.torch.collectives import allreduce_async
+from wfbp.torch.compiling import uncompiled
 from wfbp.torch.compression import Compressor
-from wfbp.torch.optimizer_interface import DistributedOptimizerBase
-from wfbp.torch.uncompiled import uncompiled
-from wfbp.torch.wrapping import bare_step
+from wfbp.torch.optimizer_interface import DistributedOptimizerBase, take_place, wrapped_of
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -39,9 +38,8 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
         named: Callable[[torch.optim.Optimizer], Named],
         process_set: ProcessSet,
         compression: type[Compressor],
-        kept: dict[str, Any],
     ) -> None:
-        """Take over the original's parameter groups and state; a collective.
+        """Take the original's place; a collective.
 
         Args:
             runtime: of the process set; None on a rank outside it, which steps alone.
@@ -49,13 +47,11 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
             named: the names and parameters of an optimizer, equal on every rank.
             process_set: the ranks that take part.
             compression: type in which updates travel.
-            kept: attributes of the original that this one takes over.
 
         Raises:
             ValueError: a parameter that cannot be sent, or ranks that are no power of two.
             DisagreementError: ranks passed different parameters.
         """
-        self.__dict__.update(kept)
         self._wfbp_original = original
         self._wfbp_named = named
         self._wfbp_process_set = process_set
@@ -64,6 +60,10 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
         self._wfbp_prefix = ""
         if self._wfbp_runtime is not None:
             self._wfbp_compare(self._wfbp_runtime)
+        previous = getattr(wrapped_of(original), "_wfbp_sync", None)
+        if previous is not None and previous.runtime is runtime and previous.exchanges:
+            previous.release()
+        take_place(self, refuses=self._wfbp_runtime is not None)
 
     def _wfbp_compare(self, runtime: Runtime) -> None:
         """Raise unless ranks have the same parameters, as many as can be combined."""
@@ -98,20 +98,7 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
         Raises:
             WfbpError: ranks disagree, failed, or did not answer in time.
         """
-        # A scheduler made before wrapping watches the original for calls of step().
-        self._wfbp_original._opt_called = True  # type: ignore[attr-defined]
-        hooked = hasattr(self, "_optimizer_step_pre_hooks")
-        return self._wfbp_apply(closure) if hooked else self._wfbp_combine(closure)
-
-    step.hooked = True  # type: ignore[attr-defined]  # PyTorch would call the hooks once more
-
-    @torch.optim.Optimizer.profile_hook_step
-    def _wfbp_apply(self, closure: Callable[[], Any] | None) -> Any:
-        """What the hooks of a step are called around."""
-        return self._wfbp_combine(closure)
-
-    def _wfbp_combine(self, closure: Callable[[], Any] | None) -> Any:
-        step = bare_step(self, type(self._wfbp_original))
+        step = self._wfbp_bare["step"]
         if self._wfbp_runtime is None:
             return step(closure)
         named = self._wfbp_named(self)
@@ -170,6 +157,3 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
     def _parameter_names(self) -> dict[torch.Tensor, str]:
         """Names by which ranks match parameters; some programs for Horovod read this."""
         return {param: name for name, param in self._wfbp_named(self)}
-
-    def _wfbp_release(self, runtime: Runtime | None) -> None:
-        """Another one is made of the same optimizer: nothing is under way."""

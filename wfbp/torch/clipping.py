@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
@@ -64,6 +64,7 @@ def _shown(value: Any) -> str:
 
 def clip(
     runtime: Runtime,
+    exchange: Callable[[bytes, str], list[bytes]],
     limit: Limit,
     shards: Sequence[torch.Tensor],
     whole: Sequence[torch.Tensor],
@@ -73,6 +74,7 @@ def clip(
     """Scale gradients so that their norm is at most the limit's; a collective.
 
     Args:
+        exchange: gives every rank's payload, apart from other optimizers'.
         limit: compared with the other ranks' in the message that carries the norm.
         shards: this rank's parts of gradients.
         whole: gradients that are the same on every rank.
@@ -91,7 +93,7 @@ def clip(
     if alone or runtime.rank == 0:
         norms += _norms(whole, limit.norm_type)
     mine = np.array([_power(norms, limit.norm_type), *astuple(limit)], np.float64)
-    payloads = [mine.tobytes()] if alone else runtime.exchange(mine.tobytes(), LABEL)
+    payloads = [mine.tobytes()] if alone else exchange(mine.tobytes(), LABEL)
     powers = np.array([np.frombuffer(payload) for payload in payloads])
     _compare(runtime, powers[:, 1:])
     norm = _norm(powers[:, 0], limit.norm_type)

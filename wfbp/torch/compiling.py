@@ -1,4 +1,4 @@
-"""Compiled models whose gradients appear one after another.
+"""What ``torch.compile`` makes of models, and what it must leave alone.
 
 ``torch.compile`` makes one graph of a whole model, and one of its backward. Autograd sees a single
 operation whose gradients and hooks all come at its end, so nothing could overlap. PyTorch's answer
@@ -11,7 +11,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -71,3 +71,27 @@ def compile_backend(inner: str | Backend = "inductor", piece_bytes: int = PIECE_
         return compiled
 
     return compile_in_pieces
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def uncompiled(function: F) -> F:
+    """Decorator: neither the function nor its callees are compiled.
+
+    ``torch.compiler.disable`` does that, too, but imports the compiler, which takes seconds, and
+    adds a call. Here a function is marked, at no cost where nothing is compiled.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    if not hasattr(frames, "set_code_exec_strategy"):
+        disabled: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        return disabled
+    # Where compiled code calls it, Dynamo would trace into it:
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "wfbp communicates here"  # type: ignore[attr-defined]
+    # And where it is called from what has been left out of a graph, Dynamo would begin a new one.
+    # (What decorators have put around it, as contextlib does, belongs to other functions, too.)
+    code = getattr(function, "__wrapped__", function).__code__
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+    return function

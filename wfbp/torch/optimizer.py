@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import enum
 import functools
+import logging
+import types
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
-from threading import get_ident
 from typing import Any, TypeVar, cast
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from wfbp.core.planners import check_schedule
+from wfbp.core.planners import AUTO, DECOUPLED_SCHEDULES
 from wfbp.core.types import Op
-from wfbp.deprecation import warn_renamed
 from wfbp.runtime import process, signals
 from wfbp.runtime.arguments import EngineOptions
 from wfbp.runtime.collectives import api
@@ -25,55 +25,13 @@ from wfbp.runtime.runtime import Runtime
 from wfbp.torch import gradient_sync, tensors
 from wfbp.torch.adasum import AdasumOptimizerBase
 from wfbp.torch.clipping import Limit
+from wfbp.torch.compiling import uncompiled
 from wfbp.torch.compression import COMPRESSED_DTYPES, Compression, Compressor
 from wfbp.torch.gradient_sync import OptimizerSync
-from wfbp.torch.optimizer_interface import DistributedOptimizerBase
-from wfbp.torch.optimizer_probe import UpdateCoupling, probe_optimizer
-from wfbp.torch.uncompiled import uncompiled
-from wfbp.torch.updates import STEPPED
-from wfbp.torch.wrapping import PATCHED, bare_step, note_wrapped, unwrap
+from wfbp.torch.optimizer_interface import DistributedOptimizerBase, take_place, wrapped_of
+from wfbp.torch.updates import is_elementwise
 
-UPDATES: dict[str, bool | None] = {"auto": None, "sharded": True, "replicated": False}
-"""Values of the deprecated argument ``update``, and of ``optimizer_sharding``."""
-
-
-def optimizer_sharding_of(sharding: bool | None, update: str | None) -> bool | None:
-    """The argument ``optimizer_sharding``, or its value by the deprecated ``update``.
-
-    Raises ``ValueError`` for an unknown value, or where both are given.
-    """
-    if not any(sharding is value for value in (True, False, None)):
-        raise ValueError(f"optimizer_sharding is {sharding!r}; expected True, False or None")
-    if update is None:
-        return sharding
-    if update not in UPDATES:
-        raise ValueError(f"update is {update!r}; expected one of {', '.join(UPDATES)}")
-    if sharding is not None:
-        raise ValueError("update and optimizer_sharding say the same: leave out update")
-    warn_renamed(
-        f"DistributedOptimizer(update={update!r})",
-        f"optimizer_sharding={UPDATES[update]}",
-        stacklevel=4,
-    )
-    return UPDATES[update]
-
-
-def chosen_coupling(optimizer: torch.optim.Optimizer, sharding: bool | None) -> UpdateCoupling:
-    """The optimizer's coupling, as far as ``sharding`` allows it; ``ValueError`` if it requires
-    another."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    if not all(tensors.is_dense(p) for p in params):
-        return UpdateCoupling.COUPLED
-    coupling = probe_optimizer(optimizer)
-    if sharding is True and coupling is not UpdateCoupling.ELEMENTWISE:
-        raise ValueError(
-            f"optimizer_sharding is True, but {type(optimizer).__name__} does not treat every "
-            "element by "
-            f"itself (it is {coupling.value}); use None or False"
-        )
-    if sharding is False and coupling is UpdateCoupling.ELEMENTWISE:
-        return UpdateCoupling.PER_TENSOR
-    return coupling
+log = logging.getLogger("wfbp")
 
 
 def named_pairs(named_parameters: Iterable[Any]) -> list[tuple[str, torch.Tensor]]:
@@ -139,6 +97,12 @@ def check_params(named: Sequence[tuple[str, torch.Tensor]], options: EngineOptio
     """
     for name, param in named:
         tensors.check(name, param)
+        grad_dtype = getattr(param, "grad_dtype", param.dtype)
+        if param.requires_grad and grad_dtype is not param.dtype:
+            raise ValueError(
+                f"{name} is {param.dtype} and its grad_dtype is {grad_dtype}; gradients travel in "
+                "the element type of their parameters, so set no grad_dtype"
+            )
     options.check([tensors.spec(name, param) for name, param in named])
 
 
@@ -168,9 +132,6 @@ def _differentiable(param: torch.Tensor) -> bool:
     return param.is_floating_point() or param.is_complex()
 
 
-_PRE_HOOKS = "_optimizer_step_pre_hooks"
-
-
 class SyncState(enum.Enum):
     """Who asked for the averages that the next step is to use; reset by ``step()`` and
     ``zero_grad()``.
@@ -186,24 +147,32 @@ class SyncState(enum.Enum):
     """``GradScaler.step()``, which does not tell when it skips the step."""
     NO_GRADIENTS = 3
     """``synchronize()``, when no rank had any gradient: those that come are averaged anew."""
+    OWN_METHOD = 4
+    """A method of the optimizer's own, such as ``first_step()``: gradients that come are averaged
+    anew."""
 
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def deferring(method: F) -> F:
+def _operation(method: F) -> F:
     """Decorator: run a method within :data:`signals.deferred`, uncompiled."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with signals.deferred:
             return method(*args, **kwargs)
 
-    uncompiled(call)
-    return cast(F, functools.update_wrapper(call, method))
+    uncompiled(method)
+    return cast(F, functools.update_wrapper(uncompiled(call), method))
 
 
 class AveragingOptimizerBase(DistributedOptimizerBase):
-    """What is laid over the user's optimizer class: gradients are reduced before a step."""
+    """Averages the gradients of an optimizer before its steps.
+
+    The user's optimizer stays an object of its own, which makes the updates; :meth:`step` calls its
+    ``step()``. Its parameters are stepped in parts only if it is known to treat every element by
+    itself.
+    """
 
     def __init__(
         self,
@@ -212,69 +181,85 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
         known: list[tuple[str, torch.Tensor]] | None,
         options: EngineOptions,
         *,
-        coupling: UpdateCoupling,
+        sharded: bool,
         sparse_as_dense: bool,
+        lenient: bool,
     ) -> None:
-        """Take over the original's parameter groups and state; a collective.
+        """Take the original's place; a collective.
 
         Args:
             runtime: of the process set; None on a rank outside it, which steps alone.
-            original: of the class over which this one is laid.
+            original: of the class from which this one is derived.
             known: names and parameters as the user gave them, or None.
             options: equal on every rank.
-            coupling: of the optimizer.
+            sharded: whether ranks update shards where gradients are decoupled.
             sparse_as_dense: whether sparse gradients are made dense.
+            lenient: whether hyperparameters that differ between ranks are a warning.
         """
-        # A scheduler made before may have put its own step() on the instance: ours must be found.
-        self.__dict__.update({k: v for k, v in original.__dict__.items() if k not in PATCHED})
-        self._wfbp_runtime = runtime
         self._wfbp_original = original
+        self._wfbp_runtime = runtime
         self._wfbp_known = known
         self._wfbp_options = options
-        self._wfbp_coupling = coupling
+        self._wfbp_sharded = sharded
         self._wfbp_sparse_as_dense = sparse_as_dense
+        self._wfbp_lenient = lenient
         self._wfbp_skip = False
         self._wfbp_synchronized = False  # by synchronize() itself, since the step before
         self._wfbp_sync: OptimizerSync | None = None
-        self._wfbp_renew(complete=True)
+        self._wfbp_bare: dict[str, Callable[..., Any]] = {}
+        previous = wrapped_of(original)
+        self._wfbp_renew(getattr(previous, "_wfbp_sync", None), complete=True)
+        take_place(self, refuses=runtime is not None and runtime.size > 1)
 
-    def _wfbp_renew(self, complete: bool = False) -> None:
-        """Make a new exchange of gradients; an earlier one has been released. A collective."""
+    def _wfbp_renew(self, previous: OptimizerSync | None, complete: bool = False) -> None:
+        """Make a new exchange of gradients, which replaces a previous one; collective."""
         named = named_params(self, self._wfbp_known, complete)
-        options, kind = self._wfbp_options, type(self._wfbp_original)
-        self._wfbp_sync_state = SyncState.NOBODY
         runtime = self._wfbp_runtime
+        if previous is not None and (previous.runtime is not runtime or not previous.exchanges):
+            previous = None  # it has let the parameters go
         if runtime is not None and (runtime.size > 1 or runtime.config.exchange_alone):
             self._wfbp_sync = OptimizerSync(
                 runtime,
-                self,
+                self._wfbp_original,
+                lambda: self._wfbp_bare["step"](),
                 named,
-                options,
-                coupling=self._wfbp_coupling,
-                step=bare_step(self, kind),
+                self._wfbp_options,
+                sharded=self._wfbp_sharded,
                 sparse_as_dense=self._wfbp_sparse_as_dense,
-                kind=kind,
+                lenient=self._wfbp_lenient,
+                previous=previous,
             )
+        elif previous is not None:
+            previous.release()
+        self._wfbp_forget_sync()
         self._wfbp_ids = param_ids(self)
 
     def _wfbp_check(self, options: EngineOptions) -> None:
         """Raise unless the gradients of all parameters can be reduced so."""
         check_params(named_params(self, self._wfbp_known, complete=False), options)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups; within a step of some tensors, for the thread that steps, these tensors'."""
-        held = self.__dict__
-        thread, groups = held.get(STEPPED) or (0, None)
-        if thread == get_ident():
-            return cast(list[dict[str, Any]], groups)
-        if "param_groups" not in held:
-            raise AttributeError("param_groups")
-        return cast(list[dict[str, Any]], held["param_groups"])
+    def _wfbp_read(self, name: str) -> Any:
+        """An attribute of the original. A method that its class adds finds averaged gradients."""
+        original = self._wfbp_original
+        value = getattr(original, name)
+        if (
+            isinstance(value, types.MethodType)
+            and value.__self__ is original
+            and not name.startswith("_")
+            and not hasattr(torch.optim.Optimizer, name)
+        ):
+            return functools.partial(self._wfbp_call, value)
+        return value
 
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.__dict__["param_groups"] = groups
+    @_operation
+    def _wfbp_call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        sync = self._wfbp_sync
+        if sync is not None:
+            sync.before_state_is_used()
+            if sync.open:
+                sync.synchronize()
+                self._wfbp_sync_state = SyncState.OWN_METHOD
+        return method(*args, **kwargs)
 
     @property
     def state(self) -> Any:
@@ -282,27 +267,23 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
 
         Where ranks update shards, it is by shard; :meth:`state_dict` has the whole.
         """
-        held = self.__dict__
-        exchange = held.get("_wfbp_sync")
-        if exchange is not None:
-            exchange.before_state_is_used()
-        if "state" not in held:
-            raise AttributeError("state")
-        return held["state"]
+        if self._wfbp_sync is not None:
+            self._wfbp_sync.before_state_is_used()
+        return self._wfbp_original.state
 
     @state.setter
     def state(self, state: Any) -> None:
-        self.__dict__["state"] = state
+        if self._wfbp_sync is not None:
+            self._wfbp_sync.before_another_state(state)
+        self._wfbp_original.state = state
 
-    @uncompiled
-    @deferring
+    @_operation
     def synchronize(self) -> None:
         averaged = self._wfbp_sync is None or self._wfbp_sync.synchronize()
         self._wfbp_sync_state = SyncState.PROGRAM if averaged else SyncState.NO_GRADIENTS
         self._wfbp_synchronized = averaged
 
-    @uncompiled
-    @deferring
+    @_operation
     def synchronize_parameters(self) -> None:
         if self._wfbp_sync is not None:
             self._wfbp_sync.flush()
@@ -316,8 +297,7 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
         finally:
             self._wfbp_skip = outer
 
-    @uncompiled
-    @deferring
+    @_operation
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -331,8 +311,7 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
         self._wfbp_synchronized = False  # Horovod has no such method
         return self._wfbp_sync.clip_grad_norm_(limit)
 
-    @uncompiled
-    @deferring
+    @_operation
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average the gradients, unless that was done, and let the optimizer step.
 
@@ -353,21 +332,23 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
                 ``param_groups`` without :meth:`add_param_group`.
             WfbpError: ranks disagree, failed, or did not answer in time.
         """
-        exchange = self._wfbp_sync
-        if exchange is not None:
-            check_known(self, self._wfbp_ids)
-        # A scheduler made before wrapping watches the original for calls of step().
+        sync = self._wfbp_sync
+        # A scheduler made of the original watches it for calls of step().
         self._wfbp_original._opt_called = True  # type: ignore[attr-defined]
+        if sync is None:
+            return self._wfbp_step_alone(closure)
+        check_known(self._wfbp_original, self._wfbp_ids)
         if closure is not None:
             try:
-                if exchange is not None:
-                    exchange.prepare_whole()
-                return super().step(lambda: self._wfbp_evaluate(closure))
+                if sync.open:  # an optimizer may use them before it calls the closure
+                    sync.synchronize()
+                sync.prepare_whole()
+                return self._wfbp_bare["step"](lambda: self._wfbp_evaluate(closure))
             finally:
                 self._wfbp_forget_sync()
         if not (self._wfbp_skip and self._wfbp_is_averaged()):
             self._wfbp_reduce()
-            if self._wfbp_synchronized and exchange is not None:
+            if self._wfbp_synchronized:
                 warnings.warn(
                     # Programs filter for the words of Horovod's that say what was called.
                     f"{type(self).__name__}: optimizer.step() called without "
@@ -376,13 +357,26 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
                     "`with optimizer.skip_synchronize(): optimizer.step()`",
                     stacklevel=3,
                 )
-        elif exchange is not None:
-            exchange.check_no_new_gradients()
+        else:
+            sync.check_no_new_gradients()
         self._wfbp_forget_sync()
-        if exchange is None:
-            return super().step()
-        # An optimizer that never called its base class's constructor has no hooks.
-        return self._wfbp_apply() if hasattr(self, _PRE_HOOKS) else exchange.step()
+        return sync.step()
+
+    def _wfbp_step_alone(self, closure: Callable[[], Any] | None) -> Any:
+        """Step without other ranks."""
+        if closure is not None:
+            return self._wfbp_bare["step"](lambda: self._wfbp_evaluate(closure))
+        if self._wfbp_skip:
+            self._wfbp_is_averaged()
+        self._wfbp_forget_sync()
+        self._wfbp_make_dense()
+        return self._wfbp_bare["step"]()
+
+    def _wfbp_make_dense(self) -> None:
+        for group in self.param_groups if self._wfbp_sparse_as_dense else ():
+            for param in group["params"]:
+                if param.grad is not None and param.grad.is_sparse:
+                    param.grad = param.grad.to_dense()
 
     def _wfbp_is_averaged(self) -> bool:
         """Whether a step within ``skip_synchronize()`` has averages to take.
@@ -404,28 +398,38 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
             )
         return False
 
-    # For PyTorch, which would have load_state_dict() call the hooks around all of this once more.
-    step.hooked = True  # type: ignore[attr-defined]
+    def _wfbp_reduce(self) -> None:
+        """Close the step, unless that was done."""
+        sync, state = self._wfbp_sync, self._wfbp_sync_state
+        if sync is not None:
+            anew = state is SyncState.OWN_METHOD and sync.open
+            if state in (SyncState.NOBODY, SyncState.NO_GRADIENTS) or (
+                anew and self._wfbp_options.op is Op.AVERAGE
+            ):
+                # Hooks that run before the step may look at the averages.
+                own = getattr(self, "_optimizer_step_pre_hooks", None)
+                sync.reduce(bool(own or torch_optimizer._global_optimizer_pre_hooks))
+            else:
+                sync.check_no_new_gradients()
+        if state is not SyncState.SCALER:
+            self._wfbp_sync_state = SyncState.PROGRAM
 
-    @torch.optim.Optimizer.profile_hook_step
-    def _wfbp_apply(self) -> Any:
-        """What the hooks of a step are called around: once, however it is carried out."""
-        exchange = self._wfbp_sync
-        assert exchange is not None
-        if not (self._optimizer_step_post_hooks or torch_optimizer._global_optimizer_post_hooks):
-            return exchange.step()
-        result = exchange.step()
-        exchange.flush()  # before the hooks
-        return result
+    def _wfbp_evaluate(self, closure: Callable[[], Any]) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        if self._wfbp_sync is None:
+            self._wfbp_make_dense()
+            return loss
+        with self._wfbp_sync.evaluating():
+            self.synchronize()
+        return self._wfbp_sync.combined_loss(loss)
 
-    @property
-    def _wfbp_wanted(self) -> bool:
-        """Whether a hook or the program needs the averages before the step."""
-        own = getattr(self, _PRE_HOOKS, None)
-        return bool(own or torch_optimizer._global_optimizer_pre_hooks)
+    def _wfbp_forget_sync(self) -> None:
+        """What was averaged has been used, or is not going to be."""
+        self._wfbp_sync_state = SyncState.NOBODY
+        self._wfbp_synchronized = False
 
-    @uncompiled
-    @deferring
+    @_operation
     def state_dict(self) -> dict[str, Any]:
         """The state in the ordinary form, whatever the schedule.
 
@@ -436,106 +440,71 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
             DisagreementError: another rank has stepped, loaded or wrapped otherwise.
             WfbpError: ranks failed, or did not answer in time.
         """
-        if self._wfbp_sync is None:
-            return super().state_dict()
-        own = self.state
-        self.__dict__["state"] = self._wfbp_sync.whole_state()
+        original, bare = self._wfbp_original, self._wfbp_bare["state_dict"]
+        whole = None if self._wfbp_sync is None else self._wfbp_sync.whole_state()
+        if whole is None:
+            return bare()  # type: ignore[no-any-return]
+        shards, original.state = original.state, whole  # type: ignore[assignment]
         try:
-            return super().state_dict()
+            return bare()  # type: ignore[no-any-return]
         finally:
-            self.__dict__["state"] = own
+            original.state = shards
 
     def _wfbp_take_whole_state(self) -> None:
         """Hold all of the state until the next step; the others are about to load it."""
         if self._wfbp_sync is not None:
             self._wfbp_sync.take_whole_state()
 
-    def _wfbp_show_zeros(self) -> None:
-        """Zeros in place of missing gradients; they count as missing."""
-        if self._wfbp_sync is not None:
-            self._wfbp_sync.show_zeros()
-
-    @uncompiled
-    @deferring
+    @_operation
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state into the groups and the state that the wrapped optimizer shares.
+        """Load a state into the optimizer. Every rank must load the same state."""
+        if self._wfbp_sync is not None:
+            self._wfbp_sync.flush()
+        self._wfbp_bare["load_state_dict"](state_dict)
+        if self._wfbp_sync is not None:
+            self._wfbp_sync.forget_state()
 
-        A learning-rate scheduler made before wrapping goes on acting on them. Every rank must
-        load the same state.
-        """
-        exchange = self._wfbp_sync
-        if exchange is not None:
-            exchange.flush()
-        groups, state = self.param_groups, self.state
-        super().load_state_dict(state_dict)
-        if exchange is not None:
-            exchange.forget_state()
-        groups[:], loaded = self.param_groups, dict(self.state)
-        state.clear()
-        state.update(loaded)
-        self.param_groups, self.state = groups, state
-
-    @uncompiled
-    @deferring
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, also those on their way."""
+    @_operation
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Forget all gradients, also those on their way; arguments are those of the optimizer."""
         if self._wfbp_sync is not None:
             self._wfbp_sync.discard()
         self._wfbp_forget_sync()
-        super().zero_grad(set_to_none)
+        self._wfbp_bare["zero_grad"](*args, **kwargs)
 
-    @uncompiled
-    @deferring
+    @_operation
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; every rank must add the same ones.
 
         Those that ``named_parameters`` did not name go by their place in the optimizer.
         """
-        groups, exchange = self.param_groups, self._wfbp_sync
-        if exchange is not None:
-            exchange.flush()  # updates that are due are of the groups before
-        count = len(groups)
-        super().add_param_group(param_group)  # where it refuses the group, all goes on as before
-        if exchange is None:
-            return
-        try:
-            self._wfbp_check(self._wfbp_options)
-        finally:
-            added = groups[count:]
-            del groups[count:]  # what is under way is of those before
-        exchange.release()
-        groups += added
-        self._wfbp_renew()
+        sync = self._wfbp_sync
+        if sync is not None:
+            sync.flush()  # updates that are due are of the groups before
+        count = len(self.param_groups)
+        self._wfbp_bare["add_param_group"](param_group)
+        if sync is not None:
+            try:
+                self._wfbp_check(self._wfbp_options)
+                self._wfbp_renew(sync)
+            except BaseException:
+                if self._wfbp_sync is sync:
+                    del self.param_groups[count:]
+                raise
 
-    @deferring
+    @_operation
     def set_backward_passes_per_step(self, passes: int) -> None:
         options = replace(self._wfbp_options, passes=passes)
         self._wfbp_check(options)
         self._wfbp_options = options
         if self._wfbp_sync is not None:
-            self._wfbp_sync.release()
-            self._wfbp_renew()
+            self._wfbp_renew(self._wfbp_sync)
 
     @property
     def _parameter_names(self) -> dict[torch.Tensor, str]:
         """Names by which ranks match parameters; some programs for Horovod read this."""
         named = named_params(self, self._wfbp_known, complete=False)
         return {param: name for name, param in named}
-
-    @uncompiled
-    def __setattr__(self, name: str, value: Any) -> None:
-        original = self.__dict__.get("_wfbp_original")
-        if name == "state" and original is not None:
-            if self._wfbp_sync is not None:
-                self._wfbp_sync.before_another_state(value)
-            original.__dict__["state"] = value
-        super().__setattr__(name, value)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            f"a distributed {type(self).__name__} cannot be copied or pickled: it exchanges "
-            "gradients with other ranks; copy or save its state_dict()"
-        )
 
     @uncompiled
     def report(self) -> dict[str, Any]:
@@ -553,61 +522,19 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
         They must be averaged by then, so that an infinity on one rank makes every rank skip.
         """
         self._wfbp_average_for_scaler()
-        return bool(getattr(super(), "_step_supports_amp_scaling", False))
+        return bool(getattr(self._wfbp_original, "_step_supports_amp_scaling", False))
 
-    @deferring
+    @_operation
     def _wfbp_average_for_scaler(self) -> None:
-        exchange = self._wfbp_sync
-        if exchange is not None:
+        sync = self._wfbp_sync
+        if sync is not None:
             if self._wfbp_sync_state is not SyncState.PROGRAM:
-                exchange.synchronize()
+                sync.synchronize()
             else:
-                exchange.check_no_new_gradients()
-                if exchange.holds_shards:
-                    exchange.synchronize()
+                sync.check_no_new_gradients()
+                if sync.holds_shards:
+                    sync.synchronize()
         self._wfbp_sync_state = SyncState.SCALER
-
-    def _wfbp_forget_sync(self) -> None:
-        """What was averaged has been used, or is not going to be."""
-        self._wfbp_sync_state = SyncState.NOBODY
-        self._wfbp_synchronized = False
-
-    def _wfbp_reduce(self) -> None:
-        """Close the step, unless that was done."""
-        exchange = self._wfbp_sync
-        if exchange is not None:
-            if self._wfbp_sync_state in (SyncState.NOBODY, SyncState.NO_GRADIENTS):
-                exchange.reduce(self._wfbp_wanted)
-            else:
-                exchange.check_no_new_gradients()
-        if self._wfbp_sync_state is not SyncState.SCALER:
-            self._wfbp_sync_state = SyncState.PROGRAM
-
-    def _wfbp_release(self, runtime: Runtime | None) -> None:
-        """Let the parameters go, because another optimizer is made of the same one, on every rank.
-
-        Raises ``RuntimeError`` if shards of its state were lost with another runtime.
-        """
-        exchange = self._wfbp_sync
-        if exchange is None:
-            return
-        if exchange.runtime is runtime:
-            exchange.release()
-        elif exchange.shares_state:
-            raise RuntimeError(
-                f"the state of this {type(self).__name__} is shared out among ranks of another "
-                "process set, or was when wfbp was shut down; take its state_dict() before that "
-                "and load it into a new one"
-            )
-
-    def _wfbp_evaluate(self, closure: Callable[[], Any]) -> Any:
-        with torch.enable_grad():
-            loss = closure()
-        if self._wfbp_sync is None:
-            return loss
-        with self._wfbp_sync.evaluating():
-            self.synchronize()
-        return self._wfbp_sync.combined_loss(loss)
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -625,14 +552,17 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     schedule: str | None = None,
     threshold_bytes: int | None = None,
     optimizer_sharding: bool | None = None,
-    update: str | None = None,
 ) -> DistributedOptimizerBase:
     """Wrap an optimizer so that it averages gradients over all ranks while backward computes.
 
-    The result is an instance of the optimizer's own class that shares its parameter groups and
-    state; use it instead of the original, also for learning-rate schedulers; with more than one
-    rank, the original's own ``step()`` is an error from here on. Every rank must call this, for
-    the same parameters in the same order.
+    The result is an instance of the optimizer's own class, and has all its attributes; use it
+    instead of the original, also for learning-rate schedulers. With more than one rank, the
+    original's own ``step()`` is an error from here on. Every rank must call this, for the same
+    parameters in the same order.
+
+    The optimizer takes its ordinary step with whole averaged gradients, unless it treats every
+    element by itself, as SGD, Adam and most of PyTorch's do. Those can update shards, and be
+    stepped while the next forward runs; see ``optimizer_sharding``.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``.
@@ -662,12 +592,15 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             ``WFBP_SCHEDULE`` says, or ``auto``.
         threshold_bytes: group size of ``threshold``, and of what schedules that have to measure
             begin with; by default ``WFBP_THRESHOLD_BYTES`` or 25 MiB.
-        optimizer_sharding: what follows decoupled gradients. True: each rank updates its shard
-            of each tensor and holds the state of it alone. False: every rank updates all. By
-            default what the optimizer allows, which is found by experiment, and False under
-            ``compression``: averaged gradients are gathered in 16 bits, parameters never.
-        update: deprecated; ``sharded``, ``replicated`` or ``auto`` stand for
-            ``optimizer_sharding`` True, False or None.
+        optimizer_sharding: True: each rank updates its shard of each tensor and holds the state of
+            it alone, if the schedule decouples. False: every rank updates all. By default True for
+            PyTorch's elementwise optimizers (exactly these classes: SGD, Adam, AdamW, NAdam, RAdam,
+            Adamax, RMSprop, Rprop, Adagrad, Adadelta, ASGD), and False under ``compression``:
+            averaged gradients are gathered in 16 bits, parameters never. For a class of your own
+            True promises: the new value of an element depends on its own gradients and state and
+            on settings in its group alone; state is kept in ``self.state[p]``, in tensors of the
+            shape of ``p`` and in numbers; ``step()`` may be called for some parameters or parts of
+            them, and changes nothing else.
 
     Returns:
         The distributed optimizer.
@@ -690,7 +623,31 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         >>> model(torch.ones(1, 2)).sum().backward()
         >>> optimizer.step()
     """
-    config = process.current("DistributedOptimizer()").config
+    if op is Op.ADASUM:
+        _check_unplanned(schedule, threshold_bytes, optimizer_sharding)
+        _check_optimizer(optimizer)
+        _check_horovods(op, gradient_predivide_factor, num_groups)
+        _check_groups(groups, optimizer)
+        return _wrapped_by_adasum(optimizer, named_parameters, process_set, compression)
+    _check_optimizer(optimizer)
+    _check_horovods(op, gradient_predivide_factor, num_groups)
+    _check_groups(groups, optimizer)
+    return distribute(
+        optimizer,
+        named_parameters,
+        compression=compression,
+        backward_passes_per_step=backward_passes_per_step,
+        op=op,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+        schedule=schedule,
+        threshold_bytes=threshold_bytes,
+        optimizer_sharding=optimizer_sharding,
+        lenient=gradient_sync.follows_horovod,
+    )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, found {type(optimizer).__qualname__}")
     if isinstance(optimizer, DistributedOptimizerBase):
@@ -698,58 +655,122 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             f"this {type(optimizer).__name__} is distributed already: use it as it is; to wrap it "
             "anew, pass the optimizer that it was made of"
         )
-    _check_horovods(compression, op, gradient_predivide_factor, num_groups)
-    _check_groups(groups, optimizer)
-    runtime = _runtime_of(process_set)
+
+
+def distribute(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
+    *,
+    compression: type[Compressor],
+    backward_passes_per_step: int,
+    op: Op,
+    sparse_as_dense: bool,
+    process_set: ProcessSet,
+    schedule: str | None,
+    threshold_bytes: int | None,
+    optimizer_sharding: bool | None,
+    lenient: bool = False,
+) -> DistributedOptimizerBase:
+    """As :func:`DistributedOptimizer`. ``lenient``: a rank outside the process set steps alone, and
+    hyperparameters that differ between ranks are a warning."""
+    call = "DistributedOptimizer(process_set=...)"
+    config = process.current("DistributedOptimizer()").config
+    _check_optimizer(optimizer)
+    if not isinstance(compression, type) or compression not in COMPRESSED_DTYPES:
+        raise ValueError(
+            f"compression is {getattr(compression, '__name__', compression)}; expected "
+            "Compression.none, Compression.fp16 or Compression.bf16: gradients are cast while they "
+            "are packed, without calls of a compressor"
+        )
+    sharding = optimizer_sharding
+    if not any(sharding is value for value in (True, False, None)):
+        raise ValueError(f"optimizer_sharding is {sharding!r}; expected True, False or None")
+    alone = lenient and not process_set.included()
+    runtime = None if alone else api.runtime_of(process_set, call)
     known = None if named_parameters is None else named_pairs(named_parameters)
-    sharding = optimizer_sharding_of(optimizer_sharding, update)
-    if op is Op.ADASUM:
-        _check_unplanned(schedule, threshold_bytes, sharding)
-        return _wrapped_by_adasum(runtime, optimizer, known, process_set, compression)
-    kind = type(optimizer)
-    planner = config.schedule if schedule is None else schedule
-    limit_bytes = config.threshold_bytes if threshold_bytes is None else threshold_bytes
+    name = type(optimizer).__name__
     options = EngineOptions(
-        planner,
-        limit_bytes,
+        config.schedule if schedule is None else schedule,
+        config.threshold_bytes if threshold_bytes is None else threshold_bytes,
         op,
         backward_passes_per_step,
         decouples=True,
-        name=kind.__name__,
+        name=name,
         wire_dtype=COMPRESSED_DTYPES[compression],
     )
     check_params(named_params(optimizer, known, complete=True), options)
-    # What can be refused without looking at the bare optimizer has been: an earlier one goes on.
-    unwrap(optimizer, runtime)
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    if sharding is None and options.wire_dtype and any(p.element_size() > 2 for p in params):
-        sharding = False  # averages travel in 16 bits; updated parameters could not
-    coupling = chosen_coupling(optimizer, sharding)
-    check_schedule(planner, coupling is not UpdateCoupling.COUPLED, kind.__name__)
+    _check_previous(optimizer, runtime)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    why = _why_whole(optimizer, params, sharding)
+    if why:
+        if sharding is True:
+            raise ValueError(f"optimizer_sharding is True, but {why}; use None or False")
+        log.info("%s takes whole steps, after all-reduces: %s", name, why)
+        planner = AUTO if options.schedule in DECOUPLED_SCHEDULES else options.schedule
+        options = replace(options, decouples=False, schedule=planner)
+    elif sharding is None:
+        # Averages travel in 16 bits; updated parameters could not.
+        sharding = not (options.wire_dtype and any(p.element_size() > 2 for p in params))
+    kind = type(optimizer)
     made = type(kind.__name__, (AveragingOptimizerBase, kind), {})
     wrapped: AveragingOptimizerBase = made(
-        runtime, optimizer, known, options, coupling=coupling, sparse_as_dense=sparse_as_dense
+        runtime,
+        optimizer,
+        known,
+        options,
+        sharded=bool(sharding) and not why,
+        sparse_as_dense=sparse_as_dense,
+        lenient=lenient,
     )
-    note_wrapped(optimizer, wrapped, runtime)
     return wrapped
 
 
+def _why_whole(
+    optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], sharding: bool | None
+) -> str:
+    """Why an optimizer must not be stepped in parts; empty if it may."""
+    kinds = {type(p) for p in params} - {torch.nn.Parameter}
+    if not is_elementwise(optimizer, sharding):
+        return "only PyTorch's elementwise optimizers are stepped in parts"
+    if kinds:
+        return f"parameters are of class {', '.join(sorted(k.__name__ for k in kinds))}"
+    if not all(tensors.is_dense(p) for p in params):
+        return "a parameter has gaps in its memory"
+    return ""
+
+
+def _check_previous(optimizer: torch.optim.Optimizer, runtime: Runtime | None) -> None:
+    """Raise ``RuntimeError`` if shards of the optimizer's state were lost with another runtime."""
+    sync = getattr(wrapped_of(optimizer), "_wfbp_sync", None)
+    if sync is not None and sync.runtime is not runtime and sync.shares_state:
+        raise RuntimeError(
+            f"the state of this {type(optimizer).__name__} is shared out among ranks of another "
+            "process set, or was when wfbp was shut down; take its state_dict() before that and "
+            "load it into a new one"
+        )
+
+
+# Horovod's arguments, and Adasum.
+
+
 def _wrapped_by_adasum(
-    runtime: Runtime | None,
     optimizer: torch.optim.Optimizer,
-    known: list[tuple[str, torch.Tensor]] | None,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
     process_set: ProcessSet,
     compression: type[Compressor],
 ) -> AdasumOptimizerBase:
     """An optimizer whose changes are combined by Adasum; collective."""
+    process.current("DistributedOptimizer()")
+    alone = gradient_sync.follows_horovod and not process_set.included()
+    call = "DistributedOptimizer(process_set=...)"
+    runtime = None if alone else api.runtime_of(process_set, call)
+    known = None if named_parameters is None else named_pairs(named_parameters)
     kind = type(optimizer)
     named_params(optimizer, known, complete=True)
-    unwrap(optimizer, runtime)
-    kept = {k: v for k, v in optimizer.__dict__.items() if k not in PATCHED}
+    _check_previous(optimizer, runtime)
     made = type(kind.__name__, (AdasumOptimizerBase, kind), {})
     names = functools.partial(named_params, known=known, complete=False)
-    wrapped: AdasumOptimizerBase = made(runtime, optimizer, names, process_set, compression, kept)
-    note_wrapped(optimizer, wrapped, runtime)
+    wrapped: AdasumOptimizerBase = made(runtime, optimizer, names, process_set, compression)
     return wrapped
 
 
@@ -764,17 +785,6 @@ def _check_unplanned(schedule: object, threshold_bytes: object, sharding: object
                 f"{name} is {value!r}; with op={Op.ADASUM} no gradients are sent while backward "
                 "computes, so there is nothing to plan: leave it out"
             )
-
-
-def _runtime_of(process_set: ProcessSet) -> Runtime | None:
-    """The runtime of an optimizer's ranks; None where it steps alone, as under Horovod.
-
-    Raises ``ValueError`` if the set was not added, or this rank is not in it.
-    """
-    call = "DistributedOptimizer(process_set=...)"
-    if gradient_sync.follows_horovod and not process_set.included():
-        return None
-    return api.runtime_of(process_set, call)
 
 
 def _check_groups(groups: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -794,18 +804,11 @@ def _check_groups(groups: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_horovods(
-    compression: object,
     op: object,
     predivide_factor: float,
     num_groups: object,
 ) -> None:
     """Raise ``ValueError`` for values of Horovod's arguments that cannot be served."""
-    if not isinstance(compression, type) or compression not in COMPRESSED_DTYPES:
-        raise ValueError(
-            f"compression is {getattr(compression, '__name__', compression)}; expected "
-            "Compression.none, Compression.fp16 or Compression.bf16: gradients are cast while they "
-            "are packed, without calls of a compressor"
-        )
     if predivide_factor != 1.0 and op is not Op.AVERAGE:
         raise ValueError(f"gradient_predivide_factor needs op=Average; found {op}")
     if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 0:

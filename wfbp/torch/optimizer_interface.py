@@ -1,21 +1,23 @@
-"""What every distributed optimizer offers besides what PyTorch's optimizers do."""
+"""What every distributed optimizer offers besides what PyTorch's optimizers do, and how it takes
+the place of the optimizer that it is made of."""
 
 from __future__ import annotations
 
+import types
 from abc import abstractmethod
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 
-# Without ``ABC``: classes over which it is laid may have a metaclass of their own.
+# Without ``ABC``: classes that are derived together with it may have a metaclass of their own.
 class DistributedOptimizerBase(torch.optim.Optimizer):
     """What :func:`DistributedOptimizer` returns, besides an instance of the optimizer's own class.
 
-    It is laid over that class. ``step``, ``zero_grad``, ``state_dict`` and ``load_state_dict`` are
-    those of any optimizer; every rank steps and loads alike, any rank may take the ``state_dict()``
-    alone.
+    ``step``, ``zero_grad``, ``state_dict`` and ``load_state_dict`` are those of any optimizer;
+    every rank steps and loads alike, any rank may take the ``state_dict()`` alone. All other
+    attributes are those of the optimizer that it was made of, which stays as it is.
 
     Example:
         >>> import torch, wfbp.torch as wfbp
@@ -26,9 +28,47 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         (True, True)
     """
 
+    _wfbp_original: torch.optim.Optimizer
+    _wfbp_own: ClassVar[frozenset[str]]
+    """Names of attributes that are not the original's."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        ours = [vars(base) for base in cls.__mro__ if issubclass(base, DistributedOptimizerBase)]
+        cls._wfbp_own = frozenset[str]().union(*ours)
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An object that ``__init__`` fills; what the user's class makes of it is not asked."""
+        """An object that ``__init__`` fills, without what the user's class does here."""
         return object.__new__(cls)
+
+    # Methods of the user's class are in this object's class, too, so that isinstance() holds. They
+    # must be looked up on the original: bound methods and ``__dict__`` are its own.
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith(("_wfbp_", "__")) or name in type(self)._wfbp_own:
+            return object.__getattribute__(self, name)
+        return self._wfbp_read(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith(("_wfbp_", "__")) or name in type(self)._wfbp_own:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._wfbp_original, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name.startswith(("_wfbp_", "__")) or name in type(self)._wfbp_own:
+            object.__delattr__(self, name)
+        else:
+            delattr(self._wfbp_original, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"a distributed {type(self).__name__} cannot be copied or pickled: it exchanges "
+            "gradients with other ranks; copy or save its state_dict()"
+        )
+
+    def _wfbp_read(self, name: str) -> Any:
+        """An attribute of the original."""
+        return getattr(self._wfbp_original, name)
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -48,9 +88,10 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
     def synchronize_parameters(self) -> None:
         """Wait until all parameters are up to date.
 
-        By a schedule that decouples they may still travel behind ``step()``. A thread that reads
-        one waits for it, so this is needed only before code that PyTorch does not hear of, such as
-        CUDA graphs or addresses kept elsewhere. Any rank may call it, alone.
+        With a schedule that decouples they may still travel after ``step()``. Whoever reads one
+        waits for it, so this is needed only before code that PyTorch does not notice: CUDA graphs,
+        addresses kept elsewhere, and C++ extensions that are given a parameter outside the forward
+        of its module. Any rank may call it, alone.
 
         Raises:
             WfbpError: ranks failed, or did not answer in time.
@@ -127,3 +168,54 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             gradients per step; ``ratio_to_lower_bound``: T/LB; ``predicted_s``; ``plan`` in words;
             ``phase``. None where not yet known.
         """
+
+
+_WRAPPED = "_wfbp_wrapped"
+"""Attribute of an optimizer: what was last made of it, and may hold shards of its state."""
+
+_REPLACED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
+"""Methods of the original that the distributed optimizer replaces."""
+
+
+def wrapped_of(optimizer: torch.optim.Optimizer) -> Any:
+    """What was last made of an optimizer, or None."""
+    return vars(optimizer).get(_WRAPPED)
+
+
+def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's instance attributes, as the program has set them."""
+    wrapped = wrapped_of(optimizer)
+    if wrapped is None:
+        return vars(optimizer)
+    before: dict[str, Any] = wrapped._wfbp_before
+    return {k: v for k, v in vars(optimizer).items() if k not in _REPLACED} | before
+
+
+def take_place(distributed: Any, refuses: bool) -> None:
+    """Let a distributed optimizer take its original's place, and that of an earlier one.
+
+    ``refuses``: the original's own step becomes an error, because it would not average gradients;
+    its other methods do what the distributed optimizer's do. ``_wfbp_bare`` has those that the
+    program gave it.
+    """
+    original = distributed._wfbp_original
+    attributes = own_attributes(original)
+    distributed._wfbp_before = {k: attributes[k] for k in _REPLACED if k in attributes}
+    for name in _REPLACED:
+        vars(original).pop(name, None)
+    vars(original).update(distributed._wfbp_before)
+    distributed._wfbp_bare = {name: getattr(original, name) for name in _REPLACED}
+    vars(original)[_WRAPPED] = distributed
+    if not refuses:
+        return
+    kind = type(original).__name__
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            f"this {kind} was made into a distributed optimizer, and its own step() would not "
+            "average gradients over the ranks; call step() of what DistributedOptimizer() returned"
+        )
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # nothing for a scheduler here
+    vars(original).update({name: getattr(distributed, name) for name in _REPLACED})
+    vars(original)["step"] = types.MethodType(step, original)

@@ -14,7 +14,7 @@ from wfbp.runtime.collectives import api
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.consistency import check_root, sharing_argument_errors
 from wfbp.runtime.runtime import Runtime
-from wfbp.torch import gradient_sync, operands, tensors
+from wfbp.torch import operands, tensors
 from wfbp.torch.collectives import broadcast_async_
 
 
@@ -135,8 +135,6 @@ def broadcast_optimizer_state(
     if runtime.size == 1:
         return
     _broadcast_state(runtime, optimizer, root)
-    if gradient_sync.follows_horovod:
-        getattr(_distributed(optimizer), "_wfbp_show_zeros", lambda: None)()
 
 
 def _broadcast_state(runtime: Runtime, optimizer: torch.optim.Optimizer, root: int) -> None:
@@ -162,7 +160,8 @@ def _broadcast_state(runtime: Runtime, optimizer: torch.optim.Optimizer, root: i
         _restore_types(optimizer, state)
     elif hasattr(optimizer, "defaults"):
         # Loading a state has PyTorch add to the optimizer's defaults, which new groups get.
-        torch.optim.Optimizer.__setstate__(optimizer, {})
+        original = getattr(optimizer, "_wfbp_original", optimizer)
+        torch.optim.Optimizer.__setstate__(original, {})
 
 
 def _place_of(optimizer: torch.optim.Optimizer) -> torch.device:

@@ -1,8 +1,8 @@
 """Shards of parameters and of optimizer state, and the way between them and whole tensors.
 
-Ranks join shards in two ways: by all-gathers, where all of them need whole state at the same place
-of the program, as when a plan changes; or by fetching from the others' communication threads, where
-one of them wants the whole state, as for a checkpoint.
+Ranks join shards in two ways: together, if all of them need whole state at the same place of the
+program, as when a plan changes; or by fetching from the others' communication threads, if one of
+them wants the whole state, as for a checkpoint.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 import pickle
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from wfbp.core.types import TensorSpec
@@ -27,7 +28,6 @@ State = dict[Any, dict[Any, Any]]
 _LABEL = "gathering optimizer state"
 _FETCH_LABEL = "optimizer.state_dict(): fetching the other ranks' shards of the state"
 _FETCH_BYTES = 256 << 20
-"""Parameters of about so many bytes are fetched at a time: what arrives is memory beside them."""
 
 
 class StateSharding:
@@ -38,7 +38,8 @@ class StateSharding:
     (counts of steps) are the same on every rank.
 
     ``params`` are dense in memory. The state of ``optimizer``, by parameter or shard, is changed in
-    place.
+    place. ``exchange`` gives every rank's payload; it is this optimizer's own, because another
+    thread may use another optimizer.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class StateSharding:
         specs: Sequence[TensorSpec],
         params: Sequence[torch.Tensor],
         optimizer: torch.optim.Optimizer,
+        exchange: Callable[[bytes, str], list[bytes]],
     ) -> None:
         self._runtime = runtime
+        self._exchange = exchange
         self._params = params
         self._optimizer = optimizer
         self._names = [spec.name for spec in specs]
@@ -80,11 +83,21 @@ class StateSharding:
 
     def shard(self, index: int) -> torch.Tensor:
         """A sharded parameter's shard, in the parameter's present memory."""
-        shard = self._shards[index]
-        place = self.part(index, flat(self._params[index].detach()))
-        if shard.data_ptr() != place.data_ptr():  # the parameter's data was replaced
-            shard.data = place
+        shard, param, part = self._shards[index], self._params[index], self._parts[index]
+        if shard.data_ptr() != param.data_ptr() + part.start * param.element_size():
+            self._place(shard, index)  # the parameter's data was replaced
         return shard
+
+    def _place(self, shard: torch.Tensor, index: int) -> torch.Tensor:
+        """Let a tensor be a parameter's shard. It is no view, which would keep another tensor that
+        uses the parameter's memory."""
+        param, part = self._params[index], self._parts[index]
+        with torch.no_grad():
+            return shard.set_(  # type: ignore[call-overload, no-any-return]
+                param.untyped_storage(),
+                param.storage_offset() + part.start,
+                (part.stop - part.start,),
+            )
 
     def drop_gradients(self) -> None:
         """Leave no gradients with the shards."""
@@ -160,16 +173,20 @@ class StateSharding:
     def _fetch(self, indices: Sequence[int]) -> dict[int, dict[Any, Any]]:
         """The whole state of sharded parameters, in new tensors; not a collective."""
         entries: dict[int, dict[Any, Any]] = {}
+        for batch in self._batches(indices):
+            fetched = self._runtime.fetch(self._store, self._version, batch, _FETCH_LABEL)
+            fetched[self._runtime.rank] = _collect(batch, self._shards, self._state)
+            entries |= self._put_together(batch, fetched)
+        return entries
+
+    def _batches(self, indices: Sequence[int]) -> Iterator[list[int]]:
+        """Parameters whose state is brought at a time: what arrives is memory beside them."""
         batch: list[int] = []
         for index in indices:
             batch.append(index)
             if sum(self._params[k].nbytes for k in batch) >= _FETCH_BYTES or index == indices[-1]:
-                fetched = self._runtime.fetch(self._store, self._version, batch, _FETCH_LABEL)
-                own = _collect(batch, self._shards, self._state)
-                fetched[self._runtime.rank] = own
-                entries |= self._put_together(batch, fetched)
+                yield batch
                 batch = []
-        return entries
 
     def _put_together(self, indices: Sequence[int], fetched: Fetched) -> dict[int, dict[Any, Any]]:
         """Whole tensors, from every rank's part of them."""
@@ -203,7 +220,7 @@ class StateSharding:
                 start = sum(self._counts[index][:rank])
                 for key, dtype in kinds.items():
                     part = tensors.shared(next(parts)).view(dtype)
-                    flat(whole[index][key])[start : start + len(part)].copy_(part)
+                    tensors.flat(whole[index][key])[start : start + len(part)].copy_(part)
         return whole
 
     def _keys(self) -> set[torch.Tensor]:
@@ -211,67 +228,32 @@ class StateSharding:
 
     def _split(self, index: int) -> None:
         param = self._params[index]
-        shard = self.part(index, flat(param.detach()))
+        shard = self._place(torch.empty(0, dtype=param.dtype, device=param.device), index)
         self._shards[index] = shard
         entry = self._state.pop(param, None)
         if not entry or not shard.numel():
             return
         self._state[shard] = {
-            key: self.part(index, flat(ordered(param, value))).clone()
+            key: self.part(index, tensors.flat(ordered(param, value))).clone()
             if _goes_with(param, value)
             else value
             for key, value in entry.items()
         }
 
     def _join(self, indices: Sequence[int]) -> None:
-        gathered = self._gather(indices)
-        for index in indices:
-            self._state.pop(self._shards.pop(index), None)
-            if entry := gathered.get(index):
-                self._state[self._params[index]] = entry
-
-    def _gather(self, indices: Sequence[int]) -> dict[int, dict[Any, Any]]:
-        """The whole state of sharded parameters, in new tensors."""
-        if not indices:
-            return {}
-        # The first rank has a part of every parameter that has elements at all.
-        mine = {index: self._outline(index) for index in indices}
-        payloads = self._runtime.exchange(pickle.dumps(mine), _LABEL)
-        outline: dict[int, dict[Any, Any]] = pickle.loads(payloads[0])
-        return {
-            index: {
-                key: self._gather_one(index, key, value)
-                if isinstance(value, torch.dtype)
-                else value
-                for key, value in outline[index].items()
-            }
-            for index in indices
-        }
-
-    def _outline(self, index: int) -> dict[Any, Any]:
-        """A shard's state, its sharded tensors replaced by their element types."""
-        if self._runtime.rank:
-            return {}
-        shard = self._shards[index]
-        return {
-            key: value.dtype if _goes_with(shard, value) else value
-            for key, value in self._state.get(shard, {}).items()
-        }
-
-    def _gather_one(self, index: int, key: Any, dtype: torch.dtype) -> torch.Tensor:
-        param = self._params[index]
-        whole = torch.empty_like(param, dtype=dtype, requires_grad=False)
-        line = flat(whole)
-        shard = self._shards[index]
-        if shard.numel():
-            self.part(index, line).copy_(self._state[shard][key])
-        counts = [count * dtype.itemsize for count in self._counts[index]]
-        host = tensors.on_host(line)
-        data = tensors.raw(host)
-        self._runtime.call(lambda backend: backend.all_gather(data, counts), _LABEL)
-        if host.data_ptr() != line.data_ptr():
-            line.copy_(host)
-        return whole
+        """Have the whole state of sharded parameters; collective."""
+        for batch in self._batches(indices):
+            outlines, parts = _collect(batch, self._shards, self._state)
+            mine = pickle.dumps((outlines, [part.tobytes() for part in parts]))
+            gathered: Fetched = {}
+            for rank, payload in enumerate(self._exchange(mine, _LABEL)):
+                outlines, texts = pickle.loads(payload)
+                gathered[rank] = outlines, [np.frombuffer(bytearray(t), np.uint8) for t in texts]
+            whole = self._put_together(batch, gathered)
+            for index in batch:
+                self._state.pop(self._shards.pop(index), None)
+                if entry := whole.get(index):
+                    self._state[self._params[index]] = entry
 
 
 def _collect(
@@ -312,13 +294,6 @@ def gives_every_rank_a_shard(specs: Sequence[TensorSpec], size: int) -> bool:
 
 def _shown(kinds: dict[Any, torch.dtype]) -> str:
     return ", ".join(f"{key} ({dtype})" for key, dtype in kinds.items()) or "no tensors"
-
-
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's elements in the order of their memory, shared."""
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _counts(spec: TensorSpec, size: int) -> list[int]:

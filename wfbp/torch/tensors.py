@@ -67,6 +67,13 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements in the order of their memory, shared."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 def storage(dtype: torch.dtype) -> np.dtype[Any]:
     """The NumPy type in which elements of a tensor travel (uint16 for bfloat16)."""
     return storage_dtype(NAMES[dtype])

@@ -162,7 +162,7 @@ def changing_gradients_behind_clipping() -> None:
         reference.load_state_dict(model.state_dict())
         optimizer = wfbp.torch.DistributedOptimizer(adamw(model.parameters()))
         plain = adamw(reference.parameters())
-        refused, engine = 0, optimizer._wfbp_sync._engine
+        refused, engine = 0, optimizer._wfbp_sync._reducer
         for step in range(8):
             plan, decoupled = engine.plan, engine.decoupled
             optimizer.zero_grad()

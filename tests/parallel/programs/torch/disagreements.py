@@ -353,7 +353,7 @@ def one_rank_steps_more_often() -> None:
 def one_rank_is_in_another_collective() -> None:
     for warmup_steps, act, place in (
         (1, lambda _: wfbp.barrier(), "in barrier"),
-        (100, lambda o: o.clip_grad_norm_(1.0), "in optimizer.clip_grad_norm_()"),
+        (100, lambda o: o.clip_grad_norm_(1.0), ": optimizer.clip_grad_norm_()"),
     ):
         text = stepping(act, lambda o: o.zero_grad(), DisagreementError, warmup_steps, 0.3)
         assert "ranks wait for each other in different places: " in text, text

@@ -150,10 +150,10 @@ def gradients_changed_where_pytorch_counts_nothing() -> None:
 
 def lies_in_buffer(model: Branches, optimizer: Any, branch: int) -> bool:
     """Whether a branch's gradient lies in memory of the plan in use."""
-    hooks = optimizer._wfbp_sync._gradients
+    sync = optimizer._wfbp_sync
     weight = model.branches[branch].weight
-    held = hooks._views[next(k for k, p in enumerate(hooks.params) if p is weight)]
-    return held is weight.grad and hooks._views_of == hooks.engine.num_installed
+    held = sync._views[next(k for k, p in enumerate(sync._params) if p is weight)]
+    return held is weight.grad and sync._views_of == sync._reducer.num_installed
 
 
 @check
