@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from wfbp.torch.grad_guard import EVERY_STEPS, FIRST_STEPS, DeviceGradientGuard, GradientGuard
 
 from wfbp.torch import grad_guard
-from wfbp.torch.grad_guard import EVERY_STEPS, FIRST_STEPS, DeviceGradientGuard, GradientGuard
 
 
 class Event:

@@ -6,7 +6,6 @@ import contextlib
 
 import pytest
 import torch
-
 from wfbp.torch.forward_profiler import ForwardProfiler
 
 

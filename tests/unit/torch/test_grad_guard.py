@@ -9,7 +9,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-
 from wfbp.torch.grad_guard import GradientGuard
 
 Act = Callable[[torch.nn.Parameter], object]

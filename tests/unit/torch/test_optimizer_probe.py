@@ -17,7 +17,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-
 from wfbp.torch.optimizer_probe import UpdateCoupling, probe_optimizer
 
 Optimizer = torch.optim.Optimizer

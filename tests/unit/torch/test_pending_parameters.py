@@ -25,9 +25,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, stateless
+from wfbp.torch.pending_parameters import PendingParameters
 
 from wfbp.torch import pending_parameters
-from wfbp.torch.pending_parameters import PendingParameters
 
 OLD, NEW = 2.0, 7.0
 PATIENCE_S = 60.0
