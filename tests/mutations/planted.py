@@ -287,22 +287,22 @@ COMM = [
 
 TORCH = [
     Mutation(
-        "torch/grad_guard.py",
-        "if seen._version != self.versions[index]:",
-        "if seen._version < self.versions[index]:",
-        unit("torch/test_grad_guard"),
+        "torch/gradient_sync.py",
+        "elif grad._version != self.versions[index] and",
+        "elif grad._version < self.versions[index] and",
+        unit("torch/test_gradient_guard"),
     ),
     Mutation(
-        "torch/pending_parameters.py",
-        "self._group_of[index] + 1\n",
-        "self._group_of[index]\n",
-        unit("torch/test_pending_parameters"),
+        "torch/pending.py",
+        "if index in group) + 1",
+        "if index in group)",
+        unit("torch/test_pending"),
     ),
     Mutation(
-        "torch/pending_parameters.py",
-        "exposed = self._compiled | self._unwatched",
-        "exposed = set(self._compiled)",
-        unit("torch/test_pending_parameters"),
+        "torch/pending.py",
+        "_storage_uses(s.cdata) != _USES_OF_TWO",
+        "_storage_uses(s.cdata) > _USES_OF_TWO + 9",
+        unit("torch/test_pending"),
     ),
     Mutation(
         "torch/clipping.py",

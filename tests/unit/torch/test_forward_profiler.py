@@ -6,7 +6,8 @@ import contextlib
 
 import pytest
 import torch
-from wfbp.torch.forward_profiler import ForwardProfiler
+
+from wfbp.torch.gradient_sync import ForwardProfiler
 
 
 class Engine:

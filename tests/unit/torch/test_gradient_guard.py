@@ -1,0 +1,124 @@
+"""Gradients that programs change after backward are noticed; those that they read are not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from wfbp.torch.gradient_sync import GradientGuard
+
+Act = Callable[[torch.Tensor, torch.nn.Parameter], object]
+
+
+def unscale(grad: torch.Tensor, param: torch.nn.Parameter) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(torch.optim.SGD([param], lr=0.1))
+
+
+def replace(grad: torch.Tensor, param: torch.nn.Parameter) -> None:
+    param.grad = grad * 2
+
+
+def move(grad: torch.Tensor, param: torch.nn.Parameter) -> None:
+    grad.data = torch.ones(40, 150)
+
+
+CHANGES: dict[str, Act] = {
+    "mul_": lambda g, p: g.mul_(2),
+    "last element": lambda g, p: g[-1, -1].add_(1.0),
+    "foreach": lambda g, p: torch._foreach_mul_([g], 2.0),
+    "out": lambda g, p: torch.mul(torch.ones(40, 150), 2, out=g),
+    "clip_grad_norm_": lambda g, p: torch.nn.utils.clip_grad_norm_([p], 1e-3),
+    "data": lambda g, p: g.data.mul_(2),
+    "numpy": lambda g, p: np.multiply(g.numpy(), 2, out=g.numpy()),
+    "unscale": unscale,
+    "replace": replace,
+    "move": move,
+}
+
+READS: dict[str, Act] = {
+    "nothing": lambda g, p: None,
+    "norm": lambda g, p: g.data.norm(),
+    "numpy": lambda g, p: float(np.asarray(g).sum()),
+    "shown": lambda g, p: repr(g),
+    "copied": lambda g, p: copy.deepcopy(g),
+    "added": lambda g, p: torch.zeros(40, 150).add_(g),
+    "foreach": lambda g, p: torch._foreach_add_([torch.zeros(40, 150)], [g]),
+    "assigned": lambda g, p: torch.zeros(40, 150).__setitem__(..., g),
+}
+
+
+def begun() -> tuple[GradientGuard, torch.Tensor, torch.nn.Parameter]:
+    torch.manual_seed(0)
+    param = torch.nn.Parameter(torch.randn(40, 150))
+    param.square().sum().backward()
+    assert param.grad is not None
+    guard = GradientGuard("SGD", ["weight"])
+    guard.watch(0, param.grad)
+    return guard, param.grad, param
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_an_error(name: str) -> None:
+    guard, grad, param = begun()
+    CHANGES[name](grad, param)
+    with pytest.raises(RuntimeError, match=r"SGD: the gradient of weight was (changed|repl|moved)"):
+        guard.check([param])
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_look_is_none(name: str) -> None:
+    guard, grad, param = begun()
+    READS[name](grad, param)
+    assert guard.check([param]) == []
+    param.grad = None
+    assert guard.check([param]) == [0]
+
+
+def test_parts_of_one_tensor_may_be_accumulated() -> None:
+    """PyTorch takes over the parts as they are, and they count changes in place together."""
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    guard = GradientGuard("SGD", ["a", "b"])
+    for index, param in enumerate(params):
+        param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            lambda param, index=index: guard.watch(index, param.grad)
+        )
+    for _ in range(3):
+        (torch.cat(params) * torch.arange(6.0)).sum().backward()
+    assert guard.check(params) == []
+    params[1].grad.add_(1.0)  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match=r"the gradient of [ab] was changed in place"):
+        guard.check(params)
+
+
+def test_sparse_gradients() -> None:
+    for change in (True, False):
+        param = torch.nn.Parameter(torch.ones(50, 3))
+        torch.nn.functional.embedding(torch.tensor([2, 7, 7]), param, sparse=True).sum().backward()
+        assert param.grad is not None
+        guard = GradientGuard("SGD", ["weight"])
+        guard.watch(0, param.grad)
+        if change:
+            param.grad._values().mul_(2)
+            with pytest.raises(RuntimeError, match="changed in place"):
+                guard.check([param])
+        else:
+            param.grad.to_dense().mul_(2)
+            assert guard.check([param]) == []
+
+
+def test_every_gradient_is_sampled_in_some_step() -> None:
+    guard = GradientGuard("SGD", [f"p{k}" for k in range(12)])
+    seen: set[int] = set()
+    for _ in range(3):
+        seen |= guard.samples.keys()
+        guard.clear()
+    assert seen == set(range(12))

@@ -1,0 +1,203 @@
+"""Parameters that still travel: every read waits, and what could not be noticed arrives at once."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import io
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import nn
+
+from wfbp.torch import pending
+from wfbp.torch.pending import Pending, PendingParameters
+
+
+class Arrivals:
+    """What brings parameters: it fills them with ones."""
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self.params = params
+        self.memory = [(ctypes.c_float * p.numel()).from_address(p.data_ptr()) for p in params]
+        self.awaited: list[int] = []
+        self.error: Exception | None = None
+
+    def wait(self, index: int) -> None:
+        if self.error is not None:
+            raise self.error
+        self.awaited.append(index)
+
+    def complete(self, indices: Sequence[int]) -> None:
+        for index in indices:  # as from elsewhere: no mode and no transform affects it
+            self.memory[index][:] = [1.0] * len(self.memory[index])
+
+
+class Step:
+    """Some parameters that are pending, each with a tensor that its optimizer keeps of it."""
+
+    def __init__(self, *shapes: Sequence[int], params: list[Any] | None = None) -> None:
+        self.params = params or [nn.Parameter(torch.zeros(*shape)) for shape in shapes]
+        self.arrivals = Arrivals(self.params)
+        self.pending = PendingParameters(
+            self.params, self.arrivals.wait, self.arrivals.complete, "SGD"
+        )
+        self.kept: list[torch.Tensor] = []
+
+    def take(self) -> None:
+        if not self.kept:
+            self.kept = [p.detach() for p in self.params]
+        indices = list(range(len(self.params)))
+        addresses = [p.data_ptr() for p in self.params]
+        self.pending.begin(indices, [[k] for k in indices], addresses)
+        self.pending.wait_for_shared()
+
+
+def saved(param: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(param, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "detach": lambda p: p.detach(),
+    "data": lambda p: p.data,
+    "clone": lambda p: p.clone(),
+    "numpy": lambda p: torch.from_numpy(p.detach().numpy()),
+    "index": lambda p: p[:],
+    "operator": lambda p: p * 1.0,
+    "reflected": lambda p: 1.0 * p,
+    "in a list": lambda p: torch._foreach_mul([p], 1.0)[0],
+    "deep in a structure": lambda p: torch.cat([torch.zeros(0, 3), p]),
+    "deepcopy": copy.deepcopy,
+    "save": saved,
+    "func": lambda p: torch.func.grad(lambda q: (q * q).sum())(p) / 2,
+    "vmap": lambda p: torch.vmap(lambda x: x + p)(torch.zeros(1))[0],
+    "module": lambda p: nn.utils.parameters_to_vector([p]),
+    "address": lambda p: (p.data_ptr(), p.detach())[1],
+    "dlpack": lambda p: torch.from_dlpack(p.detach()),  # type: ignore[attr-defined]
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_every_read_waits(name: str) -> None:
+    step = Step((2, 3))
+    step.take()
+    assert type(step.params[0]) is Pending
+    found = READS[name](step.params[0])
+    assert torch.equal(found.detach().flatten(), torch.ones(6))
+    assert type(step.params[0]) is nn.Parameter
+    assert not step.pending
+
+
+def test_gradients_and_containers_do_not_wait() -> None:
+    step = Step((2, 3))
+    step.take()
+    param = step.params[0]
+    param.grad = torch.ones(2, 3)
+    assert param.grad is not None
+    param.grad = None
+    assert param in {param}
+    assert isinstance(param, nn.Parameter)
+    assert step.pending
+
+
+def test_what_arrives_together_is_put_back_together_and_nothing_else() -> None:
+    step = Step((2,), (2,), (2,))
+    step.take()
+    step.params[1].tolist()
+    assert [type(p) is Pending for p in step.params] == [False, False, True]
+    assert step.arrivals.awaited == [1]
+    step.pending.wait_all()
+    assert not step.pending
+
+
+def test_modules_wait_for_their_own_parameters() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    step = Step()
+    step.params = list(model.parameters())
+    step.arrivals.params = step.params
+    step.pending = PendingParameters(step.params, step.arrivals.wait, step.arrivals.complete, "SGD")
+    step.take()
+    model[0](torch.ones(1, 3))
+    assert [type(p) is Pending for p in step.params] == [False, False, True, True]
+    assert torch.equal(model(torch.ones(1, 3)), torch.full((1, 2), 13.0))
+    assert not step.pending
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda p: p.detach().view(-1),
+        lambda p: p.detach().numpy(),
+        lambda p: p.untyped_storage(),
+        lambda p: nn.Parameter(p.data),
+    ],
+)
+def test_memory_that_the_program_keeps_is_waited_for_in_the_step(keep: Any) -> None:
+    step = Step((4,), (4,))
+    step.take()
+    assert step.pending, "else this test would prove nothing"
+    step.pending.wait_all()
+    held = keep(step.params[0])
+    step.take()
+    assert bool(step.pending) == isinstance(held, torch.UntypedStorage), "one object per memory"
+    step.pending.wait_all()
+
+
+def test_parameters_that_share_memory() -> None:
+    step = Step((4,), (4,))
+    step.params[1].data = step.params[0].data[2:]
+    step.take()
+    assert not step.pending
+
+
+def test_a_second_thread_ends_it() -> None:
+    step = Step((4,), (4,))
+    step.take()
+    seen: list[Any] = []
+    thread = threading.Thread(target=lambda: seen.append(step.params[1].tolist()))
+    thread.start()
+    thread.join(60.0)
+    assert seen == [[1.0] * 4]
+    step.take()
+    assert not step.pending, "step() waits from now on"
+
+
+def test_compiled_code_ends_it() -> None:
+    torch._dynamo.reset()
+    step = Step((4,))
+    step.take()
+    double = torch.compile(lambda: step.params[0] * 2, backend="eager")
+    assert torch.equal(double(), torch.full((4,), 2.0))
+    step.take()
+    assert not step.pending, "step() waits from now on"
+    torch._dynamo.reset()
+
+
+def test_a_failure_is_raised_by_every_read_until_the_end() -> None:
+    step = Step((4,))
+    step.take()
+    step.arrivals.error = RuntimeError("a rank has left")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="has left"):
+            step.params[0].sum()
+    step.pending.release()
+    assert step.params[0].tolist() == [0.0] * 4
+    assert not pending.under_way
+
+
+def test_it_lives_until_all_has_arrived() -> None:
+    step = Step((4,))
+    step.take()
+    param = step.params[0]
+    del step.pending
+    assert param.tolist() == [1.0] * 4
+    assert not pending.under_way
