@@ -29,7 +29,7 @@ def test_a_browser_draws_every_figure(
     scheme: str, setting: int, page: Path, tmp_path: Path
 ) -> None:
     asked = len(re.findall(r'<div class="figure" id=', page.read_text()))
-    assert asked == 5
+    assert asked == 4
     dom, log = dump(
         page,
         tmp_path,

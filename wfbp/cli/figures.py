@@ -7,7 +7,6 @@ Colours are names such as ``@backward``, for which ``page.html`` has a light and
 from __future__ import annotations
 
 import html
-import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -36,21 +35,16 @@ def _axis(title: str, **settings: Any) -> dict[str, Any]:
     return {"title": {"text": title}, **settings}
 
 
-def _bars(
-    name: str, color: str, labels: Sequence[str], seconds: Sequence[float | None], **more: Any
-) -> dict[str, Any]:
-    """A bar per label, in milliseconds; ``orientation="h"`` in ``more`` lays them flat."""
-    values = [None if value is None else value * MS for value in seconds]
-    flat = more.get("orientation") == "h"
+def _bars(name: str, color: str, labels: Sequence[str], seconds: Sequence[float]) -> dict[str, Any]:
+    """Horizontal bars."""
     return {
         "type": "bar",
+        "orientation": "h",
         "name": name,
-        "x": values if flat else list(labels),
-        "y": list(labels) if flat else values,
-        "marker": {"color": color, "line": {"color": "@paper", "width": 1}},
-        "hovertemplate": f"%{{{'y' if flat else 'x'}}}, {name}: %{{{'x' if flat else 'y'}:.3f}} ms"
-        "<extra></extra>",
-        **more,
+        "x": [value * MS for value in seconds],
+        "y": list(labels),
+        "marker": {"color": color},
+        "hovertemplate": f"%{{y}}, {name}: %{{x:.3f}} ms<extra></extra>",
     }
 
 
@@ -87,8 +81,8 @@ def schedules(forecasts: Sequence[Forecast], measured: tuple[str, float] | None)
     bound_ms = rows[0].lower_bound_s * MS
     dashed = {"color": "@bound", "dash": "dash", "width": 2}
     data = [
-        _bars("computation", "@backward", names, computed, orientation="h"),
-        _bars("exposed communication", "@exposed", names, exposed, orientation="h"),
+        _bars("computation", "@backward", names, computed),
+        _bars("exposed communication", "@exposed", names, exposed),
         _lines(f"lower bound, {bound_ms:.3f} ms", [None], [None], dashed),  # for the legend
     ]
     if measured is not None:
@@ -115,37 +109,6 @@ def schedules(forecasts: Sequence[Forecast], measured: tuple[str, float] | None)
         shapes=[{"type": "line", **ends, "line": dashed}],
         height=140 + 34 * len(names),
     )
-
-
-def predicted_and_measured(run: Run) -> Figure | None:
-    """Iteration and exposed communication: predicted, and as each rank measured them."""
-    names = ("iteration", "exposed communication")
-    first = run.ranks[0].figures
-    predicted = [first["predicted_iteration_s"], first["predicted_exposed_s"]]
-    if all(value is None for value in predicted):
-        return None
-    known = [
-        [value for rank in run.ranks if (value := rank.figures[key]) is not None]
-        for key in ("measured_iteration_s", "exposed_s")
-    ]
-    middle = [statistics.median(values) if values else None for values in known]
-    pairs = [(m, values) for m, values in zip(middle, known, strict=True) if m is not None]
-    whiskers = {
-        "type": "data",
-        "symmetric": False,
-        "array": [(max(values) - m) * MS for m, values in pairs],
-        "arrayminus": [(m - min(values)) * MS for m, values in pairs],
-        "color": "@ink",
-    }
-    text = "measured: median, fastest and slowest rank"
-    data = [
-        _bars("predicted", "@backward", names, predicted),
-        _bars(text, "@measured", names, middle, error_y=whiskers),
-    ]
-    if first["lower_bound_s"] is not None:
-        data.append(_bars("lower bound", "@bound", names, [first["lower_bound_s"], None]))
-    y = _axis("ms", rangemode="tozero")
-    return _figure(data, {"automargin": True}, y, barmode="group", height=400)
 
 
 def cost_curve(costs: Costs) -> Figure:

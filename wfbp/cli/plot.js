@@ -98,8 +98,7 @@ const Plot = (() => {
         } else if (along && layout.barmode === "stack") {
           end = stacks[other] = (stacks[other] || 0) + value;
         }
-        const error = key === "y" && series.error_y ? series.error_y.array[index] || 0 : 0;
-        values.push(end + error);
+        values.push(end);
       });
     }
     for (const shape of layout.shapes || []) if (key === "x") values.push(shape.x0);
@@ -270,37 +269,25 @@ const Plot = (() => {
 
     const marks = node(svg, "g", { "clip-path": `url(#${clip})` });
     const stacks = {};
-    const grouped = data.filter((series) => series.type === "bar");
     data.forEach((series) => {
       const line = series.line || {};
       const marker = painted(series.marker || {}, paint);
       const color = paint(line.color || marker.color || "@ink");
       if (series.type === "bar") {
-        const place = grouped.indexOf(series);
         series.x.forEach((value, index) => {
-          let shape;
-          if (series.orientation === "h") {
-            const name = series.y[index];
-            const start = series.base ? series.base[index] : stacks[name] || 0;
-            if (!series.base) stacks[name] = start + value;
-            const thick = ROW * 0.8 * (series.width ? series.width / 0.8 : 1);
-            const from = x.place(start);
-            shape = {
-              x: from, y: rowAt(name) + (ROW - thick) / 2,
-              width: Math.max(0.5, x.place(start + value) - from), height: thick,
-            };
-          } else {
-            if (series.y[index] === null) return;
-            const each = (band * 0.8) / grouped.length;
-            const at = left + (columns.indexOf(value) + 0.1) * band + place * each;
-            const end = y.place(series.y[index]);
-            shape = { x: at, y: end, width: each, height: Math.max(0, y.place(0) - end) };
-          }
+          const name = series.y[index];
+          const start = series.base ? series.base[index] : stacks[name] || 0;
+          if (!series.base) stacks[name] = start + value;
+          const thick = ROW * 0.8 * (series.width ? series.width / 0.8 : 1);
+          const from = x.place(start);
+          const shape = {
+            x: from, y: rowAt(name) + (ROW - thick) / 2,
+            width: Math.max(0.5, x.place(start + value) - from), height: thick,
+          };
           const edge = { stroke: paint("@paper"), "stroke-width": shape.width > 3 ? 0.8 : 0 };
           const made = node(marks, "rect", { ...shape, ...edge, fill: color });
           made.dataset.hover = hover(series, index);
         });
-        if (series.error_y) drawErrors(marks, series, grouped, place, { columns, left, band, y }, paint);
         return;
       }
       const points = series.x
@@ -330,22 +317,6 @@ const Plot = (() => {
       });
     }
     listen(element, svg, state, x, box, redraw);
-  }
-
-  function drawErrors(parent, series, grouped, place, where, paint) {
-    const each = (where.band * 0.8) / grouped.length;
-    series.error_y.array.forEach((up, index) => {
-      const value = series.y[index];
-      if (value === null) return;
-      const at = where.left + (where.columns.indexOf(series.x[index]) + 0.1) * where.band
-        + (place + 0.5) * each;
-      const low = where.y.place(value - series.error_y.arrayminus[index]);
-      const high = where.y.place(value + up);
-      node(parent, "path", {
-        d: `M${at},${low}V${high}M${at - 5},${low}h10M${at - 5},${high}h10`,
-        stroke: paint("@ink"), "stroke-width": 1.4,
-      });
-    });
   }
 
   // A label beside the pointer; dragging along x zooms, a double click shows all again.

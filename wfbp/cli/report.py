@@ -46,8 +46,8 @@ def command(run_dir: str, output: str | None) -> None:
     """Show a recorded run as one HTML page that works offline.
 
     RUN_DIR is what WFBP_RECORD_DIR was set to while training: every rank left there what it
-    measured, planned and did. The page shows an iteration of every rank, prediction against
-    measurement, the network's cost curve, and every schedule on what was measured.
+    measured, planned and did. The page shows an iteration of every rank beside its prediction, the
+    network's cost curve, and every schedule on what was measured.
     """
     chapters = [chapter(run) for run in load_runs(run_dir)]
     target = str(Path(run_dir) / PAGE) if output is None else output
@@ -73,12 +73,6 @@ def chapter(run: Run) -> Chapter:
         )
         sections.append(Section("One iteration, rank by rank", text, figure))
     if costs is not None and every:
-        if (figure := figures.predicted_and_measured(run)) is not None:
-            text = (
-                "The iteration and its exposed communication under the installed plan: from the "
-                "measured trace and costs, and as every rank saw them afterwards."
-            )
-            sections.append(Section("Predicted against measured", text, figure))
         text = (
             "Measured on this network by the backend that trained, packing included. Plans are "
             "made from the curve; the straight line shows how far alpha and beta would carry."

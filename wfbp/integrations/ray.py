@@ -111,7 +111,11 @@ def run(
         try:
             ray.get(group.ready(), timeout=timeout_s)
         except ray.exceptions.GetTimeoutError:
-            raise BackendError(_no_place(ray, num_ranks, needs, timeout_s)) from None
+            raise BackendError(
+                f"Ray had no place for {num_ranks} ranks of {needs} each within {timeout_s:g} s; "
+                f"free in the cluster are {ray.available_resources()}: add nodes, wait until "
+                "others end (timeout_s), or ask for less"
+            ) from None
         places = [
             actor.options(
                 num_cpus=cpus_per_rank,
@@ -132,8 +136,10 @@ def run(
 def _run(ray: Any, places: Sequence[Any], task: bytes) -> list[Any]:
     """Start a job in places that Ray has given, and gather what its ranks returned."""
     by_node: dict[str, list[Any]] = {}
-    for place, node in zip(places, ray.get([p.node.remote() for p in places]), strict=True):
+    host_names = {}
+    for place, (node, name) in zip(places, ray.get([p.node.remote() for p in places]), strict=True):
         by_node.setdefault(node, []).append(place)
+        host_names[node] = name
     ranks = [place for there in by_node.values() for place in there]  # nodes are filled in order
     # One path for all nodes, whose TMPDIR may differ from this process's, and short, because a
     # socket is in it.
@@ -142,8 +148,6 @@ def _run(ray: Any, places: Sequence[Any], task: bytes) -> list[Any]:
     ray.get([p.prepare.remote(folder, rank, directory, task) for rank, p in enumerate(ranks)])
     hosts = {node: len(there) for node, there in by_node.items()}
     firsts = {node: there[0] for node, there in by_node.items()}
-    names = ray.get([first.host_name.remote() for first in firsts.values()])
-    host_names = dict(zip(firsts, names, strict=True))
     status, output = ray.get(ranks[0].launch.remote(hosts, firsts, host_names))
     outcomes = [cloudpickle.loads(o) for o in ray.get([p.outcome.remote() for p in ranks])]
     failures = [(rank, *o[1:]) for rank, o in enumerate(outcomes) if o and o[0] == "raised"]
@@ -159,38 +163,16 @@ def _run(ray: Any, places: Sequence[Any], task: bytes) -> list[Any]:
 
 
 def check_host_names(host_names: Mapping[str, str], vendor: Vendor) -> None:
-    """Refuse what Open MPI cannot run: it takes nodes that share a host name for one host.
-
-    Args:
-        host_names: by the node's address.
-        vendor: of the MPI that starts the ranks.
-
-    Raises:
-        BackendError: two nodes have one name, under Open MPI.
-    """
-    if vendor is not Vendor.OPEN_MPI:
-        return
+    """Raise ``BackendError`` if Open MPI would take two nodes of one host name for one host."""
     nodes: dict[str, str] = {}
-    for node, name in host_names.items():
+    for node, name in host_names.items() if vendor is Vendor.OPEN_MPI else ():
         other = nodes.setdefault(name, node)
         if other != node:
             raise BackendError(
                 f"nodes {other} and {node} are both named {name!r}: Open MPI takes them for one "
-                "host, and its collectives fail; give each node a host name of its own, or "
+                "host, and its collectives fail; give each node its own host name, or "
                 "install MPICH (pip install 'wfbp[mpich]')"
             )
-
-
-def _no_place(ray: Any, num_ranks: int, needs: Mapping[str, float], timeout_s: float) -> str:
-    def named(resources: Mapping[str, float]) -> str:
-        return ", ".join(f"{resources.get(name, 0.0):g} {name}" for name in needs)
-
-    return (
-        f"Ray had no place for {num_ranks} ranks of {named(needs)} each within {timeout_s:g} s; "
-        f"the cluster has {named(ray.cluster_resources())}, of which "
-        f"{named(ray.available_resources())} are free: add nodes, wait until "
-        "others end (timeout_s), or ask for less"
-    )
 
 
 class _Place:
@@ -207,16 +189,11 @@ class _Place:
     def __repr__(self) -> str:
         return "wfbp"  # in front of what ranks print
 
-    def node(self) -> str:
-        """The address of the node, as Ray knows it."""
+    def node(self) -> tuple[str, str]:
+        """The address of the node, as Ray knows it, and its host name."""
         import ray
 
-        address: str = ray.util.get_node_ip_address()
-        return address
-
-    def host_name(self) -> str:
-        """The name by which the node knows itself."""
-        return socket.gethostname()
+        return ray.util.get_node_ip_address(), socket.gethostname()
 
     def prepare(self, folder: str, rank: int, directory: str, task: bytes) -> None:
         """Leave what the rank will need in a folder of its node."""
@@ -232,8 +209,7 @@ class _Place:
     ) -> tuple[int, str]:
         """Run the job; returns the status of ``mpirun`` and the end of its output.
 
-        ``hosts`` are the ranks of each node, in the order of ranks; ``firsts`` the first actor of
-        each, ``host_names`` what each calls itself.
+        By node: the number of its ranks, its first actor, and its host name.
         """
         agent = write_agent(Path(self._folder))
         mpi = find_mpi()

@@ -38,7 +38,6 @@ def test_a_chapter_has_all_its_figures(tmp_path: Path) -> None:
     headings = [section.heading for section in result.sections]
     assert headings == [
         "One iteration, rank by rank",
-        "Predicted against measured",
         "What a message costs",
         "All schedules on what was measured",
     ]
@@ -117,7 +116,7 @@ def test_the_prediction_stands_on_the_same_clock(tmp_path: Path) -> None:
 
 
 def test_every_schedule_is_compared(tmp_path: Path) -> None:
-    figure = chapter(only_run(record(tmp_path))).sections[3].figure
+    figure = chapter(only_run(record(tmp_path))).sections[2].figure
     shown = {label.partition(",")[0] for label in figure["data"][0]["y"]}
     assert shown == set(PLANNERS)
     names = [d["name"] for d in figure["data"]]
@@ -138,7 +137,7 @@ def test_a_plan_in_another_order_than_the_trace(tmp_path: Path) -> None:
     (tmp_path / "a" / "SGD.rank0.json").write_text(json.dumps(data))
     turned = chapter(only_run(tmp_path / "a")).sections
     straight = chapter(only_run(record(tmp_path / "b", size=1))).sections
-    assert turned[2].figure == straight[2].figure
+    assert turned[1].figure == straight[1].figure
     assert bars(turned[0].figure, "messages") == bars(straight[0].figure, "messages")
 
 
