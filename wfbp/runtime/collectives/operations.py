@@ -330,7 +330,7 @@ class Collectives:
     def synchronize(self, handle: int) -> Any:
         """Wait until operations are complete, and return the result; the handle is used up."""
         begun, is_group = self._find(handle)
-        del self._handles[handle]
+        self._handles.pop(handle, None)
         results = []
         first_error: WfbpError | None = None
         for operation, submission in begun:  # wait for all, so that every name is free again
