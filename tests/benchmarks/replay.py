@@ -37,7 +37,7 @@ from wfbp.core.planners import ALL_REDUCE_SCHEDULES, SCHEDULES
 from wfbp.core.timeline import timeline
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation, TensorSpec
-from wfbp.runtime.arguments import EngineOptions
+from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import BufferView
@@ -139,7 +139,7 @@ def replay(
         engine = Reducer(
             runtime,
             held.specs,
-            EngineOptions(
+            ReducerOptions(
                 schedule,
                 THRESHOLD_BYTES // shrink,
                 decouples=schedule not in ALL_REDUCE_SCHEDULES,

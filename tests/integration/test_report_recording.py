@@ -20,7 +20,7 @@ from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.trace import Trace
 from wfbp.core.types import TensorSpec
-from wfbp.runtime.arguments import EngineOptions
+from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.recorder import KEPT_ITERATIONS
 from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import Runtime
@@ -41,7 +41,8 @@ def train(num_ranks: int, steps: int, folder: Path, names: tuple[str, ...] = ("S
         runtime = Runtime(world.backend(rank), config)
         try:
             engines = [
-                Reducer(runtime, SPECS, EngineOptions("oasr", 1 << 20, name=name)) for name in names
+                Reducer(runtime, SPECS, ReducerOptions("oasr", 1 << 20, name=name))
+                for name in names
             ]
             gradients = [np.full(spec.shape, rank, np.float32) for spec in SPECS]
             for _ in range(steps):

@@ -10,7 +10,7 @@ import numpy as np
 
 from wfbp.comm.backend import storage_dtype
 from wfbp.core.types import TensorSpec
-from wfbp.runtime.arguments import EngineOptions
+from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import BufferView, GradientRef
@@ -23,10 +23,10 @@ def make_specs(sizes: list[int], dtype: str = "float64") -> list[TensorSpec]:
 
 def make_engine(runtime: Runtime, specs: Sequence[TensorSpec], **settings: Any) -> Reducer:
     """An engine from fields of its options and from its own arguments."""
-    names = {field.name for field in fields(EngineOptions)}
+    names = {field.name for field in fields(ReducerOptions)}
     options = {k: settings.pop(k) for k in list(settings) if k in names}
     options = {"schedule": "auto", "threshold_bytes": 64, **options}
-    return Reducer(runtime, specs, EngineOptions(**options), **settings)
+    return Reducer(runtime, specs, ReducerOptions(**options), **settings)
 
 
 class Trainer:

@@ -27,7 +27,7 @@ from wfbp.errors import WfbpError
 from wfbp.jax import native
 from wfbp.jax.device import XlaStreams, check_device, programs_device
 from wfbp.runtime import consistency, process, signals
-from wfbp.runtime.arguments import EngineOptions
+from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import GradientRef
@@ -403,7 +403,7 @@ class ExchangeRegistry:
                 self._reducers[key] = Reducer(
                     runtime,
                     description.specs,
-                    EngineOptions(
+                    ReducerOptions(
                         description.schedule,
                         description.threshold_bytes,
                         description.op,

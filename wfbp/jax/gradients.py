@@ -28,7 +28,7 @@ from wfbp.jax.collectives import is_compiling
 from wfbp.jax.exchanges import ExchangeDescription, exchange_registry
 from wfbp.jax.trees import is_value
 from wfbp.runtime import process
-from wfbp.runtime.arguments import FLOATING, EngineOptions
+from wfbp.runtime.arguments import FLOATING, ReducerOptions
 
 if TYPE_CHECKING:
     import optax
@@ -116,7 +116,7 @@ class ExchangeOptions:
         limit_bytes = (
             config.threshold_bytes if self.threshold_bytes is None else self.threshold_bytes
         )
-        EngineOptions(schedule, limit_bytes, self.op).check(specs, self.user)
+        ReducerOptions(schedule, limit_bytes, self.op).check(specs, self.user)
         return ExchangeDescription(
             self.name or self.user, tuple(specs), self.op, schedule, limit_bytes
         )

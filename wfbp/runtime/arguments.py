@@ -14,7 +14,7 @@ FLOATING = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True, slots=True)
-class EngineOptions:
+class ReducerOptions:
     """How a reducer works; the same on every rank.
 
     Args:

@@ -19,7 +19,7 @@ from wfbp.core.plan import Plan, split_by_dtype
 from wfbp.core.types import TensorSpec, wire_type
 from wfbp.errors import WfbpError
 from wfbp.runtime import consistency, signals
-from wfbp.runtime.arguments import EngineOptions
+from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.buffers import GroupBuffer, shard_range
 from wfbp.runtime.heap import give_back_freed_memory, keep_freed_memory
 from wfbp.runtime.lane import Lane
@@ -112,7 +112,7 @@ class Reducer:
         self,
         runtime: Runtime,
         specs: Sequence[TensorSpec],
-        options: EngineOptions,
+        options: ReducerOptions,
         *,
         active: Sequence[bool] | None = None,
         compared: Mapping[str, Any] = MappingProxyType({}),

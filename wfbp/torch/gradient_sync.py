@@ -31,7 +31,7 @@ from torch.nn.modules.module import (
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime import process
-from wfbp.runtime.arguments import EngineOptions
+from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import BufferView, GradientRef
@@ -257,7 +257,7 @@ class OptimizerSync:
         optimizer: torch.optim.Optimizer,
         step: Callable[[], Any],
         named: Sequence[tuple[str, torch.Tensor]],
-        options: EngineOptions,
+        options: ReducerOptions,
         *,
         sharded: bool,
         sparse_as_dense: bool,

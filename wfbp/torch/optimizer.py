@@ -18,7 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 from wfbp.core.planners import AUTO, DECOUPLED_SCHEDULES
 from wfbp.core.types import Op
 from wfbp.runtime import process, signals
-from wfbp.runtime.arguments import EngineOptions
+from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.collectives import api
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.runtime import Runtime
@@ -87,7 +87,7 @@ def named_params(
     return [*first.values(), *missing]
 
 
-def check_params(named: Sequence[tuple[str, torch.Tensor]], options: EngineOptions) -> None:
+def check_params(named: Sequence[tuple[str, torch.Tensor]], options: ReducerOptions) -> None:
     """Raise unless the gradients of these parameters can be reduced with these options.
 
     Raises:
@@ -179,7 +179,7 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
         runtime: Runtime | None,
         original: torch.optim.Optimizer,
         known: list[tuple[str, torch.Tensor]] | None,
-        options: EngineOptions,
+        options: ReducerOptions,
         *,
         sharded: bool,
         sparse_as_dense: bool,
@@ -234,7 +234,7 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
         self._wfbp_forget_sync()
         self._wfbp_ids = param_ids(self)
 
-    def _wfbp_check(self, options: EngineOptions) -> None:
+    def _wfbp_check(self, options: ReducerOptions) -> None:
         """Raise unless the gradients of all parameters can be reduced so."""
         check_params(named_params(self, self._wfbp_known, complete=False), options)
 
@@ -689,7 +689,7 @@ def distribute(
     runtime = None if alone else api.runtime_of(process_set, call)
     known = None if named_parameters is None else named_pairs(named_parameters)
     name = type(optimizer).__name__
-    options = EngineOptions(
+    options = ReducerOptions(
         config.schedule if schedule is None else schedule,
         config.threshold_bytes if threshold_bytes is None else threshold_bytes,
         op,

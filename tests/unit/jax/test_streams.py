@@ -22,7 +22,7 @@ from wfbp.core.plan import Plan
 from wfbp.core.types import Op, TensorSpec
 from wfbp.jax.exchanges import ExchangeDescription, ExchangeRegistry, GradientExchange
 from wfbp.runtime import process
-from wfbp.runtime.arguments import EngineOptions
+from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.buffers import GroupBuffer
 from wfbp.runtime.lane import Lane
 from wfbp.runtime.reducer import Reducer
@@ -89,7 +89,7 @@ class Program:
         return Reducer(
             self.runtime,
             SPECS,
-            EngineOptions(self.exchange_schedule, 100, name="test"),
+            ReducerOptions(self.exchange_schedule, 100, name="test"),
             device=self.device,
             fetch=self.exchange.source,
         )

@@ -24,7 +24,7 @@ from wfbp.core.planners import DECOUPLED_SCHEDULES as DECOUPLED
 from wfbp.core.planners import plan as make_plan
 from wfbp.core.trace import Trace
 from wfbp.core.types import Op, Operation
-from wfbp.runtime.arguments import EngineOptions
+from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.buffers import shard_range
 from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import Runtime
@@ -210,7 +210,7 @@ def test_gradients_forgotten_behind_a_gather_tell_nothing_of_it(
     arrays = [np.zeros(spec.numel) for spec in specs]
     phases = []
     try:
-        engine = Reducer(runtime, specs, EngineOptions("independent", 1, decouples=True))
+        engine = Reducer(runtime, specs, ReducerOptions("independent", 1, decouples=True))
         for _ in range(8):
             for forgotten in (True, False):
                 for index in (2, 1, 0):

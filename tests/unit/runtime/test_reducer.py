@@ -15,7 +15,7 @@ from wfbp.comm.memory import Memory
 from wfbp.config import Config
 from wfbp.core.plan import Group, Plan
 from wfbp.core.types import Operation, Phase, TensorSpec
-from wfbp.runtime.arguments import EngineOptions
+from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.buffers import shard_range
 from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.step import BufferView, Gather, GroupReady
@@ -42,7 +42,7 @@ def make_reducer(plan: Plan, wire_dtype: str = "") -> Any:
     runtime.thread.sleeping = False
     backend = LocalWorld(2).backend(1)
     runtime.memory.return_value = Memory(backend, 1 << 20)
-    options = EngineOptions("wfbp", 64, wire_dtype=wire_dtype)
+    options = ReducerOptions("wfbp", 64, wire_dtype=wire_dtype)
     reducer: Any = Reducer(runtime, SPECS, options, fetch=lambda index: None)
     install(reducer, plan)
     return reducer

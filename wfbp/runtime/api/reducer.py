@@ -12,7 +12,7 @@ import numpy.typing as npt
 from wfbp.comm.backend import storage_dtype
 from wfbp.core.types import Op, TensorSpec
 from wfbp.runtime import process, signals
-from wfbp.runtime.arguments import EngineOptions
+from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.consistency import in_native_order
 from wfbp.runtime.reducer import Reducer
 
@@ -68,7 +68,7 @@ class GradientReducer:
         config = runtime.config
         schedule = config.schedule if schedule is None else schedule
         limit_bytes = config.threshold_bytes if threshold_bytes is None else threshold_bytes
-        options = EngineOptions(schedule, limit_bytes, op, name=name)
+        options = ReducerOptions(schedule, limit_bytes, op, name=name)
         options.check(self.specs, user="GradientReducer")
         if runtime.size > 1:
             self._reducer = Reducer(runtime, self.specs, options)
