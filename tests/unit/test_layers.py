@@ -12,7 +12,6 @@ PACKAGE = Path(__file__).resolve().parents[2] / "wfbp"
 
 BELOW: dict[str, set[str]] = {
     "errors": set(),
-    "deprecation": set(),
     "config": {"core", "errors"},
     "core": {"errors"},
     "_native": set(),

@@ -207,7 +207,6 @@ const Plot = (() => {
     const narrow = width < NARROW;
     const { xaxis, yaxis } = layout;
     const rows = categoriesOf(yaxis, data, "y");
-    const columns = rows ? null : categoriesOf(xaxis, data, "x");
     const above = narrow && rows ? LABEL : 0;
     const longest = rows ? Math.max(...rows.map((row) => plain(row).length)) : 0;
     const left = rows ? (narrow ? 8 : Math.min(0.4 * width, 16 + 7.4 * longest)) : narrow ? 56 : 66;
@@ -221,31 +220,20 @@ const Plot = (() => {
     const box = { x: left, y: top, width: width - left - right, height: inner };
     node(node(svg, "clipPath", { id: clip }), "rect", box);
 
-    const xRange = columns ? null : state.range || extent(xaxis, data, "x", layout);
-    const x = columns ? null : scale(xaxis, xRange, left, width - right);
+    const xRange = state.range || extent(xaxis, data, "x", layout);
+    const x = scale(xaxis, xRange, left, width - right);
     const yRange = rows ? null : extent(yaxis, data, "y", layout);
     const y = rows ? null : scale(yaxis, yRange, top + inner, top);
-    const band = columns ? box.width / columns.length : 0;
     const rowAt = (name) => top + (rows.length - 1 - rows.indexOf(name)) * (ROW + above) + above;
-    const xAt = (value) => (columns ? left + (columns.indexOf(value) + 0.5) * band : x.place(value));
+    const xAt = (value) => x.place(value);
     const yAt = (value) => (rows ? rowAt(value) + ROW / 2 : y.place(value));
 
     const text = { fill: paint("@soft"), "font-size": 12 };
     const grid = { stroke: paint("@grid"), "stroke-width": 1 };
-    if (x) {
-      for (const [value, label] of ticksOf(xaxis, xRange, narrow ? 4 : 9)) {
-        const at = x.place(value);
-        node(svg, "path", { d: `M${at},${top}v${inner}`, ...grid });
-        node(svg, "text", { x: at, y: top + inner + 16, "text-anchor": "middle", ...text }, label);
-      }
-    } else {
-      const every = Math.max(1, Math.ceil(columns.length / (box.width / 74)));
-      columns.forEach((name, index) => {
-        if (index % every) return;
-        const at = left + (index + 0.5) * band;
-        const label = plain(name);
-        node(svg, "text", { x: at, y: top + inner + 16, "text-anchor": "middle", ...text }, label);
-      });
+    for (const [value, label] of ticksOf(xaxis, xRange, narrow ? 4 : 9)) {
+      const at = x.place(value);
+      node(svg, "path", { d: `M${at},${top}v${inner}`, ...grid });
+      node(svg, "text", { x: at, y: top + inner + 16, "text-anchor": "middle", ...text }, label);
     }
     if (y) {
       for (const [value, label] of ticksOf(yaxis, yRange, 6)) {
