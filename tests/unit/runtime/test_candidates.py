@@ -41,14 +41,14 @@ def test_candidates_of_random_traces(decoupled: bool) -> None:
         costs = Costs(reference.random_cost(rng, linear=number % 2 == 0))
         found = auto_candidates(trace, costs, THRESHOLD_BYTES, decoupled)
         assert len({(p.groups, p.overlap) for p in found}) == len(found)
-        assert len(found) <= 8
+        assert len(found) <= 12
 
         names = [n for n in planners.PLANNERS if decoupled or n in ALL_REDUCE_SCHEDULES]
         rivals = [make(n, trace, costs, THRESHOLD_BYTES) for n in names if not n.startswith("ps")]
         best_s = min(iteration_s(p, trace, costs) for p in rivals)
         predicted = [iteration_s(p, trace, costs) for p in found]
         assert min(predicted) <= best_s * (1 + 1e-12)
-        assert max(predicted) < 1.5 * best_s
+        assert max(predicted[1:], default=0.0) < 2.0 * best_s
 
         # The simplest comes first; then of each kind the best, and all-reduce before what moves
         # optimizer state.

@@ -18,9 +18,10 @@ from wfbp.core.types import Operation, Phase, TensorSpec
 MAX_EXACT = 192
 """Slow planners join neighbors in models of more tensors, so that training is not held up;
 docs/benchmarks/plan.md has the costs and savings."""
-_HOPELESS = 1.5
-"""A plan is not tried if its prediction is longer than the best one by this factor."""
-_MAX_CANDIDATES = 8
+_HOPELESS = 2.0
+"""A plan is not tried if its prediction is longer than the best one by this factor; the simplest is
+tried nevertheless, because predictions of overlap are uncertain."""
+_MAX_CANDIDATES = 12
 _MAX_FURTHER = 3
 
 
@@ -65,12 +66,11 @@ def auto_candidates(
     plans.append(held(make("oasr", replace(trace, tensors=rows), costs, threshold_bytes)))
     predicted_s = {plan.digest: iteration_s(plan, trace, costs) for plan in plans}
     limit_s = _HOPELESS * min(predicted_s.values())
-    plans = [plan for plan in distinct(plans) if predicted_s[plan.digest] < limit_s]
-    plans = sorted(plans, key=lambda p: predicted_s[p.digest])[:_MAX_CANDIDATES]
     simplest = min(plans, key=lambda p: len(p.groups))
+    hopeful = [plan for plan in plans if predicted_s[plan.digest] < limit_s]
+    hopeful = distinct([simplest, *sorted(hopeful, key=lambda p: predicted_s[p.digest])])
     # All-reduce before the rest: to change from one kind to the other moves optimizer state.
-    plans.sort(key=lambda p: (p is not simplest, bool(p.decoupled), predicted_s[p.digest]))
-    return plans
+    return [simplest, *sorted(hopeful[1:_MAX_CANDIDATES], key=lambda p: bool(p.decoupled))]
 
 
 def further_candidates(

@@ -31,11 +31,11 @@ COLD_STEPS = 1
 MARGIN = 0.015
 """A relative difference that does not matter."""
 FIRST_LIMIT = 0.12
-"""After one round, plans that are slower than the best one by more leave; after n rounds, by this
-over the root of n. So slow plans leave early, while the noise is not yet known."""
-NUM_FINALISTS = 3
+"""Two standard errors after one round, while the noise is not yet known."""
+NUM_FINALISTS = 5
 """So many plans stay in any case, until the noise is known."""
-_NOISE_ROUNDS = 3
+_NOISE_ROUNDS = 3  # so many tell the noise
+_MORE_ROUNDS = 3  # at least so many more are wanted of the plans that stay
 _NUM_ERRORS = 2.0
 _MEDIAN_ERROR = 1.2533
 _NORMAL_MAD = 1.4826
@@ -81,17 +81,17 @@ class Trial:
         """
         slower = self._slower(forecasts_s)
         errors = self._errors(slower)
-        limit = FIRST_LIMIT / math.sqrt(self.num_rounds)
         order = sorted(self.plans, key=lambda plan: slower[plan.digest])
-        first = self.tried[0]
-        num_kept = sum(slower[key] <= max(MARGIN, min(limit, errors[key])) for key in slower)
-        if self.num_rounds < _NOISE_ROUNDS:
-            num_kept = max(num_kept, NUM_FINALISTS)
-            if first in order[num_kept:]:  # the others are compared with it
-                order.remove(first)
-                order.insert(num_kept - 1, first)
-        new = [plan for plan in newcomers if plan.digest not in self._logs]
+        near = [plan for plan in order if slower[plan.digest] <= max(MARGIN, errors[plan.digest])]
+        early = self.num_rounds < _NOISE_ROUNDS
         affordable = self._steps_left // self._visit_steps
+        num_kept = max(len(near), NUM_FINALISTS) if early else len(near)
+        num_kept = min(num_kept, max(2, affordable // _MORE_ROUNDS))
+        first = self.tried[0]
+        if first in order[num_kept:] and (early or first in near):
+            order.remove(first)  # the others have to beat it
+            order.insert(num_kept - 1, first)
+        new = [plan for plan in newcomers if plan.digest not in self._logs]
         if affordable < 2 or len(order[:num_kept]) + len(new) < 2:
             return False
         new, kept = new[:affordable], order[:num_kept][: max(affordable - len(new), 0)]
