@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -75,16 +75,6 @@ class ReducerOptions:
         for spec in specs:
             if spec.dtype not in FLOATING:
                 raise ValueError(f"{spec.name} is {spec.dtype}; expected one of {FLOATING}")
-
-
-def labelled(kind: str, name: str | None, numbers: Iterator[int]) -> str:
-    """The label of a collective in messages: the caller's name, or a number.
-
-    Raises ``TypeError`` if the name is no string.
-    """
-    if name is not None and not isinstance(name, str):
-        raise TypeError(f"name is {name!r}; expected a string")
-    return name or f"{kind}.{next(numbers)}"
 
 
 def _check_whole(name: str, value: object) -> None:

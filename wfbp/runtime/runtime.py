@@ -108,8 +108,6 @@ class Runtime:
         self._leased: list[Backend] = []
         self._idle: set[int] = set()
         self._users: WeakSet[Releasable] = WeakSet()
-        # Of operations without a name. Not of the process: after init() ranks count alike.
-        self.numbers = count()
         self.optimizer_numbers = count()
         self._names: Counter[str] = Counter()
         self.timeline: TraceWriter | None = None

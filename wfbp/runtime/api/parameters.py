@@ -17,7 +17,6 @@ import numpy as np
 from wfbp.comm.backend import Buffer
 from wfbp.errors import DisagreementError
 from wfbp.runtime import process, signals
-from wfbp.runtime.arguments import labelled
 from wfbp.runtime.consistency import (
     check_argument_errors,
     check_consistent,
@@ -112,7 +111,7 @@ def compare_many(
 
 
 def broadcast_one(runtime: Runtime, name: str, buffer: Buffer, root_rank: int) -> None:
-    """Copy the root's bytes of one that was compared."""
+    """Copy the root's bytes of a buffer whose name, type and shape were compared."""
     runtime.call(lambda backend: backend.broadcast(buffer, root_rank), f"broadcast of {name}")
 
 
@@ -123,12 +122,9 @@ def _entries(message: Sequence[Any]) -> list[str]:
     return [f"root_rank={root_rank}", *entries]
 
 
-def broadcast_object_among(
-    runtime: Runtime, value: Any, root_rank: int, name: str | None = None
-) -> Any:
+def broadcast_object_among(runtime: Runtime, value: Any, root_rank: int, label: str) -> Any:
     """The root's object, on every rank of a runtime; the root by its number there."""
     check_root(runtime, root_rank)
-    label = labelled("broadcast_object", name, runtime.numbers)
     check_consistent(runtime, "broadcast_object", label, f"root_rank={root_rank}")
     payload = pickle.dumps(value) if runtime.rank == root_rank else b""
     return pickle.loads(runtime.exchange(payload, f"broadcast_object {label}")[root_rank])
