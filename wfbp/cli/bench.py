@@ -33,7 +33,7 @@ def command() -> None:
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @json_option
 def training(model: str, contestants: str, rounds: int, device: str, as_json: bool) -> None:
-    """Time whole iterations, once all contestants have trained the same.
+    """Time iterations, once all contestants have trained the same.
 
     FUNCTION returns a model, whose model(*batch) is the loss, and a function that makes a batch
     from a seed. ddp has PyTorch's default buckets, ddp-best the fastest of four sizes.
