@@ -90,7 +90,7 @@ def test_only_missing_curves_are_measured(monkeypatch: pytest.MonkeyPatch) -> No
     assert anew.all_reduce != larger.all_reduce
     assert anew.all_gather != larger.all_gather
     assert anew.reduce_scatter is None
-    assert runtime.measure_costs(100, (gather,)) is anew
+    assert runtime.measure_costs(100, (gather,)) == anew
     runtime.shutdown()
 
 
