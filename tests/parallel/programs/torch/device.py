@@ -25,8 +25,8 @@ from tests.support.fake_nccl import FakeNccl
 from tests.support.software_device import SoftwareDevice
 from wfbp.comm import probe
 from wfbp.comm.mpi.backend import MpiBackend
-from wfbp.runtime.collectives import device_operations
-from wfbp.torch import collectives, gradient_sync
+from wfbp.runtime.collectives import operations
+from wfbp.torch import operands, tensors
 
 
 def public_operations(device: SoftwareDevice) -> None:
@@ -87,10 +87,10 @@ def public_operations(device: SoftwareDevice) -> None:
     for name, act in acts.items():
         found = []
         for here in (device, None):
-            collectives.usable_device = lambda _, here=here: here  # type: ignore[misc]
+            operands.usable_device = lambda _, here=here: here  # type: ignore[misc]
             found.append(act())
         torch.testing.assert_close(*found, rtol=0, atol=0, msg=lambda text, n=name: f"{n}: {text}")
-    collectives.usable_device = lambda _: device
+    operands.usable_device = lambda _: device
     shared_state()
     if device.library is not None:
         used = {call.name for call in device.library.calls}
@@ -168,9 +168,9 @@ def records_of(library: str, schedules: list[str]) -> dict[str, Any]:
     device = SoftwareDevice(seed=len(schedules), most_s=2e-4)
     if library == "NCCL":
         device.library = FakeNccl(device, MpiBackend)
-    gradient_sync.device_of = lambda *_: device  # type: ignore[assignment]
-    device_operations.obstacle = lambda: ""
-    collectives.usable_device = lambda _: None
+    tensors.device_of = lambda *_: device  # type: ignore[assignment]
+    operations.why_unsupported = lambda: ""
+    operands.usable_device = lambda _: None
     wfbp.init(config=equality.CONFIG)
     if device.library is not None:
         two_optimizers(device)
