@@ -141,7 +141,8 @@ class PiecewiseCost:
 
     @cached_property
     def _columns(self) -> Floats:
-        return np.array(self.points, dtype=np.float64).T
+        columns: Floats = np.array(self.points, dtype=np.float64).T
+        return columns
 
     @cached_property
     def _tail_s_per_byte(self) -> float:

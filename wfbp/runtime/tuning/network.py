@@ -94,7 +94,8 @@ class NetworkCosts:
             if device is not None:
                 device.device.trim()
             self._tell("measured in %.1f s", time.perf_counter() - begin_s)
-        return Costs(**{operation.value: curve for operation, (_, curve) in curves.items()})
+        known: dict[str, Any] = {operation.value: c for operation, (_, c) in curves.items()}
+        return Costs(**known)
 
     def _curve(
         self,
