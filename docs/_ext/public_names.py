@@ -18,7 +18,7 @@ from sphinx.util import logging
 MODULES = (
     "wfbp",
     "wfbp.torch",
-    "wfbp.torch.elastic",
+    "wfbp.horovod.torch.elastic",
     "wfbp.jax",
     "wfbp.errors",
     "wfbp.core.bound",

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 import wfbp
+import wfbp.horovod.torch as horovod
 import wfbp.torch as hvd
 
 if TYPE_CHECKING:
@@ -101,8 +102,8 @@ def reduce_arrays(array: npt.NDArray[np.float32], tensor: torch.Tensor) -> float
     return float(mean.sum() + rows.sum() + received.sum() + both[0].sum())
 
 
-@hvd.elastic.run
-def run(state: hvd.elastic.TorchState, most: int) -> int:
+@horovod.elastic.run
+def run(state: horovod.elastic.TorchState, most: int) -> int:
     """What a state was made with are its attributes."""
     while state.epoch < most:
         state.epoch += 1
@@ -120,5 +121,5 @@ def main() -> None:
     rebind(model)
     reduce(torch.ones(3))
     reduce_arrays(np.ones(3, np.float32), torch.ones(3))
-    run(hvd.elastic.TorchState(model, epoch=0), 2)
+    run(horovod.elastic.TorchState(model, epoch=0), 2)
     hvd.shutdown()

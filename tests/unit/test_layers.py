@@ -33,12 +33,18 @@ TOP: dict[str, set[str]] = {
     "collectives": {"dispatch"},
     "horovod": {"torch"},
     "bench": {"torch"},
-    "integrations": {"torch"},
+    "integrations": {"torch", "horovod"},
 }
 """At the top: each may import all of the above, and of each other only what is stated."""
 
 FRAMEWORKS = {
-    "torch": {"torch", "bench", "dispatch", "integrations"},  # dispatch: for signatures alone
+    "torch": {
+        "torch",
+        "horovod",
+        "bench",
+        "dispatch",
+        "integrations",
+    },  # dispatch: for signatures alone
     "jax": {"jax", "dispatch"},
     "mpi4py": {"comm", "bench"},
 }
@@ -172,7 +178,7 @@ RUNTIME = (
 )
 """The parts of ``wfbp.runtime``, lowest first: each may import those before it, and itself."""
 
-CALLED_BY_PROGRAMS = ("api", "forms", "operands", "process_sets", "queries")
+CALLED_BY_PROGRAMS = ("api", "forms", "operands", "process_sets")
 """Modules of ``wfbp.runtime.collectives`` that count as ``api``."""
 
 

@@ -3,10 +3,13 @@
     mpirun -np 4 python -m wfbp.horovod train.py --epochs 3
     mpirun -np 4 python -m wfbp.horovod -m package.train
 
-``stand_in()`` puts modules with ``wfbp.torch``'s functions in the place of ``horovod.torch`` and of
-what lies in and beside it, for this process and those that multiprocessing starts from it, such as
-workers of a ``DataLoader``: by ``spawn`` and ``forkserver`` these import the program anew, with the
-``sys.path`` of this process, in which ``search_path`` comes before other places.
+``stand_in()`` puts modules with the functions of :mod:`wfbp.horovod.torch` in the place of
+``horovod.torch``, of its submodules and of ``horovod.common``: for this process and those that
+multiprocessing starts from it, such as workers of a ``DataLoader``. By ``spawn`` and ``forkserver``
+these import the program anew, with the ``sys.path`` of this process, in which ``search_path`` comes
+before other places.
+
+A program whose imports may change says ``import wfbp.horovod.torch as hvd`` instead.
 """
 
 from __future__ import annotations
@@ -20,28 +23,27 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from wfbp.horovod.left_out import INSTEAD, refuse
+
 __version__ = "0.28.1"
 """Of Horovod, whose public functions are followed."""
 
 _SEARCH_PATH = str(Path(__file__).parent / "search_path")
-_SETS = ("ProcessSet", "add_process_set", "global_process_set", "remove_process_set")
-_BUILT = ("ccl_built", "ddl_built", "gloo_built", "mpi_built", "nccl_built")
-_COMPRESSORS = ("Compression", "Compressor", "FP16Compressor", "NoneCompressor")
 
 
 def stand_in() -> None:
-    """Make ``import horovod.torch`` find the functions of ``wfbp.torch``, in this process.
+    """Make ``import horovod.torch`` find the functions of ``wfbp.horovod.torch``.
 
-    Also in processes that ``multiprocessing`` starts from it. Names that are left out raise an
-    ``ImportError`` or ``AttributeError`` with their replacement. Raises ``ImportError`` if Horovod
-    itself has been imported already.
+    Names that are left out raise an ``ImportError`` or ``AttributeError`` with their replacement.
+
+    Raises:
+        ImportError: Horovod itself has been imported already.
     """
     present = sys.modules.get("horovod")
     if present is not None:
         if not isinstance(present, _StandIn):
             raise ImportError("Horovod itself has been imported already; call stand_in() before")
         return
-    import_module("wfbp.torch.gradient_sync").follows_horovod = True  # type: ignore[attr-defined]
     for name, contents in _contents().items():
         sys.modules[name] = module = _StandIn(name, contents)
         parent, _, child = name.rpartition(".")
@@ -49,29 +51,40 @@ def stand_in() -> None:
             setattr(sys.modules[parent], child, module)
     sys.meta_path.insert(0, _Finder())
     if _SEARCH_PATH not in sys.path:
-        sys.path.insert(1, _SEARCH_PATH)  # behind the program's own folder
+        sys.path.insert(1, _SEARCH_PATH)  # after the program's own folder
 
 
 def _contents() -> dict[str, Mapping[str, Any]]:
-    """What each module has, modules before those that lie in them."""
-    surface = import_module("wfbp.torch")
-    elastic = import_module("wfbp.torch.elastic")
+    """What each module has; parents before their submodules."""
+    surface = import_module("wfbp.horovod.torch")
+    elastic = import_module("wfbp.horovod.torch.elastic")
+    compression = import_module("wfbp.torch.compression")
+
+    def some(module: ModuleType, *names: str) -> dict[str, Any]:
+        return {name: getattr(module, name) for name in names}
+
+    sets = some(
+        surface, "ProcessSet", "add_process_set", "global_process_set", "remove_process_set"
+    )
+    built = some(surface, "ccl_built", "ddl_built", "gloo_built", "mpi_built", "nccl_built")
     errors = {
         "HorovodInternalError": surface.HorovodInternalError,
         "HostsUpdatedInterrupt": elastic.HostsUpdatedInterrupt,
     }
-    everything = _some(surface, surface.__all__)
-    training = {**everything, **_some(elastic, ("ElasticSampler", "TorchState", "run"))}
+    everything = some(surface, *surface.__all__)
+    training = {**everything, **some(elastic, "ElasticSampler", "TorchState", "run")}
     return {
         "horovod": {"__version__": __version__},
         "horovod.common": {},
-        "horovod.common.basics": _some(surface, ("ProcessSet", "global_process_set")),
+        "horovod.common.basics": sets,
         "horovod.common.elastic": errors,
         "horovod.common.exceptions": errors,
-        "horovod.common.process_sets": _some(surface, _SETS),
-        "horovod.common.util": _util(surface),
+        "horovod.common.process_sets": sets,
+        "horovod.common.util": {**built, **_util()},
         "horovod.torch": everything,
-        "horovod.torch.compression": _some(import_module("wfbp.torch.compression"), _COMPRESSORS),
+        "horovod.torch.compression": some(
+            compression, "Compression", "Compressor", "FP16Compressor", "NoneCompressor"
+        ),
         "horovod.torch.elastic": training,
         "horovod.torch.elastic.sampler": training,
         "horovod.torch.elastic.state": training,
@@ -100,11 +113,7 @@ class _OptimizerClass(metaclass=_InstanceOfBase):
         raise TypeError("call DistributedOptimizer(optimizer), which makes an optimizer")
 
 
-def _some(module: ModuleType, names: Sequence[str]) -> dict[str, Any]:
-    return {name: getattr(module, name) for name in names}
-
-
-def _util(surface: ModuleType) -> dict[str, Callable[..., Any]]:
+def _util() -> dict[str, Callable[..., Any]]:
     """What programs and optimizers that were made from Horovod's sources import."""
 
     def check_extension(*_: object) -> None:
@@ -117,27 +126,17 @@ def _util(surface: ModuleType) -> dict[str, Callable[..., Any]]:
         return bool(import_module("torch").cuda.is_available())
 
     def split_list(items: Sequence[Any], num_parts: int) -> list[Any]:
-        """Successive parts of a list; the first ones are longer by one where it does not divide."""
+        """Successive parts of a list; the first ones are longer by one if it does not divide."""
         rest = iter(items)
         length, longer = divmod(len(items), num_parts)
         return [list(itertools.islice(rest, length + (k < longer))) for k in range(num_parts)]
 
     functions = (check_extension, extension_available, gpu_available, split_list)
-    built = {name: _verbose(getattr(surface, name)) for name in _BUILT}
-    return {**built, **{function.__name__: function for function in functions}}
-
-
-def _verbose(built: Callable[[], Any]) -> Callable[[bool], Any]:
-    """As Horovod asks before ``init()`` how it was built."""
-
-    def ask(verbose: bool = False) -> Any:
-        return built()
-
-    return ask
+    return {function.__name__: function for function in functions}
 
 
 class _StandIn(ModuleType):
-    """A module of Horovod's, as a package of which nothing lies in files."""
+    """A module of Horovod's, as a package without files."""
 
     def __init__(self, name: str, contents: Mapping[str, Any]) -> None:
         super().__init__(name)
@@ -147,18 +146,16 @@ class _StandIn(ModuleType):
         self.__dict__.update(contents)
 
     def __getattr__(self, name: str) -> NoReturn:
-        import_module("wfbp.torch.left_out").refuse(self.__name__, name)
-        raise AssertionError("refuse() raises")
+        refuse(self.__name__, name)
 
 
 class _Finder:
-    """Says in what ``import`` raises what to use instead of a module or name that is left out."""
+    """Has ``import`` of a module or name that is left out raise what to use instead."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> None:
         parent, _, child = name.rpartition(".")
-        if not isinstance(sys.modules.get(parent), _StandIn):
-            return
-        instead = import_module("wfbp.torch.left_out").INSTEAD.get(child)
-        if instead is not None:
+        if isinstance(sys.modules.get(parent), _StandIn) and child in INSTEAD:
             # Without a name: `from horovod import run` would swallow the error of that module.
-            raise ModuleNotFoundError(f"{parent} has no {child} under wfbp.horovod: {instead}")
+            raise ModuleNotFoundError(
+                f"{parent} has no {child} under wfbp.horovod: {INSTEAD[child]}"
+            )

@@ -29,6 +29,7 @@ except ImportError as error:
     ) from error
 
 import wfbp.torch as wfbp
+from wfbp.horovod.torch import cross_rank
 
 __all__ = ["WfbpStrategy"]
 
@@ -229,4 +230,4 @@ class _Ranks(ClusterEnvironment):  # type: ignore[misc]
         return wfbp.local_rank()
 
     def node_rank(self) -> int:
-        return wfbp.cross_rank()
+        return cross_rank()

@@ -1,4 +1,5 @@
-"""wfbp for PyTorch, under Horovod's names.
+"""wfbp for PyTorch, under Horovod's names; what only programs for Horovod use is in
+:mod:`wfbp.horovod.torch`.
 
 Example:
     >>> import torch, wfbp.torch as wfbp
@@ -13,10 +14,7 @@ Example:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
-
 from wfbp.core.types import Op
-from wfbp.errors import InternalError as HorovodInternalError
 from wfbp.runtime.collectives.api import (
     add_process_set,
     allgather_object,
@@ -31,23 +29,7 @@ from wfbp.runtime.collectives.api import (
 )
 from wfbp.runtime.collectives.operations import Handle
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
-from wfbp.runtime.collectives.queries import (
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    is_homogeneous,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
 from wfbp.runtime.process import is_initialized, local_rank, local_size, rank, shutdown, size
-from wfbp.torch import elastic
 from wfbp.torch.batch_norm import SyncBatchNorm
 from wfbp.torch.collectives import (
     allgather,
@@ -75,9 +57,8 @@ from wfbp.torch.collectives import (
     sparse_allreduce_async,
 )
 from wfbp.torch.compiling import compile_backend
-from wfbp.torch.compression import Compression, Compressor
+from wfbp.torch.compression import Compression
 from wfbp.torch.joining import join
-from wfbp.torch.left_out import refuse
 from wfbp.torch.optimizer import DistributedOptimizer
 from wfbp.torch.optimizer_interface import DistributedOptimizerBase
 from wfbp.torch.state import broadcast_optimizer_state, broadcast_parameters
@@ -94,11 +75,9 @@ __all__ = [
     "Adasum",
     "Average",
     "Compression",
-    "Compressor",
     "DistributedOptimizer",
     "DistributedOptimizerBase",
     "Handle",
-    "HorovodInternalError",
     "Max",
     "Min",
     "ProcessSet",
@@ -123,16 +102,8 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
-    "ccl_built",
     "compile_backend",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "elastic",
     "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -142,21 +113,15 @@ __all__ = [
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "init",
-    "is_homogeneous",
     "is_initialized",
     "join",
     "local_rank",
     "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "poll",
     "rank",
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",
-    "rocm_built",
     "set_local_device",
     "shutdown",
     "size",
@@ -165,9 +130,3 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
-
-if not TYPE_CHECKING:  # which would take every name for one that exists
-
-    def __getattr__(name: str) -> NoReturn:
-        """Say what to use instead of a name of Horovod's that is left out."""
-        refuse(__name__, name)

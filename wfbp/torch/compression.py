@@ -8,15 +8,15 @@ import torch
 
 
 class Compressor:
-    """Turns a tensor into what travels, and back."""
+    """Turns a tensor into what travels, and back; a base class."""
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """What travels, and what :meth:`decompress` needs to know."""
         raise TypeError("Compressor is an interface; pass Compression.none, .fp16 or .bf16")
 
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+    @classmethod
+    def decompress(cls, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """The tensor as it was, but for rounding."""
         raise TypeError("Compressor is an interface; pass Compression.none, .fp16 or .bf16")
 
@@ -24,23 +24,12 @@ class Compressor:
 class NoneCompressor(Compressor):
     """Tensors travel as they are."""
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        return tensor
-
-
-class _Cast(Compressor):
-    """Floating point travels in another type; the context is the type that it had."""
-
-    dtype: torch.dtype
+    dtype: torch.dtype | None = None
+    """In which floating point travels; None: its own."""
 
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        narrow = tensor.to(cls.dtype) if tensor.dtype.is_floating_point else tensor
+        narrow = tensor.to(cls.dtype) if cls.dtype and tensor.is_floating_point() else tensor
         return narrow, tensor.dtype
 
     @classmethod
@@ -48,13 +37,13 @@ class _Cast(Compressor):
         return tensor.to(ctx)
 
 
-class FP16Compressor(_Cast):
+class FP16Compressor(NoneCompressor):
     """Floating point travels as float16: 11 digits of 2, up to 65504."""
 
     dtype = torch.float16
 
 
-class BF16Compressor(_Cast):
+class BF16Compressor(NoneCompressor):
     """Floating point travels as bfloat16: 8 digits of 2, in float32's range."""
 
     dtype = torch.bfloat16
@@ -65,7 +54,7 @@ COMPRESSED_DTYPES: dict[type[Compressor], str] = {
     FP16Compressor: "float16",
     BF16Compressor: "bfloat16",
 }
-"""In which type gradients travel that are wider; empty: in their own."""
+"""The type in which wider gradients travel; empty: their own."""
 
 
 class Compression:

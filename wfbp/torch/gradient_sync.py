@@ -43,9 +43,6 @@ from wfbp.torch.updates import Reduced, Update
 
 log = logging.getLogger("wfbp")
 
-follows_horovod = False
-"""Whether optimizers are lenient, as under Horovod; ``wfbp.horovod`` sets it, on every rank."""
-
 _EMPTY = 1
 """Stands for the address of a tensor without elements, which has none; 0 means no gradient."""
 

@@ -11,13 +11,22 @@ joined first get the parameters and the state of the last.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
 
 from wfbp.runtime import process, signals
 from wfbp.runtime.collectives import api
 from wfbp.torch import gradient_sync, state
-from wfbp.torch.gradient_sync import OptimizerSync
+
+_followers: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_numbers = count()
+
+
+def add_follower(optimizer: Any) -> None:
+    """Have :func:`join` call an optimizer's ``_wfbp_follow_joined()`` at the end, on all ranks."""
+    _followers[next(_numbers)] = optimizer
 
 
 @signals.deferring
@@ -47,28 +56,23 @@ def join(device: int = -1) -> int:
     """
     if process.current("join()").size == 1:
         return api.join()
-    if gradient_sync.in_use():
+    if _followers or gradient_sync.in_use():
         gc.collect()  # what is forgotten on all ranks must be on this one, too
     syncs = gradient_sync.in_use()
     operations = api.current("join()")
     handle = operations.begin_join()
-    _take_part_until_all_join(syncs, operations.note_progress)
+    if len(syncs) == 1:
+        syncs[0].join(operations.note_progress)
+    elif syncs:
+        with ThreadPoolExecutor(len(syncs), "wfbp-join") as executor:
+            joins = [executor.submit(sync.join, operations.note_progress) for sync in syncs]
+            for future in joins:
+                future.result()
     last = operations.end_join(handle)
     for sync in syncs:
         root, sync.last_active = sync.last_active, None
         if root is not None:
             state.share(sync.runtime, sync.optimizer, sync.named, root)
+    for optimizer in list(_followers.values()):
+        optimizer._wfbp_follow_joined()
     return last
-
-
-def _take_part_until_all_join(
-    syncs: Sequence[OptimizerSync], note_progress: Callable[[], None]
-) -> None:
-    """Take part in the others' steps of these optimizers, side by side."""
-    if len(syncs) < 2:
-        for sync in syncs:
-            sync.join(note_progress)
-        return
-    with ThreadPoolExecutor(len(syncs), "wfbp-join") as executor:
-        for future in [executor.submit(sync.join, note_progress) for sync in syncs]:
-            future.result()

@@ -22,8 +22,7 @@ from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.collectives import api
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.runtime import Runtime
-from wfbp.torch import gradient_sync, tensors
-from wfbp.torch.adasum import AdasumOptimizerBase
+from wfbp.torch import tensors
 from wfbp.torch.clipping import Limit
 from wfbp.torch.compiling import uncompiled
 from wfbp.torch.compression import COMPRESSED_DTYPES, Compression, Compressor
@@ -540,15 +539,12 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    *,
     compression: type[Compressor] = Compression.none,
     backward_passes_per_step: int = 1,
     op: Op = Op.AVERAGE,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: Any = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
-    *,
     schedule: str | None = None,
     threshold_bytes: int | None = None,
     optimizer_sharding: bool | None = None,
@@ -574,13 +570,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             ``GradScaler`` expects. Gathered parameters are exact. By default gradients travel in
             the element type of their parameters.
         backward_passes_per_step: how many ``backward()`` calls precede each ``step()``.
-        op: ``Average`` or ``Sum`` of gradients; or ``Adasum``, with a power of two of ranks: each
-            rank steps on its own gradients, and what its step changed is combined over the ranks.
-        gradient_predivide_factor: for Horovod's programs, with ``Average``; averages are formed in
-            float32 at least, so it makes no difference.
-        num_groups: for Horovod's programs: a hint that is not followed, because the schedule groups
-            gradients.
-        groups: for Horovod's programs, lists of parameters; checked, but not followed either.
+        op: ``Average`` or ``Sum``.
         sparse_as_dense: whether sparse gradients are made dense. Otherwise they stay sparse: ranks
             exchange indices and values when the step closes, which needs a schedule of all-reduces
             (as ``SparseAdam`` has it anyway).
@@ -611,7 +601,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             expected.
         ImportError: ``dear`` without the ``search`` extra.
         ValueError: a bad argument, a parameter that cannot be sent, or a process set that was not
-            added or that this rank is not in. (Under ``wfbp.horovod`` it then steps alone.)
+            added or that this rank is not in.
         DisagreementError: ranks passed different parameters or settings.
 
     Example:
@@ -623,15 +613,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         >>> model(torch.ones(1, 2)).sum().backward()
         >>> optimizer.step()
     """
-    if op is Op.ADASUM:
-        _check_unplanned(schedule, threshold_bytes, optimizer_sharding)
-        _check_optimizer(optimizer)
-        _check_horovods(op, gradient_predivide_factor, num_groups)
-        _check_groups(groups, optimizer)
-        return _wrapped_by_adasum(optimizer, named_parameters, process_set, compression)
-    _check_optimizer(optimizer)
-    _check_horovods(op, gradient_predivide_factor, num_groups)
-    _check_groups(groups, optimizer)
     return distribute(
         optimizer,
         named_parameters,
@@ -643,11 +624,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         schedule=schedule,
         threshold_bytes=threshold_bytes,
         optimizer_sharding=optimizer_sharding,
-        lenient=gradient_sync.follows_horovod,
     )
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, found {type(optimizer).__qualname__}")
     if isinstance(optimizer, DistributedOptimizerBase):
@@ -675,7 +655,7 @@ def distribute(
     hyperparameters that differ between ranks are a warning."""
     call = "DistributedOptimizer(process_set=...)"
     config = process.current("DistributedOptimizer()").config
-    _check_optimizer(optimizer)
+    check_optimizer(optimizer)
     if not isinstance(compression, type) or compression not in COMPRESSED_DTYPES:
         raise ValueError(
             f"compression is {getattr(compression, '__name__', compression)}; expected "
@@ -748,68 +728,3 @@ def _check_previous(optimizer: torch.optim.Optimizer, runtime: Runtime | None) -
             "process set, or was when wfbp was shut down; take its state_dict() before that and "
             "load it into a new one"
         )
-
-
-# Horovod's arguments, and Adasum.
-
-
-def _wrapped_by_adasum(
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
-    process_set: ProcessSet,
-    compression: type[Compressor],
-) -> AdasumOptimizerBase:
-    """An optimizer whose changes are combined by Adasum; collective."""
-    process.current("DistributedOptimizer()")
-    alone = gradient_sync.follows_horovod and not process_set.included()
-    call = "DistributedOptimizer(process_set=...)"
-    runtime = None if alone else api.runtime_of(process_set, call)
-    known = None if named_parameters is None else named_pairs(named_parameters)
-    kind = type(optimizer)
-    named_params(optimizer, known, complete=True)
-    _check_previous(optimizer, runtime)
-    made = type(kind.__name__, (AdasumOptimizerBase, kind), {})
-    names = functools.partial(named_params, known=known, complete=False)
-    wrapped: AdasumOptimizerBase = made(runtime, optimizer, names, process_set, compression)
-    return wrapped
-
-
-def _check_unplanned(schedule: object, threshold_bytes: object, sharding: object) -> None:
-    """Raise ``ValueError`` for what Adasum has no use for."""
-    given = {
-        "schedule": schedule, "threshold_bytes": threshold_bytes, "optimizer_sharding": sharding,
-    }  # fmt: skip
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(
-                f"{name} is {value!r}; with op={Op.ADASUM} no gradients are sent while backward "
-                "computes, so there is nothing to plan: leave it out"
-            )
-
-
-def _check_groups(groups: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ``ValueError`` unless these are disjoint lists of the optimizer's parameters."""
-    if groups is None or (isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0):
-        return
-    if not isinstance(groups, list | tuple) or not all(isinstance(g, list | tuple) for g in groups):
-        raise ValueError(f"groups is {groups!r}; expected lists of parameters, a number, or None")
-    known, seen = param_ids(optimizer), set()
-    for number, group in enumerate(groups):
-        for place, param in enumerate(group):
-            if id(param) not in known:
-                raise ValueError(f"groups[{number}][{place}] is none of the optimizer's parameters")
-            if id(param) in seen:
-                raise ValueError(f"groups[{number}][{place}] is in groups twice; expected once")
-            seen.add(id(param))
-
-
-def _check_horovods(
-    op: object,
-    predivide_factor: float,
-    num_groups: object,
-) -> None:
-    """Raise ``ValueError`` for values of Horovod's arguments that cannot be served."""
-    if predivide_factor != 1.0 and op is not Op.AVERAGE:
-        raise ValueError(f"gradient_predivide_factor needs op=Average; found {op}")
-    if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 0:
-        raise ValueError(f"num_groups is {num_groups!r}; expected a whole number of at least 0")

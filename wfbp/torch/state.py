@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from wfbp.runtime import signals
 from wfbp.runtime.api.parameters import MANY, broadcast_object_among, broadcast_one, compare_many
@@ -113,7 +115,6 @@ def _tensors_of(parameters: Any) -> dict[str, torch.Tensor]:
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
     root_rank: int = 0,
-    model: torch.nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
     """Copy the root's optimizer state and hyperparameters to every rank.
@@ -122,7 +123,6 @@ def broadcast_optimizer_state(
         optimizer: of the same parameters on every rank; ranks without state get the root's, with
             its element types. A distributed one may be in mid-training.
         root_rank: whose state everybody gets; its number among all ranks.
-        model: for Horovod's programs, which pass it where state cannot be made otherwise.
         process_set: the ranks that take part.
 
     Raises:
@@ -132,9 +132,8 @@ def broadcast_optimizer_state(
     runtime = api.runtime_of(process_set, "broadcast_optimizer_state()")
     root = runtime.members.root(root_rank)
     check_root(runtime, root)
-    if runtime.size == 1:
-        return
-    _broadcast_state(runtime, optimizer, root)
+    if runtime.size > 1:
+        _broadcast_state(runtime, optimizer, root)
 
 
 def _broadcast_state(runtime: Runtime, optimizer: torch.optim.Optimizer, root: int) -> None:
@@ -142,20 +141,23 @@ def _broadcast_state(runtime: Runtime, optimizer: torch.optim.Optimizer, root: i
     whole = None
     if runtime.rank == root:
         # From the next step on every rank shards the state anew, also this one.
-        getattr(_distributed(optimizer), "_wfbp_take_whole_state", lambda: None)()
+        distributed = vars(optimizer).get("_wfbp_wrapped", optimizer)
+        getattr(distributed, "_wfbp_take_whole_state", lambda: None)()
         whole = optimizer.state_dict()
-    outline, contents = _outline_and_tensors(whole)
-    outline = broadcast_object_among(runtime, outline, root, "optimizer state")
+    leaves, tree = tree_flatten(whole)
+    contents = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    outline = [_Slot.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    outline, tree = broadcast_object_among(runtime, (outline, tree), root, "optimizer state")
     if runtime.rank != root:
-        here = _place_of(optimizer)
-        contents = [
-            torch.empty(shape, dtype=dtype, device=here if on_device else "cpu")
-            for shape, dtype, on_device in outline["tensors"]
-        ]
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        here = next((param.device for param in params), torch.device("cpu"))
+        contents = [slot.empty(here) for slot in outline if isinstance(slot, _Slot)]
     named = {f"optimizer state {k}": tensor for k, tensor in enumerate(contents)}
     _broadcast_tensors(runtime, named, lambda: root)
     if runtime.rank != root:
-        state = _put_together(outline["tree"], contents)
+        rest = iter(contents)
+        leaves = [next(rest) if isinstance(leaf, _Slot) else leaf for leaf in outline]
+        state = tree_unflatten(leaves, tree)
         optimizer.load_state_dict(state)
         _restore_types(optimizer, state)
     elif hasattr(optimizer, "defaults"):
@@ -164,70 +166,37 @@ def _broadcast_state(runtime: Runtime, optimizer: torch.optim.Optimizer, root: i
         torch.optim.Optimizer.__setstate__(original, {})
 
 
-def _place_of(optimizer: torch.optim.Optimizer) -> torch.device:
-    """Where an optimizer's parameters lie, the first one at least."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    return next((param.device for param in params), torch.device("cpu"))
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """The place of a tensor in a state whose tensors are sent by themselves."""
 
+    shape: torch.Size
+    dtype: torch.dtype
+    on_device: bool
 
-def _distributed(optimizer: torch.optim.Optimizer) -> Any:
-    """What was last made of an optimizer, or itself."""
-    return optimizer.__dict__.get("_wfbp_wrapped", optimizer)
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Slot:
+        return cls(tensor.shape, tensor.dtype, tensor.device.type != "cpu")
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device if self.on_device else "cpu")
 
 
 def _restore_types(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Undo what PyTorch does when it loads: it casts state to the element types of parameters."""
+    """Undo the casts of ``load_state_dict()`` to the element types of parameters."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     names = [name for group in state["param_groups"] for name in group["params"]]
     for param, name in zip(params, names, strict=True):
         held = optimizer.state.get(param, {})
         for key, sent in state["state"].get(name, {}).items():
             if key in held:
-                held[key] = _as_sent(held[key], sent)
+                loaded, tree = tree_flatten(held[key])
+                wanted, sent_tree = tree_flatten(sent)
+                if tree == sent_tree:
+                    pairs = zip(loaded, wanted, strict=True)
+                    held[key] = tree_unflatten([_as_sent(a, b) for a, b in pairs], tree)
 
 
-def _as_sent(held: Any, sent: Any) -> Any:
-    """A loaded value in the element types that it was sent with, where it was loaded to."""
-    if isinstance(sent, torch.Tensor) and isinstance(held, torch.Tensor):
-        return held if held.dtype is sent.dtype else sent.to(held.device)
-    if isinstance(sent, dict) and isinstance(held, dict):
-        return {key: _as_sent(value, sent.get(key)) for key, value in held.items()}
-    if isinstance(sent, list | tuple) and type(held) is type(sent) and len(held) == len(sent):
-        return type(held)(map(_as_sent, held, sent))
-    return held
-
-
-class _TensorSlot:
-    """Where a tensor stood in a state that was taken apart."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
-def _outline_and_tensors(state: Any) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """A state without its tensors, and the tensors."""
-    contents: list[torch.Tensor] = []
-
-    def walk(node: Any) -> Any:
-        if isinstance(node, torch.Tensor):
-            contents.append(node.detach())
-            return _TensorSlot(len(contents) - 1)
-        if isinstance(node, dict):
-            return {key: walk(value) for key, value in node.items()}
-        if isinstance(node, list | tuple):
-            return type(node)(walk(value) for value in node)
-        return node
-
-    tree = walk(state)
-    outlined = [(tuple(t.shape), t.dtype, t.device.type != "cpu") for t in contents]
-    return {"tree": tree, "tensors": outlined}, contents
-
-
-def _put_together(node: Any, contents: list[torch.Tensor]) -> Any:
-    if isinstance(node, _TensorSlot):
-        return contents[node.index]
-    if isinstance(node, dict):
-        return {key: _put_together(value, contents) for key, value in node.items()}
-    if isinstance(node, list | tuple):
-        return type(node)(_put_together(value, contents) for value in node)
-    return node
+def _as_sent(loaded: Any, sent: Any) -> Any:
+    both = isinstance(loaded, torch.Tensor) and isinstance(sent, torch.Tensor)
+    return sent.to(loaded.device) if both and loaded.dtype is not sent.dtype else loaded

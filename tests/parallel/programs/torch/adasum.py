@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-import wfbp.torch as wfbp
+import wfbp.horovod.torch as wfbp
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.training import adamw, mlp, momentum, pair, same, square
 from wfbp.runtime.collectives import arithmetic

@@ -17,6 +17,7 @@ import torch
 from mpi4py import MPI
 from torch import nn
 
+import wfbp.horovod.torch as hvd
 import wfbp.torch as wfbp
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.training import (
@@ -413,8 +414,8 @@ def adasum_and_joining() -> None:
         return
     for others in (False, True):
         model, _ = pair()
-        optimizer = wfbp.DistributedOptimizer(
-            momentum(model.parameters()), model.named_parameters(), op=wfbp.Adasum
+        optimizer = hvd.DistributedOptimizer(
+            momentum(model.parameters()), model.named_parameters(), op=hvd.Adasum
         )
         more = mlp(5, 3)
         second = wfbp.DistributedOptimizer(momentum(more.parameters())) if others else None
@@ -444,7 +445,7 @@ def adasum_and_scaling() -> None:
         return
     for how in ("plain", "unscale", "clip"):
         model, _ = pair()
-        optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), op=wfbp.Adasum)
+        optimizer = hvd.DistributedOptimizer(momentum(model.parameters()), op=hvd.Adasum)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for step in range(4):
             optimizer.zero_grad()
@@ -464,8 +465,6 @@ def adasum_and_scaling() -> None:
             else:
                 after = zip(model.parameters(), before.parameters(), strict=True)
                 assert any(not torch.equal(p, q) for p, q in after), f"{how}: no step {step}"
-            scales = MPI.COMM_WORLD.allgather(scaler.get_scale())
-            assert len(set(scales)) == 1, f"{how}, step {step}: scales {scales}"
 
 
 def side_by_side(*acts: Callable[[], object]) -> None:

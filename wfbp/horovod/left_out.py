@@ -7,9 +7,13 @@ from typing import NoReturn
 _RUN = "start ranks with `wfbprun -n N python -m wfbp.horovod SCRIPT`"
 _CHECK = "nothing of wfbp is built for one version of PyTorch, so there is nothing to check"
 _AUTOGRAD = "call the function itself, which is differentiable"
-_STATE = "use wfbp.torch.elastic.TorchState, which takes models, optimizers and any other values"
+_STATE = (
+    "use wfbp.horovod.torch.elastic.TorchState, which takes models, optimizers and any other values"
+)
 _AVERAGE = "pass op=Average or op=Sum"
-_WATCH = "the set of ranks is fixed, so there is nothing to watch; use wfbp.torch.elastic.run"
+_WATCH = (
+    "the set of ranks is fixed, so there is nothing to watch; use wfbp.horovod.torch.elastic.run"
+)
 
 INSTEAD = {
     # horovod
@@ -35,7 +39,7 @@ INSTEAD = {
     "_DistributedOptimizer": "call DistributedOptimizer, which returns a DistributedOptimizerBase",
     "check_num_rank_is_power_of_2": "op=Adasum checks the number of ranks itself",
     "handle_average_backwards_compatibility": _AVERAGE,
-    "is_adasum": "compare op with wfbp.torch.Adasum",
+    "is_adasum": "compare op with wfbp.horovod.torch.Adasum",
     "mpi_lib": "there is no library of that kind; use the functions of wfbp.torch",
     "mpi_lib_v2": "there is no library of that kind; use the functions of wfbp.torch",
     # horovod.torch.elastic and horovod.common.elastic
@@ -49,7 +53,7 @@ INSTEAD = {
     "WorkerNotificationManager": _WATCH,
     "get_handler_registry": _STATE,
     "notification_manager": _WATCH,
-    "run_fn": "use wfbp.torch.elastic.run",
+    "run_fn": "use wfbp.horovod.torch.elastic.run",
     "set_handler_registry": _STATE,
     # horovod.common
     "EXTENSIONS": _CHECK,
@@ -63,7 +67,7 @@ INSTEAD = {
     "get_ext_suffix": _CHECK,
     "get_extension_full_path": _CHECK,
     "get_version_mismatch_message": _CHECK,
-    "gpu_available": "use torch.cuda.is_available(), and wfbp.torch.cuda_built() for gradients",
+    "gpu_available": "use torch.cuda.is_available(), and wfbp.horovod.torch.cuda_built() for gradients",
     "is_iterable": "use isinstance(value, collections.abc.Iterable)",
     "is_version_greater_equal_than": "compare packaging.version.Version objects",
     "num_rank_is_power_2": "op=Adasum checks the number of ranks itself",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sized
@@ -16,29 +17,26 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 import torch
 
 from wfbp.errors import InternalError
+from wfbp.horovod.left_out import refuse
 from wfbp.runtime import process
 from wfbp.runtime.collectives.api import allgather_object, broadcast_object
-from wfbp.torch.left_out import refuse
 from wfbp.torch.state import broadcast_optimizer_state, broadcast_parameters
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """Shares a dataset out among ranks, and knows which samples of an epoch have been processed.
+    """Shares a dataset out among ranks, and counts which samples of an epoch were processed.
 
     Args:
         dataset: anything that has a length.
         shuffle: whether the order changes from epoch to epoch.
         seed: of the order, the same on every rank.
 
-    Attributes:
-        epoch: number of the epoch.
-
     Example:
-        >>> import wfbp.torch as wfbp
-        >>> wfbp.init()
-        >>> sampler = wfbp.elastic.ElasticSampler(range(4 * wfbp.size()), shuffle=False)
+        >>> import wfbp.horovod.torch as hvd
+        >>> hvd.init()
+        >>> sampler = hvd.elastic.ElasticSampler(range(4 * hvd.size()), shuffle=False)
         >>> len(sampler)
         4
         >>> sampler.record_batch(batch_idx=0, batch_size=2)
@@ -57,26 +55,18 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     @property
     def processed_num(self) -> int:
-        """Samples processed in this epoch.
-
-        By all ranks up to the last synchronization of a :class:`TorchState`, and by this rank
-        since.
-        """
+        """Samples of this epoch processed by all ranks up to the last :meth:`merge`, and by this
+        rank since."""
         return self._common + self._own
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, of which nothing has been processed."""
+        """Begin an epoch."""
         self.epoch = epoch
         self._common = self._own = 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Tell that a batch has been processed.
-
-        Args:
-            batch_idx: its number; ignored.
-            batch_size: samples of this rank.
-        """
+        """Count this rank's ``batch_size`` samples as processed; ``batch_idx`` is ignored."""
         self._own += batch_size
 
     def state_dict(self) -> dict[str, Any]:
@@ -84,14 +74,14 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num, "own_num": self._own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was called."""
+        """Go on from a :meth:`state_dict`."""
         self.epoch = state_dict["epoch"]
         self._own = state_dict.get("own_num", 0)
         self._common = state_dict["processed_num"] - self._own
         self.reset()
 
     def merge(self) -> None:
-        """Count what all ranks have processed; collective. What is left is shared out anew."""
+        """Count what all ranks have processed, and share out the rest anew; collective."""
         by_rank = allgather_object((self.epoch, self._common, self._own), "elastic sampler")
         self.epoch, self._common, _ = by_rank[0]
         self._common += sum(own for _, _, own in by_rank)
@@ -99,18 +89,16 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def reset(self) -> None:
-        """Share out what is left of the epoch among the ranks that there are."""
+        """Share out what is left of the epoch among the ranks."""
         indices = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(indices)
         left = indices[self._common :]
         self.num_replicas, self.rank = process.size(), process.rank()
         self.num_samples = math.ceil(len(left) / self.num_replicas)
-        missing = self.num_samples * self.num_replicas - len(left)
-        while missing > 0:  # every rank gets equally many: the first ones are repeated
-            left += left[:missing]
-            missing = self.num_samples * self.num_replicas - len(left)
-        self._mine = left[self.rank :: self.num_replicas]
+        # Every rank gets equally many: the first ones are repeated.
+        padded = itertools.islice(itertools.cycle(left), self.num_samples * self.num_replicas)
+        self._mine = list(padded)[self.rank :: self.num_replicas]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._mine)
@@ -120,18 +108,18 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
 
 class TorchState:
-    """What training consists of: it can be committed, restored, and made equal on all ranks.
+    """Values that can be committed, restored, and made equal on all ranks.
 
     Args:
-        model: of which the parameters and buffers are kept.
-        optimizer: of which the state is kept.
+        model: its parameters and buffers are kept.
+        optimizer: its state is kept.
         kwargs: further models, optimizers and samplers, and any objects that can be pickled; each
             becomes an attribute.
 
     Example:
-        >>> import torch, wfbp.torch as wfbp
-        >>> wfbp.init()
-        >>> state = wfbp.elastic.TorchState(torch.nn.Linear(1, 1), epoch=1)
+        >>> import torch, wfbp.horovod.torch as hvd
+        >>> hvd.init()
+        >>> state = hvd.elastic.TorchState(torch.nn.Linear(1, 1), epoch=1)
         >>> state.epoch = 2
         >>> state.restore()
         >>> state.epoch
@@ -161,21 +149,20 @@ class TorchState:
             """What it was made with."""
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
-        """Have functions called when training begins again behind an error."""
+        """Have functions called when training begins again after an error."""
         self._on_reset += callbacks
 
     def on_reset(self) -> None:
-        """Training begins again."""
+        """Call these functions."""
         for callback in self._on_reset:
             callback()
 
     def commit(self) -> None:
-        """Save, and see whether ranks have changed (they never do)."""
+        """Save."""
         self.save()
-        self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """See whether ranks have come or gone: the set of ranks is fixed, so nothing happens."""
+        """Nothing: the set of ranks is fixed."""
 
     def save(self) -> None:
         """Keep all values on this rank."""
@@ -194,10 +181,7 @@ class TorchState:
                 setattr(self, name, saved)
 
     def sync(self) -> None:
-        """Have rank 0's values on every rank, and save them; collective.
-
-        Samplers count what all ranks have processed.
-        """
+        """Have rank 0's values on every rank, merge samplers, and save; collective."""
         plain = {}
         for name, value in self._values():
             if isinstance(value, torch.nn.Module):
@@ -217,9 +201,7 @@ class TorchState:
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
-    """Raised by a program, it lets :func:`run` begin again with the state as it is.
-
-    Under Horovod it tells that hosts have come or gone, which does not happen here.
+    """Lets :func:`run` begin again with the state as it is; raised by programs alone.
 
     Args:
         skip_sync: whether the ranks' states are equal, so that rank 0's need not be sent.
@@ -234,8 +216,7 @@ def run(func: F) -> F:
     """Let a function go on from the last commit when an operation fails on all ranks.
 
     Args:
-        func: takes a :class:`TorchState` first; it begins again behind every error, so it must go
-            on from what the state says.
+        func: takes a :class:`TorchState` first, and goes on from it each time it is called.
 
     Returns:
         A function that synchronizes the state, then calls ``func``. It raises an error that has

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-import wfbp.torch as wfbp
-from wfbp.torch.left_out import INSTEAD
+import wfbp.horovod.torch as hvd
+from wfbp.horovod.left_out import INSTEAD
 
 
-@pytest.mark.parametrize("module", [wfbp, wfbp.elastic], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [hvd, hvd.elastic], ids=lambda module: module.__name__)
 def test_a_name_that_is_left_out_says_what_to_use(module: object) -> None:
     for name in INSTEAD.keys() - set(vars(module)):
         with pytest.raises(AttributeError) as caught:
@@ -19,5 +19,5 @@ def test_a_name_that_is_left_out_says_what_to_use(module: object) -> None:
 
 
 def test_nothing_that_exists_is_said_to_be_left_out() -> None:
-    assert not INSTEAD.keys() & set(vars(wfbp))
-    assert INSTEAD.keys() & set(vars(wfbp.elastic)) == {"run"}  # that of horovod is another one
+    assert not INSTEAD.keys() & set(vars(hvd))
+    assert INSTEAD.keys() & set(vars(hvd.elastic)) == {"run"}  # that of horovod is another one

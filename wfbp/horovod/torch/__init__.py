@@ -1,0 +1,236 @@
+"""``horovod.torch`` by wfbp: ``import wfbp.horovod.torch as hvd``.
+
+It has the functions of :mod:`wfbp.torch` and what only programs for Horovod use. Two things are as
+in Horovod, and not as in :mod:`wfbp.torch`: hyperparameters that differ between ranks are a warning
+instead of an error, and a rank outside the process set of an optimizer steps alone.
+
+Example:
+    >>> import torch, wfbp.horovod.torch as hvd
+    >>> hvd.init()
+    >>> hvd.mpi_built(), hvd.gloo_enabled()
+    (True, False)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+import wfbp.torch
+from wfbp.core.types import Op
+from wfbp.errors import InternalError as HorovodInternalError
+from wfbp.horovod.left_out import refuse
+from wfbp.horovod.torch import elastic
+from wfbp.horovod.torch.adasum import combine_steps
+from wfbp.runtime import process
+from wfbp.runtime.collectives.api import current, runtime_of
+from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
+from wfbp.torch import *  # noqa: F403
+from wfbp.torch.compression import Compression, Compressor
+from wfbp.torch.optimizer import check_optimizer, distribute
+from wfbp.torch.optimizer_interface import DistributedOptimizerBase
+
+
+def cross_rank() -> int:
+    """Number of this host among those that have a rank with this ``local_rank()``, from 0."""
+    runtime = process.current("cross_rank()")
+    local = [place for place, _ in current("cross_rank()").hosts[: runtime.rank]]
+    return local.count(runtime.local_rank)
+
+
+def cross_size() -> int:
+    """Number of hosts that have a rank with this ``local_rank()``."""
+    runtime = process.current("cross_size()")
+    return [place for place, _ in current("cross_size()").hosts].count(runtime.local_rank)
+
+
+def is_homogeneous() -> bool:
+    """Whether every host has the same number of ranks."""
+    return len({size for _, size in current("is_homogeneous()").hosts}) == 1
+
+
+def mpi_threads_supported() -> bool:
+    """Whether MPI may be called by several threads: always, else ``init()`` fails."""
+    process.current("mpi_threads_supported()")
+    return True
+
+
+def mpi_enabled() -> bool:
+    """Whether ranks talk through MPI: always."""
+    return True
+
+
+def gloo_enabled() -> bool:
+    """Whether ranks talk through Gloo: never."""
+    return False
+
+
+def mpi_built(verbose: bool = False) -> bool:
+    """Whether ranks can talk through MPI: always."""
+    return True
+
+
+def gloo_built(verbose: bool = False) -> bool:
+    """Whether ranks can talk through Gloo: never."""
+    return False
+
+
+def nccl_built(verbose: bool = False) -> int:
+    """Version of NCCL by which Adasum averages within a host: 0, because it does not.
+
+    Horovod's programs scale learning rates for Adasum by this. Operations use NCCL all the same.
+    """
+    return 0
+
+
+def ddl_built(verbose: bool = False) -> bool:
+    """Whether IBM's library is used: never."""
+    return False
+
+
+def ccl_built(verbose: bool = False) -> bool:
+    """Whether Intel's library is used: never."""
+    return False
+
+
+def cuda_built(verbose: bool = False) -> bool:
+    """Whether gradients on CUDA devices can be served: if CuPy is installed."""
+    return find_spec("cupy") is not None
+
+
+def rocm_built(verbose: bool = False) -> bool:
+    """Whether AMD's devices can be served: never."""
+    return False
+
+
+def DistributedOptimizer(  # type: ignore[no-redef]  # noqa: N802 - Horovod's name
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Op = Op.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    *,
+    schedule: str | None = None,
+    threshold_bytes: int | None = None,
+    optimizer_sharding: bool | None = None,
+) -> DistributedOptimizerBase:
+    """:func:`wfbp.torch.DistributedOptimizer` with Horovod's arguments in Horovod's order.
+
+    The other arguments, what is returned and what is raised are as there.
+
+    Args:
+        op: ``Average`` or ``Sum`` of gradients; or ``Adasum``, with a power of two of ranks: each
+            rank steps on its own gradients, and what its step changed is combined over the ranks.
+            There is no schedule then.
+        gradient_predivide_factor: with ``Average`` only; averages are formed in float32 at least,
+            so it makes no difference.
+        num_groups: a hint that is not followed, because the schedule groups gradients.
+        groups: lists of parameters; checked, but not followed either.
+        process_set: the ranks that average their gradients; a rank outside it steps alone.
+    """
+    process.current("DistributedOptimizer()")
+    check_optimizer(optimizer)
+    if gradient_predivide_factor != 1.0 and op is not Op.AVERAGE:
+        raise ValueError(f"gradient_predivide_factor needs op=Average; found {op}")
+    if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 0:
+        raise ValueError(f"num_groups is {num_groups!r}; expected a whole number of at least 0")
+    _check_groups(groups, optimizer)
+    if op is not Op.ADASUM:
+        return distribute(
+            optimizer,
+            named_parameters,
+            compression=compression,
+            backward_passes_per_step=backward_passes_per_step,
+            op=op,
+            sparse_as_dense=sparse_as_dense,
+            process_set=process_set,
+            schedule=schedule,
+            threshold_bytes=threshold_bytes,
+            optimizer_sharding=optimizer_sharding,
+            lenient=True,
+        )
+    unplanned = {
+        "schedule": schedule,
+        "threshold_bytes": threshold_bytes,
+        "optimizer_sharding": optimizer_sharding,
+    }
+    for name, value in unplanned.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} is {value!r}; with op={op} no gradients are sent while backward "
+                "computes, so there is nothing to plan: leave it out"
+            )
+    included = process_set.included()
+    runtime = runtime_of(process_set, "DistributedOptimizer(process_set=...)") if included else None
+    return combine_steps(runtime, optimizer, named_parameters, process_set, compression)
+
+
+def _check_groups(groups: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``ValueError`` unless these are disjoint lists of the optimizer's parameters."""
+    if groups is None or (isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0):
+        return
+    if not isinstance(groups, list | tuple) or not all(isinstance(g, list | tuple) for g in groups):
+        raise ValueError(f"groups is {groups!r}; expected lists of parameters, a number, or None")
+    known, seen = {id(p) for g in optimizer.param_groups for p in g["params"]}, set()
+    for number, group in enumerate(groups):
+        for place, param in enumerate(group):
+            if id(param) not in known:
+                raise ValueError(f"groups[{number}][{place}] is none of the optimizer's parameters")
+            if id(param) in seen:
+                raise ValueError(f"groups[{number}][{place}] is in groups twice; expected once")
+            seen.add(id(param))
+
+
+def broadcast_optimizer_state(  # type: ignore[no-redef]
+    optimizer: torch.optim.Optimizer,
+    root_rank: int = 0,
+    model: torch.nn.Module | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """:func:`wfbp.torch.broadcast_optimizer_state`; ``model`` is ignored.
+
+    Horovod makes a missing state by a step on zeros, and leaves these gradients: some programs
+    read them.
+    """
+    wfbp.torch.broadcast_optimizer_state(optimizer, root_rank, process_set)
+    if process_set.size() == 1 or isinstance(optimizer, torch.optim.SparseAdam):
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.requires_grad and param.grad is None:
+                param.grad = torch.zeros_like(param)
+
+
+__all__ = [
+    *wfbp.torch.__all__,
+    "Compressor",
+    "HorovodInternalError",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "elastic",
+    "gloo_built",
+    "gloo_enabled",
+    "is_homogeneous",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rocm_built",
+]
+
+if not TYPE_CHECKING:  # which would take every name for one that exists
+
+    def __getattr__(name: str) -> NoReturn:
+        """Raise ``AttributeError``, with what to use instead of a name that is left out."""
+        refuse(__name__, name)

@@ -1,0 +1,210 @@
+"""Distributed optimizers that step on their own gradients and combine their updates by Adasum.
+
+Every rank updates its parameters by its own optimizer from its own gradients. The change of each
+parameter, and not its gradient, is then combined over the ranks: changes that are alike are
+averaged, changes that are orthogonal are added (Maleki et al., "Scaling Distributed Training with
+Adaptive Summation", 2020). So the learning rate need not grow with the number of ranks. Each rank
+has its own optimizer state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+
+from wfbp.core.types import Op
+from wfbp.runtime import consistency
+from wfbp.runtime.collectives import api
+from wfbp.runtime.collectives.process_sets import ProcessSet
+from wfbp.runtime.runtime import Runtime
+from wfbp.torch import joining, state, tensors
+from wfbp.torch.collectives import allreduce, allreduce_async
+from wfbp.torch.compiling import uncompiled
+from wfbp.torch.compression import Compressor
+from wfbp.torch.optimizer import named_pairs, named_params
+from wfbp.torch.optimizer_interface import DistributedOptimizerBase, take_place, wrapped_of
+
+_TITLE = f"DistributedOptimizer(op={Op.ADASUM})"
+
+
+class AdasumOptimizerBase(DistributedOptimizerBase):
+    """Mixin over the user's optimizer class: combines what its steps change."""
+
+    def __init__(
+        self,
+        runtime: Runtime | None,
+        original: torch.optim.Optimizer,
+        known: list[tuple[str, torch.Tensor]] | None,
+        process_set: ProcessSet,
+        compression: type[Compressor],
+    ) -> None:
+        """Take the original's place; a collective. The runtime is None on a rank that steps
+        alone."""
+        self._wfbp_original = original
+        self._wfbp_known = known
+        self._wfbp_process_set = process_set
+        self._wfbp_compression = compression
+        self._wfbp_runtime = runtime = runtime if runtime and runtime.size > 1 else None
+        self._wfbp_skips = False
+        self._wfbp_num_steps = 0
+        if runtime is not None:
+            if runtime.size & (runtime.size - 1):
+                raise ValueError(
+                    f"{runtime.where}: {_TITLE} combines a power of two of ranks; there are "
+                    f"{runtime.size}. Start 2, 4, 8, ... ranks, pass a process_set of so many, or "
+                    "op=Average"
+                )
+            named = self._wfbp_named()
+            for name, param in named:
+                tensors.check(name, param)
+            self._wfbp_prefix = f"adasum.{next(runtime.optimizer_numbers)}"
+            kind = type(original)
+            settings = {"the optimizer's class": f"{kind.__module__}.{kind.__qualname__}"}
+            specs = consistency.encode_specs([tensors.spec(n, p) for n, p in named], settings)
+            specs_of_ranks = runtime.exchange(specs, f"{_TITLE}: comparing tensors")
+            consistency.check_specs(f"{runtime.where}: {kind.__name__}", specs_of_ranks)
+            joining.add_follower(self)
+        previous = getattr(wrapped_of(original), "_wfbp_sync", None)
+        if previous is not None and previous.runtime is runtime and previous.exchanges:
+            previous.release()
+        take_place(self, refuses=runtime is not None)
+
+    def _wfbp_named(self) -> list[tuple[str, torch.Tensor]]:
+        return named_params(self, self._wfbp_known, complete=False)
+
+    @uncompiled
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Let this rank's optimizer step, and combine what it changed with the others' changes.
+
+        Returns what the optimizer's step returned, or None if a gradient scaler skips the step
+        because of another rank's gradients.
+        """
+        step = self._wfbp_bare["step"]
+        if self._wfbp_runtime is None:
+            return step(closure)
+        skips, self._wfbp_skips = self._wfbp_skips, False
+        if skips and not self._wfbp_is_finite():
+            return None
+        named = self._wfbp_named()
+        before = [p.detach().clone() for _, p in named]
+        result = step(closure)
+        with torch.no_grad():
+            changes = [p - start for (_, p), start in zip(named, before, strict=True)]
+            packed = [self._wfbp_compression.compress(change) for change in changes]
+            handles = [
+                allreduce_async(
+                    narrow,
+                    name=f"{self._wfbp_prefix}.{name}",
+                    op=Op.ADASUM,
+                    process_set=self._wfbp_process_set,
+                )
+                for (name, _), (narrow, _) in zip(named, packed, strict=True)
+            ]
+            rows = zip(named, before, handles, packed, strict=True)
+            for (_, param), start, handle, (_, context) in rows:
+                change = self._wfbp_compression.decompress(api.synchronize(handle), context)
+                param.copy_(start + change)
+        self._wfbp_num_steps += 1
+        return result
+
+    @property
+    @uncompiled
+    def _step_supports_amp_scaling(self) -> bool:
+        """Read first by ``GradScaler.step()``, which may then leave out ``step()`` on this rank.
+
+        Steps are combined, so that an infinity on one rank must make every rank skip.
+        """
+        if self._wfbp_runtime is not None:
+            infinite = torch.tensor([0.0 if self._wfbp_is_finite() else 1.0])
+            # A rank that has joined takes part in an all-reduce, and in nothing else.
+            found = allreduce(
+                infinite,
+                name=f"{self._wfbp_prefix}.infinite",
+                op=Op.SUM,
+                process_set=self._wfbp_process_set,
+            )
+            self._wfbp_skips = bool(found.item())
+            if self._wfbp_skips:  # this rank's scaler finds it, too, unless it has looked already
+                for grad in self._wfbp_gradients():
+                    grad.fill_(math.inf)
+        return bool(getattr(self._wfbp_original, "_step_supports_amp_scaling", False))
+
+    def _wfbp_gradients(self) -> list[torch.Tensor]:
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        return [g._values() if g.is_sparse else g for g in grads if g is not None]
+
+    def _wfbp_is_finite(self) -> bool:
+        return all(bool(torch.isfinite(grad).all()) for grad in self._wfbp_gradients())
+
+    def _wfbp_follow_joined(self) -> None:
+        """After all ranks have joined, take over from a rank that has made the most steps."""
+        runtime = self._wfbp_runtime
+        assert runtime is not None
+        try:
+            if api.runtime_of(self._wfbp_process_set, "join()") is not runtime:
+                return
+        except ValueError:  # the process set was removed
+            return
+        counts = runtime.exchange(str(self._wfbp_num_steps).encode(), "join(): steps by Adasum")
+        steps = [int(count) for count in counts]
+        if len(set(steps)) > 1:
+            state.share(runtime, self, self._wfbp_named(), steps.index(max(steps)))
+        self._wfbp_num_steps = max(steps)
+
+    def synchronize(self) -> None:
+        """Nothing: there is no communication before :meth:`step`."""
+
+    def synchronize_parameters(self) -> None:
+        """Nothing: parameters are up to date after :meth:`step`."""
+
+    def skip_synchronize(self) -> NoReturn:
+        """Raise ``RuntimeError``: :meth:`step` itself makes the updates that are combined."""
+        raise RuntimeError(
+            f"a distributed optimizer with op={Op.ADASUM} has no gradients to synchronize: it "
+            "combines what its step changed. Change or clip this rank's gradients and call step()"
+        )
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale this rank's gradients, as ``torch.nn.utils.clip_grad_norm_`` does."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Accepted: gradients accumulate until :meth:`step`, however many passes there are."""
+
+    def report(self) -> dict[str, Any]:
+        """Empty: there is no plan."""
+        return {}
+
+    def stats(self) -> dict[str, Any]:
+        """Empty: there is no plan."""
+        return {}
+
+    @property
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        """Names by which ranks match parameters; some programs for Horovod read this."""
+        return {param: name for name, param in self._wfbp_named()}
+
+
+def combine_steps(
+    runtime: Runtime | None,
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
+    process_set: ProcessSet,
+    compression: type[Compressor],
+) -> AdasumOptimizerBase:
+    """Wrap an optimizer so that its changes are combined by Adasum; collective.
+
+    ``runtime`` is None on a rank that steps alone.
+    """
+    known = None if named_parameters is None else named_pairs(named_parameters)
+    named_params(optimizer, known, complete=True)
+    kind = type(optimizer)
+    made = type(kind.__name__, (AdasumOptimizerBase, kind), {})
+    wrapped: AdasumOptimizerBase = made(runtime, optimizer, known, process_set, compression)
+    return wrapped
