@@ -67,7 +67,7 @@ INSTEAD = {
     "get_ext_suffix": _CHECK,
     "get_extension_full_path": _CHECK,
     "get_version_mismatch_message": _CHECK,
-    "gpu_available": "use torch.cuda.is_available(), and wfbp.horovod.torch.cuda_built() for gradients",
+    "gpu_available": "use torch.cuda.is_available(), and hvd.cuda_built() for gradients",
     "is_iterable": "use isinstance(value, collections.abc.Iterable)",
     "is_version_greater_equal_than": "compare packaging.version.Version objects",
     "num_rank_is_power_2": "op=Adasum checks the number of ranks itself",
