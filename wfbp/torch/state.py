@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from wfbp.runtime import signals
 from wfbp.runtime.api.parameters import MANY, broadcast_object_among, broadcast_one, compare_many
@@ -144,20 +144,19 @@ def _broadcast_state(runtime: Runtime, optimizer: torch.optim.Optimizer, root: i
         distributed = vars(optimizer).get("_wfbp_wrapped", optimizer)
         getattr(distributed, "_wfbp_take_whole_state", lambda: None)()
         whole = optimizer.state_dict()
-    leaves, tree = tree_flatten(whole)
-    contents = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    outline = [_Slot.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    outline, tree = broadcast_object_among(runtime, (outline, tree), root, "optimizer state")
+    contents = [leaf.detach() for leaf in tree_leaves(whole) if isinstance(leaf, torch.Tensor)]
+    outline = tree_map_only(torch.Tensor, _Slot.of, whole)
+    outline = broadcast_object_among(runtime, outline, root, "optimizer state")
     if runtime.rank != root:
         params = (param for group in optimizer.param_groups for param in group["params"])
         here = next((param.device for param in params), torch.device("cpu"))
-        contents = [slot.empty(here) for slot in outline if isinstance(slot, _Slot)]
+        slots = [leaf for leaf in tree_leaves(outline) if isinstance(leaf, _Slot)]
+        contents = [slot.empty(here) for slot in slots]
     named = {f"optimizer state {k}": tensor for k, tensor in enumerate(contents)}
     _broadcast_tensors(runtime, named, lambda: root)
     if runtime.rank != root:
         rest = iter(contents)
-        leaves = [next(rest) if isinstance(leaf, _Slot) else leaf for leaf in outline]
-        state = tree_unflatten(leaves, tree)
+        state = tree_map_only(_Slot, lambda _: next(rest), outline)
         optimizer.load_state_dict(state)
         _restore_types(optimizer, state)
     elif hasattr(optimizer, "defaults"):
