@@ -3,5 +3,5 @@
 Read ``types`` and ``trace`` first (what is known of a step), ``cost`` (what a message takes), then
 ``plan`` and ``timeline``: what a plan makes of both. ``planners`` make plans, ``bound`` is what
 none can beat, ``sequencer`` decides at run time what is sent next, ``fit`` gets costs from
-measurements, ``elimination`` compares alternatives by noisy times.
+measurements.
 """
