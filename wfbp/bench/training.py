@@ -243,9 +243,10 @@ def run(
         contestant.reset(state, TIMED_RATE)
     if tried:
         buckets = [c for c in contestants if c.name in tried]
-        trial_s = {
-            c.name: [_time(c, batches, length) for _ in range(TRIAL_BLOCKS)] for c in buckets
-        }
+        trial_s: dict[str, list[float]] = {name: [] for name in tried}
+        for _ in range(TRIAL_BLOCKS):
+            for c in buckets:
+                trial_s[c.name].append(_time(c, batches, max(2, length // 4)))
         best = min(tried, key=lambda name: statistics.median(trial_s[name]))
         say(f"DDP is fastest with buckets of {best.removeprefix('ddp-')} MiB")
         contestants = [c for c in contestants if c.name == best or c.name not in tried]
