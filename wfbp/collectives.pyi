@@ -42,8 +42,8 @@ def allreduce(
             what NumPy makes one of. Arrays that are not combined may be of any type but Python
             objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
             wait, return a new array and have no factors, splits or process sets.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
             ``Adasum``. The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
@@ -83,8 +83,8 @@ def allreduce_(
             what NumPy makes one of. Arrays that are not combined may be of any type but Python
             objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
             wait, return a new array and have no factors, splits or process sets.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
             ``Adasum``. The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
@@ -125,8 +125,8 @@ def allreduce_async(
             what NumPy makes one of. Arrays that are not combined may be of any type but Python
             objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
             wait, return a new array and have no factors, splits or process sets.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
             ``Adasum``. The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
@@ -167,8 +167,8 @@ def allreduce_async_(
             what NumPy makes one of. Arrays that are not combined may be of any type but Python
             objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
             wait, return a new array and have no factors, splits or process sets.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
             ``Adasum``. The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
@@ -203,8 +203,8 @@ def grouped_allreduce(
             what NumPy makes one of. Arrays that are not combined may be of any type but Python
             objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
             wait, return a new array and have no factors, splits or process sets.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
             ``Adasum``. The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
@@ -244,8 +244,8 @@ def grouped_allreduce_(
             what NumPy makes one of. Arrays that are not combined may be of any type but Python
             objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
             wait, return a new array and have no factors, splits or process sets.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
             ``Adasum``. The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
@@ -279,8 +279,8 @@ def grouped_allreduce_async(
             what NumPy makes one of. Arrays that are not combined may be of any type but Python
             objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
             wait, return a new array and have no factors, splits or process sets.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
             ``Adasum``. The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
@@ -315,8 +315,8 @@ def grouped_allreduce_async_(
             what NumPy makes one of. Arrays that are not combined may be of any type but Python
             objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
             wait, return a new array and have no factors, splits or process sets.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
             ``Adasum``. The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
@@ -357,8 +357,8 @@ def broadcast(
             objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
             wait, return a new array and have no factors, splits or process sets.
         root_rank: whose values everybody gets; its number among all ranks.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -392,8 +392,8 @@ def broadcast_(
             objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
             wait, return a new array and have no factors, splits or process sets.
         root_rank: whose values everybody gets; its number among all ranks.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -421,8 +421,8 @@ def broadcast_async(
             objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
             wait, return a new array and have no factors, splits or process sets.
         root_rank: whose values everybody gets; its number among all ranks.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -450,8 +450,8 @@ def broadcast_async_(
             objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
             wait, return a new array and have no factors, splits or process sets.
         root_rank: whose values everybody gets; its number among all ranks.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -486,8 +486,8 @@ def allgather(
             be of any type but Python objects. JAX's arrays are taken by the functions of
             ``wfbp.jax`` alone: those that wait, return a new array and have no factors, splits
             or process sets.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -520,8 +520,8 @@ def allgather_async(
             be of any type but Python objects. JAX's arrays are taken by the functions of
             ``wfbp.jax`` alone: those that wait, return a new array and have no factors, splits
             or process sets.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -548,8 +548,8 @@ def grouped_allgather(
             be of any type but Python objects. JAX's arrays are taken by the functions of
             ``wfbp.jax`` alone: those that wait, return a new array and have no factors, splits
             or process sets.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -576,8 +576,8 @@ def grouped_allgather_async(
             be of any type but Python objects. JAX's arrays are taken by the functions of
             ``wfbp.jax`` alone: those that wait, return a new array and have no factors, splits
             or process sets.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -616,8 +616,8 @@ def alltoall(
             or process sets.
         splits: how many rows each rank gets, whole numbers that add up to all rows; equal
             parts by default.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -663,8 +663,8 @@ def alltoall_async(
             or process sets.
         splits: how many rows each rank gets, whole numbers that add up to all rows; equal
             parts by default.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -694,8 +694,8 @@ def reducescatter(
             be of any type but Python objects. JAX's arrays are taken by the functions of
             ``wfbp.jax`` alone: those that wait, return a new array and have no factors, splits
             or process sets.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
             ``Adasum``. The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
@@ -736,8 +736,8 @@ def reducescatter_async(
             be of any type but Python objects. JAX's arrays are taken by the functions of
             ``wfbp.jax`` alone: those that wait, return a new array and have no factors, splits
             or process sets.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
             ``Adasum``. The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
@@ -771,8 +771,8 @@ def grouped_reducescatter(
             combined may be of any type but Python objects. JAX's arrays are taken by the
             functions of ``wfbp.jax`` alone: those that wait, return a new array and have no
             factors, splits or process sets.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
             ``Adasum``. The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
@@ -807,8 +807,8 @@ def grouped_reducescatter_async(
             combined may be of any type but Python objects. JAX's arrays are taken by the
             functions of ``wfbp.jax`` alone: those that wait, return a new array and have no
             factors, splits or process sets.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
             ``Adasum``. The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.

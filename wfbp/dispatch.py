@@ -1,4 +1,4 @@
-"""What the top level does with tensors of any framework: it chooses an adapter by its argument."""
+"""Functions of the top level that choose a framework's adapter by their argument."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # n
 
 
 def perform(form: Form, value: Any, **options: Any) -> Any:
-    """What a function of ``wfbp.collectives`` does with a value, or with several of one kind."""
+    """Carry out a function of ``wfbp.collectives`` on a value, or on several of one kind."""
     sample = value
     if form.grouped:
         value = list(value)
@@ -112,7 +112,7 @@ def join(device: int = -1) -> int:
 
     Until then this rank contributes zeros to every :func:`allreduce` of the others, and to the
     steps of their distributed optimizers of PyTorch (see ``wfbp.torch.join``). Other operations
-    among ranks of which some have joined are an error.
+    are an error while some ranks have joined.
 
     Args:
         device: ignored; for programs written for Horovod.

@@ -34,8 +34,8 @@ def allreduce(
         tensor: same shape and element type on every rank: float16, bfloat16, float32,
             float64, int8, int16, int32, int64, uint8 or bool.
         average: Horovod's older way to say ``op``: True for ``Average``, False for ``Sum``.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         compression: in which type floating point travels.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
             ``Adasum``. The average of integers is truncated.
@@ -74,8 +74,8 @@ def allreduce_(
         tensor: same shape and element type on every rank: float16, bfloat16, float32,
             float64, int8, int16, int32, int64, uint8 or bool.
         average: Horovod's older way to say ``op``: True for ``Average``, False for ``Sum``.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
             ``Adasum``. The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
@@ -107,8 +107,8 @@ def allreduce_async(
         tensor: same shape and element type on every rank: float16, bfloat16, float32,
             float64, int8, int16, int32, int64, uint8 or bool.
         average: Horovod's older way to say ``op``: True for ``Average``, False for ``Sum``.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
             ``Adasum``. The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
@@ -140,8 +140,8 @@ def allreduce_async_(
         tensor: same shape and element type on every rank: float16, bfloat16, float32,
             float64, int8, int16, int32, int64, uint8 or bool.
         average: Horovod's older way to say ``op``: True for ``Average``, False for ``Sum``.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
             ``Adasum``. The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
@@ -177,8 +177,8 @@ def grouped_allreduce(
         tensors: same shape and element type on every rank: float16, bfloat16, float32,
             float64, int8, int16, int32, int64, uint8 or bool.
         average: Horovod's older way to say ``op``: True for ``Average``, False for ``Sum``.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         compression: in which type floating point travels.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
             ``Adasum``. The average of integers is truncated.
@@ -211,8 +211,8 @@ def grouped_allreduce_(
         tensors: same shape and element type on every rank: float16, bfloat16, float32,
             float64, int8, int16, int32, int64, uint8 or bool.
         average: Horovod's older way to say ``op``: True for ``Average``, False for ``Sum``.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
             ``Adasum``. The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
@@ -244,8 +244,8 @@ def grouped_allreduce_async(
         tensors: same shape and element type on every rank: float16, bfloat16, float32,
             float64, int8, int16, int32, int64, uint8 or bool.
         average: Horovod's older way to say ``op``: True for ``Average``, False for ``Sum``.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
             ``Adasum``. The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
@@ -278,8 +278,8 @@ def grouped_allreduce_async_(
         tensors: same shape and element type on every rank: float16, bfloat16, float32,
             float64, int8, int16, int32, int64, uint8 or bool.
         average: Horovod's older way to say ``op``: True for ``Average``, False for ``Sum``.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
             ``Adasum``. The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
@@ -310,8 +310,8 @@ def broadcast(
     Args:
         tensor: same shape and element type on every rank.
         root_rank: whose values everybody gets; its number among all ranks.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -335,8 +335,8 @@ def broadcast_(
     Args:
         tensor: same shape and element type on every rank.
         root_rank: whose values everybody gets; its number among all ranks.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -360,8 +360,8 @@ def broadcast_async(
     Args:
         tensor: same shape and element type on every rank.
         root_rank: whose values everybody gets; its number among all ranks.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -385,8 +385,8 @@ def broadcast_async_(
     Args:
         tensor: same shape and element type on every rank.
         root_rank: whose values everybody gets; its number among all ranks.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -411,8 +411,8 @@ def allgather(
 
     Args:
         tensor: at least one dimension; sizes may differ in the first one only.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -434,8 +434,8 @@ def allgather_async(
 
     Args:
         tensor: at least one dimension; sizes may differ in the first one only.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -459,8 +459,8 @@ def grouped_allgather(
 
     Args:
         tensors: at least one dimension; sizes may differ in the first one only.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -482,8 +482,8 @@ def grouped_allgather_async(
 
     Args:
         tensors: at least one dimension; sizes may differ in the first one only.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -519,8 +519,8 @@ def alltoall(
         tensor: at least one dimension; sizes may differ in the first one only.
         splits: how many rows each rank gets, whole numbers that add up to all rows; equal
             parts by default.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -560,8 +560,8 @@ def alltoall_async(
         tensor: at least one dimension; sizes may differ in the first one only.
         splits: how many rows each rank gets, whole numbers that add up to all rows; equal
             parts by default.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -589,8 +589,8 @@ def reducescatter(
 
     Args:
         tensor: at least one dimension; same shape and element type on every rank.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         compression: in which type floating point travels.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
             ``Adasum``. The average of integers is truncated.
@@ -621,8 +621,8 @@ def reducescatter_async(
 
     Args:
         tensor: at least one dimension; same shape and element type on every rank.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
             ``Adasum``. The average of integers is truncated.
         process_set: the ranks that take part.
@@ -654,8 +654,8 @@ def grouped_reducescatter(
 
     Args:
         tensors: at least one dimension; same shape and element type on every rank.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         compression: in which type floating point travels.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
             ``Adasum``. The average of integers is truncated.
@@ -686,8 +686,8 @@ def grouped_reducescatter_async(
 
     Args:
         tensors: at least one dimension; same shape and element type on every rank.
-        name: by which ranks find each other's operations, in whatever order each submits
-            them; those without one match by the order in which ranks submit them.
+        name: matches the operations of ranks, which may submit them in different orders;
+            those without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
             ``Adasum``. The average of integers is truncated.
         process_set: the ranks that take part.

@@ -30,7 +30,7 @@ from wfbp.torch.tensors import NAMES as TENSOR_NAMES
 from wfbp.torch.tensors import check, note_use, on_host, raw, usable_device
 
 NAMES = {**TENSOR_NAMES, torch.int8: "int8", torch.int16: "int16", torch.bool: "bool"}
-"""What can travel, and its name below."""
+"""The element types that can travel, and their names below."""
 
 
 class Tensor(Operand[torch.Tensor]):
@@ -163,7 +163,7 @@ def perform(
     splits: torch.Tensor | Sequence[int] | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """What a function of ``wfbp.torch.collectives`` does with a tensor, or with several."""
+    """Carry out a function of ``wfbp.torch.collectives`` on a tensor, or on several."""
     reduces = form.kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER)
     reduction = chosen_op(average, op) if reduces else None
     used = _Arguments(
@@ -298,7 +298,7 @@ def sparse_allreduce_async(
 
     Args:
         tensor: sparse (COO), of the same shape on every rank.
-        name: by which ranks find each other's operations.
+        name: matches the operations of ranks.
         op: ``Average`` or ``Sum``.
         process_set: the ranks that take part.
 

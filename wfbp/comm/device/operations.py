@@ -139,7 +139,7 @@ class DeviceOperations:
     """The device's part of the named lane of all ranks.
 
     Training threads call :meth:`takes` and set :attr:`retired`; everything else runs under the
-    progress lock. What they share is written by single operations.
+    progress lock. They share attributes that are written by single assignments.
 
     Args:
         links: of the runtime of all ranks.

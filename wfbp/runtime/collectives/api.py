@@ -1,4 +1,4 @@
-"""What programs call whatever framework they use: everything but operations on tensors."""
+"""Public functions that take no tensors, the same for every framework."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def init(
     """Join the other ranks of this job; call it before any other function.
 
     Started by ``mpirun -np N``, all N processes must call it; started alone, the job has one
-    rank. Calling it again does nothing; behind ``shutdown()`` it begins anew. From here on an
+    rank. Calling it again does nothing; after ``shutdown()`` it starts again. From here on an
     uncaught exception on one rank ends all ranks, with that rank's message.
 
     Args:
@@ -60,7 +60,7 @@ def init(
     sets: list[ProcessSet] = []
     try:
         sets = _process_sets(process_sets)
-    except (TypeError, ValueError) as error:  # ranks that have the same say so once
+    except (TypeError, ValueError) as error:  # printed once for all ranks that have it
         problem = error
     process.start(comm, backend=backend, config=config, problem=problem)
     try:
@@ -74,7 +74,7 @@ def init(
 
 
 def _process_sets(given: Iterable[ProcessSet | Iterable[int]] | str | None) -> list[ProcessSet]:
-    """What :func:`init` was given, as sets."""
+    """The argument of :func:`init` as sets."""
     if given is None or (isinstance(given, str) and given.lower() == "dynamic"):
         return []
     if isinstance(given, str) or not isinstance(given, Iterable):
@@ -87,7 +87,7 @@ def start_timeline(file_path: str | Path, mark_cycles: bool = False) -> None:
     """Record training steps and named operations from now on, for Perfetto or ``chrome://tracing``.
 
     Any rank may call it. ``WFBP_TIMELINE=directory`` does the same for all ranks from ``init()``
-    on, and compares the clocks of hosts. What is being recorded already is written first.
+    on, and compares the clocks of hosts. An earlier recording is closed first.
 
     Args:
         file_path: what rank 0 writes; rank 3 writes ``NAME.rank3.json`` beside ``NAME.json``.
@@ -221,7 +221,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         raise ValueError("the process set of all ranks exists already: use global_process_set")
     if made.mpi_comm is None:
         number = operations.add_set(made.ranks or ())
-    else:  # of which ranks may have had other numbers before shutdown()
+    else:  # its ranks may have had other numbers before shutdown()
         number = operations.add_set(ProcessSet(made.mpi_comm).ranks or (), is_split=True)
     made.bind(operations, number)
     return made
@@ -263,7 +263,7 @@ def broadcast_object(
     Args:
         obj: anything that can be pickled, also functions of the program; looked at on the root.
         root_rank: whose object everybody gets.
-        name: by which ranks find each other's operations; those without one follow one another.
+        name: matches the operations of ranks; those without one match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -295,7 +295,7 @@ def allgather_object(
 
     Args:
         obj: anything that can be pickled, also functions of the program.
-        name: by which ranks find each other's operations; those without one follow one another.
+        name: matches the operations of ranks; those without one match by their order.
         process_set: the ranks that take part.
 
     Raises:

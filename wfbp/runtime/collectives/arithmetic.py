@@ -1,4 +1,4 @@
-"""What named operations compute themselves: scaling, narrow integers, shares of rows, Adasum."""
+"""Arithmetic that no backend has: scaling, narrow integers, shares of rows, Adasum."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ITEM: dict[str, int] = {**ITEM_BYTES, "int8": 1, "int16": 2, "bool": 1}
 """Bytes per element of every type that named operations carry."""
 
 _CARRIED_AS = {"int8": "int32", "int16": "int32", "bool": "uint8"}
-"""Types that backends do not reduce, and in which they travel: sums wrap around alike there."""
+"""The types that stand for those that backends do not reduce; sums wrap around alike there."""
 
 
 def scale(data: Buffer, dtype: str, factor: float) -> None:
@@ -38,7 +38,7 @@ def scale(data: Buffer, dtype: str, factor: float) -> None:
 
 
 def reducible(data: Buffer, dtype: str, op: Op) -> tuple[Buffer, str, Op]:
-    """What a backend reduces in place of this: a buffer, its type, and the operation."""
+    """A buffer that a backend can reduce instead, its type, and the operation."""
     kind = _CARRIED_AS.get(dtype)
     if kind is None:
         return data, dtype, op
@@ -60,8 +60,8 @@ def adasum(parts: Sequence[Buffer], dtype: str) -> Buffer:
     """Combine contributions pairwise, as of Maleki et al., "Scaling Distributed Training with
     Adaptive Summation" (2020), equation 3 and section 3.2.
 
-    Two gradients a and b give (1 - a.b / 2 a.a) a + (1 - a.b / 2 b.b) b: their sum where they are
-    orthogonal, their average where they are parallel. Ranks whose numbers differ in the lowest bit
+    Two gradients a and b give (1 - a.b / 2 a.a) a + (1 - a.b / 2 b.b) b: their sum if they are
+    orthogonal, their average if they are parallel. Ranks whose numbers differ in the lowest bit
     are combined first, then those in the next.
 
     Args:

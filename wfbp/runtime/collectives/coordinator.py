@@ -1,9 +1,9 @@
-"""Decides which operations all ranks have submitted, and in which order they are carried out.
+"""Decides which operations all ranks have submitted, and the order of their execution.
 
 Rank 0 of a process set is its coordinator. Every rank sends it a request for each operation that
 its program submits. As soon as all ranks have submitted an operation of one name, the coordinator
 sends all of them a response; the order of the responses is the order of execution. Ranks that
-joined are stood in for by zeros. Pure: no messages, no clock.
+joined contribute zeros. Pure: no messages, no clock.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Coordinator:
             self._ready.append(Response(request, extents=((rank,),)))
 
     def take(self) -> list[Response]:
-        """What all ranks have submitted since the last call, in the order to do it in."""
+        """Operations that all ranks have submitted since the last call, in order of execution."""
         ready, self._ready = self._ready, []
         return ready
 
@@ -138,7 +138,7 @@ def _respond(requests: Mapping[int, Request], joined: list[int]) -> Response:
 
 
 def _compared(request: Request) -> dict[str, Any]:
-    """What must be equal on all ranks, the most general first."""
+    """The values that must be equal on all ranks, the most general first."""
     by_rows = request.kind in (Kind.ALLGATHER, Kind.ALLTOALL)
     return {
         "the operation": request.kind.value,
@@ -156,7 +156,7 @@ def _compared(request: Request) -> dict[str, Any]:
 
 
 def _difference(requests: Mapping[int, Request]) -> str:
-    """What must be equal in requests of one name, and is not; empty if they agree."""
+    """How requests of one name disagree, for messages; empty if they agree."""
     compared = {rank: _compared(request) for rank, request in requests.items()}
     first = next(iter(compared.values()))
     if all(values == first for values in compared.values()):

@@ -78,8 +78,8 @@ _TENSOR = {
 
 _MEANING = {
     "average": "Horovod's older way to say ``op``: True for ``Average``, False for ``Sum``.",
-    "name": "by which ranks find each other's operations, in whatever order each submits them; "
-    "those without one match by the order in which ranks submit them.",
+    "name": "matches the operations of ranks, which may submit them in different orders; those "
+    "without a name match by their order.",
     "compression": "in which type floating point travels.",
     "op": "``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``. The "
     "average of integers is truncated.",

@@ -41,7 +41,7 @@ JOIN = ""
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an operation gives; on a device ``data`` are bytes, and ``arrival`` is there too."""
+    """The result of an operation; on a device ``data`` are bytes, and there is an ``arrival``."""
 
     data: Buffer  # flat; elements in their storage type, or the bytes of what was gathered
     rows: tuple[int, ...] = ()  # per rank what was gathered or received; of a join the last rank
@@ -245,7 +245,7 @@ class NamedLane:
     def _start_all(self, responses: Sequence[Response]) -> None:
         """Start what one message of the coordinator names.
 
-        What is fused must not depend on when messages are read, hence per message.
+        Ranks read messages at different times, so only operations of one message are fused.
         """
         if self.timeline is not None and responses:
             self.timeline.cycle()

@@ -175,7 +175,7 @@ def chosen_op(average: bool | None, op: object) -> Op:
 
 
 def wrong_splits(dtype: object, shape: Sequence[int]) -> ValueError:
-    """What is raised if splits are a tensor of something else than whole numbers."""
+    """The error for splits that are a tensor of something else than whole numbers."""
     return ValueError(
         f"alltoall: splits are {dtype} of shape {tuple(shape)}; expected one whole number per rank"
     )

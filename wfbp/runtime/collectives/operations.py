@@ -234,7 +234,7 @@ class Collectives:
     def device_for(
         self, process_set: int, request: Request, place: Callable[[], Device | None]
     ) -> Device | None:
-        """Where an operation may be carried out, if not through the host's memory.
+        """The device that may carry an operation out; None if it goes through the host's memory.
 
         An operation whose data are placed there may go either way, as all ranks agree. ``place``
         gives the device where the tensor lies, if the runtime can use it.
@@ -298,7 +298,7 @@ class Collectives:
         return handle
 
     def _named(self, operation: Operation[Any]) -> Request:
-        """The request with the name by which ranks find each other. Called under the lock."""
+        """The request with the name that ranks match. Called under the lock."""
         request = operation.request
         if not operation.ordered and (request.name or request.kind is Kind.JOIN):
             return request
@@ -306,7 +306,7 @@ class Collectives:
             request = request._replace(called=f"{request.kind.value} {request.name!r}")
         sequence = "ordered" if operation.ordered else "unnamed"
         number = next(self._unnamed.setdefault((operation.process_set, sequence), count()))
-        # Ranks that were stood in for have numbered fewer operations than the others.
+        # Ranks that joined have numbered fewer operations than the others.
         epoch = f"{self._num_joins}." if self._num_joins else ""
         return request._replace(name=f"{sequence}.{epoch}{number}")
 
