@@ -25,7 +25,6 @@ class Arrivals:
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self.params = params
-        self.memory = [(ctypes.c_float * p.numel()).from_address(p.data_ptr()) for p in params]
         self.awaited: list[int] = []
         self.error: Exception | None = None
 
@@ -36,7 +35,10 @@ class Arrivals:
 
     def complete(self, indices: Sequence[int]) -> None:
         for index in indices:  # as from elsewhere: no mode and no transform affects it
-            self.memory[index][:] = [1.0] * len(self.memory[index])
+            with torch._C.DisableTorchFunctionSubclass():
+                param = self.params[index]
+                values = (ctypes.c_float * param.numel()).from_address(param.data_ptr())
+            values[:] = [1.0] * len(values)
 
 
 class Step:

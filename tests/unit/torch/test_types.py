@@ -22,7 +22,7 @@ def test_the_program_that_is_type_checked_runs() -> None:
 @pytest.mark.parametrize("kind", [AveragingOptimizerBase, AdasumOptimizerBase])
 def test_distributed_optimizers_have_every_method_of_the_interface(kind: type) -> None:
     for name, method in inspect.getmembers(DistributedOptimizerBase, inspect.isfunction):
-        if name in vars(DistributedOptimizerBase) and not name.startswith("__"):
+        if name in vars(DistributedOptimizerBase) and not name.startswith("_"):
             own = getattr(kind, name)
             assert own is not method
             assert inspect.getdoc(own), f"{name} is documented where it is defined, or inherited"

@@ -20,7 +20,6 @@ from torch import nn
 
 import wfbp
 import wfbp.torch
-from tests.parallel.programs.torch.further_optimizers import Normalized
 from tests.parallel.programs.torch.training import averaged, mlp, same, square
 from tests.support.sharding import SHARDING
 from wfbp.config import Config
@@ -43,9 +42,8 @@ class Pausing(torch.optim.SGD):
 Make = Callable[[Any], torch.optim.Optimizer]
 
 KINDS: dict[str, tuple[Make, str]] = {
-    "sharded": (lambda p: Pausing(p, lr=0.05, momentum=0.9), "auto"),
-    "replicated": (lambda p: Pausing(p, lr=0.05, momentum=0.9), "replicated"),
-    "per tensor": (Normalized, "auto"),
+    "sharded": (lambda p: Pausing(p, lr=0.05, momentum=0.9), "sharded"),
+    "replicated": (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), "replicated"),
 }
 
 
