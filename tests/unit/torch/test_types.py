@@ -8,9 +8,9 @@ from __future__ import annotations
 import inspect
 
 import pytest
-from wfbp.torch.adasum import AdasumOptimizerBase
 
 from tests.typing import torch_program
+from wfbp.horovod.torch.adasum import AdasumOptimizerBase
 from wfbp.torch.optimizer import AveragingOptimizerBase
 from wfbp.torch.optimizer_interface import DistributedOptimizerBase
 
