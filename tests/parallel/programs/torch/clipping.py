@@ -176,7 +176,7 @@ def changing_gradients_behind_clipping() -> None:
             if held:
                 raises(
                     RuntimeError,
-                    "behind clip_grad_norm_()",
+                    "after clip_grad_norm_()",
                     "optimizer.synchronize() before",
                     act=optimizer.step,
                 )
