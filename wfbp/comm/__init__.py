@@ -1,6 +1,6 @@
 """Moves bytes between ranks.
 
-Read ``backend`` first: the interface that everything above uses, and how contributions combine.
-``mpi`` and ``device`` are the backends of jobs, ``emulated`` (a link with given costs) that of
-demonstrations. ``waiting`` waits without taking a core, ``probe`` measures cost curves.
+Read ``backend`` first: the interface, and how contributions combine. Jobs use ``mpi`` and
+``device``; demonstrations use ``emulated``. ``waiting`` waits without occupying a core; ``probe``
+measures cost curves.
 """

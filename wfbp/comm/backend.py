@@ -1,11 +1,10 @@
-"""The seam between the runtime and whatever moves bytes between ranks.
+"""The interface between the runtime and the transports that move bytes between ranks.
 
-A backend and its duplicates are spoken to by one thread at a time (the communication thread).
-Every rank starts the same collectives in the same order on the same backend; each returns a
-:class:`Work` at once. Progress is made inside :meth:`Work.test`, for everything under way on the
-backend and its duplicates, so ranks may wait for their works in different orders. A buffer
-belongs to its work until ``test()`` returned True. ``tests/contract`` is the specification that
-every implementation passes.
+Threads: one thread at a time (the communication thread) uses a backend and its duplicates. Every
+rank starts the same collectives in the same order on the same backend; each returns a :class:`Work`
+at once. :meth:`Work.test` makes progress for everything under way on the backend and its
+duplicates, so ranks may wait for their works in different orders. A buffer belongs to its work
+until ``test()`` returned True. ``tests/contract`` specifies what every implementation must do.
 """
 
 from __future__ import annotations
@@ -30,16 +29,14 @@ Buffer = npt.NDArray[Any]
 
 
 class Segment(NamedTuple):
-    """A part of a collective's buffer whose data lie in memory of their own: large tensors are sent
-    from where they are, without a copy into the buffer.
+    """Part of a collective's buffer whose data are in separate memory, and are sent without a copy.
 
     Args:
-        start: its first byte in the buffer of an all-reduce, or in each block otherwise.
+        start: first byte in the buffer of an all-reduce, or in each block otherwise.
         data: the memory, read or written until the work is complete.
-        counts: where the buffer consists of blocks, bytes of each rank's part of ``data``, in rank
-            order; the same on every rank.
-        result: where an all-reduce writes the result, if :meth:`Backend.copies_segments`, not
-            into the buffer; may be ``data``.
+        counts: for buffers of blocks, bytes of each rank's part of ``data``; equal on all ranks.
+        result: where an all-reduce writes the result instead of into the buffer, if
+            :meth:`Backend.copies_segments`; may be ``data``.
     """
 
     start: int
@@ -55,26 +52,26 @@ class Work(ABC, Generic[T]):
 
     @property
     def activity(self) -> int:
-        """The activity of the backend that carries it."""
+        """The activity of its backend."""
         return 0
 
     @abstractmethod
     def test(self) -> bool:
-        """Move the collective on, without blocking; True once it is complete on this rank."""
+        """Make progress without blocking; True once the collective is complete on this rank."""
 
     @property
     @abstractmethod
     def result(self) -> T:
-        """What the collective returns, once ``test()`` was True."""
+        """The collective's result; valid once ``test()`` returned True."""
 
 
 class Backend(ABC):
-    """Collectives among ``size`` ranks, in place where they can be.
+    """Collectives among ``size`` ranks, in place if possible.
 
     ``dtype`` is a key of ``core.types.ITEM_BYTES``; float16 and bfloat16 are accumulated in float32
-    and rounded once. ``counts`` are bytes of each rank's block, also none, whole elements, the same
-    on every rank. ``segments`` are in ascending order and do not overlap; their starts and lengths
-    are whole elements, and the same on every rank.
+    and rounded once. ``counts`` are bytes of each rank's block: whole elements, possibly 0, the
+    same on every rank. ``segments`` ascend and do not overlap; their starts and lengths are whole
+    elements and the same on every rank.
     """
 
     rank: int
@@ -82,47 +79,47 @@ class Backend(ABC):
     local_rank: int
     local_size: int
     library: str = "no MPI"
-    """What carries messages, for people."""
+    """Name and version of the library below, for messages."""
 
     @property
     def activity(self) -> int:
-        """A number that changes whenever anything moves on here or on a duplicate."""
+        """A number that changes whenever anything makes progress here or on a duplicate."""
         return 0
 
     @property
     def progresses_alone(self) -> bool:
-        """Whether data move between tests too, as over a network. In shared memory the tests copy,
-        so a rank that does not test delays its peers."""
+        """Whether data also move between tests (a network). In shared memory the tests copy, so a
+        rank that does not test delays its peers."""
         return False
 
     def may_progress(self) -> bool:
-        """Whether a test could move anything on, here or on a duplicate; True if unknown.
+        """Whether a test could make progress, here or on a duplicate; True if unknown.
 
-        A cheap check between naps that never blocks. It may itself do some of the work of a test.
+        Cheap and never blocks, but may do part of a test's work.
         """
         return True
 
     def rest(self, nap_s: float, most_s: float) -> bool:
-        """Sleep until an operation has ended, testing every ``nap_s`` seconds, for at most
-        ``most_s``; False, without sleeping, if the backend cannot or nothing is under way."""
+        """Sleep until an operation ends, testing every ``nap_s`` seconds, for at most ``most_s``.
+        False, without sleeping, if the backend cannot do this or nothing is under way."""
         return False
 
     def stopwatch(self) -> Callable[[], float]:
         """Return a function that gives the seconds from now until all collectives started since are
-        complete, once they are."""
+        complete; call it once they are."""
         begin_s = time.perf_counter()
         return lambda: time.perf_counter() - begin_s
 
     def zeros(self, nbytes: int) -> Buffer:
-        """A uint8 buffer in memory that this backend's collectives prefer. If one rank passes such
-        a buffer to a collective, all ranks do."""
+        """Zeroed uint8 memory that this backend's collectives prefer. Pass such a buffer to a
+        collective on all ranks or on none."""
         return zeroed(nbytes)
 
     def copies_segments(self, buffer: Buffer) -> bool:
-        """Whether an all-reduce of this buffer copies segments in, and their results out.
+        """Whether an all-reduce of this buffer copies segments in and results out.
 
-        Segments may then name a place for their result. Their memory is touched within
-        :meth:`all_reduce` and ``test()`` only: a caller that calls neither may free it.
+        If so, segments may name a ``result``. Their memory is touched only within
+        :meth:`all_reduce` and ``test()``: a caller that calls neither may free it.
         """
         return False
 
@@ -132,8 +129,8 @@ class Backend(ABC):
     ) -> Work[None]:
         """Combine ``buffer`` over all ranks, in place.
 
-        Segments are contributions that are read elsewhere, and not written; their results go into
-        the buffer, or to the place that the segment names.
+        Segments are read-only contributions; results go to the buffer, or to the segment's
+        ``result``.
         """
 
     @abstractmethod
@@ -145,10 +142,9 @@ class Backend(ABC):
         op: Op,
         segments: Sequence[Segment] = (),
     ) -> Work[None]:
-        """Combine ``size`` adjacent blocks over all ranks. This rank's block receives its result;
-        the contents of the others are undefined afterwards.
+        """Combine ``size`` adjacent blocks over all ranks; this rank's block receives its result.
 
-        Part r of a segment is contributed to block r.
+        The other blocks are undefined afterwards. Part r of a segment contributes to block r.
         """
 
     @abstractmethod
@@ -159,9 +155,9 @@ class Backend(ABC):
     def all_gather(
         self, buffer: Buffer, counts: Sequence[int], segments: Sequence[Segment] = ()
     ) -> Work[None]:
-        """Fill every rank's block of ``buffer``, of any element type, with that rank's own.
+        """Fill every rank's block of ``buffer`` (any element type) with that rank's data.
 
-        This rank's part of a segment is sent from there, the others' are received there.
+        This rank's part of a segment is sent from there; the others' parts are received there.
         """
 
     @abstractmethod
@@ -170,26 +166,25 @@ class Backend(ABC):
 
     @abstractmethod
     def duplicate(self) -> Backend:
-        """A backend over the same ranks with collectives of its own. Collective and blocking."""
+        """A backend over the same ranks with separate collectives. Collective and blocking."""
 
     @abstractmethod
     def send_notice(self, payload: bytes) -> None:
-        """Send a short message to every other rank, without waiting until it is read; not a
-        collective."""
+        """Send a short message to every other rank without waiting for a reader; not collective."""
 
     @abstractmethod
     def poll_notices(self) -> list[tuple[int, bytes]]:
-        """Notices that have arrived, each with the rank that sent it; never blocks."""
+        """Notices that have arrived, as (sender, payload); never blocks."""
 
     def give_up(self) -> None:  # noqa: B027 - nothing, unless ranks read each other's memory
         """Stop waiting for everything under way, here and on duplicates.
 
-        Buffers may change or be freed from here on; ranks that still read them fail.
+        Buffers may change or be freed afterwards; ranks that still read them fail.
         """
 
     def release(self) -> None:  # noqa: B027 - nothing, unless ranks read each other's memory
-        """Release memory shared with other ranks, here and on duplicates, as the last call; not
-        collective. Buffers that are still in use stay valid."""
+        """Release memory shared with other ranks, here and on duplicates. The last call; not
+        collective. Buffers still in use stay valid."""
 
     @abstractmethod
     def abort(self, code: int) -> None:
@@ -201,26 +196,25 @@ class Backend(ABC):
 
 
 class Mailbox(ABC):
-    """Messages from rank to rank, outside any collective; used by the thread of its backend.
+    """Messages from rank to rank, outside any collective; used by its backend's thread.
 
-    ``echoes``: one process plays the other ranks, which send what this one sends to itself.
+    ``echoes``: one process plays the other ranks, which send back what they receive.
     """
 
     echoes = False
 
     @property
     def sending(self) -> bool:
-        """Whether a message is still on its way, which :meth:`receive` moves on."""
+        """Whether a message is still being sent; :meth:`receive` makes progress on it."""
         return False
 
     @abstractmethod
     def send(self, rank: int, payload: bytes) -> None:
-        """Send to one rank, also this one, without waiting for it to be read."""
+        """Send to one rank (or this one), without waiting for it to be read."""
 
     @abstractmethod
     def receive(self) -> list[tuple[int, bytes]]:
-        """The messages that have arrived, each with its sender, in each sender's order; never
-        blocks."""
+        """Arrived messages as (sender, payload), in each sender's order; never blocks."""
 
     @abstractmethod
     def close(self) -> None:
@@ -228,42 +222,42 @@ class Mailbox(ABC):
 
 
 class HostBackend(Backend):
-    """A backend for memory of the host, with what named operations need besides collectives."""
+    """A backend for host memory; adds what named operations need."""
 
     def all_to_all(
         self, outgoing: Buffer, sent: Sequence[int], incoming: Buffer, received: Sequence[int]
     ) -> Work[None]:
-        """Send every rank a block of its own.
+        """Send every rank its own block.
 
-        Block r of ``outgoing``, of ``sent[r]`` bytes, goes to rank r; block r of ``incoming``, of
-        ``received[r]`` bytes, comes from rank r. The buffers do not overlap.
+        Block r of ``outgoing`` (``sent[r]`` bytes) goes to rank r; block r of ``incoming``
+        (``received[r]`` bytes) comes from rank r. The buffers do not overlap.
         """
         raise NotImplementedError
 
     def subset(self, ranks: Sequence[int]) -> HostBackend | None:
-        """A backend over some of the ranks, in which rank ``ranks[i]`` is rank i; None on the
-        others. Collective over all ranks, and blocking; ``ranks`` is ascending."""
+        """A backend over the ascending ``ranks``, with rank ``ranks[i]`` as rank i; None on the
+        other ranks. Collective over all ranks, and blocking."""
         raise NotImplementedError
 
     def send(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
-        """Send bytes to one other rank, which has to :meth:`receive` as many; not a collective.
+        """Send bytes to one rank, which must :meth:`receive` as many; not collective.
 
-        Messages of one tag (0 to 16383) between two ranks arrive in the order of sending. The
-        buffer must not change until the work is complete.
+        Messages with one tag (0 to 16383) arrive in the order of sending. The buffer must not
+        change until the work is complete.
         """
         raise NotImplementedError
 
     def receive(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
-        """Receive the bytes that a rank sends with this tag; the counterpart of :meth:`send`."""
+        """Receive the bytes that a rank sends with this tag; counterpart of :meth:`send`."""
         raise NotImplementedError
 
     @abstractmethod
     def mailbox(self) -> Mailbox:
-        """Messages between the ranks of this backend. Collective and blocking."""
+        """Messages between this backend's ranks. Collective and blocking."""
 
 
 class Finished(Work[T]):
-    """Work that was complete when it was made (one rank, nothing to send)."""
+    """Work that is complete when made (one rank, or nothing to send)."""
 
     def __init__(self, result: T) -> None:
         self._result = result
@@ -281,28 +275,21 @@ HALF = frozenset({"float16", "bfloat16"})
 INTEGER = frozenset({"int32", "int64", "uint8"})
 _WORDS = {name: np.dtype("uint16") for name in HALF}
 _MAPPED_BYTES = 64 << 10
-"""From here on memory comes from the system, in pages of its own."""
+"""Buffers of at least this size are mapped from the system as separate pages."""
 
 
 def word_dtype(dtype: str) -> np.dtype[Any]:
-    """The NumPy type by which kernels are given elements: halves of both kinds as uint16."""
+    """The NumPy type that kernels use for elements: uint16 for both half types."""
     return _WORDS.get(dtype) or np.dtype(dtype)
 
 
 def storage_dtype(dtype: str) -> np.dtype[Any]:
-    """The NumPy type that holds elements: their own, or uint16 for bfloat16, which NumPy lacks."""
+    """The NumPy type that holds elements: uint16 for bfloat16, which NumPy lacks."""
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
 def typed(buffer: Buffer, dtype: str, writeable: bool = True) -> Buffer:
-    """The buffer's bytes seen as elements of ``dtype`` (uint16 for the half types), not copied.
-
-    Raises ``ValueError`` if it is not one-dimensional, not contiguous, read-only where it must be
-    writeable, or holds no whole number of elements.
-
-    >>> typed(np.zeros(8, np.uint8), "float32")
-    array([0., 0.], dtype=float32)
-    """
+    """View the buffer's bytes as ``word_dtype(dtype)``; ``ValueError`` if it is unsuitable."""
     size = item_bytes(dtype)
     if buffer.ndim != 1 or not buffer.flags.c_contiguous:
         raise ValueError(
@@ -320,13 +307,7 @@ def typed(buffer: Buffer, dtype: str, writeable: bool = True) -> Buffer:
 def blocks(
     size: int, buffer: Buffer, counts: Sequence[int], dtype: str, writeable: bool = True
 ) -> list[Buffer]:
-    """The buffer of a reduce-scatter or an all-gather as one typed block per rank.
-
-    ``counts`` are bytes. Raises ``ValueError``, naming the size that does not fit.
-
-    >>> blocks(2, np.zeros(3, np.float32), [8, 4], "float32")
-    [array([0., 0.], dtype=float32), array([0.], dtype=float32)]
-    """
+    """Split a buffer into typed blocks of ``counts`` bytes, one per rank; or ``ValueError``."""
     data = typed(buffer, dtype, writeable)
     check_counts(size, data.nbytes, counts, dtype)
     parts, end = [], 0
@@ -337,7 +318,7 @@ def blocks(
 
 
 def check_counts(size: int, nbytes: int, counts: Sequence[int], dtype: str) -> None:
-    """Raise ``ValueError`` unless a buffer of ``nbytes`` consists of one such block per rank."""
+    """Raise ``ValueError`` unless ``counts`` are valid blocks of a buffer of ``nbytes``."""
     item = item_bytes(dtype)
     if len(counts) != size or any(count < 0 or count % item for count in counts):
         raise ValueError(
@@ -358,7 +339,7 @@ def fill(buffer: Buffer, segments: Sequence[Segment]) -> None:
 def fill_blocks(
     buffer: Buffer, counts: Sequence[int], segments: Sequence[Segment], dtype: str
 ) -> None:
-    """The same for a reduce-scatter: part r of each segment into block r."""
+    """Copy the segments of a reduce-scatter into its buffer: part r of each into block r."""
     size = len(counts)
     whole = blocks(size, buffer.view(np.uint8), counts, "uint8")
     for segment in segments:
@@ -368,25 +349,15 @@ def fill_blocks(
 
 
 def combine(shards: Sequence[Buffer], out: Buffer, dtype: str, op: Op) -> None:
-    """Combine one contribution per rank, given in rank order; AVERAGE divides by their number.
+    """Combine one contribution per rank, in rank order; the only definition of reduction.
 
-    The one definition of reduction. ``shards`` are as :func:`typed` returns them; ``out`` is one of
-    them, or does not overlap any.
-
-    >>> total = np.zeros(2, np.float32)
-    >>> combine([np.float32([1, 2]), np.float32([3, 6])], total, "float32", Op.AVERAGE)
-    >>> total
-    array([2., 4.], dtype=float32)
+    ``shards`` are as :func:`typed` returns them; ``out`` is one of them or overlaps none.
     """
     reduce_shards(shards, out, dtype, *reduction(op, len(shards)))
 
 
 def reduction(op: Op, num_ranks: int) -> tuple[str, float]:
-    """The operation that combines the contributions, and the divisor of its result.
-
-    >>> reduction(Op.AVERAGE, 3)
-    ('sum', 3.0)
-    """
+    """The operation that combines the contributions, and the divisor of its result."""
     return ("sum", float(num_ranks)) if op is Op.AVERAGE else (op.value, 1.0)
 
 
@@ -400,16 +371,11 @@ def split(total: int, parts: int) -> list[tuple[int, int]]:
 
 
 def zeroed(nbytes: int) -> Buffer:
-    """``nbytes`` zeroed bytes, as uint8; ``MemoryError`` if there are not so many.
-
-    Untouched pages cost nothing: the part of a fusion buffer whose tensors are sent from where they
-    are stays untouched. (The C library would clear memory that it has used before.)
-
-    >>> zeroed(3)
-    array([0, 0, 0], dtype=uint8)
-    """
+    """``nbytes`` zeroed bytes, as uint8; ``MemoryError`` if memory is exhausted."""
     if nbytes < _MAPPED_BYTES or sys.platform == "win32":
         return np.zeros(nbytes, np.uint8)
+    # Untouched pages cost nothing, such as the part of a fusion buffer whose tensors are sent from
+    # where they are. The C library would clear memory that it has used before.
     # Private: a forked process writes to its own copy.
     try:
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

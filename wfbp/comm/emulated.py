@@ -1,15 +1,8 @@
-"""A link that exists only as a cost curve: the real runtime can be timed on any network.
+"""A link defined by a cost curve, to time the real runtime on any network.
 
-One process plays rank 0 of ``size``; the other ranks contribute the same values as it does. A
-collective takes exactly the time that the curve gives for its bytes, on one channel that carries
-one at a time, in order:
-
-    start = max(now, when the channel is free);  end = start + cost(bytes)
-
-The next collective starts on the channel when the one before ends, also where nobody has looked
-at that yet, as on a real network.
-
-Threads: a link and its duplicates are used by one thread at a time.
+One process plays rank 0 of ``size``. Collectives run one at a time, in order: each starts when the
+previous one ends, even if no test has noticed, and takes exactly the seconds that the curve gives.
+Threads: one thread at a time uses a link and its duplicates.
 """
 
 from __future__ import annotations
@@ -38,14 +31,14 @@ from wfbp.errors import PeerError
 
 ALL_REDUCE = Operation.ALL_REDUCE
 Curve = Callable[[int], float]
-"""Bytes of a message to seconds."""
+"""Maps bytes of a message to seconds."""
 
 LAST_NAP_S = 300e-6
-"""A test this close to the end sleeps the rest, so that completions are noticed on time."""
+"""A test this close to the end sleeps the rest, so that completion is noticed on time."""
 
 
 class _Channel:
-    """What the duplicates of a link share."""
+    """State shared by a link's duplicates."""
 
     def __init__(self, costs: Mapping[Operation, Curve]) -> None:
         self.costs = costs
@@ -54,7 +47,7 @@ class _Channel:
         self.error: PeerError | None = None
 
     def occupy(self, operation: Operation, nbytes: int) -> float:
-        """When a message of this size, sent now, has arrived (``time.perf_counter``)."""
+        """The time (``time.perf_counter``) at which a message sent now has arrived."""
         self.free_s = max(self.free_s, time.perf_counter()) + self.costs[operation](nbytes)
         return self.free_s
 
@@ -93,11 +86,9 @@ class _EmulatedWork(Work[T]):
 
 
 class EmulatedLink(HostBackend):
-    """Rank 0 of ``size`` equal ranks over a link that costs what the curve says.
+    """Rank 0 of ``size`` equal ranks; all ranks contribute the same values.
 
-    Data end up as if every rank had contributed what this one did: AVERAGE, MIN and MAX leave a
-    buffer as it is, SUM multiplies it by ``size``, every gathered part is this rank's. ``others``
-    are curves of collectives that cost something else.
+    ``others`` are curves of collectives whose cost differs from ``cost``.
 
     >>> from wfbp.comm.waiting import wait
     >>> link = EmulatedLink(lambda nbytes: 1e-3 + 1e-9 * nbytes, size=4)
@@ -190,7 +181,7 @@ class EmulatedLink(HostBackend):
         self._channel.error = PeerError(f"the run was aborted with code {code}")
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Has no resources to free."""
 
     def _send(
         self, nbytes: int, finish: Callable[[], Any], operation: Operation = ALL_REDUCE
@@ -213,4 +204,4 @@ class _EmulatedMailbox(Mailbox):
         return arrived
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Has no resources to free."""

@@ -1,11 +1,9 @@
-"""Memory for a lane's messages, and the order of what is done to it.
+"""Memory for a lane's messages, and the order of operations on it.
 
-On the host a call has done its work when it returns: :class:`Memory`, which is the host's, has
-nothing to order. On a device (``comm.device.memory``) threads only enqueue work, and events order
-it between streams.
-
-A *stamp* is a moment in the training thread's work or the lane's: seconds of ``time.perf_counter``
-on the host, a timed event on a device, which becomes seconds when it has happened; 0 is "did not".
+On the host (:class:`Memory`) a call has finished when it returns, so nothing needs ordering. On a
+device (``comm.device.memory``) threads enqueue work and events order it between streams.
+A *stamp* is a moment in the training thread's or lane's work: seconds of ``time.perf_counter`` on
+the host, a timed event on a device (converted to seconds later); 0 means "did not happen".
 """
 
 from __future__ import annotations
@@ -22,55 +20,51 @@ from wfbp.comm.backend import Backend, Buffer, Work, zeroed
 
 Stamp = Any
 Dependencies = Sequence[Any]
-"""What a device has to wait for; empty on the host."""
+"""Events that a device has to wait for; empty on the host."""
 
 _LINE_BYTES = 64
 
 
 class SlotTable(Protocol):
-    """A pack table (see ``wfbp.native``); on a device, copies are enqueued on a stream of it.
+    """A pack table (see ``wfbp.native``); on a device it enqueues copies on its stream.
 
-    Addresses are read when ``pack`` or ``unpack`` is called, memory when the stream gets there.
+    Addresses are read when ``pack`` or ``unpack`` is called, memory when the stream copies it.
     """
 
     @property
     def pointers(self) -> npt.NDArray[np.int64]:
-        """Where each slot is filled from; 0 is absent."""
+        """Address of each slot's source; 0 means absent."""
 
     def pack(self) -> None:
-        """Fill every slot, with zeros where it is absent."""
+        """Fill every slot; absent ones with zeros."""
 
     def unpack(self) -> None:
         """Copy every slot back to its address."""
 
 
 class Memory:
-    """Memory of the host, for one lane, whose messages ``backend`` sends.
-
-    ``zero_copy_min_bytes``: tensors of at least this size are not packed; None to pack all.
-    """
+    """Host memory of one lane; tensors of at least ``zero_copy_min_bytes`` are not packed."""
 
     copies_in_order = False
-    """Whether copies come behind what was started before them, as on a stream: then results have to
-    be copied before anything else is started."""
+    """Whether copies wait for earlier work, as on a stream: copy results before starting more."""
     flags_beside = False
     """Whether flags travel beside messages, which the host cannot read without waiting."""
+    # By then the next steps' work is enqueued, so that the device does not become idle.
     lag_steps = 0
-    """While plans are measured, a step's times are read this many steps later, equally on every
-    rank: by then the next steps' work is enqueued, so that the device does not become idle."""
+    """While plans are measured, every rank reads a step's times this many steps later."""
     timing = True
-    """Whether moments are wanted where they cost anything; the training thread may change it."""
+    """Whether costly timestamps are wanted; the training thread may change it."""
 
     now: Callable[[], Stamp]
     """The present moment in the training thread's work."""
     produced: Callable[[], Stamp]
-    """The same; called where a gradient has just appeared."""
+    """The same; called when a gradient has just appeared."""
     join: Callable[[], Stamp]
-    """Order the training thread's later work behind the lane's results."""
+    """Order the training thread's later work after the lane's results."""
     packed: Callable[[], Stamp]
-    """The next message finds what the lane has packed by this moment."""
+    """Order the next message after what the lane has packed so far."""
     ended: Callable[[], Stamp]
-    """The present moment in the lane's work, where a group ends, which is watched until then."""
+    """The moment at which a group ends in the lane's work; monitored until then."""
 
     def __init__(self, backend: Backend, zero_copy_min_bytes: int | None = None) -> None:
         self.backend = backend
@@ -79,8 +73,7 @@ class Memory:
         self.now = self.produced = self.join = self.packed = self.ended = perf_counter
 
     def zeros(self, nbytes: int, travels: bool = False) -> Buffer:
-        """Zeroed bytes that start at a cache line; ``travels``: as an all-reduced message, in
-        memory that the backend prefers."""
+        """Zeroed, cache-line-aligned bytes; ``travels``: preferred by the backend's all-reduce."""
         size = nbytes + _LINE_BYTES
         raw = self.backend.zeros(size) if travels else zeroed(size)
         start = -raw.__array_interface__["data"][0] % _LINE_BYTES
@@ -91,7 +84,7 @@ class Memory:
         return self.zeros(nbytes)
 
     def address(self, data: Buffer) -> int:
-        """Where bytes lie."""
+        """The buffer's address."""
         start: int = data.__array_interface__["data"][0]
         return start
 
@@ -103,7 +96,7 @@ class Memory:
         dtype: str,
         tensor_dtype: str,
     ) -> SlotTable:
-        """A table that packs before messages and unpacks behind them."""
+        """A table that packs before messages and unpacks after them."""
         places = np.asarray(offsets, np.int64), np.asarray(nbytes, np.int64)
         return native.PackTable(buffer, *places, dtype, tensor_dtype)
 
@@ -112,16 +105,16 @@ class Memory:
         np.copyto(target, source)
 
     def trim(self) -> None:
-        """Give back the memory of plans that are no longer in use."""
+        """Free the memory of plans that are no longer used."""
 
     # Under the progress lock.
 
     def settle(self) -> None:
-        """Memory that is taken from here on may have been in use by training or the lane."""
+        """Order memory allocated from now on after training and the lane, its possible users."""
 
     def order(self, dependencies: Dependencies, behind_messages: bool = False) -> Stamp:
-        """What is packed from this moment on finds what these stand for; ``behind_messages``: and
-        comes behind all that the lane has sent, because buffers are used again."""
+        """Order later packing after ``dependencies``; ``behind_messages``: also after all that the
+        lane has sent, because buffers are reused."""
         return perf_counter()
 
     def with_flags(self, work: Work[None], flags: Buffer) -> Work[None]:
@@ -133,9 +126,9 @@ class Memory:
         table.unpack()
 
     def is_enqueued(self, work: Work[None]) -> bool:
-        """Move a work on; True once later work of this lane may use its result.
+        """Make progress; True once later work of this lane may use the result.
 
-        On the host it is complete then, on a device enqueued on the lane's stream.
+        On the host the work is then complete; on a device it is enqueued on the lane's stream.
         """
         return work.test()
 
@@ -144,50 +137,49 @@ class Memory:
         return self.backend.may_progress()
 
     def rest(self, nap_s: float, most_s: float) -> bool:
-        """Sleep until a work may have moved on; see :meth:`Backend.rest`."""
+        """Sleep until a work may have progressed; see :meth:`Backend.rest`."""
         return self.backend.rest(nap_s, most_s)
 
     def poll(self) -> None:
-        """Called in every pass of the loop; raises ``BackendError`` if an enqueued operation has
-        failed."""
+        """Called in every pass of the loop; ``BackendError`` if an enqueued operation failed."""
 
     @property
     def waiting_since(self) -> float | None:
-        """Since when the oldest enqueued group is not complete (``time.monotonic``)."""
+        """Since when the oldest enqueued group is incomplete (``time.monotonic``)."""
         return None
 
     def give_up(self) -> None:
-        """The lane has failed: let nothing wait for other ranks any more."""
+        """The lane has failed: stop everything that waits for other ranks."""
 
     # On the training thread, or on backward's.
 
     def begin(self, profiling: bool) -> None:
-        """A step begins; ``profiling`` says whether the moments of gradients are wanted."""
+        """Begin a step; ``profiling`` requests timestamps of gradients."""
 
     def gradients(self) -> Dependencies:
-        """Stand for all gradients of the step that have appeared."""
+        """Dependencies that cover all gradients of the step so far."""
         return ()
 
     def close(self) -> tuple[Stamp, Dependencies]:
-        """The step closes: when, and what stands for all that training has done until here."""
+        """Close the step: its timestamp, and dependencies covering all training work so far."""
         return perf_counter(), ()
 
     def updates(self) -> Dependencies:
-        """Stand for what the calling thread has done until here."""
+        """Dependencies that cover the calling thread's work so far."""
         return ()
 
     def await_arrival(self, end: Stamp) -> None:
-        """What the training thread does from here on finds a group that ended there."""
+        """Order the training thread's later work after a group that ended at ``end``."""
 
     def publish(self) -> None:
-        """What the training thread does from here on finds what the calling one has done."""
+        """Order the training thread's later work after the calling thread's work so far."""
 
     # Stamps, on the training thread.
 
     def done(self, stamp: Stamp) -> bool:
-        """Whether a moment has come."""
+        """Whether the moment has passed."""
         return True
 
     def clock(self, begun: Stamp, done: Stamp) -> Callable[[Stamp], float]:
-        """Turns stamps of a step into seconds, as soon as it is done; 0 stays 0."""
+        """Return a function from a step's stamps to seconds, once the step is done; 0 stays 0."""
         return float

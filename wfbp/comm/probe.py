@@ -1,9 +1,8 @@
-"""Measures what a collective costs on the backend at hand, by size.
+"""Measures the cost of a collective on the current backend, by size.
 
-Fits are wrong by up to 9 times at small sizes, so plans are made from measured points: from 4 bytes
-to the largest message that will be sent, each measured as the runtime sends it: small ones in a
-stream, two at a time. A single message would include a latency that the next message hides, and on
-some links a burst that the next one must pay back.
+Plans use measured points, because fits are wrong by up to 9 times at small sizes. Small messages
+are measured as the runtime sends them, in a stream, two at a time: a single message would include
+latency that the next one hides, and on some links a burst that the next one pays for.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ SMALLEST_BYTES = 4
 FINE_BYTES = 1 << 20
 MOST_REPETITIONS = 15
 FEWEST_REPETITIONS = 3
-"""Of streams of full length, where the budget allows; else streams are shorter."""
+"""Repetitions of full-length streams if the budget allows; else streams are shorter."""
 
 STREAM_BYTES = 4 << 20
 LONGEST_STREAM = 64
@@ -35,20 +34,14 @@ WINDOW = 2
 """Messages under way at once; the runtime's lanes send as many."""
 
 COLD_BYTES = 16 << 20
-"""Repetitions walk through at least this much memory."""
+"""Repetitions cycle through at least this much memory."""
 
 AwaitWork = Callable[[Work[Any]], Any]
 """Waits for a work; returns its result."""
 
 
 def probe_sizes(max_bytes: int) -> list[int]:
-    """Sizes in bytes: by factors of 4 to 16 KiB, of 2 to 1 MiB, of 4 beyond, and the largest.
-
-    There are at least two.
-
-    >>> probe_sizes(100)
-    [4, 16, 64, 100]
-    """
+    """Sizes by factors of 4 to 16 KiB, of 2 to 1 MiB, then 4, and the largest; at least two."""
     largest = max(4 * SMALLEST_BYTES, max_bytes // 4 * 4)
     sizes = []
     size = SMALLEST_BYTES
@@ -68,30 +61,21 @@ def measure_cost(
     check: Check | None = None,
     on_size: Callable[[], object] = lambda: None,
 ) -> list[tuple[int, float]]:
-    """Time collectives of float32 on the backend; collective and blocking.
+    """Time float32 collectives on the backend; collective and blocking.
 
-    Ranks start each repetition together. One repetition is a stream of messages of one size, up to
-    4 MiB in all, or one larger message; a message takes its share of the stream on the slowest
-    rank, a size the median of its repetitions. Each size begins with two messages, which decide how
-    long and how many streams are; all ranks use the same numbers. When the budget is spent, sizes
-    in between are left out.
+    Ranks start each repetition together: a stream of messages of one size, up to 4 MiB, or one
+    larger message. A message takes its share of the stream on the slowest rank; a size takes the
+    median of its repetitions. Sizes in between are skipped once the budget is spent.
 
     Args:
         max_bytes: the largest message that will be sent.
-        operation: sizes are those of the whole buffer, of which each rank keeps or brings an equal
-            share in a reduce-scatter or an all-gather.
-        budget_s: seconds to spend, about; at least the smallest and the largest size are measured.
-        waiter: how to wait; a new one by default.
-        check: called while waiting; an error that it raises ends the measurement.
-        on_size: called when a size is done.
+        operation: each rank keeps or sends an equal share of the whole buffer's bytes.
+        budget_s: approximate seconds; the smallest and the largest size are always measured.
+        check: called while waiting; its error ends the measurement.
+        on_size: called after each size.
 
     Returns:
         (bytes, seconds) by increasing size; the same on every rank.
-
-    Example:
-        >>> from wfbp.comm.emulated import EmulatedLink
-        >>> [size for size, _ in measure_cost(EmulatedLink(lambda nbytes: 0.0, size=1), 64)]
-        [4, 16, 64]
     """
     await_work = partial(wait, waiter=waiter or Waiter.watching(backend), check=check)
     sizes = probe_sizes(max_bytes)
@@ -127,7 +111,7 @@ def measure_cost(
 
 
 def _from_afar(num_sizes: int) -> Iterator[int]:
-    """Indices of both ends, then the middle of each part, so that sizes left out are spread evenly.
+    """Indices of both ends, then of middles, so that skipped sizes are spread evenly.
 
     >>> list(_from_afar(7))
     [0, 6, 3, 1, 4, 2, 5]
@@ -187,6 +171,6 @@ def _repeat(
 
 
 def _together(backend: Backend, times: list[float], await_work: AwaitWork) -> list[float]:
-    """Per repetition, the slowest rank's time."""
+    """The slowest rank's time of each repetition."""
     payloads = await_work(backend.all_gather_bytes(json.dumps(times).encode()))
     return [max(column) for column in zip(*(json.loads(s) for s in payloads), strict=True)]

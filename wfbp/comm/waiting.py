@@ -1,28 +1,14 @@
-"""How to wait for communication: low latency where it matters, the core for training elsewhere.
+"""How to wait for communication: low latency if it matters, else leave the core to training.
 
-Nothing below progresses without being tested, and testing costs a core. Three facts decide how.
+Communication progresses only when tested, and testing occupies a core. ``urgent`` means that the
+training thread is blocked, so the core is free; ``gap`` is the usual time between two steps of a
+message; ``expected`` is the duration of the whole operation, which also replaces an unknown gap.
 
-* Is the training thread blocked (*urgent*)? Then nobody needs the core for a moment, and
-  spinning gives the latency of a busy wait. A peer may be late by seconds, though: after a
-  millisecond without progress naps begin.
-* How often does a message move on (*gap*: the usual seconds from one of its moves to the next, as
-  seen so far)? Shared memory steps every few microseconds, a 1 Gbit/s link every few
-  milliseconds; spinning for the latter buys nothing, and a nap of a quarter of it costs nothing.
-  While training computes, each nap costs it some 50 us of cold caches, and what is noticed late
-  travels beside other chunks anyway: naps are four times as long.
-* How long should the whole operation take (*expected*)? One that is shorter than a nap is spun
-  for even while training runs.
-
-    urgent,     waited < spin_s, gap unknown or short      spin
-    not urgent, waited < 2 * expected_s <= 2 * short_s     spin
+    urgent,     waited < spin_s, gap unknown or short      spin (a busy wait's latency)
+    not urgent, waited < 2 * expected_s <= 2 * short_s     spin (shorter than a nap)
     otherwise                                              nap
 
-Naps grow by half each time from 50 us to a millisecond. Until the next step is overdue they stay
-between an eighth and a quarter of the gap where that is urgent, else between half of it and all of
-it, and at most four milliseconds long. What the whole operation should take stands for the gap
-where no gap is known yet, and where it is less, until the operation is overdue.
-
-:class:`Policy` is these rules; :class:`Waiter` applies them to the real clock.
+:class:`Policy` has these rules; :class:`Waiter` applies them to the real clock.
 """
 
 from __future__ import annotations
@@ -43,16 +29,15 @@ PR_SET_TIMERSLACK = 29
 PR_GET_TIMERSLACK = 30
 GAP_WEIGHT = 0.25
 LATE_S = 0.1
-"""A step that took longer than this waited for a peer, not for the network: where only small
-messages follow, which have no steps, the gap would be believed for ever."""
+"""A longer step waited for a peer, not for the network, and would distort the gap for good."""
 CARRIED_SPIN_GAP_S = 2e-4
-"""Where a network carries data by itself, spinning for longer steps gains nothing."""
+"""If a network carries data without tests, spinning for longer steps gains nothing."""
 TESTS_PER_LOOK = 4
 PATIENCE = 4
-"""How much longer naps are while training computes."""
+"""Factor on naps while training computes: each nap costs it about 50 us of cold caches."""
 
 Check = Callable[[float], None]
-"""Given the seconds waited so far; raises where waiting on is hopeless."""
+"""Called with the seconds waited so far; raises if waiting longer is hopeless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +47,9 @@ class Policy:
     Args:
         spin_s: how long an urgent wait spins after the last progress.
         short_s: operations expected to end within this are spun for even when not urgent.
-        first_nap_s: length of the first nap.
-        max_nap_s: length of the longest; of ``PATIENCE`` times that where nothing is urgent and a
-            step is not expected sooner.
-        growth: factor from one nap to the next.
-        spin_gap_s: an urgent wait spins only where steps usually follow one another within this.
+        first_nap_s: the first nap; each later one is ``growth`` times as long.
+        max_nap_s: the longest nap; ``PATIENCE`` times as long if not urgent.
+        spin_gap_s: an urgent wait spins only if steps usually follow within this.
     """
 
     spin_s: float = 1e-3
@@ -84,15 +67,7 @@ class Policy:
         expected_s: float | None = None,
         gap_s: float | None = None,
     ) -> float:
-        """Seconds to nap now; 0 is to spin.
-
-        Args:
-            waited_s: since the last progress.
-            naps: taken since then.
-            urgent: whether the training thread is blocked.
-            expected_s: duration of the operation, None if unknown.
-            gap_s: usual time from one step of a message to the next, None if unknown.
-        """
+        """Seconds to nap, 0 to spin; ``waited_s`` and ``naps`` count from the last progress."""
         if urgent:
             if waited_s < self.spin_s and (gap_s is None or gap_s < self.spin_gap_s):
                 return 0.0
@@ -103,6 +78,7 @@ class Policy:
         step = gap_s if gap_s is not None else expected_s
         if step is not None and expected_s is not None and waited_s < 2 * expected_s:
             step = min(step, expected_s)
+        # Until the step is overdue, naps take 1/8 to 1/4 of it (urgent), or 1/2 to all of it.
         if step is not None and waited_s < 2 * step:
             share = step / 4
             if not urgent:
@@ -112,12 +88,12 @@ class Policy:
 
 
 class Waiter:
-    """Waits a little at a time between tests of an operation. Used by one thread.
+    """Waits between tests of an operation. Used by one thread.
 
     Args:
         activity: a number that changes with every step of a message (``Backend.activity``).
         crowded: whether ranks of this job share cores. Spinning then yields the core to peers,
-            which could not move otherwise; elsewhere a yield would lose it for milliseconds.
+            which could not run otherwise; on a free core a yield would lose it for milliseconds.
     """
 
     def __init__(
@@ -141,14 +117,14 @@ class Waiter:
 
     @classmethod
     def watching(cls, backend: Backend, policy: Policy | None = None) -> Waiter:
-        """A waiter for works of a backend and its duplicates, on this machine."""
+        """A waiter for a backend's works and its duplicates', on this machine."""
         crowded = backend.local_size > num_cores()
         if policy is None and backend.progresses_alone:
             policy = Policy(spin_gap_s=CARRIED_SPIN_GAP_S)
         return cls(policy, activity=lambda: backend.activity, crowded=crowded)
 
     def progressed(self) -> None:
-        """Something moved on, completed or was started: be attentive again."""
+        """Record progress, completion or a start: wait attentively again."""
         now_s = self._clock()
         activity = self._activity()
         moved = activity != self._seen
@@ -163,10 +139,7 @@ class Waiter:
         self._naps = 0
 
     def nap_s(self, urgent: bool, expected_s: float | None) -> float:
-        """Seconds to nap now, 0 to spin; for callers that nap on an event.
-
-        Arguments as of :class:`Policy`.
-        """
+        """Seconds to nap now, 0 to spin; for callers that wait on an event."""
         if self._activity() != self._seen:
             self.progressed()
         waited_s = self._clock() - self._progress_s
@@ -175,7 +148,7 @@ class Waiter:
         return nap
 
     def pause(self, urgent: bool, expected_s: float | None) -> None:
-        """Wait a little before the next test; arguments as for :meth:`nap_s`."""
+        """Wait a little before the next test."""
         nap = self.nap_s(urgent, expected_s)
         if nap > 0:
             self._sleep(nap)
@@ -183,7 +156,7 @@ class Waiter:
             self.offer_core()
 
     def offer_core(self) -> None:
-        """While spinning: let a peer that shares the core go first, if there is one."""
+        """While spinning: yield to a peer that shares the core, if any."""
         if self._crowded:
             _yield()
 
@@ -196,16 +169,8 @@ def wait(
 ) -> T:
     """Block until a collective is complete, and return its result.
 
-    ``check`` is called again and again; an error that it raises ends the wait.
-
-    Raises:
-        StallError: not complete after ``timeout_s`` seconds.
-        BackendError: the library below failed.
-
-    Example:
-        >>> from wfbp.comm.emulated import EmulatedLink
-        >>> wait(EmulatedLink(lambda nbytes: 0.0, size=1).all_gather_bytes(b"me"))
-        [b'me']
+    ``check`` is called repeatedly; its error ends the wait. ``StallError`` after ``timeout_s``;
+    ``BackendError`` if the library below failed.
     """
     waiter = waiter or Waiter(activity=lambda: work.activity)
     waiter.progressed()
@@ -231,7 +196,7 @@ def wait(
 
 @contextmanager
 def sharp_naps() -> Iterator[None]:
-    """Within it, this thread's naps end when they should: Linux adds 50 us to each by default."""
+    """Within it, this thread's naps end on time: Linux adds 50 us to each by default."""
     if _prctl is None:
         yield
         return
