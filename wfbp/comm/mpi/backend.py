@@ -1,9 +1,7 @@
-"""The backend on MPI: which algorithm a collective uses, and the tasks that it is cut into.
+"""The backend on MPI: each collective's algorithm, and its tasks.
 
-:meth:`Topology.algorithm` makes the choice. Shared memory (``shm_allreduce``) and direct exchange
-(``transfers.ChunkTask``) are this package's own; they add in rank order and define half precision,
-averages of integers and NaN in minima as ``comm.backend.combine`` does. The MPI library carries
-the rest.
+Shared memory and direct exchange are implemented in this package: they add in rank order and define
+half precision, integer averages and NaN as ``comm.backend.combine`` does.
 """
 
 from __future__ import annotations
@@ -68,16 +66,12 @@ class Algorithm(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """What decides how messages travel among the ranks of a communicator.
+    """How the ranks of a communicator are placed, which decides how messages travel.
 
     Args:
-        local_rank: among the ranks of this host.
-        local_size: their number.
-        chunking: sizes of chunks and windows.
-        direct: whether large messages are exchanged directly, each rank with every other.
-        scatters_directly: whether a reduce-scatter is.
+        direct: whether each rank exchanges large messages directly with every other rank.
+        scatters_directly: the same for a reduce-scatter.
         shared: whether all ranks share this host, and are few enough for direct exchange.
-        one_rank_per_host: whether no two ranks share a host.
     """
 
     local_rank: int
@@ -90,7 +84,7 @@ class Topology:
 
     @classmethod
     def find(cls, mpi: ModuleType, comm: MPI.Comm, chunking: Chunking | None) -> Topology:
-        """Find out which ranks share a host, and how messages travel best there. Collective."""
+        """Find which ranks share a host, and the best algorithms there. Collective."""
         node = comm.Split_type(mpi.COMM_TYPE_SHARED)
         local_rank, local_size = node.rank, node.size
         node.Free()
@@ -117,7 +111,7 @@ class Topology:
     def algorithm(
         self, operation: Operation, nbytes: int, in_shared_memory: bool, dtype: str, op: Op
     ) -> Algorithm:
-        """How a collective travels; a reduce-scatter by the library is part of an all-reduce.
+        """The collective's algorithm; the library's reduce-scatter is part of an all-reduce.
 
         | collective | shared memory | direct exchange | library |
         |---|---|---|---|
@@ -147,25 +141,12 @@ class MpiBackend(HostBackend):
     """Collectives on a duplicate of an MPI communicator. Making one is collective.
 
     Args:
-        comm: an mpi4py communicator, or the numbers in ``MPI.COMM_WORLD`` of the ranks that take
-            part; all by default.
-        chunking: by default what measured best, within one host or between hosts.
+        comm: an mpi4py communicator, or ranks of ``MPI.COMM_WORLD``; all of them by default.
+        chunking: by default the fastest measured sizes, within one host or between hosts.
         start_timeout_s: how long MPI may take to start.
         shared_memory: whether ranks of one host read each other's memory, if all of them allow it.
-        check_launcher: whether to fail if a launcher promised more ranks than MPI has.
-
-    Raises:
-        BackendError: mpi4py or MPI is missing or does not allow threads; a launcher promised more
-            ranks than MPI has.
-
-    Example:
-        >>> import numpy as np
-        >>> from wfbp.comm.waiting import wait
-        >>> backend = MpiBackend()
-        >>> x = np.ones(3, np.float32)
-        >>> wait(backend.all_reduce(x, "float32", Op.AVERAGE))
-        >>> x
-        array([1., 1., 1.], dtype=float32)
+        check_launcher: whether to raise ``BackendError`` if a launcher promised more ranks than MPI
+            has.
     """
 
     def __init__(
@@ -461,7 +442,7 @@ class MpiBackend(HostBackend):
     def _library_gather(
         self, whole: Buffer, starts: Sequence[int], counts: Sequence[int]
     ) -> list[Task]:
-        """All-gather by the library: of each rank so many bytes of a buffer, from its start on."""
+        """Tasks that all-gather ``counts`` bytes per rank at ``starts`` by the library."""
         tasks: list[Task] = []
         for bounds in self._cut(counts, 1):
             here = [b - a for a, b in bounds]
@@ -483,14 +464,14 @@ class MpiBackend(HostBackend):
 
 
 class _PointToPoint:
-    """Notices and messages of any size from rank to rank, on a communicator of its own."""
+    """Notices and messages of any size between ranks, on a separate communicator."""
 
     def __init__(self, mpi: ModuleType, comm: MPI.Comm) -> None:
         self._mpi = mpi
         self._comm = comm
         self._status = mpi.Status()
         self.pending: list[tuple[MPI.Request, object]] = []
-        """Requests that had not ended when this was last polled, and their memory."""
+        """Requests that had not ended at the last poll, and their memory."""
 
     def send(self, payload: bytes, peer: int) -> None:
         """Send a notice to one rank."""
@@ -499,7 +480,7 @@ class _PointToPoint:
             self.pending.append((request, payload))
 
     def start(self, buffer: Buffer, peer: int, tag: int, receives: bool) -> MPI.Request:
-        """Start to send or receive a message; its tags are apart from those of notices."""
+        """Start to send or receive a message; notices use another tag."""
         begin = self._comm.Irecv if receives else self._comm.Isend
         request = begin([buffer, self._mpi.BYTE], peer, _FIRST_TAG + tag)
         self.pending.append((request, buffer))
@@ -518,7 +499,7 @@ class _PointToPoint:
         return arrived
 
     def close(self) -> None:
-        """Free the communicator; messages under way go on."""
+        """Free the communicator; messages under way continue."""
         _unsent.extend(item for item in self.pending if not item[0].Test())
         self._comm.Free()
 
@@ -556,7 +537,7 @@ class _Message(Work[None]):
 
 
 class _MpiMailbox(Mailbox):
-    """Messages from rank to rank; those to itself do not travel."""
+    """Messages between ranks; those to this rank stay local."""
 
     def __init__(self, channel: _PointToPoint, backend: MpiBackend) -> None:
         self._channel = channel
@@ -594,7 +575,7 @@ def _communicator(mpi: ModuleType, ranks: Sequence[int]) -> MPI.Comm:
 
 
 def _with_segments(buffer: Buffer, parts: Sequence[tuple[int, Buffer]]) -> list[Buffer]:
-    """A buffer as arrays that follow each other; some parts, at these starts, lie elsewhere."""
+    """Split a buffer into consecutive arrays; ``parts`` replace the elements at their starts."""
     arrays, end = [], 0
     for start, part in parts:
         arrays += [buffer[end:start], part]
@@ -605,7 +586,7 @@ def _with_segments(buffer: Buffer, parts: Sequence[tuple[int, Buffer]]) -> list[
 def _per_block(
     parts: Sequence[Buffer], segments: Sequence[Segment], dtype: str, writeable: bool = True
 ) -> list[list[Buffer]]:
-    """Each block of a buffer, in which the segments' parts lie elsewhere."""
+    """Each block of a buffer as arrays, with the segments' parts in separate memory."""
     elsewhere: list[list[tuple[int, Buffer]]] = [[] for _ in parts]
     for segment in segments:
         own_parts = blocks(len(parts), segment.data, segment.counts, dtype, writeable)
@@ -615,7 +596,7 @@ def _per_block(
 
 
 def _between(arrays: Sequence[Buffer], start: int, stop: int) -> list[Buffer]:
-    """The elements from ``start`` to ``stop`` of arrays that follow each other; no empty piece.
+    """The non-empty pieces of elements ``start`` to ``stop`` of consecutive arrays.
 
     >>> import numpy as np
     >>> _between([np.arange(3), np.arange(3, 5)], 1, 4)
@@ -634,5 +615,5 @@ def _between(arrays: Sequence[Buffer], start: int, stop: int) -> list[Buffer]:
 
 
 def _starts(counts: Sequence[int]) -> list[int]:
-    """First bytes of blocks of these sizes that follow each other."""
+    """First bytes of consecutive blocks of these sizes."""
     return [end - count for end, count in zip(accumulate(counts), counts, strict=True)]

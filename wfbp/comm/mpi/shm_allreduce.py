@@ -1,10 +1,9 @@
 """All-reduce among ranks that can read each other's memory (``shm_memory``).
 
-A rank publishes where its contribution to a chunk lies (READY), combines its own shard in place
-from everybody's memory (REDUCED), copies the other ranks' shards as they are reduced (TAKEN), and
-leaves its memory alone until every rank has done the same. Flags in shared memory tell how far each
-rank is. They order data only where processors see each other's stores in the order in which they
-were made (``shm_memory.ORDERED``).
+A rank publishes the offset of its contribution (READY), combines its shard in place from all ranks'
+memory (REDUCED) and copies the other shards (TAKEN). It must not change its memory until every rank
+has reached TAKEN. Flags order the data only if processors see stores in order
+(``shm_memory.ORDERED``).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from wfbp.core.types import Op
 from wfbp.errors import BackendError
 
 WAITING, READY, REDUCED, TAKEN = range(4)
-"""Phases of a task; one that waits for a row of the flags has published nothing."""
+"""Phases of a task; one that is WAITING for a row of flags has published nothing."""
 _PHASES = 4
 _NUM_ROWS = 64
 """More than the tasks that a channel usually has under way; others wait for a row."""
@@ -29,16 +28,15 @@ _ROW_WORDS = 8
 """A cache line."""
 _FLAG_SET_BYTES = _NUM_ROWS * _ROW_WORDS * 8
 NUM_FLAG_SETS = HEADER_BYTES // _FLAG_SET_BYTES - 1
-"""The first bytes of the header are the memory's own."""
+"""The first bytes of the header are reserved for ``SharedMemory``."""
 
 
 class SharedFlags:
-    """Flags by which each rank tells how far it is with the tasks of one channel.
+    """Flags that publish each rank's progress with the tasks of one channel.
 
-    A task has one row per rank, which only that rank writes: one growing number that encodes task
-    and phase, then the offset of its contribution. Tasks have the same numbers on all ranks. Rows
-    are reused in turn once no rank needs them: a later task in a row shows that the earlier one is
-    over.
+    A task has one row per rank, which only that rank writes: a growing number that encodes task and
+    phase, then the offset of its contribution. Task numbers agree on all ranks. A row is reused
+    only when no rank needs it: a later task in the row implies that the earlier one is over.
     """
 
     def __init__(self, memory: SharedMemory, rank: int, size: int, channel: int) -> None:
@@ -55,8 +53,8 @@ class SharedFlags:
         return self._num_tasks
 
     def begin(self, task: int, offset: int) -> bool:
-        """Publish where this rank's contribution to a task lies; False, and nothing is published,
-        if a rank may still need the row for the task that used it before."""
+        """Publish the offset of this rank's contribution; False, publishing nothing, if a rank may
+        still need the row for the previous task in it."""
         before = task - _NUM_ROWS
         if before > 0 and not all(self.reached(r, before, TAKEN) for r in range(len(self._words))):
             return False
@@ -75,17 +73,13 @@ class SharedFlags:
         return reached >= task * _PHASES + phase
 
     def offset(self, rank: int, task: int) -> int:
-        """Where a rank's contribution lies, once it is ready."""
+        """The offset of a rank's contribution; valid once it is READY."""
         offset: int = self._words[rank][task % _NUM_ROWS * _ROW_WORDS + 1]
         return offset
 
 
 class Part(NamedTuple):
-    """A part of a chunk that lies elsewhere, from element ``start`` on.
-
-    ``data`` is this rank's contribution, read when the task starts; ``result`` is where the result
-    goes, None for the chunk.
-    """
+    """Elements of a chunk in separate memory; ``result`` None: the chunk receives the result."""
 
     start: int
     data: Buffer
@@ -93,7 +87,7 @@ class Part(NamedTuple):
 
 
 class SharedReduceTask(Task):
-    """All-reduce of one chunk in place; ``parts`` lie elsewhere, in ascending order."""
+    """All-reduce of one chunk in place; ``parts`` are in separate memory, ascending."""
 
     def __init__(
         self,
@@ -168,10 +162,8 @@ class SharedReduceTask(Task):
         self._group.moves += 1
 
     def _check_read(self) -> None:
-        """Raise ``BackendError`` if a rank gave up before this one had read its memory.
-
-        Checked after the last read: a rank marks its memory as invalid before it changes it.
-        """
+        """Raise ``BackendError`` if a rank gave up before this rank had read its memory."""
+        # Checked after the last read: a rank marks its memory as invalid before it changes it.
         gone = [peer for peer in self._flags.peers if self._memory.withdrawn(peer)]
         if gone:
             names = " and ".join(f"rank {peer}" for peer in sorted(gone))
@@ -182,7 +174,7 @@ class SharedReduceTask(Task):
             )
 
     def _shard(self, rank: int, owner: int) -> Buffer:
-        """What a rank has of the owner's shard."""
+        """The contribution of ``rank`` to the owner's shard."""
         start, stop = self._shards[owner]
         if rank == self._rank:
             return self._chunk[start:stop]
@@ -191,7 +183,7 @@ class SharedReduceTask(Task):
         return self._memory.view(rank, offset, (stop - start) * item).view(self._chunk.dtype)
 
     def _deliver(self, owner: int) -> None:
-        """Copy the owner's shard, reduced, to where it is wanted here."""
+        """Copy the owner's reduced shard to its destination on this rank."""
         shard = self._shard(owner, owner)
         begin, end = self._shards[owner]
         # Parts go to their results; the rest goes into the chunk, where this rank's shard is.
@@ -231,7 +223,7 @@ class SharedAllReduce:
         size: int,
         window_bytes: int,
     ) -> SharedAllReduce | None:
-        """Those of a new channel; None if there is no such memory, or no flags are left."""
+        """Those of a new channel; None without shared memory, or if no flags are left."""
         if memory is None or (number := memory.next_flag_set()) >= NUM_FLAG_SETS:
             return None
         return cls(memory, SharedFlags(memory, rank, size, number), group, window_bytes)
@@ -239,7 +231,7 @@ class SharedAllReduce:
     def tasks(
         self, buffer: Buffer, segments: Sequence[Segment], dtype: str, op: Op
     ) -> list[SharedReduceTask]:
-        """Combine a buffer that lies in the memory, in place, but for what its segments say."""
+        """Tasks that combine a buffer of the shared memory in place, apart from its segments."""
         item = buffer.itemsize
         parts = [
             Part(

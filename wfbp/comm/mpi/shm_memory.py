@@ -28,17 +28,16 @@ if TYPE_CHECKING:
 
 PAGE_BYTES = mmap.PAGESIZE
 HEADER_BYTES = 1 << 20
-"""At the start of each rank's memory, for what ranks tell each other (``shm_allreduce``)."""
+"""Start of each rank's memory, reserved for flags (``shm_allreduce``)."""
 ORDERED = platform.machine() in ("x86_64", "AMD64")
-"""Whether processors see each other's stores in the order in which they were made; only there can
-a flag that is written behind data tell that the data are there."""
+"""Whether stores become visible in order, so that a flag written after data implies the data."""
 SWITCH = "WFBP_SHARED_MEMORY"
 
 log = logging.getLogger("wfbp")
 
 
 def known_reason(wanted: bool) -> str:
-    """The reason why there is no shared memory, if it is an expected one."""
+    """The expected reason why shared memory is unavailable, or an empty text."""
     if not wanted:
         return f"{SWITCH} switches it off"
     # A Python that was built for old systems lacks the call.
@@ -48,8 +47,7 @@ def known_reason(wanted: bool) -> str:
 
 
 def make_file(token: bytes) -> int:
-    """A file without a name, as large as the machine's memory; ``OSError`` or ``OverflowError`` if
-    the system has no such files."""
+    """A nameless file as large as the machine's memory; ``OSError`` or ``OverflowError``."""
     file = os.memfd_create("wfbp")
     try:
         os.ftruncate(file, os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES)
@@ -61,10 +59,7 @@ def make_file(token: bytes) -> int:
 
 
 class Mapping:
-    """A file mapped into memory, until nothing refers to it and its :attr:`bytes`.
-
-    It keeps no descriptor open (the module ``mmap`` keeps one).
-    """
+    """A file mapped until nothing refers to it or its :attr:`bytes`; keeps no descriptor open."""
 
     def __init__(self, descriptor: int, nbytes: int, writeable: bool) -> None:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writeable else 0)
@@ -96,15 +91,15 @@ class Mapping:
             raise _error()
 
     def discard(self, start: int, nbytes: int) -> None:
-        """Nobody uses these bytes any more: they become hole, or go."""
+        """Free bytes that are no longer used: punch a hole in the file, or unmap private memory."""
         if self._is_private:
             _unmap(self.address + start, nbytes)
         else:
             self.advise(mmap.MADV_REMOVE, start, nbytes)
 
     def keep_only(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Unmap the file. Ranges in use, whole pages in ascending order, stay at their address as
-        private memory until :meth:`discard` frees them."""
+        """Unmap the file, but keep ``ranges`` (whole pages, ascending) in use at their addresses as
+        private memory until :meth:`discard`."""
         access = mmap.PROT_READ | mmap.PROT_WRITE
         mremap = _library().mremap
         mremap.restype = ctypes.c_void_p
@@ -156,8 +151,8 @@ def _error() -> OSError:
 
 
 def open_map(process: int, file: int, token: bytes, mine: bool) -> Mapping:
-    """Map a rank's memory. Raises ``OSError`` if it cannot be opened from here, ``ValueError`` if
-    another process has the same number in its container."""
+    """Map a rank's memory. ``OSError`` if it cannot be opened; ``ValueError`` if the process number
+    belongs to another process here (containers)."""
     path = f"/proc/{process}/fd/{file}"
     other = ValueError(f"process {process} is another one here, as in a container of its own")
     if not stat.S_ISREG(os.stat(path).st_mode):  # to open or read another one's pipe may block
@@ -182,19 +177,11 @@ def open_map(process: int, file: int, token: bytes, mine: bool) -> Mapping:
 
 _TOKEN_BYTES = 16
 _WITHDRAWN_WORD = 8
-"""Of the header; in a cache line of its own, behind the token's."""
+"""Word of the header, in a cache line separate from the token."""
 
 
 class FreeList:
-    """The free ranges of a memory; takes the first that is large enough.
-
-    >>> free = FreeList(0, 100)
-    >>> free.take(30), free.take(30), free.taken(0, 100)
-    (0, 30, [(0, 60)])
-    >>> free.give(0, 30)
-    >>> free.take(40), free.take(20)
-    (60, 0)
-    """
+    """The free ranges of a memory; takes the first that is large enough."""
 
     def __init__(self, start: int, end: int) -> None:
         self._gaps = [(start, end)]
@@ -226,10 +213,9 @@ class FreeList:
 
 
 class SharedMemory:
-    """The memory of all ranks of a communicator whose ranks share a host, mapped by rank.
+    """The memory of all ranks on one host, mapped by rank; only this rank's map is writeable.
 
-    Only this rank's map is writeable. Any thread may call :meth:`zeros` and :meth:`offset`, and
-    drop arrays.
+    Threads: any thread may call :meth:`zeros` and :meth:`offset`, and drop arrays.
     """
 
     def __init__(self, rank: int, maps: list[Mapping]) -> None:
@@ -247,11 +233,9 @@ class SharedMemory:
 
     @classmethod
     def connect(cls, comm: MPI.Comm, wanted: bool = True) -> SharedMemory | None:
-        """Map the memory of all ranks that share a host. Collective.
+        """Map all ranks' memory. Collective; None on every rank if any rank cannot.
 
-        None, on every rank, if a rank does not want it or cannot have it: on systems other than
-        Linux, across containers or users, or under a limit on the size of processes. Every rank
-        logs why; it is a warning on rank 0, unless the reason is an expected one.
+        Every rank logs the reason; rank 0 warns unless the reason is an expected one.
         """
         token = secrets.token_bytes(_TOKEN_BYTES)
         made: int | None = None
@@ -300,15 +284,11 @@ class SharedMemory:
             self._headers[self._rank][_WITHDRAWN_WORD] = 1
 
     def withdrawn(self, rank: int) -> bool:
-        """Whether a rank has marked its memory as invalid; checked after it has been read."""
+        """Whether a rank has marked its memory as invalid; check after reading it."""
         return bool(self._headers[rank][_WITHDRAWN_WORD])
 
     def release(self) -> None:
-        """Unmap all ranks' memory, as the last call.
-
-        Buffers still in use here, such as gradients that the program holds, stay at their address
-        as private memory.
-        """
+        """Last call: unmap all memory; buffers in use keep their address as private memory."""
         if not self._headers:
             return
         for views in (*self._views, self._whole, self._headers):
@@ -326,7 +306,7 @@ class SharedMemory:
         return views
 
     def zeros(self, nbytes: int) -> Buffer:
-        """Zeroed bytes that the other ranks can read; ``MemoryError`` where there are no more."""
+        """Zeroed bytes that the other ranks can read; ``MemoryError`` if exhausted."""
         length = max(1, -(-nbytes // PAGE_BYTES)) * PAGE_BYTES
         with self._lock:
             while self._freed:
@@ -341,25 +321,25 @@ class SharedMemory:
         return np.asarray(block)
 
     def holds(self, buffer: Buffer) -> bool:
-        """Whether a buffer lies in this rank's memory."""
+        """Whether a buffer is part of this rank's memory."""
         return 0 <= self.offset(buffer) < self._nbytes
 
     def offset(self, buffer: Buffer) -> int:
-        """Where a buffer lies in this rank's memory."""
+        """The offset of a buffer in this rank's memory."""
         address: int = buffer.__array_interface__["data"][0]
         return address - self._address
 
     def next_flag_set(self) -> int:
-        """The number of a new channel; asked for in the same order on every rank."""
+        """The number of a new channel; call in the same order on every rank."""
         return next(self._flag_sets)
 
     def view(self, rank: int, offset: int, nbytes: int) -> Buffer:
-        """So many bytes of a rank's memory."""
+        """Bytes of a rank's memory."""
         return self._whole[rank][offset : offset + nbytes]
 
 
 class _AddressedMemory:
-    """Memory at an address, as NumPy wants it described."""
+    """Memory at an address, described for NumPy."""
 
     def __init__(self, address: int, nbytes: int, owner: object) -> None:
         self._owner = owner

@@ -1,10 +1,8 @@
-"""Starts MPI when it is needed, and checks that it found as many ranks as the launcher promised.
+"""Starts MPI when needed, and checks that it found as many ranks as the launcher promised.
 
-If something that the MPI library does not know starts a job (``torchrun``, ``srun`` with a foreign
-MPI, another library's ``mpirun``), each process is a job of one rank for MPI: every one would train
-alone, silently. Launchers leave variables in the environment, which also reach programs that they
-did not start: a shell within a Slurm allocation, or what ``mpirun`` starts there. So a variable
-counts only if the launcher has set it for this very process.
+If MPI does not recognize the launcher (``torchrun``, a foreign ``srun`` or ``mpirun``), each
+process is silently a job of one rank. Launchers' variables also reach programs that they did not
+start (a shell in a Slurm allocation), so a variable counts only if set for this very process.
 """
 
 from __future__ import annotations
@@ -29,17 +27,14 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _NOTICE_S = 3.0
-"""So much later than the notice of why comes the stack, and the end."""
+"""Delay from the notice to the traceback and the exit."""
 
 
 def load(timeout_s: float | None = None) -> ModuleType:
-    """The module ``mpi4py.MPI``; importing it starts MPI.
+    """Import ``mpi4py.MPI``, which starts MPI; ``BackendError`` without MPI or its threads.
 
-    MPI starts when all ranks have come, and MPICH waits forever for one that has ended. No Python
-    code runs meanwhile, so after ``timeout_s`` a timer prints where the process is and ends it.
-
-    Raises:
-        BackendError: mpi4py or the MPI library is missing, or MPI does not allow threads.
+    MPICH waits forever for a rank that has ended, and no Python code runs meanwhile: after
+    ``timeout_s`` a timer prints the traceback and ends the process.
     """
     try:
         with _ending_after(timeout_s if "mpi4py.MPI" not in sys.modules else None):
@@ -59,10 +54,10 @@ def load(timeout_s: float | None = None) -> ModuleType:
 
 
 def unlink_segments(mpi: ModuleType) -> None:
-    """Remove the names of the memory that MPICH shares among the ranks of this host.
+    """Remove the names of MPICH's shared memory on this host; it stays usable.
 
-    MPICH removes them in ``MPI_Finalize`` only, so an aborted job would leave its memory in
-    ``/dev/shm`` for good. All ranks of this job on this host must have mapped it; it stays usable.
+    MPICH removes them only in ``MPI_Finalize``: an aborted job would leave its memory in
+    ``/dev/shm``. All ranks of the job on this host must have mapped it.
     """
     pattern = _SEGMENT_ALONE if mpi.COMM_WORLD.size == 1 else _SEGMENT
     try:
@@ -77,11 +72,11 @@ def unlink_segments(mpi: ModuleType) -> None:
 
 _SEGMENT = re.compile(r"/dev/shm/mpich_\w+$")
 _SEGMENT_ALONE = re.compile(r"/dev/shm/(mpich_\w+|sm_segment\.\S+)$")
-"""Of a job of one process also that of Open MPI, which otherwise attaches later."""
+"""In a job of one process also Open MPI's segments, which otherwise attach later."""
 
 
 def _start_which_waits_for_every_rank() -> ModuleType:
-    """Start MPI; the name shows in the traceback of a rank whose peers never came."""
+    """Start MPI; the name appears in the traceback of a rank whose peers never started."""
     from mpi4py import MPI
 
     return MPI
@@ -89,16 +84,14 @@ def _start_which_waits_for_every_rank() -> ModuleType:
 
 @contextmanager
 def _ending_after(timeout_s: float | None) -> Iterator[None]:
-    """End the process if the block takes longer, with the reason and a traceback.
-
-    Uses the fault handler's timer, which needs no interpreter; there is one per process, so a
-    handler of the program is lost. Another process prints the reason.
-    """
+    """End the process, with the reason and a traceback, if the block takes longer."""
     output = sys.__stderr__
     if timeout_s is None or output is None:
         yield
         return
     notice = None
+    # The fault handler's timer needs no interpreter. There is one per process: a program's own
+    # timer is lost. Another process prints the reason.
     faulthandler.dump_traceback_later(timeout_s + _NOTICE_S, exit=True, file=output)
     try:
         if sys.executable and start_notice.under_launcher():
@@ -118,7 +111,7 @@ def _ending_after(timeout_s: float | None) -> Iterator[None]:
 
 
 def world_rank() -> str:
-    """Who this is, for a message of a rank that has not met the others; empty before MPI starts."""
+    """This rank as a message prefix before ranks are connected; empty before MPI starts."""
     from mpi4py import MPI
 
     if not MPI.Is_initialized():
@@ -137,8 +130,7 @@ _MPI_LAUNCHERS: tuple[_Launcher, ...] = (
     ("flux run", ("FLUX_JOB_SIZE",), ("FLUX_TASK_RANK",)),
     ("a launcher with PMIx", ("PMIX_SIZE",), ("PMIX_RANK",)),
 )
-"""Launchers of MPI programs, and the variables in which they tell each process that they start how
-many ranks there are, and its own number."""
+"""MPI launchers, and their variables for the number of ranks and for this rank's number."""
 
 _SRUN: _Launcher = (
     "srun",
@@ -147,12 +139,11 @@ _SRUN: _Launcher = (
 )
 
 _SLURM_SHELLS = range(2**32 - 16, 2**32)
-"""Numbers that Slurm gives to the script of ``sbatch`` and the shell of ``salloc``."""
+"""Step numbers that Slurm gives to the script of ``sbatch`` and the shell of ``salloc``."""
 
 
 class Promise(NamedTuple):
-    """What a launcher says: its name, the variable, how many ranks there are (at least so many,
-    unless ``is_exact``), this one's number, and how many are on this host."""
+    """A launcher's number of ranks (a lower bound unless ``is_exact``), and its variable."""
 
     launcher: str
     variable: str
@@ -163,12 +154,7 @@ class Promise(NamedTuple):
 
 
 def broken_promise(environment: Mapping[str, str], size: int) -> Promise | None:
-    """The promise of a launcher of this process that has more ranks than MPI; None without one.
-
-    >>> broken_promise({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, 1).size
-    2
-    >>> broken_promise({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, 1)  # run by hand in sbatch
-    """
+    """The promise of this process's launcher that exceeds MPI's ``size`` ranks, or None."""
     of_mpi = [_promise_of(environment, *launcher) for launcher in _MPI_LAUNCHERS]
     others = [_promise_of(environment, *_SRUN)] if _started_by_srun(environment) else []
     by_torchrun = "TORCHELASTIC_RUN_ID" in environment
@@ -187,8 +173,7 @@ def broken_promise(environment: Mapping[str, str], size: int) -> Promise | None:
 
 
 def check_launch(mpi: ModuleType, comm: MPI.Comm | None) -> None:
-    """Raise ``BackendError``, with the right command, if a launcher promised more ranks than MPI
-    has."""
+    """Raise ``BackendError`` with the right command if a launcher promised more ranks."""
     # A program that asks for itself alone knows what it does; one that MPI has spawned has the
     # variables of the job that spawned it.
     if comm is not None and comm == mpi.COMM_SELF:
@@ -232,11 +217,9 @@ def _promise_of(
 
 
 def _started_by_srun(environment: Mapping[str, str]) -> bool:
-    """Whether this process is a task of a job step.
-
-    A batch script and a terminal (``srun --pty``) see the allocation's variables with the numbers
-    of a first task; programs started by hand there are no tasks.
-    """
+    """Whether this process is a task of a job step."""
+    # Batch scripts and terminals (``srun --pty``) have the allocation's variables, with the numbers
+    # of a first task, but programs started by hand there are no tasks.
     if "SLURM_PTY_PORT" in environment:
         return False
     step = number(("SLURM_STEP_ID", "SLURM_STEPID"), environment)
@@ -246,7 +229,7 @@ def _started_by_srun(environment: Mapping[str, str]) -> bool:
 
 
 def _command(promise: Promise, library: str) -> str:
-    """What starts this program as one job."""
+    """The command that starts this program as one job."""
     launcher = "mpirun"
     beside = os.path.join(os.path.dirname(sys.executable), "mpirun")
     if os.path.exists(beside):

@@ -1,9 +1,8 @@
-"""Reports why a rank does not get beyond the start of MPI: a program that waits beside that rank.
+"""Reports why a rank's start of MPI hangs; a program that runs beside that rank.
 
-While MPI starts, no Python code of the rank itself can run. Usage:
-``python start_notice.py SECONDS``. It ends when its standard input is closed: MPI has started,
-which it is told before, or the rank has ended. Nobody else removes the memory that MPICH has put
-into ``/dev/shm`` for such a rank. Run by path, it can import the standard library alone.
+Usage: ``python start_notice.py SECONDS``. It ends when its standard input is closed: MPI has
+started (it receives ``OVER`` first), or the rank has ended; then it removes the rank's MPICH memory
+from ``/dev/shm``. Run by path, it can import only the standard library.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ _LOCAL_SIZE = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 OVER = b"over"
-"""What the rank writes when MPI has started, or could not be."""
+"""The rank writes this when MPI has started, or failed to."""
 
 _LOOK_S, _MOST_LOOK_S = 0.05, 1.0
 
 
 def number(names: tuple[str, ...], environment: Mapping[str, str]) -> int | None:
-    """What a launcher says in one of these variables, where there is one."""
+    """The number in the first of these launcher variables that is set, or None."""
     text = next((environment[name] for name in names if name in environment), "")
     return int(text) if text.isdecimal() else None
 
 
 def under_launcher() -> bool:
-    """Whether this process is a rank among others, as far as the environment tells."""
+    """Whether the environment describes this process as one of several ranks."""
     size = number(_SIZE, os.environ)
     return number(_RANK, os.environ) is not None and (size is None or size > 1)
 
 
 def main() -> None:
-    """Wait; if that takes too long, tell; tidy up behind a rank that ends meanwhile."""
+    """Wait; report after the time limit; remove the segments of a rank that ends meanwhile."""
     limit_s = float(sys.argv[1])
     begun_s, look_s, reported, rank = time.monotonic(), _LOOK_S, False, os.getppid()
     segments: set[str] = set()
@@ -56,7 +55,7 @@ def main() -> None:
 
 
 def _segments(rank: int) -> set[str]:
-    """The memory that a rank's MPICH shares with others, by name, as far as it has mapped it."""
+    """Names of the shared memory that a rank's MPICH has mapped so far."""
     lines = _read(rank, "maps").decode(errors="replace").splitlines()
     names = {line.split(maxsplit=5)[-1] for line in lines if "/dev/shm/mpich_" in line}
     return {name for name in names if os.path.exists(name)}
@@ -76,7 +75,7 @@ def _tell(limit_s: float) -> None:
 
 
 def _missing() -> str:
-    """The ranks that do not wait as this one does; empty where that cannot be seen from here."""
+    """The ranks that do not wait as this one does; empty if that cannot be determined."""
     size = number(_SIZE, os.environ)
     if size is None or size != number(_LOCAL_SIZE, os.environ) or not os.path.isdir("/proc/self"):
         return ""
@@ -97,7 +96,7 @@ def _missing() -> str:
 
 
 def _launcher(pid: int) -> int:
-    """The nearest process above that is no rank of a job."""
+    """The nearest ancestor process that is no rank of a job."""
     while pid > 1:
         fields = _read(pid, "stat").rpartition(b")")[2].split()
         pid = int(fields[1]) if len(fields) > 1 else 0
@@ -107,7 +106,7 @@ def _launcher(pid: int) -> int:
 
 
 def _environment(pid: int) -> dict[str, str]:
-    """The environment of a process; empty where it has ended, or belongs to another user."""
+    """The environment of a process; empty if it has ended or belongs to another user."""
     pairs = _read(pid, "environ").decode(errors="replace").split("\0")
     return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 

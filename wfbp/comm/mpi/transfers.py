@@ -1,14 +1,12 @@
-"""Collectives under way: tasks, the order in which they start, and their progress.
+"""Collectives under way: tasks, their order of starts, and their progress.
 
-A collective consists of tasks: chunks of a large message, or all of a small one. A :class:`Channel`
-starts the tasks of one communicator in the order of submission, a window of bytes at a time. Only
-the order of starts is the same on every rank, so only a start may begin a collective of the MPI
-library; everything after it goes from rank to rank under a tag of the task's own.
+A :class:`Channel` starts the tasks of one communicator in order of submission, a window of bytes at
+a time. Only the order of starts is the same on every rank, so only a start may begin a collective
+of the MPI library; everything later is point-to-point, with the task's tag.
 
-Most tasks are *transfers* of the C++ extension (``csrc/transfers.h``): messages, then perhaps a
-reduction of what has arrived, then perhaps more messages. One call moves all of them on without
-the interpreter, so a training thread that holds the interpreter neither waits nor is held up. The
-other tasks are polled in Python.
+Most tasks are *transfers* of the C++ extension (``csrc/transfers.h``): messages, an optional
+reduction, more messages. One call advances all of them without the interpreter, so a training
+thread that holds the interpreter neither waits nor is delayed. Other tasks are polled in Python.
 
 Threads: the channels of a backend and its duplicates share one :class:`ProgressGroup`, which one
 thread at a time may use.
@@ -37,25 +35,23 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 NUM_TAGS = 1 << 14
-"""Tasks that can be told apart by tag; far more than a window holds. MPI grants 32768 tags."""
+"""Tasks that tags can distinguish; far more than a window holds. MPI grants 32768 tags."""
 
 Message = tuple[Buffer, int, bool]
-"""Contiguous memory, the rank that it is for or from, and whether it arrives."""
+"""Contiguous memory, the other rank, and whether the message arrives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
-    """Sizes that decide how a message travels; measured in docs/benchmarks/communication.md.
+    """Sizes of chunks and windows; measured in docs/benchmarks/communication.md.
 
     Args:
-        chunk_bytes: a message is cut into equal chunks of at most this size. Large enough that
-            start-up vanishes, small enough that phases of different chunks overlap on a link and
-            that a chunk is still in cache when it is reduced.
-        window_bytes: chunks under way at once, together. More than one, so that the link has
-            work while a finished chunk waits to be noticed.
+        chunk_bytes: most bytes of a chunk. Large enough to hide start-up; small enough that chunks
+            overlap on a link and are still in cache when they are reduced.
+        window_bytes: bytes under way at once: several chunks, so that the link never idles.
         window_tasks: the same as a count, for small messages.
-        small_bytes: up to here the library's own all-reduce is quicker than two exchanges.
-        direct_ranks: up to this many ranks every rank exchanges with every other directly.
+        small_bytes: up to here the library's own all-reduce is faster than two exchanges.
+        direct_ranks: up to this many ranks each exchanges with every other directly.
     """
 
     chunk_bytes: int = 1 << 20
@@ -72,19 +68,12 @@ class Chunking:
 
 
 def chunks(numel: int, item_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
-    """Start and end of the chunks of a message, in elements; one empty chunk for none.
-
-    >>> chunks(10, 4, 16)
-    [(0, 3), (3, 6), (6, 10)]
-    """
+    """Start and end of the chunks of a message, in elements; one empty chunk for none."""
     return split(numel, max(1, -(-numel * item_bytes // chunk_bytes)))
 
 
 class Task(ABC):
-    """One chunk of a collective, or all of a small one.
-
-    A task is complete when its ``transfer`` is done; without one, when :meth:`step` returns True.
-    """
+    """One chunk of a collective; complete when its ``transfer``, or else :meth:`step`, is done."""
 
     nbytes: int
     work: MpiWork[Any]
@@ -97,21 +86,16 @@ class Task(ABC):
         """Begin it; called once, in the order of submission."""
 
     def step(self) -> bool:
-        """Move it on without blocking; True once complete. Not called again after that."""
+        """Make progress without blocking; True once complete, and then not called again."""
         raise NotImplementedError
 
     def may_progress(self) -> bool:
-        """Whether :meth:`step` would find that something has moved on."""
+        """Whether :meth:`step` would find progress."""
         return True
 
 
 class ProgressGroup:
-    """Moves the tasks of a backend and its duplicates on.
-
-    Attributes:
-        moves: a number that changes whenever anything moves on.
-        failure: the first error, which all works raise from then on.
-    """
+    """Advances the tasks of a backend and its duplicates; all works raise the first ``failure``."""
 
     def __init__(self, transfers: native.Transfers, who: str) -> None:
         self.transfers = transfers
@@ -123,7 +107,7 @@ class ProgressGroup:
         self._who = who
 
     def advance(self) -> None:
-        """Move all tasks on, without blocking; an error is kept in :attr:`failure`."""
+        """Advance all tasks without blocking; stores an error in ``failure``."""
         if self.failure is not None:
             return
         transfers = self.transfers
@@ -138,7 +122,7 @@ class ProgressGroup:
             self.fail(error)
 
     def may_progress(self) -> bool:
-        """Move transfers on; whether :meth:`advance` would find more to do."""
+        """Advance transfers; whether :meth:`advance` would find more to do."""
         if self.failure is not None:
             return True
         try:
@@ -155,8 +139,8 @@ class ProgressGroup:
             return True
 
     def rest(self, nap_s: float, most_s: float) -> bool:
-        """Sleep, testing every ``nap_s`` seconds, until a transfer is over or ``most_s`` have
-        passed; False, without sleeping, unless transfers alone are under way."""
+        """Sleep until a transfer is over, testing every ``nap_s`` seconds, for at most ``most_s``;
+        False, without sleeping, unless only transfers are under way."""
         active = any(channel.active for channel in self.channels)
         if self.failure is not None or self.num_polled or not active:
             return False
@@ -167,12 +151,12 @@ class ProgressGroup:
         return True
 
     def give_up(self) -> None:
-        """Stop: no rank waits any more for messages under way; their memory is kept for good."""
+        """Stop waiting for messages under way; their memory is never freed."""
         if any(channel.active for channel in self.channels):
             self.fail(RuntimeError("given up with messages under way"))
 
     def fail(self, error: Exception) -> None:
-        """Keep the first error. Nothing more is started."""
+        """Keep the first error, and start no further task."""
         if self.failure is not None:
             return
         self.failure = BackendError(f"{self._who}: communication failed: {error}")
@@ -214,11 +198,7 @@ class MpiWork(Work[T]):
 
 
 class Channel:
-    """The tasks of one communicator, started in order, a window of bytes and tasks at once.
-
-    Args:
-        mpi: the module ``mpi4py.MPI``.
-    """
+    """The tasks of one communicator, started in order, a window of bytes and tasks at once."""
 
     def __init__(
         self, group: ProgressGroup, window: Chunking, mpi: ModuleType, comm: MPI.Comm
@@ -238,7 +218,7 @@ class Channel:
         group.channels.append(self)
 
     def next_tag(self) -> int:
-        """A tag for one more task, and the one after it; the same on every rank."""
+        """An unused tag (the one after it is unused too); the same on every rank."""
         self._sequence += 1
         return 2 * (self._sequence % NUM_TAGS)
 
@@ -258,7 +238,7 @@ class Channel:
         return work
 
     def step(self) -> None:
-        """Find complete tasks, and start others in their place."""
+        """Remove complete tasks and start others."""
         done = [
             task
             for task in self.active
@@ -277,7 +257,7 @@ class Channel:
         self._fill()
 
     def leave(self) -> None:
-        """Leave the group, which gives up if something is still under way."""
+        """Leave the group; abandon whatever is still under way."""
         if self.active:
             self.group.give_up()
         self.group.channels.remove(self)
@@ -299,18 +279,16 @@ class Channel:
 
 
 class ChunkTask(Task):
-    """Direct exchange of one chunk among all ranks: reduce-scatter, all-gather, or both in turn.
+    """Direct exchange of one chunk: reduce-scatter, all-gather, or one after the other.
 
     Each rank sends every other rank its contribution to that rank's shard, combines what it
-    receives for its own shard, and sends the result to every other rank. Both stages together cost
-    2 (n - 1) / n times the bytes of the chunk per rank, as a ring does, in two steps.
+    receives for its own shard, and sends the result to every other rank. Both stages cost 2 (n - 1)
+    / n times the chunk's bytes per rank, like a ring, in two steps.
 
     Args:
-        nbytes: of the chunk.
-        shards: this rank's contribution to each rank's shard, in pieces as ``backend.typed`` gives
-            them, cut in the same places on every rank. None: nothing is reduced.
-        results: each rank's result, in pieces (in one, if shards are reduced); may be the
-            contributions.
+        shards: this rank's contribution to each rank's shard, in typed pieces cut at the same
+            places on every rank. None: nothing is reduced.
+        results: each rank's result in pieces (one piece if reduced); may be the contributions.
         gathers: whether every rank gets every shard's result, or only its own.
     """
 
@@ -373,7 +351,7 @@ class ChunkTask(Task):
         )
 
     def _take_scratch(self, nbytes: int) -> Buffer:
-        """Memory for shards that arrive, kept from one task to the next."""
+        """Memory for arriving shards, reused by later tasks."""
         free = self._channel.free_scratch
         for index, block in enumerate(free):
             if block.nbytes >= nbytes:
@@ -385,8 +363,7 @@ class ChunkTask(Task):
 
 
 class LibraryTask(Task):
-    """One non-blocking collective of the MPI library; ``averaged``, of type ``dtype``, is divided
-    by the number of ranks after it."""
+    """One non-blocking MPI collective, after which ``averaged`` is divided by the size."""
 
     def __init__(
         self,
@@ -453,14 +430,10 @@ class BytesTask(Task):
 
 
 def load_transfers(mpi: ModuleType) -> native.Transfers:
-    """Transfers that call the functions of the MPI library that mpi4py has loaded.
-
-    Raises:
-        BackendError: the library cannot be opened or lacks a function; handles differ in size; or
-            errors end the job (MPICH calls the error handler of ``COMM_SELF`` for a test of
-            several messages).
-    """
+    """Transfers that call the MPI library that mpi4py has loaded; or ``BackendError``."""
     try:
+        # MPICH calls COMM_SELF's error handler for a test of several messages: it must not end
+        # the job.
         if mpi.COMM_SELF.Get_errhandler() != mpi.ERRORS_RETURN:
             raise ValueError(
                 "the error handler of COMM_SELF is not ERRORS_RETURN, mpi4py's default"
