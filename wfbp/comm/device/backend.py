@@ -1,4 +1,4 @@
-"""Backends whose buffers lie on a device: what NCCL and staging through the host have in common."""
+"""Backends whose buffers are on a device: the common part of NCCL and staging through the host."""
 
 from __future__ import annotations
 
@@ -24,11 +24,9 @@ class DeviceWork(Work[None]):
 
     @abstractmethod
     def issued(self) -> bool:
-        """Move the host's part on, without blocking; True once nothing is left for the host to do:
-        later work on the backend's stream finds the result.
+        """Advance the host's part; True once later work on the stream finds the result.
 
-        Raises:
-            BackendError: the library below failed; the work is over.
+        ``BackendError`` if the library below failed; the work is then over.
         """
 
     @abstractmethod
@@ -41,11 +39,10 @@ class DeviceWork(Work[None]):
 
 
 class DeviceBackend(Backend):
-    """A backend whose buffers lie on a device; every collective returns a :class:`DeviceWork`.
+    """A backend whose buffers are on a device; every collective returns a :class:`DeviceWork`.
 
-    Collectives are enqueued on :attr:`stream`, in order: a buffer travels as the stream finds it
-    when it gets there. What has no buffer (payloads, notices) goes through ``host``, a backend over
-    the same ranks that nobody else uses.
+    Collectives are enqueued in order on :attr:`stream`, and read a buffer when the stream reaches
+    them. Payloads and notices use ``host``, a backend over the same ranks for this object alone.
     """
 
     def __init__(self, device: Device, host: Backend) -> None:
@@ -54,21 +51,21 @@ class DeviceBackend(Backend):
         self.stream = device.new_stream()
         self._packed: Event | None = None
         self.in_order: Callable[[Callable[[], DeviceWork], int], DeviceWork] | None = None
-        """Starts a collective, of so many bytes, when its turn among other lanes' has come."""
+        """Starts a collective of so many bytes when its turn among all lanes has come."""
         self.rank, self.size = host.rank, host.size
         self.local_rank, self.local_size = host.local_rank, host.local_size
 
     @cached_property
     def packing(self) -> int:
-        """The stream of what comes before collectives: it does not wait for those under way."""
+        """The stream for work before collectives: it does not wait for those under way."""
         return self.device.new_stream()
 
     def follow_packing(self) -> None:
-        """Let the next collective wait for what is enqueued on :attr:`packing` now."""
+        """Order the next collective after what is enqueued on :attr:`packing` now."""
         self._packed = self.device.record(self.packing)
 
     def settles(self, timeout_s: float | None = None) -> bool:
-        """Wait until the device has done all that was enqueued here; False if time runs out."""
+        """Wait until the device has done all enqueued work; False if time runs out."""
         last, begun_s = self.device.record(self.stream), time.monotonic()
         while not self.device.done(last):
             if timeout_s is not None and time.monotonic() - begun_s > timeout_s:
@@ -77,7 +74,7 @@ class DeviceBackend(Backend):
         return True
 
     def stopwatch(self) -> Callable[[], float]:
-        """By events: the time on the device, without what the host takes to hear of the end."""
+        """Measure by events: device time, without the host's delay in noticing the end."""
         device, stream = self.device, self.stream
         begin = device.record(stream, timed=True)
 
@@ -95,11 +92,11 @@ class DeviceBackend(Backend):
 
     @abstractmethod
     def give_up(self) -> None:
-        """Let collectives that wait for other ranks end, unfinished, so that the device is free."""
+        """End collectives that wait for other ranks, unfinished, so that the device is free."""
 
     @abstractmethod
     def _all_reduce(self, data: Buffer, dtype: str, op: Op) -> DeviceWork:
-        """Combine some bytes, at least one, among at least two ranks."""
+        """Combine at least one byte among at least two ranks."""
 
     @abstractmethod
     def _reduce_scatter(self, data: Buffer, blocks: Blocks, dtype: str, op: Op) -> DeviceWork:
@@ -115,7 +112,7 @@ class DeviceBackend(Backend):
 
     @abstractmethod
     def _nothing(self) -> DeviceWork:
-        """The work of a collective for which nothing has to travel."""
+        """The work of an empty collective."""
 
     def zeros(self, nbytes: int) -> Buffer:
         return self.device.zeros(nbytes, self.stream)
@@ -165,7 +162,7 @@ class DeviceBackend(Backend):
         self.host.abort(code)
 
     def _launch(self, start: Callable[[], DeviceWork], nbytes: int) -> DeviceWork:
-        """Start a collective after what was packed for it, when its turn has come."""
+        """Start a collective after its packing, when its turn has come."""
         packed, self._packed = self._packed, None
 
         def launch() -> DeviceWork:
@@ -177,11 +174,7 @@ class DeviceBackend(Backend):
 
 
 def raw(buffer: Buffer, dtype: str | None) -> Buffer:
-    """The bytes of a buffer on a device; ``dtype`` is what they are, if they are to be reduced.
-
-    Raises ``ValueError`` if it is not one-dimensional, contiguous and writeable, or holds no whole
-    number of elements.
-    """
+    """A device buffer's bytes, checked as elements of ``dtype``; ``ValueError`` if unsuitable."""
     if buffer.ndim != 1 or not buffer.flags.c_contiguous:
         raise ValueError(
             "a buffer must be one-dimensional and contiguous; "
@@ -196,12 +189,9 @@ def raw(buffer: Buffer, dtype: str | None) -> Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Bytes and first byte of each rank's block of a buffer.
+    """Bytes and first byte of each rank's block of a buffer."""
 
-    Buffers are sliced only where a block itself is needed: CuPy takes microseconds to slice one,
-    for every rank in every step.
-    """
-
+    # Numbers, not slices: CuPy takes microseconds to slice, for every rank in every step.
     counts: tuple[int, ...]
     starts: tuple[int, ...]
     total: int
@@ -210,11 +200,7 @@ class Blocks:
     @staticmethod
     @lru_cache(maxsize=1024)
     def of(size: int, nbytes: int, counts: tuple[int, ...], dtype: str) -> Blocks:
-        """The blocks of a buffer of ``nbytes``; ``ValueError`` if a size does not fit.
-
-        >>> Blocks.of(2, 12, (8, 4), "float32").starts
-        (0, 8)
-        """
+        """The blocks of a buffer of ``nbytes``; ``ValueError`` if a size does not fit."""
         check_counts(size, nbytes, counts, dtype)
         starts = tuple(accumulate(counts, initial=0))
         return Blocks(counts, starts[:-1], starts[-1], len(set(counts)) <= 1)

@@ -1,4 +1,4 @@
-"""How buffers of devices travel: by NCCL if every rank can, else staged through the host."""
+"""Connects devices: by NCCL if every rank can, else staged through the host."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from wfbp.comm.waiting import Check, wait
 from wfbp.errors import BackendError, StallError
 
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
-"""NCCL's own variable that allows several ranks on one GPU (2.30 and later)."""
+"""NCCL's variable that allows several ranks on one GPU (2.30 and later)."""
 
 HOST_ID = "NCCL_HOSTID"
-"""NCCL's variable by which ranks can pretend to be on different hosts, for tests."""
+"""NCCL's variable with which ranks can pretend to be on different hosts, for tests."""
 
 log = logging.getLogger("wfbp")
 
@@ -28,17 +28,9 @@ log = logging.getLogger("wfbp")
 def connect(
     device: Device, host: Backend, timeout_s: float | None = None, check: Check | None = None
 ) -> DeviceBackend:
-    """Connect the ranks' devices; collective and blocking.
+    """Connect the ranks' devices by one kind of backend on all ranks; collective and blocking.
 
-    Args:
-        device: this rank's.
-        host: over all ranks; it is duplicated.
-        timeout_s: how long that may take.
-        check: called meanwhile; an error that it raises ends it.
-
-    Returns:
-        A backend of the same kind on every rank. If it is staged, one rank per host logs why, once
-        for a device and reason.
+    ``host`` is duplicated. If the backend is staged, one rank per host logs the reason once.
     """
     backend, reason = connect_by_nccl(device, host, timeout_s, check)
     if backend is not None:
@@ -56,7 +48,7 @@ def connect(
 def connect_by_nccl(
     device: Device, host: Backend, timeout_s: float | None = None, check: Check | None = None
 ) -> tuple[NcclBackend | None, str]:
-    """A backend by NCCL on every rank, or on none, and why; arguments as of :func:`connect`."""
+    """An NCCL backend on every rank; or None on every rank, and the reason."""
     library, problem = None, ""
     try:
         library = device.nccl()
@@ -95,11 +87,7 @@ def connect_by_nccl(
 
 
 def why_no_nccl(ranks: list[dict[str, Any]]) -> str:
-    """Why NCCL cannot serve these ranks; empty if it can.
-
-    >>> why_no_nccl([{"device": "a", "shares": False, "problem": ""}] * 2)
-    'ranks 0 and 1 share a GPU (NCCL_MULTI_RANK_GPU_ENABLE=1 lets NCCL 2.30 try)'
-    """
+    """The reason why NCCL cannot serve these ranks; empty if it can."""
     for rank, status in enumerate(ranks):
         if status["problem"]:
             return f"rank {rank}: {status['problem']}"

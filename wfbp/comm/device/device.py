@@ -1,12 +1,9 @@
-"""The seam between the runtime and one accelerator.
+"""The interface between the runtime and one accelerator.
 
-Everything that happens on a device happens on *streams*, in the order in which it was enqueued on
-each; an *event* marks a place in a stream, and a stream can be made to wait for an event. The host
-only enqueues: no method here waits for the device. Streams are raw handles, so that those of any
-framework can be named; events are opaque.
-
-Implementations: CuPy's in ``wfbp.cuda.cupy_device``, and the tests' software device, whose streams
-are threads.
+All work on a device is enqueued on *streams*, and runs in order within each. An *event* marks a
+place in a stream; another stream can wait for it. The host only enqueues: no method here waits for
+the device. Streams are raw handles, so that any framework's can be named; events are opaque.
+Implementations: ``wfbp.cuda.cupy_device``, and the tests' software device (streams are threads).
 """
 
 from __future__ import annotations
@@ -29,74 +26,73 @@ Event = Any
 
 
 class Device(ABC):
-    """One accelerator. Every method may be called by any thread, and returns at once.
+    """One accelerator. Any thread may call every method; all return at once.
 
-    ``name`` is for people; ``identity`` tells devices of all hosts apart.
+    ``name`` is for messages; ``identity`` is unique among devices of all hosts.
     """
 
     name: str
     identity: str
     where = ""
-    """Which rank's it is, for messages, as in "rank 1 of 4"; the runtime says so."""
+    """This rank in messages, as in "rank 1 of 4"; set by the runtime."""
 
     logged_reason = ""
-    """Why its messages go through the host, as the log has said last."""
+    """The last logged reason for messages through the host."""
 
     @abstractmethod
     def nccl(self) -> Any:
-        """The bindings of NCCL for this device, as ``cupy.cuda.nccl``; ``ImportError`` says why
-        there are none."""
+        """This device's NCCL bindings, as ``cupy.cuda.nccl``; ``ImportError`` if there are none."""
 
     @abstractmethod
     def current_stream(self) -> int:
-        """The stream on which the work of the calling thread is enqueued."""
+        """The stream on which the calling thread's work is enqueued."""
 
     @abstractmethod
     def new_stream(self) -> int:
-        """A stream that is ordered with others by events alone; it lives as long as the device."""
+        """A stream ordered with others only by events; it lives as long as the device."""
 
     @abstractmethod
     def record(self, stream: int, timed: bool = False) -> Event:
-        """An event behind all that has been enqueued on a stream."""
+        """An event after all work that is enqueued on a stream."""
 
     @abstractmethod
     def wait(self, stream: int, event: Event) -> None:
-        """Let what is enqueued on a stream from here on wait for an event."""
+        """Make later work on a stream wait for an event."""
 
     @abstractmethod
     def done(self, event: Event) -> bool:
-        """Whether all before an event has run; ``BackendError`` if something has failed."""
+        """Whether all work before an event has run; ``BackendError`` if some failed."""
 
     @abstractmethod
     def seconds(self, start: Event, end: Event) -> float:
-        """Device time between two timed events that are done; negative where ``end`` was first."""
+        """Device time between two timed events that are done; negative if ``end`` was first."""
 
     @abstractmethod
     def zeros(self, nbytes: int, stream: int) -> Buffer:
-        """Bytes (uint8) on the device, aligned for vector access, zero from there in the stream.
+        """Aligned device bytes (uint8), zero from this point of the stream on.
 
-        ``BackendError`` if there is no memory left, not even in frameworks' caches.
+        ``BackendError`` if memory is exhausted, frameworks' caches included.
         """
 
     @abstractmethod
     def free_bytes(self) -> int:
-        """How much memory nobody uses, and no framework keeps for later."""
+        """Unused memory that no framework caches."""
 
     @abstractmethod
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Bytes of the host that can be copied from and to without waiting."""
+        """Host bytes that can be copied from and to without waiting."""
 
     @abstractmethod
     def borrow(self, address: int, nbytes: int, owner: object) -> Buffer:
-        """Memory of this device that a framework has taken, as bytes; ``owner`` is kept with it."""
+        """Memory of this device that a framework allocated, as bytes; keeps ``owner`` alive."""
 
     @abstractmethod
     def address(self, buffer: Buffer) -> int:
-        """Where a buffer lies."""
+        """A buffer's address."""
 
     @abstractmethod
     def copy(self, target: Buffer, source: Buffer, stream: int) -> None:
-        """Enqueue a copy of bytes; either side may be pinned memory of the host."""
+        """Enqueue a copy of bytes; either side may be pinned host memory."""
 
     @abstractmethod
     def pack_table(
@@ -109,28 +105,29 @@ class Device(ABC):
         tensor_dtype: str = "",
         unpack_stream: int | None = None,
     ) -> SlotTable:
-        """A table of a buffer's slots that packs on a stream, whose memory it is, and unpacks on
-        the same or another one. It casts if types differ; ``ValueError`` if it cannot."""
+        """A table of a buffer's slots that packs on ``stream``, the owner of its memory, and
+        unpacks on the same or another one. It casts if types differ; ``ValueError`` if it
+        cannot."""
 
     @abstractmethod
     def use(self) -> None:
-        """Let what foreign libraries do in the calling thread happen on this device."""
+        """Select this device for foreign libraries in the calling thread."""
 
     @abstractmethod
     def is_capturing(self, stream: int) -> bool:
-        """Whether work enqueued on a stream goes into a graph instead of running."""
+        """Whether work enqueued on a stream is captured in a graph instead of running."""
 
     @abstractmethod
     def trim(self) -> None:
-        """Free memory that is kept for later; may wait for the device."""
+        """Free cached memory; may wait for the device."""
 
     annotates = False
     """Whether profilers are shown names, which costs some microseconds per group."""
 
     def annotate(self, name: str) -> AbstractContextManager[object]:
-        """Shows what is enqueued within it under a name in the profiler's timeline, if asked to."""
+        """Name what is enqueued within it in the profiler's timeline, if :attr:`annotates`."""
         return self._annotation(name) if self.annotates else _UNSEEN
 
     @abstractmethod
     def _annotation(self, name: str) -> AbstractContextManager[object]:
-        """Shows what is enqueued within it under a name."""
+        """Name what is enqueued within it in the profiler's timeline."""

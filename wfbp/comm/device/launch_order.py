@@ -1,13 +1,9 @@
-"""One order in which every rank launches the collectives of several communicators on a GPU.
+"""Makes every rank launch the collectives of several communicators on a GPU in one order.
 
 A collective's kernel waits on the GPU for those of other ranks. If a GPU cannot run two such
-kernels at once, ranks that launch them in different orders wait for each other forever. The
-collectives of one lane have one order, the plan's; those of two lanes come as gradients come.
-
-Rank 0 launches what is ready, after it has told the others whose turn it is. They launch that
-lane's next collective when it is ready there too, and nothing else before it. A single lane needs
-no order and no message. When the second one is made, one rank may be in the midst of a step: what
-any rank has launched of the first lane by then is launched on all before the order begins.
+kernels at once, ranks that launch them in different orders deadlock. Two lanes have no common order
+by themselves: rank 0 launches what is ready after it has told the others the lane, and they launch
+that lane's next collective before any other. A single lane needs no order.
 """
 
 from __future__ import annotations
@@ -27,8 +23,7 @@ from wfbp.comm.waiting import Check, wait
 
 @dataclass(slots=True)
 class _Lane:
-    """Collectives of a lane: how many were launched, how many of these in no order with other
-    lanes', and those that wait for their turn."""
+    """Collectives of a lane; the first ``num_free`` were launched before the order began."""
 
     num_launched: int = 0
     num_free: int = 0
@@ -36,9 +31,9 @@ class _Lane:
 
 
 class LaunchOrder:
-    """Of the lanes of one runtime on one device. Used under the progress lock.
+    """The order of one runtime's lanes on one device. Used under the progress lock.
 
-    ``advance_others`` moves all lanes on, while a call waits for one collective.
+    ``advance_others`` advances all lanes while a call waits for one collective.
     """
 
     def __init__(self, rank: int, size: int, advance_others: Callable[[], None]) -> None:
@@ -47,7 +42,7 @@ class LaunchOrder:
         self._lanes: list[_Lane] = []
         self._mailbox: Mailbox | None = None
         self._turns: deque[int] = deque()
-        """Numbers of lanes: on rank 0 as they have become ready, elsewhere as it has told."""
+        """Lane numbers: on rank 0 as they became ready, elsewhere as rank 0 sent them."""
 
     def admit(
         self,
@@ -56,10 +51,9 @@ class LaunchOrder:
         timeout_s: float | None = None,
         check: Check | None = None,
     ) -> int:
-        """Order the collectives of a further lane, which has sent nothing yet, too; its number.
-
-        Collective and blocking; arguments as of ``connection.connect``.
-        """
+        """Add a lane that has sent nothing yet; returns its number. Collective and blocking."""
+        # A rank may be in the middle of a step: what any rank has launched of the first lane is
+        # launched on all ranks before the order begins.
         if len(self._lanes) == 1:
             mine = json.dumps(self._lanes[0].num_launched).encode()
             counts = wait(host.all_gather_bytes(mine), timeout_s=timeout_s, check=check)
@@ -71,7 +65,7 @@ class LaunchOrder:
 
     @property
     def orders(self) -> bool:
-        """Whether there is more than one lane, and thus an order."""
+        """Whether there are several lanes, and thus an order."""
         return self._mailbox is not None
 
     @property
@@ -81,7 +75,7 @@ class LaunchOrder:
 
     @property
     def available(self) -> tuple[int, ...]:
-        """The same, and those that wait for nothing but their turn."""
+        """The same, plus those that wait only for their turn."""
         return tuple(lane.num_launched + len(lane.waiting) for lane in self._lanes)
 
     def _launch(self, number: int, start: Callable[[], DeviceWork], nbytes: int) -> DeviceWork:
@@ -98,7 +92,7 @@ class LaunchOrder:
         return work
 
     def progress(self) -> None:
-        """Launch what has its turn."""
+        """Launch the collectives whose turn it is."""
         assert self._mailbox is not None
         if self._rank:
             for _, payload in self._mailbox.receive():
@@ -123,7 +117,7 @@ class LaunchOrder:
         return first.num_launched >= first.num_free
 
     def _due(self) -> list[int]:
-        """Take the turns of which the collectives are ready."""
+        """Remove and return the turns whose collectives are ready."""
         due: list[int] = []
         left = [len(lane.waiting) for lane in self._lanes]
         while self._turns and left[self._turns[0]]:
@@ -137,7 +131,7 @@ class LaunchOrder:
         lane.waiting.popleft().launch()
 
     def close(self) -> None:
-        """Give the mailbox back. Collective; nothing may wait for its turn."""
+        """Close the mailbox. Collective; no collective may wait for its turn."""
         if self._mailbox is not None:
             self._mailbox.close()
 
@@ -153,7 +147,7 @@ class OrderedWork(DeviceWork):
         self.nbytes = nbytes
 
     def launch(self) -> None:
-        """Its turn has come."""
+        """Start it; its turn has come."""
         self._work = self._start()
         for target, source in self._copies:
             self._work.then(target, source)

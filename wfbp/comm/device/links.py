@@ -1,4 +1,4 @@
-"""The device backends of one runtime, and the order in which they launch collectives."""
+"""The device backends of one runtime, and their launch orders."""
 
 from __future__ import annotations
 
@@ -18,17 +18,14 @@ from wfbp.config import Config
 CONNECTING = "connecting devices"
 
 _OPERATIONS = -1
-"""In place of a lane's number: of the device backend of named operations."""
+"""Lane number of the device backend of named operations."""
 
 
 class DeviceLinks:
-    """Connects the devices of one runtime's ranks. Everything is called under the progress lock.
+    """Connects the devices of one runtime's ranks. Used under the progress lock.
 
-    Args:
-        config: settings of this rank.
-        where: this rank in messages.
-        check: given a label and the seconds waited so far, raises if waiting on is hopeless.
-        advance_lanes: moves all lanes of the host on.
+    ``check`` receives a label and the seconds waited, and raises if waiting is hopeless;
+    ``advance_lanes`` advances all lanes of the host.
     """
 
     def __init__(
@@ -44,7 +41,7 @@ class DeviceLinks:
         self._advance_lanes = advance_lanes
         self._orders: dict[int, LaunchOrder] = {}  # by device
         self.backends: dict[tuple[int, int], DeviceBackend] = {}
-        """By lane and device, in the order of making, the same on every rank."""
+        """By lane and device, in order of making, the same on every rank."""
 
     def connect_lane(self, number: int, device: Device, host: HostBackend) -> DeviceBackend:
         """Connect the devices of a lane's ranks; collective."""
@@ -56,21 +53,15 @@ class DeviceLinks:
         return backend
 
     def launch_order(self, device: Device) -> LaunchOrder | None:
-        """The order of this runtime's lanes on a device, if there is any by NCCL."""
+        """The order of this runtime's lanes on a device; None without NCCL there."""
         return self._orders.get(id(device))
 
     def connect_operations(
         self, device: Device, host: HostBackend
     ) -> tuple[DeviceBackend | None, int, str]:
-        """The backend of named operations on a device; collective.
+        """Connect named operations on a device, with ``host`` for them alone; collective.
 
-        Args:
-            device: this rank's.
-            host: over all ranks; used by nobody else.
-
-        Returns:
-            The backend, if there is one now, its lane's number in the order of launches, and why
-            there will never be one.
+        Returns the backend or None, its lane's number, and the reason if it will always be None.
         """
         timeout_s = self._config.timeout_s
         order = self._orders.get(id(device))
@@ -100,12 +91,12 @@ class DeviceLinks:
             order.close()
 
     def give_up(self) -> None:
-        """Wait for no other rank any more."""
+        """Stop waiting for other ranks."""
         for backend in self.backends.values():
             backend.give_up()
 
     def _admit(self, backend: NcclBackend, host: HostBackend) -> int:
-        """Order what this backend launches, too."""
+        """Add this backend to its device's launch order."""
         key = id(backend.device)
         if key not in self._orders:
             self._orders[key] = LaunchOrder(host.rank, host.size, self._advance_lanes)

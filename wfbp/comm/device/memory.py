@@ -1,20 +1,15 @@
-"""Memory of a device for one lane: what is enqueued where, and which stream waits for what.
+"""Memory of a device for one lane: streams, and the events that order them.
 
     producer's stream    backward ... gradient | event ... gradient | event
     packing stream                 wait, pack | event          wait, pack | event
     lane's stream                              wait, reduce                wait, reduce | event
     consumer's stream                                                                wait, update
 
-The host waits for nothing here. One event follows the last gradient of a group (one per stream that
-made any of them); the packing stream waits for it, and the lane's stream for the packing: a group
-is packed while the one before it travels. The consumer's stream waits for the lane's before it
-reads results. Before the packing stream writes to a buffer again, it waits for an event of the
-consumer's, recorded when the next step's first gradient appears, because all reads of the results
-have been enqueued by then; and for everything enqueued on the lane until then, because nobody
-consumes a step that was discarded.
-
-All memory is the packing stream's. Every tensor is packed, large ones too: a copy costs little
-beside the message here, and one launch serves the whole group.
+The host never waits here. One event per producing stream follows a group's last gradient; a group
+is packed while the previous one travels. Before the packing stream reuses a buffer, it waits for an
+event of the consumer's stream, recorded at the next step's first gradient (all reads are enqueued
+by then), and for the lane's stream (a discarded step has no consumer). The packing stream owns all
+memory. Every tensor is packed: a copy is cheap, and one launch serves the group.
 """
 
 from __future__ import annotations
@@ -35,16 +30,9 @@ _NAP_S = 100e-6
 
 
 class DeviceMemory(Memory):
-    """Memory and streams of one device.
+    """Memory and streams of one device; ``backend`` sends messages, ``host`` sends flags.
 
-    ``_home`` is the stream on which the training thread last consumed results. ``_deliveries`` copy
-    results to their targets behind all groups, because the copy waits for the end of backward, and
-    so would everything behind it on the lane's stream.
-
-    Args:
-        backend: sends messages.
-        host: sends flags.
-        check: raises the error that has ended the runtime.
+    ``check`` raises the error that has ended the runtime.
     """
 
     backend: DeviceBackend
@@ -60,10 +48,12 @@ class DeviceMemory(Memory):
         self._host = host
         self._check = check
         self._home = device.current_stream()
+        # Home: the stream on which the training thread last consumed results.
         self._producers: set[int] = set()
         self._begun = False
         self._consumed: list[Event] = []
         self._profiling = False
+        # Copied after all groups: a copy waits for the end of backward; so would later messages.
         self._deliveries: list[SlotTable] = []
         self._undone: deque[tuple[Event, float]] = deque()
         self._next_check = 0.0
@@ -213,7 +203,7 @@ class DeviceMemory(Memory):
         return partial(self._seconds, begun)
 
     def _seconds(self, begun: Event, stamp: Stamp) -> float:
-        """A moment in seconds; the beginning of its step is at one second."""
+        """Seconds from the start of its step, plus one; 0 stays 0."""
         return 1.0 + self._device.seconds(begun, stamp) if stamp else 0.0
 
     def _now(self) -> Stamp:

@@ -1,19 +1,14 @@
 """The backend on NCCL, through CuPy's bindings.
 
-A collective is one call that enqueues it on the backend's stream; the host never waits for it. Each
-backend has a communicator of its own, whose id travels over the host backend. Ranks connect when it
-is made, where time limits hold: left to itself, NCCL from 2.22 on waits for its peers within the
-first call of each algorithm. (A program that wants that sets ``NCCL_RUNTIME_CONNECT=1``.)
+Collectives are enqueued on the backend's stream; each backend has its own communicator. All ranks
+connect in the constructor, where time limits apply: by default NCCL from 2.22 on waits for peers in
+the first call of each algorithm (``NCCL_RUNTIME_CONNECT=1``). NCCL scales averages before adding,
+so they do not overflow, and may round partial sums in half precision, unlike the host.
 
     equal blocks      reduce-scatter and all-gather are NCCL's own, in place
     unequal blocks    reduce-scatter is an all-reduce, all-gather one group of broadcasts
 
-(Not of sends and receives: NCCL connects ranks for these when they are first used, whatever
-``NCCL_RUNTIME_CONNECT`` says.) Half precision is added as NCCL adds it: averages are scaled before
-they are added, so they do not overflow, and partial sums may be rounded; on the host they are not.
-
-Threads: a backend is used by one thread at a time. A thread of its own (:class:`Joining`) makes the
-communicator, so that the calling one can watch the time.
+Threads: one thread at a time uses a backend; :class:`Joining` makes the communicator on another.
 """
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ from wfbp.core.types import Op, item_bytes
 from wfbp.errors import BackendError
 
 OPS = {Op.SUM: 0, Op.PRODUCT: 1, Op.MAX: 2, Op.MIN: 3, Op.AVERAGE: 4}
-"""``ncclRedOp_t``; the bindings take these numbers, but have no names for all of them."""
+"""``ncclRedOp_t``; the bindings take these numbers, but lack names for some."""
 
 DTYPES = {
     "uint8": 1,
@@ -56,17 +51,9 @@ log = logging.getLogger("wfbp")
 
 
 class NcclBackend(DeviceBackend):
-    """Collectives of one NCCL communicator. Making one is collective and blocking.
+    """Collectives of one NCCL communicator; ``BackendError`` if it cannot be made.
 
-    Args:
-        device: where buffers lie.
-        host: over the same ranks, used by nobody else.
-        nccl: the bindings, ``cupy.cuda.nccl`` or a stand-in.
-        timeout_s: how long other ranks are waited for; NCCL has half of it to join them.
-        check: called while they do; an error that it raises ends the wait.
-
-    Raises:
-        BackendError: the communicator could not be made.
+    Making one is collective and blocking; NCCL has half of ``timeout_s`` to connect the ranks.
     """
 
     def __init__(
@@ -107,7 +94,7 @@ class NcclBackend(DeviceBackend):
         self._comm = wait(Joining(make, self._who), timeout_s=limit_s, check=check)
 
     def _through_host(self) -> StagedBackend:
-        """For reductions that NCCL does not define; first made when needed, which is collective."""
+        """A backend for reductions that NCCL does not define; the first call is collective."""
         if self._staged is None:
             self._staged = StagedBackend(self.device, self.host.duplicate(), self.stream)
         return self._staged
@@ -153,7 +140,8 @@ class NcclBackend(DeviceBackend):
         return _NcclWork(self, blocks.total, data)
 
     def _broadcast_all(self, address: int, blocks: Blocks) -> None:
-        """An all-gather of unequal blocks: every rank broadcasts its own."""
+        """All-gather unequal blocks: every rank broadcasts its own."""
+        # No sends and receives: NCCL connects these at first use despite NCCL_RUNTIME_CONNECT=0.
         self._nccl.groupStart()
         try:
             for root, (start, nbytes) in enumerate(zip(blocks.starts, blocks.counts, strict=True)):
@@ -195,7 +183,7 @@ class NcclBackend(DeviceBackend):
         return NcclBackend(self.device, self.host.duplicate(), self._nccl, self._timeout_s)
 
     def close(self) -> None:
-        """Destroy the communicator. Collective; waits for works that are not complete."""
+        """Destroy the communicator. Collective; waits for incomplete works."""
         if self._staged is not None:
             self._staged.close()
         # NCCL does not wait for kernels on the streams of its callers.
@@ -231,7 +219,7 @@ class _NcclWork(DeviceWork):
 
 
 class Joining(Work[Any]):
-    """A communicator on its way: ``make`` returns it when every rank has joined, maybe never."""
+    """Makes a communicator on a thread; ``make`` returns once every rank has joined."""
 
     def __init__(self, make: Callable[[], Any], who: str) -> None:
         self._who = who
@@ -264,19 +252,19 @@ def _not_connected(who: str, reason: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """An error of the bindings in words: CuPy fails on results that it has no name for."""
+    """The error as text: CuPy raises ``KeyError`` for results that it has no name for."""
     if isinstance(error, KeyError):
         return f"ncclResult_t {error.args[0]}, which CuPy does not know"
     return str(error)
 
 
 def defines(dtype: str, op: Op) -> bool:
-    """Whether NCCL combines elements as ``comm.backend.combine`` does; it loses NaN in minima and
-    maxima. Other reductions go through the host; gradients never do.
+    """Whether NCCL combines elements as ``comm.backend.combine`` does; else the host does.
 
     >>> defines("float32", Op.AVERAGE), defines("int32", Op.AVERAGE), defines("float32", Op.MAX)
     (True, False, False)
     """
     if dtype in INTEGER:
         return op is not Op.AVERAGE
+    # NCCL loses NaN in minima and maxima.
     return op not in (Op.MIN, Op.MAX)

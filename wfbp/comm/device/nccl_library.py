@@ -1,7 +1,7 @@
-"""Which libnccl this process has loaded, and of which version.
+"""Finds the libnccl files that this process has loaded, and their version.
 
-PyTorch and CuPy each load one. Where both find the same file they share it; where packages brought
-two, one process has both, or one package has overwritten the other's.
+PyTorch and CuPy each load one. They share a file if both find the same one; if packages installed
+two, the process has both, or one has overwritten the other.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 MAPS = Path("/proc/self/maps")
-"""What the kernel says of this process's memory."""
+"""The kernel's list of this process's mapped files."""
 
 REMEDY = (
     "install one only, the one that PyTorch names (torch.version.cuda): pip uninstall "
@@ -21,11 +21,7 @@ REMEDY = (
 
 
 def loaded_libraries(maps: Iterable[str] | None = None) -> list[str]:
-    """The files of all libnccl in this process, or of other lines as in ``/proc/self/maps``.
-
-    >>> loaded_libraries(["7f00-7f01 r-xp 0 08:01 7 /opt/libnccl.so.2\\n", "7f02-7f03 rw-p"])
-    ['/opt/libnccl.so.2']
-    """
+    """The files of all libnccl in this process, or in lines like those of ``/proc/self/maps``."""
     if maps is None:
         maps = MAPS.read_text().splitlines() if MAPS.exists() else ()
     files = (line.split(maxsplit=5)[-1].strip() for line in maps)
@@ -34,7 +30,8 @@ def loaded_libraries(maps: Iterable[str] | None = None) -> list[str]:
 
 
 def version_name(code: int) -> str:
-    """
+    """Format NCCL's version code.
+
     >>> version_name(22809), version_name(2708)
     ('2.28.9', '2.7.8')
     """
@@ -44,11 +41,7 @@ def version_name(code: int) -> str:
 
 
 def describe(version: int, files: list[str]) -> tuple[str, str]:
-    """What is loaded, and what is wrong about it (empty if nothing is).
-
-    >>> describe(22809, ["/opt/libnccl.so.2"])
-    ('NCCL 2.28.9 from /opt/libnccl.so.2', '')
-    """
+    """A description of the loaded NCCL, and the problem with it (empty if none)."""
     text = f"NCCL {version_name(version)} from {' and '.join(files) or 'a file that is not known'}"
     if len(files) < 2:
         return text, ""

@@ -1,27 +1,21 @@
-"""Named operations on tensors of a device, carried out there by NCCL.
+"""Named operations on tensors of a device, run there by NCCL.
 
     program's stream   ... make x | event                         wait | use x
     packing stream            wait, copy what is fused or gathered | event
     lane's stream                                             wait, all-reduce | event
 
-The host waits for nothing on the device: a submission records an event after what made the tensor,
-the coordinator's response enqueues the operation after that event, on a lane of its own, and
-``synchronize()`` returns once it is enqueued and the program's stream waits for it.
+The host never waits for the device: ``synchronize()`` returns once the operation is enqueued and
+the program's stream waits for it.
 
-The route of an operation is part of the response, and so the same on every rank. It goes by the
-device if every rank could, and if that cannot deadlock: the lane shares one order of launches with
-the lanes of optimizers (:mod:`wfbp.comm.device.launch_order`), and a rank's program may wait for
-this operation before it makes a gradient for a collective that comes earlier in that order. So each
-rank sends with its request how many collectives of every lane it could launch by then. If rank 0
-has launched more, the operation goes through the host.
+The coordinator's response contains the route, the same on every rank: the device if every rank can
+and if that cannot deadlock. The lane shares a launch order with the optimizers' lanes
+(:mod:`wfbp.comm.device.launch_order`), and a rank's program may wait for this operation before it
+produces an earlier collective's gradient. So each request tells how many collectives of every lane
+its rank could launch; if rank 0 has launched more, the operation goes through the host.
 
-The lane is made at the first operation that could go this way, by all ranks at that response, while
-rank 0 holds the lock of collectives that block a whole rank. If one rank fails, all operations go
-through the host from then on. If ranks have come to different places of an optimizer's step, which
-nothing orders yet, this operation goes through the host and a later one tries again.
-
-Elements on a device whose operation goes through the host are copied to pinned memory first, also
-without waiting.
+All ranks make the lane at the first response that needs it, while rank 0 holds the lock of
+collectives that block a rank. If a rank fails, all later operations use the host. If ranks are at
+different places of a step, this operation uses the host and a later one tries again.
 """
 
 from __future__ import annotations
@@ -51,28 +45,21 @@ log = logging.getLogger("wfbp")
 
 
 def why_unsupported() -> str:
-    """Why this process cannot use tensors on a device; empty if it may."""
+    """The reason why this process cannot use tensors on a device; empty if it can."""
     if find_spec("cupy") is not None:
         return ""
     return "CuPy is not installed; pip install 'wfbp[cuda12]' (or cuda13, as PyTorch is built for)"
 
 
 def log_detour(where: str, reason: str) -> None:
-    """Log why operations on a device go through the host."""
+    """Log why operations on a device use the host."""
     log.warning(
         "allreduce() and the like on %s travel through the host's memory: %s", where, reason
     )
 
 
 def carries(kind: str, dtype: str, op: Op | None, is_scaled: bool) -> bool:
-    """Whether NCCL computes what an operation means; the same on every rank.
-
-    Example:
-        >>> carries("allreduce", "bfloat16", Op.AVERAGE, is_scaled=True)
-        True
-        >>> carries("allreduce", "int32", Op.AVERAGE, is_scaled=False)
-        False
-    """
+    """Whether NCCL computes the operation as defined; the same on every rank."""
     if kind in ("broadcast", "allgather"):
         return True
     if kind not in ("allreduce", "reducescatter") or op is None or op is Op.ADASUM:
@@ -89,14 +76,13 @@ class Placed:
     ready: Event  # after what made them
     owner: object  # of the memory; kept until the device is done with it
     done: Event = None
-    """After the operation, once that is enqueued by the device. Written by the communication
-    thread before the outcome is stored."""
+    """Event after the operation; the communication thread sets it before it stores the outcome."""
     pinned: Buffer | None = None  # the copy on the host, if one was begun
     copied: Event = None  # after that copy
 
     @property
     def is_done(self) -> bool:
-        """Whether the device is done with an operation whose outcome is stored."""
+        """Whether the device has finished an operation whose outcome is stored."""
         return self.done is None or self.device.done(self.done)
 
 
@@ -110,11 +96,11 @@ class Arrival:
     packing: int  # the stream to which the memory of gathered rows belongs
 
     def await_here(self) -> None:
-        """Let the calling thread's current stream wait for it."""
+        """Make the calling thread's current stream wait for it."""
         self.device.wait(self.device.current_stream(), self.event)
 
     def copy_to(self, target: Buffer) -> None:
-        """Have it copied on the current stream; its own memory may be freed after this call."""
+        """Enqueue a copy on the current stream; the source may be freed after this call."""
         device, stream = self.device, self.device.current_stream()
         self.await_here()
         device.copy(target, self.data, stream)
@@ -123,7 +109,7 @@ class Arrival:
 
 @dataclass(slots=True)
 class _Launched:
-    """Operations that travel as one, from their launch until the device is done."""
+    """Operations sent as one message, from launch until the device is done."""
 
     work: DeviceWork
     placed: Sequence[Placed]
@@ -136,15 +122,10 @@ class _Launched:
 
 
 class DeviceOperations:
-    """The device's part of the named lane of all ranks.
+    """The device part of all ranks' named lane; ``host`` is a backend for this object alone.
 
-    Training threads call :meth:`takes` and set :attr:`retired`; everything else runs under the
-    progress lock. They share attributes that are written by single assignments.
-
-    Args:
-        links: of the runtime of all ranks.
-        collective_lock: of that runtime; on rank 0 it is held while devices are connected.
-        host: over the same ranks; used by nobody else.
+    Threads: training threads call :meth:`takes` and set :attr:`retired`; everything else runs under
+    the progress lock. Shared attributes are written by single assignments.
     """
 
     def __init__(self, links: DeviceLinks, collective_lock: Any, host: HostBackend) -> None:
@@ -161,10 +142,10 @@ class DeviceOperations:
         self._copying: int | None = None
         self._next_check = 0.0
         self.retired = False
-        """Whether all operations go through the host from now on."""
+        """Whether all operations use the host from now on."""
 
     def takes(self, device: Device) -> bool:
-        """Whether operations on this device could go by it: on one device per rank, the first."""
+        """Whether operations on this device could run there: one device per rank, the first."""
         if self._failed or self.retired:
             return False
         return self._devices.setdefault("first", device) is device
@@ -176,12 +157,12 @@ class DeviceOperations:
 
     @property
     def available(self) -> tuple[int, ...]:
-        """Of each lane, the collectives that this rank has launched or could launch now."""
+        """Per lane, the collectives that this rank has launched or could launch now."""
         order = self._order
         return () if order is None else order.available
 
     def route(self, available: Sequence[int]) -> str:
-        """The route of an operation that every rank could carry out on its device; on rank 0."""
+        """The route of an operation that every rank could run on its device; rank 0 only."""
         order = self._order
         launched = list(order.launched) if order is not None else []
         if self._number >= 0:
@@ -197,7 +178,7 @@ class DeviceOperations:
         return "connect"
 
     def opens(self, route: str) -> bool:
-        """Whether the operation at hand can be launched; blocks if ranks are to connect first."""
+        """Whether the operation can be launched; blocks if ranks must connect first."""
         if route == "connect":
             try:
                 device = self._devices["first"]
@@ -226,10 +207,10 @@ class DeviceOperations:
         arrivals: list[Arrival],
         finish: Callable[[], None],
     ) -> None:
-        """Enqueue operations that travel as one; several are reductions of one sort.
+        """Enqueue operations that form one message; several are reductions of one kind.
 
-        ``counts`` are the bytes of each rank, of a reduce-scatter or all-gather. Once all is
-        enqueued ``arrivals`` gets each result, and ``finish`` is called.
+        ``counts`` are bytes per rank of a reduce-scatter or all-gather. Once all is enqueued,
+        ``arrivals`` receives each result, and ``finish`` is called.
         """
         assert self._backend is not None
         backend, device, packing = self._backend, self._backend.device, self._backend.packing
@@ -269,7 +250,7 @@ class DeviceOperations:
         self.advance()
 
     def advance(self) -> bool:
-        """Store outcomes of what is enqueued, and forget what the device is done with."""
+        """Store outcomes of enqueued operations, and forget those that the device has finished."""
         progressed = False
         while self._launched and self._launched[0].work.issued():
             first, backend = self._launched[0], self._backend
@@ -291,7 +272,7 @@ class DeviceOperations:
         return progressed
 
     def copy_to_host(self, placed: Placed) -> Buffer | None:
-        """The elements in the host's memory; None while their copy is under way."""
+        """The elements in pinned host memory; None while the copy is under way."""
         device = placed.device
         if placed.pinned is None:
             if self._copying is None:
@@ -310,12 +291,12 @@ class DeviceOperations:
 
     @property
     def is_done(self) -> bool:
-        """Whether the device is done with everything, when it was last asked."""
+        """Whether the device had finished everything at the last :meth:`advance`."""
         return not (self._launched or self._undone)
 
     @property
     def oldest(self) -> tuple[float, str] | None:
-        """Since when the oldest operation is under way (``time.monotonic``), and what it is."""
+        """Start of the oldest operation under way (``time.monotonic``), and its description."""
         for queue in (list(self._undone), list(self._launched)):
             if queue:
                 return queue[0].since, f"in {queue[0].label} on the device"
@@ -329,6 +310,6 @@ class DeviceOperations:
         self._undone.clear()
 
     def close(self) -> None:
-        """Give the host's backend back; collective. The device's backend is the links'."""
+        """Close the host's backend; collective. The links own the device's backend."""
         self._undone.clear()
         self._host.close()

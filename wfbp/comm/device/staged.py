@@ -1,4 +1,4 @@
-"""Collectives of a device's buffers through pinned memory of the host, if NCCL cannot serve.
+"""Collectives of device buffers through pinned host memory, if NCCL cannot serve.
 
 Messages are cut into pieces: one is copied to the host while another travels.
 """
@@ -24,16 +24,9 @@ Start = Callable[[Buffer], Work[None]]
 
 @dataclass(slots=True)
 class Piece:
-    """A part of a message.
+    """Part of a message: device ``parts``, consecutive in the pinned buffer."""
 
-    Args:
-        parts: its bytes on the device, one after the other in the pinned buffer.
-        out: which of the parts are sent.
-        back: which of them receive.
-        start: starts the collective on the pinned bytes.
-        work: the collective that it belongs to.
-    """
-
+    # ``out``: the parts that are sent; ``back``: the parts that receive.
     parts: Sequence[Buffer]
     out: Sequence[bool]
     back: Sequence[bool]
@@ -44,7 +37,7 @@ class Piece:
     travel: Work[None] | None = None
 
     def copies(self, chosen: Sequence[bool]) -> list[tuple[Buffer, Buffer]]:
-        """Of the chosen parts that are not empty: the place in the pinned buffer, and the part."""
+        """The place in the pinned buffer and the device part, of each chosen non-empty part."""
         assert self.pinned is not None
         pairs, end = [], 0
         for wanted, part in zip(chosen, self.parts, strict=True):
@@ -69,7 +62,7 @@ class StagedWork(DeviceWork):
         return self._backend.activity
 
     def conclude(self) -> None:
-        """All copies back are enqueued."""
+        """Finish the work: all copies back are enqueued."""
         device, stream = self._backend.device, self._backend.stream
         for target, source in self._copies:
             device.copy(target, source, stream)
@@ -91,14 +84,7 @@ class StagedWork(DeviceWork):
 
 
 class StagedBackend(DeviceBackend):
-    """A device's collectives by a host backend; see the module.
-
-    Args:
-        device: where buffers lie.
-        host: over the same ranks; used by nobody else.
-        stream: to enqueue on, by default a new one.
-        piece_bytes: size of a pinned buffer.
-    """
+    """Collectives of ``device`` by the ``host`` backend, which nothing else may use."""
 
     def __init__(
         self,
@@ -169,7 +155,8 @@ class StagedBackend(DeviceBackend):
     ) -> DeviceWork:
         """Queue the pieces of a message, each with a part of every block.
 
-        ``start`` starts the collective of a piece, given the pinned bytes and those of each part.
+        ``start`` starts a piece's collective, given the pinned bytes and the byte counts of its
+        parts.
         """
         total = sum(block.nbytes for block in blocks)
         work = StagedWork(self, total)
@@ -192,11 +179,7 @@ class StagedBackend(DeviceBackend):
         return work
 
     def progress(self) -> None:
-        """Move everything on, here and on duplicates, without blocking.
-
-        Raises:
-            BackendError: the host's backend or the device failed here, now or earlier.
-        """
+        """Advance all messages, here and on duplicates; ``BackendError`` once anything failed."""
         for member in self._family:
             member._move_on()
         self.check()
@@ -257,7 +240,7 @@ class StagedBackend(DeviceBackend):
             raise self._error
 
     def give_up(self) -> None:
-        """Nothing on the device waits for other ranks."""
+        """Does nothing: no work on the device waits for other ranks."""
 
     def duplicate(self) -> Backend:
         return StagedBackend(
