@@ -19,36 +19,32 @@ class Config:
     """Settings, each with its environment variable: ``WFBP_`` and the field's name in capitals.
 
     Args:
-        schedule: which planner groups gradients, where the program does not say.
-        threshold_bytes: group size of the ``threshold`` schedule and of the first steps, and where
-            ``dear`` begins its search; as a variable also with a unit, as in ``25M``.
-        zero_copy_min_bytes: tensors of at least this size travel from where they lie, without being
-            packed; as a variable also with a unit.
-        shared_memory: whether ranks of one host may read each other's memory; they do if all may.
-        check_launcher: whether to fail where a launcher promised more ranks than MPI found.
+        schedule: planner that groups gradients, if the program does not choose one.
+        threshold_bytes: group size of the ``threshold`` schedule and of the first steps, and start
+            of ``dear``'s search; a variable may have a unit, as in ``25M``.
+        zero_copy_min_bytes: tensors of at least this size are not packed; may have a unit.
+        shared_memory: whether ranks of one host may read each other's memory; all must allow it.
+        check_launcher: whether to fail if a launcher promised more ranks than MPI found.
         warmup_steps: steps left out of every measurement after a start or a change of plan.
-        profile_steps: steps whose compute times are measured, with communication held back.
-        trial_steps: steps measured per candidate plan in two rounds of ``auto``. The whole trial
+        profile_steps: steps whose compute times are measured, with communication delayed.
+        trial_steps: steps measured per candidate plan in two rounds of ``auto``; the whole trial
             takes at most 30 times as many.
-        replan_threshold: relative change of the iteration time, lasting, that makes ranks measure
-            and plan anew; 0 turns that off.
+        replan_threshold: lasting relative change of the iteration time after which ranks measure
+            and plan again; 0: never.
         probe_budget_s: seconds that measuring the network's cost curve may take.
         stall_warning_s: a wait this long is reported, with the ranks that lag.
-        timeout_s: a wait this long ends in a ``StallError`` on every rank.
-        abort_grace_s: how long a rank that failed lets the others report before it ends the job.
+        timeout_s: a wait this long raises ``StallError`` on every rank.
+        abort_grace_s: how long a failed rank lets the others report before it ends the job.
         log_level: of the logger ``wfbp``.
-        summary_steps: rank 0 logs one line of each optimizer's stats after so many steps; 0: none.
-        record_dir: directory in which every rank records its run, for ``wfbp report``; none if
-            empty.
-        timeline: directory in which every rank writes a timeline of its steps and operations, for
-            Perfetto; none if empty.
-        timeline_steps: the first and the last step that the timeline has; as a variable
-            ``100-120``.
-        exchange_alone: whether PyTorch's optimizers exchange gradients where there is one rank,
-            with itself: shows what that costs.
-        nvtx: whether profilers are shown what is enqueued on GPUs by name, as NVTX ranges.
-        device_operations: whether operations on tensors of GPUs, such as ``allreduce``, go by NCCL
-            where they can; else through the host's memory.
+        summary_steps: rank 0 logs each optimizer's stats after this many steps; 0: never.
+        record_dir: directory of every rank's recording, for ``wfbp report``; empty: none.
+        timeline: directory of every rank's timeline, for Perfetto; empty: none.
+        timeline_steps: first and last step of the timeline; as a variable ``100-120``.
+        exchange_alone: whether a single rank's PyTorch optimizers exchange gradients with itself,
+            to show the cost.
+        nvtx: whether to mark work on GPUs with NVTX ranges for profilers.
+        device_operations: whether operations on GPU tensors, such as ``allreduce``, use NCCL if
+            possible; else the host's memory.
 
     Example:
         >>> Config.from_environment({"WFBP_SCHEDULE": "oasr"}).schedule
@@ -90,7 +86,7 @@ class Config:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Config:
-        """The settings that the environment asks for.
+        """Read the settings from environment variables.
 
         Raises:
             ValueError: a variable's value cannot be read; the message names the variable.
@@ -106,17 +102,7 @@ class Config:
 
 
 def read_environment(environment: Mapping[str, str] | None = None) -> tuple[Config, str]:
-    """The settings that the environment asks for, and what is wrong with those that it garbles.
-
-    Returns:
-        The settings, with defaults in place of what cannot be read; and what that is, with the
-        remedy, or an empty text.
-
-    Example:
-        >>> config, unreadable = read_environment({"WFBP_TIMEOUT_S": "soon"})
-        >>> config.timeout_s, unreadable
-        (600.0, "WFBP_TIMEOUT_S='soon': expected a number; correct or unset it")
-    """
+    """The environment's settings, and the problems with unreadable ones (empty if none)."""
     source = os.environ if environment is None else environment
     values: dict[str, Any] = {}
     problems = []
@@ -141,25 +127,16 @@ def read_environment(environment: Mapping[str, str] | None = None) -> tuple[Conf
 
 
 REMEDY = "correct or unset it"
-"""What to do about a variable that cannot be read."""
+"""Advice about a variable that cannot be read."""
 
 
 def num_bytes(text: str) -> int:
-    """A size as people write it: ``4096``, ``25M``, ``1.5GiB``.
-
-    As usual in shells, K, M and G are powers of 1024, with or without iB, and with B of 1000.
-
-    Raises:
-        ValueError: it is none.
-
-    Example:
-        >>> num_bytes("25M"), num_bytes("25 MB")
-        (26214400, 25000000)
-    """
+    """A size from text such as ``4096``, ``25M``, ``1.5GiB``; ``ValueError`` if it is none."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is no size in bytes")
     number, prefix, unit = match.groups()
+    # As usual in shells: K, M, G and KiB are powers of 1024, KB of 1000.
     base = 1000 if unit.lower() == "b" else 1024
     return round(float(number) * float(base) ** " kmg".index(prefix.lower() or " "))
 
@@ -171,7 +148,7 @@ def variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def unknown_variables(environment: Mapping[str, str] | None = None) -> str:
-    """A warning about ``WFBP_*`` variables that nobody reads; empty where there are none."""
+    """A warning about ``WFBP_*`` variables that are no settings; empty if there are none."""
     source = os.environ if environment is None else environment
     known = [f"WFBP_{field.name.upper()}" for field in fields(Config)]
     parts = []
@@ -208,7 +185,7 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "str": (str, "text"),
     "bool": (_switch, "1 or 0"),
 }
-"""How a variable is read, by field or by the type of its default, and what is expected there."""
+"""How a variable is read, by field or by the type of its default, and the expected text."""
 
 
 LOG_LEVELS = ("debug", "info", "warning", "error")

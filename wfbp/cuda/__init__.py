@@ -1,4 +1,1 @@
-"""Tensors on CUDA devices: what the runtime needs of them, through CuPy.
-
-Nothing here imports CuPy before a device is asked for.
-"""
+"""Tensors on CUDA devices, through CuPy, which is imported only when a device is requested."""

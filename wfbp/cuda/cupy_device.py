@@ -1,11 +1,6 @@
 """One CUDA device through CuPy: streams, events, memory, copies, kernels, NVTX ranges.
 
-CuPy is imported when a device is made. Events and waits are calls of the CUDA runtime on raw
-handles, so that streams of any framework can be named.
-
-A thread that has not chosen a device has the first one, and with CUDA 12 even going back to it
-makes a context there, half a gigabyte large. So every method first gives a thread without a context
-this device; threads of frameworks have one and keep it.
+Events and waits call the CUDA runtime on raw handles, so that any framework's streams can be used.
 """
 
 from __future__ import annotations
@@ -32,20 +27,20 @@ _NOT_READY = 600
 _DISABLE_TIMING = 2
 _NON_BLOCKING = 1
 _GREATEST_PRIORITY = -64
-"""CUDA takes it for the greatest that a device has: smaller numbers go first."""
+"""CUDA clamps it to the device's greatest priority: smaller numbers run first."""
 _COPY_ANY_WAY = 4
 _UUID_BYTES = 16
 _LEGACY = 1
 _RELAXED = 2
 """``CU_STREAM_CAPTURE_MODE_RELAXED``."""
 OWN_THREADS = "wfbp"
-"""What the names of the runtime's threads begin with."""
+"""Prefix of the names of the runtime's threads."""
 _LAST_OF_CURRENT = 2
-"""Handles up to this one are default streams of whatever device is current."""
+"""Handles up to this one are default streams of the current device."""
 
 
 class _Event:
-    """A CUDA event, which goes back to its pool when nobody holds it any more."""
+    """A CUDA event; its handle returns to the pool when the object is deleted."""
 
     __slots__ = ("_pool", "handle")
 
@@ -58,16 +53,13 @@ class _Event:
 
 
 class CupyDevice(Device):
-    """One CUDA device; see :class:`~wfbp.comm.device.device.Device`.
+    """One CUDA device; ``ImportError`` without CuPy, a driver, or a compiler for the device.
 
     Args:
-        index: among those that this process sees.
-        current_stream: the raw handle of the calling thread's stream; CuPy's by default.
-        empty_cache: makes the framework free cached memory where there is none left.
-        remedy: what a user can do then.
-
-    Raises:
-        ImportError: CuPy is not installed, finds no driver, or cannot compile for the device.
+        index: among the devices that this process sees.
+        current_stream: returns the raw handle of the calling thread's stream; CuPy's by default.
+        empty_cache: makes the framework free cached memory when none is left.
+        remedy: advice for the user if that does not help.
     """
 
     def __init__(
@@ -110,7 +102,9 @@ class CupyDevice(Device):
         return nccl
 
     def _ensure_context(self) -> None:
-        """Let the calling thread have this device, if it has none."""
+        """Give the calling thread this device, if it has none."""
+        # Every method calls this first: a thread without a device gets the first one, and with
+        # CUDA 12 even switching back to it creates a context there, half a gigabyte large.
         if not hasattr(self._here, "has_context"):
             if not self._driver.ctxGetCurrent():
                 self._runtime.setDevice(self.index)
@@ -143,7 +137,7 @@ class CupyDevice(Device):
         return event
 
     def take_event(self, timed: bool) -> int:
-        """The handle of an event that belongs to the caller until :meth:`own_event`."""
+        """The handle of an event that the caller owns until :meth:`own_event`."""
         self._ensure_context()
         try:
             return (self._timed if timed else self._plain).pop()
@@ -186,8 +180,7 @@ class CupyDevice(Device):
         return self._allocated(take, nbytes)
 
     def _allocated(self, take: Callable[[], T], nbytes: int) -> T:
-        """The result of ``take``, which allocates about ``nbytes``; called again with emptied
-        caches if memory runs out, then ``BackendError``."""
+        """Call ``take``, again with emptied caches if memory runs out, then ``BackendError``."""
         exhausted = self._cupy.cuda.memory.OutOfMemoryError
         try:
             return take()
@@ -296,7 +289,7 @@ class CupyDevice(Device):
             nvtx.RangePop()
 
     def _where(self, stream: int) -> AbstractContextManager[None]:
-        """Within it, a stream's handle is understood."""
+        """Within it, the stream's handle refers to this device."""
         return self.active() if stream <= _LAST_OF_CURRENT else nullcontext()
 
     @contextmanager
@@ -315,7 +308,7 @@ class CupyDevice(Device):
 
 
 class CudaTable:
-    """A pack table that may be used by threads for which another device is current."""
+    """A pack table for threads whose current device may be another one."""
 
     def __init__(self, device: CupyDevice, table: DevicePackTable) -> None:
         self._device = device
@@ -332,8 +325,7 @@ class CudaTable:
 
 
 def count_devices() -> int:
-    """The number of CUDA devices that this process sees, found without making a context;
-    ``ImportError`` if CuPy is not installed, or finds no driver."""
+    """Count CUDA devices without making a context; ``ImportError`` without CuPy or a driver."""
     _, runtime, _ = _modules()
     try:
         return int(runtime.getDeviceCount())
@@ -356,8 +348,7 @@ def _compiled(index: int) -> CudaKernels:
 
 
 def _tolerate_captures() -> None:
-    """Let the calling thread query events while the program captures a graph in another thread; by
-    default both would fail."""
+    """Let this thread query events while another captures a graph; by default both would fail."""
     mode = ctypes.c_int(_RELAXED)
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
@@ -391,12 +382,9 @@ def _modules() -> tuple[Any, Any, Any]:
 def check_local_rank(
     where: str, local_rank: int, local_size: int, count: int, otherwise: str
 ) -> None:
-    """Raise ``RuntimeError`` if there are fewer GPUs (``count``) than ranks on this host.
+    """Raise ``RuntimeError`` if this host has fewer GPUs (``count``) than ranks.
 
-    ``otherwise`` is how a program can choose a GPU by number, for the message.
-
-    Example:
-        >>> check_local_rank("rank 1 of 2", 1, 2, 2, "call set_device()")
+    ``otherwise`` tells in the message how a program can choose a GPU by number.
     """
     if local_rank < count:
         return

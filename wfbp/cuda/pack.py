@@ -1,5 +1,4 @@
-"""Packing of fusion buffers on CUDA devices: the kernels of ``csrc/pack.cu``, and the slots of a
-buffer, which one launch fills or empties."""
+"""Packs and unpacks fusion buffers on CUDA devices with the kernels of ``csrc/pack.cu``."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from wfbp.core.types import item_bytes
 
 THREADS = 256
 CAPACITY = 504
-"""Tensors per launch: as many addresses as fit the 4 KB that every device takes as arguments."""
+"""Tensors per launch: as many addresses as fit the 4 KB of arguments of every device."""
 
 TILE = np.dtype(
     [("in_buffer", "u8"), ("in_tensor", "u8"), ("slot", "u4"), ("count", "u4")], align=True
@@ -43,7 +42,7 @@ CASTS = frozenset(
         ("bfloat16", "float32"),
     }
 )
-"""Changes of element type that there are kernels for."""
+"""Pairs of element types that kernels convert."""
 
 SCALED = frozenset({"float16", "bfloat16", "float32", "float64"})
 """Element types that can be multiplied."""
@@ -51,8 +50,7 @@ SCALED = frozenset({"float16", "bfloat16", "float32", "float64"})
 LARGEST_TILE_BYTES = 16384
 SMALLEST_TILE_BYTES = 4096
 ENOUGH_TILES = 512
-"""A block moves four words of 16 bytes per thread at a time, or fewer, if multiprocessors would
-idle otherwise."""
+"""Tiles shrink from four 16-byte words per thread until at least this many exist."""
 
 Integers = Sequence[int] | npt.NDArray[np.integer[Any]]
 
@@ -63,34 +61,23 @@ _SOURCES = (
 
 
 class Kernels(Protocol):
-    """A device as the pack tables see it."""
+    """The part of a device that pack tables use."""
 
     def upload(self, table: npt.NDArray[Any], stream: int) -> tuple[int, Any]:
-        """Enqueue the copy of a table to the device; its address, and the object that keeps it.
+        """Enqueue a table's copy to the device; returns its address and the owner of its memory.
 
-        The memory is the stream's: once freed, it is reused there after every launch that may read
-        it.
+        The memory is the stream's: once freed, it is reused only after the launches that read it.
         """
 
     def launch(self, name: str, num_blocks: int, arguments: int, stream: int) -> None:
-        """Enqueue a kernel.
+        """Enqueue a kernel of ``num_blocks`` blocks; ``name`` is the source's, without ``wfbp_``.
 
-        Args:
-            name: as in the source, without ``wfbp_``.
-            num_blocks: of :data:`THREADS` threads each.
-            arguments: address of one element of :data:`ARGUMENTS`, read before this returns.
-            stream: raw handle; 0 is the default stream.
+        ``arguments``, the address of one element of :data:`ARGUMENTS`, is read before this returns.
         """
 
 
 def kernel_name(source: str, target: str) -> str:
-    """The kernel that reads one element type and writes another, times a scale.
-
-    Raises ``ValueError``, listing the kernels, if there is none.
-
-    >>> kernel_name("float32", "bfloat16")
-    'float32_bfloat16'
-    """
+    """The kernel that converts and scales elements; ``ValueError`` if there is none."""
     if (source, target) not in CASTS and not (source == target and source in SCALED):
         raise ValueError(
             f"no kernel turns {source} into {target}: expected one of "
@@ -111,7 +98,7 @@ def source() -> str:
 
 
 class _ForeignStream:
-    """A raw handle, by the protocol by which libraries pass streams."""
+    """A raw handle in the protocol with which libraries pass streams."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
@@ -121,21 +108,17 @@ class _ForeignStream:
 
 
 def stream_context(cupy: Any, stream: int) -> AbstractContextManager[object]:
-    """A context in which CuPy's work and memory belong to the stream with this raw handle."""
+    """Make CuPy's work and memory within it belong to this stream."""
     external: AbstractContextManager[object]
     external = cupy.cuda.Stream.from_external(_ForeignStream(stream))
     return external
 
 
 class CudaKernels:
-    """The kernels on the device that is current when this is made; see :class:`Kernels`.
+    """The kernels on the current device; see :class:`Kernels`.
 
-    Any thread may launch for which that device is current; CuPy makes it so per thread.
-
-    Raises:
-        ImportError: CuPy is not installed.
-        FileNotFoundError: the source is missing.
-        cupy.cuda.compiler.CompileException: it does not compile for this device.
+    Any thread may launch if that device is current there. Raises ``ImportError`` without CuPy,
+    ``FileNotFoundError`` without the source, CuPy's ``CompileException`` if it does not compile.
     """
 
     def __init__(self) -> None:
@@ -166,7 +149,7 @@ class CudaKernels:
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """Up to :data:`CAPACITY` slots, ``first`` to ``last``, and the blocks that move them."""
+    """Slots ``first`` to ``last`` (at most :data:`CAPACITY`), and the blocks that move them."""
 
     first: int
     last: int
@@ -177,27 +160,22 @@ class _Launch:
 
 
 class DevicePackTable:
-    """Slots of a fusion buffer on the device and the addresses that they are filled from.
+    """Slots of a fusion buffer on the device, and the addresses of their tensors.
 
-    Write the addresses into ``pointers``, which lies on the host; 0 means absent. :meth:`pack` and
-    :meth:`unpack` only enqueue: ``pointers`` may change as soon as they return, since a launch
-    carries its addresses with it. The caller keeps the tensors alive until the stream has passed
-    the launch. A tensor may not partly overlap a slot. For one thread at a time.
+    Write addresses (0: absent) into ``pointers``, an array on the host. :meth:`pack` and
+    :meth:`unpack` only enqueue, and copy ``pointers``, which may change once they return. The
+    caller keeps the tensors alive until the stream has passed the launch. A tensor may not partly
+    overlap a slot. Threads: used by one at a time.
 
     Args:
-        kernels: the device.
         buffer: address of the fusion buffer.
-        capacity: its bytes.
+        capacity: its bytes; slots outside raise ``ValueError``.
         offsets: byte offset of each slot.
-        nbytes: bytes of each slot.
+        nbytes: bytes of each slot, whole elements.
         dtype: element type in the buffer.
         stream: raw handle of the stream that packs; 0 is the default stream.
-        tensor_dtype: element type of the tensors, if it is another one.
-        unpack_stream: the stream that unpacks, if it is another one.
-
-    Raises:
-        ValueError: a slot outside the buffer, a size that is no whole number of elements, an
-            unknown element type, or a pair of them without a kernel.
+        tensor_dtype: element type of the tensors, if different.
+        unpack_stream: the stream that unpacks, if different.
     """
 
     def __init__(
@@ -230,11 +208,11 @@ class DevicePackTable:
         self._launches = _launches(blocks, address, buffer, item)
 
     def pack(self, scale: float = 1.0) -> None:
-        """Enqueue the filling of the slots, multiplied by ``scale``, which is 1 for integers."""
+        """Enqueue copies into the slots, multiplied by ``scale``, which is 1 for integers."""
         self._run(self._tensor_dtype, self._dtype, True, scale, self._stream)
 
     def unpack(self, scale: float = 1.0) -> None:
-        """Enqueue the writing of the slots to the addresses; as :meth:`pack` otherwise."""
+        """Enqueue copies from the slots to the addresses, multiplied by ``scale``."""
         self._run(self._dtype, self._tensor_dtype, False, scale, self._unpack_stream)
 
     def _run(self, source: str, target: str, packs: bool, scale: float, stream: int) -> None:
@@ -281,7 +259,7 @@ def _tiles(
     tensor_item: int,
     elements: int,
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-    """The tiles of all slots, in their order, and how many each slot has."""
+    """The tiles of all slots in order, and the number of each slot's tiles."""
     blocks = -(-counts // elements)
     slots = np.repeat(np.arange(len(counts)), blocks)
     first = np.arange(len(slots)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
