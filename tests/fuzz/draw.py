@@ -25,9 +25,12 @@ _ACTS = (
     *("reload", "broadcast", "clear", "rewrap", "renew", "alone", "metric", "discard", "thread"),
     *("move", "passes", "add"),
 )
+_READS = ("norm", "plus", "add_", "addcmul_", "copy_", "item", "foreach", "out", "numpy", "rows")
+"""Ways to read gradients, none of which changes them."""
 _PROPORTIONAL = (
     *("sgd", "fused sgd", "momentum", "nesterov", "dampened", "float32 state", "counting"),
-    *("by parameter", "by id", "by attribute", "replacing"),
+    *("by parameter", "by id", "by attribute", "replacing", "bound", "swapping", "by place"),
+    *("scaled", "decorated", "around", "nan"),
 )
 """Optimizers that do not make a small gradient, and its rounding, large."""
 _NOT_TWICE_DIFFERENTIABLE = ("attention", "lstm", "gru", "sparse embedding", "sparse bag")
@@ -193,6 +196,8 @@ class _Drawing:
             and not ("bfloat16" in dtypes and name == "fused sgd")
         ]
         name = chance.choice(kinds)
+        if has & set(SPARSE) and self.likely(0.3):
+            name = "sgd"
         kind = KINDS[name]
         one = kind.closure
         decouples = kind.nature in ("elementwise", "tensor", "own") and self.likely(0.65)
@@ -200,15 +205,22 @@ class _Drawing:
         if kind.nature == "elementwise" and decouples:
             update = chance.choice(["auto", "auto", "sharded", "replicated"])
         elif kind.nature in ("tensor", "own") and decouples:
-            update = chance.choice(["auto", "replicated", "sharded"])
+            update = chance.choice(["auto", "replicated"])
         scheduler = chance.choice(["before", "after"]) if self.likely(0.2) else ""
         rates = chance.choice(["", "cosine", "one cycle", "chained"]) if scheduler else ""
+        if name == "around":  # it has no hooks, and schedulers look for them
+            scheduler = rates = ""
+        schedule = chance.choice(DECOUPLED if decouples else ALL_REDUCED)
+        sparse = name == "sgd" and bool(has & set(SPARSE)) and self.likely(0.6)
+        if sparse:  # ``auto`` may decouple, which is an error
+            schedule = chance.choice([s for s in ALL_REDUCED if s != "auto"])
+            update = "auto"
         return Optimizer(
             name,
             model,
             part,
             groups=1 if one or self.likely(0.6) else 2,
-            schedule=chance.choice(DECOUPLED if decouples else ALL_REDUCED),
+            schedule=schedule,
             update=update,
             threshold_bytes=chance.choice([1, 100, 2000, 25 * 2**20]),
             op=op,
@@ -217,8 +229,9 @@ class _Drawing:
             rates=rates,
             # Where fused optimizers undo the gradient scaler's factor is their affair.
             step_hooks=chance.choice(["post"] if "fused" in name else ["pre", "post", "both"])
-            if self.likely(0.1)
+            if self.likely(0.1) and name != "around"
             else "",
+            sparse=sparse,
         )
 
     def _step(self) -> Step:
@@ -253,11 +266,14 @@ class _Drawing:
             part.when in _BY_RANK for part in self.layers if part.model in {*models, *step.others}
         )
         sparse = any(part.kind in SPARSE for part in self.layers)
+        kept = any(self.optimizers[j].sparse for j in which)
         empty = any(part.kind == "empty" for part in self.layers)
         if self.scaled and sure:
             ways = ["plain", "plain", "unscale", "clip", "own clip"] + (
-                ["bare"] if alike and not sparse else []
+                ["bare"] if alike and (not sparse or kept) else []
             )
+            if kept:  # PyTorch's own functions do not clip sparse gradients
+                ways = [way for way in ways if way != "clip"]
             way = chance.choice(ways)
             step = replace(step, scaler=way)
             if way != "bare" and self.likely(0.15):
@@ -267,6 +283,10 @@ class _Drawing:
             ways += ["sync replace", "clip twice", "sync clip", "sync total"]
             if alike and not sparse and self.likely(0.3):
                 ways = ["touch scale", "touch data", "touch replace", "touch clamp"]
+            if kept:
+                ways = ["clip", "clip", "sync scale", "sync look", "sync", "sync replace"]
+                if alike and self.likely(0.3):
+                    ways = ["touch scale", "touch replace"]
             step = replace(
                 step,
                 gradients=chance.choice(ways),
@@ -303,7 +323,14 @@ class _Drawing:
             if forward == "functional" and kinds & {"lstm", "gru", "tied", "old weight norm"}:
                 forward = "call"
         saliency = self.zero != "model zeros" and self.likely(0.08)
-        return replace(step, forward=forward, read=self.likely(0.12), saliency=saliency)
+        read = chance.choice(("norm",) if kept else _READS) if self.likely(0.25) else ""
+        step = replace(step, forward=forward, read=read, saliency=saliency)
+        apart = len({self.optimizers[j].model for j in which}) == count > 1
+        plain = not (step.scaler or step.compiled or step.leave_out or step.error)
+        hooks = any(self.optimizers[j].step_hooks for j in which)
+        if apart and plain and not hooks and not self.hooked and self.likely(0.5):
+            step = replace(step, threads=True, gradients=chance.choice(["", "clip", "clip"]))
+        return step
 
     def _passes(self, least: int) -> tuple[int, ...]:
         free = not self.declared and not self.counted
@@ -332,6 +359,9 @@ class _Drawing:
             if part.kind not in ("again", "tied") and n not in heads
         ]
         do = "passes" if self.declared and self.likely(0.15) else chance.choice(_ACTS)
+        own_acts = {"swapping": "swap", "scaled": "scale"}
+        if about.kind in own_acts and self.likely(0.5):
+            do = own_acts[about.kind]
         act = replace(act, do=do)
         kinds = {part.kind for part in self.layers}
         if do == "eval":
@@ -369,6 +399,8 @@ class _Drawing:
             return replace(act, layer=n)
         if do == "lr":
             return replace(act, value=chance.choice([0.5, 1.5]))
+        if do == "scale":
+            return replace(act, value=0.7)
         if do == "clear":
             return None if about.kind in ("adagrad", "lbfgs", "wolfe") else act
         if do in ("rewrap", "renew"):
@@ -376,6 +408,8 @@ class _Drawing:
                 return None
             nature = KINDS[about.kind].nature
             both = ALL_REDUCED + (() if nature == "coupled" else DECOUPLED)
+            if about.sparse:
+                both = tuple(s for s in ALL_REDUCED if s != "auto")
             if about.update == "sharded" and nature == "elementwise":
                 both = DECOUPLED
             return replace(act, schedule=chance.choice(both))
@@ -400,8 +434,8 @@ def without(program: Program, names: Collection[str]) -> Program:
             through lists of the program's own; ``touch``: gradients changed before they are
             averaged; ``zeros``: gradients zeroed in place; ``discards``, ``compiled``,
             ``closure``, ``scaler``, ``hooks``, ``late hooks``, ``step hooks``, ``read``,
-            ``saliency``, ``penalty``; or a kind of layer or of optimizer, which is replaced by a
-            plain one.
+            ``saliency``, ``penalty``, ``threads``; or a kind of layer or of optimizer, which is
+            replaced by a plain one.
     """
     actions: list[Step | Act] = []
     for action in program.actions:
@@ -421,7 +455,9 @@ def without(program: Program, names: Collection[str]) -> Program:
                 action = replace(action, closure=False)
             if action.gradients in names or action.error in names:
                 action = replace(action, gradients="", error="", leave_out=False)
-            for flag in ("read", "saliency", "penalty"):
+            if "read" in names:
+                action = replace(action, read="")
+            for flag in ("saliency", "penalty", "threads"):
                 if flag in names:
                     action = replace(action, **{flag: False})
             if "discards" in names:

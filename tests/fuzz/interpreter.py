@@ -11,8 +11,10 @@ from __future__ import annotations
 import copy
 import io
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -150,7 +152,7 @@ class Run:
             wfbp.broadcast_parameters(model.state_dict(), root_rank=root)
             wfbp.broadcast_optimizer_state(optimizer, root_rank=root)
         else:  # all ranks get the optimizer that ranks get that load the root's state
-            torch.optim.Optimizer.__setstate__(optimizer, {})
+            torch.optim.Optimizer.__setstate__(getattr(optimizer, "base", optimizer), {})
 
     def _step_hooks(self, k: int, about: Optimizer) -> None:
         optimizer = self.optimizers[k]
@@ -196,7 +198,8 @@ class Run:
             "threshold_bytes": about.threshold_bytes,
             "backward_passes_per_step": about.passes,
             "op": wfbp.Sum if about.op == "sum" else wfbp.Average,
-            "sparse_as_dense": any(part.kind in SPARSE for part in self.program.layers),
+            "sparse_as_dense": not about.sparse
+            and any(part.kind in SPARSE for part in self.program.layers),
             "optimizer_sharding": _SHARDING[about.update],
         }
         try:
@@ -261,8 +264,12 @@ class Run:
             self._backward(step, n, [r for r in ranks if step.passes[r] > n])
         if step.read:
             for optimizer in optimizers:
-                sum(float(p.grad.norm()) for p in _params(optimizer) if p.grad is not None)
-        refused = [self._finish(step, k) for k in step.optimizers]
+                _read(step.read, [p.grad for p in _params(optimizer) if p.grad is not None])
+        if step.threads:
+            self._finish_in_threads(step)
+            refused = [False] * len(step.optimizers)
+        else:
+            refused = [self._finish(step, k) for k in step.optimizers]
         if step.scaler and any(self.scaler._per_optimizer_states):
             self.scaler.update()
             self._observe("scale", self.scaler.get_scale())
@@ -414,6 +421,21 @@ class Run:
         self.optimizers[k].zero_grad()
         self.scaler._per_optimizer_states.pop(id(self.optimizers[k]), None)
         return True
+
+    def _finish_in_threads(self, step: Step) -> None:
+        """Clip and step each optimizer in its own thread; which comes first differs."""
+
+        def finish(k: int) -> float | None:
+            time.sleep(2e-3 * ((k + self.rank) % 2))
+            optimizer = self.optimizers[k]
+            norm = None
+            if step.gradients == "clip":
+                norm = float(self._clip(optimizer, _params(optimizer), step))
+            optimizer.step()
+            return norm
+
+        with ThreadPoolExecutor(len(step.optimizers)) as executor:
+            self._observe("norms", *executor.map(finish, step.optimizers))
 
     def _end(self, step: Step, k: int) -> None:
         optimizer = self.optimizers[k]
@@ -618,6 +640,17 @@ class Run:
     def do_broadcast(self, act: Act) -> None:
         self._broadcast(act.optimizer, self.program.ranks - 1 if act.how == "last" else 0)
 
+    def do_swap(self, act: Act) -> None:
+        """Look at the averages that an optimizer keeps in its state."""
+        optimizer = self.optimizers[act.optimizer]
+        optimizer.swap()
+        self._observe("averages of parameters", *_params(optimizer))
+        optimizer.swap()
+
+    def do_scale(self, act: Act) -> None:
+        """Change an attribute of the optimizer's."""
+        self.optimizers[act.optimizer].scale *= act.value
+
     def do_clear(self, act: Act) -> None:
         self.optimizers[act.optimizer].state.clear()
 
@@ -709,6 +742,36 @@ def _scheduler(rates: str, optimizer: Any) -> Any:
             optimizer, [first, lr_scheduler.ExponentialLR(optimizer, 0.8)], [3]
         )
     return lr_scheduler.StepLR(optimizer, 2, 0.7)
+
+
+def _read(how: str, grads: list[torch.Tensor]) -> None:
+    """Read gradients in one of many ways, and check what was read."""
+    if how == "norm":
+        sum(float(g.norm()) for g in grads)
+        return
+    found = [torch.zeros_like(g.data) for g in grads]
+    if how == "foreach" and grads:
+        torch._foreach_add_(found, grads)
+    for total, grad in zip(found, grads, strict=True):
+        if how == "plus":
+            total += grad
+        elif how == "add_":
+            total.add_(grad)
+        elif how == "addcmul_":
+            total.addcmul_(grad, torch.ones_like(total))
+        elif how == "copy_":
+            total.copy_(grad)
+        elif how == "item":
+            total[...] = grad
+        elif how == "out":
+            torch.add(total, grad, out=total)
+        elif how == "numpy" and grad.dtype is not torch.bfloat16:
+            total.add_(torch.from_numpy(grad.numpy()))
+        elif how != "foreach":  # "rows", and what NumPy does not have
+            for a, b in zip(total.reshape(1, *total.shape), grad[None], strict=True):
+                a.add_(b)
+        # An infinity that the program makes leaves NaN.
+        assert torch.allclose(total, grad.data, rtol=0, atol=0, equal_nan=True), how
 
 
 def _touch(how: str, params: list[torch.Tensor]) -> None:

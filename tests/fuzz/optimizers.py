@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -127,6 +129,118 @@ class _Replacing(_Simple):
         return loss
 
 
+class _Bound(_Simple):
+    """Calls its own method by an attribute."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr)
+        self._update = self._single
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        self._update()
+        return loss
+
+    def _single(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"])
+
+
+class _Swapping(_Simple):
+    """Keeps an average of the parameters, which ``swap()`` exchanges for them."""
+
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        state = self.state[p]
+        if "average" not in state:
+            state["average"] = p.detach().clone()
+        state["average"].lerp_(p, 0.5)
+        return p.grad  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "average" in self.state.get(p, {}):
+                    kept = p.clone()
+                    p.copy_(self.state[p]["average"])
+                    self.state[p]["average"].copy_(kept)
+
+
+class _ByPlace(_Simple):
+    """Treats groups by their place, and by the rate of the first."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        decay = 1 - 0.1 * self.param_groups[0]["lr"]
+        for place, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.mul_(decay).add_(p.grad, alpha=-group["lr"] / (1 + place))
+        return loss
+
+
+class _Scaled(_Simple):
+    """Reads an attribute that the program changes between steps."""
+
+    scale = 1.0
+
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        return p.grad * self.scale  # type: ignore[operator]
+
+
+def _counted(step: Any) -> Any:
+    @functools.wraps(step)
+    def outer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        group = self.param_groups[0]
+        group["calls"] = group.get("calls", 0) + 1
+        return step(self, *args, **kwargs)
+
+    return outer
+
+
+class _Decorated(optim.SGD):
+    """PyTorch's own, with a step that a decorator counts in a group."""
+
+    step = _counted(optim.SGD.step)
+
+
+class _Around(optim.Optimizer):
+    """Holds another optimizer, whose groups and state it shows as its own."""
+
+    def __init__(self, base: optim.Optimizer) -> None:
+        self.base = base
+
+    param_groups = property(lambda self: self.base.param_groups)  # type: ignore[assignment]
+    state = property(lambda self: self.base.state)  # type: ignore[assignment]
+    defaults = property(lambda self: self.base.defaults)  # type: ignore[assignment]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.base.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.base.add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        return self.base.step(closure)  # type: ignore[arg-type]
+
+
+class _NaN(_Simple):
+    """Has settings that are no numbers."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        optim.Optimizer.__init__(self, params, {"lr": lr, "clip": math.nan, "ends": (0, math.nan)})
+
+
 @dataclass(frozen=True)
 class Kind:
     """One kind of optimizer.
@@ -190,5 +304,12 @@ KINDS: dict[str, Kind] = {
     "global": Kind(_Global, "coupled"),
     "counting": Kind(_Counting, "own"),
     "replacing": Kind(_Replacing, "tensor"),
+    "bound": Kind(_Bound, "own"),
+    "swapping": Kind(_Swapping, "own"),
+    "by place": Kind(_ByPlace, "own"),
+    "scaled": Kind(_Scaled, "own"),
+    "decorated": Kind(lambda g: _Decorated(g, 0.05), "own"),
+    "around": Kind(lambda g: _Around(optim.SGD(g, 0.05, momentum=0.9)), "own"),
+    "nan": Kind(_NaN, "own"),
 }
 """``own`` means that wfbp may judge as it likes, as long as the results are right."""

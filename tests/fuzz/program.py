@@ -62,6 +62,8 @@ class Optimizer:
     """How its rate goes: empty for steps of 0.7, or ``cosine``, ``one cycle``, ``chained``."""
     step_hooks: str = ""
     """``pre``, ``post`` or ``both``."""
+    sparse: bool = False
+    """Whether sparse gradients stay sparse; else they are made dense."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,10 @@ class Step:
     scaler: str = ""
     """``plain``, ``unscale``, ``clip`` or ``own clip``: the ways that docs/usage.md shows."""
     infinite_on: int = -1
-    read: bool = False
-    """Whether the program looks at the norm of its own gradients before the step."""
+    read: str = ""
+    """How the program reads its own gradients before the step; see ``interpreter``."""
+    threads: bool = False
+    """Whether each optimizer is clipped and stepped by a thread of its own."""
     closure: bool = False
     leave_out: bool = False
     """Whether gradients are dropped after they were averaged."""

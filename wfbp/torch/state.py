@@ -159,10 +159,12 @@ def _broadcast_state(runtime: Runtime, optimizer: torch.optim.Optimizer, root: i
         state = tree_map_only(_Slot, lambda _: next(rest), outline)
         optimizer.load_state_dict(state)
         _restore_types(optimizer, state)
-    elif hasattr(optimizer, "defaults"):
-        # Loading a state has PyTorch add to the optimizer's defaults, which new groups get.
+    else:
+        # Loading a state has PyTorch add to the optimizer's defaults, which new groups get. (One
+        # that never called its base class's constructor has no hooks, and must not be touched.)
         original = getattr(optimizer, "_wfbp_original", optimizer)
-        torch.optim.Optimizer.__setstate__(original, {})
+        if hasattr(original, "_optimizer_step_pre_hooks"):
+            torch.optim.Optimizer.__setstate__(original, {})
 
 
 @dataclass(frozen=True, slots=True)
