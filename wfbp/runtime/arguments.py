@@ -1,4 +1,4 @@
-"""What a caller may ask of gradient reduction; the same on one rank as on many."""
+"""Options of gradient reduction and their checks; the same on one rank as on many."""
 
 from __future__ import annotations
 
@@ -15,45 +15,24 @@ FLOATING = ("float16", "bfloat16", "float32", "float64")
 
 @dataclass(frozen=True, slots=True)
 class ReducerOptions:
-    """How a reducer works; the same on every rank.
+    """Settings of a reducer, equal on every rank."""
 
-    Args:
-        schedule: a planner's name, or ``auto``.
-        threshold_bytes: for the ``threshold`` planner, and for the first plan of the others.
-        op: ``Op.AVERAGE`` or ``Op.SUM``.
-        passes: backward passes per step. A tensor is ready when its gradient has appeared so often;
-            if it appears more often, the reducer expects as many from the next step on.
-        decouples: whether the caller can use shards of gradients, and ``Reducer.gather``.
-        sharded_update: whether each rank then updates its shards only.
-        name: of the optimizer, for messages.
-        wire_dtype: the type, of :data:`WIRE_DTYPES`, in which gradients of more bytes per element
-            are reduced, and gathered where updates are not sharded; empty for their own.
-    """
-
-    schedule: str
-    threshold_bytes: int
+    schedule: str  # a planner's name, or ``auto``
+    threshold_bytes: int  # for the ``threshold`` planner, and for others' first plan
     op: Op = Op.AVERAGE
-    passes: int = 1
-    decouples: bool = False
-    sharded_update: bool = False
-    name: str = "optimizer"
-    wire_dtype: str = ""
+    passes: int = 1  # backward passes per step; a tensor is ready after so many gradients
+    decouples: bool = False  # whether the caller can use shards, and ``Reducer.gather``
+    sharded_update: bool = False  # whether each rank then updates its shards only
+    name: str = "optimizer"  # for messages
+    wire_dtype: str = ""  # of WIRE_DTYPES, for wider gradients; empty for their own
 
     @property
     def gather_dtype(self) -> str:
-        """The type in which wider tensors are gathered; empty for their own, as for parameters."""
+        """Element type for gathers of wider tensors; empty for their own."""
         return "" if self.sharded_update else self.wire_dtype
 
     def check(self, specs: Sequence[TensorSpec], user: str = "") -> None:
-        """Raise unless gradients of these tensors can be reduced with these options.
-
-        ``user`` is what needs whole gradients where ``decouples`` is False, for messages.
-
-        Raises:
-            ImportError: ``dear`` without the ``search`` extra.
-            TypeError: not a whole number where one is expected.
-            ValueError: the argument, what it is, and what it may be.
-        """
+        """Raise unless these tensors' gradients can be reduced; ``user`` is for messages."""
         check_schedule(self.schedule, self.decouples, user)
         _check_whole("threshold_bytes", self.threshold_bytes)
         _check_whole("backward_passes_per_step", self.passes)

@@ -1,8 +1,8 @@
-"""Group buffers: where the tensors of each group lie while they travel, and where results stay.
+"""Group buffers: memory for the message of each group, and for its results.
 
-Small tensors are copied into one message, which has one start-up time. Copying a large tensor
-would cost more than another message, so the backend sends it from its place. Large tensors come
-first in a message, so that the small ones and the flags after them stay one piece.
+Small tensors are copied into one message; large ones are sent from their own memory, because
+copying costs more than another message. Large tensors come first in a message, so that the small
+ones and the flags after them stay contiguous.
 """
 
 from __future__ import annotations
@@ -22,42 +22,18 @@ from wfbp.runtime.step import Gather, Step, StepResult
 
 _STEP_BITS = 6
 STEP_CYCLE = 1 << _STEP_BITS
-"""Step numbers travel modulo this."""
+"""Messages carry step numbers modulo this."""
 
 NUM_STEP_FLAGS = 2 + 2 * _STEP_BITS
 """Beside one flag per tensor: a request, a discard, and the step's number."""
 
 
 class GroupBuffer:
-    """The message of one group of a plan, and where its reduced tensors lie.
+    """The message of one group of a plan, and its reduced tensors. Used under the progress lock.
 
-    A message consists of blocks, and each block of a piece of every tensor: an all-reduce has one
-    block, of whole tensors; a reduce-scatter and an all-gather have one per rank, of that rank's
-    shards. If the message has another type than the tensors (``wire_dtype``), packing casts them,
-    and results are cast back to memory beside it.
-
-    The buffer owns its memory, which comes from ``memory``; what other objects have are views. The
-    training thread may read results from the step's end until the next step's first gradient.
-    Results never overwrite a gradient of this rank, which may still grow, and be sent again. So if
-    a program accumulates into the result of the step before, the buffer moves to other storage, and
-    back again in the next step. The backend that sums also divides, for averages (on the host
-    ``comm.backend.combine``).
-
-    The last group of backward carries the flags of the step: which tensors have a gradient, what
-    the rank asks for, and the step's number. So no step needs to negotiate.
-
-    Used by one thread at a time, under the progress lock.
-
-    Args:
-        plan: what to send.
-        group: index of the group.
-        members: by tensor of the plan, its number in steps.
-        op: ``Op.AVERAGE`` or ``Op.SUM``.
-        memory: where the buffer lies, and whose backend sends it.
-        wire_dtype: the type in which wider tensors travel; empty for their own.
-
-    Attributes:
-        num_moves: how often results have moved to other storage.
+    An all-reduce has one block of whole tensors; the other operations have a block of shards per
+    rank. The training thread may read results until the next step's first gradient. Results never
+    overwrite a gradient of this rank, which may still grow and be sent again (:meth:`_make_way`).
     """
 
     def __init__(
@@ -79,13 +55,14 @@ class GroupBuffer:
         size, self._own = (1, 0) if self.whole else (backend.size, backend.rank)
         self._tensor_dtype = plan.dtype(group)
         self.dtype = wire_type(self._tensor_dtype, wire_dtype)
-        self._casts = self.dtype != self._tensor_dtype
+        self._casts = self.dtype != self._tensor_dtype  # results are then cast back
         self._members = [members[k] for k in this.tensors]
         self._pick = picker(self._members)
         self._segments: list[Segment] = []
         self._delivered: set[int] = set()
         self.num_moves = 0
         self._lay_out([plan.tensors[k] for k in this.tensors], size)
+        # The last group of backward carries the step's flags, so no step needs to negotiate.
         self._flagged = list(members) if group == plan.num_backward - 1 else []
         num_flags = len(members) + NUM_STEP_FLAGS if self._flagged else 0
         in_message = 0 if memory.flags_beside else num_flags
@@ -166,20 +143,14 @@ class GroupBuffer:
         return _PieceTable(table, starts, len(ranks))
 
     def result(self, position: int) -> Buffer:
-        """The bytes where the group's tensor at ``position``, or this rank's shard of it, lies when
-        it is reduced."""
+        """Bytes of the reduced tensor at ``position`` in the group, or of this rank's shard."""
         results = self._results
         start, stop = self._ranges[self._own][position]
         offset = results.offsets[position]
         return results.data[offset : offset + stop - start]
 
     def pack(self, step: Step | Gather) -> None:
-        """Bring the tensors together that lie at ``step.sources``; zeros for what is absent.
-
-        Memory without an owner may be freed where a step fails. It is copied too, unless the
-        backend would not read it afterwards; then results go to their targets, if these are known
-        by now.
-        """
+        """Copy the tensors at ``step.sources`` into the message; zeros for absent ones."""
         sources = self._pick(step.sources)
         if not self._results.slots.isdisjoint(sources):
             self._make_way(sources)
@@ -204,7 +175,7 @@ class GroupBuffer:
         self.num_moves += 1
 
     def _note_large(self, step: Step | Gather, sources: list[int]) -> tuple[int, ...]:
-        """Have large tensors sent from where they lie; returns from where to pack."""
+        """Have large tensors sent from their own memory; returns the addresses to pack from."""
         message = self._message
         self._segments = []
         self._delivered.clear()
@@ -220,6 +191,8 @@ class GroupBuffer:
                 self._segments.append(Segment(offset, data, counts))
                 continue
             owner, result = step.owners[k], None
+            # Memory without an owner may be freed if a step fails, so it is copied, unless the
+            # backend would not read it afterwards.
             if sources[position] and (message.copies_segments or owner is not None):
                 data = _memory_at(sources[position], nbytes, owner)
                 sources[position] = message.places[position]  # nothing is copied
@@ -252,10 +225,7 @@ class GroupBuffer:
             message.unpacking.table.unpack()
 
     def deliver(self, step: Step | Gather) -> None:
-        """Copy whole tensors to ``step.targets``, 0 for none; shards stay where they are.
-
-        On a device reduced ones come there when the training thread joins.
-        """
+        """Copy whole tensors to ``step.targets``; on a device, when the training thread joins."""
         if self._is_gather:
             self._message.unpacking.point(self._pick_packed(step.targets))
             self._message.unpacking.table.unpack()
@@ -280,7 +250,7 @@ class GroupBuffer:
             tail[:] = values
 
     def read_flags(self, step: Step) -> StepResult:
-        """What ranks said of the step, to a rank that is at this step."""
+        """All ranks' flags of the step, for a rank that is at this step."""
         reduced = self._flags_beside
         if not reduced.size:
             reduced = self._message.tails[self._own if len(self._message.tails) > 1 else 0]
@@ -295,10 +265,7 @@ _ONE_AS_BFLOAT16 = 0x3F80
 
 
 class _Storage:
-    """One memory of a group: a message or its results.
-
-    ``places`` are the addresses of this rank's results, ``slots`` those that have any bytes.
-    """
+    """Memory of a message or its results: ``places`` of results, ``slots`` of nonempty ones."""
 
     def __init__(
         self, memory: Memory, data: Buffer, offsets: Sequence[int], nbytes: Sequence[int]
@@ -315,10 +282,7 @@ class _Storage:
 
 
 class _PieceTable:
-    """Copies pieces of tensors between these and some blocks; those of one block after another's.
-
-    ``starts``: where each piece begins in its tensor; ``times``: number of blocks.
-    """
+    """Copies pieces of tensors to or from blocks; ``starts`` are offsets within tensors."""
 
     def __init__(self, table: SlotTable, starts: Sequence[int], times: int) -> None:
         self.table = table
@@ -327,11 +291,8 @@ class _PieceTable:
         self._pointed: tuple[int, ...] = ()
 
     def point(self, tensors: tuple[int, ...]) -> None:
-        """Copy from or to tensors at these addresses; 0: zeros, or nowhere.
-
-        To compare takes a third of the time that writing them does, and allocators mostly give a
-        step's gradients the memory of those of the step before.
-        """
+        """Set the tensors' addresses; 0 stands for zeros, or for nowhere."""
+        # Most steps repeat the addresses, and comparing takes a third of the time of writing.
         if tensors != self._pointed:
             self._pointed = tensors
             addresses = np.array(tensors * self._times, np.int64)
@@ -362,11 +323,7 @@ def _memory_at(address: int, nbytes: int, owner: object) -> Buffer:
 
 
 def picker(indices: Sequence[int]) -> Callable[[Sequence[int]], tuple[int, ...]]:
-    """Return a function that gives the values at these indices.
-
-    >>> picker([2, 0])([5, 6, 7])
-    (7, 5)
-    """
+    """Return a function that gives a tuple of the values at these indices."""
     if len(indices) > 1:
         return itemgetter(*indices)
     return lambda values: tuple(values[k] for k in indices)
@@ -380,21 +337,12 @@ def step_flags(step: int) -> tuple[bool, ...]:
 
 
 def shard_bytes(spec: TensorSpec, size: int) -> int:
-    """Bytes of the first and largest shard of a tensor, a multiple of the alignment.
-
-    >>> shard_bytes(TensorSpec("w", (10,), "float32"), 2)
-    32
-    """
+    """Bytes of the first and largest shard of a tensor, a multiple of the alignment."""
     equal = -(-spec.numel // size) * item_bytes(spec.dtype)
     return aligned(equal)
 
 
 def shard_range(spec: TensorSpec, rank: int, size: int) -> tuple[int, int]:
-    """First byte of a rank's shard in its tensor, and the byte behind its last.
-
-    >>> spec = TensorSpec("w", (10,), "float32")
-    >>> [shard_range(spec, rank, 3) for rank in range(3)]
-    [(0, 16), (16, 32), (32, 40)]
-    """
+    """Start and stop byte of a rank's shard within its tensor."""
     length = shard_bytes(spec, size)
     return min(rank * length, spec.nbytes), min((rank + 1) * length, spec.nbytes)

@@ -1,8 +1,7 @@
 """Checks that ranks are about to do the same, before data moves.
 
-Tensors and settings are compared once, when a reducer is made, so that no step needs to negotiate.
-Synchronous collectives compare name, element type, shape and operation each time. A rank that
-cannot take an argument tells the others, which would wait for it otherwise.
+Reducers compare tensors and settings once; synchronous collectives compare their arguments each
+time. A rank with a bad argument tells the others, which would wait for it otherwise.
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ _MAX_NAMED = 5
 
 
 def encode_specs(specs: Sequence[TensorSpec], settings: dict[str, Any]) -> bytes:
-    """What a rank says of its tensors when a reducer is made."""
+    """A rank's tensors and settings, encoded for :func:`check_specs`."""
     rows = [[s.name, list(s.shape), s.dtype] for s in specs]
     return json.dumps({"tensors": rows, "settings": settings}).encode()
 
 
 def check_specs(who: str, payloads: Sequence[bytes]) -> None:
-    """Raise ``DisagreementError`` where a rank's tensors or settings, as encoded, are not rank
-    0's."""
+    """Raise ``DisagreementError`` if a rank's encoded tensors or settings differ from rank 0's."""
     messages = [json.loads(p) for p in payloads]
     problems = []
     for rank, theirs in enumerate(messages):
@@ -105,12 +103,7 @@ Array = npt.NDArray[Any]
 
 
 def check_consistent(runtime: Runtime, call: str, *details: str, private: int = 0) -> list[int]:
-    """Raise ``DisagreementError`` unless all ranks are about to do the same; returns every rank's
-    private number.
-
-    ``call`` is the operation, as programs call it; ``details`` its name and what else must be equal
-    on all ranks, as messages show it.
-    """
+    """Raise ``DisagreementError`` unless ranks agree; returns every rank's private number."""
     purpose = f"{call}({', '.join(details)})"
     label = " ".join([call, *details[:1]])
     return [int(text) for text in runtime.exchange(b"%d" % private, label, purpose)]
@@ -148,7 +141,7 @@ def check_writable(name: str, array: Any) -> None:
 
 
 def in_native_order(array: Array) -> Array:
-    """The array in this machine's byte order, in which values travel; itself if it is already."""
+    """The array in this machine's byte order, as messages need; itself if it is already."""
     if array.dtype.isnative:
         return array
     return array.astype(array.dtype.newbyteorder("="))
@@ -156,7 +149,7 @@ def in_native_order(array: Array) -> Array:
 
 @lru_cache
 def dtype_key(dtype: np.dtype[Any]) -> str:
-    """What ranks compare of an element type: its name, or all its fields."""
+    """An element type for comparison between ranks: its name, or all its fields."""
     return dtype.name if dtype.names is None else str(dtype.descr)
 
 
@@ -172,8 +165,7 @@ _ARGUMENT_ERROR = "refused"
 
 @contextmanager
 def sharing_argument_errors(runtime: Runtime, call: str) -> Iterator[None]:
-    """A context in which a call checks its arguments. The others learn of an error by
-    :func:`check_argument_errors`, on the payloads of the exchange with which the call begins."""
+    """Context for argument checks; others learn of an error by :func:`check_argument_errors`."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -183,8 +175,7 @@ def sharing_argument_errors(runtime: Runtime, call: str) -> Iterator[None]:
 
 
 def check_argument_errors(runtime: Runtime, call: str, payloads: Sequence[Sequence[Any]]) -> None:
-    """Raise ``PeerError`` if another rank could not take its arguments; ``payloads`` are what every
-    rank sent to the call's first exchange, decoded."""
+    """Raise ``PeerError`` if a decoded payload of the first exchange reports a bad argument."""
     for rank, payload in enumerate(payloads):
         if payload[0] == _ARGUMENT_ERROR:
             raise PeerError(f"{runtime.where}: {call}: rank {rank}: {payload[1]}")

@@ -1,9 +1,7 @@
-"""Keeps freed gradients with the process, and gives back memory that a change of plans frees.
+"""Keeps freed gradients in the process, and returns memory that a change of plans frees.
 
-Backward allocates every gradient anew, and a reduced step frees them all at once. The C library
-then returns the memory to the system, and the next step pays for it page by page: 6.5 ms of a 7 ms
-backward for 16 MB of gradients (docs/benchmarks/training.md). Memory freed for good, as old buffers
-and whole optimizer state, must therefore be given back explicitly.
+Otherwise the C library returns every step's gradients to the system, and the next step pays for
+page faults (docs/benchmarks/training.md). Memory freed for good must be returned explicitly.
 """
 
 from __future__ import annotations
@@ -20,10 +18,7 @@ _MMAP_BYTES = (1 << 30, 32 << 20)
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to keep freed memory, unless ``MALLOC_*`` variables set its behaviour.
-
-    Returns whether that was done; other C libraries are left alone.
-    """
+    """Tell glibc to keep freed memory unless ``MALLOC_*`` variables are set; whether it does."""
     library = _library()
     if library is None:
         return False
@@ -32,8 +27,7 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> bool:
-    """Return freed memory to the system, where :func:`keep_freed_memory` keeps it; whether there
-    was any."""
+    """Return freed memory to the system if the process keeps it; whether there was any."""
     library = _library()
     return library is not None and bool(library.malloc_trim(0))
 

@@ -31,21 +31,11 @@ class _InFlight:
 
 
 class Lane:
-    """Reads the reducer's events, and carries out what the sequencer decides.
+    """Acts on the reducer's events as the sequencer decides, under the progress lock.
 
     The training thread appends to ``events``, reads ``reply`` and ``arrivals``, and installs plans
-    only while nothing is under way; everything else happens under the progress lock. Behind a
-    :class:`Close` the next step's events may follow at once: they are read when this step's
-    messages have come in. A :class:`Gather` lets the plan's all-gathers go, which may last into the
-    next step; it comes before any event of that step.
-
-    Args:
-        backend: of the host; the loop gives it up where the runtime fails.
-        memory: where messages lie, and what sends them.
-        op: ``Op.AVERAGE`` or ``Op.SUM``.
-        name: of the optimizer, for messages.
-        wire_dtype: the type in which wider gradients are reduced; empty for their own.
-        gather_dtype: the type in which wider tensors are gathered.
+    only while nothing is under way. The next step's events may follow a :class:`Close` at once. A
+    :class:`Gather` must precede all events of the next step.
     """
 
     def __init__(
@@ -64,7 +54,7 @@ class Lane:
         self.arrivals: Reply[GroupTime] = Reply()
         self.costs: Costs | None = None
         self.open_step = Step(0, [], [], [])
-        """The step in which training is, for :meth:`describe`."""
+        """The current step of training, for :meth:`describe`."""
         self._memory = memory
         self._op = op
         self._name = name
@@ -78,10 +68,7 @@ class Lane:
         self._num_started = 0
 
     def install(self, plan: Plan, members: Sequence[int]) -> list[GroupBuffer]:
-        """Send by another plan from the next step on, while nothing is under way.
-
-        ``members`` are the numbers of the plan's tensors in steps. Returns a buffer per group.
-        """
+        """Use another plan from the next step on; returns a buffer per group."""
         self._memory.settle()
         self._gather = None  # else it would keep memory that no plan uses any more
         self.buffers = [

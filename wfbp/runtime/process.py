@@ -1,8 +1,4 @@
-"""The runtime of this process: made by ``init``, used everywhere, ended by ``shutdown``.
-
-``init`` compares the settings that must be the same on every rank. What is wrong with settings or
-arguments it says when ranks have met: once for all that have the same.
-"""
+"""The runtime of this process: made by ``init``, which compares settings, ended by ``shutdown``."""
 
 from __future__ import annotations
 
@@ -40,10 +36,7 @@ def start(
     config: Config | None = None,
     problem: Exception | None = None,
 ) -> None:
-    """Start the runtime, as ``wfbp.init()`` does, which has the arguments.
-
-    ``problem`` is this rank's with them; it is raised when this rank has met the others.
-    """
+    """Start the runtime for ``wfbp.init()``; raises ``problem`` after meeting the others."""
     global _runtime, _watches_forks
     if _runtime is not None:
         return
@@ -86,7 +79,7 @@ def start(
 
 
 def _mpi_backend(comm: Any, config: Config, problem: Exception | None) -> Backend:
-    """Ranks that meet by MPI; a problem of this one is told, too, where they do not."""
+    """A backend of the ranks that meet by MPI; if they do not, reports ``problem``."""
     from wfbp.comm.mpi.backend import MpiBackend
     from wfbp.comm.mpi.start import world_rank
 
@@ -118,7 +111,7 @@ def _mpi_backend(comm: Any, config: Config, problem: Exception | None) -> Backen
 
 
 def _is_communicator(comm: Any) -> bool:
-    """Whether it is a communicator, numbers of ranks, or None, as far as can be seen."""
+    """Whether ``comm`` looks like a communicator or numbers of ranks, or is None."""
     if isinstance(comm, Sequence) and not isinstance(comm, str | bytes):
         return all(isinstance(rank, Integral) for rank in comm)
     return comm is None or hasattr(comm, "Get_rank")
@@ -162,7 +155,7 @@ def _start_timeline(runtime: Runtime) -> None:
 
 
 def _merge_timelines(runtime: Runtime) -> None:
-    """Make one file of all ranks' that are found here. What goes wrong is logged."""
+    """Merge all ranks' timelines that this host has; errors are logged."""
     folder = Path(runtime.config.timeline)
     paths = [timeline.rank_file(folder, rank) for rank in range(runtime.size)]
     try:
@@ -173,13 +166,12 @@ def _merge_timelines(runtime: Runtime) -> None:
 
 
 def before_end(finish: Callable[[Runtime], None]) -> None:
-    """Have ``finish`` called before a runtime ends, while all of its ranks still answer: in
-    :func:`shutdown`, and where a process set is removed."""
+    """Have ``finish`` called, while all ranks still answer, before a runtime or set ends."""
     _finishers.append(finish)
 
 
 def let_go(runtime: Runtime) -> None:
-    """Whatever uses a runtime is to do without it from now on; collective among its ranks."""
+    """Have all users of a runtime stop using it; collective among its ranks."""
     for finish in _finishers:
         finish(runtime)
 
@@ -217,10 +209,7 @@ def local_size() -> int:
 
 
 def _leave_to_parent() -> None:
-    """In a forked process, which is no rank, make every call fail but those that ask who it is.
-
-    It shares memory that other ranks read, and MPI allows it no calls.
-    """
+    """Make calls fail in a forked process, which shares memory with ranks but is none."""
     if _runtime is None or _runtime.size == 1:
         return
     atexit.unregister(shutdown)

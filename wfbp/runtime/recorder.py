@@ -1,4 +1,4 @@
-"""What a reducer tells of itself: its report, and the record of its last iterations."""
+"""Reports of a reducer, and the record of its last iterations."""
 
 from __future__ import annotations
 
@@ -59,12 +59,7 @@ def make_report(tuner: Tuner, num_steps: int) -> dict[str, Any]:
 
 
 def make_stats(tuner: Tuner, num_steps: int) -> dict[str, Any]:
-    """How training goes, as plain numbers, and the plan in words; None where not yet known.
-
-    ``iteration``: steps so far; ``iteration_s`` and ``exposed_s``: the median of the last steps,
-    and the part of it that training waited for communication; ``bytes``: of gradients per step;
-    ``ratio_to_lower_bound``: T/LB; ``predicted_s``: of the plan; ``plan`` and ``phase``.
-    """
+    """Statistics in plain numbers; None if unknown."""
     report = make_report(tuner, num_steps)
     return {
         "iteration": num_steps,
@@ -102,22 +97,12 @@ FORMAT = "wfbp-run/1"
 KEPT_ITERATIONS = 8
 
 summary = logging.getLogger("wfbp.summary")
-"""Of its own, because who asks for summaries wants to see them whatever the level is."""
+"""A separate logger, so that summaries appear at every log level."""
 _taken: Counter[Path] = Counter()
 
 
 class Recorder:
-    """Keeps the last iterations by the present plan, and writes the record now and then.
-
-    It is written when the installed plan has run for :data:`KEPT_ITERATIONS` steps, again each time
-    that number has doubled (so that writing never falls into steps that the tuner measures), when
-    the reducer is closed, and when the process ends.
-
-    Args:
-        runtime: in whose ``config.record_dir`` the record is written.
-        name: of the reducer; a second one of that name in this process gets a number.
-        tuner: of the reducer.
-    """
+    """Keeps the current plan's last iterations; writes them after 8, 16, ... steps and at exit."""
 
     def __init__(self, runtime: Runtime, name: str, tuner: Tuner) -> None:
         folder = Path(runtime.config.record_dir)
@@ -128,7 +113,7 @@ class Recorder:
         self.name = slug if _taken[first] == 1 else f"{slug}-{_taken[first]}"
         self.path = folder / f"{self.name}.rank{runtime.rank}.json"
         self.model = ""
-        """What is trained, by its class; set by whoever finds out."""
+        """Class of the trained model; the owner sets it."""
         self._runtime = runtime
         self._tuner = tuner
         self._plan: Plan | None = None
@@ -154,8 +139,7 @@ class Recorder:
             self.write()
 
     def write(self) -> None:
-        """Write the document, whole or not at all. What goes wrong is logged, once in a job:
-        training goes on."""
+        """Write the document atomically; log the first error, and continue training."""
         if self._plan is None:
             return
         partial = self.path.with_suffix(".partial")
@@ -197,7 +181,7 @@ class Recorder:
 
 
 def _command() -> str:
-    """By which this process was started; what is long in it, as a program behind -c, is cut."""
+    """The command that started this process; long arguments, such as of -c, are shortened."""
     words = (
         word if len(word) <= _MOST_LETTERS else word[:_MOST_LETTERS] + "..."
         for word in sys.orig_argv

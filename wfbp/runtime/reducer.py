@@ -56,51 +56,28 @@ _PATIENCE_STEPS = 8
 class Reducer:
     """Averages the gradients of a fixed list of tensors, step after step.
 
-    Training calls :meth:`mark_ready` as gradients appear and :meth:`synchronize` when it needs them
-    averaged; between the two, the lane sends by the installed plan. A plan may decouple tensors: a
-    rank then gets its shards of them, updates these, and calls :meth:`gather`, which brings the
-    others' shards while the next forward runs. The end of a step has a round if some rank asks for
-    it: it reduces gradients that the plan does not carry (of a tensor that was frozen until now, or
-    that grew after it was sent), and the tuner decides about plans.
+    A rank updates its shards of decoupled tensors, then :meth:`gather` brings the others' during
+    the next forward. A round at the end of a step, on request of any rank, reduces gradients
+    outside the plan and lets the tuner choose plans. Tensors are known by their index into
+    ``specs``.
 
-    Threads: ``mark_ready`` may be called by any thread, one at a time. That is the training thread;
-    or autograd's thread of a GPU, which runs PyTorch's hooks before ``backward()`` returns; or one
-    of XLA's threads, which takes the lock of JAX's exchanges. Several threads at once may call
-    :meth:`await_tensor`, :meth:`flush` and :meth:`publish`. All other methods are for the training
-    thread.
-
-    Tensors are known by their number: their index into ``specs``.
-
-    Args:
-        runtime: an initialised runtime with more than one rank.
-        specs: the tensors, in forward order as far as it is known; equal on every rank.
-        options: equal on every rank.
-        active: per tensor, whether a gradient is expected; the others join when one appears.
-        compared: what else must be the same on every rank, by its name in messages.
-        device: on which all tensors lie; the host by default.
-        fetch: returns the gradient of a tensor for which no event came, or None; called when the
-            step closes.
-        channel: on which ranks make the reducer; the runtime's own by default.
-
-    Raises:
-        ValueError: bad arguments.
-        ImportError: ``dear`` without the ``search`` extra.
-        DisagreementError: other ranks passed other tensors or settings.
+    Threads: any thread may call ``mark_ready``, one at a time (autograd's of a GPU, or XLA's under
+    the lock of JAX's exchanges). Several threads at once may call :meth:`await_tensor`,
+    :meth:`flush` and :meth:`publish`. All other methods are for the training thread.
     """
 
     sparse: Collection[int] = ()
-    """The tensors with sparse gradients on this rank, which the caller exchanges; set before
-    :meth:`synchronize`."""
+    """Tensors with sparse gradients here, which the caller exchanges; set before synchronize()."""
     sparse_anywhere: Sequence[int] = ()
-    """The same of any rank, in the step that was reduced last."""
+    """The same of any rank, in the last reduced step."""
     joined = False
     """Whether this rank has no more data, and takes part without gradients; set by its caller."""
     joined_ranks: Sequence[int] = ()
-    """The ranks that had joined in the step that was reduced last."""
+    """Ranks that had joined in the last reduced step."""
     evaluates = False
     """Whether this step is an evaluation of a closure; set by its caller."""
     evaluated = False
-    """The same of any rank, in the step that was reduced last, if ranks have joined."""
+    """The same of any rank, in the last reduced step, if ranks have joined."""
     profiling = False
     """Whether this step's times will be used to plan."""
     num_installed = 0
@@ -127,7 +104,7 @@ class Reducer:
         self._options = options
         self._name = name = options.name
         self._who = f"{runtime.where}: {name}"
-        self._fetch = fetch
+        self._fetch = fetch  # for gradients without an event, when the step closes
         chosen = [k for k in range(len(specs)) if active is None or active[k]] or [0]
         planned = [specs[k] for k in chosen]
         self._tuner = Tuner(
@@ -214,11 +191,7 @@ class Reducer:
     def mark_ready(
         self, index: int, address: int, owner: object, time_s: float | None = None
     ) -> None:
-        """A tensor's gradient exists (again): contiguous, at this address.
-
-        ``owner`` is kept alive until the step is over; it exists since ``time_s`` on the host
-        (``time.perf_counter``), None for now.
-        """
+        """A contiguous gradient exists, since ``time_s`` (``perf_counter``; None: now)."""
         due = self._due
         due[index] = left = due[index] - 1
         if left:
@@ -234,8 +207,7 @@ class Reducer:
             self._post_groups()
 
     def _post_groups(self) -> None:
-        """Let groups go that are complete, in the plan's order; a complete one behind an incomplete
-        one could not leave."""
+        """Send complete groups in the plan's order, up to the first incomplete one."""
         missing, step, last = self._missing, self._step, self._num_early
         group = self._num_posted
         if group >= last:
@@ -298,23 +270,12 @@ class Reducer:
     def synchronize(
         self, whole: bool = True, wanted: bool = False, targets: Sequence[int] = ()
     ) -> list[BufferView | None]:
-        """Close the step and wait until every gradient is reduced.
+        """Close the step and wait until every gradient is reduced; ``WfbpError`` if ranks failed.
 
-        Args:
-            whole: whether the caller needs whole gradients; the same on every rank. They are whole
-                in any case where another plan decouples other tensors.
-            wanted: the same, for this rank alone.
-            targets: addresses, by tensor, to which whole reduced gradients are copied as they
-                arrive; may be those of the gradients themselves.
-
-        Returns:
-            Per tensor, where its reduced gradient lies until the next step's first gradient; None
-            where no rank had one, or where it was copied to its target. Of a decoupled tensor it
-            may be this rank's shard.
-
-        Raises:
-            RuntimeError: a gradient lies where another tensor's is averaged.
-            WfbpError: ranks disagree, failed, or did not answer in time.
+        Returns a view per tensor (or of its shard) until the next step's first gradient; None if no
+        rank had one, or if it was copied to its target. The caller needs whole gradients if
+        ``whole`` (equal on every rank) or ``wanted`` (of this rank). ``targets`` may be the
+        gradients' addresses.
         """
         step = self._step
         all_ready, dependencies = self._take_up_rest()
@@ -377,8 +338,7 @@ class Reducer:
         return reduced
 
     def _take_up_rest(self) -> tuple[bool, Sequence[Any]]:
-        """Take up gradients for which no event came; returns whether there were none of them among
-        the plan's, and what groups that have not left have to wait for."""
+        """Take up gradients without events; whether the plan's had none, and dependencies."""
         sources, owners, group_of = self._sources, self._owners, self._group_of
         late, all_ready = [], True
         if not all(sources):
@@ -399,11 +359,8 @@ class Reducer:
         return all_ready, dependencies
 
     def _check_aliases(self) -> None:
-        """Raise ``RuntimeError`` if a gradient lies in memory where another one is averaged.
-
-        If two tensors share one gradient, the average of one may overwrite the other before it is
-        packed.
-        """
+        """Raise ``RuntimeError`` if a gradient shares memory with another tensor's average."""
+        # One average could overwrite the other gradient before it is packed.
         owner_of, specs = self._owner_of, self.specs
         if owner_of.keys().isdisjoint(self._sources) and not self._unplanned:
             return
@@ -426,7 +383,7 @@ class Reducer:
         return result
 
     def _views_of(self, result: StepResult) -> list[BufferView | None]:
-        """Where each reduced gradient lies; None where no rank had one, or it is at its target."""
+        """Views of all reduced gradients; None if no rank had one, or if it is at its target."""
         for group, buffer in enumerate(self._buffers):
             if buffer.num_moves != self._num_moves[group]:
                 self._view(group)
@@ -440,7 +397,7 @@ class Reducer:
         return views
 
     def _view(self, group: int) -> None:
-        """Take views of a group's results, in a place that is new."""
+        """Views of a group's reduced gradients."""
         buffer = self._buffers[group]
         self._num_moves[group] = buffer.num_moves
         for position, index in enumerate(self._members[group]):
@@ -452,8 +409,7 @@ class Reducer:
                 self._owner_of[view.address] = index
 
     def _learn_passes(self) -> None:
-        """Expect as many backward passes per step as this one had: more at once, fewer after some
-        such steps."""
+        """Expect as many passes as this step had: more at once, fewer after some steps."""
         fired = [expected - due for expected, due in zip(self._expected, self._due, strict=True)]
         pairs = list(zip(fired, self._expected, strict=True))
         rarer = any(0 < count < expected for count, expected in pairs)
@@ -465,10 +421,7 @@ class Reducer:
             self._expected = [max(count, expected) for count, expected in pairs]
 
     def discard(self) -> None:
-        """Forget the gradients of the open step, which were zeroed before they were used.
-
-        Raises ``WfbpError`` if an earlier discarded step has failed.
-        """
+        """Forget the open step's zeroed gradients; raises if an earlier discard failed."""
         lane = self._lane
         while self._discarded and lane.reply.answered:
             lane.reply.get(timeout_s=0.0)
@@ -534,8 +487,7 @@ class Reducer:
             log_summary(self._name, self.stats())
 
     def _take_measured(self) -> Iterator[MeasuredStep]:
-        """Take those steps whose times can be read now; while plans are measured, the same ones on
-        every rank."""
+        """Take steps with readable times; during measurements, the same ones on every rank."""
         memory, kept = self._memory, self._kept
         measuring = self._tuner.measuring
         if memory.lag_steps and not (measuring or self._tuner.installed):
@@ -579,15 +531,11 @@ class Reducer:
         self.profiling = self._tuner.profiling
 
     def exchange(self, payload: bytes, what: str) -> list[bytes]:
-        """Every rank's payload, behind :meth:`synchronize`; collective."""
+        """Every rank's payload, after :meth:`synchronize`; collective."""
         return self._channel.exchange(payload, f"{self._name}: {what}", what)
 
     def _hold_round(self, reduced: list[BufferView | None], wanted: bool) -> bool:
-        """Reduce what the plan did not carry into ``reduced``, and let the tuner decide;
-        collective.
-
-        Returns whether any rank needs whole gradients.
-        """
+        """Reduce unplanned gradients and tune; whether any rank needs whole ones; collective."""
         tuner, due = self._tuner, self._tuner.round_due
         mine = {
             "unplanned": sorted(self._unplanned),
@@ -671,7 +619,7 @@ class Reducer:
             )
 
     def _share(self, compute: Callable[[], Any]) -> Any:
-        """What rank 0 computes, in JSON's types; collective."""
+        """Rank 0's result of ``compute``, in JSON's types; collective."""
         payload = json.dumps(compute()).encode() if self._runtime.rank == 0 else b""
         return json.loads(self.exchange(payload, "planning")[0])
 
@@ -684,11 +632,7 @@ class Reducer:
         count: int | None = None,
         sources: Sequence[int] | None = None,
     ) -> None:
-        """Send this rank's shards of decoupled tensors, and receive the others'.
-
-        Arguments are those of :class:`Gather`, ``addresses`` being its targets and by default its
-        sources; :meth:`gather_rest` lets the groups go that ``count`` holds back.
-        """
+        """All-gather updated tensors as :class:`Gather` says; ``count`` holds groups back."""
         if not self.decoupled:
             return
         self.flush()
@@ -700,7 +644,7 @@ class Reducer:
         self._post_gather(self._gather)
 
     def gather_rest(self) -> None:
-        """Let the groups go that :meth:`gather` held back."""
+        """Send the groups that :meth:`gather` held back."""
         if self._gather is not None:
             rest = replace(self._gather, count=None, dependencies=self._memory.updates())
             self._post_gather(rest)
@@ -715,8 +659,7 @@ class Reducer:
     def gather_gradients(
         self, reduced: Sequence[BufferView | None], kept: Collection[int] = ()
     ) -> list[BufferView | None]:
-        """Gather shards of gradients; returns views that hold whole gradients once all have
-        arrived. Storage at an address of ``kept`` is left to the program, which uses it."""
+        """Gather gradients; the views are whole once all have arrived."""
         memory = self._memory
         whole = list(reduced)
         addresses, sources = [0] * len(whole), [0] * len(whole)
@@ -746,8 +689,7 @@ class Reducer:
         return self._gather_of[index] >= 0
 
     def await_tensor(self, index: int) -> None:
-        """Wait until a gathered tensor is whole; raises ``WfbpError`` if ranks failed or did not
-        answer in time."""
+        """Wait until a gathered tensor is whole; ``WfbpError`` if ranks failed or are late."""
         self._await_arrival(self._gather_of[index])
 
     def flush(self) -> None:
@@ -771,8 +713,7 @@ class Reducer:
                 self._num_arrived += 1
 
     def publish(self) -> None:
-        """The calling thread has updated a parameter after ``step()``: on a device, order the
-        training thread's later work after that."""
+        """Order the training thread's device work after this thread's parameter update."""
         self._memory.publish()
 
     # The whole run.
@@ -788,7 +729,7 @@ class Reducer:
         return len(self._tuner.operations) > 1
 
     def name_model(self, name: str) -> None:
-        """What is trained, for the record of the run."""
+        """Set the model's name in the record of the run."""
         if self._recorder is not None:
             self._recorder.model = name
 
@@ -797,7 +738,7 @@ class Reducer:
         return make_report(self._tuner, self._steps)
 
     def stats(self) -> dict[str, Any]:
-        """How training goes, for logs and monitors; see :func:`make_stats`."""
+        """Training statistics for logs and monitors; see :func:`make_stats`."""
         return make_stats(self._tuner, self._steps)
 
     def close(self) -> None:
@@ -810,7 +751,7 @@ class Reducer:
             self._recorder.write()
 
     def release(self) -> None:
-        """Let the buffers go, behind the end of communication; reduced gradients are void then."""
+        """Release the buffers after communication ends; reduced gradients become invalid."""
         self._lane.release()
         self._buffers = []
         self._views = [None] * len(self.specs)

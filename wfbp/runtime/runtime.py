@@ -1,7 +1,6 @@
 """The runtime of one rank: its backend, its communication thread, and its ties to other ranks.
 
-A process set has a runtime, too, on its ranks: with channels, lanes and costs of its own, on the
-communication thread that serves all ranks.
+A process set has its own runtime (channels, lanes, costs) on the shared communication thread.
 """
 
 from __future__ import annotations
@@ -44,40 +43,22 @@ _WARNING = "warning"
 """Kind of the notices that tell rank 0 what to warn of."""
 
 _FORWARDING_S = 0.2
-"""For the launcher to pass on what ranks have written: at an abort it may drop the rest."""
+"""Time for the launcher to forward output: at an abort it may drop the rest."""
 
 
 class Releasable(Protocol):
-    """What has buffers that are of no use without other ranks."""
+    """An object with buffers that are useless without other ranks."""
 
     def release(self) -> None:
-        """Let them go; nothing is sent any more."""
+        """Release them; nothing is sent any more."""
 
 
 class Runtime:
-    """Everything a rank needs to work with the others.
+    """Connects a rank to the others; any training thread may call its public methods.
 
-    Any training thread may call its public methods.
-
-    Args:
-        backend: over all ranks of this runtime; from here on only the communication thread uses it.
-        config: settings of this rank.
-        within: the runtime of all ranks, if this one is of a process set. It owns the communication
-            thread, and ends with it.
-        members: the ranks of the process set; all by default.
-
-    Attributes:
-        rank: number of this process among the ranks of this runtime, as all numbers in messages.
-        size: number of ranks.
-        members: the ranks, by their numbers among all ranks.
-        where: this rank in messages ("rank 1 of 4").
-
-    Example:
-        >>> from wfbp.comm.emulated import EmulatedLink
-        >>> runtime = Runtime(EmulatedLink(lambda nbytes: 0.0, size=1), Config())
-        >>> runtime.exchange(b"me", "greeting")
-        [b'me']
-        >>> runtime.shutdown()
+    From here on only the communication thread uses ``backend``. A process set's runtime is
+    ``within`` that of all ranks, which owns the communication thread. ``rank`` counts among this
+    runtime's ranks, ``members`` among all ranks.
     """
 
     def __init__(
@@ -111,7 +92,7 @@ class Runtime:
         self.optimizer_numbers = count()
         self._names: Counter[str] = Counter()
         self.timeline: TraceWriter | None = None
-        """Where steps are recorded, while anybody wants that."""
+        """Current recording of steps, if any."""
         # Named operations; init() makes them, on every rank.
         self.collectives: Collectives | None = None
         self._num_stores = count()
@@ -141,8 +122,7 @@ class Runtime:
             self.thread.start()
 
     def check(self) -> None:
-        """Raise the ``WfbpError`` that has ended the runtime, if any: the first error, the
-        shutdown, or the removal of its process set."""
+        """Raise the ``WfbpError`` that ended the runtime or its process set, if any."""
         if self.thread.error is not None:
             raise self.thread.error
         if self._within is not None:
@@ -156,11 +136,7 @@ class Runtime:
             raise NotInitializedError("an operation after shutdown()")
 
     def warn_once(self, topic: str, text: str) -> None:
-        """Log a warning that other ranks may have as well, such as of a full disk; any thread.
-
-        Rank 0 logs the first one of each topic, for the whole job, or this rank where rank 0 can no
-        longer be told.
-        """
+        """Log a warning once per topic and job, on rank 0 if it still listens; any thread."""
         if self._within is not None:
             self._within.warn_once(topic, text)
         elif self._is_new(topic):
@@ -171,7 +147,7 @@ class Runtime:
                 self._log_for_all(text)
 
     def _hear_warning(self, _: int, notice: dict[str, Any]) -> None:
-        """Of another rank, which has told all others."""
+        """Handle another rank's warning, which all others get too."""
         if self._is_new(notice["topic"]) and self.rank == 0:
             self._log_for_all(notice["text"])
 
@@ -185,8 +161,7 @@ class Runtime:
         return self._warned.setdefault(topic, mine) is mine
 
     def distinct_name(self, name: str) -> str:
-        """A name for what is recorded of a reducer: those made later under the same name get a
-        number."""
+        """A name for a reducer's records: later ones of the same name get a number."""
         if self._within is not None:
             return self._within.distinct_name(f"{name} of process set {self.members.number}")
         self._names[name] += 1
@@ -197,15 +172,12 @@ class Runtime:
         return ControlChannel(self.thread, backend, self.check, self.where, self.members)
 
     def separate_planning(self) -> None:
-        """From now on :attr:`planning_channel` is a channel of its own; collective."""
+        """Give :attr:`planning_channel` its own backend; collective."""
         self.planning_channel = self.channel_on(self._duplicate(self.channel))
 
     def all_reduce(self, buffer: Buffer, dtype: str, op: Op, label: str) -> None:
-        """Combine a buffer over all ranks, in place; it may lie anywhere.
-
-        (A gradient in a fusion buffer here may lie elsewhere on other ranks, whose messages would
-        go another way.)
-        """
+        """Combine a buffer over all ranks, in place; it may be anywhere in memory."""
+        # Fusion buffers travel another way, and other ranks may pass other memory.
         foreign = buffer.copy() if self._backend.copies_segments(buffer) else buffer
         self.call(lambda backend: backend.all_reduce(foreign, dtype, op), label)
         if foreign is not buffer:
@@ -219,20 +191,12 @@ class Runtime:
         return store
 
     def drop_store(self, store: Store) -> None:
-        """This rank fetches nothing of a store any more, nor adds to it; in any thread."""
+        """Stop using a store on this rank; any thread."""
         if self.size > 1:
             self.post(lambda: self._fetches.drop(store))
 
     def fetch(self, store: Store, version: int, items: object, label: str) -> Fetched:
-        """What all other ranks published in their stores; not a collective.
-
-        ``items``, in JSON's types, are passed to the owners' ``collect``. Owners that have not come
-        to ``version`` are waited for.
-
-        Raises:
-            DisagreementError: an owner is past that version, or has other tensors.
-            WfbpError: ranks failed, or did not answer in time.
-        """
+        """All other ranks' content of ``version``, waiting for late owners; not a collective."""
         self.check()
         reply: Reply[Fetched] = Reply()
         self.post(lambda: self._fetches.ask(store, version, items, label, reply))
@@ -241,11 +205,8 @@ class Runtime:
         return fetched if ranks is None else {ranks.index(r): fetched[r] for r in fetched}
 
     def lease(self, channel: ControlChannel) -> Backend:
-        """A backend for a new lane; collective among the ranks on ``channel``.
-
-        Reuses one that a removed lane left idle on every rank, because MPI has a limited number of
-        communicators.
-        """
+        """A backend for a new lane, reused if all ranks have one idle; collective."""
+        # MPI has a limited number of communicators.
         idle = json.dumps(sorted(self._idle)).encode()
         payloads = channel.exchange(idle, "choosing a lane")
         common = set.intersection(*(set(json.loads(payload)) for payload in payloads))
@@ -261,10 +222,7 @@ class Runtime:
         return made
 
     def memory(self, backend: Backend, device: Device | None, channel: ControlChannel) -> Memory:
-        """The memory of a lane whose backend comes from :meth:`lease`; collective.
-
-        ``device`` is where the tensors lie, None for the host.
-        """
+        """The memory of a lane on a leased backend; ``device`` None for the host; collective."""
         if device is None:
             return Memory(backend, self.config.zero_copy_min_bytes)
         number = self._leased.index(backend)
@@ -285,19 +243,7 @@ class Runtime:
         lane_backend: Backend | None = None,
         channel: ControlChannel | None = None,
     ) -> Costs:
-        """The measured cost curves up to a message size, each measured once; collective.
-
-        Args:
-            max_bytes: the largest message that will be sent.
-            operations: the curves needed; all-reduce always is. Missing ones are measured within
-                ``config.probe_budget_s`` in all, about.
-            anew: whether to measure again, because the network may have changed.
-            lane_backend: of a lane that sends nothing now; measured if it is a device's.
-            channel: on which ranks meet for this; the runtime's own by default.
-
-        Returns:
-            All curves known so far, the same on every rank.
-        """
+        """Cost curves up to a message size, equal on every rank, each measured once; collective."""
         return self._network.measure(
             max_bytes, operations, anew, lane_backend, (channel or self.channel).call
         )
@@ -307,7 +253,7 @@ class Runtime:
         self._loop.watch.other_threads = True
 
     def add_user(self, user: Releasable) -> None:
-        """Have ``user`` let its buffers go at :meth:`shutdown`; it is not kept for that."""
+        """Have ``user`` release its buffers at :meth:`shutdown`; held by a weak reference."""
         (self._within or self)._users.add(user)
 
     def add_lane(self, lane: LaneProtocol) -> None:
@@ -315,12 +261,12 @@ class Runtime:
         self.post(lambda: self._loop.add_lane(lane, self.members))
 
     def remove_lane(self, lane: LaneProtocol) -> None:
-        """No longer serve a lane, and take its backend back."""
+        """Stop serving a lane, and reuse its backend."""
         number = self._leased.index(lane.backend)
         self.post(lambda: self._loop.retire_lane(lane, lambda: self._idle.add(number)))
 
     def close(self) -> None:
-        """End the runtime of a process set, behind its last step; collective among its ranks."""
+        """End the runtime of a process set after its last step; collective among its ranks."""
         assert self._within is not None
         self.check()
         label = "closing a process set"
@@ -336,10 +282,7 @@ class Runtime:
         self._closed = True
 
     def shutdown(self) -> None:
-        """Leave: tell the others, wait until they leave too, and release everything. Idempotent.
-
-        A rank that still needs this one gets a ``PeerError`` instead of a hang.
-        """
+        """Leave with the others and release everything; a rank that needs this one then fails."""
         if self._closed:
             return
         self._closed = True

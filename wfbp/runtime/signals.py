@@ -1,12 +1,9 @@
 """Postpones the program's signal handlers until an operation has ended.
 
-Python runs handlers in the main thread, between any two instructions, and their exceptions appear
-there. An operation such as ``step()`` must not end in the middle on one rank alone. While the main
-thread is within :data:`deferred`, signals are therefore only noted; their handlers run when the
-outermost block ends, and their exceptions propagate from it.
-
-A wait for ranks that do not come calls :func:`overdue` and :func:`run_pending`. An exception that
-a handler raises there ends the runtime, because no operation can be resumed.
+Otherwise a handler's exception could end an operation such as ``step()`` in the middle on one rank
+alone. Within :data:`deferred` the main thread only notes signals; their handlers run, and raise,
+when the outermost block ends. A long wait runs overdue handlers; an exception from one ends the
+runtime, because no operation can be resumed.
 """
 
 from __future__ import annotations
@@ -21,9 +18,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
+# Terminal and mpirun may both deliver one key press as SIGINT.
 PATIENCE_S = 1.0
-"""A signal that has waited so long is overdue. A second SIGINT so much later is served at once;
-an earlier one may be the same key press, delivered by the terminal and by mpirun."""
+"""Age of an overdue signal, and minimum age of the first SIGINT for the second to act at once."""
 
 _NUMBERS = sorted(
     int(number)

@@ -1,7 +1,4 @@
-"""The facts of one step: what the training thread tells the lane, what comes back, and when.
-
-The reducer posts three events to its lane: :class:`GroupReady`, :class:`Close` and :class:`Gather`.
-"""
+"""Events and results of one step; the reducer posts ``GroupReady``, ``Close`` and ``Gather``."""
 
 from __future__ import annotations
 
@@ -20,26 +17,15 @@ class Step:
 
     The training thread writes; the communication thread reads a group's entries after its
     :class:`GroupReady`, and everything after the :class:`Close`.
-
-    Args:
-        number: the step's.
-        sources: where the gradients lie; 0 where there is none.
-        owners: kept alive until the step is over; None where another owner keeps the memory only
-            until the step is over or fails.
-        missing: by group of backward, how many gradients have not appeared.
-        requested: whether this rank asks to synchronize at the end of the step.
-        discards: whether it discards the step.
-        targets: where all-reduced gradients are copied to as they arrive, from the close on; 0 for
-            those that stay in their group's buffer.
     """
 
     number: int
-    sources: list[int]
-    owners: list[object]
-    missing: list[int]
-    requested: bool = False
+    sources: list[int]  # addresses of the gradients; 0 for none
+    owners: list[object]  # None if memory is valid only until the step ends or fails
+    missing: list[int]  # by group of backward, number of absent gradients
+    requested: bool = False  # whether this rank wants a round at the end of the step
     discards: bool = False
-    targets: Sequence[int] = ()
+    targets: Sequence[int] = ()  # copies of all-reduced gradients, from the close on; 0: none
 
 
 class GroupReady(NamedTuple):
@@ -59,22 +45,12 @@ class Close(NamedTuple):
 
 @dataclass(slots=True)
 class Gather:
-    """The training thread has used the reduced shards: all-gathers may go.
+    """Shards are updated, so all-gathers may start; lists are by the reducer's numbers."""
 
-    Args:
-        targets: addresses of whole tensors, by the reducer's number of the tensor: what arrives is
-            written there.
-        sources: where whole tensors would begin whose shards this rank has; ``targets`` but for
-            tensors that travel in another type, of which every shard is written.
-        owners: kept alive until the gathers are over.
-        count: how many of the plan's all-gathers may go by now; None for all that are left.
-        dependencies: what these have to wait for.
-    """
-
-    targets: Sequence[int]
-    sources: Sequence[int]
-    owners: Sequence[object]
-    count: int | None
+    targets: Sequence[int]  # addresses of whole tensors, to be written
+    sources: Sequence[int]  # of whole tensors with this rank's shards; mostly ``targets``
+    owners: Sequence[object]  # kept alive until the gathers end
+    count: int | None  # number of all-gathers that may start now; None for all
     dependencies: Dependencies
 
 
@@ -90,30 +66,21 @@ class GroupTime:
 
 @dataclass(slots=True)
 class StepResult:
-    """The result of a step's messages.
+    """Results of a step's messages."""
 
-    Args:
-        present: by tensor of the plan, whether any rank had a gradient.
-        requested: whether any rank asks to synchronize at the end of the step.
-        discarded: whether any rank discards the step.
-        steps_agree: whether all ranks are at the same step.
-        times: when each group travelled.
-    """
-
-    present: list[bool]
+    present: list[bool]  # by tensor of the plan, whether any rank had a gradient
     requested: bool
     discarded: bool
-    steps_agree: bool = True
+    steps_agree: bool = True  # whether all ranks are at the same step
     times: list[GroupTime] = field(default_factory=list)
 
 
 GradientRef = tuple[int, object]
-"""Where a gradient lies (an address) and what keeps it alive."""
+"""Address of a gradient, and the object that keeps it alive."""
 
 
 class BufferView(NamedTuple):
-    """Bytes and address of a tensor after reduction: all of it if ``whole``, else this rank's
-    shard."""
+    """Bytes and address of a reduced tensor, or of this rank's shard unless ``whole``."""
 
     data: Buffer
     address: int
@@ -130,36 +97,22 @@ Span = tuple[Stamp, Stamp]
 
 @dataclass(frozen=True, slots=True)
 class StepTimestamps:
-    """Stamps of one step; see :class:`~wfbp.runtime.tuning.profile.StepTimes`.
+    """Stamps of one step; see :class:`~wfbp.runtime.tuning.profile.StepTimes`."""
 
-    Args:
-        begun: the previous step's results were in hand.
-        ready: per tensor of the plan.
-        forward: per tensor of the plan.
-        forward_end: forward ended.
-        closed: the step closed.
-        done: the results were in hand.
-        updates: the optimizer's updates: at the beginning of the step, and while forward runs.
-        waits: forward's waits for all-gathers.
-        times: of groups of backward.
-        gathers: of all-gathers.
-    """
-
-    begun: Stamp
-    ready: Sequence[Stamp]
+    begun: Stamp  # results of the previous step were there
+    ready: Sequence[Stamp]  # by tensor of the plan, as ``forward``
     forward: Sequence[Stamp]
     forward_end: Stamp
     closed: Stamp
-    done: Stamp
+    done: Stamp  # results were there
     updates: Sequence[Span]
-    waits: Sequence[Span]
+    waits: Sequence[Span]  # of forward, for all-gathers
     times: Sequence[GroupTime]
     gathers: Sequence[GroupTime]
 
 
 class MeasuredStep(NamedTuple):
-    """The same in seconds: when all groups travelled (gathers first), and when training waited for
-    gathers and updated."""
+    """The same in seconds: groups' times (gathers first), waits for gathers, and updates."""
 
     stamps: StepTimes
     times: list[GroupTime]
@@ -172,11 +125,7 @@ NOT_MEASURED = MeasuredStep(StepTimes(0.0, [], []), [])
 
 
 def to_seconds(moments: StepTimestamps, at: Callable[[Stamp], float]) -> MeasuredStep:
-    """Turn the stamps of a step that is over into seconds, by ``at``.
-
-    Spans that ended before the step began do not count: gradients may have been discarded since.
-    Groups that were not timed are left out.
-    """
+    """Convert a finished step's stamps; omits spans before its begin, and untimed groups."""
     begun_s = at(moments.begun)
     times = [
         GroupTime(time.group, at(time.start_s), at(time.packed_s), at(time.end_s))

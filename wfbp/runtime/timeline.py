@@ -1,12 +1,7 @@
 """Records training steps and named operations for Perfetto and ``chrome://tracing``.
 
-Every rank writes a file of its own; :func:`merge` makes one of them, on one clock. Each optimizer
-has rows for training (forward, backward, waits, updates), for the moments at which gradients are
-ready, and for groups on their way; each named operation has a row. Clocks of hosts are compared
-when recording begins on all ranks, by the moments at which the same collective ends.
-
-Files have Chrome's JSON array form, which needs no closing bracket: events are only appended, and
-a file can be read whatever becomes of the process.
+Every rank writes its own file; :func:`merge` combines them on one clock. Files have Chrome's JSON
+array form, which needs no closing bracket, so a file of a killed process can be read.
 """
 
 from __future__ import annotations
@@ -34,26 +29,14 @@ log = logging.getLogger("wfbp")
 
 _START = "start_time_since_epoch_in_micros"
 _ROWS = 8
-"""Rows of one optimizer, of which some are free."""
+"""Rows of one optimizer, some of them free."""
 _TRAINING, _GRADIENTS, _GROUPS = range(3)
 _NUM_GROUP_ROWS = 2  # groups travel two at a time
 _FIRST_OPERATION = 1000
 
 
 class TraceWriter:
-    """Writes the timeline of one rank.
-
-    Training threads and the communication thread record by appending to a deque, without a lock; a
-    thread of the writer turns records into text and writes them.
-
-    Args:
-        path: of the file; its folder is made.
-        rank: of this process.
-        offset_s: by how much this host's clock is ahead of rank 0's.
-        steps: the first and the last step of each optimizer that are recorded.
-        mark_cycles: whether to mark answers of the coordinator of named operations.
-        warn: told, by topic, what is wrong with the file; the log by default.
-    """
+    """Writes one rank's timeline; any thread appends to a deque, its own thread writes."""
 
     def __init__(
         self,
@@ -69,7 +52,7 @@ class TraceWriter:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._rank = rank
-        self._steps = steps
+        self._steps = steps  # first and last step of each optimizer to record
         self._mark_cycles = mark_cycles
         # All stamps are of time.perf_counter and time.monotonic, which tick alike.
         self._start_s = time.perf_counter()
@@ -109,10 +92,7 @@ class TraceWriter:
             self._records.append((time.monotonic(),))
 
     def operation(self, kind: str, name: str, submitted_s: float, ready_s: float) -> None:
-        """Record a named operation that ends now; times are of ``time.monotonic``.
-
-        It is ready when this rank learns that all ranks have submitted it.
-        """
+        """Record a named operation that ends now; times are of ``time.monotonic``."""
         if not self._ended:
             self._records.append((kind, name, submitted_s, ready_s, time.monotonic()))
 
@@ -128,7 +108,7 @@ class TraceWriter:
             self._file.close()
 
     def flush(self) -> None:
-        """Write what has been recorded. If that fails, say so and record no more."""
+        """Write all records; if that fails, warn and record no more."""
         with self._lock:
             while self._records:
                 record = self._records.popleft()
@@ -261,11 +241,8 @@ _ROUNDS = 9
 
 
 def clock_offset_s(exchange: Callable[[bytes, str], list[bytes]]) -> float:
-    """Seconds by which this host's clock is ahead of rank 0's; collective.
-
-    A small collective ends at about the same moment on all ranks: the median difference over some
-    of them is good to about a message's latency.
-    """
+    """Seconds that this host's clock is ahead of rank 0's; collective."""
+    # A small collective ends on all ranks at about the same time.
     ends_s = []
     for _ in range(_ROUNDS):
         exchange(b"", "comparing clocks")
@@ -276,18 +253,12 @@ def clock_offset_s(exchange: Callable[[bytes, str], list[bytes]]) -> float:
 
 
 def rank_file(folder: str | Path, rank: int) -> Path:
-    """Where a rank writes its timeline in a folder for all."""
+    """A rank's timeline in a folder for all."""
     return Path(folder) / f"timeline.rank{rank}.json"
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """The document of one rank, or of several: a dictionary with ``otherData`` and ``traceEvents``.
-
-    A part of an event at the end of a file, as of a full disk, is left out.
-
-    Raises:
-        ValueError: it is no timeline.
-    """
+    """A timeline file's ``otherData`` and ``traceEvents``; ``ValueError`` if it is no timeline."""
     try:
         content = _parse(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -355,10 +326,7 @@ def save(document: dict[str, Any], path: str | Path) -> None:
 
 
 def merge(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One document of several, as :func:`load` returns them, on the clock of the first.
-
-    Time stamps count from the earliest beginning.
-    """
+    """One document of several, as :func:`load` returns them, on the clock of the first."""
     starts_us = [d["otherData"][_START] for d in documents]
     earliest_us = min(starts_us, default=0)
     events = []
@@ -371,15 +339,7 @@ def merge(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def summarize(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """What steps took, by rank and optimizer, from a document of one rank or of several.
-
-    Returns:
-        For each the ``rank``, ``optimizer``, the number of ``steps``, and in seconds the medians
-        ``iteration_s``, ``forward_s``, ``backward_s``, ``update_s``, ``exposed_s`` (waits for
-        communication) and ``communication_s`` (groups on their way); ``hidden`` is the part of the
-        communication during which training went on. None where it is not recorded. Waits and
-        updates within forward count there, too.
-    """
+    """Median seconds by rank and optimizer; ``hidden`` is the hidden share of communication."""
     names: dict[tuple[int, int], str] = {}
     events: dict[tuple[int, str], dict[int, list[dict[str, Any]]]] = {}
     for event in document["traceEvents"]:

@@ -1,9 +1,4 @@
-"""What becomes of an exception that the program does not catch.
-
-While a runtime is there, it ends the job: the other ranks are told why. An error of ``init()`` that
-several ranks have alike is printed by one of them, in one line: as many tracebacks as ranks would
-bury it.
-"""
+"""Ends the job after an uncaught exception; ranks that fail alike in ``init()`` print one line."""
 
 from __future__ import annotations
 
@@ -22,10 +17,10 @@ _Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], A
 _ThreadHook = Callable[[threading.ExceptHookArgs], Any]
 
 _previous: tuple[_Hook, _ThreadHook] | None = None
-"""The hooks that were there before; None where they still are."""
+"""The earlier hooks; None while they are installed."""
 _runtime: Runtime | None = None
 _LINE = "_wfbp_line"
-"""Attribute of an exception: what this rank prints of it instead of a traceback."""
+"""Attribute of an exception: this rank's line instead of a traceback."""
 
 
 def install(runtime: Runtime) -> None:
@@ -46,8 +41,7 @@ def uninstall() -> None:
 
 
 def print_line(error: BaseException, line: str) -> None:
-    """If nobody catches ``error``, print ``line`` and the program's place instead of a traceback;
-    nothing if it is empty."""
+    """If ``error`` is uncaught, print ``line`` and the place instead of a traceback."""
     setattr(error, _LINE, line)
     _hook()
 
@@ -84,7 +78,7 @@ def _report_thread(arguments: threading.ExceptHookArgs) -> None:
 
 
 def _place(traceback: TracebackType | None) -> str:
-    """Where a program was: the innermost line that is neither of this package nor of Python."""
+    """Place in the program: the innermost line that is neither of this package nor of Python."""
     package = str(Path(__file__).resolve().parents[1])
     frames = [f for f in extract_tb(traceback) if not f.filename.startswith((package, "<frozen"))]
     last = frames[-1] if frames else None

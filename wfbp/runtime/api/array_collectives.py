@@ -82,7 +82,7 @@ class ArrayOperand(Operand[Any]):
 def perform(
     form: Form, value: Any, name: str | None, process_set: ProcessSet, **options: Any
 ) -> Any:
-    """What a public function does with an array, or with several; ``options`` are its others."""
+    """Perform a public function on one array or several; ``options`` are its other arguments."""
     if "op" in options:
         options["op"] = chosen_op(None, options["op"])
     if options.get("splits") is not None:

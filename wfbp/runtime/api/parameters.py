@@ -1,8 +1,4 @@
-"""Copies of one rank's parameters on every rank, and of an object among the ranks of a runtime.
-
-Before data moves, the ranks compare what they are about to do, so a disagreement is an error on
-every rank and not a hang.
-"""
+"""Broadcasts of parameters and objects; ranks compare their arguments first, so none hangs."""
 
 from __future__ import annotations
 
@@ -35,18 +31,7 @@ MANY = "broadcast_parameters"
 
 @signals.deferring
 def broadcast_arrays(arrays: Mapping[str, Any], root_rank: int = 0) -> None:
-    """Copy the root's arrays to every rank, in place.
-
-    Args:
-        arrays: by name; same names, shapes and element types on every rank.
-        root_rank: whose values everybody gets.
-
-    Raises:
-        DisagreementError: ranks passed different names, shapes or element types.
-        TypeError: an entry that is no array.
-        ValueError: no such rank, a read-only array, or one of Python objects.
-        PeerError: another rank found one of these.
-    """
+    """Copy the root's arrays to every rank, in place; see ``broadcast_parameters``."""
     runtime = process.current("broadcast_parameters()")
     rows = []
     copies = []
@@ -69,10 +54,7 @@ def broadcast_buffers(
     buffers: Sequence[Buffer],
     root_rank: int,
 ) -> None:
-    """Copy the root's bytes of many named buffers to every rank, after comparing them all.
-
-    Arguments must have been checked within ``sharing_argument_errors``.
-    """
+    """Compare and broadcast named buffers; call within ``sharing_argument_errors``."""
     compare_many(runtime, rows, root_rank)
     if runtime.size > 1:
         for (name, _, _), buffer in zip(rows, buffers, strict=True):
@@ -85,11 +67,7 @@ def compare_many(
     root_rank: int,
     marked: Sequence[int] = (),
 ) -> set[int]:
-    """Raise unless all ranks bring the same to a broadcast of many; collective.
-
-    ``rows`` are name, element type and shape of each. Returns which of these places all ranks have
-    marked, who may mark different ones.
-    """
+    """Raise unless all ranks pass equal ``rows``; returns the places that all have marked."""
     if runtime.size == 1:
         runtime.check()
         return set(marked)
@@ -116,7 +94,7 @@ def broadcast_one(runtime: Runtime, name: str, buffer: Buffer, root_rank: int) -
 
 
 def _entries(message: Sequence[Any]) -> list[str]:
-    """What a rank brought to a broadcast of many, as messages show it."""
+    """One rank's arguments of a broadcast of many, for messages."""
     root_rank, rows, _ = message
     entries = [f"{name} {describe_array(dtype, shape)}" for name, dtype, shape in rows]
     return [f"root_rank={root_rank}", *entries]

@@ -29,7 +29,7 @@ class GradientReducer:
         specs: the gradients, in forward order: a ``TensorSpec`` each, or a pair of name and
             array of that shape and element type. Equal on every rank.
         schedule: ``auto``, ``oasr``, ``mgwfbp``, ``wfbp``, ``single`` or ``threshold``; by
-            default what ``WFBP_SCHEDULE`` says, or ``auto``.
+            default ``WFBP_SCHEDULE``, or ``auto``.
         threshold_bytes: group size of ``threshold``.
         op: ``Average`` or ``Sum``.
         name: for messages.
@@ -75,14 +75,14 @@ class GradientReducer:
             weakref.finalize(self, self._reducer.close)
 
     def mark_ready(self, index: int, array: Array) -> None:
-        """A gradient exists; it must not change until :meth:`wait` returns.
+        """Report that a gradient exists; it must not change until :meth:`wait` returns.
 
         Args:
             index: into the specs.
             array: of the spec's shape and element type.
 
         Raises:
-            TypeError: an index that is no integer, or what is no NumPy array.
+            TypeError: the index is no integer, or the array is no NumPy array.
             ValueError: wrong index, shape or element type, or marked twice in one step.
         """
         if not isinstance(index, int | np.integer):
@@ -111,12 +111,11 @@ class GradientReducer:
     def wait(self) -> list[Array | None]:
         """Close the step and wait until every gradient is reduced.
 
-        A signal that arrives meanwhile is handled at the end: an exception that its handler raises
-        propagates from here, and the step is complete.
+        Signals that arrive meanwhile are handled at the end, when the step is complete.
 
         Returns:
             Per tensor the reduced gradient, valid until the next step's first ``mark_ready``;
-            None where no rank had one.
+            None if no rank had one.
 
         Raises:
             WfbpError: ranks disagree, failed, or did not answer in time.
@@ -137,10 +136,7 @@ class GradientReducer:
         return self._reducer.report() if self._reducer is not None else {}
 
     def stats(self) -> dict[str, Any]:
-        """How training goes, for logs and monitors; empty with one rank.
-
-        The keys are those of PyTorch's ``optimizer.stats()``.
-        """
+        """Statistics for logs, with the keys of ``optimizer.stats()``; empty with one rank."""
         return self._reducer.stats() if self._reducer is not None else {}
 
 

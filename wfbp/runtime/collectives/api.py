@@ -34,23 +34,23 @@ def init(
 ) -> None:
     """Join the other ranks of this job; call it before any other function.
 
-    Started by ``mpirun -np N``, all N processes must call it; started alone, the job has one
-    rank. Calling it again does nothing; after ``shutdown()`` it starts again. From here on an
-    uncaught exception on one rank ends all ranks, with that rank's message.
+    Under ``mpirun -np N`` all N processes must call it; without a launcher the job has one rank. A
+    second call does nothing; after ``shutdown()`` it starts again. From then on an uncaught
+    exception on one rank ends all ranks with its message.
 
     Args:
-        comm: an mpi4py communicator to work on (it is duplicated), or the numbers of the ranks in
-            ``COMM_WORLD`` that take part; all of these by default.
-        process_sets: sets to make known, or the numbers of their ranks, the same on every rank;
-            or sets made of the communicators into which ``comm.Split()`` has put the ranks. They
-            can be added at any time; Horovod's ``"dynamic"`` is accepted.
-        backend: how ranks talk, instead of MPI.
-        config: settings; from the environment's ``WFBP_*`` by default.
+        comm: an mpi4py communicator, which is duplicated, or numbers of the participating ranks
+            in ``COMM_WORLD``; all by default.
+        process_sets: sets to add, or the numbers of their ranks, the same on every rank; or sets
+            made of each rank's communicator from ``comm.Split()``. ``add_process_set`` adds sets
+            later. Horovod's ``"dynamic"`` is accepted.
+        backend: transport to use instead of MPI.
+        config: settings; by default from the environment's ``WFBP_*`` variables.
 
     Raises:
-        ValueError: a ``WFBP_*`` variable cannot be read, no directory made for records, or a
-            process set that cannot be made.
-        PeerError: another rank could not make it.
+        ValueError: an unreadable ``WFBP_*`` variable, or a record directory or process set that
+            cannot be made.
+        PeerError: another rank had such an error.
         BackendError: MPI is missing or does not start.
         DisagreementError: ranks have different settings.
     """
@@ -84,15 +84,15 @@ def _process_sets(given: Iterable[ProcessSet | Iterable[int]] | str | None) -> l
 
 
 def start_timeline(file_path: str | Path, mark_cycles: bool = False) -> None:
-    """Record training steps and named operations from now on, for Perfetto or ``chrome://tracing``.
+    """Record training steps and named operations for Perfetto or ``chrome://tracing``.
 
-    Any rank may call it. ``WFBP_TIMELINE=directory`` does the same for all ranks from ``init()``
-    on, and compares the clocks of hosts. An earlier recording is closed first.
+    Any rank may call it. ``WFBP_TIMELINE=directory`` records all ranks from ``init()`` on and also
+    compares the clocks of hosts. An earlier recording is closed first.
 
     Args:
-        file_path: what rank 0 writes; rank 3 writes ``NAME.rank3.json`` beside ``NAME.json``.
-            It can be read at any time; ``wfbp timeline`` merges the files of all ranks.
-        mark_cycles: whether the coordinator's answers are marked, as Horovod's cycles are.
+        file_path: rank 0's file; rank 3 writes ``NAME.rank3.json`` beside ``NAME.json``. It is
+            readable at any time; ``wfbp timeline`` merges the files of all ranks.
+        mark_cycles: whether to mark the coordinator's answers, like Horovod's cycles.
 
     Raises:
         OSError: the file cannot be written.
@@ -131,12 +131,10 @@ def current(call: str) -> Collectives:
 
 
 def poll(handle: int) -> bool:
-    """Whether an operation is complete, so that :func:`synchronize` would return at once.
-
-    Of a tensor on a GPU: whether the GPU is done with it.
+    """Whether an operation is complete; on a GPU, whether the GPU has finished it.
 
     Args:
-        handle: what a function whose name ends in ``_async`` returned.
+        handle: from a function whose name ends in ``_async``.
 
     Raises:
         ValueError: no such operation, or it was synchronized already.
@@ -149,25 +147,24 @@ def synchronize(handle: Handle[T]) -> T: ...
 @overload
 def synchronize(handle: int) -> Any: ...
 def synchronize(handle: int) -> Any:
-    """Wait until an operation is complete, and return its result. The handle is used up.
+    """Wait until an operation is complete, and return its result; the handle is used up.
 
-    Where a tensor on a GPU travels by NCCL, the host does not wait for the GPU: the calling
-    thread's current stream does, and what is enqueued there from now on finds the result.
+    For a GPU tensor sent by NCCL only the calling thread's current stream waits, not the host.
 
     Args:
-        handle: what a function whose name ends in ``_async`` returned.
+        handle: from a function whose name ends in ``_async``.
 
     Raises:
         ValueError: no such operation, or it was synchronized already.
-        DisagreementError: on every rank, where ranks submitted operations of this name that do not
-            match; the runtime stays usable.
+        DisagreementError: on every rank, if ranks' operations of this name differ; the runtime
+            stays usable.
         WfbpError: communication failed.
     """
     return current("synchronize()").synchronize(handle)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until every rank of a process set has come here.
+    """Wait until every rank of a process set has called this.
 
     Raises:
         ValueError: this rank is not in the set.
@@ -178,7 +175,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:
-    """Tell that this rank has no more data, and wait until all ranks have called this.
+    """Announce that this rank has no more data, and wait until all ranks have called this.
 
     Until then this rank contributes zeros to every ``allreduce`` of the others.
 
@@ -186,18 +183,18 @@ def join(device: int = -1) -> int:
         device: ignored; for programs written for Horovod.
 
     Returns:
-        The rank that called it last, the same on every rank.
+        The last rank that called it, the same on every rank.
     """
     operations = current("join()")
     return operations.end_join(operations.begin_join())
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Make a process set known; every rank of the job must call this, members or not.
+    """Add a process set; every rank of the job must call this, members or not.
 
     Args:
-        process_set: a set, or the numbers of its ranks. Of a set made of a communicator each rank
-            passes its own.
+        process_set: a set, or the numbers of its ranks. If sets are made of communicators, each
+            rank passes its own.
 
     Returns:
         The set.
@@ -228,13 +225,13 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Give a process set back; every rank of the job must call this, members or not.
+    """Remove a process set; every rank of the job must call this, members or not.
 
-    Sets made of the communicators of one ``comm.Split()`` go together. Distributed optimizers of
-    the set cannot step any more; they keep all of their state.
+    All sets made by one ``comm.Split()`` are removed together. Distributed optimizers of the set
+    cannot step any more, but keep their state.
 
     Returns:
-        Whether it was known; that of all ranks is not removed.
+        Whether the set existed; the set of all ranks is never removed.
 
     Raises:
         ValueError: operations of it are pending.
@@ -258,11 +255,11 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The root's object, on every rank.
+    """Copy the root's object to every rank.
 
     Args:
-        obj: anything that can be pickled, also functions of the program; looked at on the root.
-        root_rank: whose object everybody gets.
+        obj: anything that cloudpickle can pickle; only the root's is used.
+        root_rank: the rank that has the object.
         name: matches the operations of ranks; those without one match by their order.
         process_set: the ranks that take part.
 
@@ -271,7 +268,7 @@ def broadcast_object(
 
     Raises:
         ValueError: no such rank, or a name that is pending.
-        DisagreementError: on every rank, where they do not match.
+        DisagreementError: on every rank, if they do not match.
 
     Example:
         >>> import wfbp.torch as wfbp
@@ -291,16 +288,19 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Every rank's object, in rank order.
+    """Gather every rank's object.
 
     Args:
-        obj: anything that can be pickled, also functions of the program.
+        obj: anything that cloudpickle can pickle.
         name: matches the operations of ranks; those without one match by their order.
         process_set: the ranks that take part.
 
+    Returns:
+        The objects, in rank order.
+
     Raises:
         ValueError: a name that is pending.
-        DisagreementError: on every rank, where they do not match.
+        DisagreementError: on every rank, if they do not match.
 
     Example:
         >>> import wfbp.torch as wfbp

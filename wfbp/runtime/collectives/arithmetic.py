@@ -20,14 +20,7 @@ _CARRIED_AS = {"int8": "int32", "int16": "int32", "bool": "uint8"}
 
 
 def scale(data: Buffer, dtype: str, factor: float) -> None:
-    """Multiply in place: half precision in float32, integers in float64, truncated toward zero.
-
-    Example:
-        >>> x = np.int32([-3, 3])
-        >>> scale(x, "int32", 0.5)
-        >>> x
-        array([-1,  1], dtype=int32)
-    """
+    """Multiply in place: half precision in float32, integers in float64, truncated toward zero."""
     if factor == 1.0:
         return
     if data.dtype.kind == "f" or dtype in ("float16", "bfloat16"):
@@ -48,31 +41,18 @@ def reducible(data: Buffer, dtype: str, op: Op) -> tuple[Buffer, str, Op]:
 
 
 def equal_rows(num_rows: int, size: int) -> tuple[int, ...]:
-    """Rows of each rank where they are shared out as equally as possible, first ranks first.
-
-    >>> equal_rows(7, 3)
-    (3, 2, 2)
-    """
+    """Rows per rank, as equal as possible, first ranks first: (3, 2, 2) for 7 rows on 3 ranks."""
     return tuple(num_rows // size + (rank < num_rows % size) for rank in range(size))
 
 
 def adasum(parts: Sequence[Buffer], dtype: str) -> Buffer:
-    """Combine contributions pairwise, as of Maleki et al., "Scaling Distributed Training with
-    Adaptive Summation" (2020), equation 3 and section 3.2.
+    """Combine a power of two of contributions pairwise, first ranks that differ in the lowest bit.
 
-    Two gradients a and b give (1 - a.b / 2 a.a) a + (1 - a.b / 2 b.b) b: their sum if they are
-    orthogonal, their average if they are parallel. Ranks whose numbers differ in the lowest bit
-    are combined first, then those in the next.
+    Maleki et al., "Scaling Distributed Training with Adaptive Summation" (2020), equation 3: the
+    result is the sum of orthogonal gradients, and the average of parallel ones.
 
-    Args:
-        parts: one per rank, a power of two of them.
-        dtype: floating point.
-
-    Example:
-        >>> adasum([np.float32([1, 0]), np.float32([0, 1])], "float32")
-        array([1., 1.], dtype=float32)
-        >>> adasum([np.float32([2, 0]), np.float32([2, 0])], "float32")
-        array([2., 0.], dtype=float32)
+    >>> adasum([np.float32([1, 0]), np.float32([0, 1])], "float32")
+    array([1., 1.], dtype=float32)
     """
     level = [_widened(part, dtype) for part in parts]
     while len(level) > 1:

@@ -1,9 +1,8 @@
 """Decides which operations all ranks have submitted, and the order of their execution.
 
-Rank 0 of a process set is its coordinator. Every rank sends it a request for each operation that
-its program submits. As soon as all ranks have submitted an operation of one name, the coordinator
-sends all of them a response; the order of the responses is the order of execution. Ranks that
-joined contribute zeros. Pure: no messages, no clock.
+Every rank sends rank 0 of the process set a request per operation. Once all ranks have submitted an
+operation, rank 0 sends all of them a response; the order of responses is the order of execution.
+Ranks that joined contribute zeros. Pure: no messages, no clock.
 """
 
 from __future__ import annotations
@@ -54,33 +53,19 @@ class Request(NamedTuple):
 
 
 class Response(NamedTuple):
-    """An operation that all ranks have submitted; its request is that of the lowest rank.
-
-    The route is ``host``, ``device``, or ``connect``: by the device, after the ranks have connected
-    theirs for that. The coordinator answers ``device`` if every rank could; its lane decides.
-    """
+    """An operation that all ranks have submitted; its request is that of the lowest rank."""
 
     request: Request
     error: str = ""  # on every rank
     extents: tuple[tuple[int, ...], ...] = ()
-    """Of an all-gather each rank's rows, of an all-to-all its splits, of a join the last rank."""
+    """Each rank's rows (all-gather) or splits (all-to-all); the last rank (join)."""
     differentiable: bool = False  # whether any rank wants to differentiate the result
     route: str = "host"
     available: tuple[int, ...] = ()  # of each lane on the device, the least of all ranks
 
 
 class Coordinator:
-    """Collects the requests of all ranks of a process set.
-
-    Example:
-        >>> coordinator = Coordinator(size=2)
-        >>> coordinator.add(0, Request(Kind.BARRIER, "here"))
-        >>> coordinator.take()
-        []
-        >>> coordinator.add(1, Request(Kind.BARRIER, "here"))
-        >>> [response.request.name for response in coordinator.take()]
-        ['here']
-    """
+    """Collects the requests of all ranks of a process set."""
 
     def __init__(self, size: int) -> None:
         self._size = size

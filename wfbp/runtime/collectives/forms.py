@@ -1,10 +1,8 @@
-"""The table of public operations on tensors, and the functions that are made of it.
+"""The table of public operations on tensors, and the functions made from it.
 
-Each operation has up to eight forms, as Horovod has: ``allreduce`` waits, ``allreduce_async``
-returns a handle, a name that ends in ``_`` writes into its argument, and ``grouped_allreduce``
-takes several tensors. ``wfbp.collectives`` has these functions for every framework,
-``wfbp.torch.collectives`` for PyTorch, each with a stub (``.pyi``) for type checkers and editors,
-which ``tests/support/stubs.py`` writes from the same table.
+As in Horovod, ``allreduce`` waits, ``allreduce_async`` returns a handle, ``allreduce_`` writes into
+its argument, and ``grouped_allreduce`` takes several tensors. ``tests/support/stubs.py`` writes the
+stubs (``.pyi``) from the same table.
 """
 
 from __future__ import annotations
@@ -153,12 +151,7 @@ def make_functions(
     notes: str = "",
     examples: Mapping[str, str] = {},
 ) -> dict[str, Callable[..., Any]]:
-    """The public functions of a module, by name.
-
-    ``parameters`` gives name, default and type of each parameter after the tensor; ``perform`` is
-    called with the form, the tensor or tensors, and the other arguments by name. ``notes`` are
-    what docstrings say of the tensor, ``examples`` are by function.
-    """
+    """The public functions of a module, by name; ``notes`` and ``examples`` are for docstrings."""
     return {
         name: _make_function(form, module, parameters(form), perform, notes, examples.get(name, ""))
         for name, form in FORMS.items()

@@ -1,10 +1,4 @@
-"""Carries named operations out: negotiation and data of one process set.
-
-Requests go to rank 0 of the set, which is the coordinator; responses come back, many in one message
-if many are due. Operations on tensors of a device go by that device if all ranks can
-(:mod:`wfbp.comm.device.operations`), all others through the host, each sort in the order of the
-responses.
-"""
+"""Executes named operations of one process set: negotiation, and data through host or device."""
 
 from __future__ import annotations
 
@@ -52,16 +46,11 @@ class Outcome:
 
 @dataclass(slots=True)
 class Submission:
-    """An operation that this rank's program has submitted.
-
-    ``data`` are this rank's elements, flat, in their storage type, private to the operation: the
-    result of a reduction or broadcast is left there. ``placed`` are elements on a device, which
-    are multiplied by the request's ``prescale`` already.
-    """
+    """An operation that this rank's program has submitted."""
 
     request: Request
-    data: Buffer
-    placed: Placed | None = None
+    data: Buffer  # flat and private; a reduction or broadcast leaves its result here
+    placed: Placed | None = None  # on a device, already multiplied by ``prescale``
     reply: Reply[Outcome] = field(default_factory=Reply)
     since: float = field(default_factory=time.monotonic)
 
@@ -77,11 +66,9 @@ class Submission:
 
 
 class NamedLane:
-    """A lane of the communication thread for the named operations of one process set.
+    """Lane for the named operations of one process set, served only while some are pending.
 
-    All methods run under the progress lock, except :meth:`note_progress`. While nothing is pending
-    the lane is not served: an operation becomes ready only after every rank has submitted it (or
-    joined, which is pending until all have), so nothing that arrives before is of any use.
+    All methods run under the progress lock, except :meth:`note_progress`.
     """
 
     def __init__(
@@ -134,6 +121,7 @@ class NamedLane:
         if progressed:
             self._moved_s = time.monotonic()
         elif self._served and not self.busy and (self._devices is None or self._devices.is_done):
+            # Nothing useful can arrive: operations need a request from every rank, or its join.
             self._served = False
             self._thread.loop.remove_lane(self)
         return progressed
@@ -243,12 +231,10 @@ class NamedLane:
     # Data.
 
     def _start_all(self, responses: Sequence[Response]) -> None:
-        """Start what one message of the coordinator names.
-
-        Ranks read messages at different times, so only operations of one message are fused.
-        """
+        """Start the operations of one message of the coordinator."""
         if self.timeline is not None and responses:
             self.timeline.cycle()
+        # Only within one message, because ranks read messages at different times.
         for together in _fusible(responses):
             route = together[0].route
             if self._devices is not None and self._devices.opens(route):
@@ -258,10 +244,7 @@ class NamedLane:
         self._start_due()
 
     def _start_due(self) -> bool:
-        """Start operations through the host, up to the first whose elements are still on a device.
-
-        All ranks have them in one order, so those after it wait, too.
-        """
+        """Start host operations in order, up to the first that waits for data from a device."""
         progressed = False
         while self._due:
             responses = self._due[0]

@@ -1,9 +1,4 @@
-"""Makes operations of what programs pass, the same for tensors and arrays of every framework.
-
-An :class:`Operand` is one of a framework's tensors: it gives its bytes, and makes a tensor of a
-result's bytes. Here is what operations check, what they tell other ranks, and which part of the
-outcome is this rank's result.
-"""
+"""Makes operations from a program's tensors or arrays, the same for every framework."""
 
 from __future__ import annotations
 
@@ -43,10 +38,7 @@ class Operand(ABC, Generic[T]):
 
     @abstractmethod
     def whole(self, outcome: Outcome, factor: float) -> T:
-        """The result of an operation that keeps the shape.
-
-        If it arrived on a device it is multiplied by ``factor``; on the host it is already.
-        """
+        """The result with the operand's shape; on a device, ``factor`` is still to be applied."""
 
     @abstractmethod
     def rows(self, outcome: Outcome, count: int, factor: float) -> T:
@@ -61,8 +53,7 @@ class Operand(ABC, Generic[T]):
         return None
 
     def enqueue(self, device: Device, factor: float) -> Placed:
-        """Its elements on the device, multiplied and private to the operation, without waiting for
-        them; in place of :meth:`data`."""
+        """Private, scaled elements on the device, without waiting; replaces :meth:`data`."""
         raise NotImplementedError
 
 
@@ -80,12 +71,7 @@ def make_operation(
     called: str = "",
     ordered: bool = False,
 ) -> Operation[Any]:
-    """An operation on one tensor; arguments as of the public functions.
-
-    ``splits`` of a reduce-scatter are the rows of each rank; ``called`` as of
-    :class:`~wfbp.runtime.collectives.coordinator.Request`, ``ordered`` as of
-    :class:`~wfbp.runtime.collectives.operations.Operation`.
-    """
+    """An operation on one tensor; ``splits`` of a reduce-scatter are the rows of each rank."""
     number = process_set.known_id(f"{kind.value}()")
     operations = api.current(f"{kind.value}()")
     ranks = operations.ranks_of(number)
@@ -140,11 +126,7 @@ def make_group(
     name: str | None,
     make: Callable[[Any, str, str | None], Operation[Any]],
 ) -> list[Operation[Any]]:
-    """The operations of one call, each made of a tensor, its label for messages, and its name.
-
-    The names of a group's operations contain how many there are, so that ranks notice if they
-    differ.
-    """
+    """The operations of one call; their names contain the group's size, so ranks compare it."""
     if not form.grouped:
         return [make(tensors, "tensor", name)]
     many = len(tensors)

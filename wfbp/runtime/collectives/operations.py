@@ -63,28 +63,20 @@ _Begun = list[tuple[Operation[Any], Submission]]
 
 @dataclass(frozen=True, slots=True)
 class _Set:
-    """A process set; on a rank outside it there is no lane and no runtime.
-
-    ``together`` are the numbers of all sets that were made by one split.
-    """
+    """A process set; without lane and runtime on a rank outside it."""
 
     ranks: tuple[int, ...]
     lane: NamedLane | None
     runtime: Runtime | None
-    together: Sequence[int]
+    together: Sequence[int]  # numbers of all sets made by one split
 
 
 class Collectives:
-    """The named operations of one runtime.
-
-    Any training thread may submit, poll and synchronize; a lock protects the names. Adding and
-    removing process sets is collective. The communication thread calls :meth:`close`. Making
-    one is collective.
-    """
+    """Named operations of one runtime; any training thread may submit, poll and synchronize."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # protects the names
         self._names: set[tuple[int, str]] = set()  # of pending operations, by process set
         self._handles: dict[int, tuple[_Begun, bool]] = {}  # whether it is a group
         self._unnamed: dict[tuple[int, str], Iterator[int]] = {}
@@ -111,11 +103,7 @@ class Collectives:
 
     @signals.deferring
     def add_set(self, ranks: Iterable[int], is_split: bool = False) -> int:
-        """Make a process set; collective over all ranks. Returns the number of this rank's.
-
-        If it ``is_split``, a set is made of each communicator that some rank has: ``ranks`` are
-        those of this rank's, none without one.
-        """
+        """Make a process set, or if ``is_split`` one per communicator; collective."""
         runtime, call = self._runtime, "add_process_set"
         mine = tuple(sorted(ranks)) if is_split else self._check_ranks(ranks)
         check_consistent(runtime, call, "sets of communicators" if is_split else str(list(mine)))
@@ -152,13 +140,10 @@ class Collectives:
         return chosen
 
     def _leave_devices(self) -> None:
-        """From now on named operations go through the host; collective over all ranks.
-
-        The optimizers of a process set launch collectives on the same devices, in no order with
-        those of other sets, so none of the named operations may be left. After the barrier all of
-        them were answered: each rank has submitted it after those that could go by its device.
-        """
+        """Send named operations through the host from now on; collective over all ranks."""
         if self._devices is not None and not self._devices.retired:
+            # Optimizers of a set launch collectives on the same devices in another order. After the
+            # barrier all earlier operations are answered: every rank submits it after them.
             self._devices.retired = True
             request = Request(Kind.BARRIER, "add_process_set: after all operations on devices")
             self.run([Operation(request, 0, np.empty(0, np.uint8), lambda _: None)])
@@ -234,11 +219,7 @@ class Collectives:
     def device_for(
         self, process_set: int, request: Request, place: Callable[[], Device | None]
     ) -> Device | None:
-        """The device that may carry an operation out; None if it goes through the host's memory.
-
-        An operation whose data are placed there may go either way, as all ranks agree. ``place``
-        gives the device where the tensor lies, if the runtime can use it.
-        """
+        """The device that may execute an operation, if ranks agree; None for the host."""
         if self._devices is None and self._detour_reason and request.device != "cpu":
             reason, self._detour_reason = self._detour_reason, ""
             log_detour("a GPU", reason)
@@ -255,11 +236,7 @@ class Collectives:
     def submit(
         self, operations: Sequence[Operation[Any]], is_group: bool = True, waits: bool = False
     ) -> Handle[Any]:
-        """Begin operations, or none if one of them is refused; returns one handle for all.
-
-        The results of a group come in a list. If the calling thread ``waits`` at once, the
-        communication thread is not woken.
-        """
+        """Begin all operations or none; if the caller ``waits`` at once, no thread is woken."""
         self._runtime.check()
         lanes = []
         for operation in operations:
@@ -356,10 +333,7 @@ class Collectives:
         return found
 
     def begin_join(self) -> Handle[list[int]]:
-        """Contribute zeros from now on until all ranks have called this.
-
-        Also to the process sets that this rank is in, whose other ranks go on, too.
-        """
+        """Contribute zeros, to this rank's process sets too, until all ranks have called this."""
         nothing = np.empty(0, np.uint8)
         return self.submit(
             [
@@ -385,8 +359,7 @@ class Collectives:
         return last
 
     def record(self, timeline: TraceWriter | None) -> None:
-        """Record steps and operations in another timeline from now on, or in none; the one before
-        is closed."""
+        """Close the current timeline, and record in another one, or in none."""
         before, self._runtime.timeline = self._runtime.timeline, timeline
         for process_set in self._sets.values():
             if process_set.lane is not None and process_set.runtime is not None:
@@ -411,11 +384,7 @@ def _close(lane: NamedLane, _: Backend) -> Finished[None]:
 def _connect(
     backend: Backend, ranks: tuple[int, ...], with_devices: bool
 ) -> tuple[HostBackend, Mailbox, HostBackend | None, HostBackend | None] | None:
-    """Communicators for a process set; None on a rank outside it.
-
-    For the data of named operations and for their messages, for a runtime of the set's own, which
-    that of all ranks does not need, and for named operations on devices, if wanted.
-    """
+    """Communicators of a set: data, messages, own runtime, devices; None on other ranks."""
     assert isinstance(backend, HostBackend), "the runtime's own backend is one of the host"
     whole = len(ranks) == backend.size
     data = backend.duplicate() if whole else backend.subset(ranks)

@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 class ProcessSet:
-    """Some of the ranks of this job; made known by :func:`add_process_set` on every rank.
+    """Some of the ranks of this job; every rank passes it to :func:`add_process_set`.
 
     Args:
-        ranks_or_comm: numbers of the ranks, in any order, or an mpi4py communicator of them. Where
-            ranks pass different ones, as ``comm.Split()`` makes them, there is a set of each.
+        ranks_or_comm: numbers of the ranks, in any order, or an mpi4py communicator of them. If
+            ranks pass different ones, as from ``comm.Split()``, there is a set for each.
 
     Attributes:
-        process_set_id: number of the set, once it was added; the same on every rank.
-        mpi_comm: the communicator that the set was made of, if it was.
+        process_set_id: number of the set once it is added; the same on every rank.
+        mpi_comm: the communicator, if the set was made of one.
 
     Raises:
         TypeError: neither of these.
@@ -60,7 +60,7 @@ class ProcessSet:
         return list(range(process.size())) if process.is_initialized() else None
 
     def included(self) -> bool:
-        """Whether this rank is one of them.
+        """Whether this rank is in the set.
 
         Raises:
             ValueError: the set was not added.
@@ -69,7 +69,7 @@ class ProcessSet:
         return process.rank() in (self.ranks or ())
 
     def rank(self) -> int:
-        """This rank's place among them, from 0; -1 where it is none of them.
+        """This rank's number in the set, from 0; -1 if it is not in the set.
 
         Raises:
             ValueError: the set was not added.
@@ -86,7 +86,7 @@ class ProcessSet:
         return len(self.ranks or ())
 
     def known_id(self, call: str = "an operation of a process set") -> int:
-        """The set's number; ``ValueError`` if it was not added. ``call`` asks, for messages."""
+        """The set's number; ``ValueError`` if it was not added. ``call`` is for messages."""
         runtime = process.current(call)
         if self is global_process_set:
             return 0
@@ -98,13 +98,13 @@ class ProcessSet:
         return self.process_set_id
 
     def bind(self, owner: Collectives | None, number: int | None) -> None:
-        """The set was added, or removed."""
+        """Record that the set was added, or removed."""
         self._owner, self.process_set_id = owner, number
         if owner is not None and number is not None:
             self._ranks = list(owner.ranks_of(number))
 
     def __deepcopy__(self, memo: Any) -> ProcessSet:
-        """Itself: layers that are copied go on to communicate with the same ranks."""
+        """Itself, so that copied layers communicate with the same ranks."""
         return self
 
     def __reduce__(self) -> Any:

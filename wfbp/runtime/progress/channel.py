@@ -24,15 +24,7 @@ def encode_tagged(purpose: str, payload: bytes) -> bytes:
 
 
 def decode_tagged(where: str, tagged: Sequence[bytes]) -> list[bytes]:
-    """Every rank's payload, as :func:`encode_tagged` made it.
-
-    Raises ``DisagreementError``, with the purposes of two ranks, if purposes differ.
-
-    Example:
-        >>> decode_tagged(
-        ...     "rank 0 of 2", [encode_tagged("greeting", b"I"), encode_tagged("greeting", b"me")])
-        [b'I', b'me']
-    """
+    """Every rank's payload from :func:`encode_tagged`; ``DisagreementError`` if purposes differ."""
     purposes, payloads = [], []
     for letter in tagged:
         start = _LENGTH_BYTES + int.from_bytes(letter[:_LENGTH_BYTES], "little")
@@ -49,11 +41,10 @@ def decode_tagged(where: str, tagged: Sequence[bytes]) -> list[bytes]:
 
 
 class ControlChannel:
-    """Collectives on one backend, one after another; every rank calls the same in the same order.
+    """Collectives on one backend; every rank calls the same ones in the same order.
 
-    Channels on different backends are independent: ranks may use them in different orders. Any
-    training thread may use one; threads whose exchanges may come in another order on other ranks
-    need a channel each. ``check`` raises the error that has ended the runtime, if any.
+    Channels on different backends are independent. Any training thread may use one; threads whose
+    order of exchanges differs between ranks need a channel each.
     """
 
     def __init__(
@@ -77,26 +68,23 @@ class ControlChannel:
         return self._thread.call(lambda: start(backend), label, backend, self._members)
 
     def exchange(self, payload: bytes, label: str, purpose: str = "") -> list[bytes]:
-        """Every rank's payload, in rank order, after comparing its purpose, by default the label.
-
-        Raises ``DisagreementError`` on every rank, with the purposes of two.
-        """
+        """Every rank's payload, in rank order; ``DisagreementError`` if purposes differ."""
         # Before anybody reads a payload of another purpose.
         letter = encode_tagged(purpose or label, payload)
         tagged = self.call(lambda backend: backend.all_gather_bytes(letter), label)
         return decode_tagged(self._where, tagged)
 
     def close(self) -> None:
-        """Give the backend back; under the progress lock, and nothing may be under way."""
+        """Close the backend; under the progress lock, and nothing may be under way."""
         self._backend.close()
 
 
 class CollectiveLock:
-    """Orders operations that block a whole rank until all ranks have come to them.
+    """Orders operations that block a rank until all ranks have begun them.
 
-    Examples are making a communicator and measuring the network: ranks in different ones would wait
-    for each other forever. Rank 0 decides which comes first, and the others learn it on the
-    operation's own control channel. Any training thread may take the lock.
+    Examples are making communicators and measuring the network: ranks in different ones would
+    deadlock. Rank 0 decides the order; the others learn it on each operation's own control channel.
+    Any training thread may take the lock.
     """
 
     def __init__(self, rank: int) -> None:
@@ -105,16 +93,14 @@ class CollectiveLock:
 
     @contextmanager
     def hold(self, channel: ControlChannel, label: str) -> Iterator[None]:
-        """A context in which no rank is in another such operation; collective among the channel's
-        ranks."""
+        """Context that excludes other such operations on all ranks; collective on ``channel``."""
         with self._lock or nullcontext():
             channel.exchange(b"", f"{label}: its turn")
             yield
             channel.exchange(b"", f"{label}: its end")
 
     def take(self) -> bool:
-        """On rank 0: take it, unless somebody has it, for an operation that other ranks begin
-        because rank 0 tells them; to be released when every rank has ended that."""
+        """Try to take it on rank 0, for an operation that starts on all ranks."""
         assert self._lock is not None
         return self._lock.acquire(blocking=False)
 

@@ -1,13 +1,8 @@
-"""Fetching data that other ranks hold, while their training threads do something else.
+"""Fetches data that other ranks hold, such as optimizer state, while their training threads work.
 
-One rank alone may want data that are distributed among all, such as the optimizer's state when it
-saves a checkpoint. It asks all others by a notice, and their communication threads answer by
-messages between two ranks: the number of bytes of a head, the head, and the parts that it
-announces, cut into pieces.
-
-Data belong to a *version*, a count of the owner's updates. An owner that has not come to it yet
-answers later. It cannot be past it: the asking rank is in a call between two steps, so the others
-cannot have ended the next step, whose gradients they need from it.
+A rank asks by a notice; communication threads answer by point-to-point messages. Data have a
+*version*, the owner's count of updates; an owner that has not reached it answers later. It cannot
+be past it: the asking rank is between two steps, and no other can end the next step without it.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ _PIECE_BYTES = 64 << 20
 _TAGS = 1 << 14
 
 Content = tuple[object, list[Buffer]]
-"""What an owner hands over: something that can be pickled, and parts (one-dimensional, uint8)."""
+"""Data of one owner: a picklable head, and parts (one-dimensional, uint8)."""
 
 Fetched = dict[int, Content]
 """By rank."""
@@ -40,11 +35,7 @@ class RefusalError(Exception):
 
 
 class Store:
-    """What one rank lets others fetch. Equal on every rank but for its content.
-
-    The training thread publishes; the communication thread reads ``published``, which is replaced
-    as a whole. ``key`` is the same on every rank that has the store; ``members`` are these ranks.
-    """
+    """Data of one rank for others; the training thread replaces ``published`` as a whole."""
 
     def __init__(self, key: str, members: Members = ALL_RANKS) -> None:
         self.key = key
@@ -52,11 +43,10 @@ class Store:
         self.published: tuple[int, Callable[[Any], Content]] | None = None
 
     def publish(self, version: int, collect: Callable[[Any], Content]) -> None:
-        """From now on others may fetch this version, larger than those before, and no other.
+        """Let others fetch this version, newer than the last, and no other.
 
-        ``collect`` is called under the progress lock with the items that a rank asks for; the parts
-        that it returns may not change before the next version is published. It may raise
-        :class:`RefusalError`.
+        ``collect`` runs under the progress lock and may raise :class:`RefusalError`; the parts that
+        it returns must not change before the next call.
         """
         self.published = version, collect
 
@@ -84,10 +74,7 @@ class _Question:
 
 
 class Fetches:
-    """All requests of and to one rank: a lane that the loop serves only while there are any.
-
-    Everything is called under the progress lock.
-    """
+    """Requests of and to one rank: a lane while there are any, under the progress lock."""
 
     expected_s = None
     has_room = False
@@ -122,11 +109,7 @@ class Fetches:
     def ask(
         self, store: Store, version: int, items: object, label: str, reply: Reply[Fetched]
     ) -> None:
-        """Fetch from all other ranks that have a store.
-
-        ``store`` is this rank's own; ``items``, in JSON's types, are passed to the owners'
-        ``collect``. ``reply`` gets the content of every other rank.
-        """
+        """Fetch from all other ranks of a store; ``items`` are of JSON's types."""
         if self._loop.error is not None:
             reply.fail(self._loop.error)
             return
@@ -181,7 +164,7 @@ class Fetches:
         return min((fetch.since for fetch in self._fetches), default=None)
 
     def describe(self) -> str:
-        """What this rank waits for, for people."""
+        """The current wait, for messages."""
         if not self._fetches:
             return "handing over what others ask for" if self._sends else ""
         fetch = self._fetches[0]

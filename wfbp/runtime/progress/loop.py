@@ -1,9 +1,8 @@
-"""The progress loop: the state of communication, moved on by one thread at a time.
+"""The progress loop: the state of communication, driven by one thread at a time.
 
-It moves two kinds of work on: *pending collectives*, for each of which a training thread waits, and
-*lanes*, which send the groups of a plan, or named operations, while training computes. Ranks also
-send each other short *notices*, which are read some times a second: that a rank fails or leaves,
-where it is, and which state it wants to fetch.
+It drives *pending collectives*, which a training thread awaits, and *lanes*, which send groups or
+named operations while training computes. Ranks also exchange short *notices* of failures, exits,
+places and fetches, and poll for them some times a second.
 """
 
 from __future__ import annotations
@@ -32,14 +31,11 @@ NoticeHandler = Callable[[int, dict[str, Any]], None]
 
 
 class AutoResetEvent:
-    """An event that one waiting thread takes; repeated :meth:`set` calls coalesce. Thread-safe.
-
-    (``queue.SimpleQueue.get`` cannot serve: if another thread takes the item and the timeout has
-    passed by then, it waits forever, in CPython 3.11 at least; timeouts of microseconds make that
-    likely.)
-    """
+    """Thread-safe auto-reset event; repeated :meth:`set` calls coalesce."""
 
     def __init__(self) -> None:
+        # Not SimpleQueue.get(): in CPython 3.11 it may wait forever if another thread takes the
+        # item just as the timeout passes.
         self._unset = threading.Lock()
         self._unset.acquire()
 
@@ -88,8 +84,7 @@ class Reply(Generic[T]):
         return True
 
     def get(self, timeout_s: float) -> T:
-        """The result, or the error given to :meth:`fail`; ``TimeoutError`` if neither comes in
-        time."""
+        """The result, or the error given to :meth:`fail`; ``TimeoutError`` without either."""
         if not self.wait(timeout_s):
             raise TimeoutError
         value, error = self._results.popleft()
@@ -150,37 +145,28 @@ class LaneProtocol(Protocol):
         """When the oldest collective under way was started (``time.monotonic``)."""
 
     def describe(self) -> str:
-        """Where the lane is, for people."""
+        """The current place, for messages."""
 
     def fail(self, error: WfbpError) -> None:
         """Give up the step and tell the thread that waits for it why."""
 
 
 class ProgressLoop:
-    """Reads messages and notices, moves collectives and lanes on, and says how long nothing need
-    be done.
+    """Drives messages, notices, collectives and lanes; for one thread at a time.
 
-    For one thread at a time. Other threads may only append to ``messages``, then set ``wakeup`` if
-    a thread may be resting, count their waits, and read ``error``.
-
-    Attributes:
-        watch: judges long waits.
-        ended: ranks that have announced that they leave or have failed.
-        num_waiting: training threads that wait now.
-        num_waits: waits begun so far.
-        awaited: what was waited for last.
-        waiting_threads: idents of the threads that have ever waited.
+    Other threads may only append to ``messages`` (then set ``wakeup`` if a thread may be resting),
+    count their waits, and read ``error``.
     """
 
     def __init__(self, backend: Backend, config: Config, where: str) -> None:
         self.wakeup = AutoResetEvent()
         self.messages: deque[Message] = deque()
         self.error: WfbpError | None = None
-        self.ended: set[int] = set()
-        self.num_waiting = 0
-        self.num_waits = 0
+        self.ended: set[int] = set()  # ranks that announced an exit or a failure
+        self.num_waiting = 0  # training threads that wait now
+        self.num_waits = 0  # begun so far
         self.awaited: Reply[Any] = Reply()
-        self.waiting_threads: set[int] = set()
+        self.waiting_threads: set[int] = set()  # idents of threads that ever waited
         self.num_fetches = 0
         """Of this rank: it is not blocked then, because communication threads answer."""
         self.closing = False
@@ -199,12 +185,7 @@ class ProgressLoop:
         self._next_tick = 0.0
 
     def progress(self, urgent: bool) -> float:
-        """Move everything on once; an error ends the runtime.
-
-        ``urgent``: a training thread is blocked.
-
-        Returns seconds that may pass before the next call unless ``wakeup`` is set; 0 for none.
-        """
+        """Move everything on once, for a blocked thread if ``urgent``; returns a nap in seconds."""
         try:
             progressed = bool(self.messages)
             while self.messages:
@@ -232,11 +213,7 @@ class ProgressLoop:
             return self._end_runtime(error)
 
     def poll(self) -> float:
-        """A cheap look between two naps while training computes; seconds until the next look, 0 if
-        :meth:`progress` is due.
-
-        It spares training the cache misses of a full pass.
-        """
+        """A cheap look between two naps; seconds to the next one, 0 if progress() is due."""
         try:
             if self.messages or self._queues or time.monotonic() >= self._next_tick:
                 return 0.0
@@ -250,12 +227,8 @@ class ProgressLoop:
             return self._end_runtime(error)
 
     def rest(self, nap_s: float) -> None:
-        """Sleep between two calls, for the thread that waits for an operation.
-
-        If the backend can sleep by itself, it looks every ``nap_s`` seconds (as :meth:`progress`
-        returned it) without the interpreter, until something has arrived. ``wakeup`` is not noticed
-        meanwhile, so this takes some milliseconds at most.
-        """
+        """Sleep between two calls in the thread that waits, some milliseconds at most."""
+        # A lane's rest() releases the interpreter, but does not notice ``wakeup``.
         busy = [lane for lane in self._lanes if lane.busy]
         slept = False
         if len(busy) == 1 and not self._queues and not self.messages:
@@ -267,11 +240,7 @@ class ProgressLoop:
             self.wakeup.wait(min(nap_s, _REST_S))
 
     def check_measurement(self, label: str, waited_s: float, members: Members = ALL_RANKS) -> None:
-        """Check for failures and stalls within a long measurement, as :meth:`progress` does.
-
-        ``waited_s`` is how long it has waited for other ranks. Raises the ``WfbpError`` that ends
-        the runtime.
-        """
+        """Raise the error that ends the runtime, if ranks failed or ``waited_s`` is too long."""
         now = time.monotonic()
         if now < self._next_tick:
             return
@@ -318,7 +287,7 @@ class ProgressLoop:
             self._queues.setdefault(collective.queue_key, deque()).append(collective)
 
     def add_lane(self, lane: LaneProtocol, members: Members = ALL_RANKS) -> None:
-        """Serve a lane, by which ``members`` communicate; no other thread uses it any more."""
+        """Serve a lane for communication among ``members``; no other thread may use it any more."""
         if self.error is not None:
             lane.fail(self.error)
         self._lanes.append(lane)
@@ -330,16 +299,12 @@ class ProgressLoop:
         self._members.pop(lane, None)
 
     def retire_lane(self, lane: LaneProtocol, idle: Message) -> None:
-        """Stop serving a lane, which gets no events any more, once it has done what other ranks
-        wait for.
-
-        ``idle`` is called then, unless messages of the lane are still under way, which would meet
-        those of the next user of its backend.
-        """
+        """Stop serving a lane after its promised work; calls ``idle`` if nothing is under way."""
         if lane.owes_work and self.error is None:
             self._retiring.append((lane, idle))
             return
         self.remove_lane(lane)
+        # Else its messages could meet those of the next user of its backend.
         if not lane.busy:
             idle()
 
@@ -372,7 +337,7 @@ class ProgressLoop:
             lane.fail(error)
 
     def describe(self) -> str:
-        """What is under way, for people."""
+        """All work under way, for messages."""
         parts = [f"in {queue[0].label}" for queue in self._queues.values()]
         parts += [text for lane in self._lanes if (text := lane.describe())]
         return "; ".join(parts) or "idle"

@@ -1,9 +1,8 @@
-"""Long waits: reports where the other ranks are, and ends those that are hopeless.
+"""Long waits: reports the places of the other ranks, and ends hopeless waits.
 
-A rank that has waited for ``WFBP_STALL_WARNING_S`` asks all others where they are and logs their
-answers. If every rank is blocked, in different places, it asks once more. If nothing has moved on
-any rank until then, the ranks wait for each other, and all of them are told so. Any other wait ends
-with a :class:`StallError` after ``WFBP_TIMEOUT_S``.
+After ``WFBP_STALL_WARNING_S`` a rank asks all others for their places and logs the answers. If all
+ranks are blocked in different places, it asks again; if nothing has moved by then, it reports a
+deadlock to all. Any other wait ends with a :class:`StallError` after ``WFBP_TIMEOUT_S``.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ NOTICES = ("where", "here", "deadlock")
 _LEFT_GRACE_S = 2.0
 _SECOND_LOOK_S = 1.0
 _PAUSE_S = 5.0
-"""There are many looks a second. Of a longer time between two, as in a job that was suspended, only
-so much counts as waiting."""
+"""Longest time between two looks that counts as waiting; the job may have been suspended."""
 _MOST_QUIET_S = 1.5
 """Of the time between two looks, less than the grace: the others have yet to go on."""
 _MAX_SHOWN = 4
@@ -34,15 +32,10 @@ _MAX_SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The ranks that take part in a collective.
+    """The ranks of a collective."""
 
-    Args:
-        number: of their process set, the same on every rank; 0 for all ranks.
-        ranks: ascending; None for all.
-    """
-
-    number: int = 0
-    ranks: tuple[int, ...] | None = None
+    number: int = 0  # of the process set; 0 for all ranks
+    ranks: tuple[int, ...] | None = None  # ascending; None for all
 
     def root(self, root_rank: int) -> int:
         """The root's number among the members; ``ValueError`` if it is none of them."""
@@ -66,32 +59,16 @@ Wait = tuple[float, str, Members]
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """Where a rank is.
+    """One rank's place and whether it is blocked."""
 
-    Args:
-        place: what is under way, for people; the same on ranks that wait for the same.
-        blocked: whether every thread that could begin a collective here is in a wait.
-        num_waits: waits begun so far.
-        activity: changes whenever anything moves on (``Backend.activity``).
-    """
-
-    place: str
-    blocked: bool
+    place: str  # equal on ranks that wait for the same
+    blocked: bool  # every thread that could begin a collective waits
     num_waits: int
-    activity: int
+    activity: int  # changes with any progress (``Backend.activity``)
 
 
 class StallWatch:
-    """Judges the waits of this rank. Owned by the progress loop and called under its lock.
-
-    ``send`` sends a notice to all other ranks; ``activity`` is the backend's. A rank that has left
-    may have done its part while the others are still busy with theirs.
-
-    Attributes:
-        gone: ranks that have left, and how.
-        other_threads: whether threads that have not communicated yet may begin a collective; this
-            rank then never counts as blocked.
-    """
+    """Judges the waits of this rank; the progress loop owns and calls it under its lock."""
 
     def __init__(
         self,
@@ -108,8 +85,8 @@ class StallWatch:
         self._where = where
         self._send = send
         self._activity = activity
-        self.gone: dict[int, str] = {}
-        self.other_threads = False
+        self.gone: dict[int, str] = {}  # ranks that left; others may still be busy
+        self.other_threads = False  # if they may begin collectives, never blocked
         self._looked: float | None = None
         self._pauses: deque[tuple[float, float]] = deque(maxlen=100)  # from when to when
         self._last_activity = activity()
@@ -128,8 +105,7 @@ class StallWatch:
         self.gone[rank] = how
 
     def check(self, waits: Sequence[Wait], now: float) -> WfbpError | None:
-        """Judge all waits of this rank at ``now`` (``time.monotonic``); returns the error to end
-        with, if a wait is hopeless or too long."""
+        """Judge all waits at ``now`` (``time.monotonic``); returns the error to end with."""
         passed_s = 0.0 if self._looked is None else now - self._looked
         self._looked = now
         if passed_s > _PAUSE_S:
@@ -175,11 +151,7 @@ class StallWatch:
     def handle_notice(
         self, sender: int, notice: dict[str, Any], own: RankStatus
     ) -> DisagreementError | None:
-        """Handle a notice of another rank, of a kind in :data:`NOTICES`.
-
-        ``own`` is this rank's status now. Returns the error to end with, if the ranks wait for each
-        other.
-        """
+        """Handle another rank's notice, of :data:`NOTICES`; returns the error to end with."""
         if self.other_threads:
             own = replace(own, blocked=False)
         if notice["kind"] == "where":
@@ -198,7 +170,7 @@ class StallWatch:
 
     @property
     def answers(self) -> str:
-        """Where the others were when they were asked, in sentences; empty if they were not."""
+        """Other ranks' places when asked, in sentences; empty if they were not asked."""
         if not self._question:
             return ""
         sentences = []
@@ -248,13 +220,7 @@ class StallWatch:
 
 
 def _describe(statuses: Mapping[int, RankStatus]) -> str:
-    """Where ranks are, those in the same place together.
-
-    Example:
-        >>> here, there = RankStatus("SGD", True, 3, 0), RankStatus("in barrier", True, 3, 0)
-        >>> _describe({0: here, 1: there, 2: here})
-        'ranks 0, 2: SGD; rank 1: in barrier'
-    """
+    """Places of ranks for messages, such as 'ranks 0, 2: SGD; rank 1: in barrier'."""
     ranks: dict[str, list[str]] = {}
     for rank, status in sorted(statuses.items()):
         ranks.setdefault(status.place, []).append(str(rank))

@@ -1,9 +1,7 @@
-"""The communication thread, and the lock that decides which thread speaks to the backend.
+"""The communication thread, and the locks that decide which thread calls the backend.
 
-Training threads post messages; the communication thread acts on them, moves collectives on and
-waits for them without taking the core that training needs. A training thread that has to wait for a
-result takes the driver lock and moves communication on itself until the result has come: no
-hand-over between threads and cores, and caches stay warm.
+A training thread that waits for a result takes the driver lock and moves communication on itself:
+this avoids hand-overs between threads and cores, and keeps caches warm.
 """
 
 from __future__ import annotations
@@ -35,16 +33,12 @@ _PR_SET_NAME = 15
 class CommunicationThread:
     """Runs collectives and lanes on one backend.
 
-    :meth:`post`, :meth:`call`, :meth:`await_reply` and :meth:`stop` may be called by any thread
-    but this one; everything else under the progress lock only.
-
-    ``_progress_lock`` is held whenever the loop is called, ``_driver_lock`` by a training thread
-    for as long as it drives: the communication thread takes and releases it before every call of
-    the loop. It rests without either. Beside them threads share the messages of
-    :class:`~wfbp.runtime.progress.loop.ProgressLoop` and two hints: how many threads wait, which
-    may be read late, and ``sleeping``. A thread that appends an event to a lane and then finds
-    ``sleeping`` true must post a message; the communication thread sets it before it looks at the
-    events for the last time, so none is overlooked.
+    Other threads may call :meth:`post`, :meth:`call`, :meth:`await_reply` and :meth:`stop`;
+    everything else needs the progress lock. Every call of the loop holds ``_progress_lock``. A
+    training thread holds ``_driver_lock`` while it drives; the communication thread takes and
+    releases it before each call of the loop. A thread that appends an event to a lane and then
+    finds ``sleeping`` true must post a message; the communication thread sets it before its last
+    look at the events.
     """
 
     def __init__(self, backend: Backend, config: Config, where: str) -> None:
@@ -65,14 +59,12 @@ class CommunicationThread:
 
     @property
     def error(self) -> WfbpError | None:
-        """What has ended the runtime, if anything has."""
+        """The error that has ended the runtime, if any."""
         return self.loop.error
 
     def fail_in_fork(self, error: WfbpError) -> None:
-        """In a forked process, make every call raise ``error`` from now on.
-
-        The threads that held the locks do not exist there and will never release them.
-        """
+        """Make every call raise ``error`` from now on, in a forked process."""
+        # The threads that held the locks do not exist here and will never release them.
         self._driver_lock, self._progress_lock = threading.Lock(), threading.Lock()
         self.loop.error = error
 
@@ -92,10 +84,7 @@ class CommunicationThread:
         self.loop.wakeup.set()
 
     def leave(self, message: Message) -> None:
-        """Have ``message`` called before anything else by the caller, which now waits.
-
-        The communication thread is not woken: two threads would contend for the interpreter.
-        """
+        """Queue ``message`` for the caller's wait; the communication thread is not woken."""
         self.loop.messages.append(message)
 
     def progress(self) -> None:
@@ -122,26 +111,15 @@ class CommunicationThread:
         queue_key: object = None,
         members: Members = ALL_RANKS,
     ) -> T:
-        """Run one collective and wait for its result.
-
-        ``start`` is called under the progress lock; collectives of different ``queue_key`` run side
-        by side. Raises ``WfbpError`` if this one failed, or an earlier error has ended the runtime.
-        """
+        """Run one collective and wait; those of different ``queue_key`` run side by side."""
         reply: Reply[T] = Reply()
+        # ``start`` is called under the progress lock.
         collective = PendingCollective(label, start, reply, queue_key, members)
         self.leave(lambda: self.loop.enqueue(collective))
         return self.await_reply(reply, label)
 
     def await_reply(self, reply: Reply[T], label: str) -> T:
-        """Wait for the result of an event or message; drive communication, unless another thread
-        does.
-
-        ``label`` is what is waited for, for messages.
-
-        Raises:
-            WfbpError: ranks failed, or did not answer in time.
-            BaseException: from an overdue signal handler of the program; it ends the runtime.
-        """
+        """Wait for a result and drive communication; overdue signal handlers may raise here."""
         loop, self._here.used = self.loop, True
         loop.waiting_threads.add(threading.get_ident())
         loop.awaited = reply
