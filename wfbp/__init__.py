@@ -1,7 +1,6 @@
-"""Data-parallel training whose gradients travel while backward still computes.
+"""Data-parallel training that communicates gradients while backward still computes.
 
-Importing this package loads neither a framework nor NumPy nor MPI: names are looked up on first
-use.
+Importing this package loads no framework, NumPy or MPI; names are looked up on first use.
 """
 
 from __future__ import annotations

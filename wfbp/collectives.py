@@ -1,7 +1,4 @@
-"""The operations of the top level, made of the table in ``wfbp.runtime.collectives.forms``.
-
-``collectives.pyi`` declares them.
-"""
+"""Top-level operations, made from ``wfbp.runtime.collectives.forms``; see ``collectives.pyi``."""
 
 from __future__ import annotations
 

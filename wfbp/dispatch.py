@@ -1,4 +1,4 @@
-"""Functions of the top level that choose a framework's adapter by their argument."""
+"""Top-level functions that choose a framework's adapter by their argument."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _comes_from(value: object, *packages: str) -> bool:
-    """Whether a value's class, or one it inherits from, is of these packages; loads nothing."""
+    """Whether a value's class or a base class is of these packages; loads nothing."""
     return any(kind.__module__.partition(".")[0] in packages for kind in type(value).__mro__)
 
 
@@ -48,9 +48,8 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # n
     """Wrap an optimizer so that it averages gradients over all ranks while backward computes.
 
     Args:
-        optimizer: a ``torch.optim.Optimizer`` or an optax transformation; see
-            ``wfbp.torch.DistributedOptimizer`` and ``wfbp.jax.DistributedOptimizer`` for all other
-            arguments.
+        optimizer: a ``torch.optim.Optimizer`` or an optax transformation. Other arguments are those
+            of ``wfbp.torch.DistributedOptimizer`` or ``wfbp.jax.DistributedOptimizer``.
 
     Raises:
         TypeError: no adapter for this kind of optimizer.
@@ -74,7 +73,7 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # n
 
 
 def perform(form: Form, value: Any, **options: Any) -> Any:
-    """Carry out a function of ``wfbp.collectives`` on a value, or on several of one kind."""
+    """Run a function of ``wfbp.collectives`` on one value or several of one kind."""
     sample = value
     if form.grouped:
         value = list(value)
@@ -108,11 +107,10 @@ _NOT_OF_JAX = {
 
 
 def join(device: int = -1) -> int:
-    """Tell that this rank has no more data, and wait until all ranks have called this.
+    """Announce that this rank has no more data, and wait until all ranks have called this.
 
-    Until then this rank contributes zeros to every :func:`allreduce` of the others, and to the
-    steps of their distributed optimizers of PyTorch (see ``wfbp.torch.join``). Other operations
-    are an error while some ranks have joined.
+    Until then this rank contributes zeros to every :func:`allreduce` of the others, and to steps of
+    their PyTorch optimizers (see ``wfbp.torch.join``). All other operations are an error.
 
     Args:
         device: ignored; for programs written for Horovod.
@@ -136,13 +134,13 @@ def join(device: int = -1) -> int:
 
 
 def broadcast_parameters(parameters: Any, root_rank: int = 0) -> Any:
-    """Copy the root's parameters to every rank, in place; JAX's, which cannot change, anew.
+    """Copy the root's parameters to every rank: in place, or as a new tree for JAX.
 
     Args:
-        parameters: a model's ``state_dict()`` or ``named_parameters()``, a mapping or pairs of
-            names and NumPy arrays, or a pytree with JAX arrays. PyTorch's tensors may come without
-            names, as ``model.parameters()``, and then go by their order.
-        root_rank: whose values everybody gets.
+        parameters: a model's ``state_dict()``, ``parameters()`` or ``named_parameters()``, a
+            mapping or pairs of names and NumPy arrays, or a pytree with JAX arrays. Unnamed
+            ``parameters()`` must have the same order on every rank.
+        root_rank: rank whose values are sent.
 
     Returns:
         The new tree, for JAX; otherwise None.

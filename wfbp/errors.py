@@ -1,8 +1,8 @@
 """Every error that wfbp raises for the machine and for disagreement between ranks.
 
-A caller's mistake at the call itself is a ``ValueError`` or ``TypeError``; what goes wrong
-between ranks or in the machine below is a subclass of :class:`WfbpError`. Each message says
-the rank, what was expected, what was found, and what to do.
+A caller's mistake is a ``ValueError`` or ``TypeError``; errors between ranks or in the machine are
+subclasses of :class:`WfbpError`. Each message has the rank, what was expected, what was found, and
+what to do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class NotInitializedError(WfbpError):
 
 
 class InternalError(WfbpError):
-    """Something went wrong between ranks or in the machine; Horovod's ``HorovodInternalError``."""
+    """An error between ranks or in the machine; Horovod's ``HorovodInternalError``."""
 
 
 class DisagreementError(InternalError):

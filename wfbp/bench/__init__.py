@@ -1,4 +1,1 @@
-"""The comparisons behind ``wfbp bench``, for a user's own cluster.
-
-wfbp's own benchmarks are no part of the package: see ``tests/benchmarks`` in its sources.
-"""
+"""The comparisons of ``wfbp bench``; wfbp's own benchmarks are in ``tests/benchmarks``."""

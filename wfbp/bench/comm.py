@@ -1,4 +1,4 @@
-"""All-reduces of wfbp's MPI backend beside the library's own, in turns, by size."""
+"""Times all-reduces of wfbp's MPI backend and the MPI library's own, alternately, by size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from wfbp.comm.waiting import Waiter, wait
 from wfbp.core.types import Op
 
 BUDGET_BYTES = 64 << 20
-"""Of small messages, so many follow one another that they have about so many bytes."""
+"""A block of small messages has about so many bytes."""
 MOST_REPEATS = 200
 
 

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 
 def run_or_abort(act: Callable[[], Any]) -> Any:
-    """Call a function; its result on rank 0, None elsewhere; if one rank fails, all end."""
+    """Call a function; its result on rank 0, None elsewhere; if one rank fails, all exit."""
     try:
         result = act()
     except Exception as error:
@@ -28,13 +28,12 @@ def count() -> int:
 
 
 def say(text: str) -> None:
-    """Print a line to stderr on rank 0."""
     if MPI.COMM_WORLD.rank == 0:
         print(text, file=sys.stderr, flush=True)
 
 
 def machine() -> dict[str, Any]:
-    """Command, ranks, machine and versions, on which the figures depend."""
+    """Command, ranks, machine and versions, which affect the results."""
     versions = {}
     for package in ("wfbp", "torch", "numpy", "mpi4py"):
         try:

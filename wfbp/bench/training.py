@@ -1,8 +1,8 @@
 """Whole training iterations of wfbp, PyTorch DDP and plain MPI, on this job's ranks.
 
-All contestants train the same model from the same state, and their parameters are compared before
-anything is timed. Then each has a block of iterations per round, in an order shuffled anew each
-round, so that foreign load meets them all. A time is the mean of all ranks'.
+All contestants start from the same state and must reach the same parameters before anything is
+timed. Then each runs one block of iterations per round, in an order shuffled every round, so that
+foreign load affects all. A time is the mean of all ranks' times.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ NUM_STEPS = 3
 """Steps after which parameters are compared."""
 LEARNING_RATE = 0.01
 TIMED_RATE = 1e-6
-"""Many steps on few batches must stay numerically tame."""
+"""Learning rate of timed steps: many steps on few batches must not diverge."""
 TOLERANCE = 1e-4
-"""Of the norm of the parameters' change."""
+"""Relative to the norm of the parameters' change."""
 MOST_WARM_UP_STEPS = 2000
 BLOCK_S = 0.5
-"""A block lasts about so long."""
 
 
 class _WithLoss(nn.Module):
@@ -89,14 +88,8 @@ def model_named(text: str) -> Make:
 class Contestant:
     """One copy of the model with one way to exchange its gradients.
 
-    Args:
-        name: for tables.
-        model: the model whose parameters are compared.
-        sgd: the plain optimizer.
-        module: called in forward.
-        optimizer: its ``zero_grad`` and ``step`` are called.
-        exchange: called between backward and step.
-        phase: returns "installed" once it has chosen how to communicate.
+    ``exchange`` runs between backward and step; ``phase`` returns "installed" once it has chosen
+    how to communicate.
     """
 
     name: str
@@ -107,7 +100,7 @@ class Contestant:
     exchange: Callable[[], None] = lambda: None
     phase: Callable[[], str] = lambda: "installed"
     seconds: list[float] = field(default_factory=list)
-    """Per iteration, one figure per block."""
+    """Per iteration, one number per block."""
 
     def step(self, batch: Batch) -> None:
         """One training iteration."""
@@ -117,14 +110,13 @@ class Contestant:
         self.optimizer.step()
 
     def reset(self, state: dict[str, Any], learning_rate: float) -> None:
-        """Back to a model state, without momentum."""
+        """Load a model state, without momentum."""
         self.model.load_state_dict(state)
         self.sgd.state.clear()
         for group in self.sgd.param_groups:
             group["lr"] = learning_rate
 
     def finish(self) -> None:
-        """Wait for all communication."""
         self.optimizer.zero_grad()
         for parameter in self.model.parameters():  # reading a parameter waits for its values
             parameter.detach()
@@ -191,7 +183,7 @@ REFERENCE = "mpi-flat"
 
 
 def maker(name: str) -> Callable[[str, nn.Module, torch.optim.SGD], Contestant]:
-    """The function that makes a contestant of this name; ``ValueError`` without one."""
+    """The function that makes a contestant of this name; ``ValueError`` if there is none."""
     if name.startswith("wfbp-"):
         return ours
     if name in CONTESTANTS:
@@ -205,11 +197,9 @@ def maker(name: str) -> Callable[[str, nn.Module, torch.optim.SGD], Contestant]:
 def run(
     make: Make, names: Sequence[str], rounds: int, device: str, say: Callable[[str], None]
 ) -> list[Contestant]:
-    """Time contestants in blocks, one of each per round; collective.
+    """Time contestants in blocks; collective. Keeps only the fastest size of ``ddp-best``.
 
-    Returns the contestants, with the seconds per iteration of their blocks; of the bucket sizes of
-    ``ddp-best``, the fastest one. Raises ``RuntimeError`` if one of them trains something else, or
-    finds no plan.
+    Raises ``RuntimeError`` if one of them trains a different model, or does not find a plan.
     """
     world = MPI.COMM_WORLD
     wfbp.torch.init()
@@ -265,7 +255,6 @@ def run(
 
 
 def quartiles(seconds: Sequence[float]) -> tuple[float, float, float]:
-    """First quartile, median, third quartile."""
     if len(seconds) < 2:
         return seconds[0], seconds[0], seconds[0]
     first, middle, third = statistics.quantiles(seconds, n=4, method="inclusive")
@@ -286,14 +275,14 @@ def _start_ddp(device: str) -> None:
 
 
 def _own_address() -> str:
-    """The address by which ranks on other hosts reach this one."""
+    """This host's address for ranks on other hosts."""
     if wfbp.torch.local_size() == wfbp.torch.size():
         return "127.0.0.1"
     return socket.gethostbyname(socket.gethostname())
 
 
 def _warm_up(contestant: Contestant, batches: Sequence[Batch]) -> int:
-    """Steps until it has chosen how to communicate, on every rank."""
+    """Step until the contestant has chosen how to communicate, on every rank."""
     steps = 0
     while steps < NUM_STEPS or not MPI.COMM_WORLD.allreduce(
         contestant.phase() == "installed", MPI.LAND

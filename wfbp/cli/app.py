@@ -1,7 +1,6 @@
-"""Finds the command and turns what goes wrong into one line.
+"""Finds the command and reports errors in one line.
 
-Commands are imported when they are called, and import what is heavy (tables, plots, MPI) where
-they use it: an answer in JSON has to wait for NumPy and for nothing else.
+Commands and heavy modules (tables, plots, MPI) are imported on use: JSON output needs only NumPy.
 """
 
 from __future__ import annotations
@@ -70,12 +69,7 @@ def wfbp() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and leave the process with its exit code; ``arguments`` are the process's by
-    default.
-
-    0 is success, 1 a machine or an installation that cannot do it, 2 bad input or usage. An error
-    is one line on stderr: these are a user's mistakes, and a traceback would bury them.
-    """
+    """Run a command and exit: 0 success, 1 failed machine or installation, 2 bad input or usage."""
     try:
         code = wfbp.main(arguments, prog_name="wfbp", standalone_mode=False)
         sys.stdout.flush()
@@ -103,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _leave(message: str, code: int, context: click.Context | None = None) -> None:
-    """End with one line on stderr, whatever the message holds."""
+    """Exit after one line on stderr, even for a message of several lines."""
     where = context.command_path if context else "wfbp"
     if where.startswith(_ON_RANKS) and number(RANK, os.environ):
         sys.exit(

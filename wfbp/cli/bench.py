@@ -33,7 +33,7 @@ def command() -> None:
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @json_option
 def training(model: str, contestants: str, rounds: int, device: str, as_json: bool) -> None:
-    """Time iterations, once all contestants have trained the same.
+    """Time training iterations, after checking that results agree.
 
     FUNCTION returns a model, whose model(*batch) is the loss, and a function that makes a batch
     from a seed. ddp has PyTorch's default buckets, ddp-best the fastest of four sizes.
@@ -100,7 +100,7 @@ def comm(max_bytes: int, rounds: int, as_json: bool) -> None:
 
 
 def _need_ranks() -> None:
-    """Refuse a single rank before minutes of training: it communicates with nobody."""
+    """Refuse a single rank at once: it has no rank to communicate with."""
     from wfbp.bench import ranks
 
     if ranks.count() == 1:

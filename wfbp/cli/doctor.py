@@ -1,7 +1,7 @@
-"""``wfbp doctor``: what this machine and this installation offer, what is wrong, and how to fix it.
+"""``wfbp doctor``: checks this machine and this installation, and suggests fixes.
 
-:data:`TOPICS` lists the checks, each a generator of findings. Nothing here imports a framework or
-the extension; MPI starts only in other processes.
+:data:`TOPICS` lists the checks. This module imports neither a framework nor the extension; only
+child processes start MPI.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from wfbp.launcher.hosts import allocation, parse_hosts
 from wfbp.launcher.mpi import find_mpi, vendor_of
 
 SELF_TEST_S = 60.0
-"""Time after which the doctor stops waiting for ranks."""
 SHM = Path("/dev/shm")
 NETWORK = Path("/sys/class/net")
 INFINIBAND = Path("/sys/class/infiniband")
@@ -57,7 +56,7 @@ Findings = Iterator[tuple[str, str, str]]
 @click.option("-H", "--hosts", metavar="A,B", help="Where the two ranks of the test run.")
 @json_option
 def command(self_test: bool, hosts: str | None, as_json: bool) -> None:
-    """Check this machine and this installation, and say what to do about each problem.
+    """Check this machine and this installation, and suggest a fix for each problem.
 
     Exit code 1 if there is a problem. An issue should begin with `wfbp doctor --json`.
     """
@@ -75,7 +74,7 @@ def command(self_test: bool, hosts: str | None, as_json: bool) -> None:
 
 
 def examine(topics: dict[str, Callable[[], Findings]]) -> list[dict[str, str]]:
-    """All findings, in the order of the topics; a check that fails is a finding, too."""
+    """All findings, in the order of the topics; a failed check is a finding, too."""
     findings = []
     for topic, check in topics.items():
         try:

@@ -1,7 +1,6 @@
-"""Figures for the pages that ``wfbp`` writes.
+"""Figures for HTML pages, as data in the part of Plotly's form that ``plot.js`` draws.
 
-A figure is plain data in Plotly's form; ``plot.js`` draws the part of the form that is used here.
-Colours are names such as ``@backward``, for which ``page.html`` has a light and a dark theme.
+``page.html`` defines colours such as ``@backward`` for a light and a dark theme.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ def _axis(title: str, **settings: Any) -> dict[str, Any]:
 
 
 def _bars(name: str, color: str, labels: Sequence[str], seconds: Sequence[float]) -> dict[str, Any]:
-    """Horizontal bars."""
     return {
         "type": "bar",
         "orientation": "h",
@@ -64,15 +62,12 @@ def _marker(index: int) -> dict[str, Any]:
 
 
 def _plain(text: str, longest: int = 60) -> str:
-    """A name from outside as a label: no markup, not too long."""
+    """An external name as a label: no markup, limited length."""
     return html.escape(text if len(text) <= longest else text[: longest - 3] + "...", quote=False)
 
 
 def schedules(forecasts: Sequence[Forecast], measured: tuple[str, float] | None) -> Figure:
-    """Every schedule's predicted iteration, split into computation and exposed communication.
-
-    ``measured`` is the schedule that ran, and its measured seconds per iteration.
-    """
+    """Predicted iterations by schedule; ``measured`` is the schedule that ran, and its seconds."""
     rows = sorted(forecasts, key=lambda f: f.iteration_s, reverse=True)
     labels = {f.schedule: f"{f.schedule}, T/LB {f.ratio_to_lower_bound:.3f}" for f in rows}
     names = list(labels.values())
@@ -112,7 +107,7 @@ def schedules(forecasts: Sequence[Forecast], measured: tuple[str, float] | None)
 
 
 def cost_curve(costs: Costs) -> Figure:
-    """What a message costs by its size: measured points and the fitted line, or a given line."""
+    """Seconds per message by size: measured points and the fitted line, or a given line."""
     data = []
     own = {
         "all-reduce": costs.all_reduce,
@@ -183,7 +178,7 @@ _MOST_READY = 2000
 
 
 def _chart(title: str, rows: Sequence[str], bars: Sequence[_Bar]) -> Figure:
-    """A Gantt chart, with a mark for each bar of the kind ``_READY``."""
+    """A Gantt chart; bars of the kind ``_READY`` are marks."""
     data: list[dict[str, Any]] = []
     for kind, (color, width) in _KINDS.items():
         mine = [bar for bar in bars if bar.kind == kind and bar.end_s > bar.start_s]
@@ -228,11 +223,7 @@ def _chart(title: str, rows: Sequence[str], bars: Sequence[_Bar]) -> Figure:
 
 
 def gantt(run: Run, predicted: Forecast | None) -> Figure | None:
-    """The iteration of median length among those recorded; None if a rank recorded none.
-
-    Every rank's clock starts when it had the previous iteration's gradients, which is nearly the
-    same moment on all ranks, since the last message ends together. A prediction adds two rows.
-    """
+    """The median iteration of every rank beside its prediction; None if a rank recorded none."""
     index = median_iteration(run)
     if index is None:
         return None
@@ -247,7 +238,7 @@ def gantt(run: Run, predicted: Forecast | None) -> Figure | None:
 
 
 def median_iteration(run: Run) -> int | None:
-    """The index of the iteration of median length, from the end (-1 is the last)."""
+    """The index of the iteration of median length, counted from the end (-1 is the last)."""
     count = min(len(rank.iterations) for rank in run.ranks)
     lengths = [(max(r.iterations[i]["done_s"] for r in run.ranks), i) for i in range(-count, 0)]
     return sorted(lengths)[(count - 1) // 2][1] if lengths else None

@@ -1,4 +1,4 @@
-"""What a plan is predicted to do, group by group, and why."""
+"""Predicts a plan's iteration, group by group, with reasons."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from wfbp.core.timeline import timeline
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation, Phase
 
-_SAME = 1e-9
-"""Times closer than this share of the iteration are the same: sums differ by rounding."""
+_SAME = 1e-9  # relative; rounding may differ by as much
 
 
 @dataclass(frozen=True, slots=True)
 class GroupForecast:
-    """One message; seconds from the start of backward.
-
-    ``exposed_s`` is the part that computation does not hide; ``why`` is one line for people.
-    """
+    """One message, in seconds from the start of backward; ``why`` is one line for people."""
 
     phase: Phase
     operation: Operation
@@ -65,18 +61,7 @@ class Forecast:
 
 
 def forecast(plan: Plan, trace: Trace, costs: Costs) -> Forecast:
-    """Predict one iteration, with a reason for every group.
-
-    Example:
-        >>> from wfbp.core.cost import LinearCost
-        >>> from wfbp.core.planners import plan
-        >>> from wfbp.core.trace import TraceTensor
-        >>> from wfbp.core.types import TensorSpec
-        >>> tensor = TraceTensor(TensorSpec("w", (250,), "float32"), 1.0, 2.0)
-        >>> trace, costs = Trace("one", (tensor,)), Costs(LinearCost(0.5, 0.001))
-        >>> forecast(plan("single", trace, costs), trace, costs).groups[0].why
-        'leaves when w is ready; 1,500.000 ms exposed'
-    """
+    """Predict one iteration, with a reason for every group."""
     times = timeline(plan, trace, costs)
     same_s = _SAME * times.iteration_s
     stalls_s = _stalls(plan, trace, costs)
@@ -118,7 +103,7 @@ def forecast(plan: Plan, trace: Trace, costs: Costs) -> Forecast:
 
 
 def _stalls(plan: Plan, trace: Trace, costs: Costs) -> dict[int, float]:
-    """How long forward waits for each all-gather, in seconds by group."""
+    """Seconds that forward waits for each all-gather, by group."""
     group_of = {
         k: index
         for index, group in enumerate(plan.groups)

@@ -1,4 +1,4 @@
-"""What commands share in reading their arguments."""
+"""Arguments that commands share, and the files that they name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXAMPLE_COSTS = EXAMPLES / "costs"
 
 
 def model_arguments(function: F) -> F:
-    """What is planned: the argument TRACE, and the options --cost and --optimizer."""
+    """Add the argument TRACE, and the options --cost and --optimizer."""
     for decorate in (
         click.option(
             "--optimizer", metavar="NAME", help="Which one of a run that has several of them."
@@ -46,15 +46,12 @@ def model_arguments(function: F) -> F:
 
 
 def json_option(function: F) -> F:
-    """The option --json."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")(
         function
     )
 
 
 class IntegerRange(click.IntRange):
-    """An integer within limits."""
-
     name = "integer"  # in messages: "'two' is not a valid integer"
 
 
@@ -73,16 +70,12 @@ class FiniteRange(click.FloatRange):
 
 
 LARGEST_S = 1e290
-"""Beyond this, sums of times may leave the range of numbers."""
+"""Sums of larger times may overflow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a command plans with.
-
-    ``measured_on`` is the number of ranks among which the costs were measured, where it is known;
-    ``run`` is the recorded run from which both come, if any.
-    """
+    """A trace and costs, the number of ranks that measured them, and the recorded run, if any."""
 
     trace: Trace
     costs: Costs
@@ -91,17 +84,9 @@ class Model:
 
 
 def load(trace: str, cost: str | None, factor: float = 1.0, optimizer: str | None = None) -> Model:
-    """A trace and costs that can be planned with.
+    """Load a trace, and costs that may be scaled up by ``factor``, from files, examples or a run.
 
-    Args:
-        trace: path of a wfbp-trace/1 file, name of an example, or the directory of a recorded run.
-        cost: path of a wfbp-cost/1 file, or name of an example; None for the run's own costs.
-        factor: how many times the costs may be scaled up later.
-        optimizer: which one of the run.
-
-    Raises ``ValueError`` if one of them is wrong or sums of their numbers would be infinite,
-    ``click.UsageError`` if an option is missing or has no meaning here, and ``OSError`` if a file
-    cannot be read.
+    Raises ``ValueError``, ``OSError`` or ``click.UsageError``.
     """
     run: Run | None = None
     measured_on: int | None = None
@@ -129,7 +114,7 @@ def load(trace: str, cost: str | None, factor: float = 1.0, optimizer: str | Non
 
 
 def _costs(name: str) -> tuple[Costs, int | None]:
-    """The costs of a file or an example, and the number of ranks among which they were measured."""
+    """The costs of a file or an example, and the number of ranks that measured them."""
     return read_json(_file(name, EXAMPLE_COSTS), _costs_and_ranks)
 
 
@@ -142,7 +127,7 @@ def _costs_and_ranks(document: Any) -> tuple[Costs, int | None]:
 
 
 def _file(name: str, examples: Path) -> Path:
-    """The user's file, or else the example of that name; ``ValueError`` without either."""
+    """The user's file, or else the example of that name; ``ValueError`` if there is neither."""
     if Path(name).exists():
         return Path(name)
     known = {path.stem: path for path in examples.glob("*.json")}
@@ -156,7 +141,7 @@ def _file(name: str, examples: Path) -> Path:
 
 
 def _recorded(folder: str, optimizer: str | None) -> tuple[Run, Trace, Costs]:
-    """What a run measured, for one of its optimizers."""
+    """The run of one of a directory's optimizers, with its trace and costs."""
     from wfbp.cli.run_files import load_runs
 
     runs = {run.name: run for run in load_runs(folder)}
@@ -178,11 +163,7 @@ def _recorded(folder: str, optimizer: str | None) -> tuple[Run, Trace, Costs]:
 
 
 def check_sums(trace: str, cost: str, model: Trace, costs: Costs, factor: float = 1.0) -> None:
-    """Raise ``ValueError`` if sums of these numbers, scaled by ``factor``, may leave the range of
-    numbers.
-
-    ``trace`` and ``cost`` are the files' names, for the message.
-    """
+    """Raise ``ValueError``, naming the files, if scaled times may overflow when added."""
     nbytes = float(sum(model.backward_bytes))
     slowest_s = max(costs.of(operation)(nbytes) for operation in Operation)
     if not slowest_s * len(model.tensors) * factor * (1.0 + costs.kappa) < LARGEST_S:
@@ -195,11 +176,7 @@ def check_sums(trace: str, cost: str, model: Trace, costs: Costs, factor: float 
 
 
 def best(iterations_s: Sequence[float], num_groups: Sequence[int]) -> int:
-    """The index of the shortest iteration; of those equal up to rounding, of the fewest groups.
-
-    >>> best([2.0, 1.0, 1.0 + 1e-12], [1, 9, 4])
-    2
-    """
+    """The index of the shortest iteration; if equal up to rounding, of the fewest groups."""
     limit_s = min(iterations_s) * (1 + 1e-9)
     fast_enough = [index for index, seconds in enumerate(iterations_s) if seconds <= limit_s]
     return min(fast_enough, key=lambda index: num_groups[index])

@@ -1,4 +1,4 @@
-"""One HTML page that holds everything it needs, and a policy that lets it fetch nothing."""
+"""One self-contained HTML page, with a content policy that forbids it to load anything."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from wfbp.cli.figures import Figure
 
-_LONG = 60
-"""A fact of more letters has its own row."""
+_LONG = 60  # a fact of more letters has its own row
 
 
 class Section(NamedTuple):

@@ -1,4 +1,4 @@
-"""``wfbp plan``: what a schedule does with a model on a network, or which schedule to take."""
+"""``wfbp plan``: predicts a schedule for a model on a network, or recommends one."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def command(
 ) -> None:
     """Plan the messages of one training step and predict the iteration.
 
-    TRACE tells the model's tensors and compute times: a file (wfbp-trace/1), an example (wfbp
-    traces lists them), or the directory of a recorded run (WFBP_RECORD_DIR), which has costs, too.
-    Times of groups count from the start of backward; T/LB is the iteration over what no schedule
-    can beat.
+    TRACE has the model's tensors and compute times: a file (wfbp-trace/1), an example (wfbp traces
+    lists them), or the directory of a recorded run (WFBP_RECORD_DIR), which also has costs. Times
+    of groups count from the start of backward; T/LB is the iteration over the lower bound of all
+    schedules.
     """
     if schedule != ALL and schedule not in PLANNERS:
         raise click.BadParameter(
@@ -144,7 +144,7 @@ def _print_all(results: list[Forecast], first: int, source: Model) -> None:
 
 
 def _measured(source: Model) -> list[str]:
-    """What the recorded run itself did."""
+    """The measurements of the recorded run."""
     if source.run is None:
         return []
     ran = source.run.ranks[0].plan

@@ -1,4 +1,4 @@
-"""``wfbp probe``: what collectives cost on this network, measured by the backend that trains."""
+"""``wfbp probe``: measures collectives on this network, with the backend that trains."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _size(ctx: click.Context, param: click.Parameter, text: str) -> int:
 
 
 class Curve(NamedTuple):
-    """One collective: what was measured, and the line through it."""
+    """Measurements of one collective, and the line through them."""
 
     operation: Operation
     points: tuple[tuple[float, float], ...]
@@ -74,9 +74,9 @@ class Curve(NamedTuple):
 def command(max_bytes: int, seconds: float, output: str, plot: str | None, as_json: bool) -> None:
     """Measure all-reduce, reduce-scatter and all-gather among the ranks of this job.
 
-    Start it as training is started: mpirun -np N wfbp probe. The backend that trains times every
-    size from 4 bytes on. The measured curves are written for wfbp plan and wfbp simulate;
-    interference with computation (kappa) is not measured here and is written as 0.
+    Start it as training is started: mpirun -np N wfbp probe. It times the backend that trains, from
+    4 bytes on, and writes the measured curves for wfbp plan and wfbp simulate. Interference with
+    computation (kappa) is not measured and is written as 0.
     """
     from wfbp.comm.mpi.backend import MpiBackend
 
@@ -102,10 +102,7 @@ def command(max_bytes: int, seconds: float, output: str, plot: str | None, as_js
 
 
 def measure(backend: Backend, max_bytes: int, seconds: float) -> list[Curve]:
-    """Time the three collectives for about ``seconds`` in all; collective.
-
-    Returns one curve per collective, the same on every rank.
-    """
+    """Time collectives for about ``seconds`` in all; collective, the same result on every rank."""
     from wfbp.comm.probe import measure_cost, probe_sizes
 
     curves = []
@@ -125,7 +122,7 @@ def measure(backend: Backend, max_bytes: int, seconds: float) -> list[Curve]:
 
 
 def _on_rank_0(backend: Backend, act: Callable[[], None]) -> None:
-    """Act on rank 0; if that fails, rank 0 raises the error and the others leave silently."""
+    """Act on rank 0; if that fails, rank 0 raises the error and the others exit silently."""
     from wfbp.comm.waiting import wait
 
     failure: Exception | None = None
@@ -140,7 +137,7 @@ def _on_rank_0(backend: Backend, act: Callable[[], None]) -> None:
 
 
 def _check_writeable(*paths: str | None) -> None:
-    """Check that files can be written later, without making them."""
+    """Check that files can be written later, without creating them."""
     for path in filter(None, paths):
         file = Path(path).absolute()
         if not file.parent.is_dir():

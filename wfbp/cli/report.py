@@ -23,7 +23,7 @@ from wfbp.core.trace import Trace
 
 PAGE = "report.html"
 NOTHING_TO_GAIN = 1.05
-"""Up to this T/LB another schedule cannot gain anything worth the trouble."""
+"""A smaller T/LB leaves too little to gain by another schedule."""
 OFF = 1.5
 """A prediction that is wrong by this factor has another cause than noise."""
 LATE = 0.1
@@ -45,9 +45,9 @@ _NOT_YET = {
 def command(run_dir: str, output: str | None) -> None:
     """Show a recorded run as one HTML page that works offline.
 
-    RUN_DIR is what WFBP_RECORD_DIR was set to while training: every rank left there what it
-    measured, planned and did. The page shows an iteration of every rank beside its prediction, the
-    network's cost curve, and every schedule on what was measured.
+    RUN_DIR is the value of WFBP_RECORD_DIR during training: every rank recorded its measurements,
+    plans and iterations there. The page shows an iteration of every rank beside its prediction, the
+    network's cost curve, and predictions of every schedule.
     """
     chapters = [chapter(run) for run in load_runs(run_dir)]
     target = str(Path(run_dir) / PAGE) if output is None else output
@@ -56,7 +56,7 @@ def command(run_dir: str, output: str | None) -> None:
 
 
 def chapter(run: Run) -> Chapter:
-    """Everything to show of one optimizer."""
+    """All figures of one optimizer."""
     first = run.ranks[0]
     trace, costs = first.trace, first.costs
     predicted, every = None, []
@@ -90,11 +90,7 @@ def chapter(run: Run) -> Chapter:
 
 
 def verdict(run: Run, forecasts: Sequence[Forecast]) -> str:
-    """The main result of a run, in one sentence: the first that holds of a late rank, a wrong
-    prediction, nothing to gain, and the gain by another schedule.
-
-    ``forecasts`` are of every schedule on the run's measurements; empty if it measured too little.
-    """
+    """One sentence: a late rank, a wrong prediction, nothing to gain, or a better schedule."""
     first = run.ranks[0]
     measured_s, exposed_s = run.slowest("measured_iteration_s"), run.slowest("exposed_s")
     if measured_s is None:
@@ -128,7 +124,7 @@ def verdict(run: Run, forecasts: Sequence[Forecast]) -> str:
 
 
 def _late_rank(run: Run) -> tuple[int, int, float] | None:
-    """Who waits, for whom, and how long, if one rank ends backward much later than another."""
+    """The waiting rank, the late rank, and the seconds, if one ends backward much later."""
     count = min(len(rank.iterations) for rank in run.ranks)
     if not count or len(run.ranks) < 2:
         return None

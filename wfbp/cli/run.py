@@ -29,7 +29,7 @@ from wfbp.launcher.hosts import (
 from wfbp.launcher.mpi import find_library, find_mpi
 
 CHECK_S = 10
-"""How long a host may take to answer."""
+"""Seconds within which a host must answer."""
 
 
 @click.command(
@@ -107,11 +107,10 @@ def command(
 ) -> None:
     """Start PROGRAM on several ranks: wfbprun -n 4 python train.py
 
-    Finds the MPI library that this Python uses and passes its mpirun what it needs: hosts (-H, a
-    hostfile, or the allocation of Slurm, PBS, LSF or Grid Engine), the environment, and leave to
-    run as root or with more ranks than cores. This Python runs a file that ends in .py, or the
-    module of -m. The process becomes mpirun: signals reach the job, and its exit status is the
-    job's.
+    Finds the mpirun of this Python's MPI library. Passes it the hosts (-H, a hostfile, or the
+    allocation of Slurm, PBS, LSF or Grid Engine) and the environment, and allows root and more
+    ranks than cores. This Python runs a file that ends in .py, or the module of -m. The process
+    becomes mpirun: signals reach the job, and its exit status is the job's.
     """
     if hosts and hostfile:
         raise click.UsageError("--hosts and --hostfile both name hosts; give one of them")
@@ -221,8 +220,7 @@ def _check_output(directory: str) -> None:
 
 
 def _check_interface(text: str) -> None:
-    """Raise ``click.UsageError`` if this host lacks an interface; MPI judges networks
-    (10.0.0.0/24)."""
+    """Raise ``click.UsageError`` if this host lacks an interface; MPI checks networks (CIDR)."""
     present = sorted(name for _, name in socket.if_nameindex())
     for name in text.split(","):
         if "/" not in name and name not in present:
@@ -234,10 +232,7 @@ def _check_interface(text: str) -> None:
 def _check_hosts(
     hosts: Sequence[Host], granted: Allocation | None, shell: str, wait_s: float
 ) -> None:
-    """Raise ``BackendError``, naming them, if hosts do not answer for ``wait_s`` seconds.
-
-    Hosts that a batch system has granted are not checked: it reaches them in its own way.
-    """
+    """Raise ``BackendError`` if hosts do not answer; granted hosts are not checked."""
     others = [host.name for host in hosts if not host.is_local]
     if not others or (granted is not None and granted.system != MPI_HOSTFILE):
         return
@@ -280,7 +275,6 @@ def _unreachable(shell: Sequence[str], name: str) -> str:
 
 
 def main() -> None:
-    """``wfbprun``: the same as ``wfbp run``."""
     from wfbp.cli.app import main as wfbp
 
     wfbp(["run", *sys.argv[1:]])

@@ -29,16 +29,9 @@ FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class RankRun:
-    """What one rank recorded of one optimizer.
+    """One rank's record of one optimizer.
 
-    Args:
-        phase: of the tuner when the document was written.
-        figures: numbers of the report, by the names in :data:`FIGURES`.
-        plan: the plan of the iterations.
-        trace: the measured computation; None before it was measured.
-        costs: the measured network; None before it was measured.
-        iterations: as in the document, oldest first; checked.
-        about: where and when the rank ran, as in the document; empty texts if not recorded.
+    ``trace`` and ``costs`` are None before they were measured; ``iterations`` are oldest first.
     """
 
     rank: int
@@ -54,7 +47,7 @@ class RankRun:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One optimizer over its ranks; ``ranks`` has those that left a file, in order."""
+    """One optimizer on all ranks that left a file, in order."""
 
     name: str
     size: int
@@ -71,10 +64,7 @@ class Run:
 
 
 def load_runs(directory: str) -> list[Run]:
-    """Every optimizer that the ranks recorded in a directory, by name.
-
-    Raises ``ValueError``, with file and place, if there are no such files or one is wrong.
-    """
+    """Every recorded optimizer, by name; ``ValueError`` if there is no file or a wrong one."""
     folder = Path(directory)
     if not folder.exists():
         raise ValueError(f"{directory}: no such directory")
@@ -94,7 +84,7 @@ def load_runs(directory: str) -> list[Run]:
 
 
 def _joined(name: str, rows: Sequence[tuple[Path, int, RankRun]]) -> Run:
-    """The ranks of one optimizer, which must be of one run."""
+    """One optimizer's ranks, which must belong to one run."""
     first_path, size, first = rows[0]
     remedy = "give every run a directory of its own"
     for path, other_size, run in rows[1:]:

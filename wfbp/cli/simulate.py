@@ -1,4 +1,4 @@
-"""``wfbp simulate``: the same model on other numbers of workers."""
+"""``wfbp simulate``: predicts the same model on other numbers of workers."""
 
 from __future__ import annotations
 
@@ -127,11 +127,11 @@ def command(
     node_speed: float,
     as_json: bool,
 ) -> None:
-    """Predict the iteration on other numbers of workers, the batch of each being the same.
+    """Predict the iteration on other numbers of workers, with the same batch per worker.
 
     TRACE and COST are files, examples (wfbp traces), or one directory of a recorded run for both.
     The algorithm's cost model turns COST into the cost of one link, and that into costs for every
-    number of workers. Curves become their best line on the way.
+    number of workers. It replaces measured curves by their fitted lines.
     """
     factor = 2.0 * max(workers) * max(1.0, 1.0 / node_speed)
     loaded = load(trace, cost, factor, optimizer)

@@ -1,4 +1,4 @@
-"""Tables for people. This module alone imports rich, when a table is printed."""
+"""Tables for people; imports rich only to print one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PIPE_WIDTH = 250
-"""Width of a pipe or a file; tables there are wider if they need to be."""
+"""Width of a pipe or a file; tables are wider if they need to be."""
 _FOLDED = 24
-"""Width to which a column of text may shrink before a table is split."""
+"""Least width of a text column before a table is split."""
 
 
 class Column(NamedTuple):
@@ -29,11 +29,7 @@ def print_table(
     notes: Sequence[str] = (),
     best: int | None = None,
 ) -> None:
-    """Print a table; nothing of it is cut. ``best`` is the index of the highlighted row.
-
-    If the terminal is too narrow, texts are folded, and columns of numbers go into further tables,
-    each of which begins with the first column.
-    """
+    """Print a table; if it is too wide, fold texts, then split columns into several tables."""
     from rich import box
     from rich.cells import cell_len
     from rich.table import Table
@@ -69,27 +65,18 @@ def print_table(
 
 
 def console() -> Console:
-    """Where tables go."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
 
 
 def milliseconds(seconds: float) -> str:
-    """Seconds as milliseconds, to a microsecond.
-
-    >>> milliseconds(0.0123456)
-    '12.346'
-    """
+    """Seconds as milliseconds, to a microsecond."""
     return f"{seconds * 1e3:,.3f}"
 
 
 def size(nbytes: float) -> str:
-    """Bytes in the unit that suits them.
-
-    >>> size(1536), size(40), size(25 * 2**20)
-    ('1.5 KiB', '40 B', '25.0 MiB')
-    """
+    """Bytes in a suitable unit, as 40 B or 1.5 KiB."""
     if nbytes < 1024:
         return f"{nbytes:.0f} B"
     value = float(nbytes)

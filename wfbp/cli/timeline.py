@@ -1,4 +1,4 @@
-"""``wfbp timeline``: the timelines of all ranks as one file, and what steps took."""
+"""``wfbp timeline``: merges the timelines of all ranks, and summarizes their steps."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ _TIMES = ("iteration", "forward", "backward", "update", "exposed", "communicatio
 )
 @json_option
 def command(places: tuple[str, ...], output: str | None, as_json: bool) -> None:
-    """Merge the timelines of all ranks, and tell what their steps took.
+    """Merge the timelines of all ranks, and summarize their steps.
 
-    FOLDER is what WFBP_TIMELINE was set to while training; files are what start_timeline() wrote on
-    several ranks. The merged file opens in Perfetto
-    (https://ui.perfetto.dev) and chrome://tracing. When a job ends normally, rank 0 has merged them
-    already; a job that was killed has left the ranks' files, which this merges.
+    FOLDER is the value of WFBP_TIMELINE during training; files are those of start_timeline() on
+    several ranks. The merged file opens in Perfetto (https://ui.perfetto.dev) and chrome://tracing.
+    At a normal end of a job rank 0 merges them; this merges the files of a killed job.
     """
     folder = Path(places[0])
     paths = [Path(place) for place in places]

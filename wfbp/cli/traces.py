@@ -18,10 +18,9 @@ from wfbp.core.trace import Trace
 @click.option("--output", metavar="DIR", help="Write the named ones, or all, as files there.")
 @json_option
 def command(names: tuple[str, ...], output: str | None, as_json: bool) -> None:
-    """List the example traces, or write them as files.
+    """List the example traces and costs, or write them as files.
 
-    wfbp plan and wfbp simulate know them by name: wfbp plan resnet-50 --cost 10gbe-16. The
-    examples of costs are listed below the traces, and can be written, too.
+    wfbp plan and wfbp simulate accept their names: wfbp plan resnet-50 --cost 10gbe-16.
     """
     traces = {path.stem: path for path in sorted(EXAMPLE_TRACES.glob("*.json"))}
     costs = {path.stem: path for path in sorted(EXAMPLE_COSTS.glob("*.json"))}

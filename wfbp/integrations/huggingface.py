@@ -1,11 +1,11 @@
 """Accelerate's ``Accelerator`` and Transformers' ``Trainer``, for jobs that ``mpirun`` starts.
 
-Accelerate is told how many ranks there are and which one this is, so that it divides data and lets
-rank 0 write; but not that they are distributed, for it would then set up ``torch.distributed``.
-What ranks exchange goes through the methods that :class:`Accelerator` replaces.
+Accelerate learns its rank and the number of ranks, so that it divides data and rank 0 writes files.
+It must not learn that they are distributed, or it would set up ``torch.distributed``. Methods of
+:class:`Accelerator` do all communication.
 
 Example:
-    A program that is started on several ranks, as by ``wfbprun -n 4 python train.py``::
+    A program that ``wfbprun -n 4 python train.py`` starts on several ranks::
 
         accelerator = Accelerator(gradient_accumulation_steps=4)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -36,7 +36,7 @@ __all__ = ["Accelerator", "Trainer", "TrainingArguments"]
 
 
 def _tell_ranks(cpu: bool) -> None:
-    """Let Accelerate know the ranks of the MPI job."""
+    """Give Accelerate the ranks of the MPI job."""
     wfbp.init()
     if PartialState._shared_state.get("num_processes") == wfbp.size():
         return
@@ -60,14 +60,13 @@ def _tell_ranks(cpu: bool) -> None:
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """An ``Accelerator`` whose ranks are those of the MPI job, and whose gradients wfbp averages.
+    """An ``Accelerator`` on the ranks of the MPI job, whose gradients wfbp averages.
 
-    ``prepare`` gives models the parameters of rank 0, wraps optimizers in
-    :func:`wfbp.torch.DistributedOptimizer` and gives each rank its part of the data. Gradients are
-    clipped and accumulated as ever: ``clip_grad_norm_`` sees averages, and with
-    ``gradient_accumulation_steps`` they travel once per step of the optimizer. Pass models to
-    ``prepare`` before their optimizers, so that messages name parameters. Mixed precision with a
-    scaler (``fp16``) is refused; ``bf16`` is not.
+    ``prepare`` broadcasts models' parameters from rank 0, wraps optimizers in
+    :func:`wfbp.torch.DistributedOptimizer` and divides data among the ranks.
+    ``clip_grad_norm_`` clips averages; ``gradient_accumulation_steps`` averages once per step of
+    the optimizer. Pass models to ``prepare`` before their optimizers, so that messages name
+    parameters. Mixed precision can be ``bf16``, but not ``fp16``, which has a scaler.
 
     Args:
         arguments: as Accelerate's.
@@ -75,12 +74,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         options: as Accelerate's.
 
     Raises:
-        ValueError: Accelerate was told of other processes before.
+        ValueError: Accelerate was already set up for other processes.
     """
 
     wrapping: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed
     passes: int | None = None
-    """How many batches precede a step, where Accelerate itself does not know."""
+    """Batches per step, if Accelerate itself does not count them."""
 
     def __init__(
         self, *arguments: Any, wrapping: dict[str, Any] | None = None, **options: Any
@@ -135,7 +134,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def _average(self) -> None:
-        """Put averages into ``p.grad``; the following step takes them as they are."""
+        """Put averages into ``p.grad``; the following step uses them unchanged."""
         for prepared in self._optimizers:
             prepared.optimizer.synchronize()
             prepared.optimizer._wfbp_synchronized = False  # no program for Horovod called it
@@ -195,10 +194,10 @@ def _only_tensors(data: Any) -> bool:
 class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
     """``TrainingArguments`` of a job that ``mpirun`` starts; each rank is one process.
 
-    All options are those of Transformers; ``fp16`` is refused, ``bf16`` is not.
+    All options are those of Transformers; precision can be ``bf16``, but not ``fp16``.
 
     Args:
-        wfbp_schedule: how gradients are grouped, as of :func:`wfbp.torch.DistributedOptimizer`.
+        wfbp_schedule: ``schedule`` of :func:`wfbp.torch.DistributedOptimizer`.
     """
 
     wfbp_schedule: str | None = None

@@ -1,12 +1,4 @@
-"""A strategy for PyTorch Lightning, for jobs that ``mpirun`` or ``wfbprun`` starts.
-
-Example:
-    A program that is started on several ranks, as by ``wfbprun -n 4 python train.py``::
-
-        trainer = lightning.Trainer(
-            strategy=WfbpStrategy(), gradient_clip_val=1.0, accumulate_grad_batches=4)
-        trainer.fit(model, data)
-"""
+"""A strategy for PyTorch Lightning, for jobs that ``mpirun`` or ``wfbprun`` starts."""
 
 from __future__ import annotations
 
@@ -45,17 +37,16 @@ _OPERATIONS = {
 class WfbpStrategy(ParallelStrategy):  # type: ignore[misc]
     """Trains on every rank of the MPI job, and averages gradients while backward computes.
 
-    The trainer's own options apply: ``gradient_clip_val`` clips the averaged gradients, and
-    ``accumulate_grad_batches`` averages once per step of the optimizer. Parameters begin as those
-    of rank 0; samplers give each rank its part of the data; rank 0 writes checkpoints. A module may
-    have several optimizers, and optimize manually. ``trainer.strategy.optimizers[0].stats()`` tells
-    how training goes.
-
-    Half precision with a scaler (``16-mixed``) is refused; ``bf16-mixed`` is not.
+    ``gradient_clip_val`` of the trainer clips the averaged gradients;
+    ``accumulate_grad_batches`` averages once per step of the optimizer. Rank 0 broadcasts its
+    parameters and writes checkpoints; samplers divide the data among the ranks. A module may have
+    several optimizers, and optimize manually. Statistics of training are in
+    ``trainer.strategy.optimizers[0].stats()``. Precision can be ``bf16-mixed``, but not
+    ``16-mixed``, which has a scaler.
 
     Args:
-        schedule: as of :func:`wfbp.torch.DistributedOptimizer`, as are all that follow.
-        options: further ones of it, by name, as ``compression`` and ``optimizer_sharding``.
+        schedule: of :func:`wfbp.torch.DistributedOptimizer`.
+        options: its other options by name, as ``compression`` and ``optimizer_sharding``.
 
     Raises:
         WfbpError: MPI cannot be initialized.
@@ -134,17 +125,14 @@ class WfbpStrategy(ParallelStrategy):  # type: ignore[misc]
         model: LightningModule | None = None,
         **options: Any,
     ) -> Any:
-        """Run forward and backward, average the gradients, clip them, and let the optimizer step.
-
-        Lightning clips within the closure that it passes to optimizers, before gradients are
-        averaged; so this calls the closure itself. If no hook reads the gradients, they are left to
-        the optimizer, which may keep shards of them.
-        """
+        """Run forward and backward, average and clip the gradients, and let the optimizer step."""
         module = model or self.lightning_module
         if isinstance(optimizer, torch.optim.LBFGS):  # calls its closure as often as it likes
             if module.trainer.gradient_clip_val:
                 raise ValueError("LBFGS steps within its closure; gradients cannot be clipped")
             return super().optimizer_step(optimizer, closure, model, **options)
+        # Lightning's own closure would clip before gradients are averaged. Unless something reads
+        # them, the optimizer averages them itself, perhaps keeping only shards.
         result = closure()
         if not self._reads_gradients(module):
             optimizer.step(**options)
@@ -204,7 +192,7 @@ class WfbpStrategy(ParallelStrategy):  # type: ignore[misc]
 
 
 class _Ranks(ClusterEnvironment):  # type: ignore[misc]
-    """The ranks of the MPI job, which mpirun has started."""
+    """The ranks of the MPI job."""
 
     creates_processes_externally = True
     main_address = "127.0.0.1"  # of torch.distributed, which is not used

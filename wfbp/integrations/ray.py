@@ -1,24 +1,8 @@
-"""Ranks placed by Ray: a function runs on every rank of an MPI job within a Ray cluster.
+"""Runs a function on every rank of an MPI job within a Ray cluster, without ssh.
 
-Ray reserves a place for each rank (a placement group with an actor in each bundle) and says on
-which nodes they are; the first actor starts ``mpirun`` there. To reach the other nodes ``mpirun``
-calls, instead of ssh, an agent that hands its command to the actor on that node. So a cluster needs
-no ssh, only wfbp at the same path on every node.
-
-Example:
-    On a machine of the cluster, or with ``RAY_ADDRESS`` set; without either, Ray starts a cluster
-    of this machine alone::
-
-        from wfbp.integrations.ray import run
-
-        def train(epochs):
-            import wfbp.torch as wfbp
-
-            wfbp.init()
-            ...
-            return loss
-
-        losses = run(train, 10, num_ranks=4, gpus_per_rank=1)
+Ray places an actor for each rank (placement group); the first actor starts ``mpirun``. ``mpirun``
+reaches other nodes by an agent, instead of ssh, that passes its command to the actor on that node.
+All nodes need wfbp at the same path.
 """
 
 from __future__ import annotations
@@ -52,7 +36,7 @@ __all__ = ["run"]
 T = TypeVar("T")
 
 LAST_LINES = 20
-"""Of what ``mpirun`` wrote to its standard error, in the message of an error."""
+"""Lines of ``mpirun``'s standard error in an error's message."""
 
 
 def run(
@@ -66,27 +50,27 @@ def run(
 ) -> list[T]:
     """Call a function on every rank of a job whose ranks Ray places.
 
-    Function and arguments travel by cloudpickle. Variables and GPUs of a rank are those that Ray
-    gives to its actor, so a ``runtime_env`` holds for ranks, too; so is its working directory where
-    the node lacks the driver's. What ranks print is shown as that of actors.
+    cloudpickle sends function and arguments. Ranks have their actors' environment, GPUs and
+    ``runtime_env``, and the driver's working directory if the node has it. Ray shows the ranks'
+    output as that of actors.
 
     Args:
         function: calls ``wfbp.init()`` and trains.
         arguments: of the function, the same on every rank.
-        num_ranks: how many ranks.
-        cpus_per_rank: cores that Ray reserves for each; ``OMP_NUM_THREADS`` follows them.
-        gpus_per_rank: GPUs that each has, and sees.
-        strategy: of Ray's placement group: ``PACK`` fills nodes, ``SPREAD`` takes many of them.
+        num_ranks: number of ranks.
+        cpus_per_rank: cores that Ray reserves for each; Ray sets ``OMP_NUM_THREADS`` to them.
+        gpus_per_rank: GPUs that each rank reserves and sees.
+        strategy: of Ray's placement group: ``PACK`` fills nodes, ``SPREAD`` uses many of them.
         timeout_s: seconds until Ray must have placed all ranks.
 
     Returns:
-        What the function returned, by rank.
+        The function's results, by rank.
 
     Raises:
         ImportError: Ray is not installed.
-        ValueError: no rank was asked for.
+        ValueError: ``num_ranks`` is below 1.
         WfbpError: the function failed on a rank; its error is the cause.
-        BackendError: Ray has no place for all ranks, or the job could not be started.
+        BackendError: Ray cannot place all ranks, or the job could not be started.
 
     Example:
         >>> run(lambda text: text.upper(), "a", num_ranks=2)  # doctest: +SKIP
@@ -134,7 +118,7 @@ def run(
 
 
 def _run(ray: Any, places: Sequence[Any], task: bytes) -> list[Any]:
-    """Start a job in places that Ray has given, and gather what its ranks returned."""
+    """Start a job in places given by Ray, and return the results of its ranks."""
     by_node: dict[str, list[Any]] = {}
     host_names = {}
     for place, (node, name) in zip(places, ray.get([p.node.remote() for p in places]), strict=True):
@@ -163,7 +147,7 @@ def _run(ray: Any, places: Sequence[Any], task: bytes) -> list[Any]:
 
 
 def check_host_names(host_names: Mapping[str, str], vendor: Vendor) -> None:
-    """Raise ``BackendError`` if Open MPI would take two nodes of one host name for one host."""
+    """Raise ``BackendError`` if Open MPI would confuse two nodes of the same host name."""
     nodes: dict[str, str] = {}
     for node, name in host_names.items() if vendor is Vendor.OPEN_MPI else ():
         other = nodes.setdefault(name, node)
@@ -178,8 +162,8 @@ def check_host_names(host_names: Mapping[str, str], vendor: Vendor) -> None:
 class _Place:
     """The actor of one rank; the first on its node starts MPI's processes there.
 
-    The driver calls its methods, and the launching actor calls ``execute``; up to three run at
-    once, on threads of their own. Only ``launch`` writes ``_mpirun``; ``stop`` reads it.
+    The driver and the launching actor (``execute``) call it on up to three threads at once. Only
+    ``launch`` writes ``_mpirun``; ``stop`` reads it.
     """
 
     _mpirun: subprocess.Popen[str] | None = None
@@ -190,13 +174,13 @@ class _Place:
         return "wfbp"  # in front of what ranks print
 
     def node(self) -> tuple[str, str]:
-        """The address of the node, as Ray knows it, and its host name."""
+        """The node's address in Ray, and its host name."""
         import ray
 
         return ray.util.get_node_ip_address(), socket.gethostname()
 
     def prepare(self, folder: str, rank: int, directory: str, task: bytes) -> None:
-        """Leave what the rank will need in a folder of its node."""
+        """Write the rank's input to a folder of its node."""
         self._folder, self._rank = folder, rank
         os.makedirs(folder, mode=0o700, exist_ok=True)
         if not os.path.isdir(directory):
@@ -207,10 +191,7 @@ class _Place:
     def launch(
         self, hosts: Mapping[str, int], firsts: Mapping[str, Any], host_names: Mapping[str, str]
     ) -> tuple[int, str]:
-        """Run the job; returns the status of ``mpirun`` and the end of its output.
-
-        By node: the number of its ranks, its first actor, and its host name.
-        """
+        """Run the job; returns ``mpirun``'s status and last lines. Mappings are by node."""
         agent = write_agent(Path(self._folder))
         mpi = find_mpi()
         check_host_names(host_names, mpi.vendor)
@@ -247,7 +228,7 @@ class _Place:
         return self._mpirun.returncode, "".join(last)
 
     def execute(self, command: str) -> tuple[int, str]:
-        """Run a command of MPI's on this node; its status, and what it said."""
+        """Run one of MPI's commands on this node; returns its status and output."""
         done = subprocess.run(
             ["/bin/sh", "-c", command],
             stdin=subprocess.DEVNULL,
@@ -259,19 +240,19 @@ class _Place:
         return done.returncode, done.stdout
 
     def outcome(self) -> bytes:
-        """What the rank has left: ``("returned", value)``, ``("raised", error, text)`` or None."""
+        """The rank's result: ``("returned", value)``, ``("raised", error, text)`` or None."""
         file = Path(self._folder, f"{self._rank}.outcome")
         return file.read_bytes() if file.exists() else cloudpickle.dumps(None)
 
     def stop(self) -> None:
-        """End the job, if it still runs, and leave nothing behind."""
+        """End the job, if it still runs, and remove its folder."""
         if self._mpirun is not None and self._mpirun.poll() is None:
             self._mpirun.terminate()
         shutil.rmtree(self._folder or os.devnull, ignore_errors=True)
 
 
 def write_agent(folder: Path) -> str:
-    """The program that ``mpirun`` calls instead of ssh."""
+    """Write the program that ``mpirun`` calls instead of ssh; returns its path."""
     agent = folder / "agent"
     words = (sys.executable, "-m", __spec__.name, "agent", str(folder))
     agent.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
@@ -280,7 +261,7 @@ def write_agent(folder: Path) -> str:
 
 
 def _serve(listener: Listener, firsts: Mapping[str, Any]) -> None:
-    """Hand the commands of agents to the actors of their nodes, until the listener is closed."""
+    """Pass the commands of agents to the actors of their nodes, until the listener is closed."""
     with contextlib.suppress(OSError):
         while True:
             threading.Thread(target=_answer, args=(listener.accept(), firsts), daemon=True).start()
@@ -298,7 +279,7 @@ def _answer(agent: Connection, firsts: Mapping[str, Any]) -> None:
 
 
 def _agent(folder: str, words: Sequence[str]) -> int:
-    """What ``mpirun`` calls as ssh is called: a host, and the words of a command for its shell."""
+    """``mpirun`` calls this like ssh: a host, and the words of a command for its shell."""
     node, *command = words[1:] if words[0] == "-x" else words
     with Client(os.path.join(folder, "socket"), "AF_UNIX") as place:
         place.send((node, " ".join(command)))
@@ -308,7 +289,7 @@ def _agent(folder: str, words: Sequence[str]) -> int:
 
 
 def _rank(folder: str) -> None:
-    """One rank: call the function as its actor would, and leave what it returned."""
+    """One rank: call the function in its actor's environment, and write its result."""
     file = Path(folder, f"{number(RANK, os.environ)}.task")
     directory, path, variables, task = cloudpickle.loads(file.read_bytes())
     os.chdir(directory)

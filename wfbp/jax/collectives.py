@@ -1,7 +1,4 @@
-"""Collectives on JAX arrays, under Horovod's names, inside ``jit`` and outside, differentiable.
-
-They are one JAX primitive, which knows how they are differentiated, batched and compiled.
-"""
+"""Differentiable collectives on JAX arrays, one JAX primitive, inside ``jit`` and outside."""
 
 from __future__ import annotations
 
@@ -39,15 +36,7 @@ LINEAR = frozenset({None, Op.SUM, Op.AVERAGE})
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective with its arguments, the same on every rank; static in compiled programs.
-
-    Args:
-        kind: the operation.
-        name: compared between ranks.
-        op: how arrays combine, if they do.
-        root_rank: of a broadcast.
-        rows: of each rank, in an all-gather or reduce-scatter.
-    """
+    """A collective and its arguments, the same on every rank; static in compiled programs."""
 
     kind: Kind
     name: str | None = None
@@ -56,7 +45,6 @@ class Collective:
     rows: tuple[int, ...] = ()
 
     def result_shape(self, shape: Shape) -> Shape:
-        """Shape of the result for an array of this shape."""
         if self.kind is Kind.ALLGATHER:
             return (sum(self.rows), *shape[1:])
         if self.kind is Kind.REDUCESCATTER:
@@ -64,11 +52,7 @@ class Collective:
         return shape
 
     def run(self, array: Array) -> Array:
-        """Do it, on every rank together.
-
-        Ranks match operations by their order, not by names: XLA's threads run them, and a rank in
-        another operation shall be told.
-        """
+        """Run the collective on every rank together."""
         operation = make_operation(
             self.kind,
             ArrayOperand(array),
@@ -77,7 +61,7 @@ class Collective:
             op=self.op,
             root_rank=self.root_rank,
             splits=self.rows if self.kind is Kind.REDUCESCATTER else None,
-            ordered=True,
+            ordered=True,  # not matched by name: XLA's threads run it, and a rank in another errs
         )
         finish = operation.finish
 
@@ -97,10 +81,7 @@ class Collective:
         return done
 
     def transposed(self, cotangent: jax.Array) -> jax.Array:
-        """The cotangent of the argument, from that of the result: again a collective.
-
-        Gradients are those of the sum of what all ranks differentiate.
-        """
+        """The argument's cotangent; gradients are those of the sum of all ranks' functions."""
         if self.kind is Kind.ALLGATHER:
             return apply(Collective(Kind.REDUCESCATTER, op=Op.SUM, rows=self.rows), cotangent)
         if self.kind is Kind.REDUCESCATTER:
@@ -113,7 +94,7 @@ class Collective:
 
 
 def apply(collective: Collective, array: Any) -> jax.Array:
-    """Do it now, or have it done by the program that is being traced."""
+    """Run the collective now, or add it to the program that is being traced."""
     result: jax.Array = _primitive.bind(array, collective=collective)
     return result
 
@@ -123,7 +104,7 @@ def _now(array: Any, *, collective: Collective) -> jax.Array:
     result = collective.run(np.asarray(array))
     if not array.committed:
         return jnp.asarray(result)
-    # A sharding over several devices may not fit another shape; JAX says so then.
+    # JAX raises if a sharding over several devices does not fit the new shape.
     placed: jax.Array = jax.device_put(result, array.sharding)
     return placed
 
@@ -145,7 +126,7 @@ def _as_callback(array: Any, *, collective: Collective) -> Any:
 
 @cache
 def _effects() -> Any:
-    """What JAX keeps in order: the effects of an ordered callback."""
+    """The effects of an ordered callback, which JAX keeps in order."""
     return jax.make_jaxpr(lambda: io_callback(_effects, None, ordered=True))().effects
 
 
@@ -192,9 +173,7 @@ _primitive = _make()
 
 
 def allreduce(array: Any, name: str | None = None, op: Op = Op.AVERAGE) -> jax.Array:
-    """Combine an array over all ranks.
-
-    Its gradient is the all-reduce of the gradient, by the same operation.
+    """Combine an array over all ranks; its gradient is the same all-reduce of the gradient.
 
     Args:
         array: same shape and element type on every rank; float16, bfloat16, float32, float64,
@@ -203,8 +182,11 @@ def allreduce(array: Any, name: str | None = None, op: Op = Op.AVERAGE) -> jax.A
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``; the last three have no
             gradient. The average of integers is truncated to an integer.
 
+    Returns:
+        The combined array, of the same shape and element type.
+
     Raises:
-        ValueError: an element type that cannot be sent, or no such operation.
+        ValueError: an element type that cannot be sent, or an unknown operation.
         DisagreementError: ranks called different operations.
 
     Example:
@@ -220,17 +202,17 @@ def allreduce(array: Any, name: str | None = None, op: Op = Op.AVERAGE) -> jax.A
 
 
 def broadcast(array: Any, root_rank: int, name: str | None = None) -> jax.Array:
-    """The root's array, on every rank.
+    """Return the root's array on every rank.
 
     Its gradient is the sum of all ranks' gradients on the root, and zero elsewhere.
 
     Args:
         array: same shape and element type on every rank.
-        root_rank: whose values everybody gets.
+        root_rank: rank whose array is sent.
         name: for messages.
 
     Raises:
-        ValueError: no such rank.
+        ValueError: ``root_rank`` does not exist.
         DisagreementError: ranks called different operations.
     """
     runtime = process.current("broadcast()")
@@ -240,13 +222,12 @@ def broadcast(array: Any, root_rank: int, name: str | None = None) -> jax.Array:
 
 
 def allgather(array: Any, name: str | None = None) -> jax.Array:
-    """The arrays of all ranks, concatenated along the first dimension in rank order.
+    """Concatenate the arrays of all ranks along the first dimension, in rank order.
 
     Its gradient is this rank's rows of the sum of all ranks' gradients.
 
     Args:
-        array: at least one dimension. Sizes may differ between ranks in the first one only, and
-            not at all inside ``jit``, where shapes must be known before.
+        array: at least one dimension. Outside ``jit`` the first may differ between ranks.
         name: for messages.
 
     Raises:
@@ -267,19 +248,18 @@ def allgather(array: Any, name: str | None = None) -> jax.Array:
 
 
 def reducescatter(array: Any, name: str | None = None, op: Op = Op.AVERAGE) -> jax.Array:
-    """This rank's rows of what all ranks' arrays combine to.
+    """Combine the arrays of all ranks, and return this rank's rows of the result.
 
-    Its gradient is the all-gather of the gradient, divided by the number of ranks for
-    ``Average``.
+    Its gradient is the all-gather of the gradient, divided by the number of ranks for ``Average``.
 
     Args:
-        array: same shape and element type on every rank, at least one dimension. Rows are shared
-            out as equally as possible; the first ranks get one more where they do not divide.
+        array: same shape and element type on every rank, at least one dimension. If its rows do
+            not divide evenly, each of the first ranks gets one more.
         name: for messages.
         op: as in :func:`allreduce`.
 
     Raises:
-        ValueError: a scalar, an element type that cannot be sent, or no such operation.
+        ValueError: a scalar, an element type that cannot be sent, or an unknown operation.
         DisagreementError: ranks called different operations.
     """
     runtime = process.current("reducescatter()")
@@ -294,17 +274,17 @@ def reducescatter(array: Any, name: str | None = None, op: Op = Op.AVERAGE) -> j
 
 
 def alltoall(array: Any, name: str | None = None) -> jax.Array:
-    """Block r of every rank's array, concatenated in rank order, on rank r.
+    """Send block r to rank r; returns the received blocks, concatenated in rank order.
 
     Its gradient is the same exchange of the gradient.
 
     Args:
-        array: same shape and element type on every rank; its first dimension divides into as
-            many blocks as there are ranks.
+        array: same shape and element type on every rank; the number of ranks divides its first
+            dimension.
         name: for messages.
 
     Raises:
-        ValueError: it does not divide.
+        ValueError: the first dimension is not divisible.
         DisagreementError: ranks called different operations.
     """
     runtime = process.current("alltoall()")
@@ -329,8 +309,5 @@ def _check_op(array: jax.Array, op: Op) -> None:
 
 
 def is_compiling() -> bool:
-    """Whether the program is traced for later, so that no other rank need be tracing it now.
-
-    Not so in ``grad`` and ``vmap`` alone: they compute at once.
-    """
+    """Whether a program is traced to run later; ``grad`` and ``vmap`` alone compute at once."""
     return isinstance(jnp.zeros(()), jax.core.Tracer)

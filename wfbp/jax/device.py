@@ -1,4 +1,4 @@
-"""The device that JAX's programs run on, streams as XLA tells them, and the choice of a GPU."""
+"""The device that JAX's programs run on, streams given by XLA, and the choice of a GPU."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from wfbp.runtime import process
 
 
 class XlaStreams(Device):
-    """A device whose streams XLA provides, for one thread at a time each; ``index`` is CUDA's
-    number."""
+    """A device (``index``: CUDA's number) whose streams XLA provides, one at a time per thread."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -26,8 +25,7 @@ class XlaStreams(Device):
 
     @contextmanager
     def at(self, stream: int, event: Event | None = None) -> Iterator[None]:
-        """A context in which the calling thread's work is on a stream, after an event recorded
-        there (None: the stream's current position)."""
+        """This thread works on a stream, after an event there (None: after all work so far)."""
         before = getattr(self._place, "now", None)
         self._place.now = stream, event
         try:
@@ -56,7 +54,7 @@ class XlaStreams(Device):
 
     @abstractmethod
     def recorded(self, handle: int) -> Event:
-        """The event of such a handle, which is no longer lent."""
+        """The event of a lent handle, which is no longer lent."""
 
     @abstractmethod
     def move(self, to: Sequence[int], source: Sequence[int], nbytes: Sequence[int]) -> None:
@@ -64,10 +62,7 @@ class XlaStreams(Device):
 
 
 class XlaDevice(XlaStreams, CupyDevice):
-    """A CUDA device that JAX runs programs on; ``index`` is CUDA's number in this process.
-
-    Raises ``ImportError`` if CuPy is not installed, or finds no driver.
-    """
+    """A CUDA device that JAX runs programs on; ``ImportError`` without CuPy or a driver."""
 
     def __init__(self, index: int) -> None:
         CupyDevice.__init__(
@@ -109,10 +104,7 @@ def check_device(device: XlaStreams | None, place: tuple[int, int, int] | None) 
 
 
 def programs_device() -> XlaStreams | None:
-    """The device that this process's programs run on; None for the CPU.
-
-    Raises ``WfbpError`` for others than CUDA, ``ImportError`` on CUDA without CuPy.
-    """
+    """The device of this process's programs, None for the CPU; ``WfbpError`` if it is not CUDA."""
     platform = jax.default_backend()
     if platform == "cpu":
         return None
@@ -126,10 +118,10 @@ def programs_device() -> XlaStreams | None:
 
 
 def set_local_device() -> jax.Device:
-    """Let JAX use this rank's GPU and no other: that of the rank's number on its host.
+    """Let JAX use only this rank's GPU, whose number is the rank's number on its host.
 
-    To be called after ``init()`` and before JAX computes anything or is asked for its devices: it
-    takes memory on every GPU that it is given.
+    Call it after ``init()`` and before JAX computes anything or lists its devices: JAX takes memory
+    on every GPU that it may use.
 
     Returns:
         The device.
@@ -137,8 +129,8 @@ def set_local_device() -> jax.Device:
     Raises:
         NotInitializedError: before ``wfbp.init()``.
         ImportError: CuPy is not installed, or finds no driver.
-        RuntimeError: there are fewer GPUs than ranks on this host; or JAX had set itself up
-            before, or is none for CUDA.
+        RuntimeError: this host has fewer GPUs than ranks; JAX was used before, or is not built for
+            CUDA.
     """
     runtime = process.current("set_local_device()")
     mine = runtime.local_rank

@@ -1,7 +1,7 @@
-"""All exchanges of gradients of this process, and how ranks come to make the same ones.
+"""All exchanges of gradients of this process.
 
 Equal :class:`ExchangeDescription` s share a :class:`GradientExchange`, which gives a step's
-announcements to its reducer. The registry passes on what XLA's threads announce.
+announcements to its reducer. The registry passes on announcements from XLA's threads.
 """
 
 from __future__ import annotations
@@ -37,16 +37,7 @@ Copy = Callable[[Sequence[int], Sequence[int], Sequence[int]], None]
 
 @dataclass(frozen=True)
 class ExchangeDescription:
-    """What is exchanged and how; equal ones share a reducer.
-
-    Args:
-        name: for messages, and to distinguish exchanges of equal leaves.
-        specs: the leaves, in the order of the tree.
-        op: ``Op.AVERAGE`` or ``Op.SUM``.
-        schedule: a planner's name, or ``auto``.
-        threshold_bytes: for the ``threshold`` planner.
-        occurrence: 0, or how many equal exchanges come before it in the same program.
-    """
+    """The leaves and settings of an exchange; equal descriptions share a reducer."""
 
     name: str
     specs: tuple[TensorSpec, ...]
@@ -57,21 +48,20 @@ class ExchangeDescription:
 
     @cached_property
     def text(self) -> str:
-        """All of it; the same in every process."""
+        """The description as JSON; the same in every process."""
         rows = [[s.name, list(s.shape), s.dtype] for s in self.specs]
         rest = [self.op.value, self.schedule, self.threshold_bytes, self.occurrence]
         return json.dumps([self.name, rows, *rest])
 
     @classmethod
     def parse(cls, text: str) -> ExchangeDescription:
-        """The description of a :attr:`text`."""
         name, rows, op, *rest = json.loads(text)
         specs = tuple(TensorSpec(n, tuple(shape), dtype) for n, shape, dtype in rows)
         return cls(name, specs, Op(op), *rest)
 
     @property
     def title(self) -> str:
-        """Its name in messages."""
+        """The name in messages."""
         return f"{self.name} ({self.occurrence + 1})" if self.occurrence else self.name
 
     @cached_property
@@ -84,18 +74,10 @@ class ExchangeDescription:
 class GradientExchange:
     """Collects a step's announcements, and gives them to the reducer.
 
-    Announcements come from the announcement thread or from the training thread, waits from an XLA
-    thread or from the training thread. ``lock`` is shared with all other exchanges and held for
-    every change of the open step's state; nothing waits under it.
-
-    Args:
-        description: what is exchanged.
-        where: this rank, for messages.
-        lock: see above.
-        make: makes the reducer; collective.
-        copy: copies memory, given target addresses, source addresses and sizes in bytes.
-        expect: gets, by leaf, the number of the group with which its gradient may leave before the
-            wait, -1 for none; only these announcements must be passed on at once.
+    The announcement thread or the training thread announces; an XLA thread or the training thread
+    waits. All exchanges share ``lock``, held for every change of the open step's state; nothing
+    waits under it. ``make`` (collective) makes the reducer; ``copy`` copies memory (targets,
+    sources, bytes). ``expect`` gets each leaf's group that may leave before the wait, or -1.
     """
 
     def __init__(
@@ -124,10 +106,7 @@ class GradientExchange:
         self._failed = ""
 
     def announce(self, index: int, address: int, time_s: float | None = None) -> None:
-        """The gradient of a leaf exists; called with the lock held.
-
-        ``time_s`` says since when, as of ``time.perf_counter``; None for now.
-        """
+        """Call with the lock held: a gradient exists since ``perf_counter`` ``time_s``, or now."""
         if self._failed:
             return
         if self._addresses[index] or self._closing:
@@ -142,13 +121,9 @@ class GradientExchange:
         self._mark(index, address, time_s)
 
     def reduce(self, inputs: Sequence[int], outputs: Sequence[int]) -> None:
-        """Close the step, and wait until all reduced gradients are in ``outputs``.
+        """Close the step, and wait until ``outputs`` (may be ``inputs``) has all reduced gradients.
 
-        ``inputs`` has the gradients' addresses now; may be ``outputs``.
-
-        Raises:
-            WfbpError: two steps ran at once; or ranks disagree, failed, or did not answer in time.
-                Every later call then raises it too.
+        Raises ``WfbpError``, in every later call too, if steps overlap or communication fails.
         """
         with self._lock:
             if self._closing:
@@ -200,13 +175,13 @@ class GradientExchange:
             self.reducer.mark_ready(index, address, None, time_s)
 
     def source(self, index: int) -> GradientRef | None:
-        """The address of a gradient of which the reducer expected to hear once more."""
+        """The address of a gradient, if the reducer expected another announcement of it."""
         address = self._addresses[index]
         return (address, None) if address else None
 
 
 def _remedy() -> str:
-    """The end of a message that a gradient came twice."""
+    """The end of a message that a gradient was announced twice."""
     remedy = (
         ". Let one depend on the other, call jax.block_until_ready on the first, or average each "
         "by a function of its own, with another name="
@@ -220,14 +195,12 @@ def _remedy() -> str:
 
 
 def early_groups(plan: Plan, specs: Sequence[TensorSpec]) -> list[int]:
-    """Per tensor the group with which it may leave before the step is closed, or -1.
+    """By tensor, the group that may be sent before the step is closed, or -1.
 
-    Example:
-        >>> from wfbp.core.plan import Group
-        >>> specs = tuple(TensorSpec(name, (4,), "float32") for name in "abc")
-        >>> plan = Plan("wfbp", specs, (Group((2,)), Group((1,)), Group((0,))))
-        >>> early_groups(plan, specs)
-        [-1, 1, 0]
+    >>> from wfbp.core.plan import Group
+    >>> specs = tuple(TensorSpec(name, (4,), "float32") for name in "abc")
+    >>> early_groups(Plan("wfbp", specs, (Group((2,)), Group((1,)), Group((0,)))), specs)
+    [-1, 1, 0]
     """
     groups = dict.fromkeys(specs, -1)
     if plan.overlap:
@@ -237,17 +210,14 @@ def early_groups(plan: Plan, specs: Sequence[TensorSpec]) -> list[int]:
 
 
 class ExchangeRegistry:
-    """Exchanges by key.
+    """Exchanges by key, on ``device`` (None: the CPU).
 
-    Programs are compiled in any order, and perhaps on one rank only; a description is known from
-    then on. Its reducer is made when the first step of it ends. Ranks then tell each other which
-    exchange they have come to: if independent steps of one program run at once, that may differ.
-    All that are wanted anywhere are made, in the order of their keys.
+    Ranks compile programs in any order, and independent steps may reach their first waits in a
+    different order on each rank. So ranks tell each other in the first wait which exchange they
+    have reached, and all make every wanted reducer, in the order of keys.
 
-    Any thread may call anything. ``_lock`` protects the tables and the open steps; ``_making`` is
-    held while a reducer is made, and waits for other ranks.
-
-    ``device`` is the one that programs run on; None for the CPU.
+    Any thread may call any method. ``_lock`` protects the tables and the open steps; ``_making`` is
+    held while a reducer is made, which waits for other ranks.
     """
 
     def __init__(self, handlers: native.Handlers, device: XlaStreams | None = None) -> None:
@@ -265,7 +235,7 @@ class ExchangeRegistry:
         ).start()
 
     def add(self, description: ExchangeDescription) -> int:
-        """Know a description; its key."""
+        """Register a description; returns its key."""
         if process.is_initialized():
             # XLA may run the program on a thread that has not communicated before.
             process.current("an exchange").expect_other_threads()
@@ -307,20 +277,17 @@ class ExchangeRegistry:
         outputs: Sequence[int],
         place: tuple[int, int, int] | None,
     ) -> None:
-        """All gradients of a compiled program exist; called on one of XLA's threads.
-
-        On a device they exist at ``place`` in its stream, and results are ordered before later work
-        there.
-        """
+        """Reduce a program's gradients, which exist at ``place``; called on an XLA thread."""
         with self._lock:
             self._take_notes()
             exchange = self._get(key)
         check_device(self.device, place)
+        # On a device, results are ordered before later work in the stream of this place.
         with signals.deferred, self._at(place):
             exchange.reduce(inputs, outputs)
 
     def _forward_announcements(self) -> None:
-        """The announcement thread: passes on what XLA announces, if it may leave at once."""
+        """The announcement thread: passes on announcements of groups that may be sent at once."""
         while self._native.listen():
             with self._lock:
                 self._take_notes()
@@ -342,19 +309,19 @@ class ExchangeRegistry:
             self._stock(used)
 
     def _at(self, place: tuple[int, int, int] | None) -> AbstractContextManager[None]:
-        """A context in which this thread's work is where a handler was called."""
+        """A context that puts this thread's work at the stream and event of a handler's call."""
         if self.device is None or place is None:
             return nullcontext()
         _, stream, handle = place
         return self.device.at(stream, self.device.recorded(handle) if handle else None)
 
     def _stock(self, count: int) -> None:
-        """Let so many more announcements record events."""
+        """Give the handlers events for ``count`` more announcements."""
         if self.device is not None:
             self._native.stock(self.device.recorder, self.device.lend(count))
 
     def _get(self, key: int) -> GradientExchange:
-        """The exchange of a key, in the runtime that there is now."""
+        """The exchange of a key, in the current runtime."""
         runtime = process.current("a step that was compiled before")
         if runtime is not self._runtime:
             for reducer in self._reducers.values():
@@ -382,7 +349,7 @@ class ExchangeRegistry:
         return known
 
     def _make(self, runtime: Runtime, wanted: ExchangeDescription) -> Reducer:
-        """The reducer of an exchange; made together with all others that ranks have come to."""
+        """Make the reducer of an exchange, with all others that ranks have reached."""
         with self._making:
             if wanted.key in self._reducers:
                 return self._reducers[wanted.key]
@@ -429,24 +396,19 @@ def _disagree(where: str, descriptions: Sequence[ExchangeDescription]) -> None:
 
 @functools.cache
 def exchange_registry() -> ExchangeRegistry:
-    """The registry of this process.
-
-    Raises ``ImportError`` without XLA handlers, ``WfbpError`` if programs run on neither a CPU nor
-    CUDA.
-    """
+    """The process's registry; raises errors of :func:`programs_device` and ``native.load``."""
     device = programs_device()
     return ExchangeRegistry(native.load(), device)
 
 
 def report() -> dict[str, dict[str, Any]]:
-    """Of everything that exchanges gradients, by its name, the plan in use and what it costs.
+    """Report the plan in use and its cost, for every exchange by name.
 
-    Names are those given by ``name=``, else ``value_and_grad`` or ``DistributedOptimizer``. Empty
-    on one rank, and before the first step.
+    Names are those given by ``name=``, else ``value_and_grad`` or ``DistributedOptimizer``.
 
     Returns:
         Reports with the keys of PyTorch's ``optimizer.report()``: schedule, num_groups,
-        measured_iteration_s and so on.
+        measured_iteration_s and so on. Empty on one rank, and before the first step.
 
     Example:
         >>> import wfbp.jax as wfbp
@@ -459,13 +421,12 @@ def report() -> dict[str, dict[str, Any]]:
 
 
 def stats() -> dict[str, dict[str, Any]]:
-    """Of everything that exchanges gradients, by its name, how training goes.
-
-    Names as of :func:`report`. Empty on one rank, and before the first step.
+    """Report the progress of training, for every exchange by name; names as in :func:`report`.
 
     Returns:
         Stats with the keys of PyTorch's ``optimizer.stats()``: iteration, iteration_s, exposed_s,
-        bytes, ratio_to_lower_bound, predicted_s, plan and phase.
+        bytes, ratio_to_lower_bound, predicted_s, plan and phase. Empty on one rank, and before the
+        first step.
 
     Example:
         >>> import wfbp.jax as wfbp

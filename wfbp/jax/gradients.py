@@ -1,7 +1,7 @@
 """Gradients averaged over the ranks while backward computes: of a function, or by an optimizer.
 
-Gradients leave a program, compiled or not, by announcements, and come back by waits. In compiled
-programs both are JAX primitives; a leaf's hook announces its gradient in backward.
+Each gradient is announced when it exists; one wait returns all of them, reduced. In compiled
+programs both are JAX primitives.
 """
 
 from __future__ import annotations
@@ -36,13 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The leaves of a tree that are exchanged.
-
-    Args:
-        treedef: of all trees together.
-        places: indices of the exchanged leaves; the others are passed on as they are.
-        specs: of the exchanged leaves.
-    """
+    """The exchanged leaves of trees, by index in ``places``; the others are passed on unchanged."""
 
     treedef: Any
     places: tuple[int, ...]
@@ -50,15 +44,7 @@ class Layout:
 
     @classmethod
     def of(cls, trees: Sequence[Any], roots: Sequence[str], user: str) -> Layout:
-        """The leaves that trees of gradients, or of parameters, exchange together.
-
-        Leaves without elements, or that are no floating point numbers (step counters, gradients of
-        integers), are not exchanged. ``roots`` name the trees; their leaves' names begin with them.
-
-        Raises:
-            TypeError: a leaf that is neither an array nor a number.
-            ValueError: a complex leaf, or one of a floating point type that cannot be sent.
-        """
+        """The exchanged leaves: floating point, and not empty; names begin with ``roots``."""
         pairs, treedef = jax.tree_util.tree_flatten_with_path(tuple(trees))
         places, specs = [], []
         for place, (path, leaf) in enumerate(pairs):
@@ -83,7 +69,7 @@ class Layout:
     def replace(
         self, trees: Sequence[Any], change: Callable[[list[Any]], list[Any]]
     ) -> tuple[Any, ...]:
-        """Trees of the same structure in which ``change`` has replaced the exchanged leaves."""
+        """Trees of the same structure, with the exchanged leaves replaced by ``change``."""
         leaves = self.treedef.flatten_up_to(tuple(trees))
         changed = change([leaves[place] for place in self.places])
         for place, value in zip(self.places, changed, strict=True):
@@ -94,15 +80,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeOptions:
-    """How gradients are to be exchanged; None stands for the environment's setting.
-
-    Args:
-        user: the function that was called, for messages.
-        op: ``Average`` or ``Sum``.
-        schedule: a planner's name, or ``auto``.
-        threshold_bytes: group size of ``threshold``.
-        name: given by the caller, or None.
-    """
+    """How to exchange gradients; None means the environment's setting. ``user`` is for messages."""
 
     user: str
     op: Op
@@ -111,7 +89,6 @@ class ExchangeOptions:
     name: str | None
 
     def describe(self, config: Config, specs: Sequence[TensorSpec]) -> ExchangeDescription:
-        """The exchange of these leaves; ``ValueError`` for a bad argument."""
         schedule = config.schedule if self.schedule is None else self.schedule
         limit_bytes = (
             config.threshold_bytes if self.threshold_bytes is None else self.threshold_bytes
@@ -122,32 +99,27 @@ class ExchangeOptions:
         )
 
     def check(self, config: Config) -> None:
-        """Raise ``ValueError`` for an argument that is bad whatever the leaves are."""
+        """Raise ``ValueError`` for an argument that is bad for any leaves."""
         self.describe(config, [TensorSpec("any", (1,), "float32")])
 
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """One place in a program's text at which gradients are exchanged.
-
-    ``description`` may be equal to that of other sites; ``add`` registers it and returns its key.
-    """
+    """One place in a program that exchanges gradients; other sites may have equal descriptions."""
 
     description: ExchangeDescription
     add: Callable[[ExchangeDescription], int]
 
 
 def announce(gradient: Any, site: Site, index: int) -> Any:
-    """A gradient leaves as soon as it exists; the result must go into :func:`wait`.
-
-    XLA runs a call as soon as its operands exist: this one has a single operand.
-    """
+    """Send a gradient as soon as it exists; the result must be passed to :func:`wait`."""
+    # A single operand: XLA runs a call as soon as its operands exist.
     (announced,) = _announce.bind(gradient, site=site, index=index)
     return announced
 
 
 def wait(gradients: Sequence[Any], site: Site) -> list[Any]:
-    """All gradients of a site, reduced. None of them can be dropped on its own."""
+    """All gradients of a site, reduced; one primitive, so that none is eliminated alone."""
     reduced: list[Any] = _wait.bind(*gradients, site=site)
     return reduced
 
@@ -169,7 +141,7 @@ def _key(program: Any, site: Site) -> int:
 def _lowered(
     target: str, context: Any, *operands: Any, site: Site, index: int | None = None
 ) -> Any:
-    """A call of an XLA handler whose results may lie where its operands did."""
+    """A call of an XLA handler whose results may share memory with its operands."""
     attributes: dict[str, Any] = {"exchange": np.int64(_key(context.module_context.context, site))}
     if index is not None:
         attributes["index"] = np.int32(index)
@@ -212,11 +184,9 @@ _wait = _make("wfbp_wait")
 
 
 class TracedExchange:
-    """One exchange in a program's text: every leaf is announced once, then all are waited for once.
+    """One exchange in a program's text: announces every leaf once, then waits for all once.
 
-    While a program is traced, both become calls of XLA handlers (the primitives above). Outside of
-    programs the gradients leave with the wait. Whether a program is ``traced`` must be found out
-    before the function is differentiated, because that is a trace of its own.
+    In traced programs both become calls of XLA handlers; otherwise the wait sends the gradients.
     """
 
     def __init__(self, description: ExchangeDescription, traced: bool) -> None:
@@ -227,7 +197,7 @@ class TracedExchange:
         self._announced: set[int] = set()
 
     def tap(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves; the gradient of each is announced as soon as it exists."""
+        """The leaves, with a hook that announces the gradient of each."""
 
         def tapped(index: int, leaf: Any) -> Any:
             @jax.custom_vjp
@@ -243,14 +213,14 @@ class TracedExchange:
         return [tapped(index, leaf) for index, leaf in enumerate(leaves)]
 
     def announce(self, index: int, gradient: Any) -> Any:
-        """Let a gradient leave; the result must go into :meth:`wait`."""
+        """Announce a gradient; the result must be passed to :meth:`wait`."""
         if not (self._traced or isinstance(gradient, jax.core.Tracer)):
             return gradient
         self._announced.add(index)
         return announce(self._typed(index, gradient), self._site, index)
 
     def wait(self, gradients: Sequence[Any]) -> list[Any]:
-        """The reduced gradients; those that no tap has announced are announced now."""
+        """The reduced gradients; announces those that no hook has announced."""
         given = [
             self._typed(k, gradient if k in self._announced else self.announce(k, gradient))
             for k, gradient in enumerate(gradients)
@@ -272,8 +242,7 @@ class TracedExchange:
         return [jax.numpy.asarray(result) for result in results]
 
     def _typed(self, index: int, gradient: Any) -> Any:
-        """As an array of JAX, of the type that was agreed upon: outside of programs a number, or an
-        array of NumPy, is not narrowed yet."""
+        """The gradient as a JAX array; numbers and NumPy arrays are not narrowed before this."""
         if isinstance(gradient, jax.Array):
             return gradient
         dtype = jax.numpy.dtype(self._description.specs[index].dtype)
@@ -281,7 +250,7 @@ class TracedExchange:
 
 
 class _DifferentiatedCall:
-    """One call of a differentiated function; ``numbers`` are of its differentiated arguments."""
+    """One call of a differentiated function; ``numbers`` are its differentiated arguments."""
 
     def __init__(
         self, fun: Callable[..., Any], numbers: Sequence[int], options: ExchangeOptions
@@ -290,7 +259,7 @@ class _DifferentiatedCall:
         self._numbers = numbers
         self._options = options
         self._runtime = process.current("value_and_grad()")
-        # Before the function is differentiated, because that is a trace of its own.
+        # Before differentiation, which traces the function, too.
         self._traced = is_compiling()
         self._step: TracedExchange | None = None
 
@@ -309,7 +278,7 @@ class _DifferentiatedCall:
         return values
 
     def apply(self, *args: Any, **kwargs: Any) -> Any:
-        """The function, its parameters tapped; JAX has checked the number of arguments by now."""
+        """Call the function with hooked parameters; JAX has checked the argument count."""
         values = self.lay_out(args)
         if self._layout.specs:
             description = self._options.describe(self._runtime.config, self._layout.specs)
@@ -322,7 +291,7 @@ class _DifferentiatedCall:
         return self._fun(*given, **kwargs)
 
     def collect(self, grads: Any, single: bool) -> Any:
-        """The gradients, reduced; ``single``: of one argument, and not of a sequence of them."""
+        """The reduced gradients; ``single`` if they are of one argument instead of a sequence."""
         if self._step is None:
             return grads
         reduced = self._layout.replace((grads,) if single else grads, self._step.wait)
@@ -330,12 +299,7 @@ class _DifferentiatedCall:
 
 
 def argument_numbers(fun: Any, argnums: Any, user: str) -> tuple[int, ...]:
-    """The numbers of the arguments to differentiate by.
-
-    ``argnums`` is as in JAX; negative ones count from the end. Raises ``TypeError`` for no
-    function, no numbers, or an argument that the function does not have, which JAX would report
-    only when gradients are computed.
-    """
+    """The numbers in ``argnums``; ``TypeError`` for bad ones, which JAX would report only later."""
     if not callable(fun):
         raise TypeError(
             f"{user}: expected a function, found a {type(fun).__qualname__}; pass the loss itself, "
@@ -349,7 +313,7 @@ def argument_numbers(fun: Any, argnums: Any, user: str) -> tuple[int, ...]:
             f"{user}: argnums is {argnums!r}; expected a whole number, or a sequence of them"
         ) from None
     try:
-        # What wraps another function may take other arguments than that.
+        # A wrapper may take other arguments than the function that it wraps.
         parameters = inspect.signature(fun, follow_wrapped=False).parameters.values()
     except (TypeError, ValueError):
         return numbers
@@ -378,28 +342,27 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """``jax.value_and_grad`` whose gradients are averaged over all ranks.
 
-    Under ``jax.jit`` each gradient leaves as soon as backward has computed it, while the rest of
-    backward goes on. The value, and what ``has_aux`` adds, are this rank's own.
+    Under ``jax.jit`` each gradient is sent as soon as backward has computed it. The value and the
+    auxiliary output are this rank's alone.
 
     Args:
-        fun: as in JAX; returns a scalar, or a pair where ``has_aux``.
-        argnums: as in JAX: which arguments to differentiate by.
-        has_aux: as in JAX.
-        holomorphic: as in JAX; gradients are complex then, which cannot be exchanged.
-        allow_int: as in JAX; gradients of integers are passed on as they are.
+        fun, argnums, has_aux: as in JAX.
+        holomorphic: as in JAX. Complex gradients cannot be exchanged.
+        allow_int: as in JAX. Gradients of integers are not exchanged.
         op: ``Average`` or ``Sum``.
-        schedule: how gradients are grouped: ``auto``, ``oasr``, ``mgwfbp``, ``wfbp``, ``single``
-            or ``threshold``; by default what ``WFBP_SCHEDULE`` says, or ``auto``.
-        threshold_bytes: group size of ``threshold``; by default ``WFBP_THRESHOLD_BYTES`` or 25 MiB.
-        name: for messages; different names keep apart what may run at once.
+        schedule: ``auto``, ``oasr``, ``mgwfbp``, ``wfbp``, ``single`` or ``threshold``. The default
+            is ``WFBP_SCHEDULE``, or ``auto`` without it.
+        threshold_bytes: group size of ``threshold``. The default is ``WFBP_THRESHOLD_BYTES``, or
+            25 MiB without it.
+        name: for messages; exchanges that may run at once need different names.
 
     Returns:
         A function of the same arguments as ``fun``.
 
     Raises:
-        TypeError: not a function, or ``argnums`` that it does not have; when gradients are
-            computed, leaves that are no arrays.
-        ValueError: a bad argument; when gradients are computed, ones that cannot be sent.
+        TypeError: not a function, or it lacks an argument of ``argnums``; when gradients are
+            computed, a leaf is not an array.
+        ValueError: a bad argument; when gradients are computed, one that cannot be sent.
         NotInitializedError: when gradients are computed before ``wfbp.init()``.
 
     Example:
@@ -483,27 +446,23 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap an optax transformation so that it gets gradients averaged over all ranks.
 
-    ``update`` announces every gradient it is given and waits for all once. Where it is compiled
-    into one program with ``jax.grad``, each gradient leaves as soon as backward has computed it.
-    Use either this or :func:`wfbp.jax.value_and_grad`: with both, gradients travel twice, and what
-    was summed is summed again.
+    ``update`` announces every gradient and waits once for all. If one compiled program contains
+    ``update`` and ``jax.grad``, it sends each gradient as soon as backward has computed it. Use
+    either this or :func:`wfbp.jax.value_and_grad`: together they exchange gradients twice, and
+    ``Sum`` is applied twice.
 
     Args:
         optimizer: any optax transformation.
-        op: ``Average`` or ``Sum``.
-        schedule: how gradients are grouped: ``auto``, ``oasr``, ``mgwfbp``, ``wfbp``, ``single``
-            or ``threshold``; by default what ``WFBP_SCHEDULE`` says, or ``auto``.
-        threshold_bytes: group size of ``threshold``; by default ``WFBP_THRESHOLD_BYTES`` or 25 MiB.
-        name: for messages; different names keep apart what may run at once.
+        op, schedule, threshold_bytes, name: as in :func:`value_and_grad`.
 
     Returns:
         A transformation with the same state.
 
     Raises:
         NotInitializedError: before ``wfbp.init()``.
-        TypeError: not an optax transformation; when updates are computed, gradients that are no
-            arrays.
-        ValueError: a bad argument; when updates are computed, gradients that cannot be sent.
+        TypeError: not an optax transformation; when updates are computed, a gradient is not an
+            array.
+        ValueError: a bad argument; when updates are computed, a gradient that cannot be sent.
 
     Example:
         >>> import jax.numpy as jnp, optax, wfbp.jax as wfbp

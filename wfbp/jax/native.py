@@ -1,8 +1,7 @@
 """The XLA handlers, built with the package or compiled at first use.
 
-Compiled ones are kept in the user's cache folder (``$XDG_CACHE_HOME``, else ``~/.cache``), under a
-name made of the versions of Python and jaxlib and the source's hash. Of ranks that start together
-on a host, one compiles.
+The user's cache folder keeps compiled handlers by the versions of Python and jaxlib and the
+source's hash. One rank per host compiles.
 """
 
 from __future__ import annotations
@@ -42,40 +41,28 @@ _COMPILE_S = 300.0
 
 
 class Handlers(Protocol):
-    """What ``csrc/jax_ffi.cc`` offers to Python."""
+    """The functions of ``csrc/jax_ffi.cc``."""
 
     def handlers(self) -> dict[str, dict[str, Any]]:
         """XLA handlers by platform and target name, as capsules."""
 
     def serve(self, callback: Any, /) -> None:
-        """Have ``callback(exchange, inputs, outputs, place)`` called by each wait, on XLA's thread.
-
-        ``place``: as in :meth:`take`, without an event.
-        """
+        """Let each wait call ``callback(exchange, inputs, outputs, place)`` on XLA's thread."""
 
     def expect(self, exchange: int, groups: Sequence[int], /) -> None:
-        """The leaves that may leave an exchange before its wait, from the next step on.
-
-        ``groups`` has the group of each leaf, -1 if it leaves no earlier. Leaves that nobody
-        expects are reported only when they are taken.
-        """
+        """From the next step on, wake :meth:`listen` for complete groups; by leaf, -1 for none."""
 
     def listen(self) -> bool:
-        """Wait until a group is complete that was expected; False once closed."""
+        """Wait until an expected group is complete; False after :meth:`close`."""
 
     def take(self) -> list[tuple[int, int, int, tuple[int, int, int] | None, float]]:
-        """The announcements: exchange, index of the leaf, address of the gradient, place, and
-        seconds ago.
-
-        The place is None on the CPU; on CUDA the device, the stream, and an event recorded there or
-        0.
-        """
+        """Announcements: exchange, leaf, address, place (device, stream, event or 0), age in s."""
 
     def wait_apart(self) -> None:
         """See :func:`wait_on_own_threads`."""
 
     def stock(self, record: int, handles: Sequence[int], /) -> None:
-        """Events for announcements to record: a C function's address, and events' handles."""
+        """Give announcements events' handles, and the address of a C function that records."""
 
     def close(self) -> None:
         """End :meth:`listen`; every later wait fails."""
@@ -102,10 +89,10 @@ _own_threads = Event()
 
 
 def wait_on_own_threads() -> None:
-    """From now on, let waits on the CPU block none of XLA's threads.
+    """From now on, waits on the CPU block none of XLA's threads; costs a thread switch each.
 
-    Needed if a program waits for other ranks in several exchanges or collectives, whose order may
-    differ. It costs a change of threads at each wait.
+    Needed if a program waits in several exchanges or collectives: ranks may reach them in different
+    orders.
     """
     _own_threads.set()
     if load.cache_info().currsize:
@@ -113,22 +100,19 @@ def wait_on_own_threads() -> None:
 
 
 def wait_for_steps() -> None:
-    """Wait for the programs that this thread has called.
-
-    XLA runs a thread's programs one after another, so all have run when one more has.
-    """
+    """Wait for the programs that this thread has called: XLA runs them one after another."""
     with jax.ensure_compile_time_eval():
         jax.block_until_ready(jax.jit(jax.numpy.negative)(np.float32(0)))
 
 
 def wait_for_programs() -> None:
-    """Wait for what programs that this thread has called exchange with other ranks."""
+    """Wait for this thread's programs and for their communication with other ranks."""
     jax.effects_barrier()
     wait_for_steps()
 
 
 def _finish(native: Handlers) -> None:
-    """At exit, before the runtime is shut down: other ranks may need this rank's part in steps."""
+    """At exit, before the runtime shuts down: other ranks may need this rank's part in steps."""
     try:
         wait_for_steps()
     finally:
@@ -136,7 +120,6 @@ def _finish(native: Handlers) -> None:
 
 
 def compile_command(compiler: Sequence[str], source: Path, target: Path) -> list[str]:
-    """How the handlers are compiled for this Python and this jaxlib."""
     return [
         *compiler,
         "-O2",
@@ -155,7 +138,7 @@ def compile_command(compiler: Sequence[str], source: Path, target: Path) -> list
 
 
 def _built() -> ModuleType | None:
-    """What was built with the package, unless that was for another jaxlib."""
+    """The module built with the package, unless it was built for another jaxlib."""
     try:
         module = importlib.import_module(f"wfbp.{MODULE}")
     except ImportError:
@@ -164,7 +147,7 @@ def _built() -> ModuleType | None:
 
 
 def _compiled() -> ModuleType:
-    """What was compiled before, or is now."""
+    """The cached module, compiled now if there is none."""
     source = next((path for path in _SOURCES if path.exists()), None)
     if source is None:
         raise ImportError(
@@ -205,7 +188,7 @@ def _cache_folder() -> Path:
 
 
 def _compile(source: Path, target: Path) -> None:
-    """Compile the handlers; the file appears whole or not at all."""
+    """Compile the handlers; the target file is replaced atomically."""
     wanted = os.environ.get("CXX")
     compiler = shlex.split(wanted) if wanted else ["g++" if shutil.which("g++") else "c++"]
     partial = target.with_suffix(f".{os.uname().nodename}.{os.getpid()}")

@@ -51,40 +51,40 @@ barrier = _after_programs(api.barrier)
 
 
 def is_value(leaf: Any) -> bool:
-    """Whether a leaf is an array or a number."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
 
 
 def has_arrays(tree: Any) -> bool:
-    """Whether a leaf of the tree is an array of JAX."""
+    """Whether a leaf of the tree is a JAX array."""
     if isinstance(tree, Iterator):  # JAX takes it for a leaf, and warns
         return False
     return any(isinstance(leaf, jax.Array) for leaf in jax.tree_util.tree_leaves(tree))
 
 
 def broadcast_parameters(parameters: Tree, root_rank: int = 0) -> Tree:
-    """The root's parameters, on every rank; also optimizer state, or anything else of arrays.
+    """Return the root's tree of parameters, optimizer state or other arrays on every rank.
 
-    JAX's arrays cannot be changed: go on with what is returned.
+    JAX arrays are immutable: use the returned tree.
 
     Args:
         parameters: a pytree, of the same structure on every rank. Leaves that are neither arrays
-            nor numbers, such as functions, are left alone.
-        root_rank: whose values everybody gets.
+            nor numbers, such as functions, are kept.
+        root_rank: rank whose values are sent.
 
     Returns:
         The same tree with the root's values, of the same types and on the same devices.
 
     Raises:
-        ValueError: called within a compiled function, a leaf that cannot be sent, or no such rank.
-        PeerError: another rank found one of these.
+        ValueError: a call within a compiled function, a leaf that cannot be sent, or ``root_rank``
+            does not exist.
+        PeerError: another rank raised ``ValueError``.
         DisagreementError: ranks passed different leaves, shapes or element types.
 
     Example:
         >>> import jax, wfbp.jax as wfbp
         >>> wfbp.init()
-        >>> wfbp.broadcast_parameters({"w": jax.numpy.ones(2), "step": 3}, root_rank=0)
-        {'w': Array([1., 1.], dtype=float32), 'step': 3}
+        >>> wfbp.broadcast_parameters({"step": 3, "w": jax.numpy.ones(2)}, root_rank=0)
+        {'step': 3, 'w': Array([1., 1.], dtype=float32)}
     """
     runtime = process.current("broadcast_parameters()")
     paths, structure = jax.tree_util.tree_flatten_with_path(parameters)
@@ -124,7 +124,7 @@ def _own_copy(name: str, leaf: Any) -> np.ndarray[Any, Any]:
 
 
 def _like(leaf: Any, values: np.ndarray[Any, Any]) -> Any:
-    """The values as the leaf is: of its type, and on its devices."""
+    """The values with the type and the devices of the leaf."""
     if isinstance(leaf, np.ndarray):
         return values
     if isinstance(leaf, np.generic):
@@ -138,18 +138,17 @@ def _like(leaf: Any, values: np.ndarray[Any, Any]) -> Any:
 
 
 def average_metrics(metrics: Tree, name: str | None = None) -> Tree:
-    """The mean over ranks of every number in a tree, in one message.
+    """Average every number in a tree over the ranks, in one message.
 
     Args:
         metrics: a pytree of numbers and arrays, of the same structure and shapes on every rank;
-            inside ``jit`` or outside. Other leaves are left alone.
+            inside ``jit`` or outside. Other leaves are kept.
         name: for messages.
 
     Returns:
-        The same tree of means: Python numbers become ``float``, arrays of integers arrays of
-        floating-point numbers; other element types stay. Inside ``jit`` numbers are JAX's, and
-        means are computed in single precision unless ``jax_enable_x64``: integers are exact
-        up to 2**24 then.
+        The same tree of means. Python numbers become ``float``, integer arrays become
+        floating-point; other element types stay. Inside ``jit`` the means are in single precision
+        unless ``jax_enable_x64`` is set, so integers are exact up to 2**24.
 
     Raises:
         TypeError: a complex number.
@@ -158,8 +157,8 @@ def average_metrics(metrics: Tree, name: str | None = None) -> Tree:
     Example:
         >>> import wfbp.jax as wfbp
         >>> wfbp.init()
-        >>> wfbp.average_metrics({"loss": 0.5, "correct": 3})
-        {'loss': 0.5, 'correct': 3.0}
+        >>> wfbp.average_metrics({"correct": 3, "loss": 0.5})
+        {'correct': 3.0, 'loss': 0.5}
     """
     process.current("average_metrics()")
     paths, structure = jax.tree_util.tree_flatten_with_path(metrics)
@@ -215,7 +214,7 @@ def _as(value: Any, mean: Any) -> Any:
 
 
 def _floating(value: Any) -> Any:
-    """Its element type, or that of JAX for the quotient of integers."""
+    """The value's element type; for integers, the type of their quotient."""
     if jnp.issubdtype(value.dtype, jnp.floating):
         return value.dtype
     return np.dtype(np.float64) if isinstance(value, np.ndarray) else jnp.result_type(float)

@@ -1,8 +1,8 @@
 """The command line that starts a job, for each make of MPI; pure.
 
-A request means the same under every library: ranks fill the hosts in order, the environment goes
-along, MPI binds no rank to a core (:mod:`wfbp.launcher.rank` does, because it knows of the
-communication thread), and more ranks than cores are allowed.
+A job is the same under every library. Ranks fill the hosts in order and may outnumber cores; the
+environment is forwarded. MPI binds no rank to a core: :mod:`wfbp.launcher.rank` does, and leaves
+room for the communication thread.
 """
 
 from __future__ import annotations
@@ -27,17 +27,11 @@ ALSO_FORWARDED = ("CONDA_PREFIX", "HOME", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """The job to start.
+    """The job to start; empty fields mean this machine alone, or the libraries' defaults.
 
-    Args:
-        num_ranks: in all.
-        program: the command of one rank, followed by its arguments.
-        hosts: where ranks run, in order; this machine alone if empty.
-        variables: to set on every rank, in addition to those that are forwarded.
-        prefix: whether each line of output begins with its rank.
-        interface: network interface for MPI, NCCL and gloo; the libraries' choice if empty.
-        remote_shell: program that reaches other hosts instead of ssh; empty for the default.
-        options: passed on to the launcher as they are.
+    ``program`` includes its arguments; ``variables`` are set in addition to forwarded ones;
+    ``prefix`` puts the rank before each line of output; ``interface`` is for MPI, NCCL and gloo;
+    ``remote_shell`` replaces ssh; ``options`` are passed on to the launcher.
     """
 
     num_ranks: int
@@ -61,7 +55,7 @@ class LaunchSpec:
             )
 
     def placed(self) -> tuple[Host, ...]:
-        """The hosts that get ranks, with how many each gets, in order."""
+        """The hosts that get ranks, with each one's number of ranks, in order."""
         left, placed = self.num_ranks, []
         for host in self.hosts:
             if left > 0:
@@ -85,8 +79,7 @@ class Command(NamedTuple):
 def mpirun_command(
     spec: LaunchSpec, mpi: Mpi, environment: Mapping[str, str], is_root: bool
 ) -> Command:
-    """The ``mpirun`` command that starts a job; ``environment`` and ``is_root`` describe this
-    process."""
+    """The ``mpirun`` command of a job, called from this ``environment``, as root or not."""
     variables = _variables(spec)
     words = [mpi.mpirun, "-n", str(spec.num_ranks)]
     hosts = ",".join(f"{h.name}:{h.slots}" for h in spec.placed())
@@ -131,10 +124,7 @@ def _variables(spec: LaunchSpec) -> dict[str, str]:
 
 
 def rank_program(program: Sequence[str], settings: Sequence[str]) -> list[str]:
-    """The command of one rank, with :mod:`wfbp.launcher.rank` in front if it has ``settings``.
-
-    This interpreter runs a Python script; any other program runs as it is.
-    """
+    """One rank's command: Python for a script, after :mod:`wfbp.launcher.rank` if ``settings``."""
     words = list(program)
     if words and words[0].endswith(".py"):
         words = [sys.executable, *words]

@@ -11,8 +11,6 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine that takes as many ranks as it has slots."""
-
     name: str
     slots: int = 1
 
@@ -37,18 +35,11 @@ class Allocation:
 
 
 MPI_HOSTFILE = "mpirun's default host file"
-"""The system's name if no batch system granted the hosts, but a variable of MPI names a file."""
+"""``Allocation.system`` if only MPI's own variable names a host file."""
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Hosts as ``-H`` takes them; a host that is named twice has the sum of its slots.
-
-    Raises ``ValueError`` if the text is not of the form ``a:4,b:4``.
-
-    Example:
-        >>> parse_hosts("node1:4,node2")
-        (Host(name='node1', slots=4), Host(name='node2', slots=1))
-    """
+    """Hosts of ``-H a:4,b:4``; slots of repeated hosts add up. ``ValueError`` for other texts."""
     hosts = []
     for part in map(str.strip, text.split(",")):
         name, colon, slots = part.rpartition(":")
@@ -61,9 +52,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
-    """Hosts of a file, one a line: ``a``, ``a:4`` (MPICH), ``a slots=4`` (Open MPI), or ``a 4
-    QUEUE`` (Grid Engine); ``#`` begins a comment. Raises ``ValueError`` for any other line.
-    """
+    """Hosts, one a line: ``a``, ``a:4``, ``a slots=4`` or ``a 4 QUEUE``; else ``ValueError``."""
     try:
         lines = Path(path).read_text().splitlines()
     except UnicodeDecodeError:
@@ -93,10 +82,7 @@ def _merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
 
 
 def allocation(environment: Mapping[str, str]) -> Allocation | None:
-    """What a batch system has granted to this job; None outside a job.
-
-    Raises ``ValueError`` if the batch system's description cannot be read.
-    """
+    """A batch system's hosts for this job, None outside; ``ValueError`` if they are unreadable."""
     for system, variables, read in _SYSTEMS:
         for text in filter(None, map(environment.get, variables)):
             if system != MPI_HOSTFILE or Path(text).exists():
@@ -107,9 +93,8 @@ def allocation(environment: Mapping[str, str]) -> Allocation | None:
 def expand_nodes(text: str) -> list[str]:
     """The names in a Slurm node list.
 
-    Example:
-        >>> expand_nodes("n[01-02,05],login")
-        ['n01', 'n02', 'n05', 'login']
+    >>> expand_nodes("n[01-02,05],login")
+    ['n01', 'n02', 'n05', 'login']
     """
     names = []
     for part in filter(None, re.split(r",(?![^\[]*\])", text)):
@@ -133,11 +118,7 @@ def _expand_span(span: str, whole: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Slurm's tasks per node.
-
-    >>> expand_counts("4(x2),3")
-    [4, 4, 3]
-    """
+    """Slurm's tasks per node: "4(x2),3" is [4, 4, 3]."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())

@@ -1,8 +1,7 @@
 """The MPI library of this Python, and the ``mpirun`` that belongs to it.
 
-Two MPI libraries on one machine are the commonest reason why a job becomes N jobs of one rank:
-``mpirun`` belongs to one, mpi4py loads the other. So a separate process, which does not start MPI,
-asks mpi4py for its library, and ``mpirun`` must be of the same make.
+An ``mpirun`` of another library than mpi4py's starts N jobs of one rank. So a separate process,
+which does not start MPI, asks mpi4py for its library, and ``mpirun`` must be of the same make.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from wfbp.errors import BackendError
 
 
 class Vendor(enum.Enum):
-    """Makes of MPI whose options are known."""
-
     MPICH = "MPICH"
     OPEN_MPI = "Open MPI"
     INTEL = "Intel MPI"
@@ -56,31 +53,18 @@ _TIMEOUT_S = 30.0
 
 
 def vendor_of(text: str) -> Vendor | None:
-    """The make of MPI by a library's or launcher's description of itself; None if unknown.
-
-    Example:
-        >>> vendor_of("HYDRA build details: ...")
-        <Vendor.MPICH: 'MPICH'>
-    """
+    """The make of MPI in a library's or launcher's description; None if unknown."""
     return next((v for v, words in _MARKS if any(mark in text for mark in words)), None)
 
 
 def version_of(text: str) -> tuple[int, ...]:
-    """The first version number in a description; empty if there is none.
-
-    Example:
-        >>> version_of("mpirun (Open MPI) 5.0.11")
-        (5, 0, 11)
-    """
+    """The first version number in a description, as (5, 0, 11); empty if there is none."""
     match = re.search(r"\d+(\.\d+)+", text)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
 def find_library(python: str = sys.executable) -> tuple[Vendor, tuple[int, ...]]:
-    """The make and the version of the MPI library that a Python uses.
-
-    Raises ``BackendError`` if mpi4py or its library cannot be loaded, or is of an unknown make.
-    """
+    """The make and the version of a Python's MPI library; ``BackendError`` if it has none."""
     try:
         library = _output(python, "-c", _ASK)
     except (OSError, subprocess.SubprocessError) as error:
@@ -98,11 +82,7 @@ def find_library(python: str = sys.executable) -> tuple[Vendor, tuple[int, ...]]
 
 
 def find_mpi(python: str = sys.executable, mpirun: str | None = None) -> Mpi:
-    """The MPI library that a Python uses, with the launcher that fits: ``mpirun``, or else the
-    first of the library's make beside the interpreter or on the path.
-
-    Raises ``BackendError`` if the library cannot be loaded, or no launcher fits.
-    """
+    """A Python's MPI library, and ``mpirun`` or a fitting launcher; ``BackendError`` without."""
     vendor, version = find_library(python)
     if mpirun is not None:
         candidates = [shutil.which(mpirun) or mpirun]
@@ -138,6 +118,6 @@ def _output(*words: str) -> str:
 
 
 def _last_line(error: Exception) -> str:
-    """The last line of a failed command's output, where Python names the error."""
+    """The last line of a failed command's output, which names Python's error."""
     lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
     return lines[-1].strip() if lines else type(error).__name__

@@ -20,12 +20,10 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def share(cores: Sequence[int], local_rank: int, local_size: int) -> list[int]:
-    """The cores of one rank: contiguous, at most one more than another rank's; all cores if there
-    are more ranks than cores.
+    """One rank's contiguous, equal part of the cores; all cores if there are more ranks than cores.
 
-    Example:
-        >>> share([0, 1, 2, 3, 4], 0, 2), share([0, 1, 2, 3, 4], 1, 2), share([0, 1], 2, 3)
-        ([0, 1], [2, 3, 4], [0, 1])
+    >>> share([0, 1, 2, 3, 4], 0, 2), share([0, 1, 2, 3, 4], 1, 2), share([0, 1], 2, 3)
+    ([0, 1], [2, 3, 4], [0, 1])
     """
     if local_size > len(cores):
         return list(cores)
@@ -40,7 +38,6 @@ def number(names: Sequence[str], environment: Mapping[str, str]) -> int | None:
 
 
 def local_size(environment: Mapping[str, str]) -> int | None:
-    """How many ranks this host has."""
     size = number(_LOCAL_SIZE, environment)
     if size is None and "SLURM_STEP_TASKS_PER_NODE" in environment:
         counts = expand_counts(environment["SLURM_STEP_TASKS_PER_NODE"])
@@ -50,10 +47,7 @@ def local_size(environment: Mapping[str, str]) -> int | None:
 
 
 def prepare(options: Sequence[str], environment: dict[str, str]) -> None:
-    """Choose cores, GPU and output by the options.
-
-    Raises ``ValueError`` for an unknown option, or a launcher that does not number ranks.
-    """
+    """Choose cores, GPU and output; ``ValueError`` for bad options, or ranks without numbers."""
     left = list(options)
     while left:
         option = left.pop(0)
