@@ -205,7 +205,6 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
         self._wfbp_skip = False
         self._wfbp_synchronized = False  # by synchronize() itself, since the step before
         self._wfbp_sync: OptimizerSync | None = None
-        self._wfbp_bare: dict[str, Callable[..., Any]] = {}
         previous = wrapped_of(original)
         self._wfbp_renew(getattr(previous, "_wfbp_sync", None), complete=True)
         take_place(self, refuses=runtime is not None and runtime.size > 1)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import types
 from abc import abstractmethod
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -31,6 +31,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
     _wfbp_original: torch.optim.Optimizer
     _wfbp_own: ClassVar[frozenset[str]]
     """Names of attributes that are not the original's."""
+    _wfbp_bare: dict[str, Any]
+    """The original's own methods that this object replaces; see :func:`take_place`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -43,22 +45,24 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
 
     # Methods of the user's class are in this object's class, too, so that isinstance() holds. They
     # must be looked up on the original: bound methods and ``__dict__`` are its own.
-    def __getattribute__(self, name: str) -> Any:
-        if name.startswith(("_wfbp_", "__")) or name in type(self)._wfbp_own:
-            return object.__getattribute__(self, name)
-        return self._wfbp_read(name)
+    if not TYPE_CHECKING:  # which would take every name for one that exists
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith(("_wfbp_", "__")) or name in type(self)._wfbp_own:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._wfbp_original, name, value)
+        def __getattribute__(self, name: str) -> Any:
+            if name.startswith(("_wfbp_", "__")) or name in type(self)._wfbp_own:
+                return object.__getattribute__(self, name)
+            return self._wfbp_read(name)
 
-    def __delattr__(self, name: str) -> None:
-        if name.startswith(("_wfbp_", "__")) or name in type(self)._wfbp_own:
-            object.__delattr__(self, name)
-        else:
-            delattr(self._wfbp_original, name)
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name.startswith(("_wfbp_", "__")) or name in type(self)._wfbp_own:
+                object.__setattr__(self, name, value)
+            else:
+                setattr(self._wfbp_original, name, value)
+
+        def __delattr__(self, name: str) -> None:
+            if name.startswith(("_wfbp_", "__")) or name in type(self)._wfbp_own:
+                object.__delattr__(self, name)
+            else:
+                delattr(self._wfbp_original, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
