@@ -1,6 +1,5 @@
 """Moves bytes between ranks.
 
-Read ``backend`` first: the interface, and how contributions combine. Jobs use ``mpi`` and
-``device``; demonstrations use ``emulated``. ``waiting`` waits without occupying a core; ``probe``
-measures cost curves.
+Read ``backend`` first: the interface, and how contributions combine. ``mpi`` and ``device`` are the
+backends of jobs, ``emulated`` of demonstrations. ``waiting`` waits, ``probe`` measures costs.
 """

@@ -93,10 +93,8 @@ class Backend(ABC):
         return False
 
     def may_progress(self) -> bool:
-        """Whether a test could make progress, here or on a duplicate; True if unknown.
-
-        Cheap and never blocks, but may do part of a test's work.
-        """
+        """Whether a test could make progress, here or on a duplicate; True if unknown. Cheap and
+        never blocks, but may do part of a test's work."""
         return True
 
     def rest(self, nap_s: float, most_s: float) -> bool:
@@ -116,22 +114,17 @@ class Backend(ABC):
         return zeroed(nbytes)
 
     def copies_segments(self, buffer: Buffer) -> bool:
-        """Whether an all-reduce of this buffer copies segments in and results out.
-
-        If so, segments may name a ``result``. Their memory is touched only within
-        :meth:`all_reduce` and ``test()``: a caller that calls neither may free it.
-        """
+        """Whether an all-reduce of this buffer copies segments in and results out. If so, segments
+        may name a ``result``, and their memory is touched only within :meth:`all_reduce` and
+        ``test()``: a caller that calls neither may free it."""
         return False
 
     @abstractmethod
     def all_reduce(
         self, buffer: Buffer, dtype: str, op: Op, segments: Sequence[Segment] = ()
     ) -> Work[None]:
-        """Combine ``buffer`` over all ranks, in place.
-
-        Segments are read-only contributions; results go to the buffer, or to the segment's
-        ``result``.
-        """
+        """Combine ``buffer`` over all ranks, in place. Segments are read-only contributions;
+        results go to the buffer, or to the segment's ``result``."""
 
     @abstractmethod
     def reduce_scatter(
@@ -142,10 +135,8 @@ class Backend(ABC):
         op: Op,
         segments: Sequence[Segment] = (),
     ) -> Work[None]:
-        """Combine ``size`` adjacent blocks over all ranks; this rank's block receives its result.
-
-        The other blocks are undefined afterwards. Part r of a segment contributes to block r.
-        """
+        """Combine ``size`` adjacent blocks over all ranks; part r of a segment contributes to block
+        r. This rank's block receives its result; the other blocks are undefined afterwards."""
 
     @abstractmethod
     def broadcast(self, buffer: Buffer, root: int) -> Work[None]:
@@ -155,10 +146,8 @@ class Backend(ABC):
     def all_gather(
         self, buffer: Buffer, counts: Sequence[int], segments: Sequence[Segment] = ()
     ) -> Work[None]:
-        """Fill every rank's block of ``buffer`` (any element type) with that rank's data.
-
-        This rank's part of a segment is sent from there; the others' parts are received there.
-        """
+        """Fill every rank's block of ``buffer`` (any element type) with that rank's data. This
+        rank's part of a segment is sent from there; the others' parts are received there."""
 
     @abstractmethod
     def all_gather_bytes(self, payload: bytes) -> Work[list[bytes]]:
@@ -177,10 +166,8 @@ class Backend(ABC):
         """Notices that have arrived, as (sender, payload); never blocks."""
 
     def give_up(self) -> None:  # noqa: B027 - nothing, unless ranks read each other's memory
-        """Stop waiting for everything under way, here and on duplicates.
-
-        Buffers may change or be freed afterwards; ranks that still read them fail.
-        """
+        """Stop waiting for everything under way, here and on duplicates. Buffers may then change or
+        be freed; ranks that still read them fail."""
 
     def release(self) -> None:  # noqa: B027 - nothing, unless ranks read each other's memory
         """Release memory shared with other ranks, here and on duplicates. The last call; not
@@ -196,10 +183,8 @@ class Backend(ABC):
 
 
 class Mailbox(ABC):
-    """Messages from rank to rank, outside any collective; used by its backend's thread.
-
-    ``echoes``: one process plays the other ranks, which send back what they receive.
-    """
+    """Messages from rank to rank, outside any collective; used by its backend's thread. ``echoes``:
+    one process plays the other ranks, which send back what they receive."""
 
     echoes = False
 
@@ -349,10 +334,8 @@ def fill_blocks(
 
 
 def combine(shards: Sequence[Buffer], out: Buffer, dtype: str, op: Op) -> None:
-    """Combine one contribution per rank, in rank order; the only definition of reduction.
-
-    ``shards`` are as :func:`typed` returns them; ``out`` is one of them or overlaps none.
-    """
+    """Combine one contribution per rank (as :func:`typed` returns them), in rank order; the only
+    definition of reduction. ``out`` is one of the shards or overlaps none."""
     reduce_shards(shards, out, dtype, *reduction(op, len(shards)))
 
 
@@ -362,11 +345,7 @@ def reduction(op: Op, num_ranks: int) -> tuple[str, float]:
 
 
 def split(total: int, parts: int) -> list[tuple[int, int]]:
-    """Start and end of ``parts`` consecutive ranges over ``total`` whose lengths differ by <= 1.
-
-    >>> split(10, 3)
-    [(0, 3), (3, 6), (6, 10)]
-    """
+    """Start and end of ``parts`` consecutive ranges over ``total`` whose lengths differ by <= 1."""
     return [(total * i // parts, total * (i + 1) // parts) for i in range(parts)]
 
 

@@ -86,17 +86,8 @@ class _EmulatedWork(Work[T]):
 
 
 class EmulatedLink(HostBackend):
-    """Rank 0 of ``size`` equal ranks; all ranks contribute the same values.
-
-    ``others`` are curves of collectives whose cost differs from ``cost``.
-
-    >>> from wfbp.comm.waiting import wait
-    >>> link = EmulatedLink(lambda nbytes: 1e-3 + 1e-9 * nbytes, size=4)
-    >>> x = np.ones(2, np.float32)
-    >>> wait(link.all_reduce(x, "float32", Op.SUM))
-    >>> x
-    array([4., 4.], dtype=float32)
-    """
+    """Rank 0 of ``size`` equal ranks; all ranks contribute the same values. ``others`` are curves
+    of collectives whose cost differs from ``cost``."""
 
     def __init__(
         self,

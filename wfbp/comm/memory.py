@@ -26,10 +26,8 @@ _LINE_BYTES = 64
 
 
 class SlotTable(Protocol):
-    """A pack table (see ``wfbp.native``); on a device it enqueues copies on its stream.
-
-    Addresses are read when ``pack`` or ``unpack`` is called, memory when the stream copies it.
-    """
+    """A pack table (see ``wfbp.native``). Addresses are read when ``pack`` or ``unpack`` is called;
+    memory when the device's stream copies it."""
 
     @property
     def pointers(self) -> npt.NDArray[np.int64]:
@@ -126,10 +124,8 @@ class Memory:
         table.unpack()
 
     def is_enqueued(self, work: Work[None]) -> bool:
-        """Make progress; True once later work of this lane may use the result.
-
-        On the host the work is then complete; on a device it is enqueued on the lane's stream.
-        """
+        """Make progress; True once later work of this lane may use the result: on the host when the
+        work is complete, on a device when it is enqueued on the lane's stream."""
         return work.test()
 
     def may_progress(self) -> bool:

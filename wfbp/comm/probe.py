@@ -61,21 +61,12 @@ def measure_cost(
     check: Check | None = None,
     on_size: Callable[[], object] = lambda: None,
 ) -> list[tuple[int, float]]:
-    """Time float32 collectives on the backend; collective and blocking.
+    """Time float32 collectives: (bytes, seconds) by increasing size, the same on every rank.
 
-    Ranks start each repetition together: a stream of messages of one size, up to 4 MiB, or one
-    larger message. A message takes its share of the stream on the slowest rank; a size takes the
-    median of its repetitions. Sizes in between are skipped once the budget is spent.
-
-    Args:
-        max_bytes: the largest message that will be sent.
-        operation: each rank keeps or sends an equal share of the whole buffer's bytes.
-        budget_s: approximate seconds; the smallest and the largest size are always measured.
-        check: called while waiting; its error ends the measurement.
-        on_size: called after each size.
-
-    Returns:
-        (bytes, seconds) by increasing size; the same on every rank.
+    Collective and blocking. Ranks start each repetition together: a stream of messages of one size,
+    up to 4 MiB, or one larger message. A message takes its share of the stream on the slowest rank;
+    a size takes the median of its repetitions. After about ``budget_s`` sizes between the smallest
+    and the largest are skipped. An error of ``check`` ends the measurement.
     """
     await_work = partial(wait, waiter=waiter or Waiter.watching(backend), check=check)
     sizes = probe_sizes(max_bytes)
@@ -91,7 +82,7 @@ def measure_cost(
         *slowest, spent_s = _together(backend, [*times, time.perf_counter() - begin_s], await_work)
         return slowest, spent_s
 
-    # What the first messages set up, and find cold, is not what later ones cost.
+    # The first messages pay for set-up and cold caches, later ones do not.
     _, spent_s = measured(sizes[0], WINDOW, 1)
     for number, index in enumerate(_from_afar(len(sizes))):
         size = sizes[index]

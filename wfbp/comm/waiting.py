@@ -42,21 +42,16 @@ Check = Callable[[float], None]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """When to spin and how long to nap.
+    """When to spin and how long to nap; naps grow from ``first_nap_s`` by ``growth``."""
 
-    Args:
-        spin_s: how long an urgent wait spins after the last progress.
-        short_s: operations expected to end within this are spun for even when not urgent.
-        first_nap_s: the first nap; each later one is ``growth`` times as long.
-        max_nap_s: the longest nap; ``PATIENCE`` times as long if not urgent.
-        spin_gap_s: an urgent wait spins only if steps usually follow within this.
-    """
-
+    # How long an urgent wait spins after the last progress.
     spin_s: float = 1e-3
+    # Operations expected to end within this are spun for even when not urgent.
     short_s: float = 100e-6
     first_nap_s: float = 50e-6
     max_nap_s: float = 1e-3
     growth: float = 1.5
+    # An urgent wait spins only if steps usually follow within this.
     spin_gap_s: float = 2e-3
 
     def nap_s(
@@ -88,13 +83,9 @@ class Policy:
 
 
 class Waiter:
-    """Waits between tests of an operation. Used by one thread.
-
-    Args:
-        activity: a number that changes with every step of a message (``Backend.activity``).
-        crowded: whether ranks of this job share cores. Spinning then yields the core to peers,
-            which could not run otherwise; on a free core a yield would lose it for milliseconds.
-    """
+    """Waits between tests of an operation. Used by one thread. ``activity`` changes with every step
+    of a message. If ranks share cores (``crowded``), spinning yields the core to peers, which
+    could not run otherwise; on a free core a yield would lose it for milliseconds."""
 
     def __init__(
         self,
@@ -167,11 +158,8 @@ def wait(
     timeout_s: float | None = None,
     check: Check | None = None,
 ) -> T:
-    """Block until a collective is complete, and return its result.
-
-    ``check`` is called repeatedly; its error ends the wait. ``StallError`` after ``timeout_s``;
-    ``BackendError`` if the library below failed.
-    """
+    """Block until a collective is complete, and return its result; ``StallError`` after
+    ``timeout_s``. ``check`` is called repeatedly; its error ends the wait."""
     waiter = waiter or Waiter(activity=lambda: work.activity)
     waiter.progressed()
     begun_s = time.perf_counter()

@@ -1,7 +1,5 @@
-"""One CUDA device through CuPy: streams, events, memory, copies, kernels, NVTX ranges.
-
-Events and waits call the CUDA runtime on raw handles, so that any framework's streams can be used.
-"""
+"""One CUDA device through CuPy. Events and waits call the CUDA runtime on raw handles, so that any
+framework's streams can be used."""
 
 from __future__ import annotations
 
@@ -54,13 +52,9 @@ class _Event:
 
 class CupyDevice(Device):
     """One CUDA device; ``ImportError`` without CuPy, a driver, or a compiler for the device.
-
-    Args:
-        index: among the devices that this process sees.
-        current_stream: returns the raw handle of the calling thread's stream; CuPy's by default.
-        empty_cache: makes the framework free cached memory when none is left.
-        remedy: advice for the user if that does not help.
-    """
+    ``current_stream`` returns the calling thread's raw stream; ``empty_cache`` makes the
+    framework free cached memory when none is left; ``remedy`` is advice for the user if that
+    does not help."""
 
     def __init__(
         self,
@@ -382,10 +376,8 @@ def _modules() -> tuple[Any, Any, Any]:
 def check_local_rank(
     where: str, local_rank: int, local_size: int, count: int, otherwise: str
 ) -> None:
-    """Raise ``RuntimeError`` if this host has fewer GPUs (``count``) than ranks.
-
-    ``otherwise`` tells in the message how a program can choose a GPU by number.
-    """
+    """Raise ``RuntimeError`` if this host has fewer GPUs (``count``) than ranks; ``otherwise``
+    tells how a program can choose a GPU by number."""
     if local_rank < count:
         return
     raise RuntimeError(

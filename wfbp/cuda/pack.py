@@ -64,16 +64,12 @@ class Kernels(Protocol):
     """The part of a device that pack tables use."""
 
     def upload(self, table: npt.NDArray[Any], stream: int) -> tuple[int, Any]:
-        """Enqueue a table's copy to the device; returns its address and the owner of its memory.
-
-        The memory is the stream's: once freed, it is reused only after the launches that read it.
-        """
+        """Enqueue a table's copy to the device; returns its address and the owner of its memory,
+        which the stream reuses only after the launches that read it."""
 
     def launch(self, name: str, num_blocks: int, arguments: int, stream: int) -> None:
         """Enqueue a kernel of ``num_blocks`` blocks; ``name`` is the source's, without ``wfbp_``.
-
-        ``arguments``, the address of one element of :data:`ARGUMENTS`, is read before this returns.
-        """
+        Reads ``arguments``, the address of one element of :data:`ARGUMENTS`, before it returns."""
 
 
 def kernel_name(source: str, target: str) -> str:
@@ -115,11 +111,8 @@ def stream_context(cupy: Any, stream: int) -> AbstractContextManager[object]:
 
 
 class CudaKernels:
-    """The kernels on the current device; see :class:`Kernels`.
-
-    Any thread may launch if that device is current there. Raises ``ImportError`` without CuPy,
-    ``FileNotFoundError`` without the source, CuPy's ``CompileException`` if it does not compile.
-    """
+    """The kernels on the current device; see :class:`Kernels`. Any thread may launch if that device
+    is current there."""
 
     def __init__(self) -> None:
         import cupy
@@ -167,15 +160,8 @@ class DevicePackTable:
     caller keeps the tensors alive until the stream has passed the launch. A tensor may not partly
     overlap a slot. Threads: used by one at a time.
 
-    Args:
-        buffer: address of the fusion buffer.
-        capacity: its bytes; slots outside raise ``ValueError``.
-        offsets: byte offset of each slot.
-        nbytes: bytes of each slot, whole elements.
-        dtype: element type in the buffer.
-        stream: raw handle of the stream that packs; 0 is the default stream.
-        tensor_dtype: element type of the tensors, if different.
-        unpack_stream: the stream that unpacks, if different.
+    ``offsets`` and ``nbytes`` are in bytes, within the ``capacity`` of the buffer at address
+    ``buffer``. Streams are raw handles; 0 is the default stream. Bad slots raise ``ValueError``.
     """
 
     def __init__(

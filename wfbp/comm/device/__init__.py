@@ -1,6 +1,5 @@
 """Backends whose buffers are on an accelerator.
 
-Read ``device`` first (the interface), then ``backend`` (shared by ``nccl`` and ``staged``).
-``connection`` chooses one of these, the same on every rank; ``launch_order`` orders lanes'
-launches.
+Read ``device`` first (the interface), then ``backend`` (shared by ``nccl`` and ``staged``);
+``connection`` chooses one of these on all ranks; ``launch_order`` orders lanes' launches.
 """

@@ -24,10 +24,8 @@ class DeviceWork(Work[None]):
 
     @abstractmethod
     def issued(self) -> bool:
-        """Advance the host's part; True once later work on the stream finds the result.
-
-        ``BackendError`` if the library below failed; the work is then over.
-        """
+        """Advance the host's part; True once later work on the stream finds the result. After
+        ``BackendError``, because the library below failed, the work is over."""
 
     @abstractmethod
     def then(self, target: Buffer, source: Buffer) -> None:
@@ -39,11 +37,9 @@ class DeviceWork(Work[None]):
 
 
 class DeviceBackend(Backend):
-    """A backend whose buffers are on a device; every collective returns a :class:`DeviceWork`.
-
-    Collectives are enqueued in order on :attr:`stream`, and read a buffer when the stream reaches
-    them. Payloads and notices use ``host``, a backend over the same ranks for this object alone.
-    """
+    """A backend of device buffers; every collective returns a :class:`DeviceWork`. Collectives are
+    enqueued in order on :attr:`stream`, and read a buffer when the stream reaches them. Payloads
+    and notices use ``host``, a backend over the same ranks for this object alone."""
 
     def __init__(self, device: Device, host: Backend) -> None:
         self.device = device

@@ -28,10 +28,8 @@ log = logging.getLogger("wfbp")
 def connect(
     device: Device, host: Backend, timeout_s: float | None = None, check: Check | None = None
 ) -> DeviceBackend:
-    """Connect the ranks' devices by one kind of backend on all ranks; collective and blocking.
-
-    ``host`` is duplicated. If the backend is staged, one rank per host logs the reason once.
-    """
+    """Connect devices by the same kind of backend on all ranks; collective and blocking. Duplicates
+    ``host``. If the backend is staged, one rank per host logs the reason once."""
     backend, reason = connect_by_nccl(device, host, timeout_s, check)
     if backend is not None:
         return backend

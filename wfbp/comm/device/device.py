@@ -26,10 +26,8 @@ Event = Any
 
 
 class Device(ABC):
-    """One accelerator. Any thread may call every method; all return at once.
-
-    ``name`` is for messages; ``identity`` is unique among devices of all hosts.
-    """
+    """One accelerator. Any thread may call every method; all return at once. ``name`` is for
+    messages; ``identity`` is unique among devices of all hosts."""
 
     name: str
     identity: str
@@ -69,10 +67,8 @@ class Device(ABC):
 
     @abstractmethod
     def zeros(self, nbytes: int, stream: int) -> Buffer:
-        """Aligned device bytes (uint8), zero from this point of the stream on.
-
-        ``BackendError`` if memory is exhausted, frameworks' caches included.
-        """
+        """Aligned device bytes (uint8), zero from this point of the stream on. ``BackendError`` if
+        memory is exhausted, frameworks' caches included."""
 
     @abstractmethod
     def free_bytes(self) -> int:

@@ -32,9 +32,7 @@ class _Lane:
 
 class LaunchOrder:
     """The order of one runtime's lanes on one device. Used under the progress lock.
-
-    ``advance_others`` advances all lanes while a call waits for one collective.
-    """
+    ``advance_others`` advances all lanes while a call waits for one collective."""
 
     def __init__(self, rank: int, size: int, advance_others: Callable[[], None]) -> None:
         self._rank, self._size = rank, size

@@ -22,11 +22,8 @@ _OPERATIONS = -1
 
 
 class DeviceLinks:
-    """Connects the devices of one runtime's ranks. Used under the progress lock.
-
-    ``check`` receives a label and the seconds waited, and raises if waiting is hopeless;
-    ``advance_lanes`` advances all lanes of the host.
-    """
+    """Connects the devices of one runtime's ranks. Used under the progress lock. ``check`` receives
+    a label and the seconds waited, and raises if waiting is hopeless."""
 
     def __init__(
         self,
@@ -59,10 +56,8 @@ class DeviceLinks:
     def connect_operations(
         self, device: Device, host: HostBackend
     ) -> tuple[DeviceBackend | None, int, str]:
-        """Connect named operations on a device, with ``host`` for them alone; collective.
-
-        Returns the backend or None, its lane's number, and the reason if it will always be None.
-        """
+        """Connect named operations on a device, with ``host`` for them alone; collective. Returns
+        the backend or None, its lane's number, and the reason if it will always be None."""
         timeout_s = self._config.timeout_s
         order = self._orders.get(id(device))
         place = list(self._orders).index(id(device)) if order is not None else -1

@@ -5,11 +5,10 @@
     lane's stream                              wait, reduce                wait, reduce | event
     consumer's stream                                                                wait, update
 
-The host never waits here. One event per producing stream follows a group's last gradient; a group
-is packed while the previous one travels. Before the packing stream reuses a buffer, it waits for an
-event of the consumer's stream, recorded at the next step's first gradient (all reads are enqueued
-by then), and for the lane's stream (a discarded step has no consumer). The packing stream owns all
-memory. Every tensor is packed: a copy is cheap, and one launch serves the group.
+The host never waits here. A group is packed while the previous one travels. Before the packing
+stream reuses a buffer, it waits for an event of the consumer's stream, recorded at the next step's
+first gradient, when all reads are enqueued. It also waits for the lane's stream: a discarded step
+has no consumer. The packing stream owns all memory.
 """
 
 from __future__ import annotations
@@ -30,10 +29,8 @@ _NAP_S = 100e-6
 
 
 class DeviceMemory(Memory):
-    """Memory and streams of one device; ``backend`` sends messages, ``host`` sends flags.
-
-    ``check`` raises the error that has ended the runtime.
-    """
+    """Memory and streams of one device; ``backend`` sends messages, ``host`` sends flags, ``check``
+    raises the error that has ended the runtime."""
 
     backend: DeviceBackend
     copies_in_order = True

@@ -1,12 +1,9 @@
-"""The backend on NCCL, through CuPy's bindings.
+"""The backend on NCCL, through CuPy's bindings; each has its own communicator.
 
-Collectives are enqueued on the backend's stream; each backend has its own communicator. All ranks
-connect in the constructor, where time limits apply: by default NCCL from 2.22 on waits for peers in
-the first call of each algorithm (``NCCL_RUNTIME_CONNECT=1``). NCCL scales averages before adding,
-so they do not overflow, and may round partial sums in half precision, unlike the host.
-
-    equal blocks      reduce-scatter and all-gather are NCCL's own, in place
-    unequal blocks    reduce-scatter is an all-reduce, all-gather one group of broadcasts
+All ranks connect in the constructor, where time limits apply: by default NCCL from 2.22 on waits
+for peers in the first call of each algorithm (``NCCL_RUNTIME_CONNECT=1``). Unlike the host, NCCL
+scales averages before adding, and may round partial sums in half precision. Unequal blocks are
+reduced by an all-reduce, and gathered by a group of broadcasts.
 
 Threads: one thread at a time uses a backend; :class:`Joining` makes the communicator on another.
 """
@@ -51,10 +48,8 @@ log = logging.getLogger("wfbp")
 
 
 class NcclBackend(DeviceBackend):
-    """Collectives of one NCCL communicator; ``BackendError`` if it cannot be made.
-
-    Making one is collective and blocking; NCCL has half of ``timeout_s`` to connect the ranks.
-    """
+    """Collectives of one NCCL communicator; ``BackendError`` if it cannot be made. Making one is
+    collective and blocking; NCCL has half of ``timeout_s`` to connect the ranks."""
 
     def __init__(
         self,

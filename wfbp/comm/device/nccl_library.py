@@ -1,8 +1,5 @@
-"""Finds the libnccl files that this process has loaded, and their version.
-
-PyTorch and CuPy each load one. They share a file if both find the same one; if packages installed
-two, the process has both, or one has overwritten the other.
-"""
+"""Finds the libnccl files that this process has loaded. PyTorch and CuPy each load one; if packages
+installed two, the process has both, or one has overwritten the other."""
 
 from __future__ import annotations
 

@@ -4,14 +4,11 @@
     packing stream            wait, copy what is fused or gathered | event
     lane's stream                                             wait, all-reduce | event
 
-The host never waits for the device: ``synchronize()`` returns once the operation is enqueued and
-the program's stream waits for it.
-
-The coordinator's response contains the route, the same on every rank: the device if every rank can
-and if that cannot deadlock. The lane shares a launch order with the optimizers' lanes
-(:mod:`wfbp.comm.device.launch_order`), and a rank's program may wait for this operation before it
-produces an earlier collective's gradient. So each request tells how many collectives of every lane
-its rank could launch; if rank 0 has launched more, the operation goes through the host.
+The host never waits for the device. The coordinator's response contains the route, the same on
+every rank: the device if every rank can and if that cannot deadlock. The lane shares a launch order
+with the optimizers' lanes, and a rank's program may wait for this operation before it produces an
+earlier collective's gradient. So each request tells how many collectives of every lane its rank
+could launch; if rank 0 has launched more, the operation goes through the host.
 
 All ranks make the lane at the first response that needs it, while rank 0 holds the lock of
 collectives that block a rank. If a rank fails, all later operations use the host. If ranks are at
@@ -207,11 +204,8 @@ class DeviceOperations:
         arrivals: list[Arrival],
         finish: Callable[[], None],
     ) -> None:
-        """Enqueue operations that form one message; several are reductions of one kind.
-
-        ``counts`` are bytes per rank of a reduce-scatter or all-gather. Once all is enqueued,
-        ``arrivals`` receives each result, and ``finish`` is called.
-        """
+        """Enqueue operations that form one message; several are reductions of one kind. Once all is
+        enqueued, ``arrivals`` receives each result, and ``finish`` is called."""
         assert self._backend is not None
         backend, device, packing = self._backend, self._backend.device, self._backend.packing
         for each in placed:

@@ -1,7 +1,5 @@
-"""Collectives of device buffers through pinned host memory, if NCCL cannot serve.
-
-Messages are cut into pieces: one is copied to the host while another travels.
-"""
+"""Collectives of device buffers through pinned host memory, if NCCL cannot serve. Messages are cut
+into pieces: one is copied to the host while another travels."""
 
 from __future__ import annotations
 
@@ -153,11 +151,8 @@ class StagedBackend(DeviceBackend):
         back: Sequence[bool],
         start: Callable[[Buffer, list[int]], Work[None]],
     ) -> DeviceWork:
-        """Queue the pieces of a message, each with a part of every block.
-
-        ``start`` starts a piece's collective, given the pinned bytes and the byte counts of its
-        parts.
-        """
+        """Queue a message's pieces, each with a part of every block; ``start`` starts a piece's
+        collective, given the pinned bytes and the byte counts of its parts."""
         total = sum(block.nbytes for block in blocks)
         work = StagedWork(self, total)
         # A little less than fits: pieces of blocks are rounded one by one.

@@ -1,7 +1,5 @@
-"""The backend on MPI: each collective's algorithm, and its tasks.
-
-Shared memory and direct exchange are implemented in this package: they add in rank order and define
-half precision, integer averages and NaN as ``comm.backend.combine`` does.
+"""The backend on MPI: each collective's algorithm, and its tasks. Shared memory and direct exchange
+add in rank order and define half precision, integer averages and NaN as ``backend.combine`` does.
 """
 
 from __future__ import annotations
@@ -66,19 +64,15 @@ class Algorithm(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """How the ranks of a communicator are placed, which decides how messages travel.
-
-    Args:
-        direct: whether each rank exchanges large messages directly with every other rank.
-        scatters_directly: the same for a reduce-scatter.
-        shared: whether all ranks share this host, and are few enough for direct exchange.
-    """
+    """How a communicator's ranks are placed, which decides how messages travel."""
 
     local_rank: int
     local_size: int
     chunking: Chunking
+    # Whether ranks exchange large messages directly; the same for a reduce-scatter.
     direct: bool
     scatters_directly: bool
+    # Whether all ranks share this host, and are few enough for direct exchange.
     shared: bool = False
     one_rank_per_host: bool = False
 
@@ -140,13 +134,8 @@ class Topology:
 class MpiBackend(HostBackend):
     """Collectives on a duplicate of an MPI communicator. Making one is collective.
 
-    Args:
-        comm: an mpi4py communicator, or ranks of ``MPI.COMM_WORLD``; all of them by default.
-        chunking: by default the fastest measured sizes, within one host or between hosts.
-        start_timeout_s: how long MPI may take to start.
-        shared_memory: whether ranks of one host read each other's memory, if all of them allow it.
-        check_launcher: whether to raise ``BackendError`` if a launcher promised more ranks than MPI
-            has.
+    ``comm`` is an mpi4py communicator, or ranks of ``MPI.COMM_WORLD`` (by default all). Raises
+    ``BackendError`` if ``check_launcher`` and a launcher promised more ranks than MPI has.
     """
 
     def __init__(

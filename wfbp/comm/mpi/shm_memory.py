@@ -213,10 +213,8 @@ class FreeList:
 
 
 class SharedMemory:
-    """The memory of all ranks on one host, mapped by rank; only this rank's map is writeable.
-
-    Threads: any thread may call :meth:`zeros` and :meth:`offset`, and drop arrays.
-    """
+    """The memory of all ranks on one host, mapped by rank; only this rank's map is writeable. Any
+    thread may call :meth:`zeros` and :meth:`offset`, and drop arrays."""
 
     def __init__(self, rank: int, maps: list[Mapping]) -> None:
         self._whole = [m.bytes for m in maps]
@@ -233,10 +231,8 @@ class SharedMemory:
 
     @classmethod
     def connect(cls, comm: MPI.Comm, wanted: bool = True) -> SharedMemory | None:
-        """Map all ranks' memory. Collective; None on every rank if any rank cannot.
-
-        Every rank logs the reason; rank 0 warns unless the reason is an expected one.
-        """
+        """Map all ranks' memory; every rank logs why not. Collective; None on every rank if any
+        cannot."""
         token = secrets.token_bytes(_TOKEN_BYTES)
         made: int | None = None
         maps: list[Mapping] = []

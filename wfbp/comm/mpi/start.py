@@ -31,11 +31,9 @@ _NOTICE_S = 3.0
 
 
 def load(timeout_s: float | None = None) -> ModuleType:
-    """Import ``mpi4py.MPI``, which starts MPI; ``BackendError`` without MPI or its threads.
-
-    MPICH waits forever for a rank that has ended, and no Python code runs meanwhile: after
-    ``timeout_s`` a timer prints the traceback and ends the process.
-    """
+    """Import ``mpi4py.MPI``, which starts MPI; ``BackendError`` without MPI or its threads. MPICH
+    waits forever for a rank that has ended: after ``timeout_s`` a timer ends the process with a
+    traceback."""
     try:
         with _ending_after(timeout_s if "mpi4py.MPI" not in sys.modules else None):
             mpi = _start_which_waits_for_every_rank()
@@ -54,11 +52,8 @@ def load(timeout_s: float | None = None) -> ModuleType:
 
 
 def unlink_segments(mpi: ModuleType) -> None:
-    """Remove the names of MPICH's shared memory on this host; it stays usable.
-
-    MPICH removes them only in ``MPI_Finalize``: an aborted job would leave its memory in
-    ``/dev/shm``. All ranks of the job on this host must have mapped it.
-    """
+    """Remove the names of MPICH's shared memory on this host; it stays usable. An aborted job would
+    leave it in ``/dev/shm``. All ranks of the job on this host must have mapped it."""
     pattern = _SEGMENT_ALONE if mpi.COMM_WORLD.size == 1 else _SEGMENT
     try:
         with open("/proc/self/maps") as file:

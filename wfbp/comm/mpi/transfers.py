@@ -43,21 +43,16 @@ Message = tuple[Buffer, int, bool]
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
-    """Sizes of chunks and windows; measured in docs/benchmarks/communication.md.
+    """Sizes of chunks and windows; measured in docs/benchmarks/communication.md."""
 
-    Args:
-        chunk_bytes: most bytes of a chunk. Large enough to hide start-up; small enough that chunks
-            overlap on a link and are still in cache when they are reduced.
-        window_bytes: bytes under way at once: several chunks, so that the link never idles.
-        window_tasks: the same as a count, for small messages.
-        small_bytes: up to here the library's own all-reduce is faster than two exchanges.
-        direct_ranks: up to this many ranks each exchanges with every other directly.
-    """
-
+    # Large enough to hide start-up; small enough that chunks overlap on a link and are still in
+    # cache when they are reduced. Several are under way, so that the link never idles.
     chunk_bytes: int = 1 << 20
     window_bytes: int = 3 << 20
     window_tasks: int = 8
+    # Up to here the library's own all-reduce is faster than two exchanges.
     small_bytes: int = 64 << 10
+    # Up to this many ranks each exchanges with every other directly.
     direct_ranks: int = 16
 
     def __post_init__(self) -> None:
@@ -283,13 +278,8 @@ class ChunkTask(Task):
 
     Each rank sends every other rank its contribution to that rank's shard, combines what it
     receives for its own shard, and sends the result to every other rank. Both stages cost 2 (n - 1)
-    / n times the chunk's bytes per rank, like a ring, in two steps.
-
-    Args:
-        shards: this rank's contribution to each rank's shard, in typed pieces cut at the same
-            places on every rank. None: nothing is reduced.
-        results: each rank's result in pieces (one piece if reduced); may be the contributions.
-        gathers: whether every rank gets every shard's result, or only its own.
+    / n times the chunk's bytes per rank, like a ring, in two steps. ``shards`` and ``results`` have
+    pieces per rank, cut at the same places on every rank; without ``shards`` nothing is reduced.
     """
 
     def __init__(
