@@ -44,8 +44,8 @@ class DeviceMemory(Memory):
         self._packing = backend.packing
         self._host = host
         self._check = check
+        # The stream on which the training thread last consumed results.
         self._home = device.current_stream()
-        # Home: the stream on which the training thread last consumed results.
         self._producers: set[int] = set()
         self._begun = False
         self._consumed: list[Event] = []
