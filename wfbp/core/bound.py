@@ -12,35 +12,30 @@ from wfbp.core.types import Operation
 
 
 def ratio_to_lower_bound(iteration_s: float, bound_s: float) -> float:
-    """T/LB: 1.0 where nothing is left to gain, infinite where nothing need take any time."""
+    """T/LB: 1.0 if nothing is left to gain; infinite if only the bound is zero."""
     if bound_s == 0.0:
         return 1.0 if iteration_s == 0.0 else float("inf")
     return iteration_s / bound_s
 
 
 def lower_bound_s(trace: Trace, costs: Costs) -> float:
-    """Seconds that every iteration takes at least, whatever is sent when and in what pieces.
+    """The least seconds per iteration that any schedule needs on one in-order channel.
 
-    Between tensor i's gradient and i's next use, all bytes of the tensors up to i (forward
-    order) cross the channel: their gradients exist no earlier, and forward uses them no later.
-    In that time the computation runs forward from i to the end and backward to i. So, with a
-    start-up a and b seconds per byte such that no message is cheaper than a + b * bytes,
+    Between the gradient of tensor i and its next use, all bytes of the tensors up to i (forward
+    order) cross the channel. The rest of the iteration runs forward from i to the end and backward
+    to i. If no message is cheaper than a + b * bytes,
 
-        LB = max(T_f + T_b, max_i { sum_{k>=i} (tf_k + tb_k) + a + b * sum_{j<=i} m_j })
+        LB = max(T_f + T_b, max_i { sum_{k>=i} (tf_k + tb_k) + a + b * sum_{j<=i} m_j }) + other
 
-    For a measured curve a and b run over the lines under it, and for each i the best line counts.
-    Bytes travel by all-reduce or by reduce-scatter and all-gather; the cheaper way counts.
-    ``other_s`` is added, because every iteration has it.
+    For a measured curve each i uses the best line under the curve. The cheaper of all-reduce and
+    reduce-scatter with all-gather counts. Source: written for this project; docs/planning.md.
 
     Args:
         trace: sizes and compute times.
-        costs: of the channel; kappa is left out, since interference only adds time.
+        costs: of the channel; kappa is ignored, because interference only adds time.
 
     Returns:
         Seconds per iteration.
-
-    Source:
-        Written for this project; see docs/planning.md.
 
     Example:
         >>> from wfbp.core.cost import LinearCost
@@ -59,7 +54,7 @@ def lower_bound_s(trace: Trace, costs: Costs) -> float:
 
 
 def _lines(costs: Costs, max_bytes: float) -> list[Line]:
-    """Lines below the cost of moving bytes by either way, one of the two or a mixture."""
+    """Lines below the cost of moving bytes by all-reduce, by both halves, or by a mixture."""
     whole = costs.all_reduce.lines_below(max_bytes)
     if costs.reduce_scatter is None and costs.all_gather is None:
         return list(whole)

@@ -1,4 +1,4 @@
-"""Checks of what comes from outside, with the place named in the message."""
+"""Checks of input from outside; messages name the place."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ T = TypeVar("T")
 
 
 def one_of(place: str, value: str, known: Sequence[str], why: str = "") -> str:
-    """``value``, if it is one of ``known``; else a ``ValueError`` with its place and the nearest.
-
-    Example:
-        >>> one_of("op", "sum", ["sum", "max"])
-        'sum'
-    """
+    """``value`` if it is in ``known``; else ``ValueError`` with the place and the nearest name."""
     if value in known:
         return value
     near = get_close_matches(value, known, 1) if isinstance(value, str) else []
@@ -27,12 +22,7 @@ def one_of(place: str, value: str, known: Sequence[str], why: str = "") -> str:
 
 
 def number(place: str, value: Any) -> float:
-    """``value`` as a finite float of at least 0; else a ``ValueError`` that names its ``place``.
-
-    Example:
-        >>> number("alpha_s", 3)
-        3.0
-    """
+    """``value`` as a finite float of at least 0; else ``ValueError`` with its ``place``."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{place}: expected a number, found {value!r}")
     try:
@@ -45,7 +35,7 @@ def number(place: str, value: Any) -> float:
 
 
 def read_json(path: str | Path, parse: Callable[[Any], T]) -> T:
-    """What ``parse`` makes of a JSON file; a ``ValueError`` begins with the file's name."""
+    """Parse a JSON file with ``parse``; each ``ValueError`` begins with the file's name."""
     text = Path(path).read_bytes()
     try:
         data = json.loads(text)

@@ -1,6 +1,6 @@
-"""What a message costs: seconds of the channel by its bytes, one curve per collective.
+"""The seconds that a message occupies the channel, by its bytes: one curve per collective.
 
-Beside the curves stands ``kappa``, by how much communication slows down the computation.
+``kappa``: computation takes 1 + kappa times as long while the channel is busy.
 """
 
 from __future__ import annotations
@@ -27,32 +27,28 @@ Line = tuple[float, float]
 
 
 class CostModel(Protocol):
-    """Seconds of one message by its bytes; monotone, at least 0."""
+    """Seconds of one message by its bytes: at least 0, and never falling."""
 
     def __call__(self, nbytes: float) -> float:
         """Seconds of a message of ``nbytes`` bytes."""
 
     def __hash__(self) -> int:
-        """Hashable, so plans can be cached by it."""
+        """Hash by value, so that plans can be cached by the model."""
 
     def many(self, nbytes: Floats) -> Floats:
         """Seconds of each of many messages, in the shape of ``nbytes``."""
 
     def compressed(self, part: float) -> CostModel:
-        """The model of messages of which only this part of the bytes travels."""
+        """The model of messages that send only this part of their bytes."""
 
     def scaled(self, factor: float) -> CostModel:
         """The model whose every message takes ``factor`` times as long."""
 
     def lines_below(self, max_bytes: float) -> tuple[Line, ...]:
-        """Lines that the curve never falls under from 0 to ``max_bytes`` bytes.
-
-        Intercept a and slope b of each are at least 0. So M bytes cost at least the largest
-        a + b*M of them, in however many messages they travel.
-        """
+        """Lines (a, b) with a, b >= 0 and cost(m) >= a + b * m for m in 0..``max_bytes``."""
 
     def to_json(self) -> dict[str, Any]:
-        """The model as it stands in a ``wfbp-cost/1`` document."""
+        """The model as a part of a ``wfbp-cost/1`` document."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +56,11 @@ class LinearCost:
     """A start-up time and a time per byte: alpha + beta * m.
 
     Args:
-        alpha_s: seconds of a message before its first byte moves.
+        alpha_s: seconds of a message before its first byte.
         beta_s_per_byte: seconds per byte.
 
     Raises:
-        ValueError: a figure is negative or not finite.
+        ValueError: a value is negative or not finite.
 
     Example:
         >>> LinearCost(alpha_s=1e-3, beta_s_per_byte=1e-9)(1_000_000)
@@ -99,18 +95,17 @@ class LinearCost:
 
 @dataclass(frozen=True)
 class PiecewiseCost:
-    """A measured curve: straight between points.
+    """A measured curve: straight lines between points, constant below the first.
 
-    Below the first point the curve is constant. Beyond the last it goes on with the mean slope
-    of its upper half (from the last point of at most half the largest size), because the slope
-    between the last two points alone is mostly noise.
+    Above the last point it continues with the mean slope since the last point of at most half the
+    largest size. (The slope of the last two points alone is mostly noise.)
 
     Args:
         points: (bytes, seconds), at least two; bytes increase strictly, seconds never fall.
             :func:`monotone_points` makes such points from raw measurements.
 
     Raises:
-        ValueError: with the index of the first point at fault.
+        ValueError: with the index of the first wrong point.
 
     Example:
         >>> curve = PiecewiseCost(((4, 10e-6), (1_000_004, 1010e-6)))
@@ -211,9 +206,8 @@ def _lower_hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, floa
 def monotone_points(measured: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
     """Raw measurements as points of a :class:`PiecewiseCost`.
 
-    Several measurements of one size become their median; where the curve still falls, neighbours
-    are pooled to their mean, which is the closest curve that never falls (isotonic least
-    squares, by pooling adjacent violators).
+    Takes the median of each size. If the curve still falls, pools neighbours to their mean
+    (isotonic least squares by pooling adjacent violators).
 
     Args:
         measured: (bytes, seconds) in any order.
@@ -245,10 +239,10 @@ LINEAR_KEYS = ("alpha_s", "beta_s_per_byte")
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What each collective costs on one channel.
+    """The cost of each collective on one channel.
 
     Args:
-        all_reduce: cost of an all-reduce by bytes.
+        all_reduce: cost by bytes.
         reduce_scatter: cost by bytes of the whole buffer; half of ``all_reduce`` if None.
         all_gather: cost by bytes of the whole buffer; half of ``all_reduce`` if None.
         kappa: interference. Computation takes 1 + kappa times as long while the channel is busy.
@@ -271,23 +265,14 @@ class Costs:
         number("kappa", self.kappa)
 
     def of(self, operation: Operation) -> CostModel:
-        """The cost of one collective; half of all-reduce where nothing else was given."""
+        """The cost of one collective; half of all-reduce if it has no curve."""
         if operation is Operation.ALL_REDUCE:
             return self.all_reduce
         own = self.reduce_scatter if operation is Operation.REDUCE_SCATTER else self.all_gather
         return _half(self.all_reduce) if own is None else own
 
     def compressed(self, part: float, gathers: bool = False) -> Costs:
-        """The costs where of what is reduced only this part of the bytes travels.
-
-        ``gathers``: of what is gathered, too, because it is gradients. Parameters are gathered in
-        full.
-
-        Example:
-            >>> costs = Costs(LinearCost(alpha_s=1e-3, beta_s_per_byte=2e-9)).compressed(0.5)
-            >>> [costs.of(operation)(1e6) for operation in Operation]
-            [0.002, 0.001, 0.0015]
-        """
+        """The costs if reduced (with ``gathers`` also gathered) gradients shrink to this part."""
         if part == 1.0:
             return self
         gather = self.of(Operation.ALL_GATHER)
@@ -306,16 +291,10 @@ class Costs:
 
     @classmethod
     def from_json(cls, data: Any) -> Costs:
-        """The costs in a ``wfbp-cost/1`` document.
+        """The costs in a parsed ``wfbp-cost/1`` document; ``ValueError`` names the wrong place.
 
-        Args:
-            data: the document, parsed. Each curve is either ``{"alpha_s": a, "beta_s_per_byte":
-                b}`` or ``{"points": [[bytes, seconds], ...]}``; all but ``all_reduce`` may be
-                absent. ``num_ranks``, among how many the costs were measured, is for those who
-                scale them.
-
-        Raises:
-            ValueError: one line with the place and what was found there.
+        Each curve is ``{"alpha_s": a, "beta_s_per_byte": b}`` or ``{"points": [[bytes, seconds],
+        ...]}``; only ``all_reduce`` is required. ``num_ranks`` is allowed and ignored.
         """
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             actual = data.get("format") if isinstance(data, dict) else type(data).__name__
@@ -329,12 +308,7 @@ class Costs:
 
     @classmethod
     def load(cls, path: str | Path) -> Costs:
-        """The costs in a JSON file.
-
-        Raises:
-            ValueError: not JSON or not costs; one line that starts with the file's name.
-            OSError: the file cannot be read.
-        """
+        """The costs in a JSON file; ``ValueError`` starts with the file's name."""
         return read_json(path, cls.from_json)
 
 

@@ -1,4 +1,4 @@
-"""From measurements to a model of cost: alpha and beta, how well they fit, and kappa."""
+"""Fits cost models to measurements: alpha and beta, their goodness, and kappa."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True, slots=True)
 class Goodness:
-    """How well a cost model meets measurements.
+    """How well a cost model fits measurements.
 
     Args:
-        r_squared: share of the variance in seconds that is explained; 1 is perfect. Large
-            messages dominate it.
-        max_relative_error: worst ``|predicted - measured| / measured``; small messages show here.
+        r_squared: share of the variance in seconds that is explained; large messages dominate it.
+        max_relative_error: worst ``|predicted - measured| / measured``; shows small messages.
     """
 
     r_squared: float
@@ -44,7 +43,7 @@ def goodness(cost: CostModel, measured: Sequence[tuple[float, float]]) -> Goodne
         measured: (bytes, seconds), seconds above 0.
 
     Raises:
-        ValueError: no measurements, or one that is not a size with a time above 0.
+        ValueError: no measurements, a bad size, or a time that is not above 0.
 
     Example:
         >>> goodness(LinearCost(1.0, 0.5), [(2, 2.0), (4, 3.0)])
@@ -60,11 +59,10 @@ def goodness(cost: CostModel, measured: Sequence[tuple[float, float]]) -> Goodne
 
 
 def fit_linear(measured: Sequence[tuple[float, float]]) -> LinearCost:
-    """The alpha and beta of least relative error, outliers weighted down.
+    """The alpha and beta of least relative error, with outliers weighted down.
 
-    Relative, because sizes span many orders of magnitude and each matters alike. Points far from
-    the line (by Huber's rule, against the median deviation) lose weight, because on a shared
-    network some measurements meet foreign traffic.
+    The error is relative, because sizes span many orders of magnitude and all matter alike. Huber's
+    rule weights outliers down, because some measurements meet foreign traffic.
 
     Args:
         measured: (bytes, seconds) of at least two sizes, seconds above 0.
@@ -73,7 +71,7 @@ def fit_linear(measured: Sequence[tuple[float, float]]) -> LinearCost:
         The fitted cost; alpha and beta are at least 0.
 
     Raises:
-        ValueError: fewer than two sizes, or a measurement that is not a size with a time above 0.
+        ValueError: fewer than two sizes, a bad size, or a time that is not above 0.
 
     Example:
         >>> cost = fit_linear([(0, 1e-3), (1e6, 2e-3), (2e6, 3e-3)])
@@ -100,15 +98,15 @@ def fit_linear(measured: Sequence[tuple[float, float]]) -> LinearCost:
 
 
 def fit_kappa(trace: Trace, costs: Costs, measured: Sequence[tuple[Plan, float]]) -> float:
-    """The interference with which predicted iteration times meet measured ones best.
+    """The interference for which predicted iteration times fit measured ones best.
 
-    Least squares of the relative error over :func:`wfbp.core.timeline.iteration_s`: the best of
-    a grid even in the slow-down of computation, then golden sections around it.
+    Minimises the squared relative error of :func:`wfbp.core.timeline.iteration_s`: a grid over the
+    slow-down of computation, then golden-section search.
 
     Args:
         trace: sizes and compute times without communication.
-        costs: of the channel; its own kappa is not looked at.
-        measured: plans with the seconds per iteration measured under each, above 0.
+        costs: of the channel; their kappa is ignored.
+        measured: plans, each with its measured seconds per iteration, above 0.
 
     Returns:
         kappa, from 0 to ``MAX_KAPPA``.
@@ -120,8 +118,7 @@ def fit_kappa(trace: Trace, costs: Costs, measured: Sequence[tuple[Plan, float]]
         >>> from dataclasses import replace
         >>> from wfbp.core.planners import plan
         >>> from wfbp.core.timeline import iteration_s
-        >>> trace = Trace.uniform("abcd", 10, 1.0, 1.0)
-        >>> costs = Costs(LinearCost(0.5, 0.0))
+        >>> trace, costs = Trace.uniform("abcd", 10, 1.0, 1.0), Costs(LinearCost(0.5, 0.0))
         >>> wfbp = plan("wfbp", trace, costs)
         >>> seconds = iteration_s(wfbp, trace, replace(costs, kappa=0.25))
         >>> round(fit_kappa(trace, costs, [(wfbp, seconds)]), 6)

@@ -1,6 +1,6 @@
-"""A plan: which tensors travel together, in which order, by which operation.
+"""A plan: the groups of tensors, their order and their operations.
 
-A plan is immutable, the same on every rank, and known by its digest.
+A plan is immutable, equal on every rank, and identified by its digest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Group:
     """Tensors sent as one message.
 
     Args:
-        tensors: indices into ``Plan.tensors``, in the order in which they lie in the buffer.
+        tensors: indices into ``Plan.tensors``, in the order of the fusion buffer.
         operation: the collective that carries the group.
         phase: backward for all-reduce and reduce-scatter, forward for all-gather.
     """
@@ -43,22 +43,20 @@ class Group:
 
 @dataclass(frozen=True)
 class Plan:
-    """Groups in the order in which they are sent.
+    """Groups in sending order.
 
     Args:
         schedule: name of the planner that made it.
-        tensors: the tensors planned, in forward order.
-        groups: in sending order, those of backward first; one element type per group. Every
-            tensor is in exactly one group of backward, where it is either all-reduced or
-            reduce-scattered; the reduce-scattered are in exactly one group of forward each,
-            where they are all-gathered.
-        overlap: whether a group may leave while backward still runs. Without overlap all groups
-            leave when the step closes, which is cheaper where communication costs the CPU time
-            that backward needs (shared memory, one core per rank).
+        tensors: the planned tensors, in forward order.
+        groups: in sending order, those of backward first; one element type per group. Each tensor
+            is in one group of backward. Each reduce-scattered tensor is also in one group of
+            forward, which all-gathers it.
+        overlap: whether groups are sent while backward runs. Otherwise they are sent when the step
+            closes, which is cheaper if communication takes CPU time from backward.
 
     Raises:
-        ValueError: a tensor is missing, named twice, or shares a group with another element type;
-            an operation stands in the wrong phase or a group of backward behind one of forward.
+        ValueError: a tensor is missing or named twice, a group mixes element types, an operation is
+            in the wrong phase, or a group of backward follows one of forward.
 
     Example:
         >>> w, b = TensorSpec("w", (3, 5), "float32"), TensorSpec("b", (5,), "float32")
@@ -109,7 +107,7 @@ class Plan:
 
     @cached_property
     def num_backward(self) -> int:
-        """Groups of backward; those of forward come behind them."""
+        """The number of groups of backward; those of forward follow them."""
         return sum(group.phase is Phase.BACKWARD for group in self.groups)
 
     def dtype(self, group: int) -> str:
@@ -120,7 +118,7 @@ class Plan:
         return layout([self.tensors[k].nbytes for k in self.groups[group].tensors])[0]
 
     def nbytes(self, group: int) -> int:
-        """Bytes of a group's tensors in its fusion buffer, padding between them included."""
+        """Bytes of a group's tensors in its fusion buffer, including padding between them."""
         return layout([self.tensors[k].nbytes for k in self.groups[group].tensors])[1]
 
     @property
@@ -129,30 +127,25 @@ class Plan:
 
     @cached_property
     def decoupled(self) -> frozenset[TensorSpec]:
-        """The tensors that are scattered and gathered."""
+        """The tensors that are reduce-scattered and all-gathered."""
         gathered = self.groups[self.num_backward :]
         return frozenset(self.tensors[k] for group in gathered for k in group.tensors)
 
     @property
     def decoupled_part(self) -> float:
-        """How much of all bytes theirs are, from 0 to 1."""
+        """The share of :attr:`decoupled` in all bytes, from 0 to 1."""
         return sum(spec.nbytes for spec in self.decoupled) / max(1, self.total_bytes)
 
     @property
     def summary(self) -> str:
-        """In a few words, for people.
-
-        >>> specs = (TensorSpec("w", (3,), "float32"),)
-        >>> Plan("single", specs, (Group((0,)),), overlap=False).summary
-        'single, 1 group after backward'
-        """
+        """A short description, such as ``single, 1 group after backward``."""
         num_groups = len(self.groups)
         late = "" if self.overlap else " after backward"
         return f"{self.schedule}, {num_groups} group{'s' * (num_groups != 1)}{late}"
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the plan's canonical JSON; equal exactly where the plans are equal."""
+        """SHA-256 of the plan's canonical JSON; equal exactly if the plans are equal."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -177,11 +170,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
-        """The plan that :meth:`to_json` wrote.
-
-        Raises:
-            ValueError: another format, or no valid plan.
-        """
+        """The plan that :meth:`to_json` wrote; ``ValueError`` if it is invalid."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"not a plan: expected format {FORMAT!r}")
         try:
@@ -199,7 +188,7 @@ class Plan:
 
 
 def _is(kind: type[T], value: Any) -> T:
-    """The value, which must be of exactly this kind: to JSON, true is no number."""
+    """The value, which must be of exactly this type: in JSON, true is no number."""
     if type(value) is not kind:
         raise TypeError(f"expected {kind.__name__}, found {value!r}")
     exact: T = value
@@ -211,11 +200,7 @@ def _whole(values: Any) -> tuple[int, ...]:
 
 
 def aligned(nbytes: int) -> int:
-    """The next multiple of the alignment.
-
-    >>> aligned(20)
-    32
-    """
+    """The next multiple of the alignment."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
@@ -240,10 +225,7 @@ def split_by_dtype(
     operation: Operation = Operation.ALL_REDUCE,
     phase: Phase = Phase.BACKWARD,
 ) -> tuple[Group, ...]:
-    """Groups from runs of tensors: one per element type in each run, order kept within each.
-
-    A message has one element type, so a run that mixes several becomes several messages.
-    """
+    """Groups from runs of tensors: one per element type in each run, order kept."""
     groups: list[Group] = []
     for run in runs:
         by_dtype: dict[str, list[int]] = {}

@@ -1,6 +1,6 @@
-"""One steady iteration under a plan, predicted exactly from a trace and costs.
+"""Predicts one steady iteration under a plan, exactly, from a trace and costs.
 
-Backward and forward are phases: groups leave in order, each when it is ready and the channel free.
+In each phase groups are sent in order, each when it is ready and the channel is free.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ __all__ = ["GroupTiming", "IterationForecast", "iteration_by_kappa", "iteration_
 
 @dataclass(frozen=True, slots=True)
 class GroupTiming:
-    """When one group travels; seconds from the start of backward.
+    """When one group is sent; seconds from the start of backward.
 
     Args:
-        ready_s: the group may leave: the last of its gradients exists, or, for an all-gather,
-            the next forward starts.
-        start_s: the channel takes it up.
-        end_s: it has arrived everywhere.
+        ready_s: its last gradient exists; for an all-gather, the next forward starts.
+        start_s: the channel starts it.
+        end_s: all ranks have it.
         nbytes: bytes of its tensors, without padding.
     """
 
@@ -41,8 +40,7 @@ class GroupTiming:
 
 @dataclass(frozen=True, slots=True)
 class PhaseTiming:
-    """Groups of one phase in sending order; seconds from its start to the end of its computation,
-    and until the other phase may begin."""
+    """Groups in sending order; end of the computation and of the phase, seconds from its start."""
 
     groups: tuple[GroupTiming, ...]
     compute_end_s: float
@@ -50,11 +48,7 @@ class PhaseTiming:
 
 
 class _Row(NamedTuple):
-    """A group: its channel time, and a time on the compute clock.
-
-    That is when its last gradient exists, or, for an all-gather, the forward compute that is left
-    from its first tensor on.
-    """
+    """A group: the clock time when it is ready (all-gather: forward compute left), cost, bytes."""
 
     clock_s: float
     cost_s: float
@@ -84,11 +78,7 @@ def _forward_rows(plan: Plan, trace: Trace, costs: Costs) -> list[_Row]:
 
 
 def backward_phase(plan: Plan, trace: Trace, costs: Costs) -> PhaseTiming:
-    """Backward: groups leave in order, each when its last gradient exists.
-
-    The phase ends once backward is through and all its groups have arrived. Raises ``ValueError``
-    if plan and trace are not of the same tensors.
-    """
+    """Backward: groups are sent in order, each when its last gradient exists."""
     rows = _backward_rows(plan, trace, costs)
     spans, clocks, walls = _send_in_backward(rows, costs.kappa)
     ready_s = [row.clock_s for row in rows] + [trace.backward_s]
@@ -124,11 +114,7 @@ def _send_in_backward(
 
 
 def forward_phase(plan: Plan, trace: Trace, costs: Costs) -> PhaseTiming:
-    """Forward: all-gathers leave back to back from its start, and each tensor waits for its own.
-
-    What is left of forward at a tensor follows its all-gather, so on the compute clock forward
-    ends at the latest of all (arrival + forward compute from there on), and never before T_f.
-    """
+    """Forward: all-gathers are sent back to back from its start; each tensor waits for its own."""
     rows = _forward_rows(plan, trace, costs)
     ends_s = list(accumulate((row.cost_s for row in rows), initial=0.0))
     timings = tuple(
@@ -141,6 +127,7 @@ def forward_phase(plan: Plan, trace: Trace, costs: Costs) -> PhaseTiming:
 
 def _forward_end_s(rows: Sequence[_Row], forward_s: float, kappa: float) -> float:
     speed = 1.0 / (1.0 + kappa)
+    # Forward ends at the latest arrival plus the forward compute from there on.
     end_s, clock = 0.0, forward_s
     for left_s, cost_s, _ in rows:
         end_s += cost_s
@@ -149,7 +136,7 @@ def _forward_end_s(rows: Sequence[_Row], forward_s: float, kappa: float) -> floa
 
 
 def check_same_tensors(plan: Plan, trace: Trace) -> None:
-    """Raise ``ValueError`` with the first difference, if a plan is for another model."""
+    """Raise ``ValueError`` with the first difference if a plan is for another model."""
     if len(plan.tensors) != len(trace.tensors):
         raise ValueError(
             f"the plan is of {len(plan.tensors)} tensors, the trace of {len(trace.tensors)}"
@@ -172,12 +159,11 @@ class IterationForecast:
     """The prediction for one iteration.
 
     Args:
-        groups: timing of each group of the plan, in sending order; the all-gathers come behind
-            the end of backward, in the forward that follows.
-        backward_end_s: backward's end, interference included, from its start.
+        groups: timing of each group, in sending order; all-gathers run in the next forward.
+        backward_end_s: end of backward, including interference, from its start.
         iteration_s: the whole iteration.
-        exposed_s: what communication adds to an iteration without it.
-        lower_bound_s: what no schedule can beat.
+        exposed_s: seconds that communication adds to an iteration.
+        lower_bound_s: the limit that no schedule can beat.
     """
 
     groups: tuple[GroupTiming, ...]
@@ -188,16 +174,15 @@ class IterationForecast:
 
     @property
     def ratio_to_lower_bound(self) -> float:
-        """T/LB; 1.0 where nothing is left to gain."""
+        """T/LB; 1.0 if nothing is left to gain."""
         return ratio_to_lower_bound(self.iteration_s, self.lower_bound_s)
 
 
 def timeline(plan: Plan, trace: Trace, costs: Costs) -> IterationForecast:
     """Predict one steady iteration on one in-order channel.
 
-    The channel carries the groups of backward in order, then those of forward. Forward starts
-    when backward and all its groups are through; its tensors wait for their all-gathers.
-    ``other_s`` lies between the two, and nothing is sent then.
+    Forward starts after backward, all its groups and ``other_s`` (nothing is sent then). The
+    tensors of forward wait for their all-gathers.
 
     Args:
         plan: of exactly the trace's tensors.
@@ -208,7 +193,7 @@ def timeline(plan: Plan, trace: Trace, costs: Costs) -> IterationForecast:
         The times of every group and of the iteration.
 
     Raises:
-        ValueError: plan and trace are not of the same tensors.
+        ValueError: plan and trace have different tensors.
 
     Example:
         >>> from wfbp.core.cost import LinearCost
@@ -244,7 +229,7 @@ def iteration_s(plan: Plan, trace: Trace, costs: Costs) -> float:
 
 
 def iteration_by_kappa(plan: Plan, trace: Trace, costs: Costs) -> Callable[[float], float]:
-    """:func:`iteration_s` for any interference; what does not depend on that is computed once."""
+    """:func:`iteration_s` as a function of kappa; computes once what does not depend on it."""
     backward, forward = _backward_rows(plan, trace, costs), _forward_rows(plan, trace, costs)
     backward_s, forward_s, other_s = trace.backward_s, trace.forward_s, trace.other_s
 

@@ -15,17 +15,17 @@ from wfbp.core.types import TensorSpec
 
 FORMAT = "wfbp-trace/1"
 MAX_NUMEL = 2**53
-"""Sizes up to here are exact as floats; no real tensor comes near."""
+"""Sizes up to here are exact as floats."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceTensor:
-    """One tensor with the compute time that belongs to it.
+    """One tensor and its compute times.
 
     Args:
         spec: name, shape and element type.
-        forward_s: forward compute from this tensor's first use to the next one's, seconds.
-        backward_s: backward compute from the previous gradient to this one's, seconds.
+        forward_s: seconds of forward from this tensor's first use to the next one's.
+        backward_s: seconds of backward from the previous gradient to this one's.
     """
 
     spec: TensorSpec
@@ -39,7 +39,7 @@ class TraceTensor:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Tensors in forward order; backward goes through them in reverse.
+    """Tensors in forward order; backward computes them in reverse.
 
     Args:
         model: name for people.
@@ -67,13 +67,7 @@ class Trace:
         number(f"trace {self.model!r}: other_s", self.other_s)
 
     def updated_when_read(self, update_s: float) -> Trace:
-        """The same where each tensor is updated only just before forward uses it: the seconds of
-        the optimizer's update, part of ``other_s`` here, belong to forward there, by bytes.
-
-        >>> trace = replace(Trace.uniform("w", 4, 1.0, 2.0), other_s=1.0).updated_when_read(0.25)
-        >>> trace.forward_s, trace.other_s
-        (1.25, 0.75)
-        """
+        """The trace if forward updates each tensor before using it: moves seconds to forward."""
         nbytes = sum(self.backward_bytes)
         if not nbytes:
             return self
@@ -86,11 +80,7 @@ class Trace:
 
     @classmethod
     def uniform(cls, names: str, numel: int, forward_s: float, backward_s: float) -> Trace:
-        """A model of equal float32 tensors with names of one letter, for examples.
-
-        >>> Trace.uniform("abc", 10, 1.0, 2.0).backward_s
-        6.0
-        """
+        """A model of equal float32 tensors with names of one letter, for examples."""
         specs = [TensorSpec(name, (numel,), "float32") for name in names]
         return cls("uniform", tuple(TraceTensor(s, forward_s, backward_s) for s in specs))
 
@@ -140,11 +130,7 @@ class Trace:
 
     @classmethod
     def from_json(cls, data: Any) -> Trace:
-        """The trace in a ``wfbp-trace/1`` document.
-
-        Raises:
-            ValueError: with the place and what was found there.
-        """
+        """The trace in a parsed ``wfbp-trace/1`` document; ``ValueError`` names the wrong place."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             actual = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"not a trace: expected format {FORMAT!r}, found {actual!r}")
@@ -160,12 +146,7 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
-        """The trace in a JSON file.
-
-        Raises:
-            ValueError: not JSON or not a trace; the message names the file.
-            OSError: the file cannot be read.
-        """
+        """The trace in a JSON file; ``ValueError`` starts with the file's name."""
         return read_json(path, cls.from_json)
 
 

@@ -1,4 +1,4 @@
-"""The small facts that every layer speaks of: element types, operations, tensors."""
+"""Types that every layer uses: element types, operations, tensors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ ITEM_BYTES: dict[str, int] = {
     "int64": 8,
     "uint8": 1,
 }
-"""Bytes per element of every element type that travels between ranks, by its name."""
+"""Bytes per element of every element type that ranks can send, by name."""
 
 
 class Op(enum.Enum):
-    """How contributions of the ranks are combined.
+    """How the ranks' contributions are combined.
 
     AVERAGE divides the sum by the number of ranks; for integers it truncates toward zero. ADASUM is
-    not computed element by element: only a named all-reduce knows it.
+    not computed element by element: only a named all-reduce supports it.
     """
 
     SUM = "sum"
@@ -42,7 +42,7 @@ ELEMENTWISE_OPS = (Op.SUM, Op.AVERAGE, Op.MIN, Op.MAX, Op.PRODUCT)
 
 
 class Phase(enum.Enum):
-    """In which half of the iteration a group is sent."""
+    """The half of the iteration that sends a group."""
 
     BACKWARD = "backward"
     FORWARD = "forward"
@@ -57,11 +57,7 @@ class Operation(enum.Enum):
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes per element of ``dtype``.
-
-    Raises:
-        ValueError: if ``dtype`` is not one of :data:`~wfbp.core.types.ITEM_BYTES`.
-    """
+    """Bytes per element of ``dtype``; ``ValueError`` if ranks cannot send it."""
     try:
         return ITEM_BYTES[dtype]
     except KeyError:
@@ -70,22 +66,18 @@ def item_bytes(dtype: str) -> int:
 
 
 WIRE_DTYPES = ("float16", "bfloat16")
-"""What gradients of more bytes can travel as."""
+"""Types that wider gradients can be narrowed to for sending."""
 
 
 def wire_type(dtype: str, wire_dtype: str) -> str:
-    """The type in which elements of ``dtype`` travel; their own where that is no larger.
-
-    >>> [wire_type(dtype, "bfloat16") for dtype in ("float32", "float16")], wire_type("float32", "")
-    (['bfloat16', 'float16'], 'float32')
-    """
+    """The type that elements of ``dtype`` are sent as: ``wire_dtype`` if it is smaller."""
     narrows = wire_dtype and item_bytes(dtype) > item_bytes(wire_dtype)
     return wire_dtype if narrows else dtype
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What is known of a tensor before it exists.
+    """Description of a tensor.
 
     Args:
         name: unique within its plan.
@@ -117,5 +109,5 @@ class TensorSpec:
         return self.numel * item_bytes(self.dtype)
 
     def wire_bytes(self, wire_dtype: str) -> int:
-        """Number of bytes that travel; see :func:`~wfbp.core.types.wire_type`."""
+        """Number of bytes sent; see :func:`~wfbp.core.types.wire_type`."""
         return self.numel * item_bytes(wire_type(self.dtype, wire_dtype))

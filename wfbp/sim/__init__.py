@@ -1,1 +1,1 @@
-"""Replays plans on a virtual clock, and carries costs from one cluster over to others."""
+"""Replays plans on a virtual clock, and scales costs to other clusters."""

@@ -1,4 +1,4 @@
-"""From what one link costs to what a collective over many workers costs."""
+"""Scales the cost of one link to collectives over many workers."""
 
 from __future__ import annotations
 
@@ -13,20 +13,12 @@ from wfbp.core.fit import fit_linear
 
 @dataclass(frozen=True, slots=True)
 class Link(LinearCost):
-    """One hop between two workers, as alpha and beta."""
+    """One hop between two workers: alpha and beta."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Workers that share a host and its one way out.
-
-    Args:
-        workers: G, at least 1.
-        link: between two of them.
-
-    Raises:
-        ValueError: no worker.
-    """
+    """A host of ``workers`` (at least 1) with one network link; ``link`` connects two of them."""
 
     workers: int
     link: Link
@@ -38,8 +30,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """The slowest worker's hops in a row, and the part of the message's bytes through its link:
-    on the links between hosts, and within its host."""
+    """Hops of the slowest worker, and its share of the bytes: between hosts, and within one."""
 
     hops: float
     volume: float
@@ -53,21 +44,13 @@ def _ring(workers: int) -> _Work:
 
 
 def _tree(workers: int) -> _Work:
-    """Up and down two trees that carry half of the bytes each; a leaf in one is inside the other.
-
-    Sanders, Speck, Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and
-    scan", Parallel Computing 2009. Pipelined, so that every link is in use throughout.
-    """
+    """Two pipelined trees with half of the bytes each (Sanders et al., Parallel Computing 2009)."""
     depth = math.ceil(math.log2(workers))
     return _Work(2 * depth, 2 if workers > 1 else 0)
 
 
 def _halving_doubling(workers: int) -> _Work:
-    """Recursive halving, then doubling; workers over a power of two hand in and are told.
-
-    Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH",
-    IJHPCA 2005.
-    """
+    """Recursive halving and doubling (Thakur et al., IJHPCA 2005); 2 hops more off powers of 2."""
     depth = workers.bit_length() - 1
     power = 2**depth
     extra = 0 if workers == power else 2
@@ -77,10 +60,10 @@ def _halving_doubling(workers: int) -> _Work:
 FLAT: Mapping[str, Callable[[int], _Work]] = MappingProxyType(
     {"ring": _ring, "tree": _tree, "halving_doubling": _halving_doubling}
 )
-"""Algorithms in which all links are alike, by name."""
+"""Algorithms whose links are all alike, by name."""
 
 ALGORITHMS = (*FLAT, "hierarchical")
-"""Every algorithm; the flat ones, and rings within and between hosts."""
+"""Every algorithm: the flat ones, and rings within and between hosts."""
 
 
 def scale(
@@ -91,10 +74,10 @@ def scale(
     measured_on: int = 2,
     node: Node | None = None,
 ) -> Costs:
-    """The costs of a channel over that many workers.
+    """The costs of a channel over ``workers`` workers.
 
-    With a hops and v bytes per byte of the message through the busiest link, an all-reduce costs
-    ``h * alpha + v * beta * m``:
+    With h hops and the v-fold bytes on the busiest link, an all-reduce costs ``h * alpha + v * beta
+    * m``:
 
     ==================  =============================  ==========================
     ring                h = 2 (P - 1)                  v = 2 (P - 1) / P
@@ -104,25 +87,24 @@ def scale(
                         2 (G - 1) within               2 (G - 1) / G within
     ==================  =============================  ==========================
 
-    where P is no power of two, halving-doubling takes the next lower one, and 2 hops and 2
-    messages more. ``hierarchical`` reduces within each of N = P / G hosts, then between hosts
-    through the one way out that the workers of a host share, then gathers within.
+    If P is no power of two, halving-doubling uses the next lower one, 2 more hops and 2 more
+    messages. ``hierarchical`` reduces within each of N = P / G hosts, then between hosts, whose
+    workers share one link, then gathers within.
 
     Args:
-        source: what one link costs; or the costs measured over ``measured_on`` workers by the
-            same algorithm (``hierarchical``: by a ring over links between hosts), of which
-            reduce-scatter, all-gather and kappa are carried over too. A measured curve is
-            replaced by its best line: how a curve's shape changes with P is not known.
+        source: the cost of one link; or the costs over ``measured_on`` workers by the same
+            algorithm (``hierarchical``: by a ring between hosts). Their curves become straight
+            lines, because the change of a curve's shape with P is not known.
         workers: P, at least 1.
         algorithm: one of :data:`ALGORITHMS`.
-        measured_on: for costs: how many workers they are of, at least 2.
+        measured_on: number of workers of measured costs, at least 2.
         node: for ``hierarchical``: the workers of a host, and the links between them.
 
     Returns:
         Linear costs; one worker costs nothing.
 
     Raises:
-        ValueError: no such algorithm, too few workers, or a node is missing or not asked for.
+        ValueError: no such algorithm, too few workers, or a node is missing or unused.
 
     Example:
         >>> link = Link(alpha_s=30e-6, beta_s_per_byte=4e-10)
@@ -170,7 +152,7 @@ def _hierarchical(workers: int, node: Node) -> _Work:
 
 
 def _cost(per_link: LinearCost, work: _Work, node: Node | None, share: float) -> LinearCost:
-    """``share`` of an all-reduce, by what a link costs."""
+    """``share`` of an all-reduce, from the cost of a link."""
     inner = node.link if node else Link(0.0, 0.0)
     return LinearCost(
         share * (work.hops * per_link.alpha_s + work.inner_hops * inner.alpha_s),

@@ -1,4 +1,4 @@
-"""Replays a plan on a trace with a virtual clock, by the sequencer that the runtime uses."""
+"""Replays a plan on a trace with a virtual clock and the runtime's sequencer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,7 @@ from wfbp.core.types import Phase
 
 @dataclass(frozen=True, slots=True)
 class ComputeSpan:
-    """Computation of one tensor's layer; seconds from the start of the simulation.
-
-    Args:
-        phase: forward or backward.
-        tensor: index into the plan's tensors.
-    """
+    """Computation of the layer of one of the plan's tensors; seconds since the simulation began."""
 
     phase: Phase
     tensor: int
@@ -35,9 +30,9 @@ class MessageSpan:
 
     Args:
         group: index into the plan's groups.
-        ready_s: it might have left.
-        start_s: it left.
-        end_s: it has arrived everywhere.
+        ready_s: it could be sent.
+        start_s: it was sent.
+        end_s: all ranks have it.
         nbytes: bytes of its tensors.
     """
 
@@ -50,12 +45,7 @@ class MessageSpan:
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """From the start of one forward to the start of the next.
-
-    Args:
-        compute: forward, then backward.
-        messages: what left in this time, in order: first the all-gathers of the step before.
-    """
+    """From one forward to the next; ``messages`` begin with the previous step's all-gathers."""
 
     start_s: float
     end_s: float
@@ -69,12 +59,7 @@ class Iteration:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """Some iterations under one plan. The first has nothing to gather; the others are alike.
-
-    Args:
-        plan: what was replayed.
-        iterations: at least two.
-    """
+    """Two or more iterations of one plan. The first has no all-gathers; the others are alike."""
 
     plan: Plan
     iterations: tuple[Iteration, ...]
@@ -88,24 +73,24 @@ class Simulation:
 def simulate(
     plan: Plan, trace: Trace, costs: Costs, *, iterations: int = 4, channels: int = 1
 ) -> Simulation:
-    """Step from event to event through some iterations.
+    """Simulate some iterations, event by event.
 
-    One worker computes layer by layer and tells the sequencer which gradients exist; the channel
-    takes up what the sequencer lets go. Compute runs 1 + kappa times slower while anything is
-    under way. In ``other_s``, between backward and the next forward, nothing is sent.
+    One worker computes layer by layer, and the channel sends the groups that the sequencer
+    releases. Compute runs 1 + kappa times slower while a message is under way. ``other_s`` follows
+    backward, without messages.
 
     Args:
         plan: of exactly the trace's tensors.
         trace: sizes and compute times.
         costs: of one channel.
-        iterations: how many, at least 2: the first has no all-gathers yet.
+        iterations: at least 2, because the first has no all-gathers.
         channels: messages that may be under way at once, each at its full speed.
 
     Returns:
         Every interval of compute and every message.
 
     Raises:
-        ValueError: plan and trace are not of the same tensors, or a count is too small.
+        ValueError: plan and trace have different tensors, or a count is too small.
 
     Example:
         >>> from wfbp.core.cost import LinearCost
@@ -148,7 +133,7 @@ class _Worker:
         self._exists_s = [0.0] * len(sizes)
 
     def iterate(self) -> Iteration:
-        """Forward, backward, the rest of the step, and what lies between two steps."""
+        """Forward, backward, the rest of the step, and the time until the next."""
         sequencer, tensors = self._sequencer, self._trace.tensors
         begin_s = self._now_s
         missing = [len(members) for members in self._members[: self._num_backward]]
@@ -183,7 +168,7 @@ class _Worker:
         return MessageSpan(group, ready_s, start_s, end_s, self._nbytes[group])
 
     def _run(self, phase: Phase, tensor: int, seconds: float) -> None:
-        """Compute for that long, net of what communication slows down."""
+        """Compute for that long, plus the slow-down by communication."""
         start_s, left_s = self._now_s, seconds
         while True:
             self._land()
@@ -201,7 +186,7 @@ class _Worker:
         self._compute.append(ComputeSpan(phase, tensor, start_s, self._now_s))
 
     def _wait(self, condition: Callable[[], bool]) -> None:
-        """Compute nothing until something has arrived; nothing leaves at that moment yet."""
+        """Compute nothing until something has arrived; nothing is sent at that moment yet."""
         self._land()
         while not condition():
             self._leave()
@@ -209,14 +194,14 @@ class _Worker:
             self._land()
 
     def _land(self) -> None:
-        """Take note of what has arrived by now."""
+        """Process the messages that have arrived by now."""
         while self._flights and self._flights[0][0] <= self._now_s:
             _, group = heappop(self._flights)
             self._sequencer.completed(group)
             self._to_arrive.discard(group)
 
     def _leave(self) -> None:
-        """Start what may leave now."""
+        """Start the messages that may be sent now."""
         while (group := self._sequencer.start_next()) is not None:
             start_s, end_s = self._now_s, self._now_s + self._cost_s[group]
             heappush(self._flights, (end_s, group))

@@ -1,4 +1,4 @@
-"""Schedules, models and cluster sizes, all with all."""
+"""Predictions for every combination of schedule, model and cluster size."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class SweepRow:
     Args:
         model: the trace's name.
         workers: P.
-        algorithm: how the collectives work.
+        algorithm: of the collectives.
         schedule: the planner.
         num_groups: messages per iteration.
         compute_s: an iteration without communication.
         iteration_s: predicted.
-        lower_bound_s: what no schedule can beat.
+        lower_bound_s: the limit that no schedule can beat.
     """
 
     model: str
@@ -38,12 +38,12 @@ class SweepRow:
 
     @property
     def speedup(self) -> float:
-        """Samples per second over those of one worker, the batch per worker being the same."""
+        """Samples per second relative to one worker with the same batch per worker."""
         return self.workers * self.efficiency
 
     @property
     def efficiency(self) -> float:
-        """Share of the iteration that computes; 1.0 where communication is hidden."""
+        """Share of the iteration that computes; 1.0 if communication is hidden."""
         return self.compute_s / self.iteration_s if self.iteration_s else 1.0
 
 

@@ -1,7 +1,7 @@
-"""The planners, by the names under which users know their schedules.
+"""The planners, by the names of their schedules.
 
-A planner is a pure function: the same trace and costs give the same plan on every rank. To add one,
-write the function and add a row to the table; everything else is derived from the table.
+A planner is a pure function: equal traces and costs give equal plans on every rank. To add one,
+write the function and add a row to the table.
 """
 
 from __future__ import annotations
@@ -34,17 +34,15 @@ __all__ = ["AUTO", "PLANNERS", "SCHEDULES", "PlannerEntry", "check_schedule", "d
 
 @dataclass(frozen=True, slots=True)
 class PlannerEntry:
-    """A planner, and what others need to know of it.
+    """A planner and its properties.
 
     Args:
         planner: a function ``(trace, costs, **options) -> Plan``.
-        decouples: it reduce-scatters in backward and all-gathers in the next forward; else it
-            all-reduces only.
-        measures: it looks at times and costs; else at sizes only, so it can plan the first step.
+        decouples: it reduce-scatters in backward and all-gathers in the next forward.
+        measures: it uses times and costs; otherwise it can plan the first step from sizes alone.
         takes_threshold: it has the option ``threshold_bytes``.
-        slow: its time grows with the square of the number of tensors, so the runtime joins
-            neighbors in large models.
-        baseline: it is there for comparison, and ``auto`` does not try it.
+        slow: its time is quadratic in the tensors, so the runtime merges tensors of large models.
+        baseline: it exists for comparison, and ``auto`` does not try it.
         search: makes a search for the best ``threshold_bytes`` by measured iterations.
     """
 
@@ -83,7 +81,7 @@ AUTO = "auto"
 """The schedule that measures which of the others is fastest."""
 
 ALL_REDUCE_SCHEDULES = tuple(name for name, entry in PLANNERS.items() if not entry.decouples)
-"""Schedules whose plans only all-reduce, and so need nothing of the next forward."""
+"""Schedules whose plans only all-reduce."""
 
 DECOUPLED_SCHEDULES = tuple(name for name, entry in PLANNERS.items() if entry.decouples)
 """Schedules that may reduce-scatter in backward and all-gather in the next forward."""
@@ -93,16 +91,10 @@ SCHEDULES = (AUTO, *PLANNERS)
 
 
 def check_schedule(schedule: str, decouples: bool, user: str = "") -> None:
-    """Raise unless the schedule exists and can be used.
+    """Raise unless the schedule exists and the caller, named ``user``, can use it.
 
-    Args:
-        schedule: a key of :data:`PLANNERS`, or ``auto``.
-        decouples: whether the caller can use schedules that decouple all-reduce.
-        user: what needs whole gradients otherwise, for the message.
-
-    Raises:
-        ValueError: no such schedule, or it decouples and the caller needs whole gradients.
-        ImportError: the schedule needs an extra that is not installed.
+    ``ValueError``: it is unknown, or decouples although the caller needs whole gradients.
+    ``ImportError``: its extra is not installed.
     """
     known = SCHEDULES if decouples else (AUTO, *ALL_REDUCE_SCHEDULES)
     needs_whole = f": {user or 'the caller'} needs whole gradients"
@@ -128,10 +120,7 @@ def plan(schedule: str, trace: Trace, costs: Costs, **options: Any) -> Plan:
 
     Example:
         >>> from wfbp.core.cost import LinearCost
-        >>> from wfbp.core.trace import TraceTensor
-        >>> from wfbp.core.types import TensorSpec
-        >>> trace = Trace("t", (TraceTensor(TensorSpec("w", (9,), "float32"), 1.0, 2.0),))
-        >>> plan("oasr", trace, Costs(LinearCost(1e-3, 1e-9))).schedule
+        >>> plan("oasr", Trace.uniform("w", 9, 1.0, 2.0), Costs(LinearCost(1e-3, 1e-9))).schedule
         'oasr'
     """
     if schedule not in PLANNERS:

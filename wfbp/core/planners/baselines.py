@@ -1,8 +1,4 @@
-"""Planners that every other one is compared with: published rules and plain extremes.
-
-WFBP (every tensor alone), a single message, groups closed by size, MG-WFBP's merging rule,
-parameter servers, and iPart's greedy partitions.
-"""
+"""Planners for comparison: published rules and plain extremes."""
 
 from __future__ import annotations
 
@@ -18,29 +14,12 @@ from wfbp.core.types import Operation
 
 
 def per_tensor(trace: Trace, costs: Costs) -> Plan:
-    """One message per tensor: the most overlap, and the most start-ups. Only sizes are looked at.
-
-    Source:
-        Wait-free backpropagation: Zhang et al., "Poseidon", USENIX ATC 2017.
-
-    Example:
-        >>> from wfbp.core.cost import LinearCost
-        >>> trace = Trace.uniform("wb", 1, 1.0, 1.0)
-        >>> len(per_tensor(trace, Costs(LinearCost(1e-3, 1e-9))).groups)
-        2
-    """
+    """One message per tensor (wait-free backpropagation, "Poseidon", USENIX ATC 2017)."""
     return plan_of_runs("wfbp", trace, range(1, len(trace.tensors) + 1))
 
 
 def single(trace: Trace, costs: Costs) -> Plan:
-    """All tensors in one message (per element type): one start-up, no overlap.
-
-    Example:
-        >>> from wfbp.core.cost import LinearCost
-        >>> trace = Trace.uniform("wb", 1, 1.0, 1.0)
-        >>> [g.tensors for g in single(trace, Costs(LinearCost(1e-3, 1e-9))).groups]
-        [(1, 0)]
-    """
+    """All tensors in one message (per element type): one start-up, no overlap."""
     return plan_of_runs("single", trace, [len(trace.tensors)])
 
 
@@ -48,34 +27,12 @@ DEFAULT_BYTES = 25 * 2**20
 
 
 def threshold(trace: Trace, costs: Costs, *, threshold_bytes: int = DEFAULT_BYTES) -> Plan:
-    """Fill a group in backward order and close it once it holds ``threshold_bytes`` or more.
-
-    The tensor that reaches the threshold stays in its group, so a group may exceed the threshold
-    by less than its last tensor; the last group may be smaller.
-
-    Args:
-        trace: sizes and compute times of one step; only sizes are looked at.
-        costs: not looked at.
-        threshold_bytes: at least 1; default 25 MiB, which is PyTorch DDP's bucket size.
-
-    Returns:
-        A plan of schedule ``threshold``.
-
-    Raises:
-        ValueError: ``threshold_bytes`` is under 1.
-
-    Example:
-        >>> from wfbp.core.cost import LinearCost
-        >>> trace = Trace.uniform("abc", 10, 1.0, 1.0)
-        >>> costs = Costs(LinearCost(1e-3, 1e-9))
-        >>> [g.tensors for g in threshold(trace, costs, threshold_bytes=41).groups]
-        [(2, 1), (0,)]
-    """
+    """Close each group, in backward order, once it holds ``threshold_bytes`` or more."""
     return plan_of_runs("threshold", trace, ends_by_size(trace.backward_bytes, threshold_bytes))
 
 
 def ends_by_size(sizes: Sequence[int], threshold_bytes: int) -> list[int]:
-    """Ends of the groups that are closed once they hold ``threshold_bytes`` or more, at least 1."""
+    """Ends of groups that close once they hold ``threshold_bytes`` or more."""
     if not threshold_bytes >= 1:
         raise ValueError(f"threshold_bytes: expected at least 1, found {threshold_bytes!r}")
     ends = []
@@ -89,33 +46,13 @@ def ends_by_size(sizes: Sequence[int], threshold_bytes: int) -> list[int]:
 
 
 def mgwfbp(trace: Trace, costs: Costs) -> Plan:
-    """The published merging rule, decided once per pair of neighbours in backward order.
+    """MG-WFBP's rule, which decides once per pair of neighbours and is not optimal.
 
-    With the message that holds tensor k starting at s_k and ending at e_k = s_k + c(its bytes),
-    it takes tensor k+1 in if that is ready before the message ends, and either the message is
-    still waiting for the channel then, or holding it back costs less than a start-up:
-
-        r_{k+1} < e_k   and   (s_k > r_{k+1}   or   r_{k+1} - s_k < alpha)
-
-    The rule looks at one neighbour at a time, so it is not optimal (docs/planning.md). For a
-    measured curve alpha is the cost of 0 bytes. Interference is not part of the rule.
-
-    Args:
-        trace: sizes and compute times of one step.
-        costs: ``all_reduce`` is looked at.
-
-    Returns:
-        A plan of schedule ``mgwfbp``.
-
-    Source:
-        Shi, Chu, Li, "MG-WFBP: Merging Gradients Wisely for Efficient Communication in
-        Distributed Deep Learning", IEEE TPDS 2021, algorithm 1.
-
-    Example:
-        >>> from wfbp.core.cost import LinearCost
-        >>> trace = Trace.uniform("abc", 10, 1.0, 1.0)
-        >>> [len(mgwfbp(trace, Costs(LinearCost(alpha, 0.0))).groups) for alpha in (0.9, 1.1)]
-        [3, 1]
+    The message that holds tensor k starts at s_k and ends at e_k. It takes in tensor k+1 if
+    ``r_{k+1} < e_k and (s_k > r_{k+1} or r_{k+1} - s_k < alpha)``: the message still waits for the
+    channel, or its delay costs less than a start-up. Source: Shi, Chu, Li, "MG-WFBP: Merging
+    Gradients Wisely for Efficient Communication in Distributed Deep Learning", IEEE TPDS 2021,
+    algorithm 1.
     """
     cost = costs.all_reduce
     alpha = cost(0)
@@ -137,39 +74,14 @@ def mgwfbp(trace: Trace, costs: Costs) -> Plan:
 
 
 def parameter_server(trace: Trace, costs: Costs) -> Plan:
-    """Push the whole model after backward, pull the whole model before forward: no overlap.
-
-    Every node serves 1/P of each tensor, so that a push is a reduce-scatter and a pull is an
-    all-gather. It is the baseline of iPart and no more.
-
-    Source:
-        Baseline of iPart (Wang et al., IEEE TPDS 2021).
-
-    Example:
-        >>> from wfbp.core.cost import LinearCost
-        >>> trace = Trace.uniform("wb", 1, 1.0, 1.0)
-        >>> made = parameter_server(trace, Costs(LinearCost(1e-3, 1e-9)))
-        >>> [g.tensors for g in made.groups]
-        [(1, 0), (0, 1)]
-    """
+    """Push the whole model after backward, pull it before forward: iPart's baseline, no overlap."""
     num_tensors = len(trace.tensors)
     modes = all_by(Operation.REDUCE_SCATTER, num_tensors)
     return plan_of_phases("ps", trace, modes, [num_tensors], [num_tensors])
 
 
 def parameter_server_layerwise(trace: Trace, costs: Costs) -> Plan:
-    """Push and pull every tensor alone, under the compute of the others.
-
-    Source:
-        Baseline of iPart (Wang et al., IEEE TPDS 2021); the push is Poseidon's.
-
-    Example:
-        >>> from wfbp.core.cost import LinearCost
-        >>> trace = Trace.uniform("wb", 1, 1.0, 1.0)
-        >>> made = parameter_server_layerwise(trace, Costs(LinearCost(1e-3, 1e-9)))
-        >>> [g.tensors for g in made.groups]
-        [(1,), (0,), (0,), (1,)]
-    """
+    """Push and pull every tensor alone, during the compute of the others: iPart's baseline."""
     num_tensors = len(trace.tensors)
     modes = all_by(Operation.REDUCE_SCATTER, num_tensors)
     ends = range(1, num_tensors + 1)
@@ -177,31 +89,13 @@ def parameter_server_layerwise(trace: Trace, costs: Costs) -> Plan:
 
 
 def ipart(trace: Trace, costs: Costs) -> Plan:
-    """Pull: the next partition is the largest whose transfer fits under the current one's compute.
+    """iPart's greedy partitions, with a server on every node.
 
-    Partitions of the pull follow each other in forward order: while the layers of one compute,
-    the next one travels. The push mirrors it: seen from the end of backward, while the layers of
-    one partition compute, the one sent before travels. Where not even one tensor fits, one is
-    taken. The rule does not say how large the exposed partition between the phases is; 1, 2, 4, ...
-    tensors are tried in each phase, and the size that ends earliest is taken.
-
-    Args:
-        trace: sizes and compute times of one step.
-        costs: of reduce-scatter (push) and all-gather (pull), and kappa.
-
-    Returns:
-        A plan of schedule ``ipart``.
-
-    Source:
-        Wang et al., "Overlapping Communication With Computation in Parameter Server for Scalable
-        DL Training", IEEE TPDS 2021, with a server on every node.
-
-    Example:
-        >>> from wfbp.core.cost import LinearCost
-        >>> trace = Trace.uniform("abcdefg", 10, 1.0, 2.0)
-        >>> made = ipart(trace, Costs(LinearCost(0.0, 0.025)))
-        >>> [len(g.tensors) for g in made.groups]
-        [2, 4, 1, 1, 2, 4]
+    Pull: the next partition is the largest (at least one tensor) whose transfer fits under the
+    compute of the current one. Push mirrors this from the end of backward. The rule does not fix
+    the size of the exposed partition between the phases: each phase tries 1, 2, 4, ... tensors.
+    Source: Wang et al., "Overlapping Communication With Computation in Parameter Server for
+    Scalable DL Training", IEEE TPDS 2021.
     """
     rows = Rows(trace, costs)
     modes = all_by(Operation.REDUCE_SCATTER, rows.num_tensors)
@@ -235,7 +129,7 @@ def _best_ends(row: Row, compute_s: Sequence[float], kappa: float) -> list[int]:
 def _greedy(
     first: int, sent: Sequence[int], computed: Sequence[float], cost: CostModel
 ) -> list[int]:
-    """Starts of the partitions in forward order, the exposed one of ``first`` tensors."""
+    """Starts of the partitions in forward order; the exposed one has ``first`` tensors."""
     starts = [0]
     start, end, last = 0, first, len(sent) - 1
     while end < last:

@@ -1,4 +1,4 @@
-"""A trace of fewer, larger tensors, on which a search is quicker."""
+"""Traces of fewer, larger tensors, for quicker searches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wfbp.core.types import Phase, TensorSpec
 
 
 def even_progress(trace: Trace) -> list[float]:
-    """How much of the step lies before each tensor in backward order: bytes and compute alike."""
+    """Progress of the step before each tensor in backward order: bytes, compute and count alike."""
     sizes = trace.backward_bytes
     compute = [t.forward_s + t.backward_s for t in reversed(trace.tensors)]
     all_bytes, all_s, count = sum(sizes) or 1, sum(compute) or 1.0, len(sizes)
@@ -21,12 +21,7 @@ def even_progress(trace: Trace) -> list[float]:
 
 
 def spread_boundaries(progress: Sequence[float], low: int, high: int, count: int) -> list[int]:
-    """At most ``count`` + 1 boundaries from ``low`` to ``high``, including both, even in progress.
-
-    Example:
-        >>> spread_boundaries([0.0, 1.0, 2.0, 6.0, 7.0, 8.0], 0, 5, 2)
-        [0, 3, 5]
-    """
+    """At most ``count`` + 1 boundaries from ``low`` to ``high`` (included), even in progress."""
     if high - low <= count:
         return list(range(low, high + 1))
     step = (progress[high] - progress[low]) / count
@@ -38,7 +33,7 @@ def spread_boundaries(progress: Sequence[float], low: int, high: int, count: int
 
 
 def coarsened(trace: Trace, boundaries: Sequence[int]) -> Trace:
-    """The trace in which the tensors between two boundaries, in backward order, are one."""
+    """The trace with the tensors between two boundaries, in backward order, merged into one."""
     rows = trace.tensors[::-1]
     merged = []
     for start, end in pairwise(boundaries):
@@ -54,15 +49,12 @@ def coarsened(trace: Trace, boundaries: Sequence[int]) -> Trace:
 
 
 def refined(modes: Modes, boundaries: Sequence[int]) -> Modes:
-    """Modes of a coarsened trace as modes of the one that it came from."""
+    """Modes of a coarsened trace as modes of its original."""
     return tuple((boundaries[end], operation) for end, operation in modes)
 
 
 def expanded(plan: Plan, trace: Trace, boundaries: Sequence[int]) -> Plan:
-    """The plan of ``coarsened(trace, boundaries)`` as a plan of ``trace``.
-
-    One coarse tensor becomes consecutive tensors of one group.
-    """
+    """The plan of ``coarsened(trace, boundaries)`` as a plan of ``trace``."""
     last = len(trace.tensors) - 1
     blocks = [range(last - start, last - end, -1) for start, end in pairwise(boundaries)][::-1]
     groups: list[Group] = []

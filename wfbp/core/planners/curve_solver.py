@@ -20,11 +20,9 @@ ROUNDING = 1e-12
 
 
 class CurveSolver:
-    """Exact answers for any monotone cost.
+    """Exact answers for any monotone cost; a message takes cost / (1 + kappa) on the compute clock.
 
-    A run of several element types costs one message per type, all sent when its last gradient
-    exists. With interference ``kappa`` a message takes 1 / (1 + kappa) of its cost on the compute
-    clock.
+    A run of several element types costs one message per type, sent when its last gradient exists.
     """
 
     def __init__(self, row: Row, kappa: float) -> None:
@@ -87,19 +85,15 @@ class CurveSolver:
         return self._partition(ends[::-1])
 
     def cheapest(self, makespan: float) -> Partition | None:
-        """The partition of least busy time whose makespan is at most the deadline D, built from the
-        end.
+        """Least busy time for deadline D, by a programme from the end.
 
-        Let each run leave as late as it can: back to back, the last arriving at D. If the runs
-        behind j keep the channel busy for w(j), the run (i, j] starts at D - (w(j) + c) / (1 +
-        kappa), which must be r_j or later. Less busy time behind j both costs less and leaves more
-        time before it, so one number per j is enough:
+        Each run is sent as late as possible, back to back. With w(j) the busy time after gradient
+        j,
 
-            w(i) = min over j > i of  w(j) + c(P_j - P_i)   where it is <= (1 + kappa) * (D - r_j)
+            w(i) = min over j > i of  w(j) + c(P_j - P_i)   if <= (1 + kappa) * (D - r_j)
 
-        The least busy time is a step function that falls with D. An answer holds for all deadlines
-        from its own makespan up to D, and searches ask within one step again and again, so it is
-        kept.
+        An answer holds for all deadlines from its own makespan to D, so it is kept for later
+        searches.
         """
         if makespan < self._floor or makespan <= self._impossible:
             return None
@@ -139,11 +133,7 @@ class CurveSolver:
     def fewest(
         self, makespan: float, accept: Callable[[Partition], bool], at_most: int
     ) -> Partition | None:
-        """As :meth:`cheapest`, with one table per number of runs, until one covers the whole row.
-
-        A state is dropped if fewer runs reach it as cheaply, or if even the fastest partition of
-        the rest would be too late.
-        """
+        """As :meth:`cheapest`, a table per number of runs; drops dominated and late states."""
         if makespan < self._floor:
             return None
         latest_busy = self._latest_busy(makespan)

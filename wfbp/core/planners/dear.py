@@ -1,7 +1,4 @@
-"""DeAR: groups closed by size, scattered in backward and gathered in the next forward.
-
-Its threshold is found by Bayesian optimisation: ask for the next one to try, tell what it took.
-"""
+"""DeAR: groups closed by size, scattered in backward and gathered in the next forward."""
 
 from __future__ import annotations
 
@@ -19,25 +16,16 @@ from wfbp.core.types import Operation
 
 MIN_SEARCHED_BYTES = 2**20
 MAX_SEARCHED_BYTES = 2**28
-"""What is searched around the default threshold; around others it moves with them."""
+"""The search range for the default threshold; it scales with other thresholds."""
 _SEED = 1
 _ONE_AT_A_TIME = threading.Lock()
-"""The library silences warnings for the whole process while it suggests: where the threads of
-several ranks overlap, each would put back what another had set."""
+"""The library silences warnings process-wide while it suggests; rank threads must not overlap."""
 
 
 class ThresholdSearch:
-    """Bayesian optimisation: a Gaussian process over the logarithm of the threshold, and expected
-    improvement. Equal measurements lead to equal proposals, on every rank.
+    """Bayesian optimisation of DeAR's threshold; equal times give equal proposals on all ranks.
 
-    Args:
-        first_bytes: proposed first; the search covers 1/25 of it to about ten times as much.
-
-    Raises:
-        ImportError: the ``search`` extra is not installed.
-
-    Source:
-        Zhang et al., "DeAR", ICDCS 2023, section IV-C.
+    Proposes ``first_bytes`` first; searches 1/25 of it to about ten times as much.
     """
 
     def __init__(self, first_bytes: int = DEFAULT_BYTES) -> None:
@@ -71,39 +59,18 @@ class ThresholdSearch:
         return max(1, round(searched * self._scale))
 
     def tell(self, iteration_s: float) -> None:
-        """What an iteration took with the threshold last asked for."""
+        """Report the iteration time of the threshold last asked for."""
         self._first_s = self._first_s or iteration_s
         self._search.register(params=self._proposed, target=-iteration_s / self._first_s)
 
 
 def dear(trace: Trace, costs: Costs, *, threshold_bytes: int = DEFAULT_BYTES) -> Plan:
-    """One byte threshold for both phases: what was scattered together is gathered together.
+    """One byte threshold for both phases: what is scattered together is gathered together.
 
-    Groups fill in backward order as those of ``threshold``. Published DeAR issues each all-gather
-    when the one before has arrived and forward has come to its layers; here they are queued
-    when forward starts, which is never later.
-
-    Args:
-        trace: sizes and compute times of one step; only sizes are looked at.
-        costs: not looked at.
-        threshold_bytes: at least 1; default 25 MiB.
-
-    Returns:
-        A plan of schedule ``dear``.
-
-    Raises:
-        ValueError: ``threshold_bytes`` is under 1.
-
-    Source:
-        Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce
-        Pipelining", ICDCS 2023, section IV.
-
-    Example:
-        >>> from wfbp.core.cost import LinearCost
-        >>> trace = Trace.uniform("abc", 10, 1.0, 1.0)
-        >>> made = dear(trace, Costs(LinearCost(1e-3, 1e-9)), threshold_bytes=41)
-        >>> [g.tensors for g in made.groups]
-        [(2, 1), (0,), (0,), (1, 2)]
+    Published DeAR issues an all-gather after the previous one, when forward reaches its layers.
+    Here all are queued when forward starts, which is never later. Source: Zhang et al., "DeAR:
+    Accelerating Distributed Deep Learning with Fine-Grained All-Reduce Pipelining", ICDCS 2023,
+    section IV.
     """
     ends = ends_by_size(trace.backward_bytes, threshold_bytes)
     modes = all_by(Operation.REDUCE_SCATTER, len(trace.tensors))
@@ -111,11 +78,10 @@ def dear(trace: Trace, costs: Costs, *, threshold_bytes: int = DEFAULT_BYTES) ->
 
 
 def dear_search(trace: Trace, costs: Costs, *, trials: int = 10) -> Plan:
-    """DeAR with its threshold found by Bayesian optimisation.
+    """DeAR with the threshold of the shortest predicted iteration, by Bayesian optimisation.
 
-    Thresholds from 1 MiB to 256 MiB are tried, even in their logarithm; a Gaussian process and
-    expected improvement choose each next one. The published search measures iterations; this one
-    asks the prediction. The same input gives the same plan.
+    Tries thresholds from 1 MiB to 256 MiB. The published search (Zhang et al., ICDCS 2023, section
+    IV-C) measures iterations; this one predicts them. Equal input gives equal plans.
 
     Args:
         trace: sizes and compute times of one step.
@@ -128,9 +94,6 @@ def dear_search(trace: Trace, costs: Costs, *, trials: int = 10) -> Plan:
     Raises:
         ValueError: ``trials`` is under 1.
         ImportError: the ``search`` extra is not installed.
-
-    Source:
-        Zhang et al., ICDCS 2023, section IV-C.
     """
     if not trials >= 1:
         raise ValueError(f"trials: expected at least 1, found {trials!r}")

@@ -1,8 +1,4 @@
-"""Exact planners: the optimum of start-up sharing against overlap.
-
-OASR all-reduces everything in backward; ``independent`` decouples everything and cuts both phases
-exactly.
-"""
+"""Exact planners: the best compromise between fewer start-ups and more overlap."""
 
 from __future__ import annotations
 
@@ -18,44 +14,13 @@ from wfbp.core.types import Operation
 
 @lru_cache(maxsize=4)  # hybrid asks again what a comparison of all planners has asked before
 def oasr(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> Plan:
-    """The fewest groups whose iteration is within ``tolerance`` of the shortest possible.
+    """All-reduce in backward: the fewest groups within relative ``tolerance`` of the optimum.
 
-    The shortest is exact over all partitions into runs of consecutive gradients: with P_j the
-    bytes of the first j gradients of backward, c(m) the cost of a message,
-
-        finish(j) = min over i < j of  max(finish(i), r_j) + c(P_j - P_i)
-
-    and with interference kappa the least of makespan + kappa / (1 + kappa) * busy time (see
-    ``partitions``), which for a linear cost is the programme over (j, number of groups). Fewer
-    groups mean less interference and less work per step than the model knows of, so within the
-    tolerance the fewest are taken, and among those the fastest.
-
-    Exact for one element type, with one limit: for a measured curve with kappa > 0 the fewest
-    groups are sought among the partitions that keep the channel busy for the shortest time for
-    their number of groups; the plan returned is within the tolerance nevertheless. A run of
-    several element types is planned as if it left as a whole; its messages may leave earlier,
-    never later.
-
-    Args:
-        trace: sizes and compute times of one step.
-        costs: ``all_reduce`` and ``kappa`` are looked at.
-        tolerance: relative, of the iteration time; 0 asks for the optimum itself.
-
-    Returns:
-        A plan of schedule ``oasr``.
-
-    Raises:
-        ValueError: ``tolerance`` is negative or not a number.
-
-    Source:
-        Our exact formulation of the idea published by Song et al., "OASR-WFBP", JPDC 2025, of
-        which only the abstract is public; docs/planning.md.
-
-    Example:
-        >>> from wfbp.core.cost import LinearCost
-        >>> trace = Trace.uniform("abcd", 10, 1.0, 1.0)
-        >>> [g.tensors for g in oasr(trace, Costs(LinearCost(0.9, 0.01))).groups]
-        [(3, 2), (1, 0)]
+    Exact over partitions into runs of consecutive gradients, with interference too
+    (docs/planning.md). Limits: for a measured curve with kappa > 0, only the cheapest partition of
+    each number of groups is considered. A run of several element types is planned as a whole; its
+    messages may be sent earlier, never later. Source: our exact formulation of Song et al.,
+    "OASR-WFBP", JPDC 2025.
     """
     check_tolerance(tolerance)
     modes = all_by(Operation.ALL_REDUCE, len(trace.tensors))
@@ -68,39 +33,11 @@ def oasr(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> Plan:
 
 @lru_cache(maxsize=4)  # hybrid asks again what a comparison of all planners has asked before
 def independent(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> Plan:
-    """Every gradient reduce-scattered in backward and gathered in the next forward.
+    """Every gradient reduce-scattered in backward and gathered in the next forward; exact.
 
-    Where the shards of a message lie tensor by tensor, the groups of one phase bind those of the
-    other in nothing. So the two phases are two problems, and forward's is backward's in a mirror:
-    with r' the forward compute from a tensor to the end,
-
-        T = DP(r, c_RS) + DP(r', c_AG)
-
-    where DP is the exact programme of OASR, with interference too. As there, each phase takes
-    the fewest groups within half of the tolerance; ``tolerance=0`` asks for the optimum itself.
-
-    Args:
-        trace: sizes and compute times of one step.
-        costs: of reduce-scatter and all-gather, and kappa.
-        tolerance: relative, of the iteration time.
-
-    Returns:
-        A plan of schedule ``independent``.
-
-    Raises:
-        ValueError: ``tolerance`` is negative or not a number.
-
-    Source:
-        The decoupling is DeAR's: Zhang et al., "DeAR: Accelerating Distributed Deep Learning
-        with Fine-Grained All-Reduce Pipelining", ICDCS 2023. The separate exact partitions are
-        ours; docs/planning.md.
-
-    Example:
-        >>> from wfbp.core.cost import LinearCost
-        >>> trace = Trace.uniform("abcd", 10, 0.2, 1.0)
-        >>> made = independent(trace, Costs(LinearCost(1.8, 0.01)))
-        >>> [g.tensors for g in made.groups]
-        [(3, 2), (1, 0), (0, 1, 2, 3)]
+    Shards are stored tensor by tensor, so the phases are two independent problems. Each takes the
+    fewest groups within half of the relative ``tolerance``. Source: the decoupling is DeAR's (Zhang
+    et al., ICDCS 2023); the separate exact partitions are ours (docs/planning.md).
     """
     check_tolerance(tolerance)
     lag = costs.kappa / (1.0 + costs.kappa)

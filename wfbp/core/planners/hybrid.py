@@ -1,8 +1,4 @@
-"""Hybrid: each gradient all-reduced in backward, or scattered there and gathered in forward.
-
-Two searches propose modes: *shared* groups, each all-reduced or decoupled as it is, and a *split*,
-which all-reduces what backward has room for and decouples the rest.
-"""
+"""Hybrid: each gradient all-reduced in backward, or scattered there and gathered in forward."""
 
 from __future__ import annotations
 
@@ -40,7 +36,7 @@ from wfbp.core.trace import Trace
 from wfbp.core.types import Operation
 
 SHARES = (0.5, 0.0, 1.0, 0.25, 0.75)
-"""Parts of the time to spare that backward may use up when groups are saved."""
+"""Parts of the spare time that backward may use when groups are saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +73,7 @@ class PartitionOptimizer:
         return self._partitions(modes, backward, forward)
 
     def with_fewer_groups(self, best: PhasePartitions, latest_s: float) -> PhasePartitions:
-        """Few groups for an iteration of at most ``latest_s``, with the modes of ``best``.
-
-        The spare time is divided between the phases in a few ways; each phase takes the fewest
-        groups for its part.
-        """
+        """Few groups within ``latest_s``; divides the spare time by each of ``SHARES``."""
         rounding_s = ROUNDING * latest_s  # or an optimum of fewer groups might be missed
         spare_s = max(latest_s - best.seconds, 0.0)
         fewest_so_far = best
@@ -122,7 +114,7 @@ def _plan_of(trace: Trace, found: PhasePartitions) -> Plan:
 
 
 def _joined(modes: Modes) -> Modes:
-    """Without empty segments, neighbours of one operation as one."""
+    """Modes without empty segments; neighbours of one operation become one segment."""
     joined: list[tuple[int, Operation]] = []
     start = 0
     for end, operation in modes:
@@ -142,20 +134,11 @@ MAX_STATES = 48  # Pareto states kept per boundary
 
 
 def shared_modes(trace: Trace, costs: Costs) -> Modes:
-    """Modes of the best plan whose all-gathers are of the same groups as its reduce-scatters.
+    """Modes of the best plan whose all-gathers have the same groups as its reduce-scatters.
 
-    A state of gradient j is (f, g): when backward's channel is free after the groups of 1..j, and
-    when their all-gathers end in mirrored forward (``Rows.forward``). A group (i, j] leads from (f,
-    g) of i to one of
-
-        all-reduced   max(f, r_j) + c_AR(P_j - P_i),   g
-        decoupled     max(f, r_j) + c_RS(P_j - P_i),   max(g, r'_j) + c_AG(P_j - P_i)
-
-    Both phases run through the gradients in the same order, so a state that is no better in either
-    number is dropped; of those at j = L the one of least f + max(g, T_f) wins. With interference,
-    ready times move with the busy time so far, and states are compared as without it.
-
-    Exact without interference, up to the number of tensors and states kept (the constants above).
+    The state (f, g) after gradient j: when backward's channel is free, and when the all-gathers end
+    in mirrored forward (``Rows.forward``). Dominated states are dropped (docs/planning.md). Exact
+    without interference, up to ``MAX_BORDERS`` and ``MAX_STATES``.
     """
     return _SharedSearch(trace, costs).modes()
 
@@ -214,7 +197,7 @@ class _SharedSearch:
 
 
 def _pareto(f: Floats, g: Floats) -> npt.NDArray[np.int64]:
-    """Indices of states that no other beats in both figures, at most ``MAX_STATES`` of them."""
+    """Indices of states that no other beats in both numbers, at most ``MAX_STATES``."""
     order = np.lexsort((g, f))
     least = np.minimum.accumulate(g[order])
     first = np.concatenate([[True], least[1:] < least[:-1]])
@@ -230,12 +213,8 @@ POSITIONS = 24  # boundaries looked at in one round, if there are more tensors
 def best_split(trace: Trace, optimize: Callable[[Modes], PhasePartitions]) -> PhasePartitions:
     """The best boundaries s <= t: gradients s+1..t are decoupled, the others all-reduced.
 
-    The channel is idle early in backward, so all-reducing the first gradients saves their gathers.
-    If an all-reduce costs less than its two halves, the last gradients, which nothing hides, are
-    all-reduced too. First s is sought with t = L, then t with that s: among evenly spread
-    positions, and again around the best of them.
-
-    ``optimize`` gives the shortest iteration with given modes.
+    The idle channel early in backward favours all-reduce for the first gradients; so does an
+    all-reduce cheaper than its halves for the last. First searches s with t = L, then t.
     """
     last = len(trace.tensors)
     progress = even_progress(trace)
@@ -256,7 +235,7 @@ def best_split(trace: Trace, optimize: Callable[[Modes], PhasePartitions]) -> Ph
 def _least(
     score: Callable[[int], PhasePartitions], progress: Sequence[float], low: int, high: int
 ) -> tuple[int, PhasePartitions]:
-    """The boundary of least iteration among those looked at: narrowing around the best."""
+    """The boundary of the shortest iteration: even positions, then narrower around the best."""
     scores: dict[int, PhasePartitions] = {}
     while True:
         for position in spread_boundaries(progress, low, high, POSITIONS):
@@ -282,38 +261,12 @@ def hybrid(
     tolerance: float = TOLERANCE,
     rivals: Mapping[Callable[..., Plan], bool] = MappingProxyType({}),
 ) -> Plan:
-    """The best of all-reduce alone, decoupling alone, and both mixed.
+    """The best of all-reduce alone, decoupling alone, and two mixtures (docs/planning.md).
 
-    Decoupling moves half of the bytes into forward, which pays where backward cannot hide them
-    and forward can. Modes are sought in two ways: a split (``best_split``), and a Pareto
-    programme over groups shared by both phases (``shared_modes``). Whatever the modes, both
-    phases are then cut exactly.
-
-    Among all that is found within the tolerance, and is no slower than the plan of any rival (with
-    its default options), the fewest groups are taken, and of those the fastest.
-
-    Args:
-        trace: sizes and compute times of one step.
-        costs: of all three collectives, and kappa.
-        tolerance: relative, of the iteration time; 0 asks for the shortest found.
-        rivals: other planners, and whether each decouples; all others in
-            :func:`wfbp.core.planners.plan`.
-
-    Returns:
-        A plan of schedule ``hybrid``.
-
-    Raises:
-        ValueError: ``tolerance`` is negative or not a number.
-
-    Source:
-        Written for this project; docs/planning.md.
-
-    Example:
-        >>> from wfbp.core.cost import LinearCost
-        >>> trace = Trace.uniform("abc", 10, 1.0, 1.0)
-        >>> made = hybrid(trace, Costs(LinearCost(0.0, 0.04)))
-        >>> sorted({g.operation.value for g in made.groups})
-        ['all_gather', 'all_reduce', 'reduce_scatter']
+    Decoupling moves half of the bytes into forward, which pays if forward hides them and backward
+    cannot. :func:`best_split` and :func:`shared_modes` choose modes; then both phases are cut
+    exactly. Returns the fewest groups within the relative ``tolerance`` that are no slower than the
+    plan of any of ``rivals`` (other planners, and whether each decouples).
     """
     check_tolerance(tolerance)
     partition_optimizer = PartitionOptimizer(trace, costs)
@@ -354,7 +307,7 @@ def hybrid(
 
 
 def split_modes(trace: Trace, costs: Costs) -> Modes:
-    """Modes of the best split; on a coarsened trace where exact partitions take long."""
+    """Modes of the best split; on a coarsened trace if exact partitions take long."""
     curves = [costs.of(operation) for operation in Operation]
     dtypes = {t.spec.dtype for t in trace.tensors}
     boundaries = list(range(len(trace.tensors) + 1))

@@ -12,10 +12,7 @@ from wfbp.core.planners.partition import Partition, Row
 
 
 class LinearSolver:
-    """Exact answers where m bytes take alpha + beta * m seconds, for one element type.
-
-    With interference ``kappa`` a message takes 1 / (1 + kappa) of its cost on the compute clock.
-    """
+    """Exact for costs alpha + beta * m and one element type; messages take cost / (1 + kappa)."""
 
     def __init__(self, row: Row, kappa: float) -> None:
         self._speed = 1.0 / (1.0 + kappa)
@@ -28,14 +25,11 @@ class LinearSolver:
             self._pieces.append(_Piece(start, end, cost, prefix, self._speed))
 
     def fastest(self) -> Partition:
-        """finish(j) = min over i < j of max(finish(i), r_j) + alpha + beta * (P_j - P_i).
+        """finish(j) = min over i < j of max(finish(i), r_j) + alpha + beta * (P_j - P_i), in O(L).
 
-        finish never falls in j: leaving the last gradient out of a partition of 1..j makes one of
-        1..j-1 that ends no later. So the i with finish(i) <= r_j are a prefix 0..i0, of which i0 is
-        best (it leaves the fewest bytes). For the others the term is (finish(i) - beta * P_i) +
-        alpha + beta * P_j: a minimum over the window i0 < i < j, whose ends only move right, so a
-        monotone queue finds all of them in O(L). A run does not reach across the start of its
-        segment; finish carries on.
+        finish never falls in j, so all i with finish(i) <= r_j are a prefix, and its last i is
+        best. For the others a monotone queue gives the minimum of finish(i) - beta * P_i over a
+        sliding window.
         """
         num_tensors = len(self._r)
         finish = [0.0] * (num_tensors + 1)
@@ -72,25 +66,16 @@ class LinearSolver:
         return self._partition(ends[::-1])
 
     def cheapest(self, makespan: float, at_most: int | None = None) -> Partition | None:
-        """The partition of least busy time whose makespan is at most D, each run as long as
-        allowed.
+        """The partition of least busy time with makespan at most D: greedy from the end.
 
-        Let each run leave as late as it can: back to back, the last arriving at D. The t-th run
-        from the end, (i, j], then starts at D - beta * (P_L - P_i) - t * alpha whatever the runs
-        behind it are, which must be r_j or later:
+        Runs are sent as late as possible, back to back. So the t-th run from the end, (i, j], needs
 
             beta * P_i >= r_j + t * alpha - (D - beta * P_L)
 
-        Busy time is alpha * t + beta * P_L, so the cheapest partition has the fewest runs, and
-        taking the smallest such i each time finds it. Proof: write (j, t) for "t runs cover
-        j+1..L". If j' <= j and t' <= t, any step from (j, t) to i < j' is allowed from (j', t')
-        too, since the right side grows with j (through r_j) and with t; and if i >= j', then (j',
-        t') already covers more with fewer runs. So a state smaller in both numbers reaches 0 with
-        no more runs, and the greedy choice always has the smallest j for its t. If no i is allowed
-        from its j, no state reached by t runs goes below j either, so none reaches 0.
-
-        Each segment is such a row; its deadline is the start of the segments behind it, and the
-        fewest runs there leave the latest deadline to those before.
+        Busy time is alpha * t + beta * P_L, so fewest runs are cheapest, and each takes the
+        smallest i. Proof: the right side grows with j and t, so of two states (j, t) the one
+        smaller in both reaches 0 with no more runs. The deadline of each segment is the start of
+        the segments after it.
         """
         if makespan < self._floor:
             return None
@@ -115,7 +100,7 @@ class LinearSolver:
     def fewest(
         self, makespan: float, accept: Callable[[Partition], bool], at_most: int
     ) -> Partition | None:
-        """The cheapest: within a segment fewest runs and least busy time are the same."""
+        """The cheapest: within a segment it has the fewest runs too."""
         partition = self.cheapest(makespan, at_most)
         return partition if partition is not None and accept(partition) else None
 
@@ -137,7 +122,7 @@ class LinearSolver:
 
 
 class _Piece:
-    """A segment, its cost on the compute clock."""
+    """A segment with its cost on the compute clock."""
 
     __slots__ = ("_alpha_s", "_sent_s", "alpha", "end", "sent", "start")
 

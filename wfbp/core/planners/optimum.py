@@ -29,22 +29,17 @@ def solver_of(row: Row, kappa: float) -> Solver:
 
 
 def finish_s(partition: Partition, lag: float) -> float:
-    """Wall seconds from the start of the phase until everything has arrived."""
+    """Wall seconds from the start of the phase until all ranks have everything."""
     return partition.makespan + lag * partition.busy
 
 
 def optimum(solver: Solver, lag: float, fixed_s: float, precision: float = PRECISION) -> Partition:
-    """The partition with the earliest finish, makespan + lag * busy time.
+    """The partition of least makespan + ``lag`` * busy time, ``lag`` = kappa / (1 + kappa).
 
-    Without interference this is the fastest partition. With it, let b(v) be the least busy time of
-    partitions with makespan at most v, a step function that falls with v; the solver evaluates it
-    at any point. Every partition with makespan in (low, high] finishes at low + lag * b(high) or
-    later. This bound drives a branch and bound: the interval of the least bound is split until no
-    bound is below the best finish by more than the precision. Each answer of the solver ends at a
-    step of b, so the search also asks just below it.
-
-    ``lag`` is kappa / (1 + kappa); ``fixed_s`` the rest of the iteration, and ``precision`` is
-    relative to the whole.
+    With interference: let b(v) be the least busy time of makespans up to v, a falling step
+    function. Every partition with makespan in (low, high] finishes at low + lag * b(high) or later,
+    which drives a branch and bound. ``precision`` is relative to the iteration, whose other part is
+    ``fixed_s``.
     """
     best = solver.fastest()
     if lag == 0.0:
@@ -79,10 +74,8 @@ def optimum(solver: Solver, lag: float, fixed_s: float, precision: float = PRECI
 def fewest(solver: Solver, lag: float, latest_s: float, best: Partition) -> Partition:
     """The partition of fewest runs that finishes by ``latest_s``; ``best`` if no other has fewer.
 
-    Such a partition has makespan v <= latest, so its busy time is at least b(v), which leaves v <=
-    latest - lag * b(v) for the makespan. Iterating this to its fixed point gives the deadline for
-    which the solver is asked. (For a linear cost b(v) depends on the number of runs alone, so the
-    cheapest partition is the one of fewest runs.)
+    Its makespan is at most latest - lag * b(makespan); the fixed point of this is the solver's
+    deadline.
     """
     makespan = latest_s
     at_most = len(best.ends)
@@ -105,10 +98,7 @@ def fewest(solver: Solver, lag: float, latest_s: float, best: Partition) -> Part
 def within(
     solver: Solver, lag: float, fixed_s: float, best: Partition, tolerance: float
 ) -> Partition:
-    """The partition of fewest runs whose iteration is within ``tolerance`` of that with ``best``.
-
-    Among partitions of as few runs it is the fastest, to a thousandth of the tolerance.
-    """
+    """The fewest runs within ``tolerance`` of the iteration with ``best``; of those the fastest."""
     optimum_s = fixed_s + finish_s(best, lag)
     latest_s = optimum_s * (1.0 + tolerance + ROUNDING) - fixed_s
     chosen = fewest(solver, lag, latest_s, best)

@@ -1,8 +1,7 @@
-"""Partitions: how a row of gradients is cut into runs, in backward and in forward.
+"""Partitions: how gradients are cut into runs, in backward and in forward.
 
-The solvers work on one :class:`Row`; :class:`Rows` makes those of a trace, and
-:func:`plan_of_phases` makes a plan of the runs. Times count on the
-compute clock (see ``wfbp.core.timeline``), on which interference does not move ready times.
+Times count on the compute clock (``wfbp.core.timeline``), on which interference does not move
+ready times.
 """
 
 from __future__ import annotations
@@ -22,22 +21,13 @@ Ends = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Gradients that are sent in this order, in runs.
+    """Gradients in sending order, to be cut into runs; no run crosses a segment."""
 
-    Args:
-        ready_s: r_1 <= ... <= r_L, seconds from the start of the phase.
-        sizes: bytes m_1..m_L.
-        dtypes: element type of each.
-        segments: (end, cost of a message) in order, the last end being L. A run lies within one
-            segment, because a message has one collective.
-        floor_s: the phase takes at least this long, whatever is sent.
-    """
-
-    ready_s: Sequence[float]
-    sizes: Sequence[int]
+    ready_s: Sequence[float]  # r_1 <= ... <= r_L, from the start of the phase
+    sizes: Sequence[int]  # bytes
     dtypes: Sequence[str]
-    segments: Sequence[tuple[int, CostModel]]
-    floor_s: float = 0.0
+    segments: Sequence[tuple[int, CostModel]]  # (end, cost of a message); the last end is L
+    floor_s: float = 0.0  # least duration of the phase
 
     def pieces(self) -> Iterator[tuple[int, int, CostModel]]:
         """(start, end, cost) of each segment."""
@@ -49,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A partition and its two figures, seconds."""
+    """A partition with its makespan and busy time, seconds."""
 
     ends: Ends
     makespan: float
@@ -57,7 +47,7 @@ class Partition:
 
 
 def measure(row: Row, ends: Sequence[int], kappa: float) -> Partition:
-    """A given partition with its makespan and busy time. For one element type."""
+    """A given partition with its makespan and busy time, for one element type."""
     speed = 1.0 / (1.0 + kappa)
     at = busy = 0.0
     start = 0
@@ -77,22 +67,19 @@ class Solver(Protocol):
     """Exact answers for one row: partitions of least makespan, least busy time, fewest runs."""
 
     def fastest(self) -> Partition:
-        """Of least makespan."""
+        """The partition of least makespan."""
 
     def cheapest(self, makespan: float) -> Partition | None:
-        """Of least busy time among those of at most this makespan; None where there is none."""
+        """The partition of least busy time with at most this makespan, or None."""
 
     def fewest(
         self, makespan: float, accept: Callable[[Partition], bool], at_most: int
     ) -> Partition | None:
-        """The fewest runs, at most ``at_most``, within this makespan that ``accept`` allows.
-
-        For each number of runs only the cheapest partition is considered.
-        """
+        """The fewest runs, up to ``at_most``, that ``accept`` allows; the cheapest per number."""
 
 
 Modes = tuple[tuple[int, Operation], ...]
-"""(end, operation) of each segment of backward: gradients up to that end are sent by it."""
+"""(end, operation) of each segment of backward: how gradients up to that end are sent."""
 
 
 class Rows:
@@ -111,13 +98,7 @@ class Rows:
         return Row(self._ready_s, self._sizes, self._dtypes, segments, self._ready_s[-1])
 
     def forward(self, scattered: Sequence[int]) -> Row:
-        """The row of all-gathers of the next forward, seen from its end backward in time.
-
-        Let forward end at T. Tensor i must have arrived at T - s_i, s_i being the forward compute
-        from i to the end. Run time backward from T: now the message that holds i cannot start
-        before s_i, messages follow each other from the last tensor to the first, and the last one
-        ends where forward begins. So it is backward's problem with s_i as ready times, and its
-        makespan is T.
+        """The all-gathers of the next forward in reversed time (docs/planning.md).
 
         ``scattered`` are increasing positions in backward order, from 0.
         """
@@ -139,12 +120,7 @@ def all_by(operation: Operation, num_tensors: int) -> Modes:
 
 
 def scattered(modes: Modes) -> list[int]:
-    """Positions in backward order (from 0) of what the modes reduce-scatter.
-
-    Example:
-        >>> scattered(((2, Operation.ALL_REDUCE), (4, Operation.REDUCE_SCATTER)))
-        [2, 3]
-    """
+    """Positions in backward order (from 0) that the modes reduce-scatter."""
     positions: list[int] = []
     start = 0
     for end, operation in modes:
@@ -155,16 +131,7 @@ def scattered(modes: Modes) -> list[int]:
 
 
 def plan_of_runs(schedule: str, trace: Trace, ends: Sequence[int]) -> Plan:
-    """The plan that all-reduces gradients 1..e_1, e_1+1..e_2, ... of backward together.
-
-    ``ends`` are e_1 < e_2 < ... < e_n = L, counted in backward order from 1. There is one group per
-    run and element type, in sending order.
-
-    Example:
-        >>> trace = Trace.uniform("wb", 1, 1.0, 1.0)
-        >>> [g.tensors for g in plan_of_runs("wfbp", trace, [1, 2]).groups]
-        [(1,), (0,)]
-    """
+    """The plan that all-reduces runs of backward with these ends, counted from 1."""
     specs = trace.specs
     return Plan(schedule, specs, split_by_dtype(specs, _cut(_backward_order(specs), ends)))
 
@@ -176,18 +143,10 @@ def plan_of_phases(
     backward_ends: Sequence[int],
     forward_ends: Sequence[int],
 ) -> Plan:
-    """The plan of runs in backward and of runs in forward.
+    """The plan of runs in backward (as :func:`plan_of_runs`, by ``modes``) and of runs in forward.
 
-    ``modes`` says how backward is sent, segment by segment; runs do not cross segments.
-    ``backward_ends`` are as in :func:`plan_of_runs`. ``forward_ends`` cut the reduce-scattered
-    tensors, counted among them alone in backward order; forward sends the last run first.
-
-    Example:
-        >>> trace = Trace.uniform("wb", 1, 1.0, 1.0)
-        >>> modes = ((2, Operation.REDUCE_SCATTER),)
-        >>> made = plan_of_phases("t", trace, modes, [1, 2], [2])
-        >>> [(g.operation.value, g.tensors) for g in made.groups]
-        [('reduce_scatter', (1,)), ('reduce_scatter', (0,)), ('all_gather', (0, 1))]
+    ``forward_ends`` count reduce-scattered tensors alone, in backward order; forward sends the last
+    run first.
     """
     specs = trace.specs
     groups: list[Group] = []

@@ -1,6 +1,5 @@
-"""Which plan runs when.
+"""Chooses the plan that runs; no threads here.
 
-Read ``tuner`` first: profile, plan, try, keep the fastest, plan anew when times drift. ``trial``
-compares plans in rounds; ``candidates`` are the plans worth a trial, ``profile`` turns time stamps
-into a trace, ``network`` measures the cost curves. Nothing here knows of threads.
+Read ``tuner`` first. ``trial`` compares plans in rounds, ``candidates`` lists plans to try,
+``profile`` turns time stamps into a trace, ``network`` measures cost curves.
 """

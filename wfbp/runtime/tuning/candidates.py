@@ -1,4 +1,4 @@
-"""The plans that a tuner may run: by schedule, and those among which ``auto`` chooses."""
+"""The plans that a tuner may run: by schedule, and the candidates of ``auto``."""
 
 from __future__ import annotations
 
@@ -16,24 +16,15 @@ from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import Operation, Phase, TensorSpec
 
 MAX_EXACT = 192
-"""Slow planners join neighbors in models of more tensors, so that training is not held up;
-docs/benchmarks/plan.md has the costs and savings."""
+"""Slow planners merge neighbours in models of more tensors; costs: docs/benchmarks/plan.md."""
 _HOPELESS = 2.0
-"""A plan is not tried if its prediction is longer than the best one by this factor; the simplest is
-tried nevertheless, because predictions of overlap are uncertain."""
+"""Plans predicted longer than the best by this factor are not tried, except the simplest."""
 _MAX_CANDIDATES = 12
 _MAX_FURTHER = 3
 
 
 def first_plan(schedule: str, specs: Sequence[TensorSpec], threshold_bytes: int) -> Plan:
-    """The plan before anything is measured: groups by size, unless the schedule needs no more.
-
-    A schedule that decouples starts decoupled, so state that is to be sharded is never whole.
-
-    >>> specs = [TensorSpec("w", (9,), "float32")]
-    >>> [first_plan(name, specs, 1).schedule for name in ("wfbp", "oasr", "hybrid")]
-    ['wfbp', 'threshold', 'dear']
-    """
+    """The plan before measurements; decoupled if possible, so that sharded state is never whole."""
     nominal = Trace("unmeasured", tuple(TraceTensor(spec, 0.0, 0.0) for spec in specs))
     entry = PLANNERS.get(schedule)
     if entry is not None and entry.decouples:
@@ -57,7 +48,7 @@ def make(name: str, trace: Trace, costs: Costs, threshold_bytes: int) -> Plan:
 def auto_candidates(
     trace: Trace, costs: Costs, threshold_bytes: int, decouples: bool
 ) -> list[Plan]:
-    """What is worth a trial: the simplest plan first, then those with the best predictions."""
+    """The plans worth a trial: the simplest first, then those with the best predictions."""
     names = _names(decouples)
     plans = [make(name, trace, costs, threshold_bytes) for name in names]
     # Communication may slow backward down by more than it hides there; only a trial can tell.
@@ -76,10 +67,7 @@ def auto_candidates(
 def further_candidates(
     tried: Sequence[Plan], trace: Trace, costs: Costs, decouples: bool
 ) -> list[Plan]:
-    """A few untried plans that should beat the first of those tried, given the interference.
-
-    Planners first ran without knowing how much communication slows computation down.
-    """
+    """A few untried plans predicted to beat ``tried[0]``, now that interference is known."""
     names = [name for name in _names(decouples) if PLANNERS[name].measures]
     plans = distinct([*tried, *(make(name, trace, costs, 0) for name in names)])[len(tried) :]
     limit_s = iteration_s(tried[0], trace, costs)
@@ -96,7 +84,7 @@ def _names(decouples: bool) -> list[str]:
 
 
 def held(plan: Plan) -> Plan:
-    """The same groups, all of which leave when the step closes."""
+    """The plan with all groups sent when the step closes."""
     return replace(plan, overlap=False)
 
 
@@ -126,14 +114,7 @@ def encode_groups(plans: Sequence[Plan]) -> list[dict[str, Any]]:
 
 
 def decode_groups(documents: Sequence[dict[str, Any]], trace: Trace) -> list[Plan]:
-    """The plans that :func:`encode_groups` wrote, of a trace's tensors.
-
-    >>> specs = [TensorSpec("w", (9,), "float32")]
-    >>> plan = first_plan("wfbp", specs, 1)
-    >>> trace = Trace("t", (TraceTensor(specs[0], 0.0, 1.0),))
-    >>> decode_groups(encode_groups([plan]), trace) == [plan]
-    True
-    """
+    """The plans that :func:`encode_groups` wrote, for a trace's tensors."""
     return [
         Plan(
             d["schedule"],
@@ -149,7 +130,7 @@ def decode_groups(documents: Sequence[dict[str, Any]], trace: Trace) -> list[Pla
 
 
 def with_packing(costs: Costs, packing_s_per_byte: float) -> Costs:
-    """Costs of groups, which are packed before they travel."""
+    """Costs that include packing each group before it is sent."""
 
     def packed(curve: PiecewiseCost) -> PiecewiseCost:
         return PiecewiseCost(tuple((n, s + n * packing_s_per_byte) for n, s in curve.points))

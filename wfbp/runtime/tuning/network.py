@@ -1,4 +1,4 @@
-"""What the network costs, measured once for each way of going through it."""
+"""Measures the network's costs, once for each kind of backend."""
 
 from __future__ import annotations
 
@@ -15,33 +15,28 @@ from wfbp.core.cost import Costs, PiecewiseCost, monotone_points
 from wfbp.core.types import Operation
 
 _LARGEST_BYTES = 16 << 20
-"""Of the host's messages. Larger ones cost in proportion, by the curve's upper half; to measure
-them takes up to three times their size in memory, and seconds where the link is slow."""
+"""Largest host message measured; larger ones take memory and time, and cost in proportion."""
 
 _LARGEST_ON_DEVICE_BYTES = 128 << 20
 _PART_OF_FREE = 4
-"""Of a device's messages, whose links are not yet at their full rate at the host's bound: so many,
-or a fourth of what is free on the fullest device, but no less than on the host."""
+"""Device messages are at most 1/4 of the least free memory, but not below the host's limit."""
 
 _LEAST_S = 0.2
 _BYTES_PER_S = 32 << 20
-"""The curve of a small model has few sizes, and is worth less time: so much, and its largest
-message's bytes at this rate, for each operation."""
+"""The time budget per operation: a constant, and the largest message at this rate."""
 
 _GROUP_S = 2e-4
-"""What an all-reduced group costs a core beside its bytes, where a network carries data by itself:
-0.26 to 0.33 ms were measured at 1 Gbit/s (docs/benchmarks/training.md). Streams of messages
-hide it, and without it plans cut groups wherever the curve's noise favours a size."""
+"""CPU cost of a group if the network progresses alone: 0.26 to 0.33 ms at 1 Gbit/s
+(docs/benchmarks/training.md). Streams hide it; without it plans follow the curve's noise."""
 
 log = logging.getLogger("wfbp")
 
 
 class NetworkCosts:
-    """The cost curves that ranks have measured together.
+    """The cost curves that the ranks measured together, in about ``budget_s`` seconds.
 
-    ``budget_s`` is the time to measure in all, about. ``check`` is called again and again with a
-    label and the seconds waited; it raises when more waiting is hopeless. ``tells``: whether this
-    rank logs.
+    ``check`` gets a label and the seconds waited, again and again; it raises if waiting is
+    hopeless.
     """
 
     def __init__(
@@ -137,7 +132,7 @@ class NetworkCosts:
 
 
 def _bound(backend: DeviceBackend, call: Callable[[Callable[[Backend], Any], str], Any]) -> int:
-    """The largest message for which every rank's device has room; collective."""
+    """The largest message that every rank's device has room for; collective."""
     free = str(backend.device.free_bytes()).encode()
     answers = call(lambda backend: backend.all_gather_bytes(free), "comparing devices' free memory")
     smallest = min(int(each) for each in answers) // _PART_OF_FREE

@@ -1,4 +1,4 @@
-"""From time stamps to a trace: what one step's compute costs, as all ranks together see it."""
+"""Turns time stamps into a trace: one step's compute, combined over all ranks."""
 
 from __future__ import annotations
 
@@ -12,51 +12,36 @@ from wfbp.core.types import TensorSpec
 
 
 class TuningPhase(enum.Enum):
-    """What a reducer's tuner is doing; the values are what reports say."""
+    """The state of a reducer's tuner; reports show the values."""
 
     WARM_UP = "warm-up"
-    """Steps are counted, by a plan that needs no measurement."""
+    """Steps are counted, under a plan that needs no measurement."""
     PROFILE = "profile"
     """Compute is measured, with communication held back."""
     TRIAL = "trial"
-    """Candidate plans run in turn."""
+    """Candidate plans run one after another."""
     INSTALLED = "installed"
-    """The plan that stays runs, until times drift."""
+    """The chosen plan runs until times drift."""
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """When things happened in one step, seconds of ``time.perf_counter``; 0 is "did not".
+    """Time stamps of one step, seconds of ``time.perf_counter``; 0 if it did not happen."""
 
-    Args:
-        begun_s: the previous step's results were in hand.
-        ready_s: per tensor, its gradient existed.
-        forward_s: per tensor, its first use in forward, where the adapter knows it.
-        forward_end_s: forward ended, where the adapter knows it.
-        closed_s: the step closed.
-        done_s: the results were in hand.
-        packing_s: duration of all packing in the step.
-        update_s: duration of the optimizer's updates, at the beginning of the step and in forward.
-        waited_s: how long forward waited for all-gathers.
-    """
-
-    begun_s: float
-    ready_s: list[float]
-    forward_s: list[float]
-    forward_end_s: float = 0.0
-    closed_s: float = 0.0
-    done_s: float = 0.0
-    packing_s: float = 0.0
-    update_s: float = 0.0
-    waited_s: float = 0.0
+    begun_s: float  # the previous step's results were available
+    ready_s: list[float]  # per tensor: its gradient existed
+    forward_s: list[float]  # per tensor: its first use in forward, if the adapter can tell
+    forward_end_s: float = 0.0  # if the adapter can tell
+    closed_s: float = 0.0  # the step closed
+    done_s: float = 0.0  # the results were available
+    packing_s: float = 0.0  # duration of all packing
+    update_s: float = 0.0  # duration of updates, at the step's beginning and in forward
+    waited_s: float = 0.0  # how long forward waited for all-gathers
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Medians over some steps of one rank, named as in :class:`StepTimes`; -1 where unknown.
-
-    Every time counts from the step's beginning, without waits for all-gathers.
-    """
+    """Medians over some steps of one rank, since the step began, without waits; -1 if unknown."""
 
     ready_s: list[float]
     forward_s: list[float]
@@ -98,14 +83,11 @@ class _Event:
 def combine(
     specs: Sequence[TensorSpec], profiles: Sequence[Profile], kept: Collection[TensorSpec] = ()
 ) -> Trace | None:
-    """One trace from every rank's profile, the same on every rank; None if there was no gradient at
-    all.
+    """One trace from every rank's profile, equal on every rank; None without any gradient.
 
-    A collective starts when the last rank is ready, so every time is the maximum over ranks; a rank
-    that never has a gradient that others have sends zeros for it when its step closes. Tensors that
-    no rank ever had a gradient for are left out, unless they are ``kept``. Tensors are in forward
-    order (the reverse of the order in which gradients appear); the last gradient is ready when the
-    step closes.
+    A collective starts when the last rank is ready, so each time is the maximum over ranks. A rank
+    without a gradient that others have sends zeros when its step closes. Tensors without gradients
+    on all ranks are left out unless ``kept``. The last gradient is ready when the step closes.
     """
     closed_s = max(p.closed_s for p in profiles)
     events = []
@@ -121,7 +103,7 @@ def combine(
     first_s = events[0].ready_s
     forward_end_s = max(p.forward_end_s for p in profiles)
     if not 0 <= forward_end_s <= first_s:
-        # Nobody saw forward end: take the first gradient to cost as much as the average one.
+        # The end of forward is unknown: take the first gradient to cost as much as the average one.
         forward_end_s = max(0.0, first_s - (closed_s - first_s) / len(events))
     uses = _forward_times(events, forward_end_s)
     rows = []
@@ -136,7 +118,7 @@ def combine(
 
 
 def _forward_times(events: Sequence[_Event], forward_end_s: float) -> list[float]:
-    """Forward seconds that belong to each tensor: from its first use to the next tensor's."""
+    """Forward seconds of each tensor: from its first use to the next tensor's."""
     known = sorted(
         (e.forward_s, -position)
         for position, e in enumerate(events)

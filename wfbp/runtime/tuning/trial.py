@@ -1,21 +1,15 @@
-"""A trial: which of several plans is fastest in reality, decided in rounds.
+"""A trial: finds the fastest of several plans in rounds.
 
-In each round every plan still in the trial runs for a few steps, in every other round in reverse
-order, so that a machine whose speed changes slowly favors no plan. A disturbance slows down a whole
-round, or one plan in one round. So plans are compared round by round, and medians count:
+Each round runs every remaining plan for a few steps; rounds alternate in order, so that a slowly
+changing machine favours no plan. A disturbance affects one round, so medians over rounds count:
 
     d[i, r] = log(median time of plan i in round r) - log(the same of the best plan)
     d[i]    = median over rounds of d[i, r]
-    se[i]   = 1.25 * spread of d[i, r] / sqrt(rounds)
+    se[i]   = 1.25 * spread of d[i, r] / sqrt(rounds), spread = 1.48 * median absolute deviation
 
-(1.25 is the ratio of the standard errors of a median and a mean; the spread is 1.48 times the
-median absolute deviation.) After each round, the plans that are slower than the best one by more
-than two standard errors leave. If the remaining steps are too few for all, the fastest stay.
-In the first rounds, the prediction counts as one more round of a plan if that is in its favor. So a
-plan that should be fast is not lost by a single disturbed round.
-
-After Even-Dar, Mannor and Mansour, "Action elimination and stopping conditions for the multi-armed
-bandit", JMLR 7 (2006), with medians, because iteration times have heavy tails.
+Plans slower than the best by more than two se are dropped (after Even-Dar, Mannor and Mansour, JMLR
+7, 2006). In the first rounds a favourable prediction counts as one more round, so that one
+disturbed round does not drop a plan.
 """
 
 from __future__ import annotations
@@ -27,13 +21,13 @@ from statistics import median
 from wfbp.core.plan import Plan
 
 COLD_STEPS = 1
-"""Steps after a change of plans that do not count, because they find cold memory."""
+"""Steps after a change of plans that do not count, because memory is cold."""
 MARGIN = 0.015
 """A relative difference that does not matter."""
 FIRST_LIMIT = 0.12
-"""Two standard errors after one round, while the noise is not yet known."""
+"""Two standard errors after one round, while the noise is unknown."""
 NUM_FINALISTS = 5
-"""So many plans stay in any case, until the noise is known."""
+"""At least so many plans stay until the noise is known."""
 _NOISE_ROUNDS = 3  # so many tell the noise
 _MORE_ROUNDS = 3  # at least so many more are wanted of the plans that stay
 _NUM_ERRORS = 2.0
@@ -42,17 +36,11 @@ _NORMAL_MAD = 1.4826
 
 
 class Trial:
-    """The comparison of some plans, known by their digests. Equal times lead to equal decisions.
-
-    Args:
-        plans: at least one; the first stays unless another one wins by more than the noise.
-        num_steps: steps per plan and round that count.
-        max_steps: of the whole trial; at least the first round is run.
-    """
+    """The comparison of some plans, by digest. Equal times give equal decisions."""
 
     def __init__(self, plans: Iterable[Plan], num_steps: int, max_steps: int) -> None:
         self.plans = list(plans)
-        """The plans of the next round, in the order in which they run."""
+        """The plans of the next round, in running order."""
         self.tried = list(self.plans)
         """Every plan that ever took part, the newest last."""
         self.num_rounds = 0
@@ -61,7 +49,7 @@ class Trial:
         self._logs: dict[str, dict[int, float]] = {plan.digest: {} for plan in self.plans}
 
     def add_round(self, times_s: Sequence[Sequence[float]]) -> None:
-        """Take in the seconds per iteration of each of :attr:`plans`."""
+        """Add the seconds per iteration of each of :attr:`plans`."""
         for plan, times in zip(self.plans, times_s, strict=True):
             self._logs[plan.digest][self.num_rounds] = math.log(median(times))
         self.num_rounds += 1
@@ -73,12 +61,7 @@ class Trial:
         return {key: math.exp(median(x.values())) for key, x in self._logs.items() if x}
 
     def narrow(self, forecasts_s: Mapping[str, float], newcomers: Iterable[Plan] = ()) -> bool:
-        """Drop slow plans after a round, and let new ones join; False when the trial is over.
-
-        Args:
-            forecasts_s: predicted seconds per iteration of :attr:`plans`.
-            newcomers: plans to compare from here on.
-        """
+        """Drop slow plans after a round and add ``newcomers``; False when the trial is over."""
         slower = self._slower(forecasts_s)
         errors = self._errors(slower)
         order = sorted(self.plans, key=lambda plan: slower[plan.digest])
@@ -101,7 +84,7 @@ class Trial:
         return True
 
     def winner(self, forecasts_s: Mapping[str, float]) -> Plan:
-        """The fastest plan; the first one if that is as fast, within the noise."""
+        """The fastest plan, or the first if it is as fast within the noise."""
         slower = self._slower(forecasts_s)
         first = self.tried[0]
         if first in self.plans:
@@ -141,7 +124,7 @@ class Trial:
 
 
 def _differences(keys: Sequence[str], rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each plan from the best one: the medians of its times over each round's median."""
+    """Difference of each plan from the best: medians of its times over each round's median."""
     middles = [median(x.values()) if x else 0.0 for x in rounds]
     level = {
         key: median(x[key] - m for x, m in zip(rounds, middles, strict=True) if key in x)

@@ -1,8 +1,7 @@
-"""The tuner: which plan runs when. Measure, plan, try, keep the fastest, plan anew after a drift.
+"""The tuner: measure, plan, try, keep the fastest, plan again after a drift.
 
-The training thread gives it every step (:meth:`Tuner.after_step`), which may start the next plan of
-a trial. Rounds end on all ranks together (:meth:`Tuner.decide`). Rank 0 decides, and shares what it
-decided, so that ranks that share cores do not plan at once, and agree whatever machines they use.
+The training thread reports every step. Rounds end on all ranks together; rank 0 decides and shares
+the decision, so that ranks agree on any machines and do not plan at once on shared cores.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from wfbp.runtime.tuning.trial import COLD_STEPS, Trial
 log = logging.getLogger("wfbp")
 
 Share = Callable[[Callable[[], Any]], Any]
-"""Returns on every rank what the function returns on rank 0, in JSON's types."""
+"""Returns on every rank the function's result on rank 0, in JSON's types."""
 
 _WINDOW_STEPS = 20
 _DRIFT_WINDOWS = 5
@@ -55,26 +54,10 @@ _NUM_SEARCHED = 10
 class Tuner:
     """The plan of one optimizer over time. Used by the training thread.
 
-    A step reads these attributes, and calls :meth:`after_step`:
-
-    * ``plan``: the plan in use; ``phase``: for reports.
-    * ``profiling``: compute is measured, with communication held back.
-    * ``measuring``: the times of this step decide something (profile or trial).
-    * ``installed``: the plan that stays runs.
-    * ``round_due``: every rank now enters a round, by count of steps.
-    * ``wants_round``: this rank asks for a round, because its iteration time has changed.
-
-    Args:
-        config: how long each phase lasts.
-        schedule: a planner's name, or ``auto``.
-        threshold_bytes: for planners with a threshold, and for the first plan of the others.
-        specs: the tensors to plan, in forward order as far as it is known.
-        decouples: whether the caller can use schedules that decouple all-reduce.
-        num_updaters: ranks that share the update of a decoupled tensor; 1 if each does all.
-        tells: whether this rank logs; one does.
-        name: of the optimizer, for logs.
-        wire_dtype: the type in which wider gradients are reduced, if not their own.
-        gathers_gradients: whether all-gathers bring gradients, in that type, too.
+    A step reads these attributes and calls :meth:`after_step`. ``plan`` is the one in use.
+    ``phase`` is for reports. ``profiling``: compute is measured, communication held back.
+    ``measuring``: profile or trial. ``round_due``: all ranks now enter a round, by count of steps.
+    ``wants_round``: this rank asks for one, because its iteration time has changed.
     """
 
     def __init__(
@@ -82,14 +65,14 @@ class Tuner:
         config: Config,
         schedule: str,
         threshold_bytes: int,
-        specs: Sequence[TensorSpec],
-        decouples: bool = False,
-        num_updaters: int = 1,
+        specs: Sequence[TensorSpec],  # in forward order as far as known
+        decouples: bool = False,  # whether the caller can use decoupling schedules
+        num_updaters: int = 1,  # ranks that share the update of a decoupled tensor
         *,
-        tells: bool = False,
+        tells: bool = False,  # whether this rank logs; one does
         name: str = "optimizer",
-        wire_dtype: str = "",
-        gathers_gradients: bool = False,
+        wire_dtype: str = "",  # the type that wider gradients are reduced in
+        gathers_gradients: bool = False,  # all-gathers carry gradients, in that type too
     ) -> None:
         check_schedule(schedule, decouples)
         self._config = config
@@ -111,8 +94,8 @@ class Tuner:
     def add_tensors(self, specs: Sequence[TensorSpec]) -> None:
         """Begin again with these tensors too.
 
-        One that joins for the second time, because it had no gradient while compute was measured,
-        stays for good: beginning again and again would cost more than sending zeros.
+        A tensor that joins twice (it had no gradient in the profile) is kept for good: zeros cost
+        less than beginning again and again.
         """
         self._num_joined.update(specs)
         self._begin([*specs, *self.plan.tensors])
@@ -126,7 +109,7 @@ class Tuner:
         self._enter(TuningPhase.WARM_UP, plan, 0, self._config.warmup_steps)
 
     def after_step(self, stamps: StepTimes) -> None:
-        """Take note of a step; :attr:`plan` may change, on every rank at the same step."""
+        """Record a step; :attr:`plan` may change, on every rank at the same step."""
         self._steps_left -= 1
         if self._steps_left < self._num_counted:
             self._steps.append(stamps)
@@ -138,7 +121,7 @@ class Tuner:
     def _enter(
         self, phase: TuningPhase, plan: Plan, num_counted: int, num_cold: int = COLD_STEPS
     ) -> None:
-        """Run a plan for some steps that count, after some that find cold memory."""
+        """Run a plan for some steps that count, after some with cold memory."""
         self.phase = phase
         self.plan = plan
         self.profiling = phase is TuningPhase.PROFILE
@@ -180,7 +163,7 @@ class Tuner:
         self.wants_round = self._num_drifted >= _DRIFT_WINDOWS
 
     def message(self) -> dict[str, Any]:
-        """What this rank brings to a round."""
+        """This rank's contribution to a round."""
         if not self.round_due:
             return {"wants_round": self.wants_round}
         if self.profiling:
@@ -193,12 +176,10 @@ class Tuner:
         measure: Callable[[], Costs],
         share: Share = lambda compute: compute(),
     ) -> Plan:
-        """Conclude a round, and return the plan to run from here on; the same on every rank.
+        """Conclude a round and return the next plan, the same on every rank.
 
-        Args:
-            messages: each rank's :meth:`message`, in rank order.
-            measure: measures the network's costs; a collective.
-            share: computes on rank 0 and returns the result on every rank; a collective.
+        ``messages`` are each rank's :meth:`message`, in rank order. ``measure`` and ``share`` (of
+        rank 0's result) are collectives.
         """
         if self.phase is TuningPhase.PROFILE:
             self._plan_anew(messages, measure, share)
@@ -250,7 +231,7 @@ class Tuner:
         self._run_round(share(self._first_round))
 
     def _first_round(self) -> dict[str, Any]:
-        """What to run after the profile; on rank 0."""
+        """The plans to run after the profile; on rank 0."""
         trace, costs = self._measured
         entry = PLANNERS.get(self._schedule)
         self._search: ThresholdSearch | None = None
@@ -272,7 +253,7 @@ class Tuner:
         return self._answer(plans, is_trial)
 
     def _conclude_round(self, ranks: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
-        """What to run after a round, given each rank's times; on rank 0."""
+        """The plans to run after a round, given each rank's times; on rank 0."""
         trial = self._trial
         by_plan = zip(*ranks, strict=True)  # a step takes as long as on the slowest rank
         trial.add_round([[max(times) for times in zip(*each, strict=True)] for each in by_plan])
@@ -304,7 +285,7 @@ class Tuner:
         return self._answer(plans, goes_on, costs.kappa, measured_s)
 
     def _searched(self, search: ThresholdSearch, trial: Trial) -> Plan:
-        """The plan of the next threshold to try; one that was tried when the search is over."""
+        """The plan of the next threshold to try; an already tried one when the search is over."""
         trace, costs = self._measured
         measured_s = trial.measured_s
         plan = trial.tried[-1]
@@ -329,7 +310,7 @@ class Tuner:
         }
 
     def _run_round(self, answer: dict[str, Any]) -> None:
-        """Do as rank 0 has decided: run the plans of a round, or install the one that stays."""
+        """Run the plans that rank 0 chose for a round, or install the final one."""
         trace, costs = self._measured
         plans = decode_groups(answer["plans"], trace)
         self._kappa = answer["kappa"]
@@ -362,13 +343,13 @@ class Tuner:
         return self.trace, self.costs
 
     def _saved_s(self, plan: Plan) -> float:
-        """The part of the update that ranks save which update their shards only."""
+        """Seconds of the update saved because ranks update only their shards."""
         assert self.trace is not None
         return min(self._update_s * self._spared * plan.decoupled_part, self.trace.other_s)
 
     @property
     def doubts_costs(self) -> bool:
-        """Whether costs must be measured anew: the iteration time changed, maybe by the network."""
+        """Whether to measure costs again: the iteration time changed, perhaps by the network."""
         return self._incumbent is not None
 
     @property
@@ -383,8 +364,7 @@ class Tuner:
 
     @property
     def message_costs(self) -> Costs | None:
-        """The costs by the bytes of messages, which are fewer than the planned ones if gradients
-        are compressed."""
+        """The costs by bytes of messages, which compression makes smaller than planned."""
         if self.costs is None:
             return None
         return self.costs.compressed(1.0 / self._compressed, self._gathers_gradients)
@@ -400,15 +380,14 @@ class Tuner:
 
     @property
     def measured_s(self) -> float | None:
-        """Median iteration time by the current plan: of late, or in its trial, or of its first
-        step, which found cold memory."""
+        """Median iteration time of the plan: recently, in its trial, or in its first, cold step."""
         if self._steps:
             return median(s.done_s - s.begun_s for s in self._steps)
         return self._trial_s.get(self.plan.digest, self._cold_s)
 
     @property
     def exposed_s(self) -> float | None:
-        """Median of the time that training waited for communication."""
+        """Median time that training waited for communication."""
         if not self._steps:
             return None
         return median(s.done_s - s.closed_s + s.waited_s for s in self._steps)
