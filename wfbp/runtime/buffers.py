@@ -76,7 +76,7 @@ class GroupBuffer:
         self._other: _Storage | None = None
 
     def _lay_out(self, specs: Sequence[TensorSpec], size: int) -> None:
-        """Decide where in a block tensors lie, and which of them are not packed."""
+        """Decide the tensors' offsets in a block, and which of them are not packed."""
         self._ranges = [[shard_range(spec, rank, size) for spec in specs] for rank in range(size)]
         self._nbytes = [spec.nbytes for spec in specs]
         limit = self._memory.zero_copy_min_bytes
@@ -88,14 +88,14 @@ class GroupBuffer:
         place_of = dict(zip(large + small, starts, strict=True))
         self._offsets = [place_of[p] for p in range(len(specs))]
         self._large = large
-        # One block can also be filled from large tensors; pieces in several blocks cannot be sent
-        # from where they are not adjacent, so those are left to their segments.
+        # Large tensors can also be packed into one block. In several blocks their pieces are not
+        # adjacent, so segments send them.
         self._packed = list(range(len(specs))) if self.whole else small
         self._pick_packed = picker([self._members[p] for p in self._packed])
         self._tail = aligned(end)
 
     def _wire_bytes(self, nbytes: int) -> int:
-        """Bytes that so many of a tensor take in the message."""
+        """Bytes in the message for so many bytes of a tensor."""
         return nbytes // item_bytes(self._tensor_dtype) * item_bytes(self.dtype)
 
     def _own_bytes(self) -> list[int]:
@@ -110,7 +110,7 @@ class GroupBuffer:
         every, own = range(len(self._counts)), [self._own]
         message.packing = self._table(data, own if self._is_gather else every)
         if self._is_gather:
-            # Also this rank's where it was cast, or it would have other bits than the others.
+            # Also this rank's piece if it was cast, or its bits would differ from other ranks'.
             others = [rank for rank in every if self._casts or rank != self._own]
             message.unpacking = self._table(data, others)
         elif self.whole or self._casts:

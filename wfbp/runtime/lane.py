@@ -143,8 +143,8 @@ class Lane:
             self._dependencies[event.group] = event.dependencies
             sequencer.ready(event.group)
             return
-        # Groups that training has announced need not wait for its end, though the host has come
-        # there: it runs ahead of a device.
+        # Announced groups need not wait for the end of backward, though the host has reached it:
+        # it runs ahead of a device.
         self._dependencies[sequencer.num_ready] = event.dependencies
         sequencer.close()
         self._closing = True
@@ -172,7 +172,7 @@ class Lane:
         self._num_started += 1
 
     def _complete(self, flight: _InFlight, end: Stamp | None = None) -> None:
-        """Copy what it brought; ``end`` is the moment before that, where it counts."""
+        """Copy the results; ``end`` is the time before that, if it counts."""
         group, buffer = flight.group, self.buffers[flight.group]
         backward = group < self._plan.num_backward
         if backward:
@@ -190,7 +190,7 @@ class Lane:
             buffer.deliver(self._step)
 
     def _conclude(self) -> None:
-        """All groups of backward have arrived: tell the training thread."""
+        """All groups of backward have arrived: reply to the training thread."""
         step = self._step
         result = self.buffers[self._plan.num_backward - 1].read_flags(step)
         if not result.steps_agree:

@@ -85,8 +85,8 @@ def _mpi_backend(comm: Any, config: Config, problem: Exception | None) -> Backen
 
     patience_s = config.timeout_s
     if not _is_communicator(comm):
-        # Without a communicator this rank meets those that have the same problem, or none of their
-        # own. Others wait for it elsewhere, and learn nothing before this rank ends.
+        # Without a communicator this rank meets only ranks that have none either. Others wait in
+        # their communicator until this rank ends.
         comm, patience_s = None, min(patience_s, config.abort_grace_s)
 
     def give_up() -> None:

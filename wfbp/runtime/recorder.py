@@ -35,7 +35,7 @@ def make_report(tuner: Tuner, num_steps: int) -> dict[str, Any]:
     predicted = tuner.predicted
     bound_s = predicted.lower_bound_s if predicted else None
     measured_s = tuner.measured_s
-    # Before the plan has run at all, what is predicted stands for what will be measured.
+    # Before the plan has run, the prediction replaces the measurement.
     latest_s = measured_s or (predicted.iteration_s if predicted else None)
     return {
         "schedule": tuner.plan.schedule,
@@ -134,7 +134,7 @@ class Recorder:
         self._num_steps = number
         self._iterations.append((stamps, times))
         self._num_by_plan += 1
-        count = self._num_by_plan
+        count = self._num_by_plan  # powers of two: writing stays out of measured steps
         if self._installed and count >= KEPT_ITERATIONS and not count & (count - 1):
             self.write()
 

@@ -44,13 +44,13 @@ from wfbp.runtime.step import (
 from wfbp.runtime.tuning.tuner import Tuner
 
 SAMPLED_STEPS = 16
-"""After the tuner has chosen a plan, and without a recorder, one step in so many is timed."""
+"""With a chosen plan and no recorder, one step in this many is timed."""
 
 _MOST_UPDATES = 4096
 """The number of updates that are kept until a step with gradients follows."""
 
 _PATIENCE_STEPS = 8
-"""After so many steps with fewer gradients than expected, fewer are expected."""
+"""Fewer gradients are expected after this many steps with fewer."""
 
 
 class Reducer:
@@ -88,11 +88,11 @@ class Reducer:
     def __init__(
         self,
         runtime: Runtime,
-        specs: Sequence[TensorSpec],
+        specs: Sequence[TensorSpec],  # in forward order, equal on every rank, as ``options``
         options: ReducerOptions,
         *,
-        active: Sequence[bool] | None = None,
-        compared: Mapping[str, Any] = MappingProxyType({}),
+        active: Sequence[bool] | None = None,  # per tensor, whether to expect a gradient
+        compared: Mapping[str, Any] = MappingProxyType({}),  # must be equal on every rank
         device: Device | None = None,
         fetch: Callable[[int], GradientRef | None] = lambda index: None,
         channel: ControlChannel | None = None,
@@ -137,11 +137,11 @@ class Reducer:
         with runtime.collective_lock.hold(channel, f"{name}: making a lane"):
             backend = runtime.lease(channel)
             self._memory = memory = runtime.memory(backend, device, channel)
-        # Of its own, because ranks may end the steps of several reducers in different orders.
+        # Separate, because ranks may end the steps of several reducers in different orders.
         self._channel = runtime.channel_on(backend)
         wire = options.wire_dtype, options.gather_dtype
         self._lane = lane = Lane(backend, memory, options.op, name, *wire)
-        # Without look-ups on the way that every gradient goes.
+        # Avoids look-ups for every gradient.
         self._events, self._thread, self._produced = lane.events, runtime.thread, memory.produced
         self._expected = [options.passes] * len(specs)
         self._rarer_steps = 0
@@ -173,7 +173,7 @@ class Reducer:
     # One step: gradients appear.
 
     def _begin(self, now: Stamp) -> None:
-        """Open a step; the lane learns of it with its first event."""
+        """Open a step; its first event brings it to the lane."""
         count = len(self.specs)
         self._step = step = Step(self._number, [0] * count, [None] * count, self._sizes[:])
         self._lane.open_step = step
@@ -214,7 +214,7 @@ class Reducer:
             return
         dependencies = self._memory.gradients()
         while group < last and not missing[group]:
-            # Behind all that was written to the step: the lane may read it from here on.
+            # After all writes to the step: the lane may read it from here on.
             self._events.append(GroupReady(step, group, dependencies))
             group += 1
         self._num_posted = group
@@ -222,7 +222,7 @@ class Reducer:
             self._thread.post(self._lane.wake)
 
     def _may_have_left(self, index: int) -> bool:
-        """Whether a tensor's group may be on its way."""
+        """Whether a tensor's group may have been sent."""
         return 0 <= self._group_of[index] < self._num_posted
 
     def _mark_grown(self, index: int, address: int, owner: object) -> None:
@@ -256,7 +256,7 @@ class Reducer:
             self._updates.append((start, self._memory.now()))
 
     def now(self) -> Stamp:
-        """This moment, on the clock of the tensors' device; 0 where updates are not timed now."""
+        """Current time of the tensors' device; 0 if updates are not timed now."""
         return self._memory.now() if self._memory.timing else 0.0
 
     @property
@@ -290,14 +290,14 @@ class Reducer:
         self._events.append(Close(step, dependencies))
         result = self._await_result()
         while result.discarded:
-            # That rank had gradients before zero_grad() that this rank had not, or not all: it
-            # takes part once more, and so this rank sends its own again.
+            # Another rank discarded gradients by zero_grad() and takes part once more, so this
+            # rank sends its own again.
             self._number += 1
             step.number = self._number
             self._events.append(Close(step, ()))
             result = self._await_result()
         if self._newly_installed:
-            # The first step by the plan that stays: nothing is left of others.
+            # First step by the final plan: memory of earlier plans is free now.
             self._newly_installed = False
             give_back_freed_memory()
         if self.decoupled:
@@ -352,7 +352,7 @@ class Reducer:
         for index in self._dormant:
             if sources[index]:
                 self._unplanned[index] = sources[index], owners[index]
-        # Behind all copies that ``fetch`` has made.
+        # After all copies that ``fetch`` has made.
         self._closed_at, dependencies = self._memory.close()
         for index in late:
             self._ready[index] = self._closed_at
@@ -429,7 +429,7 @@ class Reducer:
         if self._due == self._expected and not any(self._sources):
             return
         while self._num_posted:
-            # The lane takes from the other end: if it has read one, it is too late for all.
+            # The lane takes from the other end: once it has read one, all must be sent.
             try:
                 self._events.pop()
             except IndexError:
@@ -437,7 +437,7 @@ class Reducer:
             self._num_posted -= 1
         if self._num_posted:
             # Some groups may have left: complete the step, and drop its results. Do not wait for
-            # it: other ranks may have had no gradients to discard, and come here later. Gradients
+            # it: other ranks may have had no gradients to discard, and arrive later. Gradients
             # without event take part, so that no result overwrites them: the next step may add to
             # them.
             step = self._step
@@ -451,13 +451,13 @@ class Reducer:
             self._runtime.post(lane.wake)
         self._begin(self._memory.now())
 
-    # Between steps: what was measured, and which plan comes next.
+    # Between steps: measurements and the next plan.
 
     def _measure(self, result: StepResult, done: Stamp) -> None:
         """Count a step, and let the tuner know what it took."""
         self._steps += 1
         tuner, timeline, recorder = self._tuner, self._runtime.timeline, self._recorder
-        # Else only how long the step took is of interest.
+        # Otherwise only the length of the step is used.
         detailed = not tuner.installed or recorder is not None or timeline is not None
         planned = self._planned if detailed else ()
         self._kept.append(
@@ -499,7 +499,7 @@ class Reducer:
             yield to_seconds(moments, memory.clock(moments.begun, moments.done))
 
     def _install(self) -> None:
-        """Take the tuner's plan into use; no step is under way."""
+        """Use the tuner's plan from now on; no step is under way."""
         plan = self._tuner.plan
         self.flush()
         number_of, count = self._number_of, len(self.specs)
@@ -515,7 +515,7 @@ class Reducer:
         self._num_early = num_backward - 1 if plan.overlap else 0
         self._group_of = _places(self._members, count)
         self._dormant = [k for k, group in enumerate(self._group_of) if group < 0]
-        # The last is for dormant tensors, of group -1, and never comes to 0.
+        # The last entry is for dormant tensors, of group -1, and never reaches 0.
         self._sizes = [*map(len, self._members), sys.maxsize]
         self._num_moves = [0] * num_backward
         self._views: list[BufferView | None] = [None] * count
@@ -602,7 +602,7 @@ class Reducer:
         if index in self._unplanned:
             return self._unplanned[index]
         address = self._sources[index]
-        # It grew on another rank only; what the message brought lacks that rank's last part.
+        # It grew on another rank only, after that rank had sent it.
         if address and self._step.targets and self._step.targets[index] == address:
             raise WfbpError(
                 f"{self._who}: another rank sends the gradient of {self.specs[index].name} anew, "
@@ -623,7 +623,7 @@ class Reducer:
         payload = json.dumps(compute()).encode() if self._runtime.rank == 0 else b""
         return json.loads(self.exchange(payload, "planning")[0])
 
-    # Behind a step: all-gathers.
+    # After a step: all-gathers.
 
     def gather(
         self,
@@ -651,8 +651,8 @@ class Reducer:
 
     def _post_gather(self, event: Gather) -> None:
         self._events.append(event)
-        # It leaves from this thread: the communication thread, which is woken to move it on, would
-        # have to wait for the interpreter while this one goes on.
+        # This thread sends it, because the communication thread would first have to wait for the
+        # interpreter.
         self._thread.progress()
         self._thread.post(self._lane.wake)
 
@@ -668,7 +668,7 @@ class Reducer:
                 continue
             spec, shard = self.specs[index], self._shards[index]
             storage = self._gathered[index]
-            if storage is None or storage.address in kept:
+            if storage is None or storage.address in kept:  # which the program uses
                 data = memory.empty(spec.nbytes)
                 storage = self._gathered[index] = BufferView(data, memory.address(data))
             addresses[index] = sources[index] = storage.address
@@ -676,8 +676,8 @@ class Reducer:
                 continue
             whole[index] = storage
             if not view.whole and wire_type(spec.dtype, self._options.gather_dtype) != spec.dtype:
-                # All shards are written, this rank's among them. (The program has whole gradients,
-                # and may change them while this is on its way.)
+                # All shards are written, also this rank's, because the program may change its whole
+                # gradients meanwhile.
                 sources[index] = view.address - shard.start
             else:
                 memory.copy(storage.data[shard], view.data[shard] if view.whole else view.data)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("wfbp")
 
 _WARNING = "warning"
-"""Kind of the notices that tell rank 0 what to warn of."""
+"""Kind of the notices that bring warnings to rank 0."""
 
 _FORWARDING_S = 0.2
 """Time for the launcher to forward output: at an abort it may drop the rest."""
@@ -84,8 +84,8 @@ class Runtime:
         )
         self._inner: list[Runtime] = []  # of process sets, in the order of making
         self._closed = False
-        # Backends made for lanes, in the order of making, the same on every rank; and which of
-        # them no lane uses. The communication thread adds to those, a training thread takes.
+        # Backends made for lanes, in the same order on every rank, and the numbers of idle ones:
+        # the communication thread adds to these, a training thread takes.
         self._leased: list[Backend] = []
         self._idle: set[int] = set()
         self._users: WeakSet[Releasable] = WeakSet()
@@ -116,7 +116,7 @@ class Runtime:
         self.channel = self.channel_on(backend)
         self.call = self.channel.call
         self.exchange = self.channel.exchange
-        # Of lanes that are made in the midst of a program, in which ranks need not come alike.
+        # For lanes made later in a program, when ranks' exchanges may differ in order.
         self.planning_channel = self.channel
         if within is None:
             self.thread.start()
@@ -177,7 +177,7 @@ class Runtime:
 
     def all_reduce(self, buffer: Buffer, dtype: str, op: Op, label: str) -> None:
         """Combine a buffer over all ranks, in place; it may be anywhere in memory."""
-        # Fusion buffers travel another way, and other ranks may pass other memory.
+        # Backends send fusion buffers differently, and other ranks may pass other memory.
         foreign = buffer.copy() if self._backend.copies_segments(buffer) else buffer
         self.call(lambda backend: backend.all_reduce(foreign, dtype, op), label)
         if foreign is not buffer:
@@ -240,7 +240,7 @@ class Runtime:
         max_bytes: int,
         operations: Sequence[Operation] = (Operation.ALL_REDUCE,),
         anew: bool = False,
-        lane_backend: Backend | None = None,
+        lane_backend: Backend | None = None,  # of a lane that sends nothing now
         channel: ControlChannel | None = None,
     ) -> Costs:
         """Cost curves up to a message size, equal on every rank, each measured once; collective."""
@@ -271,7 +271,7 @@ class Runtime:
         self.check()
         label = "closing a process set"
         self.call(lambda _: Finished(None), label)  # lanes that were removed before are idle now
-        idle = json.dumps(sorted(self._idle)).encode()  # in others steps are under way for ever
+        idle = json.dumps(sorted(self._idle)).encode()  # the others have steps that never end
         payloads = self.channel.exchange(idle, label)
         common = set.intersection(*(set(json.loads(payload)) for payload in payloads))
         self.call(partial(_finished, partial(self.devices.close, common)), label)
@@ -301,7 +301,7 @@ class Runtime:
             self._backend.release()
 
     def fail_job(self, reason: str) -> None:
-        """End the job because this rank failed: tell the others why, let them report, abort."""
+        """Send the others the reason of this rank's failure, let them report it, and abort."""
         secondary = isinstance(self.thread.error, PeerError)
         self._tell({"kind": "failed", "reason": reason, "secondary": secondary})
         patience_s = self.config.abort_grace_s * (2 if secondary else 1)

@@ -23,7 +23,7 @@ from wfbp.core.plan import Plan
 from wfbp.runtime.step import MeasuredStep
 
 FLUSH_S = 0.5
-"""So much may be lost where a process is killed."""
+"""Seconds of records that are lost if a process is killed."""
 
 log = logging.getLogger("wfbp")
 
@@ -31,7 +31,7 @@ _START = "start_time_since_epoch_in_micros"
 _ROWS = 8
 """Rows of one optimizer, some of them free."""
 _TRAINING, _GRADIENTS, _GROUPS = range(3)
-_NUM_GROUP_ROWS = 2  # groups travel two at a time
+_NUM_GROUP_ROWS = 2  # two groups are sent at a time
 _FIRST_OPERATION = 1000
 
 
@@ -162,7 +162,7 @@ class TraceWriter:
         if stamps.forward_end_s:
             self._span("forward", training, forward_s, stamps.forward_end_s, step)
             self._span("backward", training, stamps.forward_end_s, stamps.closed_s, step)
-        else:  # the adapter cannot tell where forward ended
+        else:  # the adapter does not report the end of forward
             self._span("forward and backward", training, forward_s, stamps.closed_s, step)
         for start_s, end_s in measured.waits:
             if end_s > start_s:
@@ -278,7 +278,7 @@ def load(path: str | Path) -> dict[str, Any]:
 
 
 def _parse(text: str) -> Any:
-    whole = text[: text.rfind(",\n")] if ",\n" in text else text
+    whole = text[: text.rfind(",\n")] if ",\n" in text else text  # without a partial event
     for complete in (text, f"{text}\n]"):
         with suppress(json.JSONDecodeError):
             return json.loads(complete)

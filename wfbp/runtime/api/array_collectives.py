@@ -27,13 +27,13 @@ from wfbp.runtime.consistency import (
 
 
 class ArrayOperand(Operand[Any]):
-    """One array on its way into an operation: NumPy's, CuPy's, or what NumPy makes one of."""
+    """Operand of NumPy's or CuPy's arrays, or of values that NumPy converts."""
 
     def __init__(self, value: Any, in_place: bool = False, label: str = "array") -> None:
         self._on_device = hasattr(value, "__cuda_array_interface__")
         if in_place and not self._on_device:
             check_writable(label, value)
-        # Arrays of a device travel by the host, as those of NumPy do.
+        # Arrays of a device are sent through the host, as those of NumPy.
         source = _cupy().asnumpy(_cupy().asarray(value)) if self._on_device else np.asarray(value)
         check_bytes(label, source)
         self._value, self._source, self._in_place = value, source, in_place
@@ -68,7 +68,7 @@ class ArrayOperand(Operand[Any]):
         return np.array(rows, np.int32)
 
     def _placed(self, array: Array) -> Any:
-        """A result where the operand is."""
+        """A result on the operand's device."""
         if not self._on_device:
             return array
         with self._device():
@@ -105,5 +105,5 @@ def perform(
 
 
 def _cupy() -> Any:
-    """CuPy, which a program has that has arrays of a device."""
+    """CuPy, which programs with arrays of a device have."""
     return importlib.import_module("cupy")

@@ -35,13 +35,13 @@ class Request(NamedTuple):
     shape: tuple[int, ...] = ()  # of this rank's tensor
     device: str = "cpu"  # or "gpu"
     op: str = ""  # value of the Op, if something is reduced
-    root: int = -1  # whose values everybody gets, by its number in the process set
+    root: int = -1  # the root's number in the process set
     prescale: float = 1.0
     postscale: float = 1.0
     splits: tuple[int, ...] = ()  # rows for each rank; of a reduce-scatter only if unequal
     differentiable: bool = False  # whether this rank wants to differentiate the result
     called: str = ""  # what the program calls it, if not by kind and name; compared too
-    on_device: bool = False  # whether this rank could carry it out where the tensor lies
+    on_device: bool = False  # whether this rank could execute it on the tensor's device
     available: tuple[int, ...] = ()  # then as of wfbp.comm.device.operations
 
     @property
@@ -117,7 +117,7 @@ def _respond(requests: Mapping[int, Request], joined: list[int]) -> Response:
     wanted = any(request.differentiable for request in requests.values())
     everywhere = not joined and all(request.on_device for request in requests.values())
     route = "device" if everywhere else "host"
-    # A lane that some rank does not know yet counts as one that has launched nothing there.
+    # A lane that is missing on some rank counts as one that has launched nothing there.
     counts = zip(*(request.available for request in requests.values()), strict=False)
     return Response(first, "", extents, wanted, route, tuple(map(min, counts)))
 

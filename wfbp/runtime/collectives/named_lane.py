@@ -24,10 +24,10 @@ from wfbp.runtime.progress.thread import CommunicationThread
 from wfbp.runtime.timeline import TraceWriter
 
 _FUSED_BYTES = 1 << 20
-"""Reductions that become ready together travel as one message of up to this size."""
+"""Reductions that become ready together are fused into messages of up to this size."""
 
 _MAX_TESTED = 8
-"""How many of the operations under way are tested in one turn; the oldest end first."""
+"""Number of operations under way that one pass tests; the oldest end first."""
 
 JOIN = ""
 """Name of the one join that may be pending; no other operation has it."""
@@ -92,7 +92,7 @@ class NamedLane:
         self._coordinator = Coordinator(backend.size) if backend.rank == 0 else None
         self._pending: dict[str, Submission] = {}
         self._outbox: list[Request] = []
-        # Through the host, in order; elements of the first may be on their way from a device.
+        # Through the host, in order; the first may still wait for elements from a device.
         self._due: deque[list[Response]] = deque()
         self._running: deque[tuple[Work[None], Callable[[], None]]] = deque()
         self._served = False
@@ -121,7 +121,7 @@ class NamedLane:
         if progressed:
             self._moved_s = time.monotonic()
         elif self._served and not self.busy and (self._devices is None or self._devices.is_done):
-            # Nothing useful can arrive: operations need a request from every rank, or its join.
+            # No message is of use now: operations need a request from every rank, or its join.
             self._served = False
             self._thread.loop.remove_lane(self)
         return progressed
@@ -131,7 +131,7 @@ class NamedLane:
         self._moved_s = time.monotonic()
 
     def close(self) -> None:
-        """Give the communicators back; collective over the set, and nothing may be pending."""
+        """Free the communicators; collective over the set, and no operation may be pending."""
         if self._served:  # since its last operation there was no turn that found nothing to do
             self._served = False
             self._thread.loop.remove_lane(self)
@@ -153,7 +153,7 @@ class NamedLane:
     @property
     def owes_work(self) -> bool:
         launching = self._devices is not None and self._devices.busy
-        # A response on its way counts: a rank that goes on to compute still has to send it.
+        # Includes responses not sent yet: other ranks wait for them while this one computes.
         return bool(self._running or self._outbox or self._due or launching) or (
             self._mailbox.sending
         )
@@ -269,7 +269,7 @@ class NamedLane:
         return Submission(request, np.zeros(numel, word_dtype(request.dtype or "uint8")))
 
     def _start(self, responses: Sequence[Response]) -> None:
-        """Start operations through the host; several are reductions that travel as one message."""
+        """Start operations through the host; several are reductions fused into one message."""
         first = responses[0]
         request = first.request
         if first.error:
@@ -336,8 +336,7 @@ class NamedLane:
         whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
         buffer, dtype, op = reducible(whole, request.dtype, Op(request.op))
         if self._data.copies_segments(buffer):
-            # A gradient in a fusion buffer, which may lie elsewhere on other ranks: their messages
-            # would go another way.
+            # Backends send fusion buffers differently, and other ranks may pass other memory.
             buffer = buffer.copy()
 
         def finish() -> None:
@@ -385,7 +384,7 @@ class NamedLane:
         self._run(self._data.reduce_scatter(buffer, counts, dtype, op), finish, [submission])
 
     def _launch(self, devices: DeviceOperations, responses: Sequence[Response]) -> None:
-        """Start operations on the device; several are reductions that travel as one."""
+        """Start operations on the device; several are reductions fused into one."""
         request = responses[0].request
         submissions = [self._take(response.request) for response in responses]
         rows: tuple[int, ...] = ()
@@ -422,7 +421,7 @@ def _scale_before(submission: Submission) -> None:
 
 
 def _fusible(responses: Sequence[Response]) -> list[list[Response]]:
-    """Runs of responses that can travel as one message; the same on every rank."""
+    """Runs of responses that can be fused; the same on every rank."""
     runs: list[list[Response]] = []
     sort: object = None
     room = 0

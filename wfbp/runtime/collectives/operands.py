@@ -49,7 +49,7 @@ class Operand(ABC, Generic[T]):
         """Numbers of rows as a tensor of int32."""
 
     def place(self) -> Device | None:
-        """The device on which it lies, if the runtime can use it; None for the host's memory."""
+        """Its device, if the runtime can use it; None for the host's memory."""
         return None
 
     def enqueue(self, device: Device, factor: float) -> Placed:
@@ -144,7 +144,7 @@ def perform(form: Form, operations: Sequence[Operation[Any]]) -> Any:
 
 
 def chosen_op(average: bool | None, op: object) -> Op:
-    """Horovod's two ways to say how contributions combine, as one."""
+    """The ``Op`` from Horovod's two arguments for it."""
     if average is not None:
         if op is not None:
             raise ValueError("average and op both say how ranks are combined; pass one of them")

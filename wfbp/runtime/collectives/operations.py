@@ -41,7 +41,7 @@ _numbers = count(1)
 
 
 class Handle(int, Generic[T]):
-    """Number of an operation that was submitted; its type says what ``synchronize`` returns."""
+    """Number of a submitted operation; its type parameter is the result of ``synchronize``."""
 
     __slots__ = ()
 
@@ -92,7 +92,7 @@ class Collectives:
         self.hosts: list[tuple[int, int]] = [(place, size) for place, size, _ in ranks]
         """Of every rank, its number on its host and how many there are."""
         reasons = [reason for *_, reason in ranks]
-        self._detour_reason = ""  # why tensors on devices go through the host, until it is logged
+        self._detour_reason = ""  # why tensors on devices use the host, until it is logged
         if runtime.local_rank == 0 and runtime.size > 1 and None not in reasons:
             lacking = (f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
             self._detour_reason = next(lacking, "")
@@ -370,7 +370,7 @@ class Collectives:
     # On the communication thread.
 
     def close(self) -> None:
-        """Give all communicators back; collective, and nothing may be under way."""
+        """Free all communicators; collective, and nothing may be under way."""
         for process_set in self._sets.values():
             if process_set.lane is not None:
                 process_set.lane.close()

@@ -113,7 +113,7 @@ class ProcessSet:
         return ProcessSet, (self.ranks,)
 
     def __repr__(self) -> str:
-        # Without :attr:`ranks`, which of a communicator is a collective.
+        # Not :attr:`ranks`, which is a collective for a communicator.
         ranks = self.ranks if self.mpi_comm is None else self._ranks
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={ranks})"
 

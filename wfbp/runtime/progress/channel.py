@@ -69,7 +69,7 @@ class ControlChannel:
 
     def exchange(self, payload: bytes, label: str, purpose: str = "") -> list[bytes]:
         """Every rank's payload, in rank order; ``DisagreementError`` if purposes differ."""
-        # Before anybody reads a payload of another purpose.
+        # Compared before a payload of another purpose is read.
         letter = encode_tagged(purpose or label, payload)
         tagged = self.call(lambda backend: backend.all_gather_bytes(letter), label)
         return decode_tagged(self._where, tagged)
@@ -100,7 +100,7 @@ class CollectiveLock:
             channel.exchange(b"", f"{label}: its end")
 
     def take(self) -> bool:
-        """Try to take it on rank 0, for an operation that starts on all ranks."""
+        """Try to take it on rank 0, for an operation on all ranks; release it after all end."""
         assert self._lock is not None
         return self._lock.acquire(blocking=False)
 

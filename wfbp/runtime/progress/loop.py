@@ -40,7 +40,7 @@ class AutoResetEvent:
         self._unset.acquire()
 
     def set(self) -> None:
-        """Let the thread that waits go on, or the next one that will."""
+        """Wake the waiting thread, or the next one that waits."""
         if self._unset.locked():
             with suppress(RuntimeError):  # another thread may set it at this moment
                 self._unset.release()
@@ -148,7 +148,7 @@ class LaneProtocol(Protocol):
         """The current place, for messages."""
 
     def fail(self, error: WfbpError) -> None:
-        """Give up the step and tell the thread that waits for it why."""
+        """Abandon the step, and raise the error in the thread that waits for it."""
 
 
 class ProgressLoop:
@@ -325,7 +325,7 @@ class ProgressLoop:
         """Keep the first error and end with it everything that waits, now and later."""
         if self.error is not None:
             return
-        # First: a thread that hears of it may reuse buffers that other ranks still read.
+        # First: threads that get the error may reuse buffers that other ranks still read.
         for lane in self._lanes:
             lane.backend.give_up()
         self.error = error
@@ -434,7 +434,7 @@ class ProgressLoop:
                 self._handlers[kind](sender, notice)
 
     def _status(self) -> RankStatus:
-        """Where this rank is."""
+        """Status of this rank."""
         # With several threads, another one might still begin what other ranks wait for.
         alone = len(self.waiting_threads) == 1 and self.num_waiting == 1
         blocked = alone and not self.awaited.answered and not self.num_fetches

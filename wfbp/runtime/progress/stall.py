@@ -138,7 +138,7 @@ class StallWatch:
                 "reported above; WFBP_TIMEOUT_S sets the limit."
             )
         if waited_s > self._warn_at_s:
-            # Again and again, ever more seldom: another rank may have come to its wait only now.
+            # Repeatedly, ever more rarely: another rank may have begun its wait only now.
             self._warn_at_s = 2 * waited_s
             log.warning("%s has waited %.0f s: %s", self._where, waited_s, what)
             self._suspicion = []

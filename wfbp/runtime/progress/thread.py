@@ -175,7 +175,7 @@ class CommunicationThread:
 
     def _await_driver(self, reply: Reply[Any], label: str, since: float) -> bool:
         """Wait while another training thread drives, and moves this one's work on, too."""
-        waited_s = 0.0  # less the time in which the job may have been suspended
+        waited_s = 0.0  # without time for which the job may have been suspended
         while not reply.wait(_REPLY_POLL_S):
             waited_s += _REPLY_POLL_S
             if self.error is not None:
@@ -190,7 +190,7 @@ class CommunicationThread:
 
     def _leave_driving(self) -> None:
         self._driver_lock.release()
-        # Another waiting thread may have called for it in vain, while this one rested.
+        # Another waiting thread may have tried to take the lock while this one rested.
         called = self.loop.num_waiting > 1
         # If events would not wake it, it has yet to find that they can be acted upon now.
         stood_by = self._standing_by and (self.loop.under_way or not self.sleeping)
@@ -219,12 +219,12 @@ class CommunicationThread:
     def _rest(self, nap_s: float, wakeable: bool) -> None:
         """Sleep until the loop is woken or due; not at all if an event came just before."""
         loop = self.loop
-        # In this order: who appends an event looks at ``sleeping`` afterwards.
+        # In this order: other threads append an event before they read ``sleeping``.
         self.sleeping = wakeable
         if not (wakeable and loop.has_events):
             while nap_s > 0 and not loop.wakeup.wait(nap_s):
-                # A training thread that drives need not be disturbed. If it leaves something
-                # under way, it finds this thread standing by, and wakes it.
+                # A training thread drives. If it leaves work under way, it finds this thread
+                # standing by, and wakes it.
                 self._standing_by = True
                 if self._driver_lock.locked():
                     nap_s = TICK_S
