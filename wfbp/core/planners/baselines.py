@@ -50,9 +50,8 @@ def mgwfbp(trace: Trace, costs: Costs) -> Plan:
 
     The message that holds tensor k starts at s_k and ends at e_k. It takes in tensor k+1 if
     ``r_{k+1} < e_k and (s_k > r_{k+1} or r_{k+1} - s_k < alpha)``: the message still waits for the
-    channel, or its delay costs less than a start-up. Source: Shi, Chu, Li, "MG-WFBP: Merging
-    Gradients Wisely for Efficient Communication in Distributed Deep Learning", IEEE TPDS 2021,
-    algorithm 1.
+    channel, or its delay costs less than a start-up (for a curve: the cost of 0 bytes). Source:
+    Shi, Chu, Li, "MG-WFBP", IEEE TPDS 2021, algorithm 1.
     """
     cost = costs.all_reduce
     alpha = cost(0)
@@ -89,13 +88,11 @@ def parameter_server_layerwise(trace: Trace, costs: Costs) -> Plan:
 
 
 def ipart(trace: Trace, costs: Costs) -> Plan:
-    """iPart's greedy partitions, with a server on every node.
+    """iPart's greedy partitions, with a server on every node (Wang et al., IEEE TPDS 2021).
 
     Pull: the next partition is the largest (at least one tensor) whose transfer fits under the
     compute of the current one. Push mirrors this from the end of backward. The rule does not fix
     the size of the exposed partition between the phases: each phase tries 1, 2, 4, ... tensors.
-    Source: Wang et al., "Overlapping Communication With Computation in Parameter Server for
-    Scalable DL Training", IEEE TPDS 2021.
     """
     rows = Rows(trace, costs)
     modes = all_by(Operation.REDUCE_SCATTER, rows.num_tensors)

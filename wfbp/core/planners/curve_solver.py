@@ -87,13 +87,12 @@ class CurveSolver:
     def cheapest(self, makespan: float) -> Partition | None:
         """Least busy time for deadline D, by a programme from the end.
 
-        Each run is sent as late as possible, back to back. With w(j) the busy time after gradient
-        j,
+        Each run is sent as late as possible, back to back; w(j) is the busy time after gradient j:
 
             w(i) = min over j > i of  w(j) + c(P_j - P_i)   if <= (1 + kappa) * (D - r_j)
 
-        An answer holds for all deadlines from its own makespan to D, so it is kept for later
-        searches.
+        Less busy time after j is cheaper and leaves more time before it, so one number per j is
+        enough. An answer holds for all deadlines from its makespan to D, so it is kept.
         """
         if makespan < self._floor or makespan <= self._impossible:
             return None

@@ -67,10 +67,9 @@ class ThresholdSearch:
 def dear(trace: Trace, costs: Costs, *, threshold_bytes: int = DEFAULT_BYTES) -> Plan:
     """One byte threshold for both phases: what is scattered together is gathered together.
 
-    Published DeAR issues an all-gather after the previous one, when forward reaches its layers.
-    Here all are queued when forward starts, which is never later. Source: Zhang et al., "DeAR:
-    Accelerating Distributed Deep Learning with Fine-Grained All-Reduce Pipelining", ICDCS 2023,
-    section IV.
+    Published DeAR (Zhang et al., ICDCS 2023, section IV) issues an all-gather after the previous
+    one, when forward reaches its layers. Here all are queued when forward starts, which is never
+    later.
     """
     ends = ends_by_size(trace.backward_bytes, threshold_bytes)
     modes = all_by(Operation.REDUCE_SCATTER, len(trace.tensors))

@@ -74,8 +74,7 @@ def optimum(solver: Solver, lag: float, fixed_s: float, precision: float = PRECI
 def fewest(solver: Solver, lag: float, latest_s: float, best: Partition) -> Partition:
     """The partition of fewest runs that finishes by ``latest_s``; ``best`` if no other has fewer.
 
-    Its makespan is at most latest - lag * b(makespan); the fixed point of this is the solver's
-    deadline.
+    The deadline for its makespan v is the fixed point of v = latest - lag * b(v) (:func:`optimum`).
     """
     makespan = latest_s
     at_most = len(best.ends)

@@ -145,8 +145,7 @@ def plan_of_phases(
 ) -> Plan:
     """The plan of runs in backward (as :func:`plan_of_runs`, by ``modes``) and of runs in forward.
 
-    ``forward_ends`` count reduce-scattered tensors alone, in backward order; forward sends the last
-    run first.
+    ``forward_ends`` count reduce-scattered tensors in backward order; the last run is sent first.
     """
     specs = trace.specs
     groups: list[Group] = []

@@ -35,8 +35,7 @@ log = logging.getLogger("wfbp")
 class NetworkCosts:
     """The cost curves that the ranks measured together, in about ``budget_s`` seconds.
 
-    ``check`` gets a label and the seconds waited, again and again; it raises if waiting is
-    hopeless.
+    ``check(label, seconds waited)`` is called repeatedly and raises if waiting is hopeless.
     """
 
     def __init__(
