@@ -133,7 +133,7 @@ _OPS = ("Average", "Sum", "Min", "Max", "Product", "Adasum")
 __all__ = [*_HOME, *_OPS]
 
 
-if not TYPE_CHECKING:  # which would take every name for one that exists
+if not TYPE_CHECKING:  # type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
         if name in _HOME:

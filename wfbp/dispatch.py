@@ -110,7 +110,7 @@ def join(device: int = -1) -> int:
     """Announce that this rank has no more data, and wait until all ranks have called this.
 
     Until then this rank contributes zeros to every :func:`allreduce` of the others, and to steps of
-    their PyTorch optimizers (see ``wfbp.torch.join``). All other operations are an error.
+    their PyTorch optimizers (see ``wfbp.torch.join``). All other operations raise.
 
     Args:
         device: ignored; for programs written for Horovod.

@@ -13,7 +13,7 @@ class WfbpError(RuntimeError):
 
 
 class NotInitializedError(WfbpError):
-    """A call that needs the runtime came before ``wfbp.init()`` or after ``wfbp.shutdown()``."""
+    """A call needs the runtime, before ``wfbp.init()`` or after ``wfbp.shutdown()``."""
 
     def __init__(self, call: str = "this call") -> None:
         super().__init__(f"{call} needs the runtime: call wfbp.init() first")

@@ -197,10 +197,7 @@ def maker(name: str) -> Callable[[str, nn.Module, torch.optim.SGD], Contestant]:
 def run(
     make: Make, names: Sequence[str], rounds: int, device: str, say: Callable[[str], None]
 ) -> list[Contestant]:
-    """Time contestants in blocks; collective. Keeps only the fastest size of ``ddp-best``.
-
-    Raises ``RuntimeError`` if one of them trains a different model, or does not find a plan.
-    """
+    """Time contestants in blocks; collective. ``RuntimeError`` if models differ, or no plan."""
     world = MPI.COMM_WORLD
     wfbp.torch.init()
     if device == "cuda":

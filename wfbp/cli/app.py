@@ -100,8 +100,6 @@ def _leave(message: str, code: int, context: click.Context | None = None) -> Non
     """Exit after one line on stderr, even for a message of several lines."""
     where = context.command_path if context else "wfbp"
     if where.startswith(_ON_RANKS) and number(RANK, os.environ):
-        sys.exit(
-            code
-        )  # every rank has the same command line, and rank 0 says what is wrong with it
+        sys.exit(code)  # all ranks have the same command line, and rank 0 reports the error
     click.echo(f"{where}: error: {' '.join(message.split())}", err=True)
     sys.exit(code)

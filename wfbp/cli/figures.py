@@ -231,6 +231,8 @@ def gantt(run: Run, predicted: Forecast | None) -> Figure | None:
     trace = run.ranks[0].trace
     if predicted is not None and trace is not None:
         bars += _predicted_bars(predicted, trace)
+    # Each rank's clock starts at the end of the previous iteration's last message, which ends at
+    # nearly the same moment on all ranks.
     for rank in run.ranks:
         bars += _rank_bars(rank, rank.iterations[index])
     rows = list(dict.fromkeys(bar.row for bar in bars))

@@ -125,8 +125,7 @@ def _run(ray: Any, places: Sequence[Any], task: bytes) -> list[Any]:
         by_node.setdefault(node, []).append(place)
         host_names[node] = name
     ranks = [place for there in by_node.values() for place in there]  # nodes are filled in order
-    # One path for all nodes, whose TMPDIR may differ from this process's, and short, because a
-    # socket is in it.
+    # The same path on all nodes, whose TMPDIR may differ; short, because it has a socket.
     folder = f"/tmp/wfbp-ray-{uuid.uuid4().hex}"
     directory = os.getcwd()
     ray.get([p.prepare.remote(folder, rank, directory, task) for rank, p in enumerate(ranks)])
@@ -135,7 +134,7 @@ def _run(ray: Any, places: Sequence[Any], task: bytes) -> list[Any]:
     status, output = ray.get(ranks[0].launch.remote(hosts, firsts, host_names))
     outcomes = [cloudpickle.loads(o) for o in ray.get([p.outcome.remote() for p in ranks])]
     failures = [(rank, *o[1:]) for rank, o in enumerate(outcomes) if o and o[0] == "raised"]
-    if failures:  # a rank that fails takes others with it: the first cause, if one is there
+    if failures:  # the first cause first, not the PeerErrors that followed from it
         failures.sort(key=lambda failure: isinstance(failure[1], PeerError))
         rank, error, text = failures[0]
         raise WfbpError(f"rank {rank} failed:\n{text}") from error
@@ -213,7 +212,7 @@ class _Place:
             threading.Thread(target=_serve, args=(listener, firsts), daemon=True).start()
             with subprocess.Popen(
                 command.words,
-                cwd=self._folder,  # MPI goes there on every node
+                cwd=self._folder,  # MPI changes to it on every node
                 env=os.environ | dict(command.variables),
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -306,7 +305,7 @@ def _rank(folder: str) -> None:
         try:
             left = cloudpickle.dumps(("raised", error, text))
             cloudpickle.loads(left)
-        except Exception:  # an error that does not travel; its text does
+        except Exception:  # the error cannot be pickled; its text can
             left = cloudpickle.dumps(("raised", None, text))
         outcome.write_bytes(left)
         raise

@@ -61,12 +61,12 @@ class Collective:
             op=self.op,
             root_rank=self.root_rank,
             splits=self.rows if self.kind is Kind.REDUCESCATTER else None,
-            ordered=True,  # not matched by name: XLA's threads run it, and a rank in another errs
+            ordered=True,  # not matched by name, so that ranks in different operations raise
         )
         finish = operation.finish
 
         def checked(outcome: Outcome) -> Array:
-            # Found on every rank, since all are told the same.
+            # Every rank gets the same outcome and raises the same error.
             if self.kind is Kind.ALLGATHER and self.rows and outcome.rows != self.rows:
                 raise DisagreementError(
                     f"{process.current('allgather()').where}: allgather "

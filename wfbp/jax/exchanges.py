@@ -175,7 +175,7 @@ class GradientExchange:
             self.reducer.mark_ready(index, address, None, time_s)
 
     def source(self, index: int) -> GradientRef | None:
-        """The address of a gradient, if the reducer expected another announcement of it."""
+        """The address of a gradient whose expected next announcement did not come."""
         address = self._addresses[index]
         return (address, None) if address else None
 

@@ -387,7 +387,7 @@ def value_and_grad(
     @functools.wraps(fun, updated=())
     def averaged(*args: Any, **kwargs: Any) -> Any:
         taps = _DifferentiatedCall(fun, numbers, exchange_options)
-        # JAX would not name a leaf that cannot be differentiated by; it reports too few arguments.
+        # JAX's error would not name the bad leaf. It reports too few arguments itself.
         if all(-len(args) <= number < len(args) for number in numbers):
             taps.lay_out(args)
         value, grads = jax.value_and_grad(taps.apply, **options)(*args, **kwargs)

@@ -1,7 +1,7 @@
 """Trees of arrays that ranks share: parameters, metrics, objects.
 
-JAX returns from a compiled function before it has run. A step under way may still have to exchange
-gradients, so collectives wait for the programs that this thread has called.
+JAX returns from a compiled function before it has run, and a running step may still exchange
+gradients. So collectives wait for the programs that this thread has called.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def is_value(leaf: Any) -> bool:
 
 def has_arrays(tree: Any) -> bool:
     """Whether a leaf of the tree is a JAX array."""
-    if isinstance(tree, Iterator):  # JAX takes it for a leaf, and warns
+    if isinstance(tree, Iterator):  # JAX treats it as a leaf, and warns
         return False
     return any(isinstance(leaf, jax.Array) for leaf in jax.tree_util.tree_leaves(tree))
 

@@ -1,8 +1,8 @@
 """The command line that starts a job, for each make of MPI; pure.
 
 A job is the same under every library. Ranks fill the hosts in order and may outnumber cores; the
-environment is forwarded. MPI binds no rank to a core: :mod:`wfbp.launcher.rank` does, and leaves
-room for the communication thread.
+environment is forwarded. MPI binds no rank to a core: :mod:`wfbp.launcher.rank` does,
+because it considers the communication thread.
 """
 
 from __future__ import annotations
