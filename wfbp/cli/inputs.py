@@ -84,7 +84,7 @@ class Model:
 
 
 def load(trace: str, cost: str | None, factor: float = 1.0, optimizer: str | None = None) -> Model:
-    """Load a trace, and costs that may be scaled up by ``factor``, from files, examples or a run."""
+    """Load a trace and costs, which may be scaled by ``factor``, from files, examples or a run."""
     run: Run | None = None
     measured_on: int | None = None
     if Path(trace).is_dir():
