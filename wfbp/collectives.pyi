@@ -54,7 +54,7 @@ def allreduce(
         A new one, of the argument's kind.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -95,7 +95,7 @@ def allreduce_(
         The argument.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -134,10 +134,10 @@ def allreduce_async(
         process_set: the ranks that take part.
 
     Returns:
-        A handle for :func:`synchronize`, which returns what the function that waits returns.
+        A handle for :func:`synchronize`, which returns the result of the waiting function.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -180,7 +180,7 @@ def allreduce_async_(
         then.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -215,7 +215,7 @@ def grouped_allreduce(
         A list: a new one, of the argument's kind.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -256,7 +256,7 @@ def grouped_allreduce_(
         A list: the argument.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -288,11 +288,11 @@ def grouped_allreduce_async(
         process_set: the ranks that take part.
 
     Returns:
-        A handle for :func:`synchronize`, which returns a list: what the function that waits
-        returns.
+        A handle for :func:`synchronize`, which returns a list: the result of the waiting
+        function.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -328,7 +328,7 @@ def grouped_allreduce_async_(
         until then.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -356,7 +356,7 @@ def broadcast(
             what NumPy makes one of. Arrays that are not combined may be of any type but Python
             objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
             wait, return a new array and have no factors, splits or process sets.
-        root_rank: whose values everybody gets; its number among all ranks.
+        root_rank: number of the rank that has the values, among all ranks.
         name: matches the operations of ranks, which may submit them in different orders;
             those without a name match by their order.
         process_set: the ranks that take part.
@@ -365,7 +365,7 @@ def broadcast(
         A new one, of the argument's kind.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -391,7 +391,7 @@ def broadcast_(
             what NumPy makes one of. Arrays that are not combined may be of any type but Python
             objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
             wait, return a new array and have no factors, splits or process sets.
-        root_rank: whose values everybody gets; its number among all ranks.
+        root_rank: number of the rank that has the values, among all ranks.
         name: matches the operations of ranks, which may submit them in different orders;
             those without a name match by their order.
         process_set: the ranks that take part.
@@ -400,7 +400,7 @@ def broadcast_(
         The argument.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -420,16 +420,16 @@ def broadcast_async(
             what NumPy makes one of. Arrays that are not combined may be of any type but Python
             objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
             wait, return a new array and have no factors, splits or process sets.
-        root_rank: whose values everybody gets; its number among all ranks.
+        root_rank: number of the rank that has the values, among all ranks.
         name: matches the operations of ranks, which may submit them in different orders;
             those without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
-        A handle for :func:`synchronize`, which returns what the function that waits returns.
+        A handle for :func:`synchronize`, which returns the result of the waiting function.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -449,7 +449,7 @@ def broadcast_async_(
             what NumPy makes one of. Arrays that are not combined may be of any type but Python
             objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
             wait, return a new array and have no factors, splits or process sets.
-        root_rank: whose values everybody gets; its number among all ranks.
+        root_rank: number of the rank that has the values, among all ranks.
         name: matches the operations of ranks, which may submit them in different orders;
             those without a name match by their order.
         process_set: the ranks that take part.
@@ -459,7 +459,7 @@ def broadcast_async_(
         then.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -494,7 +494,7 @@ def allgather(
         A new one, of the argument's kind.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -525,10 +525,10 @@ def allgather_async(
         process_set: the ranks that take part.
 
     Returns:
-        A handle for :func:`synchronize`, which returns what the function that waits returns.
+        A handle for :func:`synchronize`, which returns the result of the waiting function.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -556,7 +556,7 @@ def grouped_allgather(
         A list: a new one, of the argument's kind.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -581,11 +581,11 @@ def grouped_allgather_async(
         process_set: the ranks that take part.
 
     Returns:
-        A handle for :func:`synchronize`, which returns a list: what the function that waits
-        returns.
+        A handle for :func:`synchronize`, which returns a list: the result of the waiting
+        function.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -605,7 +605,7 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> tuple[T, T]:
-    """Send every rank rows of its own, and receive what the others send.
+    """Send different rows to every rank, and receive rows from all.
 
     Args:
         tensor: at least one dimension; sizes may differ in the first one only. A PyTorch
@@ -614,18 +614,18 @@ def alltoall(
             be of any type but Python objects. JAX's arrays are taken by the functions of
             ``wfbp.jax`` alone: those that wait, return a new array and have no factors, splits
             or process sets.
-        splits: how many rows each rank gets, whole numbers that add up to all rows; equal
-            parts by default.
+        splits: number of rows for each rank, which add up to all rows; equal parts by
+            default.
         name: matches the operations of ranks, which may submit them in different orders;
             those without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
-        What arrived, in rank order; with ``splits`` also how many rows came from each rank
+        The received rows, in rank order; with ``splits`` also their number from each rank
         (int32).
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -652,7 +652,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[tuple[T, T]]:
-    """Begin to send every rank rows of its own, and receive what the others send.
+    """Begin to send different rows to every rank, and receive rows from all.
 
     Args:
         tensor: at least one dimension; sizes may differ in the first one only. A PyTorch
@@ -661,17 +661,17 @@ def alltoall_async(
             be of any type but Python objects. JAX's arrays are taken by the functions of
             ``wfbp.jax`` alone: those that wait, return a new array and have no factors, splits
             or process sets.
-        splits: how many rows each rank gets, whole numbers that add up to all rows; equal
-            parts by default.
+        splits: number of rows for each rank, which add up to all rows; equal parts by
+            default.
         name: matches the operations of ranks, which may submit them in different orders;
             those without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
-        A handle for :func:`synchronize`, which returns what the function that waits returns.
+        A handle for :func:`synchronize`, which returns the result of the waiting function.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -685,7 +685,7 @@ def reducescatter(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> T:
-    """Combine a tensor or array over ranks, and share the rows out equally.
+    """Combine a tensor or array over ranks, and divide the rows equally.
 
     Args:
         tensor: at least one dimension; same shape and element type on every rank. A PyTorch
@@ -703,11 +703,11 @@ def reducescatter(
         process_set: the ranks that take part.
 
     Returns:
-        A new one, of the argument's kind: this rank's rows. If they do not divide, the first
-        ranks get one more.
+        This rank's rows, new and of the argument's kind. If they do not divide equally, the
+        first ranks get one more.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -727,7 +727,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[T]:
-    """Begin to combine a tensor or array over ranks, and share the rows out equally.
+    """Begin to combine a tensor or array over ranks, and divide the rows equally.
 
     Args:
         tensor: at least one dimension; same shape and element type on every rank. A PyTorch
@@ -745,10 +745,10 @@ def reducescatter_async(
         process_set: the ranks that take part.
 
     Returns:
-        A handle for :func:`synchronize`, which returns what the function that waits returns.
+        A handle for :func:`synchronize`, which returns the result of the waiting function.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -762,7 +762,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[T]:
-    """Combine several tensors or arrays over ranks, and share the rows out equally.
+    """Combine several tensors or arrays over ranks, and divide the rows equally.
 
     Args:
         tensors: at least one dimension; same shape and element type on every rank. A
@@ -780,11 +780,11 @@ def grouped_reducescatter(
         process_set: the ranks that take part.
 
     Returns:
-        A list: a new one, of the argument's kind: this rank's rows. If they do not divide, the
-        first ranks get one more.
+        A list: this rank's rows, new and of the argument's kind. If they do not divide equally,
+        the first ranks get one more.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -798,7 +798,7 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[T]]:
-    """Begin to combine several tensors or arrays over ranks, and share the rows out equally.
+    """Begin to combine several tensors or arrays over ranks, and divide the rows equally.
 
     Args:
         tensors: at least one dimension; same shape and element type on every rank. A
@@ -816,11 +816,11 @@ def grouped_reducescatter_async(
         process_set: the ranks that take part.
 
     Returns:
-        A handle for :func:`synchronize`, which returns a list: what the function that waits
-        returns.
+        A handle for :func:`synchronize`, which returns a list: the result of the waiting
+        function.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.

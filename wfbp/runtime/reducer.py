@@ -429,7 +429,7 @@ class Reducer:
         if self._due == self._expected and not any(self._sources):
             return
         while self._num_posted:
-            # The lane takes from the other end: once it has read one, all must be sent.
+            # The lane takes from the other end: once it has read one, none can be withdrawn.
             try:
                 self._events.pop()
             except IndexError:

@@ -33,10 +33,10 @@ def allreduce(
     Args:
         tensor: same shape and element type on every rank: float16, bfloat16, float32,
             float64, int8, int16, int32, int64, uint8 or bool.
-        average: Horovod's older way to say ``op``: True for ``Average``, False for ``Sum``.
+        average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders;
             those without a name match by their order.
-        compression: in which type floating point travels.
+        compression: element type of floating point in messages.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
             ``Adasum``. The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
@@ -47,7 +47,7 @@ def allreduce(
         A new one, of the argument's kind.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -73,7 +73,7 @@ def allreduce_(
     Args:
         tensor: same shape and element type on every rank: float16, bfloat16, float32,
             float64, int8, int16, int32, int64, uint8 or bool.
-        average: Horovod's older way to say ``op``: True for ``Average``, False for ``Sum``.
+        average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders;
             those without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
@@ -86,7 +86,7 @@ def allreduce_(
         The argument.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -106,7 +106,7 @@ def allreduce_async(
     Args:
         tensor: same shape and element type on every rank: float16, bfloat16, float32,
             float64, int8, int16, int32, int64, uint8 or bool.
-        average: Horovod's older way to say ``op``: True for ``Average``, False for ``Sum``.
+        average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders;
             those without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
@@ -116,10 +116,10 @@ def allreduce_async(
         process_set: the ranks that take part.
 
     Returns:
-        A handle for :func:`synchronize`, which returns what the function that waits returns.
+        A handle for :func:`synchronize`, which returns the result of the waiting function.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -139,7 +139,7 @@ def allreduce_async_(
     Args:
         tensor: same shape and element type on every rank: float16, bfloat16, float32,
             float64, int8, int16, int32, int64, uint8 or bool.
-        average: Horovod's older way to say ``op``: True for ``Average``, False for ``Sum``.
+        average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders;
             those without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
@@ -153,7 +153,7 @@ def allreduce_async_(
         then.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -176,10 +176,10 @@ def grouped_allreduce(
     Args:
         tensors: same shape and element type on every rank: float16, bfloat16, float32,
             float64, int8, int16, int32, int64, uint8 or bool.
-        average: Horovod's older way to say ``op``: True for ``Average``, False for ``Sum``.
+        average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders;
             those without a name match by their order.
-        compression: in which type floating point travels.
+        compression: element type of floating point in messages.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
             ``Adasum``. The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
@@ -190,7 +190,7 @@ def grouped_allreduce(
         A list: a new one, of the argument's kind.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -210,7 +210,7 @@ def grouped_allreduce_(
     Args:
         tensors: same shape and element type on every rank: float16, bfloat16, float32,
             float64, int8, int16, int32, int64, uint8 or bool.
-        average: Horovod's older way to say ``op``: True for ``Average``, False for ``Sum``.
+        average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders;
             those without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
@@ -223,7 +223,7 @@ def grouped_allreduce_(
         A list: the argument.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -243,7 +243,7 @@ def grouped_allreduce_async(
     Args:
         tensors: same shape and element type on every rank: float16, bfloat16, float32,
             float64, int8, int16, int32, int64, uint8 or bool.
-        average: Horovod's older way to say ``op``: True for ``Average``, False for ``Sum``.
+        average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders;
             those without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
@@ -253,11 +253,11 @@ def grouped_allreduce_async(
         process_set: the ranks that take part.
 
     Returns:
-        A handle for :func:`synchronize`, which returns a list: what the function that waits
-        returns.
+        A handle for :func:`synchronize`, which returns a list: the result of the waiting
+        function.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -277,7 +277,7 @@ def grouped_allreduce_async_(
     Args:
         tensors: same shape and element type on every rank: float16, bfloat16, float32,
             float64, int8, int16, int32, int64, uint8 or bool.
-        average: Horovod's older way to say ``op``: True for ``Average``, False for ``Sum``.
+        average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders;
             those without a name match by their order.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
@@ -291,7 +291,7 @@ def grouped_allreduce_async_(
         until then.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -309,7 +309,7 @@ def broadcast(
 
     Args:
         tensor: same shape and element type on every rank.
-        root_rank: whose values everybody gets; its number among all ranks.
+        root_rank: number of the rank that has the values, among all ranks.
         name: matches the operations of ranks, which may submit them in different orders;
             those without a name match by their order.
         process_set: the ranks that take part.
@@ -318,7 +318,7 @@ def broadcast(
         A new one, of the argument's kind.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -334,7 +334,7 @@ def broadcast_(
 
     Args:
         tensor: same shape and element type on every rank.
-        root_rank: whose values everybody gets; its number among all ranks.
+        root_rank: number of the rank that has the values, among all ranks.
         name: matches the operations of ranks, which may submit them in different orders;
             those without a name match by their order.
         process_set: the ranks that take part.
@@ -343,7 +343,7 @@ def broadcast_(
         The argument.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -359,16 +359,16 @@ def broadcast_async(
 
     Args:
         tensor: same shape and element type on every rank.
-        root_rank: whose values everybody gets; its number among all ranks.
+        root_rank: number of the rank that has the values, among all ranks.
         name: matches the operations of ranks, which may submit them in different orders;
             those without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
-        A handle for :func:`synchronize`, which returns what the function that waits returns.
+        A handle for :func:`synchronize`, which returns the result of the waiting function.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -384,7 +384,7 @@ def broadcast_async_(
 
     Args:
         tensor: same shape and element type on every rank.
-        root_rank: whose values everybody gets; its number among all ranks.
+        root_rank: number of the rank that has the values, among all ranks.
         name: matches the operations of ranks, which may submit them in different orders;
             those without a name match by their order.
         process_set: the ranks that take part.
@@ -394,7 +394,7 @@ def broadcast_async_(
         then.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -419,7 +419,7 @@ def allgather(
         A new one, of the argument's kind.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -439,10 +439,10 @@ def allgather_async(
         process_set: the ranks that take part.
 
     Returns:
-        A handle for :func:`synchronize`, which returns what the function that waits returns.
+        A handle for :func:`synchronize`, which returns the result of the waiting function.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -467,7 +467,7 @@ def grouped_allgather(
         A list: a new one, of the argument's kind.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -487,11 +487,11 @@ def grouped_allgather_async(
         process_set: the ranks that take part.
 
     Returns:
-        A handle for :func:`synchronize`, which returns a list: what the function that waits
-        returns.
+        A handle for :func:`synchronize`, which returns a list: the result of the waiting
+        function.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -511,24 +511,24 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Send every rank rows of its own, and receive what the others send.
+    """Send different rows to every rank, and receive rows from all.
 
     Differentiable.
 
     Args:
         tensor: at least one dimension; sizes may differ in the first one only.
-        splits: how many rows each rank gets, whole numbers that add up to all rows; equal
-            parts by default.
+        splits: number of rows for each rank, which add up to all rows; equal parts by
+            default.
         name: matches the operations of ranks, which may submit them in different orders;
             those without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
-        What arrived, in rank order; with ``splits`` also how many rows came from each rank
+        The received rows, in rank order; with ``splits`` also their number from each rank
         (int32).
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -554,21 +554,21 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[tuple[torch.Tensor, torch.Tensor]]:
-    """Begin to send every rank rows of its own, and receive what the others send.
+    """Begin to send different rows to every rank, and receive rows from all.
 
     Args:
         tensor: at least one dimension; sizes may differ in the first one only.
-        splits: how many rows each rank gets, whole numbers that add up to all rows; equal
-            parts by default.
+        splits: number of rows for each rank, which add up to all rows; equal parts by
+            default.
         name: matches the operations of ranks, which may submit them in different orders;
             those without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
-        A handle for :func:`synchronize`, which returns what the function that waits returns.
+        A handle for :func:`synchronize`, which returns the result of the waiting function.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -583,7 +583,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Combine a tensor over ranks, and share the rows out equally.
+    """Combine a tensor over ranks, and divide the rows equally.
 
     Differentiable.
 
@@ -591,7 +591,7 @@ def reducescatter(
         tensor: at least one dimension; same shape and element type on every rank.
         name: matches the operations of ranks, which may submit them in different orders;
             those without a name match by their order.
-        compression: in which type floating point travels.
+        compression: element type of floating point in messages.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
             ``Adasum``. The average of integers is truncated.
         process_set: the ranks that take part.
@@ -599,11 +599,11 @@ def reducescatter(
         postscale_factor: multiplies after it.
 
     Returns:
-        A new one, of the argument's kind: this rank's rows. If they do not divide, the first
-        ranks get one more.
+        This rank's rows, new and of the argument's kind. If they do not divide equally, the
+        first ranks get one more.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -617,7 +617,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle[torch.Tensor]:
-    """Begin to combine a tensor over ranks, and share the rows out equally.
+    """Begin to combine a tensor over ranks, and divide the rows equally.
 
     Args:
         tensor: at least one dimension; same shape and element type on every rank.
@@ -630,10 +630,10 @@ def reducescatter_async(
         postscale_factor: multiplies after it.
 
     Returns:
-        A handle for :func:`synchronize`, which returns what the function that waits returns.
+        A handle for :func:`synchronize`, which returns the result of the waiting function.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -648,7 +648,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Combine several tensors over ranks, and share the rows out equally.
+    """Combine several tensors over ranks, and divide the rows equally.
 
     Differentiable.
 
@@ -656,7 +656,7 @@ def grouped_reducescatter(
         tensors: at least one dimension; same shape and element type on every rank.
         name: matches the operations of ranks, which may submit them in different orders;
             those without a name match by their order.
-        compression: in which type floating point travels.
+        compression: element type of floating point in messages.
         op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
             ``Adasum``. The average of integers is truncated.
         process_set: the ranks that take part.
@@ -664,11 +664,11 @@ def grouped_reducescatter(
         postscale_factor: multiplies after it.
 
     Returns:
-        A list: a new one, of the argument's kind: this rank's rows. If they do not divide, the
-        first ranks get one more.
+        A list: this rank's rows, new and of the argument's kind. If they do not divide equally,
+        the first ranks get one more.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
@@ -682,7 +682,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle[list[torch.Tensor]]:
-    """Begin to combine several tensors over ranks, and share the rows out equally.
+    """Begin to combine several tensors over ranks, and divide the rows equally.
 
     Args:
         tensors: at least one dimension; same shape and element type on every rank.
@@ -695,11 +695,11 @@ def grouped_reducescatter_async(
         postscale_factor: multiplies after it.
 
     Returns:
-        A handle for :func:`synchronize`, which returns a list: what the function that waits
-        returns.
+        A handle for :func:`synchronize`, which returns a list: the result of the waiting
+        function.
 
     Raises:
-        TypeError: an argument of another kind.
+        TypeError: an argument of the wrong kind.
         ValueError: an element type or shape that cannot be sent, a name that is pending, or
             a rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.

@@ -61,8 +61,8 @@ _WHAT = {
     Kind.ALLREDUCE: "combine {a} over ranks",
     Kind.BROADCAST: "copy the root's {one} to every rank",
     Kind.ALLGATHER: "concatenate the rows of {some} of all ranks, in rank order",
-    Kind.ALLTOALL: "send every rank rows of its own, and receive what the others send",
-    Kind.REDUCESCATTER: "combine {a} over ranks, and share the rows out equally",
+    Kind.ALLTOALL: "send different rows to every rank, and receive rows from all",
+    Kind.REDUCESCATTER: "combine {a} over ranks, and divide the rows equally",
 }
 
 _TENSOR = {
@@ -75,29 +75,28 @@ _TENSOR = {
 }
 
 _MEANING = {
-    "average": "Horovod's older way to say ``op``: True for ``Average``, False for ``Sum``.",
+    "average": "Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.",
     "name": "matches the operations of ranks, which may submit them in different orders; those "
     "without a name match by their order.",
-    "compression": "in which type floating point travels.",
+    "compression": "element type of floating point in messages.",
     "op": "``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``. The "
     "average of integers is truncated.",
     "prescale_factor": "multiplies before the reduction; integers in float64, truncated.",
     "postscale_factor": "multiplies after it.",
-    "root_rank": "whose values everybody gets; its number among all ranks.",
-    "splits": "how many rows each rank gets, whole numbers that add up to all rows; equal parts by "
-    "default.",
+    "root_rank": "number of the rank that has the values, among all ranks.",
+    "splits": "number of rows for each rank, which add up to all rows; equal parts by default.",
     "process_set": "the ranks that take part.",
 }
 
 _RESULT = {
-    Kind.ALLTOALL: "What arrived, in rank order; with ``splits`` also how many rows came from each "
+    Kind.ALLTOALL: "The received rows, in rank order; with ``splits`` also their number from each "
     "rank (int32).",
-    Kind.REDUCESCATTER: "A new one, of the argument's kind: this rank's rows. If they do not "
-    "divide, the first ranks get one more.",
+    Kind.REDUCESCATTER: "This rank's rows, new and of the argument's kind. If they do not divide "
+    "equally, the first ranks get one more.",
 }
 
 _RAISES = (
-    ("TypeError", "an argument of another kind."),
+    ("TypeError", "an argument of the wrong kind."),
     ("ValueError", "an element type or shape that cannot be sent, a name that is pending, or a "
      "rank or root outside the process set."),
     ("DisagreementError", "on every rank, if ranks' operations of one name differ."),
@@ -119,7 +118,7 @@ def _docstring(form: Form, parameters: list[inspect.Parameter], notes: str, exam
     if form.in_place:
         result = "The argument." if form.waits else "the argument; do not touch it until then."
     elif not form.waits:
-        result = "what the function that waits returns."
+        result = "the result of the waiting function."
     if form.grouped:
         result = f"A list: {result[0].lower()}{result[1:]}" if form.waits else f"a list: {result}"
     if not form.waits:
