@@ -132,8 +132,8 @@ RUNTIME = [
     ),
     Mutation(
         "runtime/buffers.py",
-        "agree = tuple(steps) == step_flags(",
-        "agree = tuple(steps) >= step_flags(",
+        "agree = tuple(numbers) == step_flags(",
+        "agree = tuple(numbers) >= step_flags(",
         unit("runtime/test_engine_errors", "runtime/test_mistakes", "runtime/test_buffers"),
     ),
     Mutation(

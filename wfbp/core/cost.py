@@ -78,18 +78,23 @@ class LinearCost:
         return self.alpha_s + self.beta_s_per_byte * nbytes
 
     def many(self, nbytes: Floats) -> Floats:
+        """Seconds of messages of these sizes in bytes."""
         return self.alpha_s + self.beta_s_per_byte * nbytes
 
     def compressed(self, part: float) -> LinearCost:
+        """The cost of messages of which this part of the bytes travels."""
         return LinearCost(self.alpha_s, self.beta_s_per_byte * part)
 
     def scaled(self, factor: float) -> LinearCost:
+        """The cost if all took so many times as long."""
         return LinearCost(self.alpha_s * factor, self.beta_s_per_byte * factor)
 
     def lines_below(self, max_bytes: float) -> tuple[Line, ...]:
+        """The linear pieces up to this size."""
         return ((self.alpha_s, self.beta_s_per_byte),)
 
     def to_json(self) -> dict[str, Any]:
+        """This as JSON's types."""
         return {"alpha_s": self.alpha_s, "beta_s_per_byte": self.beta_s_per_byte}
 
 
@@ -158,6 +163,7 @@ class PiecewiseCost:
         return seconds + (next_seconds - seconds) * ((nbytes - size) / (next_size - size))
 
     def many(self, nbytes: Floats) -> Floats:
+        """Seconds of messages of these sizes in bytes."""
         sizes, seconds = self._columns
         inside = np.interp(nbytes, sizes, seconds)
         beyond = np.maximum(nbytes - sizes[-1], 0.0)
@@ -165,12 +171,15 @@ class PiecewiseCost:
         return result
 
     def compressed(self, part: float) -> PiecewiseCost:
+        """The cost of messages of which this part of the bytes travels."""
         return PiecewiseCost(tuple((size / part, seconds) for size, seconds in self.points))
 
     def scaled(self, factor: float) -> PiecewiseCost:
+        """The cost if all took so many times as long."""
         return PiecewiseCost(tuple((size, seconds * factor) for size, seconds in self.points))
 
     def lines_below(self, max_bytes: float) -> tuple[Line, ...]:
+        """The linear pieces up to this size."""
         # The sides of the lower convex hull that meet 0 bytes at 0 seconds or above, and the line
         # of the best rate per byte, through the origin.
         corners = [(0.0, self(0.0))]
@@ -187,6 +196,7 @@ class PiecewiseCost:
         return tuple(lines)
 
     def to_json(self) -> dict[str, Any]:
+        """This as JSON's types."""
         return {"points": [[size, seconds] for size, seconds in self.points]}
 
 

@@ -111,6 +111,7 @@ class Plan:
         return sum(group.phase is Phase.BACKWARD for group in self.groups)
 
     def dtype(self, group: int) -> str:
+        """Element type of a group's tensors."""
         return self.tensors[self.groups[group].tensors[0]].dtype
 
     def offsets(self, group: int) -> tuple[int, ...]:
@@ -123,6 +124,7 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
+        """Bytes of all tensors."""
         return sum(spec.nbytes for spec in self.tensors)
 
     @cached_property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from operator import itemgetter
+from operator import and_, itemgetter
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,8 @@ _STEP_BITS = 6
 STEP_CYCLE = 1 << _STEP_BITS
 """Messages carry step numbers modulo this."""
 
-NUM_STEP_FLAGS = 2 + 2 * _STEP_BITS
-"""Beside one flag per tensor: a request, a discard, and the step's number."""
+NUM_STEP_FLAGS = 2 + 4 * _STEP_BITS
+"""Beside one flag per tensor: a request, a discard, the step's number, the call that closes it."""
 
 
 class GroupBuffer:
@@ -239,7 +239,7 @@ class GroupBuffer:
 
     def _write_flags(self, step: Step) -> None:
         flags = [1 if step.sources[k] else 0 for k in self._flagged]
-        flags += [step.requested, step.discards, *step_flags(step.number % STEP_CYCLE)]
+        flags += [step.requested, step.discards, *step_flags(step.number % STEP_CYCLE, step.place)]
         if self._flags_beside.size:
             self._flags_beside[:] = flags
             return
@@ -257,7 +257,9 @@ class GroupBuffer:
         # Also if they were divided, and as bits of bfloat16: more than 0 is yes.
         flags: list[bool] = (reduced > 0).tolist()
         requested, discarded, *steps = flags[len(self._flagged) :]
-        agree = tuple(steps) == step_flags(step.number % STEP_CYCLE)
+        numbers, places = steps[: 2 * _STEP_BITS], steps[2 * _STEP_BITS :]
+        agree = tuple(numbers) == step_flags(step.number % STEP_CYCLE, None)[: 2 * _STEP_BITS]
+        agree = agree and not any(map(and_, places[::2], places[1::2]))
         return StepResult(flags[: len(self._flagged)], requested, discarded, agree)
 
 
@@ -329,11 +331,16 @@ def picker(indices: Sequence[int]) -> Callable[[Sequence[int]], tuple[int, ...]]
     return lambda values: tuple(values[k] for k in indices)
 
 
-@lru_cache(STEP_CYCLE)
-def step_flags(step: int) -> tuple[bool, ...]:
-    """Per bit of the step's number, whether it is set, and whether it is not."""
-    bits = [bool(step >> k & 1) for k in range(_STEP_BITS)]
-    return tuple(flag for bit in bits for flag in (bit, not bit))
+@lru_cache(4 * STEP_CYCLE)
+def step_flags(number: int, place: int | None) -> tuple[bool, ...]:
+    """Per bit of both, whether it is set, and whether it is not: so a sum shows that ranks differ.
+
+    Without a place, all of its flags are False, which agrees with any.
+    """
+    numbers = [bool(number >> k & 1) for k in range(_STEP_BITS)]
+    places = [] if place is None else [bool(place >> k & 1) for k in range(_STEP_BITS)]
+    flags = [flag for bit in (*numbers, *places) for flag in (bit, not bit)]
+    return (*flags, *[False] * (4 * _STEP_BITS - len(flags)))
 
 
 def shard_bytes(spec: TensorSpec, size: int) -> int:

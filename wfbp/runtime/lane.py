@@ -196,8 +196,9 @@ class Lane:
         if not result.steps_agree:
             raise DisagreementError(
                 f"rank {self.backend.rank}: {self._name}: ranks are at different steps (here "
-                f"{step.number}); every rank must call step(), synchronize() and zero_grad() "
-                "equally often"
+                f"{step.number}), or ended this one by different methods of the optimizer; every "
+                "rank must call step(), synchronize(), zero_grad() and the optimizer's own methods "
+                "equally often, in the same order"
             )
         result.times, self._times = self._times, []
         self.reply.put(result)

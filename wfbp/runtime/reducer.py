@@ -74,6 +74,8 @@ class Reducer:
     """Whether this rank has no more data, and takes part without gradients; set by its caller."""
     joined_ranks: Sequence[int] = ()
     """Ranks that had joined in the last reduced step."""
+    place = 0
+    """Which call closes steps, below 64: 0 for ``step()`` and ``synchronize()``."""
     evaluates = False
     """Whether this step is an evaluation of a closure; set by its caller."""
     evaluated = False
@@ -286,6 +288,7 @@ class Reducer:
         step.requested = bool(
             wanted or self._unplanned or self._tuner.wants_round or self.sparse or self.joined
         )
+        step.place = None if self.joined else self.place
         self._runtime.check()
         self._events.append(Close(step, dependencies))
         result = self._await_result()
@@ -441,7 +444,7 @@ class Reducer:
             # without event take part, so that no result overwrites them: the next step may add to
             # them.
             step = self._step
-            step.discards = True
+            step.discards, step.place = True, None
             _, dependencies = self._take_up_rest()
             self._events.append(Close(step, dependencies))
             # Its gradients may be read until its messages have arrived. Until then the lane reads

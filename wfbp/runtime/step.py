@@ -26,6 +26,7 @@ class Step:
     requested: bool = False  # whether this rank wants a round at the end of the step
     discards: bool = False
     targets: Sequence[int] = ()  # copies of all-reduced gradients, from the close on; 0: none
+    place: int | None = 0  # which call closes the step, below 64; None if this rank cannot know
 
 
 class GroupReady(NamedTuple):

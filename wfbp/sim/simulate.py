@@ -54,6 +54,7 @@ class Iteration:
 
     @property
     def seconds(self) -> float:
+        """Length of the iteration."""
         return self.end_s - self.start_s
 
 

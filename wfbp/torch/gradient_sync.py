@@ -558,14 +558,18 @@ class OptimizerSync:
         self._held = reduced if shards else None
         self._is_clipped, self._shard_factor = False, None
 
-    def synchronize(self) -> bool:
+    def synchronize(self, place: int = 0) -> bool:
         """Close the step, unless that was done, and have whole gradients and parameters.
 
-        Returns whether any rank had a gradient.
+        ``place``: see :attr:`Reducer.place`. Returns whether any rank had a gradient.
         """
         self._update.flush()
         if self._held is None:
-            whole = self._close(whole=True)
+            self._reducer.place = place
+            try:
+                whole = self._close(whole=True)
+            finally:
+                self._reducer.place = 0
         else:
             self.check_no_new_gradients()
             self._check_clipped()

@@ -7,6 +7,7 @@ import functools
 import logging
 import types
 import warnings
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
@@ -31,6 +32,9 @@ from wfbp.torch.optimizer_interface import DistributedOptimizerBase, take_place,
 from wfbp.torch.updates import is_elementwise
 
 log = logging.getLogger("wfbp")
+
+_NUM_PLACES = 62
+"""Names of methods are told apart modulo this, where ranks compare which call ends a step."""
 
 
 def named_pairs(named_parameters: Iterable[Any]) -> list[tuple[str, torch.Tensor]]:
@@ -255,7 +259,8 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
         if sync is not None:
             sync.before_state_is_used()
             if sync.open:
-                sync.synchronize()
+                # A rank without gradients goes on, and would meet this step in its next call.
+                sync.synchronize(place=1 + zlib.crc32(method.__name__.encode()) % _NUM_PLACES)
                 self._wfbp_sync_state = SyncState.OWN_METHOD
         return method(*args, **kwargs)
 
@@ -339,7 +344,7 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
         if closure is not None:
             try:
                 if sync.open:  # an optimizer may use them before it calls the closure
-                    sync.synchronize()
+                    sync.synchronize(place=_NUM_PLACES + 1)
                 sync.prepare_whole()
                 return self._wfbp_bare["step"](lambda: self._wfbp_evaluate(closure))
             finally:

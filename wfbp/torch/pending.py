@@ -142,6 +142,7 @@ class PendingParameters:
         self._layout: tuple[list[int], list[int]] = [], []
         self._storages: list[StorageWeakRef] = []
         self._stopped = False
+        self._failure: BaseException | None = None
         _all.add(self)
 
     def __bool__(self) -> bool:
@@ -207,6 +208,9 @@ class PendingParameters:
             self._next = end
             try:
                 self._complete(arrived)
+            except BaseException as error:
+                self._failure = error  # this rank lacks an update that the others have
+                raise
             finally:
                 self._put_back(arrived)
             if threading.get_ident() != self._thread and not self._stopped:
@@ -215,6 +219,11 @@ class PendingParameters:
 
     def wait_all(self) -> None:
         """Wait until all may be read."""
+        if self._failure is not None:
+            raise RuntimeError(
+                f"{self._name}: an earlier update failed on this rank, so its parameters differ "
+                "from those of other ranks: end the job, and go on from a checkpoint"
+            ) from self._failure
         while self._left:
             self.wait(next(k for group in reversed(self._groups) for k in group if k in self._left))
 

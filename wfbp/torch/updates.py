@@ -305,8 +305,7 @@ class Update:
         kept = {g.data_ptr() for g in grads if g is not None and g.layout is torch.strided}
         whole = reducer.gather_gradients(reduced, kept)
         groups = [
-            {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
-            for group in self._optimizer.param_groups
+            {k: _copied(v) for k, v in group.items()} for group in self._optimizer.param_groups
         ]
         self._snapshot = dict(vars(self._optimizer)), groups
         self._aliases = {k: p.detach() for k, p in enumerate(params)}
@@ -368,6 +367,13 @@ class Update:
                 own[self._params[index]] = state[alias]
         self._reducer.mark_update(start)
         return result
+
+
+def _copied(value: Any) -> Any:
+    """A setting that changes neither with the group's own nor that with it."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return list(value) if isinstance(value, list) else value
 
 
 def _outside_modes(act: Callable[[], Any], device: torch.device) -> Any:

@@ -148,6 +148,24 @@ def test_ranks_at_different_steps_are_found(dtype: str, op: Op, size: int, apart
             )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("places", "agree"),
+    [((5, 5, 5), True), ((5, 6, 5), False), ((0, 0, 63), False), ((None, 7, 7), True)],
+)
+def test_calls_that_end_a_step_are_compared(
+    dtype: str, places: tuple[int | None, ...], agree: bool
+) -> None:
+    buffers = buffers_of(plan_of([3], dtype), len(places), Op.AVERAGE)
+    steps = [step_of([None], number=3) for _ in places]
+    for buffer, step, place in zip(buffers, steps, places, strict=True):
+        step.place = place
+        buffer.pack(step)
+    travel(buffers)
+    found = [b.read_flags(step).steps_agree for b, step in zip(buffers, steps, strict=True)]
+    assert found == [agree] * len(places)
+
+
 @pytest.mark.parametrize("size", [2, 16, 512, 1024, 50_000])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", [Op.AVERAGE, Op.SUM])

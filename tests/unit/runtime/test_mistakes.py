@@ -174,5 +174,3 @@ def test_schedules_that_are_spelled_wrong() -> None:
 def test_who_needs_whole_gradients() -> None:
     with pytest.raises(ValueError, match="GradientReducer needs whole gradients"):
         wfbp.GradientReducer([("w", np.zeros(2))], schedule="hybrid")
-    with pytest.raises(ValueError, match="LBFGS needs whole gradients"):
-        wrap(torch.optim.LBFGS, schedule="hybrid")
