@@ -98,8 +98,9 @@ def train(folder: Path, steps: int, schedules: list[str]) -> None:
 
 def emulate(mbit: int) -> None:
     """Let this process be the only rank of a job on a link whose messages take their time."""
+    from emulated_link import EmulatedLink
+
     from wfbp import init
-    from wfbp.comm.emulated import EmulatedLink
     from wfbp.core.cost import LinearCost
 
     # Between two ranks all bytes cross the link, in each direction.

@@ -24,11 +24,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from emulated_link import Curve, EmulatedLink
 from rich.progress import track
 
 from tests.benchmarks.machine import print_table
 from wfbp.comm.backend import Buffer, zeroed
-from wfbp.comm.emulated import Curve, EmulatedLink
 from wfbp.comm.waiting import sharp_naps
 from wfbp.config import Config
 from wfbp.core import planners

@@ -277,12 +277,6 @@ COMM = [
         "        while self._turns and sum(left):",
         unit("comm/test_launch_order"),
     ),
-    Mutation(
-        "comm/emulated.py",
-        "self.free_s = max(self.free_s, time.perf_counter()) +",
-        "self.free_s = time.perf_counter() +",
-        unit("comm/test_emulated"),
-    ),
 ]
 
 TORCH = [

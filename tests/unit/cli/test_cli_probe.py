@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from emulated_link import EmulatedLink
 
 from tests.support.cli_runs import TRACES, answer, assert_refused, wfbp
 from tests.support.launcher import Run
 from tests.support.local import LocalWorld
 from wfbp.cli.probe import Curve, measure
-from wfbp.comm.emulated import EmulatedLink
 from wfbp.comm.probe import measure_cost, probe_sizes
 from wfbp.comm.waiting import Waiter
 from wfbp.core.cost import Costs, LinearCost, PiecewiseCost, monotone_points
@@ -38,8 +38,9 @@ class Clock:
 def test_an_emulated_link_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine of which nobody else takes time."""
     clock = Clock()
-    for module in ("backend", "emulated", "probe", "waiting"):
-        monkeypatch.setattr(f"wfbp.comm.{module}.time", clock)
+    modules = ["wfbp.comm.backend", "wfbp.comm.probe", "wfbp.comm.waiting"]
+    for module in (*modules, "emulated_link"):
+        monkeypatch.setattr(f"{module}.time", clock)
     cost = LinearCost(5e-4, 1e-9)
     link = EmulatedLink(cost)
     waiter = Waiter(clock=clock.perf_counter, sleep=clock.sleep, activity=lambda: link.activity)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 
 import pytest
+from emulated_link import EmulatedLink
 
 from tests.support.local import LocalWorld
 from tests.unit.runtime.test_network import Known
 from wfbp.comm import probe
-from wfbp.comm.emulated import EmulatedLink
 from wfbp.comm.probe import measure_cost, probe_sizes
 from wfbp.core.cost import LinearCost
 
