@@ -63,7 +63,7 @@ FLAT: Mapping[str, Callable[[int], _Work]] = MappingProxyType(
 """Algorithms whose links are all alike, by name."""
 
 ALGORITHMS = (*FLAT, "hierarchical")
-"""Every algorithm: the flat ones, and rings within and between hosts."""
+"""All algorithms, the flat ones and rings within and between hosts."""
 
 
 def scale(
