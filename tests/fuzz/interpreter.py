@@ -765,8 +765,10 @@ def _read(how: str, grads: list[torch.Tensor]) -> None:
             total[...] = grad
         elif how == "out":
             torch.add(total, grad, out=total)
-        elif how == "numpy" and grad.dtype is not torch.bfloat16:
+        elif how == "numpy" and grad.dtype is not torch.bfloat16 and not grad.is_sparse:
             total.add_(torch.from_numpy(grad.numpy()))
+        elif how != "foreach" and grad.is_sparse:  # neither rows nor NumPy's
+            total.add_(grad)
         elif how != "foreach":  # "rows", and what NumPy does not have
             for a, b in zip(total.reshape(1, *total.shape), grad[None], strict=True):
                 a.add_(b)

@@ -61,7 +61,7 @@ def print_table(
             table.add_row(*(Text(row[place]) for place in block), style=style)
         out.print(table)
     for note in notes:
-        out.print(Text(note))
+        out.print(Text(note), soft_wrap=True)  # commands and paths can be copied
 
 
 def console() -> Console:

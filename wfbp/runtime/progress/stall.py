@@ -128,7 +128,7 @@ class StallWatch:
         since, what, _ = min(waits, key=lambda wait: wait[:2])
         waited_s = self._waited_s(since)
         if what != self._reported:
-            self._reported, self._warn_at_s = what, self._config.stall_warning_s
+            self._reported, self._warn_at_s = what, 0.0
             self._suspicion = []
         if waited_s > self._config.timeout_s:
             answers = f" {self.answers}" if self.answers else ""
@@ -137,7 +137,7 @@ class StallWatch:
                 f"{answers} Look for a call that only some ranks make, and at what the ranks "
                 "reported above; WFBP_TIMEOUT_S sets the limit."
             )
-        if waited_s > self._warn_at_s:
+        if waited_s > max(self._warn_at_s, self._config.stall_warning_s):
             # Repeatedly, ever more rarely: another rank may have begun its wait only now.
             self._warn_at_s = 2 * waited_s
             log.warning("%s has waited %.0f s: %s", self._where, waited_s, what)
