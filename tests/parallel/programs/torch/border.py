@@ -271,11 +271,18 @@ def plans_change_while_updates_are_deferred() -> None:
         def enter(stamps: Any) -> None:
             after_step(stamps)
             tuner.after_step = after_step
-            tuner._enter("installed", plan)
+            tuner._enter(TuningPhase.INSTALLED, plan, 20)
 
         tuner.after_step = enter
 
-    beside(Branches(), lambda m: Normed(m.parameters()), backward, after=change, steps=26)
+    beside(
+        Branches(),
+        lambda m: momentum(m.parameters()),
+        backward,
+        after=change,
+        steps=26,
+        update="replicated",
+    )
 
 
 @check
