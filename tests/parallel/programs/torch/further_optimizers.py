@@ -42,8 +42,7 @@ ELEMENTWISE: dict[str, Callable[..., optim.Optimizer]] = {
     "adam fused": partial(optim.Adam, fused=True),
     "adamw fused": partial(optim.AdamW, fused=True, amsgrad=True),
     "rmsprop": optim.RMSprop,
-    # Its default epsilon turns rounding errors of gradients near 0 into steps.
-    "rmsprop centered": partial(optim.RMSprop, momentum=0.9, centered=True, foreach=True, eps=1e-4),
+    "rmsprop centered": partial(optim.RMSprop, momentum=0.9, centered=True, foreach=True),
     "adagrad": partial(optim.Adagrad, lr_decay=0.01, initial_accumulator_value=0.1),
     "adadelta": partial(optim.Adadelta, eps=1e-2),
     "adamax": optim.Adamax,
