@@ -749,7 +749,9 @@ def _read(how: str, grads: list[torch.Tensor]) -> None:
     if how == "norm":
         sum(float(g.norm()) for g in grads)
         return
-    found = [torch.zeros_like(g.data) for g in grads]
+    if how not in ("plus", "add_"):  # what else there is has no sparse form
+        grads = [g for g in grads if not g.is_sparse]
+    found = [torch.zeros(g.shape, dtype=g.dtype) for g in grads]
     if how == "foreach" and grads:
         torch._foreach_add_(found, grads)
     for total, grad in zip(found, grads, strict=True):
@@ -765,15 +767,14 @@ def _read(how: str, grads: list[torch.Tensor]) -> None:
             total[...] = grad
         elif how == "out":
             torch.add(total, grad, out=total)
-        elif how == "numpy" and grad.dtype is not torch.bfloat16 and not grad.is_sparse:
+        elif how == "numpy" and grad.dtype is not torch.bfloat16:
             total.add_(torch.from_numpy(grad.numpy()))
-        elif how != "foreach" and grad.is_sparse:  # neither rows nor NumPy's
-            total.add_(grad)
         elif how != "foreach":  # "rows", and what NumPy does not have
             for a, b in zip(total.reshape(1, *total.shape), grad[None], strict=True):
                 a.add_(b)
         # An infinity that the program makes leaves NaN.
-        assert torch.allclose(total, grad.data, rtol=0, atol=0, equal_nan=True), how
+        held = grad.data.to_dense() if grad.is_sparse else grad.data
+        assert torch.allclose(total, held, rtol=0, atol=0, equal_nan=True), how
 
 
 def _touch(how: str, params: list[torch.Tensor]) -> None:
