@@ -94,8 +94,9 @@ def test_further_optimizers_equal_one_process(optimizer: str, ranks: int) -> Non
     for rank, rows in enumerate(records(ranks)):
         (row,) = [r for r in rows if r["optimizer"] == optimizer]
         assert row["after_twenty"] <= TOLERANCE["float64"], (rank, row)
-        # Rounding errors grow with the steps, of which a search for thresholds takes up to sixty.
-        assert row["at_the_end"] <= 1000 * TOLERANCE["float64"], (rank, row)
+        # It divides by a small difference, so rounding errors grow over the steps of a long search.
+        growth = 100 if optimizer == "rmsprop centered" else 1
+        assert row["at_the_end"] <= growth * TOLERANCE["float64"], (rank, row)
         assert row["ranks_equal"], (rank, row)
         assert row["moved"] > 0.01, (rank, row)
         in_parts = optimizer in further_optimizers.ELEMENTWISE
