@@ -90,9 +90,9 @@ def _print_one(result: Forecast, source: Model, rows: int) -> None:
     notes = [f"... and {left} more groups (--rows 0 lists all)", ""] if left else []
     notes += [
         f"iteration {milliseconds(result.iteration_s)} ms, of which "
-        f"{milliseconds(result.exposed_s)} ms exposed communication; T/LB "
-        f"{result.ratio_to_lower_bound:.3f} (no schedule can be under "
-        f"{milliseconds(result.lower_bound_s)} ms)",
+        f"{milliseconds(result.exposed_s)} ms exposed communication",
+        f"T/LB {result.ratio_to_lower_bound:.3f}: no schedule can be under "
+        f"{milliseconds(result.lower_bound_s)} ms",
         *_measured(source),
     ]
     cells = []
