@@ -21,7 +21,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 HERE = Path(__file__).parent
-SCHEDULES = ("single", "wfbp", "threshold", "oasr", "hybrid")
+SCHEDULES = ("single", "layerwise", "threshold", "oasr", "hybrid")
 LAST_STEPS = 20
 WIDTH, LEFT, RIGHT = 560, 92, 12
 ROW, GAP, TOP, AXIS = 24, 8, 6, 20

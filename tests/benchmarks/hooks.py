@@ -26,7 +26,7 @@ import wfbp.torch as wfbp
 from tests.benchmarks.machine import print_table
 
 WIDTH = 8
-SCHEDULES = ("single", "threshold", "wfbp")
+SCHEDULES = ("single", "threshold", "layerwise")
 
 
 def main(argv: Sequence[str]) -> None:

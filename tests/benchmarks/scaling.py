@@ -25,7 +25,7 @@ from wfbp.sim.sweep import SweepRow, sweep
 
 DATA = Path(__file__).resolve().parents[2] / "tests" / "data"
 WORKERS = tuple(2**k for k in range(2, 12))
-SCHEDULES = ("wfbp", "single", "threshold", "mgwfbp", "oasr", "dear", "independent", "hybrid")
+SCHEDULES = ("layerwise", "single", "threshold", "mgwfbp", "oasr", "dear", "independent", "hybrid")
 LIMIT_S = 10.0
 FAST = 10.0
 """Links within a host are so much faster than those between hosts, unless told otherwise."""

@@ -271,7 +271,7 @@ FURTHER_MODELS = ("lstm", "densenet")
 """Trained where they are asked for, and by the benchmark of regret."""
 
 
-SCHEDULES = ("auto", "oasr", "mgwfbp", "wfbp", "single", "threshold", "hybrid")
+SCHEDULES = ("auto", "oasr", "mgwfbp", "layerwise", "single", "threshold", "hybrid")
 FURTHER_SCHEDULES = ("independent", "dear", "ipart", "ps", "ps_layerwise")
 """Compete where they are asked to."""
 DDP_BUCKETS_MB = (1, 25, 100)

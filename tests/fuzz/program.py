@@ -13,7 +13,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 DECOUPLED = ("independent", "hybrid", "ipart", "dear", "ps", "ps_layerwise")
-ALL_REDUCED = ("auto", "oasr", "mgwfbp", "wfbp", "single", "threshold")
+ALL_REDUCED = ("auto", "oasr", "mgwfbp", "layerwise", "single", "threshold")
 
 
 @dataclass(frozen=True)

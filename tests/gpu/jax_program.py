@@ -25,7 +25,7 @@ import wfbp.jax as wfbp
 from wfbp.config import Config
 from wfbp.jax.exchanges import exchange_registry
 
-SCHEDULES = ("auto", "wfbp", "oasr", "mgwfbp", "single", "threshold")
+SCHEDULES = ("auto", "layerwise", "oasr", "mgwfbp", "single", "threshold")
 STEPS = 40
 BATCH = 16
 

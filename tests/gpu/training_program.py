@@ -21,7 +21,7 @@ from mpi4py import MPI
 
 from wfbp.runtime import process
 
-SCHEDULES = ("auto", "oasr", "mgwfbp", "wfbp", "single", "threshold", "dear", "ipart")
+SCHEDULES = ("auto", "oasr", "mgwfbp", "layerwise", "single", "threshold", "dear", "ipart")
 SCHEDULES += ("independent", "hybrid", "ps", "ps_layerwise")
 STEPS = 40
 BATCH = 16
@@ -142,7 +142,9 @@ def operations_among_steps() -> float:
     models = [network(normalised=False) for _ in range(2)]
     optimizers: list[Any] = [
         wfbp.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=1e-3), model.named_parameters(), schedule="wfbp"
+            torch.optim.SGD(model.parameters(), lr=1e-3),
+            model.named_parameters(),
+            schedule="layerwise",
         )
         for model in models
     ]
@@ -181,7 +183,7 @@ def main() -> None:
     found = public_operations(library)
     found["operations among steps"] = operations_among_steps()
     found |= {schedule: difference(schedule) for schedule in SCHEDULES}
-    for schedule in ("wfbp", "dear"):
+    for schedule in ("layerwise", "dear"):
         found[f"{schedule}, scaled"] = difference(schedule, scaled=True)
         found[f"{schedule}, normalised"] = difference(schedule, normalised=True)
     Path(out, f"rank{wfbp.rank()}.json").write_text(json.dumps(found))

@@ -61,10 +61,10 @@ def test_a_contestant_that_trains_something_else_is_told(mpirun: Mpirun, tmp_pat
         TINY.replace("self.layers(x)", "self.layers(x + torch.randn_like(x))")
     )
     path = f"{launcher.ROOT}:{tmp_path}"
-    words = ("--model", "noisy:make", "--contestants", "wfbp-wfbp")
+    words = ("--model", "noisy:make", "--contestants", "wfbp-layerwise")
     run = mpirun(2, "-m", "wfbp", "bench", "training", *words, env={**SOON, "PYTHONPATH": path})
     assert run.rc not in (0, None), run
-    assert "wfbp-wfbp trains something else than mpi-flat" in run.stderr, run
+    assert "wfbp-layerwise trains something else than mpi-flat" in run.stderr, run
 
 
 def test_comm(mpirun: Mpirun) -> None:

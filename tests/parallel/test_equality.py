@@ -28,7 +28,7 @@ RUNS = {
     2: [
         *((schedule, optimizer) for schedule in ALL_REDUCE for optimizer in EITHER[::2]),
         *((schedule, optimizer) for schedule in DECOUPLED for optimizer in EITHER),
-        *((schedule, "nesterov") for schedule in ("auto", "wfbp", "ps_layerwise")),
+        *((schedule, "nesterov") for schedule in ("auto", "layerwise", "ps_layerwise")),
     ],
     3: [
         *((schedule, "momentum") for schedule in ALL_REDUCE),
@@ -39,12 +39,12 @@ RUNS = {
     # three is to cut and to send: whole groups, single tensors, and both in one plan.
     4: [
         (schedule, optimizer)
-        for schedule in ("auto", "wfbp", "hybrid", "ps_layerwise", "replicated")
+        for schedule in ("auto", "layerwise", "hybrid", "ps_layerwise", "replicated")
         for optimizer in ("momentum", equality.DOUBLE)
     ],
 }
 """Schedules and optimizers that are compared, by number of ranks."""
-UNDER_OPEN_MPI = [("auto", "adamw"), ("wfbp", "adamw")]
+UNDER_OPEN_MPI = [("auto", "adamw"), ("layerwise", "adamw")]
 
 
 def records(ranks: int, mpi: str = "mpich") -> list[Any]:
@@ -121,4 +121,4 @@ def test_the_small_threshold_makes_several_groups(ranks: int) -> None:
     rows = records(ranks)[0]
     groups = {r["schedule"]: r["num_groups"] for r in rows if r["dtype"] == "float32"}
     assert groups["single"] == 1
-    assert groups["single"] < groups["threshold"] < groups["wfbp"]
+    assert groups["single"] < groups["threshold"] < groups["layerwise"]

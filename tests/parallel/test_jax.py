@@ -104,7 +104,7 @@ def test_a_rank_that_answers_no_more_ends_the_job(mpi: str) -> None:
     ("case", "said"),
     [
         ("shapes", "p['b'] float32(3,) on rank 0 is p['b'] float32(5,) on rank 1"),
-        ("schedules", "schedule is 'single' on rank 0 and 'wfbp' on rank 1"),
+        ("schedules", "schedule is 'single' on rank 0 and 'layerwise' on rank 1"),
     ],
 )
 def test_ranks_that_disagree(case: str, said: str) -> None:

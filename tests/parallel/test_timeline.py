@@ -27,7 +27,8 @@ import numpy as np
 import wfbp
 wfbp.init()
 names = ("a", "b")
-reducer = wfbp.GradientReducer([(n, np.zeros(500_000, np.float32)) for n in names], schedule="wfbp")
+specs = [(n, np.zeros(500_000, np.float32)) for n in names]
+reducer = wfbp.GradientReducer(specs, schedule="layerwise")
 other = wfbp.GradientReducer([(n, np.zeros(3, np.float32)) for n in "cdefg"], name="other")
 gradients = [np.ones(500_000, np.float32) for _ in names]
 for step in range(45):

@@ -9,9 +9,9 @@ from tests.parallel.runs import outcome
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(240)]
 
 SCHEDULES = {
-    "NCCL": ("auto", "wfbp", "single", "independent", "hybrid", "ps_layerwise", "replicated"),
+    "NCCL": ("auto", "layerwise", "single", "independent", "hybrid", "ps_layerwise", "replicated"),
     # Only what carries messages is another: whole gradients, shards, both, and plans that change.
-    "STAGED": ("auto", "wfbp", "hybrid", "ps_layerwise"),
+    "STAGED": ("auto", "layerwise", "hybrid", "ps_layerwise"),
 }
 """By library."""
 RUNS = [f"{library}/{schedule}" for library, names in SCHEDULES.items() for schedule in names]

@@ -32,7 +32,7 @@ def test_every_field_has_a_variable_of_its_type() -> None:
 
 
 def test_other_variables_are_not_read() -> None:
-    assert Config.from_environment({"SCHEDULE": "wfbp", "WFBP_OTHER": "1"}) == Config()
+    assert Config.from_environment({"SCHEDULE": "layerwise", "WFBP_OTHER": "1"}) == Config()
 
 
 @pytest.mark.parametrize(

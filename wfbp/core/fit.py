@@ -119,7 +119,7 @@ def fit_kappa(trace: Trace, costs: Costs, measured: Sequence[tuple[Plan, float]]
         >>> from wfbp.core.planners import plan
         >>> from wfbp.core.timeline import iteration_s
         >>> trace, costs = Trace.uniform("abcd", 10, 1.0, 1.0), Costs(LinearCost(0.5, 0.0))
-        >>> wfbp = plan("wfbp", trace, costs)
+        >>> wfbp = plan("layerwise", trace, costs)
         >>> seconds = iteration_s(wfbp, trace, replace(costs, kappa=0.25))
         >>> round(fit_kappa(trace, costs, [(wfbp, seconds)]), 6)
         0.25

@@ -199,7 +199,7 @@ def early_groups(plan: Plan, specs: Sequence[TensorSpec]) -> list[int]:
 
     >>> from wfbp.core.plan import Group
     >>> specs = tuple(TensorSpec(name, (4,), "float32") for name in "abc")
-    >>> early_groups(Plan("wfbp", specs, (Group((2,)), Group((1,)), Group((0,)))), specs)
+    >>> early_groups(Plan("layerwise", specs, (Group((2,)), Group((1,)), Group((0,)))), specs)
     [-1, 1, 0]
     """
     groups = dict.fromkeys(specs, -1)

@@ -13,8 +13,8 @@ from wfbp.sim.scaling import scale
 from wfbp.sim.sweep import SweepRow, sweep
 
 OASR_CLUSTERS = ("10GbE-16", "10GbE-32", "10GbE-64", "IB-16", "IB-32", "IB-64")
-BASELINES = ("wfbp", "threshold", "mgwfbp")
-SCALED = ("wfbp", "single", "mgwfbp", "oasr", "hybrid")
+BASELINES = ("layerwise", "threshold", "mgwfbp")
+SCALED = ("layerwise", "single", "mgwfbp", "oasr", "hybrid")
 
 
 def oasr_over_mgwfbp() -> dict[str, list[float]]:

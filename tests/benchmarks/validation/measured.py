@@ -82,7 +82,7 @@ class Fit:
 
 
 def fit(cluster: str, *, kappas: Sequence[float] = KAPPAS) -> Fit:
-    """Costs of least squared relative error over the columns ``wfbp`` and ``single``.
+    """Costs of least squared relative error over the columns ``layerwise`` and ``single``.
 
     The third column is not looked at. For each kappa alpha and beta are fitted, because the error
     has several valleys over kappa; around the best of ``kappas`` the search goes on, if there is
@@ -115,7 +115,7 @@ def fit_line(cluster: str, kappa: float) -> Fit:
 
 
 def rms(cluster: str, costs: Costs) -> float:
-    """How far costs are from the columns ``wfbp`` and ``single``: root mean square, relative."""
+    """How far costs are from the columns ``layerwise`` and ``single``: relative RMS."""
     errors = [
         seconds / measured - 1
         for row in measured_rows()
@@ -127,7 +127,7 @@ def rms(cluster: str, costs: Costs) -> float:
 
 
 def fitted_columns(trace: Trace, costs: Costs) -> tuple[float, float]:
-    """Iterations of ``wfbp`` and ``single``: ``iteration_s`` of their plans, without the plans."""
+    """``iteration_s`` of ``layerwise`` and ``single``, without making their plans."""
     lag = costs.kappa / (1.0 + costs.kappa)
     count = len(trace.tensors)
     row = Rows(trace, costs).backward(all_by(Operation.ALL_REDUCE, count))

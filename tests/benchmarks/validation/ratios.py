@@ -24,7 +24,7 @@ def _row(columns: Sequence[str], *figures: str) -> dict[str, str]:
     return dict(zip(columns, figures, strict=True))
 
 
-RATIOS = ("wfbp", "single", "threshold", "mgwfbp")
+RATIOS = ("layerwise", "single", "threshold", "mgwfbp")
 BOUNDS = (
     "mgwfbp", "oasr", "dear one ahead", "dear", "dear_search", "ipart", "independent", "hybrid",
 )  # fmt: skip

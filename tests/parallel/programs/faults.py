@@ -30,7 +30,7 @@ FOREVER_S = 300.0
 def steps(count: int, then: Callable[[], None] | None = None) -> None:
     """Training on arrays; ``then`` comes before the last step."""
     specs = [(f"t{k}", np.zeros(50 + k, np.float32)) for k in range(6)]
-    reducer = wfbp.GradientReducer(specs, schedule="wfbp")
+    reducer = wfbp.GradientReducer(specs, schedule="layerwise")
     for step in range(count):
         if step == count - 1 and then is not None:
             then()
@@ -141,7 +141,7 @@ def with_torch(deed: Callable[[], None]) -> None:
 
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     optimizer = wfbp.torch.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), schedule="wfbp"
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), schedule="layerwise"
     )
     for step in range(5):
         optimizer.zero_grad()

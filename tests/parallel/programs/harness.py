@@ -48,7 +48,9 @@ def _short(schedule: str) -> Config:
 
 MODES = {
     # Per-tensor messages that leave during backward, at every step.
-    "overlap": Config(schedule="wfbp", warmup_steps=10**6, timeout_s=60.0, probe_budget_s=0.02),
+    "overlap": Config(
+        schedule="layerwise", warmup_steps=10**6, timeout_s=60.0, probe_budget_s=0.02
+    ),
     "changing": _short("auto"),
     # Decoupled, and installed after a few steps.
     "ps_layerwise": _short("ps_layerwise"),

@@ -130,7 +130,7 @@ def check_training(way: str, **wrap: Any) -> None:
 
 def check_reducer() -> None:
     specs = [(f"t{k}", np.zeros(200 + k, np.float32)) for k in range(5)]
-    reducer = wfbp.GradientReducer(specs, schedule="wfbp")
+    reducer = wfbp.GradientReducer(specs, schedule="layerwise")
     victim.active, peers.active = wfbp.rank() == wfbp.size() - 1, True
     before = victim.count
     for step in range(steps):
@@ -172,7 +172,7 @@ def check_handlers_that_return() -> None:
     """They run in a long wait, once they are overdue, and may use what the program has."""
     model = model_of()
     optimizer = wfbp.torch.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), schedule="wfbp"
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), schedule="layerwise"
     )
     seen: list[float] = []
 
@@ -200,10 +200,10 @@ def check_handlers_that_return() -> None:
 
 
 CHECKS: dict[str, Callable[[], None]] = {
-    "step wfbp": lambda: check_training("step", schedule="wfbp"),
+    "step wfbp": lambda: check_training("step", schedule="layerwise"),
     "step independent": lambda: check_training("step", schedule="independent"),
     "synchronize independent": lambda: check_training("synchronize", schedule="independent"),
-    "clip wfbp": lambda: check_training("clip", schedule="wfbp"),
+    "clip wfbp": lambda: check_training("clip", schedule="layerwise"),
     "replicated independent": lambda: check_training(
         "step", schedule="independent", optimizer_sharding=False
     ),

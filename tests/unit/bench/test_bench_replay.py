@@ -40,7 +40,7 @@ def files(tmp_path: Path) -> list[str]:
 def test_replays(
     files: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = ("wfbp", "single", "independent")
+    names = ("layerwise", "single", "independent")
     schedules = [f"--schedule={name}" for name in names]
     monkeypatch.setattr(replay, "Config", partial(Config, probe_budget_s=0.05))
     monkeypatch.setattr(sys, "argv", ["bench", "replay", *files, *schedules, "--json"])

@@ -97,7 +97,7 @@ def test_planning_in_json_loads_nothing_heavy(tmp_path: Path) -> None:
 def test_a_reader_that_stops_early_is_no_error(tmp_path: Path) -> None:
     """As in ``wfbp plan ... | head``."""
     command = [sys.executable, "-m", "wfbp", "plan", TRACES / "densenet-201.json"]
-    command += ["--cost", cost_file(tmp_path), "--schedule", "wfbp", "--json"]
+    command += ["--cost", cost_file(tmp_path), "--schedule", "layerwise", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None

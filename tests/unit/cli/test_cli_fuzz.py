@@ -208,7 +208,7 @@ def test_any_option(option: str, value: str, tmp_path: Path) -> None:
     trace_file.write_text(json.dumps(TRACE))
     cost_file.write_text(json.dumps(COST))
     few = [] if option == "--workers" else ["--workers", "2"]
-    schedule = [] if option == "--schedule" else ["--schedule", "wfbp"]
+    schedule = [] if option == "--schedule" else ["--schedule", "layerwise"]
     algorithm = [] if option == "--algorithm" else ["--algorithm", "hierarchical"]
     arguments = [*few, *schedule, *algorithm, f"{option}={value}"]
     check(wfbp("simulate", trace_file, "--cost", cost_file, *arguments))

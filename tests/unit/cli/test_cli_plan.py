@@ -57,7 +57,7 @@ def test_a_prediction_by_hand(tmp_path: Path) -> None:
     trace = write(tmp_path / "trace.json", small_trace())
     flat = {"alpha_s": 3e-3, "beta_s_per_byte": 0}
     cost = cost_file(tmp_path, all_reduce=flat)
-    data = answer("plan", trace, "--cost", cost, "--schedule", "wfbp")
+    data = answer("plan", trace, "--cost", cost, "--schedule", "layerwise")
     assert [g["tensors"] for g in data["groups"]] == [["third"], ["second"], ["first"]]
     assert [g["start_s"] for g in data["groups"]] == pytest.approx([2e-3, 5e-3, 8e-3])
     assert [g["end_s"] for g in data["groups"]] == pytest.approx([5e-3, 8e-3, 11e-3])
@@ -77,7 +77,7 @@ def test_all_compares_and_names_the_best(tmp_path: Path) -> None:
 
 
 def test_the_table_gives_reasons(tmp_path: Path) -> None:
-    code, out, _ = wfbp("plan", RESNET, "--cost", cost_file(tmp_path), "--schedule", "wfbp")
+    code, out, _ = wfbp("plan", RESNET, "--cost", cost_file(tmp_path), "--schedule", "layerwise")
     assert code == 0
     assert "161 groups" in out
     assert "for the channel" in out
@@ -87,7 +87,9 @@ def test_the_table_gives_reasons(tmp_path: Path) -> None:
 
 def test_all_rows_are_listed_on_request(tmp_path: Path) -> None:
     few, every = (
-        wfbp("plan", RESNET, "--cost", cost_file(tmp_path), "--schedule", "wfbp", "--rows", rows)
+        wfbp(
+            "plan", RESNET, "--cost", cost_file(tmp_path), "--schedule", "layerwise", "--rows", rows
+        )
         for rows in (5, 0)
     )
     assert few.out.count("all_reduce") == 5
@@ -112,7 +114,7 @@ def test_markup_in_names_is_text(tmp_path: Path) -> None:
     trace = small_trace(model="[bold]model[/nonsense]")
     trace["tensors"][0]["name"] = "[red]w[/]"
     path = write(tmp_path / "trace.json", trace)
-    code, out, err = wfbp("plan", path, "--cost", cost_file(tmp_path), "--schedule", "wfbp")
+    code, out, err = wfbp("plan", path, "--cost", cost_file(tmp_path), "--schedule", "layerwise")
     assert (code, err) == (0, "")
     assert "[red]w[/]" in out
     assert "[bold]model[/nonsense]" in out

@@ -42,7 +42,7 @@ def test_costs_at_their_own_size_are_those_of_the_plan(tmp_path: Path) -> None:
 
 
 def test_an_example_says_among_how_many_it_was_measured(tmp_path: Path) -> None:
-    arguments = ("simulate", RESNET, "--workers", "16", "--schedule", "wfbp", "--cost")
+    arguments = ("simulate", RESNET, "--workers", "16", "--schedule", "layerwise", "--cost")
     cost = cost_file(tmp_path)  # the example's figures
     of_example = answer(*arguments, "10gbe-16")
     assert of_example == answer(*arguments, cost, "--measured-on", 16)
@@ -54,7 +54,7 @@ def test_an_example_says_among_how_many_it_was_measured(tmp_path: Path) -> None:
 
 
 def test_a_cost_file_may_say_so_too(tmp_path: Path) -> None:
-    arguments = ("simulate", RESNET, "--workers", "16", "--schedule", "wfbp", "--cost")
+    arguments = ("simulate", RESNET, "--workers", "16", "--schedule", "layerwise", "--cost")
     told = answer(*arguments, cost_file(tmp_path), "--measured-on", 16)
     assert answer(*arguments, cost_file(tmp_path, num_ranks=16)) == told
     for wrong in (1, 2.5, "16", True):

@@ -83,7 +83,7 @@ def test_kappa_is_found_again(kappa: float) -> None:
     for _ in range(5):
         trace = reference.random_trace(rng, 12)
         costs = Costs(LinearCost(0.05, 1e-4))
-        plans = [plan(name, trace, costs) for name in ("wfbp", "mgwfbp", "single", "oasr")]
+        plans = [plan(name, trace, costs) for name in ("layerwise", "mgwfbp", "single", "oasr")]
         true = replace(costs, kappa=kappa)
         measured = [(made, iteration_s(made, trace, true)) for made in plans]
         assert fit_kappa(trace, costs, measured) == pytest.approx(kappa, abs=1e-4)
@@ -92,7 +92,7 @@ def test_kappa_is_found_again(kappa: float) -> None:
 def test_kappa_stays_in_range_and_at_zero_where_it_says_nothing() -> None:
     trace = reference.random_trace(random.Random(4), 12)
     costs = Costs(LinearCost(0.05, 1e-4))
-    wfbp = plan("wfbp", trace, costs)
+    wfbp = plan("layerwise", trace, costs)
     assert fit_kappa(trace, costs, [(wfbp, 1e6)]) == pytest.approx(MAX_KAPPA, rel=1e-5)
     after_backward = replace(wfbp, overlap=False)
     assert fit_kappa(trace, costs, [(after_backward, 5.0)]) == 0.0

@@ -51,14 +51,15 @@ def test_registry_names() -> None:
 def test_unknown_schedule_lists_the_known() -> None:
     trace = uniform(2, 1.0)
     with pytest.raises(
-        ValueError, match="'best' is not known; known are wfbp, single, threshold, mgwfbp, oasr, ps"
+        ValueError,
+        match="'best' is not known; known are layerwise, single, threshold, mgwfbp, oasr, ps",
     ):
         plan("best", trace, Costs(LinearCost(1.0, 0.0)))
 
 
 def test_unknown_option_is_refused() -> None:
     with pytest.raises(TypeError, match="threshold_bytes"):
-        plan("wfbp", uniform(2, 1.0), Costs(LinearCost(1.0, 0.0)), threshold_bytes=1)
+        plan("layerwise", uniform(2, 1.0), Costs(LinearCost(1.0, 0.0)), threshold_bytes=1)
 
 
 @pytest.mark.parametrize("schedule", ALL_REDUCE)
@@ -201,13 +202,13 @@ def ratios(name: str, schedule: str) -> list[float]:
     ("name", "schedule", "low", "high"),
     [
         # Largest ratio expected over these models; docs/planning.md has the whole table.
-        ("10GbE-16", "wfbp", 3.0, 3.2),
+        ("10GbE-16", "layerwise", 3.0, 3.2),
         ("10GbE-16", "single", 1.5, 1.7),
         ("10GbE-16", "mgwfbp", 1.02, 1.06),
-        ("10GbE-64", "wfbp", 19.0, 20.0),
+        ("10GbE-64", "layerwise", 19.0, 20.0),
         ("10GbE-64", "single", 1.4, 1.5),
         ("10GbE-64", "mgwfbp", 1.4, 1.5),
-        ("IB-64", "wfbp", 2.7, 2.8),
+        ("IB-64", "layerwise", 2.7, 2.8),
         ("IB-64", "single", 1.45, 1.6),
         ("IB-64", "mgwfbp", 1.0, 1.002),
     ],

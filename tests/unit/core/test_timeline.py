@@ -30,7 +30,7 @@ def small_trace() -> Trace:
 
 def test_by_hand() -> None:
     trace, costs = small_trace(), Costs(LinearCost(1.0, 0.1))
-    found = timeline(plan("wfbp", trace, costs), trace, costs)
+    found = timeline(plan("layerwise", trace, costs), trace, costs)
     assert [(g.ready_s, g.start_s, g.end_s, g.nbytes) for g in found.groups] == [
         (1.0, 1.0, 3.0, 10),
         (3.0, 3.0, 5.0, 10),
@@ -45,7 +45,7 @@ def test_by_hand() -> None:
 def test_by_hand_under_interference() -> None:
     # The first message takes 2 s, in which backward does 1 s: b is ready at 4 instead of 3.
     trace, costs = small_trace(), Costs(LinearCost(1.0, 0.1), kappa=1.0)
-    found = timeline(plan("wfbp", trace, costs), trace, costs)
+    found = timeline(plan("layerwise", trace, costs), trace, costs)
     assert [(g.ready_s, g.start_s, g.end_s) for g in found.groups] == [
         (1.0, 1.0, 3.0),
         (4.0, 4.0, 6.0),
@@ -59,7 +59,7 @@ def test_by_hand_under_interference() -> None:
 def test_without_overlap_all_leave_when_backward_ends() -> None:
     for kappa in (0.0, 0.8):
         trace, costs = small_trace(), Costs(LinearCost(1.0, 0.1), kappa=kappa)
-        found = timeline(replace(plan("wfbp", trace, costs), overlap=False), trace, costs)
+        found = timeline(replace(plan("layerwise", trace, costs), overlap=False), trace, costs)
         assert [(g.ready_s, g.start_s, g.end_s) for g in found.groups] == [
             (4.0, 4.0, pytest.approx(6.0)),
             (4.0, pytest.approx(6.0), pytest.approx(8.0)),
@@ -106,7 +106,7 @@ def test_interference_never_helps() -> None:
     for _ in range(100):
         trace = reference.random_trace(rng, 8)
         costs = Costs(reference.random_cost(rng, False))
-        made = plan("wfbp", trace, costs)
+        made = plan("layerwise", trace, costs)
         times = [iteration_s(made, trace, replace(costs, kappa=k)) for k in (0.0, 0.3, 1.0, 3.0)]
         assert all(a <= b + 1e-12 for a, b in pairwise(times))
 

@@ -193,7 +193,7 @@ def test_requests_are_the_same_in_every_process() -> None:
         ExchangeDescription("other", SPECS, Op.AVERAGE, "auto", 100),
         ExchangeDescription("test", SPECS[:2], Op.AVERAGE, "auto", 100),
         ExchangeDescription("test", SPECS, Op.SUM, "auto", 100),
-        ExchangeDescription("test", SPECS, Op.AVERAGE, "wfbp", 100),
+        ExchangeDescription("test", SPECS, Op.AVERAGE, "layerwise", 100),
         ExchangeDescription("test", SPECS, Op.AVERAGE, "auto", 101),
         ExchangeDescription("test", SPECS, Op.AVERAGE, "auto", 100, occurrence=1),
     ]

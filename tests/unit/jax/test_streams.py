@@ -29,7 +29,7 @@ from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import Runtime
 
 SPECS = tuple(TensorSpec(f"leaf{k}", (10 * k + 1,), "float32") for k in range(4))
-REQUEST = ExchangeDescription("test", SPECS, Op.AVERAGE, "wfbp", 100)
+REQUEST = ExchangeDescription("test", SPECS, Op.AVERAGE, "layerwise", 100)
 
 
 class Notes:
@@ -94,7 +94,7 @@ class Program:
             fetch=self.exchange.source,
         )
 
-    exchange_schedule = "wfbp"
+    exchange_schedule = "layerwise"
 
     def gradient(self, index: int, value: float, into: np.ndarray[Any, Any] | None = None) -> None:
         """Computed on the stream, then announced; all of it is only enqueued."""
@@ -151,7 +151,7 @@ def test_averages_lie_in_place_for_what_follows_in_the_stream(
 
     def body(runtime: Runtime) -> None:
         program = programs(runtime, found.of[runtime.rank])
-        program.exchange_schedule = "wfbp" if config is STEADY else "auto"
+        program.exchange_schedule = "layerwise" if config is STEADY else "auto"
         for number in range(25):
             for index in (3, 1, 2, 0):
                 program.gradient(index, float(number + index + 2 * runtime.rank))

@@ -88,7 +88,7 @@ def test_a_lock_whose_holder_fails_is_released() -> None:
     all_well(run_ranks(2, body))
 
 
-@pytest.mark.parametrize("schedule", ["auto", "wfbp"])
+@pytest.mark.parametrize("schedule", ["auto", "layerwise"])
 def test_engines_side_by_side(schedule: str) -> None:
     """A new plan at every other step; ranks come to their steps' borders in any order."""
 

@@ -29,8 +29,8 @@ from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.tuning import tuner
 from wfbp.runtime.tuning.profile import TuningPhase
 
-STEADY = Config(schedule="wfbp", warmup_steps=10**6, timeout_s=60.0)
-ALL_REDUCE = ("auto", "oasr", "mgwfbp", "wfbp", "single", "threshold")
+STEADY = Config(schedule="layerwise", warmup_steps=10**6, timeout_s=60.0)
+ALL_REDUCE = ("auto", "oasr", "mgwfbp", "layerwise", "single", "threshold")
 
 
 @pytest.fixture(autouse=True)
@@ -247,7 +247,7 @@ def test_the_host_waits_for_nothing_in_a_step() -> None:
 
     def body(runtime: Runtime) -> int:
         device = devices.of[runtime.rank]
-        trainer = DeviceTrainer(runtime, device, make_specs([10, 20, 30]), schedule="wfbp")
+        trainer = DeviceTrainer(runtime, device, make_specs([10, 20, 30]), schedule="layerwise")
         device.enqueue(trainer.main, lambda: gates[runtime.rank].wait(60.0))
         for number in range(5):
             trainer.zero()
@@ -299,7 +299,7 @@ def test_a_group_is_packed_while_another_travels() -> None:
 
     def body(runtime: Runtime) -> None:
         device = devices.of[runtime.rank]
-        trainer = DeviceTrainer(runtime, device, make_specs([10, 20, 30]), schedule="wfbp")
+        trainer = DeviceTrainer(runtime, device, make_specs([10, 20, 30]), schedule="layerwise")
         memory = trainer.engine._memory
         assert isinstance(memory, DeviceMemory)
         for number in range(3):
@@ -333,7 +333,7 @@ def test_a_discarded_step_is_sent_before_its_buffers_are_packed_again(who: tuple
     def body(runtime: Runtime) -> None:
         device = devices.of[runtime.rank]
         specs = make_specs([10, 20, 30])
-        trainer = DeviceTrainer(runtime, device, specs, schedule="wfbp", op=Op.SUM)
+        trainer = DeviceTrainer(runtime, device, specs, schedule="layerwise", op=Op.SUM)
         backend: Any = trainer.engine._memory.backend
         device.enqueue(backend.stream, lambda: networks[runtime.rank].wait(60.0))
         for value in (100.0, 1.0) if runtime.rank in who else (1.0,):
@@ -356,7 +356,7 @@ def test_what_is_made_when_a_step_closes_is_waited_for() -> None:
 
     def body(runtime: Runtime) -> None:
         device = devices.of[runtime.rank]
-        trainer = DeviceTrainer(runtime, device, make_specs([10, 20]), schedule="wfbp")
+        trainer = DeviceTrainer(runtime, device, make_specs([10, 20]), schedule="layerwise")
         copies = []
 
         def fetch(index: int) -> Any:
@@ -405,7 +405,7 @@ def launched(device: SoftwareDevice) -> list[int]:
     return [sorted(set(streams)).index(stream) for stream in streams]
 
 
-@pytest.mark.parametrize("schedule", ["wfbp", "independent"])
+@pytest.mark.parametrize("schedule", ["layerwise", "independent"])
 def test_ranks_launch_the_collectives_of_two_lanes_in_one_order(schedule: str) -> None:
     """Though gradients of one optimizer come first on one rank, and those of the other on another;
     and though ranks are in the midst of a step when the second optimizer is made."""
@@ -453,7 +453,7 @@ def test_groups_and_updates_of_an_installed_plan_are_timed_now_and_then() -> Non
 
     def body(runtime: Runtime) -> tuple[list[int], list[bool]]:
         device = devices.of[runtime.rank]
-        trainer = DeviceTrainer(runtime, device, make_specs([10] * 8), schedule="wfbp")
+        trainer = DeviceTrainer(runtime, device, make_specs([10] * 8), schedule="layerwise")
         engine = trainer.engine
         counts, seen = [], []
         note = engine._tuner.after_step
@@ -492,7 +492,7 @@ def test_a_step_is_not_captured_in_a_graph() -> None:
 
     def body(runtime: Runtime) -> None:
         device = devices.of[runtime.rank]
-        trainer = DeviceTrainer(runtime, device, make_specs([10, 20]), schedule="wfbp")
+        trainer = DeviceTrainer(runtime, device, make_specs([10, 20]), schedule="layerwise")
         trainer.zero()
         device.capturing = {trainer.main}
         message = rf"rank {runtime.rank}: a step's gradients .*make_graphed_callables"
@@ -536,7 +536,7 @@ def test_times_come_from_the_device() -> None:
         assert all(seconds > 4e-3 for seconds in backward[:1])
 
 
-@pytest.mark.parametrize("schedule", ["wfbp", "independent"])
+@pytest.mark.parametrize("schedule", ["layerwise", "independent"])
 @pytest.mark.parametrize("nccl", [True, False], ids=["nccl", "staged"])
 def test_a_profiler_sees_what_is_enqueued(nccl: bool, schedule: str) -> None:
     devices = Devices(2, nccl, most_s=0.0)
@@ -601,9 +601,9 @@ def test_a_failure_on_the_device_ends_the_run(name: str) -> None:
 
     def body(runtime: Runtime) -> str:
         device = devices.of[runtime.rank]
-        DeviceTrainer(runtime, device, make_specs([5]), schedule="wfbp").engine.close()
-        other = DeviceTrainer(runtime, device, make_specs([5]), schedule="wfbp")
-        trainer = DeviceTrainer(runtime, device, make_specs([10]), schedule="wfbp")
+        DeviceTrainer(runtime, device, make_specs([5]), schedule="layerwise").engine.close()
+        other = DeviceTrainer(runtime, device, make_specs([5]), schedule="layerwise")
+        trainer = DeviceTrainer(runtime, device, make_specs([10]), schedule="layerwise")
         other.engine.close()
         device.enqueue(trainer.engine._memory.backend.stream, breaks(device))
         for _ in range(2000):
@@ -632,7 +632,9 @@ def test_shutdown_destroys_all_communicators() -> None:
     def body(runtime: Runtime) -> int:
         device = devices.of[runtime.rank]
         for number in range(2):
-            trainer = DeviceTrainer(runtime, device, make_specs([10 + number]), schedule="wfbp")
+            trainer = DeviceTrainer(
+                runtime, device, make_specs([10 + number]), schedule="layerwise"
+            )
             trainer.zero()
             trainer.accumulate(0, float(runtime.rank))
             trainer.synchronize([0.5], f"engine {number}")

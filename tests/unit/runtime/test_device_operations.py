@@ -37,7 +37,7 @@ from wfbp.runtime.runtime import Runtime
 
 Array = np.ndarray[Any, Any]
 
-STEADY = Config(schedule="wfbp", warmup_steps=10**6, timeout_s=60.0)
+STEADY = Config(schedule="layerwise", warmup_steps=10**6, timeout_s=60.0)
 
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 DTYPES = (*FLOATING, "int32", "int64", "uint8", "int8", "int16", "bool")
@@ -361,7 +361,7 @@ def test_operations_among_the_steps_of_two_optimizers(size: int) -> None:
         me = Rank(runtime, devices)
         chance = random.Random(7 * me.rank)
         trainers = [
-            DeviceTrainer(runtime, me.device, make_specs([10, 20, 30]), schedule="wfbp"),
+            DeviceTrainer(runtime, me.device, make_specs([10, 20, 30]), schedule="layerwise"),
             DeviceTrainer(runtime, me.device, make_specs([40, 50]), schedule="single"),
         ]
         wanted, found = [], []
@@ -409,7 +409,7 @@ def test_no_operation_waits_for_gradients_that_wait_for_it(ahead: int) -> None:
 
     def body(runtime: Runtime) -> tuple[int, list[int]]:
         me = Rank(runtime, devices)
-        trainer = DeviceTrainer(runtime, me.device, make_specs([10, 20, 30]), schedule="wfbp")
+        trainer = DeviceTrainer(runtime, me.device, make_specs([10, 20, 30]), schedule="layerwise")
         me.wait(me.sum("connects", 0.0))
         trainer.zero()
         before = me.num_calls
@@ -443,7 +443,7 @@ def test_ranks_in_the_midst_of_a_step_connect_later() -> None:
 
     def body(runtime: Runtime) -> None:
         me = Rank(runtime, devices)
-        trainer = DeviceTrainer(runtime, me.device, make_specs([10, 20]), schedule="wfbp")
+        trainer = DeviceTrainer(runtime, me.device, make_specs([10, 20]), schedule="layerwise")
         trainer.zero()
         if me.rank == 1:
             trainer.accumulate(1, 1.0)

@@ -21,7 +21,7 @@ from wfbp.runtime.progress.stall import ALL_RANKS, RankStatus, StallWatch
 from wfbp.runtime.runtime import Runtime
 
 PROMPT = Config(
-    schedule="wfbp", warmup_steps=10**6, stall_warning_s=0.2, timeout_s=60.0, abort_grace_s=0.5
+    schedule="layerwise", warmup_steps=10**6, stall_warning_s=0.2, timeout_s=60.0, abort_grace_s=0.5
 )
 
 
@@ -43,7 +43,7 @@ def ended(acts: dict[int, Act], config: Config = PROMPT, size: int = 3) -> list[
     """What becomes of ranks that each do their own."""
 
     def body(runtime: Runtime) -> None:
-        trainer = Trainer(runtime, make_specs([3, 4]), schedule="wfbp", name="SGD")
+        trainer = Trainer(runtime, make_specs([3, 4]), schedule="layerwise", name="SGD")
         step(runtime, trainer)
         acts.get(runtime.rank, step)(runtime, trainer)
 
@@ -73,7 +73,7 @@ def test_a_collective_of_an_optimizer_on_one_rank_alone() -> None:
 def test_two_optimizers_in_another_order() -> None:
     def body(runtime: Runtime) -> None:
         trainers = [
-            Trainer(runtime, make_specs([3, 4]), schedule="wfbp", name=n) for n in ("G", "D")
+            Trainer(runtime, make_specs([3, 4]), schedule="layerwise", name=n) for n in ("G", "D")
         ]
         for trainer in trainers if runtime.rank else reversed(trainers):
             step(runtime, trainer)
@@ -161,6 +161,6 @@ def test_nothing_is_judged_where_other_threads_may_go_on() -> None:
         runtime.expect_other_threads()
         barrier(runtime, trainer)
 
-    config = Config(schedule="wfbp", stall_warning_s=0.2, timeout_s=1.0, abort_grace_s=0.5)
+    config = Config(schedule="layerwise", stall_warning_s=0.2, timeout_s=1.0, abort_grace_s=0.5)
     for result in ended({1: threaded}, config, size=2):
         assert isinstance(result, StallError)

@@ -19,7 +19,7 @@ from wfbp.core.types import Op, TensorSpec
 from wfbp.errors import DisagreementError, PeerError
 from wfbp.runtime.runtime import Runtime
 
-STEADY = Config(schedule="wfbp", warmup_steps=10**6, timeout_s=60.0)
+STEADY = Config(schedule="layerwise", warmup_steps=10**6, timeout_s=60.0)
 """The same overlapped plan at every step."""
 
 
@@ -27,7 +27,7 @@ STEADY = Config(schedule="wfbp", warmup_steps=10**6, timeout_s=60.0)
 @given(
     size=st.integers(2, 4),
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=7),
-    schedule=st.sampled_from(["auto", "oasr", "mgwfbp", "wfbp", "single", "threshold"]),
+    schedule=st.sampled_from(["auto", "oasr", "mgwfbp", "layerwise", "single", "threshold"]),
     to_none=st.booleans(),
     seed=st.integers(0, 2**32),
 )
@@ -112,7 +112,7 @@ def test_a_tensor_that_joins_is_reduced_at_once(config: Config) -> None:
 
 def test_passes_are_learned_and_unlearned() -> None:
     def body(runtime: Runtime) -> None:
-        trainer = Trainer(runtime, make_specs([3, 4, 5]), schedule="wfbp")
+        trainer = Trainer(runtime, make_specs([3, 4, 5]), schedule="layerwise")
         for step in range(40):
             passes = 3 if step < 20 else 1
             trainer.zero()
@@ -130,7 +130,7 @@ def test_a_gradient_may_grow_where_the_last_average_lay(wire: str) -> None:
 
     def body(runtime: Runtime) -> None:
         specs = make_specs([3, 4, 5])
-        trainer = Trainer(runtime, specs, schedule="wfbp", wire_dtype=wire)
+        trainer = Trainer(runtime, specs, schedule="layerwise", wire_dtype=wire)
         for step in range(24):
             trainer.zero(to_none=False)
             for k in (2, 1, 0):
@@ -148,7 +148,7 @@ def test_discarded_gradients_are_let_go() -> None:
     """Though other ranks take part in none of these steps."""
 
     def body(runtime: Runtime) -> int:
-        trainer, most = Trainer(runtime, make_specs([3, 4, 5]), schedule="wfbp"), 0
+        trainer, most = Trainer(runtime, make_specs([3, 4, 5]), schedule="layerwise"), 0
         for step in range(3):
             alive: list[weakref.ref[Any]] = []
             for turn in range(40 if runtime.rank == 0 else 0):
@@ -177,7 +177,7 @@ def test_a_gradient_in_the_slot_of_another_tensor_is_refused(
     """Of which the average may have come there by the time that it is sent."""
 
     def body(runtime: Runtime) -> str:
-        trainer = Trainer(runtime, make_specs([4, 0, 4]), schedule="wfbp")
+        trainer = Trainer(runtime, make_specs([4, 0, 4]), schedule="layerwise")
         for _ in range(2):
             for k in (2, 1, 0):
                 trainer.accumulate(k, 1.0)
@@ -204,7 +204,7 @@ def test_a_gradient_in_the_slot_of_another_tensor_is_refused(
 
 def test_declared_passes_may_grow_in_their_place() -> None:
     def body(runtime: Runtime) -> None:
-        trainer = Trainer(runtime, make_specs([3, 4, 5]), schedule="wfbp", passes=2)
+        trainer = Trainer(runtime, make_specs([3, 4, 5]), schedule="layerwise", passes=2)
         for _ in range(5):
             trainer.zero(to_none=False)
             for _ in range(2):
@@ -221,7 +221,7 @@ def test_a_rank_that_skips_a_batch_goes_on_with_its_next(config: Config) -> None
     """And the others miss it at the end."""
 
     def body(runtime: Runtime) -> list[list[float | None]]:
-        trainer = Trainer(runtime, make_specs([3, 4]), schedule="wfbp")
+        trainer = Trainer(runtime, make_specs([3, 4]), schedule="layerwise")
         found = []
         for step in range(6):
             trainer.zero()
@@ -244,7 +244,7 @@ def test_gradients_that_lie_in_the_buffer_are_sent_again() -> None:
     """Another rank has sent some that it then discards."""
 
     def body(runtime: Runtime) -> None:
-        trainer = Trainer(runtime, make_specs([3, 4]), schedule="wfbp")
+        trainer = Trainer(runtime, make_specs([3, 4]), schedule="layerwise")
         for step in range(4):
             if runtime.rank == 0:
                 for k in (1, 0):
@@ -263,7 +263,7 @@ def test_discarding_waits_for_nobody() -> None:
     """One rank discards what it has sent and talks; the other has nothing to discard."""
 
     def body(runtime: Runtime) -> None:
-        trainer = Trainer(runtime, make_specs([3, 4, 5]), schedule="wfbp")
+        trainer = Trainer(runtime, make_specs([3, 4, 5]), schedule="layerwise")
         for step in range(6):
             for _ in range(step % 3 if runtime.rank == 0 else 0):
                 for k in (2, 1, 0):
@@ -283,7 +283,7 @@ def test_several_engines_at_once() -> None:
 
     def body(runtime: Runtime) -> None:
         trainers = [
-            Trainer(runtime, make_specs([3, 4]), schedule="wfbp", name=name) for name in "ab"
+            Trainer(runtime, make_specs([3, 4]), schedule="layerwise", name=name) for name in "ab"
         ]
         for step in range(8):
             for trainer in trainers:
@@ -374,7 +374,7 @@ def test_compressed_gradients_are_rounded_before_and_behind_their_average(dtype:
 
     def body(runtime: Runtime) -> None:
         trainer = Trainer(
-            runtime, make_specs([3, 4], dtype), schedule="wfbp", wire_dtype="bfloat16"
+            runtime, make_specs([3, 4], dtype), schedule="layerwise", wire_dtype="bfloat16"
         )
         trainer.accumulate(0, 257.0)  # 256 in bfloat16
         trainer.accumulate(1, 1.0 + 2.0**-7 * runtime.rank)
@@ -390,7 +390,7 @@ def test_ranks_must_compress_alike() -> None:
     def body(runtime: Runtime) -> None:
         wire = ("float16", "")[runtime.rank]
         with pytest.raises(DisagreementError, match="compression") as error:
-            Trainer(runtime, make_specs([3]), schedule="wfbp", wire_dtype=wire)
+            Trainer(runtime, make_specs([3]), schedule="layerwise", wire_dtype=wire)
         assert "float16" in str(error.value)
 
     all_well(run_ranks(2, body, STEADY))

@@ -149,7 +149,7 @@ def test_gathered_gradients_travel_in_16_bits(wire: str) -> None:
             trainer.zero()
         return found
 
-    steady = Config(schedule="wfbp", warmup_steps=10**6, timeout_s=60.0)
+    steady = Config(schedule="layerwise", warmup_steps=10**6, timeout_s=60.0)
     first, *others = all_well(run_ranks(3, body, steady))
     assert all(found == first for found in others)
 
@@ -260,14 +260,14 @@ def test_what_plans_leave_behind_is_given_back_once_the_last_is_in_use(
     assert len(at) == 2, "by each rank"
 
 
-@pytest.mark.parametrize("winner", ["wfbp", "independent"])
+@pytest.mark.parametrize("winner", ["layerwise", "independent"])
 def test_a_trial_leaves_no_memory_of_gradients_that_its_winner_does_not_gather(
     monkeypatch: pytest.MonkeyPatch, winner: str
 ) -> None:
     """Also where it ends with the plan that it tried last, so that nothing is installed."""
 
     def candidates(trace: Trace, costs: Costs, *_: object) -> list[Plan]:
-        return [make_plan(schedule, trace, costs) for schedule in ("independent", "wfbp")]
+        return [make_plan(schedule, trace, costs) for schedule in ("independent", "layerwise")]
 
     def chosen(trial: Trial, _: object) -> Plan:
         return next(plan for plan in trial.plans if plan.schedule == winner)
@@ -301,4 +301,4 @@ def test_a_trial_leaves_no_memory_of_gradients_that_its_winner_does_not_gather(
         return sum(storage() is not None for storage in storages.values())
 
     kept = all_well(run_ranks(2, body, replace(QUICK, replan_threshold=0.0)))
-    assert kept == [0 if winner == "wfbp" else 3] * 2
+    assert kept == [0 if winner == "layerwise" else 3] * 2

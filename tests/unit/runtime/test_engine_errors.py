@@ -35,11 +35,11 @@ def test_ranks_of_other_classes() -> None:
 
 
 def test_a_rank_that_stays_away_stalls_the_others() -> None:
-    config = Config(schedule="wfbp", warmup_steps=10, abort_grace_s=0.5)
+    config = Config(schedule="layerwise", warmup_steps=10, abort_grace_s=0.5)
     over = threading.Event()
 
     def body(runtime: Runtime) -> None:
-        trainer = Trainer(runtime, make_specs([3, 4]), schedule="wfbp")
+        trainer = Trainer(runtime, make_specs([3, 4]), schedule="layerwise")
         if runtime.rank == 1:
             over.wait(60.0)
             return

@@ -94,7 +94,7 @@ def test_the_next_group_leaves_before_results_are_copied_where_copies_have_no_or
             done.append(f"copy {group}")
 
         buffers.append(Mock(**{"send.side_effect": send, "arrived.side_effect": take}))
-    plan = Plan("wfbp", FOUR, tuple(Group((k,)) for k in (3, 2, 1, 0)))
+    plan = Plan("layerwise", FOUR, tuple(Group((k,)) for k in (3, 2, 1, 0)))
     lane = make_lane(plan, memory, buffers, monkeypatch)
     step = step_of(0, 4)
     lane.events.extend(GroupReady(step, group, ()) for group in range(3))
@@ -111,7 +111,7 @@ def test_a_group_waits_for_what_its_event_brought_and_not_for_the_end_of_the_ste
 ) -> None:
     memory = Mock()
     memory.is_enqueued.return_value = False
-    plan = Plan("wfbp", FOUR, tuple(Group((k,)) for k in (3, 2, 1, 0)))
+    plan = Plan("layerwise", FOUR, tuple(Group((k,)) for k in (3, 2, 1, 0)))
     lane = make_lane(
         plan, memory, [Mock(**{"send.return_value.nbytes": 1}) for _ in range(4)], monkeypatch
     )

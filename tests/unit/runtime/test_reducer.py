@@ -21,7 +21,7 @@ from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.step import BufferView, Gather, GroupReady
 
 SPECS = tuple(TensorSpec(f"t{k}", (4,), "float32") for k in range(3))
-ALONE = Plan("wfbp", SPECS, tuple(Group((k,)) for k in (2, 1, 0)))
+ALONE = Plan("layerwise", SPECS, tuple(Group((k,)) for k in (2, 1, 0)))
 EARLY, MIDDLE, LAST = 2, 1, 0
 """Tensors whose groups leave during backward, and the one of the last group, which waits."""
 GATHERED = Plan(
@@ -42,7 +42,7 @@ def make_reducer(plan: Plan, wire_dtype: str = "") -> Any:
     runtime.thread.sleeping = False
     backend = LocalWorld(2).backend(1)
     runtime.memory.return_value = Memory(backend, 1 << 20)
-    options = ReducerOptions("wfbp", 64, wire_dtype=wire_dtype)
+    options = ReducerOptions("layerwise", 64, wire_dtype=wire_dtype)
     reducer: Any = Reducer(runtime, SPECS, options, fetch=lambda index: None)
     install(reducer, plan)
     return reducer

@@ -29,14 +29,14 @@ from wfbp.runtime.step import MeasuredStep
 from wfbp.runtime.timeline import TraceWriter, clock_offset_s, load, merge, save, summarize
 from wfbp.runtime.tuning.profile import StepTimes
 
-CONFIG = Config(schedule="wfbp", warmup_steps=1, profile_steps=2, replan_threshold=0.0)
+CONFIG = Config(schedule="layerwise", warmup_steps=1, profile_steps=2, replan_threshold=0.0)
 STEPS = 40
 
 
 def train(runtime: Runtime, path: Path, window: tuple[int, int]) -> list[float]:
     """Train with compute that is sleep; the waits of which reports have the median."""
     runtime.timeline = timeline = TraceWriter(path, runtime.rank, steps=window)
-    trainer = Trainer(runtime, make_specs([300_000, 50, 400_000]), schedule="wfbp", name="SGD")
+    trainer = Trainer(runtime, make_specs([300_000, 50, 400_000]), schedule="layerwise", name="SGD")
     for _ in range(STEPS):
         trainer.zero()
         time.sleep(1e-3)
@@ -266,7 +266,7 @@ def test_several_updates_in_a_step(tmp_path: Path) -> None:
     at = time.perf_counter() + 1.0
     stamps = StepTimes(at, [at + 7.0], [0.0], at + 5.0, at + 8.0, at + 9.0)
     updates = [(at, at + 1.0), (at + 2.0, at + 3.0)]
-    plan = Plan("wfbp", (TensorSpec("w", (4,), "float32"),), (Group((0,)),))
+    plan = Plan("layerwise", (TensorSpec("w", (4,), "float32"),), (Group((0,)),))
     timeline.step("SGD", 12, plan, MeasuredStep(stamps, [], updates=updates))
     timeline.close()
     document = load(timeline.path)

@@ -152,7 +152,7 @@ def test_a_fixed_schedule_is_measured_for_and_installed(schedule: str) -> None:
     assert first.overlap
     assert not held.overlap
     assert held.groups == first.groups
-    assert first.schedule == (schedule if schedule in ("wfbp", "single") else "threshold")
+    assert first.schedule == (schedule if schedule in ("layerwise", "single") else "threshold")
     assert job.tuner.plan.schedule == schedule
     assert job.tuner.plan.overlap
     assert job.num_rounds == 1
@@ -204,7 +204,7 @@ def test_an_update_that_waits_for_reads_belongs_to_forward() -> None:
 
 def test_auto_tries_several_and_installs_the_fastest() -> None:
     def seconds(plan: Plan) -> float:
-        return {"wfbp": 0.7, "single": 0.9}.get(plan.schedule, 0.8) + 0.05 * (not plan.overlap)
+        return {"layerwise": 0.7, "single": 0.9}.get(plan.schedule, 0.8) + 0.05 * (not plan.overlap)
 
     job = Job("auto", seconds)
     job.run("installed")
@@ -260,10 +260,10 @@ def test_the_slowest_rank_counts() -> None:
     while job.tuner.phase is TuningPhase.TRIAL:
         plan = job.tuner.plan
         for rank, tuner in enumerate(job.tuners):
-            slow = (plan.schedule == "wfbp") == (rank == 1)
+            slow = (plan.schedule == "layerwise") == (rank == 1)
             tuner.after_step(job.stamps(rank, plan, 1.2 if slow and rank else 0.8 if slow else 1.0))
         job.meet()
-    assert job.tuner.plan.schedule != "wfbp"
+    assert job.tuner.plan.schedule != "layerwise"
 
 
 @settings(max_examples=60)
@@ -407,13 +407,13 @@ def test_one_rank_that_sees_the_change_is_enough() -> None:
 
 
 def test_the_plan_in_use_is_kept_if_the_new_one_measures_worse() -> None:
-    job = Job("auto", lambda plan: 0.5 if plan.schedule == "wfbp" else 1.0)
+    job = Job("auto", lambda plan: 0.5 if plan.schedule == "layerwise" else 1.0)
     job.run("installed")
     kept = job.tuner.plan
-    assert kept.schedule == "wfbp"
+    assert kept.schedule == "layerwise"
     for _ in range(40):
         job.step()
-    job.seconds = lambda plan: 0.8 if plan.schedule == "wfbp" else 1.0
+    job.seconds = lambda plan: 0.8 if plan.schedule == "layerwise" else 1.0
     job.run("profile")
     job.run("installed")
     assert job.tuner.plan.groups == kept.groups
@@ -449,7 +449,7 @@ def chosen_on_a_disturbed_machine(seed: int) -> float:
     job.run("installed", limit=150)
     trace = job.tuner.trace
     assert trace is not None
-    names = ["threshold", "oasr", "mgwfbp", "wfbp", "single", "hybrid", "independent", "ipart"]
+    names = ["threshold", "oasr", "mgwfbp", "layerwise", "single", "hybrid", "independent", "ipart"]
     least_s = min(true_s(make(name, trace, costs, 25 * 2**20)) for name in names)
     return true_s(job.tuner.plan) / least_s
 
@@ -510,7 +510,7 @@ def test_every_plan_has_a_forecast_once_there_are_a_profile_and_costs() -> None:
 def test_rank_0_says_what_happens(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="wfbp")
     slow = [1.0]
-    job = Job("auto", lambda plan: slow[0] * (0.9 if plan.schedule == "wfbp" else 1.0))
+    job = Job("auto", lambda plan: slow[0] * (0.9 if plan.schedule == "layerwise" else 1.0))
     job.run("installed")
     for _ in range(60):
         job.step()
@@ -523,13 +523,13 @@ def test_rank_0_says_what_happens(caplog: pytest.LogCaptureFixture) -> None:
         "measuring compute for 3 steps, by threshold, 1 group",
         "measured compute of 8 tensors",
         "trial of ",
-        "wfbp, 8 groups 900.0 ms",
-        "installed wfbp, 8 groups: predicted ",
+        "layerwise, 8 groups 900.0 ms",
+        "installed layerwise, 8 groups: predicted ",
         "the iteration time has changed for long",
         "measuring compute for 3 steps, by wfbp",
         "trial of ",
-        "wfbp, 8 groups 1800.0 ms",
-        "installed wfbp, 8 groups: predicted ",
+        "layerwise, 8 groups 1800.0 ms",
+        "installed layerwise, 8 groups: predicted ",
     ]
     left = iter(said)
     for line in expected:

@@ -139,7 +139,7 @@ def test_a_second_channel_helps_where_messages_queue() -> None:
         tuple(TraceTensor(TensorSpec(f"t{k}", (10,), "uint8"), 0.0, 0.0) for k in range(4)),
     )
     costs = Costs(LinearCost(1.0, 0.0))
-    made = plan("wfbp", trace, costs)
+    made = plan("layerwise", trace, costs)
     times = [simulate(made, trace, costs, channels=n).iteration_s for n in (1, 2, 4)]
     assert times == [4.0, 2.0, 1.0]
 
@@ -157,7 +157,7 @@ def test_first_iteration_has_nothing_to_gather() -> None:
 def test_bad_arguments() -> None:
     trace = reference.random_trace(random.Random(1), 3)
     costs = Costs(LinearCost(0.1, 1e-3))
-    made = plan("wfbp", trace, costs)
+    made = plan("layerwise", trace, costs)
     with pytest.raises(ValueError, match="iterations: expected at least 2, found 1"):
         simulate(made, trace, costs, iterations=1)
     with pytest.raises(ValueError, match="window is 0; expected at least 1"):

@@ -56,7 +56,7 @@ class PlannerEntry:
 
 
 _ALL_BUT_HYBRID = {
-    "wfbp": PlannerEntry(per_tensor, measures=False),
+    "layerwise": PlannerEntry(per_tensor, measures=False),
     "single": PlannerEntry(single, measures=False),
     "threshold": PlannerEntry(threshold, measures=False, takes_threshold=True),
     "mgwfbp": PlannerEntry(mgwfbp),

@@ -15,7 +15,7 @@ from wfbp.core.types import Operation
 
 def per_tensor(trace: Trace, costs: Costs) -> Plan:
     """One message per tensor (wait-free backpropagation, "Poseidon", USENIX ATC 2017)."""
-    return plan_of_runs("wfbp", trace, range(1, len(trace.tensors) + 1))
+    return plan_of_runs("layerwise", trace, range(1, len(trace.tensors) + 1))
 
 
 def single(trace: Trace, costs: Costs) -> Plan:

@@ -26,7 +26,7 @@ STEPS = 20
 ROWS = 24
 WAYS = (
     ("value_and_grad", "auto"),
-    ("value_and_grad", "wfbp"),
+    ("value_and_grad", "layerwise"),
     ("DistributedOptimizer", "auto"),
 )
 

@@ -56,7 +56,7 @@ def train(case: str, mine: bool) -> None:
     if case == "shapes" and mine:
         params["b"] = jnp.ones(5)
     if case == "schedules":
-        step = jax.jit(wfbp.grad(loss, schedule="wfbp" if mine else "single"))
+        step = jax.jit(wfbp.grad(loss, schedule="layerwise" if mine else "single"))
     else:
         step = jax.jit(wfbp.grad(loss))
     x = jnp.ones((4, 8))

@@ -49,7 +49,7 @@ def gradients_leave_while_backward_computes() -> None:
     wfbp.shutdown()
     # Recorded when a plan has been in use for some steps.
     wfbp.init(config=replace(usual, record_dir=str(folder), warmup_steps=1, profile_steps=1))
-    step = jax.jit(wfbp.grad(mlp_loss, schedule="wfbp"))
+    step = jax.jit(wfbp.grad(mlp_loss, schedule="layerwise"))
     for _ in range(20):
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, step(params, x))
     jax.block_until_ready(params)
@@ -411,7 +411,7 @@ def large_leaves() -> None:
     def loss(p: Any, x: jax.Array) -> jax.Array:
         return jnp.mean(jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]) ** 2)
 
-    averages(loss, params, 4, 512, schedule="wfbp")
+    averages(loss, params, 4, 512, schedule="layerwise")
 
 
 @check

@@ -262,7 +262,7 @@ def sums() -> None:
 def schedules() -> None:
     """Each by its own engine; the programs are compiled once, whatever plans come and go."""
     params = layers(8, 5, 3)
-    for schedule in ("auto", "oasr", "mgwfbp", "wfbp", "single", "threshold"):
+    for schedule in ("auto", "oasr", "mgwfbp", "layerwise", "single", "threshold"):
         step = jax.jit(wfbp.grad(mlp_loss, schedule=schedule, threshold_bytes=100))
         for number in range(6):
             close(step(params, batch(number, wfbp.rank())), everybody(params, number))

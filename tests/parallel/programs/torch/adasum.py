@@ -114,7 +114,7 @@ def adasum_in_other_ways() -> None:
         params = mlp(5, 7, 3).parameters()
         return wfbp.DistributedOptimizer(momentum(params), op=wfbp.Adasum, **wrap)
 
-    raises(ValueError, "schedule is 'wfbp'", act=lambda: make(schedule="wfbp"))
+    raises(ValueError, "schedule is 'layerwise'", act=lambda: make(schedule="layerwise"))
     raises(ValueError, "needs op=Average", act=lambda: make(gradient_predivide_factor=2.0))
     if size & (size - 1) == 0:
         optimizer = make()

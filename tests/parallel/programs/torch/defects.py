@@ -186,7 +186,7 @@ class Words(nn.Module):
 def words() -> tuple[Words, Any]:
     model = Words()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, wfbp.DistributedOptimizer(inner, schedule="wfbp")
+    return model, wfbp.DistributedOptimizer(inner, schedule="layerwise")
 
 
 @check

@@ -133,7 +133,7 @@ def two_optimizers(device: SoftwareDevice) -> None:
     for model, reference in zip(models, references, strict=True):
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         named = model.named_parameters()
-        optimizers.append(wfbp.DistributedOptimizer(sgd, named, schedule="wfbp"))
+        optimizers.append(wfbp.DistributedOptimizer(sgd, named, schedule="layerwise"))
         plain.append(torch.optim.SGD(reference.parameters(), lr=0.1))
 
     def backward(model: torch.nn.Module, rank: int, step: int) -> None:

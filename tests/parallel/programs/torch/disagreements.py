@@ -106,7 +106,7 @@ def settings() -> None:
     def act(**options: Any) -> None:
         wrap([("a", parameter(3))], **options)
 
-    schedule = "single" if odd() else "wfbp"
+    schedule = "single" if odd() else "layerwise"
     raises(DisagreementError, "schedule", "single", last(), act=lambda: act(schedule=schedule))
     op = wfbp.Sum if odd() else wfbp.Average
     told = f"op is 'wfbp.Average' on rank 0 and 'wfbp.Sum' on {last()}"
@@ -312,7 +312,7 @@ def stepping(
     stall_warning_s: float = 60.0,
 ) -> str:
     config = wfbp.Config(
-        schedule="wfbp",
+        schedule="layerwise",
         warmup_steps=warmup_steps,
         profile_steps=100,
         stall_warning_s=stall_warning_s,

@@ -28,7 +28,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "auto": {"schedule": "auto"},
     "oasr": {"schedule": "oasr"},
     "mgwfbp": {"schedule": "mgwfbp"},
-    "wfbp": {"schedule": "wfbp"},
+    "layerwise": {"schedule": "layerwise"},
     "single": {"schedule": "single"},
     "threshold": {"schedule": "threshold", "threshold_bytes": 200},
     "dear": {"schedule": "dear", "threshold_bytes": 300},

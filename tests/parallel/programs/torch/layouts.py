@@ -228,7 +228,7 @@ def sparse_gradients_that_stay_sparse() -> None:
     def plain(params: object) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=0.1)  # type: ignore[arg-type]
 
-    model, _ = check_training(make(), backward, plain, schedule="wfbp")
+    model, _ = check_training(make(), backward, plain, schedule="layerwise")
     assert model[0].weight.grad is None or not model[0].weight.grad.is_sparse  # step 11 was dense
     check_training(make(), backward, plain, schedule="oasr")
     for as_dense in (False, True):

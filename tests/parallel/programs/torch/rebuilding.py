@@ -189,7 +189,7 @@ def steps_that_are_compiled() -> None:
         optimizer.step(closure)
 
     for schedule, ways in (
-        ("wfbp", (whole, clipped)),
+        ("layerwise", (whole, clipped)),
         ("ps_layerwise", (whole, synchronized, evaluated, None)),
     ):
         for train in ways:

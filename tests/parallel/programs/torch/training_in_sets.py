@@ -26,7 +26,7 @@ from wfbp.runtime import process
 
 check = Checks()
 
-SCHEDULES = ("wfbp", "auto", "ps_layerwise", "hybrid")
+SCHEDULES = ("layerwise", "auto", "ps_layerwise", "hybrid")
 
 
 class Trained:
@@ -204,7 +204,7 @@ def a_set_that_was_removed() -> None:
     members = None
     trained: Trained | None = None
     inner: Any = None
-    for turn, schedule in enumerate(("ps_layerwise", "wfbp", "ps_layerwise")):
+    for turn, schedule in enumerate(("ps_layerwise", "layerwise", "ps_layerwise")):
         everybody = len(first) == wfbp.size()
         members = wfbp.global_process_set if everybody else wfbp.add_process_set(first)
         if members.included():
@@ -241,7 +241,7 @@ def a_rank_outside_that_leaves_early() -> None:
         if members.included() and len(first) > 1:
             runtime = process.current("a check")
             detector = runtime.thread.loop.watch
-            trained = Trained(members, schedule="wfbp")
+            trained = Trained(members, schedule="layerwise")
             trained.step()
             # As if they had told that they leave.
             gone = dict.fromkeys(second, "has left")

@@ -15,7 +15,7 @@ from wfbp.errors import WfbpError
 
 check = Checks()
 
-SCHEDULES = ("wfbp", "auto", "ps_layerwise", "hybrid", "ipart")
+SCHEDULES = ("layerwise", "auto", "ps_layerwise", "hybrid", "ipart")
 
 
 def num_batches(rank: int, epoch: int) -> int:
@@ -105,7 +105,7 @@ def unequally_many_batches() -> None:
 @check
 def several_optimizers_and_a_metric() -> None:
     """Stepped in another order in every step, beside operations by name."""
-    for schedule in ("wfbp", "ps_layerwise"):
+    for schedule in ("layerwise", "ps_layerwise"):
         both = [Epochs(make, schedule=schedule) for make in (momentum, adamw)]
         rank, size = wfbp.rank(), wfbp.size()
         for step in range(num_batches(rank, 0)):
@@ -128,7 +128,7 @@ def closures_of_unequal_number() -> None:
     rank, size = wfbp.rank(), wfbp.size()
     model, _ = pair()
     optimizer = wfbp.DistributedOptimizer(
-        torch.optim.LBFGS(model.parameters(), max_iter=3), schedule="wfbp"
+        torch.optim.LBFGS(model.parameters(), max_iter=3), schedule="layerwise"
     )
     for step in range(1 + 2 * rank):
 
@@ -151,7 +151,7 @@ def sparse_gradients_of_unequal_number() -> None:
     layer = torch.nn.Embedding(4, 2, sparse=True)
     start = layer.weight.detach().clone()
     optimizer = wfbp.DistributedOptimizer(
-        torch.optim.SGD(layer.parameters(), lr=1.0), schedule="wfbp"
+        torch.optim.SGD(layer.parameters(), lr=1.0), schedule="layerwise"
     )
     for _ in range(1 + rank):
         optimizer.zero_grad()
@@ -204,7 +204,7 @@ def process_sets_of_ranks_that_have_joined() -> None:
 def what_cannot_be_done_for_ranks_that_have_joined() -> None:
     if wfbp.size() == 1:
         return
-    epochs = Epochs(momentum, schedule="wfbp")
+    epochs = Epochs(momentum, schedule="layerwise")
     epochs.step(0, 0)
     if wfbp.rank() == 0:
         wfbp.join()

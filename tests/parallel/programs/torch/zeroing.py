@@ -123,7 +123,7 @@ def gradients_that_were_discarded_are_let_go() -> None:
 def gradients_stay_the_same_tensors() -> None:
     """Where they are zeroed in place, a program may keep a list of them."""
     model, reference = pair()
-    optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()), schedule="wfbp")
+    optimizer = wfbp.torch.DistributedOptimizer(momentum(model.parameters()), schedule="layerwise")
     plain = momentum(reference.parameters())
     held: list[torch.Tensor] = []
     for step in range(12):
