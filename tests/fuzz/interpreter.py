@@ -790,7 +790,7 @@ def _touch(how: str, params: list[torch.Tensor]) -> None:
             p.grad = p.grad * 0.5
         elif how == "touch clamp":  # so that it changes something on every rank
             limit = 0.5 * float(p.grad.data.abs().max()) if p.numel() else 1.0
-            p.grad.data.clamp_(-limit, limit)
+            p.grad.data.clamp_(-limit, limit) if limit else p.grad.data.fill_(1.0)
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
