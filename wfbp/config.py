@@ -36,7 +36,7 @@ class Config:
         timeout_s: a wait this long raises ``StallError`` on every rank.
         abort_grace_s: how long a failed rank lets the others report before it ends the job.
         log_level: of the logger ``wfbp``.
-        summary_steps: rank 0 logs each optimizer's stats after this many steps; 0: never.
+        summary_steps: rank 0 logs each optimizer's report after this many steps; 0: never.
         record_dir: directory of every rank's recording, for ``wfbp report``; empty: none.
         timeline: directory of every rank's timeline, for Perfetto; empty: none.
         timeline_steps: first and last step of the timeline; as a variable ``100-120``.

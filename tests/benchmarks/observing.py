@@ -4,7 +4,7 @@
 
 One distributed optimizer trains the MLP of the training benchmark by one plan. Blocks of steps run
 in turns: plain; with a timeline, whose file is complete at the end of the block; and with
-``optimizer.stats()`` and a line at level info in every step, which goes to a file (wfbp itself logs
+``optimizer.report()`` and a line at level info in every step, which goes to a file (wfbp logs
 far less). Where the machine is not quiet enough to see one percent, the last column still tells:
 the CPU time of what is added alone, turning a step into text and writing it, or stats and the line.
 Each block is compared with the plain ones before and behind it, by wall time and by the
@@ -39,7 +39,7 @@ from wfbp.runtime.timeline import TraceWriter
 from wfbp.runtime.tuning.profile import StepTimes
 
 BATCH, WIDTH = 64, 256
-WATCHED = ("timeline", "stats and info")
+WATCHED = ("timeline", "report and info")
 Times = tuple[float, float]
 """Wall and CPU seconds of a step."""
 
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows, own = _measure(step, optimizer, Path(folder), arguments.rounds, arguments.steps)
     if wfbp.rank() == 0:
-        _show(rows, own, optimizer.stats()["phase"], arguments)
+        _show(rows, own, optimizer.report()["phase"], arguments)
     wfbp.shutdown()
 
 
@@ -97,7 +97,7 @@ def _measure(
     def watched_step() -> None:
         step()
         start_s = time.thread_time()
-        log_summary("MLP", optimizer.stats())
+        log_summary("MLP", optimizer.report())
         own.append(time.thread_time() - start_s)
 
     def block(body: Callable[[], None], around: AbstractContextManager[None]) -> Times:
@@ -121,7 +121,7 @@ def _measure(
             plain = (before[0] + behind[0]) / 2, (before[1] + behind[1]) / 2
             rows[name].append((plain, seen))
             before = behind
-    return rows, {**_own_times(), "stats and info": statistics.median(own)}
+    return rows, {**_own_times(), "report and info": statistics.median(own)}
 
 
 def _own_times() -> dict[str, float]:

@@ -41,7 +41,7 @@ class WfbpStrategy(ParallelStrategy):  # type: ignore[misc]
     ``accumulate_grad_batches`` averages once per step of the optimizer. Rank 0 broadcasts its
     parameters and writes checkpoints; samplers divide the data among the ranks. A module may have
     several optimizers, and optimize manually. Statistics of training are in
-    ``trainer.strategy.optimizers[0].stats()``. Precision can be ``bf16-mixed``, but not
+    ``trainer.strategy.optimizers[0].report()``. Precision can be ``bf16-mixed``, but not
     ``16-mixed``, which has a scaler.
 
     Args:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from wfbp.core.types import Op
 from wfbp.jax.collectives import allgather, allreduce, alltoall, broadcast, reducescatter
 from wfbp.jax.device import set_local_device
-from wfbp.jax.exchanges import report, stats
+from wfbp.jax.exchanges import report
 from wfbp.jax.gradients import DistributedOptimizer, grad, value_and_grad
 from wfbp.jax.trees import (
     allgather_object,
@@ -64,6 +64,5 @@ __all__ = [
     "set_local_device",
     "shutdown",
     "size",
-    "stats",
     "value_and_grad",
 ]

@@ -256,19 +256,19 @@ class ExchangeRegistry:
         with signals.deferred:
             exchange.reduce(inputs, outputs)
 
-    def ask_each(self, ask: Callable[[Reducer], dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """The answer of every reducer, by the name of its exchange."""
+    def reports(self) -> dict[str, dict[str, Any]]:
+        """The report of every reducer, by the name of its exchange."""
         with self._lock:
             exchanges = list(self._exchanges.values())
-        answers: dict[str, dict[str, Any]] = {}
+        found: dict[str, dict[str, Any]] = {}
         counts: Counter[str] = Counter()
         for exchange in exchanges:
             if exchange.reducer is not None:
                 counts[exchange.title] += 1
                 number = counts[exchange.title]
                 name = exchange.title if number == 1 else f"{exchange.title} [{number}]"
-                answers[name] = ask(exchange.reducer)
-        return answers
+                found[name] = exchange.reducer.report()
+        return found
 
     def _wait(
         self,
@@ -402,13 +402,13 @@ def exchange_registry() -> ExchangeRegistry:
 
 
 def report() -> dict[str, dict[str, Any]]:
-    """Report the plan in use and its cost, for every exchange by name.
+    """Report the plan in use and how training goes, for every exchange by name.
 
     Names are those given by ``name=``, else ``value_and_grad`` or ``DistributedOptimizer``.
 
     Returns:
-        Reports with the keys of PyTorch's ``optimizer.report()``: schedule, num_groups,
-        measured_iteration_s and so on. Empty on one rank, and before the first step.
+        Reports with the keys of PyTorch's ``optimizer.report()``, such as ``schedule``,
+        ``num_groups`` and ``measured_iteration_s``. Empty on one rank, and before the first step.
 
     Example:
         >>> import wfbp.jax as wfbp
@@ -417,22 +417,4 @@ def report() -> dict[str, dict[str, Any]]:
         {}
     """
     alone = process.current("report()").size == 1
-    return {} if alone else exchange_registry().ask_each(Reducer.report)
-
-
-def stats() -> dict[str, dict[str, Any]]:
-    """Report the progress of training, for every exchange by name; names as in :func:`report`.
-
-    Returns:
-        Stats with the keys of PyTorch's ``optimizer.stats()``: iteration, iteration_s, exposed_s,
-        bytes, ratio_to_lower_bound, predicted_s, plan and phase. Empty on one rank, and before the
-        first step.
-
-    Example:
-        >>> import wfbp.jax as wfbp
-        >>> wfbp.init()
-        >>> wfbp.stats() if wfbp.size() == 1 else {}
-        {}
-    """
-    alone = process.current("stats()").size == 1
-    return {} if alone else exchange_registry().ask_each(Reducer.stats)
+    return {} if alone else exchange_registry().reports()

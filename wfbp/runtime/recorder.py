@@ -39,6 +39,7 @@ def make_report(tuner: Tuner, num_steps: int) -> dict[str, Any]:
     latest_s = measured_s or (predicted.iteration_s if predicted else None)
     return {
         "schedule": tuner.plan.schedule,
+        "plan": tuner.plan.summary,
         "phase": tuner.phase.value,
         "steps": num_steps,
         "num_groups": len(tuner.plan.groups),
@@ -58,38 +59,23 @@ def make_report(tuner: Tuner, num_steps: int) -> dict[str, Any]:
     }
 
 
-def make_stats(tuner: Tuner, num_steps: int) -> dict[str, Any]:
-    """Statistics in plain numbers; None if unknown."""
-    report = make_report(tuner, num_steps)
-    return {
-        "iteration": num_steps,
-        "iteration_s": report["measured_iteration_s"],
-        "exposed_s": report["exposed_s"],
-        "bytes": report["total_bytes"],
-        "ratio_to_lower_bound": report["ratio_to_lower_bound"],
-        "predicted_s": report["predicted_iteration_s"],
-        "plan": tuner.plan.summary,
-        "phase": tuner.phase.value,
-    }
-
-
-def log_summary(name: str, stats: dict[str, Any]) -> None:
-    """Stats in one line, for people."""
+def log_summary(name: str, report: dict[str, Any]) -> None:
+    """A report in one line, for people."""
 
     def milliseconds(key: str) -> str:
-        return "-" if stats[key] is None else f"{stats[key] * 1e3:.1f} ms"
+        return "-" if report[key] is None else f"{report[key] * 1e3:.1f} ms"
 
-    ratio = stats["ratio_to_lower_bound"]
+    ratio = report["ratio_to_lower_bound"]
     summary.info(
         "%s: step %d: %s, of which %s exposed communication; %.1f MB; T/LB %s; %s (%s)",
         name,
-        stats["iteration"],
-        milliseconds("iteration_s"),
+        report["steps"],
+        milliseconds("measured_iteration_s"),
         milliseconds("exposed_s"),
-        stats["bytes"] * 1e-6,
+        report["total_bytes"] * 1e-6,
         "-" if ratio is None else f"{ratio:.3f}",
-        stats["plan"],
-        stats["phase"],
+        report["plan"],
+        report["phase"],
     )
 
 

@@ -24,7 +24,7 @@ from wfbp.runtime.buffers import GroupBuffer, shard_range
 from wfbp.runtime.heap import give_back_freed_memory, keep_freed_memory
 from wfbp.runtime.lane import Lane
 from wfbp.runtime.progress.channel import ControlChannel
-from wfbp.runtime.recorder import Recorder, log_summary, make_report, make_stats
+from wfbp.runtime.recorder import Recorder, log_summary, make_report
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import (
     NOT_MEASURED,
@@ -487,7 +487,7 @@ class Reducer:
             tuner.after_step(measured.stamps)
         often = self._runtime.config.summary_steps
         if often and self._runtime.rank == 0 and self._steps % often == 0:
-            log_summary(self._name, self.stats())
+            log_summary(self._name, self.report())
 
     def _take_measured(self) -> Iterator[MeasuredStep]:
         """Take steps with readable times; during measurements, the same ones on every rank."""
@@ -739,10 +739,6 @@ class Reducer:
     def report(self) -> dict[str, Any]:
         """The installed plan and what it costs; see :func:`make_report`."""
         return make_report(self._tuner, self._steps)
-
-    def stats(self) -> dict[str, Any]:
-        """Training statistics for logs and monitors; see :func:`make_stats`."""
-        return make_stats(self._tuner, self._steps)
 
     def close(self) -> None:
         """Stop serving this reducer; collective only in that every rank stops using it."""

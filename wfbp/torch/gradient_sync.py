@@ -329,7 +329,6 @@ class OptimizerSync:
         self._key = next(_made)
         _in_use[self._key] = self
         self.report = reducer.report
-        self.stats = reducer.stats
 
     @property
     def open(self) -> bool:

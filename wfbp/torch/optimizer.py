@@ -513,10 +513,6 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
     def report(self) -> dict[str, Any]:
         return self._wfbp_sync.report() if self._wfbp_sync is not None else {}
 
-    @uncompiled
-    def stats(self) -> dict[str, Any]:
-        return self._wfbp_sync.stats() if self._wfbp_sync is not None else {}
-
     @property
     @uncompiled
     def _step_supports_amp_scaling(self) -> bool:

@@ -154,23 +154,19 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
 
     @abstractmethod
     def report(self) -> dict[str, Any]:
-        """The plan in use and what it costs; empty with one rank, and with ``op=Adasum``.
-
-        Keys: ``schedule``, ``phase``, ``steps``, ``num_groups``, ``num_tensors``,
-        ``total_bytes``, ``overlap``, ``kappa``, ``plan_digest``, and in seconds
-        ``predicted_iteration_s``, ``measured_iteration_s``, ``predicted_exposed_s``,
-        ``exposed_s``, ``lower_bound_s``; ``ratio_to_lower_bound`` is T/LB.
-        """
-
-    @abstractmethod
-    def stats(self) -> dict[str, Any]:
-        """How training goes, for logs and monitors; empty with one rank, and with ``op=Adasum``.
+        """The plan in use, and how training goes; empty with one rank, and with ``op=Adasum``.
 
         Returns:
-            ``iteration``: steps so far; ``iteration_s`` and ``exposed_s``: the median of the last
-            steps, and how much of it training waited for communication, in seconds; ``bytes`` of
-            gradients per step; ``ratio_to_lower_bound``: T/LB; ``predicted_s``; ``plan`` in words;
-            ``phase``. None where not yet known.
+            Plain values; None if not yet known.
+
+            * ``schedule``, ``plan`` (in words), ``plan_digest``, ``overlap`` (whether messages are
+              sent during backward), ``num_groups`` (messages), ``num_tensors``, ``total_bytes`` (in
+              messages, per step).
+            * ``phase``: ``warm-up``, ``profile``, ``trial`` or ``installed``; ``steps`` so far.
+            * In seconds: ``measured_iteration_s`` and ``exposed_s`` (waiting for communication),
+              medians of the last steps; ``predicted_iteration_s``, ``predicted_exposed_s``, and
+              ``lower_bound_s``, which no plan can beat.
+            * ``ratio_to_lower_bound``: T/LB; ``kappa``: interference of communication with compute.
         """
 
 

@@ -309,21 +309,17 @@ def test_half_precision_is_accumulated_in_float32() -> None:
 
 
 def test_the_report(caplog: pytest.LogCaptureFixture) -> None:
-    """And stats, and what rank 0 says at level info."""
+    """And what rank 0 says at level info."""
     caplog.set_level("INFO", logger="wfbp")
-    stats: list[dict[str, Any]] = []
 
     def body(runtime: Runtime) -> list[dict[str, Any]]:
         trainer = Trainer(runtime, make_specs([3, 4, 5]), schedule="oasr")
         reports = [trainer.engine.report()]
-        stats.append(trainer.engine.stats())
         for _ in range(30):
             trainer.zero()
             for k in (2, 1, 0):
                 trainer.accumulate(k, 1.0)
             trainer.synchronize()
-        if runtime.rank == 0:
-            stats.append(trainer.engine.stats())
         return [*reports, trainer.engine.report()]
 
     reports = all_well(run_ranks(2, body, replace(QUICK, summary_steps=10)))
@@ -343,15 +339,7 @@ def test_the_report(caplog: pytest.LogCaptureFixture) -> None:
         after["measured_iteration_s"] / after["lower_bound_s"]
     )
     assert after["plan_digest"] == reports[1][1]["plan_digest"]
-
-    assert (stats[0]["iteration"], stats[0]["iteration_s"]) == (0, None)
-    last = stats[-1]
-    assert last["iteration"] == 30
-    assert last["iteration_s"] == after["measured_iteration_s"]
-    assert last["exposed_s"] == after["exposed_s"]
-    assert last["bytes"] == 12 * 8
-    assert last["ratio_to_lower_bound"] == after["ratio_to_lower_bound"]
-    assert last["plan"].startswith("oasr, ")
+    assert after["plan"].startswith("oasr, ")
 
     said = [record.getMessage() for record in caplog.records]
     for line in ("measuring compute for", "measured compute of 3 tensors", "network: all_reduce"):

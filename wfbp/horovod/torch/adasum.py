@@ -181,10 +181,6 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
         """Empty: there is no plan."""
         return {}
 
-    def stats(self) -> dict[str, Any]:
-        """Empty: there is no plan."""
-        return {}
-
     @property
     def _parameter_names(self) -> dict[torch.Tensor, str]:
         """Names by which ranks match parameters; some programs for Horovod read this."""

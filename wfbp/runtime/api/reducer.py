@@ -28,7 +28,7 @@ class GradientReducer:
     Args:
         specs: the gradients, in forward order: a ``TensorSpec`` each, or a pair of name and
             array of that shape and element type. Equal on every rank.
-        schedule: ``auto``, ``oasr``, ``mgwfbp``, ``wfbp``, ``single`` or ``threshold``; by
+        schedule: ``auto``, ``oasr``, ``mgwfbp``, ``layerwise``, ``single`` or ``threshold``; by
             default ``WFBP_SCHEDULE``, or ``auto``.
         threshold_bytes: group size of ``threshold``.
         op: ``Average`` or ``Sum``.
@@ -132,12 +132,12 @@ class GradientReducer:
             ]
 
     def report(self) -> dict[str, Any]:
-        """The plan in use and what it costs; empty with one rank."""
-        return self._reducer.report() if self._reducer is not None else {}
+        """The plan in use, and how training goes; empty with one rank.
 
-    def stats(self) -> dict[str, Any]:
-        """Statistics for logs, with the keys of ``optimizer.stats()``; empty with one rank."""
-        return self._reducer.stats() if self._reducer is not None else {}
+        Keys and units are those of the report of a PyTorch optimizer
+        (:meth:`wfbp.torch.DistributedOptimizerBase.report`).
+        """
+        return self._reducer.report() if self._reducer is not None else {}
 
 
 def _spec(item: TensorSpec | tuple[str, Any]) -> TensorSpec:

@@ -122,10 +122,8 @@ def parameters_that_are_integers_are_left_alone() -> None:
             optimizer.zero_grad()
             square(model, wfbp.rank(), step)
             optimizer.step()
-        assert optimizer.report()["num_tensors"] == 4
-        stats = optimizer.stats()
-        assert stats["iteration"] == 6
-        assert stats["bytes"] == optimizer.report()["total_bytes"]
+        report = optimizer.report()
+        assert (report["num_tensors"], report["steps"]) == (4, 6)
 
 
 @check
