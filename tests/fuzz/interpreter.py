@@ -325,6 +325,8 @@ class Run:
 
     def _with_closure(self, step: Step) -> None:
         (k,) = step.optimizers
+        # Gradients of an earlier step are averaged first, and perhaps only some ranks have any.
+        self.optimizers[k].zero_grad()
 
         def closure() -> torch.Tensor:
             self.optimizers[k].zero_grad()
@@ -784,13 +786,12 @@ def _touch(how: str, params: list[torch.Tensor]) -> None:
             continue
         if how == "touch scale":
             p.grad.mul_(0.5)
-        elif how == "touch data":
-            p.grad.data.mul_(0.5)
+        elif how == "touch data":  # all elements, because only samples of them are compared
+            p.grad.data.add_(1.0)
         elif how == "touch replace":
             p.grad = p.grad * 0.5
-        elif how == "touch clamp":  # so that it changes something on every rank
-            limit = 0.5 * float(p.grad.data.abs().max()) if p.numel() else 1.0
-            p.grad.data.clamp_(-limit, limit) if limit else p.grad.data.fill_(1.0)
+        elif how == "touch clamp":
+            p.grad.clamp_(-0.01, 0.01)
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
