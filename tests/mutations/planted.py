@@ -33,8 +33,8 @@ def unit(*files: str) -> tuple[str, ...]:
 CORE = [
     Mutation(
         "runtime/tuning/trial.py",
-        "<= max(MARGIN, noise)",
-        "<= min(MARGIN, noise)",
+        "median(slower) > MARGIN",
+        "median(slower) > -MARGIN",
         unit("runtime/test_trial"),
     ),
     Mutation(

@@ -116,7 +116,7 @@ class Reducer:
             planned,
             options.decouples,
             runtime.size if options.sharded_update else 1,
-            tells=runtime.rank == 0,
+            is_logger=runtime.rank == 0,
             name=name,
             wire_dtype=options.wire_dtype,
             gathers_gradients=not options.sharded_update,

@@ -11,8 +11,9 @@ from wfbp.cli.inputs import EXAMPLE_TRACES
 from wfbp.core.bound import lower_bound_s
 from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.plan import Plan
-from wfbp.core.planners import dear_search, plan
-from wfbp.core.timeline import IterationForecast, backward_phase, timeline
+from wfbp.core.planners import plan
+from wfbp.core.planners.dear import ThresholdSearch, dear
+from wfbp.core.timeline import IterationForecast, backward_phase, iteration_s, timeline
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import Operation, TensorSpec
 from wfbp.sim.scaling import scale
@@ -82,6 +83,17 @@ def planned(name: str, trace: Trace, costs: Costs) -> Plan:
         "independent": {"tolerance": 0},
     }.get(name, {})
     return plan(name, trace, costs, **options)
+
+
+def dear_search(trace: Trace, costs: Costs, num_trials: int = 10) -> Plan:
+    """DeAR's search for a threshold (section IV-C), by predicted instead of measured iterations."""
+    search = ThresholdSearch()
+    plans: list[tuple[float, Plan]] = []
+    for _ in range(num_trials):
+        made = dear(trace, costs, threshold_bytes=search.ask())
+        plans.append((iteration_s(made, trace, costs), made))
+        search.tell(plans[-1][0])
+    return min(plans, key=lambda tried: tried[0])[1]
 
 
 def predicted(name: str, trace: Trace, costs: Costs) -> IterationForecast:

@@ -10,11 +10,12 @@ from itertools import pairwise
 
 import pytest
 
+from tests.benchmarks.validation.ratios import dear_search
 from tests.support import reference
 from tests.unit.core.test_planners import DECOUPLED, uniform
 from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.plan import Plan
-from wfbp.core.planners import dear_search, plan
+from wfbp.core.planners import plan
 from wfbp.core.planners.baselines import ipart
 from wfbp.core.planners.dear import ThresholdSearch
 from wfbp.core.planners.partition import plan_of_phases
@@ -145,14 +146,12 @@ def test_dear_search_beats_its_default_and_repeats_itself() -> None:
     specs = (TensorSpec(f"t{k}", (2**20,), "float32") for k in range(40))
     trace = Trace("even", tuple(TraceTensor(spec, 2e-3, 4e-3) for spec in specs))
     costs = Costs(LinearCost(1e-3, 1e-9))
-    found = dear_search(trace, costs, trials=8)
+    found = dear_search(trace, costs, 8)
     default = plan("dear", trace, costs)
     assert found.schedule == "dear"
     assert iteration_s(found, trace, costs) < 0.97 * iteration_s(default, trace, costs)
-    assert dear_search(trace, costs, trials=8) == found
-    assert dear_search(trace, costs, trials=1) == default
-    with pytest.raises(ValueError, match="trials: expected at least 1, found 0"):
-        dear_search(trace, costs, trials=0)
+    assert dear_search(trace, costs, 8) == found
+    assert dear_search(trace, costs, 1) == default
 
 
 def test_ipart_by_hand() -> None:

@@ -63,7 +63,7 @@ def test_small_models_are_worth_less_time(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_is_measured_is_told(caplog: pytest.LogCaptureFixture) -> None:
     known = Known()
-    known._tells = True
+    known._is_logger = True
     with caplog.at_level(logging.INFO, "wfbp"):
         known.ask(1 << 16, REDUCE, False, None)
     begun, told, ended = caplog.messages

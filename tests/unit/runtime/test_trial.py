@@ -117,7 +117,7 @@ def regret(seed: int, error: float) -> float:
 
 def test_noise_that_machines_have_seldom_decides() -> None:
     """Heavy tails, disturbed stretches and drift; forecasts that are wrong do little harm."""
-    for error, share in ((0.05, 0.88), (0.2, 0.88)):
+    for error, share in ((0.05, 0.96), (0.2, 0.95)):
         regrets = [regret(seed, error) for seed in range(200)]
         assert sum(r <= 1.03 for r in regrets) >= share * len(regrets)
-        assert max(regrets) < 1.25
+        assert max(regrets) < 1.12

@@ -68,7 +68,7 @@ class Job:
                 SPECS,
                 decouples,
                 num_updaters,
-                tells=rank == 0,
+                is_logger=rank == 0,
                 name="Adam",
                 gathers_gradients=gathers_gradients,
             )

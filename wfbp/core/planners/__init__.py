@@ -24,12 +24,12 @@ from wfbp.core.planners.baselines import (
     single,
     threshold,
 )
-from wfbp.core.planners.dear import ThresholdSearch, dear, dear_search
+from wfbp.core.planners.dear import ThresholdSearch, dear
 from wfbp.core.planners.exact import independent, oasr
 from wfbp.core.planners.hybrid import hybrid
 from wfbp.core.trace import Trace
 
-__all__ = ["AUTO", "PLANNERS", "SCHEDULES", "PlannerEntry", "check_schedule", "dear_search", "plan"]
+__all__ = ["AUTO", "PLANNERS", "SCHEDULES", "PlannerEntry", "check_schedule", "plan"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.planners.baselines import DEFAULT_BYTES, ends_by_size
 from wfbp.core.planners.partition import all_by, plan_of_phases
-from wfbp.core.timeline import iteration_s
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation
 
@@ -74,32 +73,3 @@ def dear(trace: Trace, costs: Costs, *, threshold_bytes: int = DEFAULT_BYTES) ->
     ends = ends_by_size(trace.backward_bytes, threshold_bytes)
     modes = all_by(Operation.REDUCE_SCATTER, len(trace.tensors))
     return plan_of_phases("dear", trace, modes, ends, ends)
-
-
-def dear_search(trace: Trace, costs: Costs, *, trials: int = 10) -> Plan:
-    """DeAR with the threshold of the shortest predicted iteration, by Bayesian optimisation.
-
-    Tries thresholds from 1 MiB to 256 MiB. The published search (Zhang et al., ICDCS 2023, section
-    IV-C) measures iterations; this one predicts them. Equal input gives equal plans.
-
-    Args:
-        trace: sizes and compute times of one step.
-        costs: of reduce-scatter and all-gather, and kappa.
-        trials: thresholds to try, at least 1; the first is the default of ``dear``.
-
-    Returns:
-        The best plan tried, of schedule ``dear``.
-
-    Raises:
-        ValueError: ``trials`` is under 1.
-        ImportError: the ``search`` extra is not installed.
-    """
-    if not trials >= 1:
-        raise ValueError(f"trials: expected at least 1, found {trials!r}")
-    search = ThresholdSearch()
-    plans: list[tuple[float, Plan]] = []
-    for _ in range(trials):
-        made = dear(trace, costs, threshold_bytes=search.ask())
-        plans.append((iteration_s(made, trace, costs), made))
-        search.tell(plans[-1][0])
-    return min(plans, key=lambda candidate: candidate[0])[1]

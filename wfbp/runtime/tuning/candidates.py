@@ -49,8 +49,7 @@ def auto_candidates(
     trace: Trace, costs: Costs, threshold_bytes: int, decouples: bool
 ) -> list[Plan]:
     """The plans worth a trial: the simplest first, then those with the best predictions."""
-    names = _names(decouples)
-    plans = [make(name, trace, costs, threshold_bytes) for name in names]
+    plans = [make(name, trace, costs, threshold_bytes) for name in _names(decouples)]
     # Communication may slow backward down by more than it hides there; only a trial can tell.
     after_s = [0.0] * (len(trace.tensors) - 1) + [trace.backward_s]
     rows = tuple(replace(t, backward_s=s) for t, s in zip(trace.tensors, after_s, strict=True))
@@ -107,35 +106,29 @@ def distinct(plans: Iterable[Plan]) -> list[Plan]:
     return list(kept.values())
 
 
-def encode_groups(plans: Sequence[Plan]) -> list[dict[str, Any]]:
-    """Plans as plain data, without the tensors, which all ranks know."""
-    documents = [plan.to_json() for plan in plans]
-    return [{key: d[key] for key in d if key != "tensors"} for d in documents]
-
-
-def decode_groups(documents: Sequence[dict[str, Any]], trace: Trace) -> list[Plan]:
-    """The plans that :func:`encode_groups` wrote, for a trace's tensors."""
+def encode(plans: Sequence[Plan]) -> list[Any]:
+    """Plans as JSON's types, without the tensors, which all ranks know."""
     return [
-        Plan(
-            d["schedule"],
-            trace.specs,
-            tuple(
-                Group(tuple(g["tensors"]), Operation(g["operation"]), Phase(g["phase"]))
-                for g in d["groups"]
-            ),
-            d["overlap"],
-        )
-        for d in documents
+        [p.schedule, p.overlap, [[g.tensors, g.operation.value, g.phase.value] for g in p.groups]]
+        for p in plans
     ]
 
 
+def decode(documents: Sequence[Any], trace: Trace) -> list[Plan]:
+    """The plans that :func:`encode` wrote, for a trace's tensors."""
+    plans = []
+    for schedule, overlap, groups in documents:
+        made = (Group(tuple(t), Operation(name), Phase(half)) for t, name, half in groups)
+        plans.append(Plan(schedule, trace.specs, tuple(made), overlap))
+    return plans
+
+
 def with_packing(costs: Costs, packing_s_per_byte: float) -> Costs:
-    """Costs that include packing each group before it is sent."""
-
-    def packed(curve: PiecewiseCost) -> PiecewiseCost:
-        return PiecewiseCost(tuple((n, s + n * packing_s_per_byte) for n, s in curve.points))
-
-    curves = [costs.all_reduce, costs.reduce_scatter, costs.all_gather]
-    made = [packed(curve) if isinstance(curve, PiecewiseCost) else curve for curve in curves]
-    assert made[0] is not None
-    return Costs(made[0], made[1], made[2], costs.kappa)
+    """Measured costs that include packing each group before it is sent."""
+    curves: dict[str, Any] = {}
+    for operation in Operation:
+        curve = getattr(costs, operation.value)
+        if isinstance(curve, PiecewiseCost):
+            points = ((size, s + size * packing_s_per_byte) for size, s in curve.points)
+            curves[operation.value] = PiecewiseCost(tuple(points))
+    return replace(costs, **curves)

@@ -39,15 +39,15 @@ class NetworkCosts:
     """
 
     def __init__(
-        self, budget_s: float, check: Callable[[str, float], None], tells: bool = False
+        self, budget_s: float, check: Callable[[str, float], None], is_logger: bool = False
     ) -> None:
-        self._tells = tells
+        self._is_logger = is_logger
         self._budget_s = budget_s
         self._check = check
         self._curves: dict[str, dict[Operation, tuple[int, PiecewiseCost]]] = {}
 
-    def _tell(self, message: str, *values: object) -> None:
-        if self._tells:
+    def _log(self, message: str, *values: object) -> None:
+        if self._is_logger:
             log.info(f"network: {message}", *values)
 
     def measure(
@@ -77,7 +77,7 @@ class NetworkCosts:
                 max_bytes = min(max_bytes, _bound(device, call))
             budget_s = min(self._budget_s / len(missing), _LEAST_S + max_bytes / _BYTES_PER_S)
             begin_s = time.perf_counter()
-            self._tell(
+            self._log(
                 "measuring what messages of up to %s bytes cost, for at most %.1f s",
                 f"{max_bytes:,}",
                 budget_s * len(missing),
@@ -87,7 +87,7 @@ class NetworkCosts:
                 curves[operation] = asked_bytes, curve
             if device is not None:
                 device.device.trim()
-            self._tell("measured in %.1f s", time.perf_counter() - begin_s)
+            self._log("measured in %.1f s", time.perf_counter() - begin_s)
         known: dict[str, Any] = {operation.value: c for operation, (_, c) in curves.items()}
         return Costs(**known)
 
@@ -118,7 +118,7 @@ class NetworkCosts:
 
         points = call(measure, label)
         (least, first_s), (most, last_s) = points[0], points[-1]
-        self._tell(
+        self._log(
             "%s: %d bytes in %.1f us, %s bytes in %.2f ms (%.2f GB/s)",
             operation.value,
             least,

@@ -24,9 +24,9 @@ from wfbp.core.trace import Trace
 from wfbp.core.types import Operation, TensorSpec
 from wfbp.runtime.tuning.candidates import (
     auto_candidates,
-    decode_groups,
+    decode,
     distinct,
-    encode_groups,
+    encode,
     first_plan,
     further_candidates,
     held,
@@ -69,7 +69,7 @@ class Tuner:
         decouples: bool = False,  # whether the caller can use decoupling schedules
         num_updaters: int = 1,  # ranks that share the update of a decoupled tensor
         *,
-        tells: bool = False,  # whether this rank logs; one does
+        is_logger: bool = False,  # one rank is
         name: str = "optimizer",
         wire_dtype: str = "",  # the type that wider gradients are reduced in
         gathers_gradients: bool = False,  # all-gathers carry gradients, in that type too
@@ -78,7 +78,7 @@ class Tuner:
         self._config = config
         self._schedule = schedule
         self._threshold_bytes = threshold_bytes
-        self._tells = tells
+        self._is_logger = is_logger
         self._name = name
         self._wire_dtype = wire_dtype
         self._gathers_gradients = gathers_gradients
@@ -186,7 +186,7 @@ class Tuner:
         elif self.phase is TuningPhase.TRIAL:
             self._run_round(share(lambda: self._conclude_round([m["times_s"] for m in messages])))
         elif any(m.get("wants_round") for m in messages):
-            self._tell(
+            self._log(
                 "the iteration time has changed for long, to %.1f ms: measuring and planning anew",
                 (self.measured_s or 0.0) * 1e3,
             )
@@ -196,7 +196,7 @@ class Tuner:
 
     def _profile(self) -> None:
         num_steps = self._config.profile_steps
-        self._tell("measuring compute for %d steps, by %s", num_steps, self.plan.summary)
+        self._log("measuring compute for %d steps, by %s", num_steps, self.plan.summary)
         self._enter(TuningPhase.PROFILE, held(self.plan), num_steps)
 
     def _plan_anew(
@@ -216,7 +216,7 @@ class Tuner:
             trace = trace.updated_when_read(update_s)
         self.trace = trace
         nbytes = max(1, self.plan.total_bytes)
-        self._tell(
+        self._log(
             "measured compute of %d tensors, %.1f MB: forward %.1f ms, backward %.1f, other %.1f",
             len(trace.tensors),
             nbytes * 1e-6,
@@ -249,8 +249,8 @@ class Tuner:
         if is_trial:
             max_steps = _TRIAL_STEPS * self._config.trial_steps
             self._trial = Trial(plans, self._steps_per_round, max_steps)
-            self._tell("trial of %d plans, of at most %d steps", len(plans), max_steps)
-        return self._answer(plans, is_trial)
+            self._log("trial of %d plans, of at most %d steps", len(plans), max_steps)
+        return {"plans": encode(plans), "trial": is_trial, "kappa": self._kappa, "measured_s": {}}
 
     def _conclude_round(self, ranks: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
         """The plans to run after a round, given each rank's times; on rank 0."""
@@ -258,11 +258,9 @@ class Tuner:
         by_plan = zip(*ranks, strict=True)  # a step takes as long as on the slowest rank
         trial.add_round([[max(times) for times in zip(*each, strict=True)] for each in by_plan])
         measured_s = trial.measured_s
-        tried = sorted(
-            (plan for plan in trial.tried if plan.digest in measured_s),
-            key=lambda plan: measured_s[plan.digest],
-        )
-        self._tell(
+        tried = [plan for plan in trial.tried if plan.digest in measured_s]
+        tried.sort(key=lambda plan: measured_s[plan.digest])
+        self._log(
             "trial, round %d: %s",
             trial.num_rounds,
             "; ".join(f"{p.summary} {measured_s[p.digest] * 1e3:.1f} ms" for p in tried),
@@ -281,8 +279,12 @@ class Tuner:
         elif trial.num_rounds == 1 and self._schedule == AUTO:
             newcomers = further_candidates(tried, trace, costs, self._decouples)
         goes_on = trial.narrow(forecasts_s, newcomers)
-        plans = trial.plans if goes_on else [trial.winner(forecasts_s)]
-        return self._answer(plans, goes_on, costs.kappa, measured_s)
+        return {
+            "plans": encode(trial.plans if goes_on else [trial.winner(forecasts_s)]),
+            "trial": goes_on,
+            "kappa": costs.kappa,
+            "measured_s": measured_s,
+        }
 
     def _searched(self, search: ThresholdSearch, trial: Trial) -> Plan:
         """The plan of the next threshold to try; an already tried one when the search is over."""
@@ -295,24 +297,10 @@ class Tuner:
             plan = make(self._schedule, trace, costs, search.ask())
         return plan
 
-    def _answer(
-        self,
-        plans: Sequence[Plan],
-        is_trial: bool,
-        kappa: float | None = None,
-        measured_s: dict[str, float] | None = None,
-    ) -> dict[str, Any]:
-        return {
-            "plans": encode_groups(plans),
-            "trial": is_trial,
-            "kappa": self._kappa if kappa is None else kappa,
-            "measured_s": measured_s or {},
-        }
-
     def _run_round(self, answer: dict[str, Any]) -> None:
         """Run the plans that rank 0 chose for a round, or install the final one."""
         trace, costs = self._measured
-        plans = decode_groups(answer["plans"], trace)
+        plans = decode(answer["plans"], trace)
         self._kappa = answer["kappa"]
         self.costs = replace(costs, kappa=self._kappa)
         self._trial_s = answer["measured_s"]
@@ -324,7 +312,7 @@ class Tuner:
         self._incumbent = None
         self._enter(TuningPhase.INSTALLED, plans[0], _WINDOW_STEPS)
         assert self.predicted is not None
-        self._tell(
+        self._log(
             "installed %s: predicted %.1f ms, T/LB %.3f%s",
             self.plan.summary,
             self.predicted.iteration_s * 1e3,
@@ -392,6 +380,6 @@ class Tuner:
             return None
         return median(s.done_s - s.closed_s + s.waited_s for s in self._steps)
 
-    def _tell(self, message: str, *values: object) -> None:
-        if self._tells:
+    def _log(self, message: str, *values: object) -> None:
+        if self._is_logger:
             log.info(f"%s: {message}", self._name, *values)
