@@ -95,7 +95,7 @@ def check(app: Sphinx, env: BuildEnvironment) -> None:
         if not has_docstring(value):
             logger.warning("%s is public and has no docstring", name)
         elif name not in listed and not (_of_class(value) and id(value) in classes):
-            logger.warning("%s is public and missing in the reference (docs/api)", name)
+            logger.warning("%s is public and missing in the reference (docs/reference/api)", name)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

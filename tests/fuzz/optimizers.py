@@ -247,7 +247,7 @@ class Kind:
 
     Args:
         make: from parameter groups.
-        nature: ``elementwise``, ``tensor`` or ``coupled``: what docs/decoupled.md says or ought to.
+        nature: ``elementwise``, ``tensor`` or ``coupled``: what decoupling.md says or ought to.
         closure: whether it needs one.
         matrices: whether it takes matrices only.
         rough: whether rounding is amplified: a relative tolerance, or 0.

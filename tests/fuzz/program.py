@@ -87,7 +87,7 @@ class Step:
     max_norm: float = 0.1
     norm_type: float = 2.0
     scaler: str = ""
-    """``plain``, ``unscale``, ``clip`` or ``own clip``: the ways that docs/usage.md shows."""
+    """``plain``, ``unscale``, ``clip`` or ``own clip``: the ways that docs/how-to/clip.md shows."""
     infinite_on: int = -1
     read: str = ""
     """How the program reads its own gradients before the step; see ``interpreter``."""

@@ -93,7 +93,7 @@ def test_pages_fit(width: int, site: Path, tmp_path: Path) -> None:
     assert told.keys() == pages.keys()
     assert told["index.md"]["title"] == "wfbp"
     assert told["index.md"]["pictures"] == 2
-    assert told["concepts.md"]["pictures"] == 5
+    assert told["explanation/concepts.md"]["pictures"] == 5
     for name, measured in told.items():
         assert measured["hidden"] == 0, f"{name} is wider than {width} pixels"
         assert measured["drawn"] == measured["pictures"], f"{name} lacks pictures"

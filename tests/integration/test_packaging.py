@@ -106,7 +106,7 @@ URLS = """
 Repository = "https://host.example/wfbp"
 Changelog = "https://host.example/wfbp/blob/main/CHANGELOG.md"
 """
-"""As they will be given before the first release (docs/releasing.md)."""
+"""As they will be given before the first release (docs/contributing/releasing.md)."""
 
 
 def test_sdist_and_wheel(source: Path, empty: Path, tmp_path: Path, quick: dict[str, str]) -> None:

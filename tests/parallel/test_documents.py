@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.parallel, pytest.mark.slow, pytest.mark.timeout(260)]
 NAMES = [snippet.name for snippet in snippets()]
 
 
-TUTORIALS = ("tutorials/jax.md", "tutorials/numpy.md")
+TUTORIALS = ("tutorials/jax.md", "tutorials/arrays.md")
 
 
 def printed(name: str, mpi: str = "mpich") -> str:
@@ -36,7 +36,10 @@ def test_runs(name: str) -> None:
     printed(name)
 
 
-@pytest.mark.parametrize("name", ["README.md:1", "quickstart.md", "coming-from-ddp.md"])
+PROGRAMS = ("README.md:1", "tutorials/quickstart.md", "how-to/move-from-ddp.md")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_the_loss_falls(name: str) -> None:
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed(name))]
     assert len(losses) == 4

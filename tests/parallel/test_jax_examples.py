@@ -15,7 +15,7 @@ pytest.importorskip("sklearn")
 pytestmark = [pytest.mark.parallel, pytest.mark.slow, pytest.mark.timeout(520)]
 
 MLP = "jax_mlp.py"
-DOCUMENT = "jax.md"
+DOCUMENT = "how-to/jax.md"
 MODELS = {
     "equinox": "jax_equinox.py --steps 100",
     "flax.linen": "jax_flax_linen.py --steps 100",

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 
-PROGRAMS = ("quickstart.md", "coming-from-ddp.md", "tutorials/")
+PROGRAMS = ("how-to/move-from-ddp.md", "tutorials/")
 """Pages whose blocks of Python are one program, in their order."""
 
 

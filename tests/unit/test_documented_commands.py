@@ -120,7 +120,6 @@ def check(words: list[str]) -> None:
 @pytest.mark.parametrize(("page", "line"), CASES)
 def test_a_command(page: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    line = re.sub(r"[\[\]](?=-| |$)|(?<= )\[", "", line) if page == "docs/cli.md" else line
     for part in re.split(r" && |; ", line):
         if not re.match(r"[A-Z]=", part):
             check(shlex.split(part))

@@ -57,6 +57,6 @@ def test_undocumented_and_missing_names_are_warnings(monkeypatch: pytest.MonkeyP
     public_names.check(None, env)  # type: ignore[arg-type]
     assert told == [
         f"{place}.Class.untold is public and has no docstring",
-        f"{place}.documented is public and missing in the reference (docs/api)",
+        f"{place}.documented is public and missing in the reference (docs/reference/api)",
         f"{place}.undocumented is public and has no docstring",
     ]

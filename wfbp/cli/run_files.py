@@ -1,4 +1,4 @@
-"""Reads recorded runs: the ``wfbp-run/1`` documents of a directory (docs/cli.md has the format)."""
+"""Reads recorded runs: the ``wfbp-run/1`` documents of a directory (format: files.md)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """``python -m tests.benchmarks validation``: the model against published measurements and claims.
 
-Prints every table of docs/validation.md. ``--update FILE`` puts them into that page instead, each
+Prints every table of validation.md. ``--update FILE`` puts them into that page instead, each
 between its marks ``<!-- table NAME -->`` and ``<!-- end NAME -->``; the text around them is kept.
 """
 

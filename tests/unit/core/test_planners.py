@@ -201,7 +201,7 @@ def ratios(name: str, schedule: str) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "schedule", "low", "high"),
     [
-        # Largest ratio expected over these models; docs/planning.md has the whole table.
+        # Largest ratio expected over these models; planning.md has the whole table.
         ("10GbE-16", "layerwise", 3.0, 3.2),
         ("10GbE-16", "single", 1.5, 1.7),
         ("10GbE-16", "mgwfbp", 1.02, 1.06),

@@ -70,7 +70,7 @@ def test_equals_brute_force_under_interference_for_curves(num_tensors: int) -> N
         costs = Costs(reference.random_cost(rng, False), kappa=0.01 + rng.random() * 2)
         found, needed = check_against_all_partitions(trace, costs, fewest_is_exact=False)
         more += found > needed
-    assert more == 0  # oasr's docstring does not promise it; docs/planning.md tells of it
+    assert more == 0  # oasr's docstring does not promise it; planning.md tells of it
 
 
 @settings(max_examples=300)

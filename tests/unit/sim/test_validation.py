@@ -1,4 +1,4 @@
-"""The model against published measurements and figures. docs/validation.md tells what they mean."""
+"""The model against published measurements and figures. validation.md tells what they mean."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from wfbp.cli.inputs import EXAMPLE_TRACES
 from wfbp.core.cost import Costs
 from wfbp.core.trace import Trace
 
-PAGE = Path(__file__).parents[3] / "docs" / "validation.md"
+PAGE = Path(__file__).parents[3] / "docs" / "explanation" / "validation.md"
 NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*")
 
 

@@ -17,7 +17,7 @@ def oasr(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> Plan:
     """All-reduce in backward: the fewest groups within relative ``tolerance`` of the optimum.
 
     Exact over partitions into runs of consecutive gradients, with interference too
-    (docs/planning.md). Limits: for a measured curve with kappa > 0, only the cheapest partition of
+    (planning.md). Limits: for a measured curve with kappa > 0, only the cheapest partition of
     each number of groups is considered. A run of several element types is planned as a whole; its
     messages may be sent earlier, never later. Source: our exact formulation of Song et al.,
     "OASR-WFBP", JPDC 2025.
@@ -37,7 +37,7 @@ def independent(trace: Trace, costs: Costs, *, tolerance: float = TOLERANCE) -> 
 
     Shards are stored tensor by tensor, so the phases are two independent problems. Each takes the
     fewest groups within half of the relative ``tolerance``. Source: the decoupling is DeAR's (Zhang
-    et al., ICDCS 2023); the separate exact partitions are ours (docs/planning.md).
+    et al., ICDCS 2023); the separate exact partitions are ours (docs/explanation/planning.md).
     """
     check_tolerance(tolerance)
     lag = costs.kappa / (1.0 + costs.kappa)

@@ -137,7 +137,7 @@ def shared_modes(trace: Trace, costs: Costs) -> Modes:
     """Modes of the best plan whose all-gathers have the same groups as its reduce-scatters.
 
     The state (f, g) after gradient j: when backward's channel is free, and when the all-gathers end
-    in mirrored forward (``Rows.forward``). Dominated states are dropped (docs/planning.md). Exact
+    in mirrored forward (``Rows.forward``). Dominated states are dropped (planning.md). Exact
     without interference, up to ``MAX_BORDERS`` and ``MAX_STATES``.
     """
     return _SharedSearch(trace, costs).modes()
@@ -261,7 +261,7 @@ def hybrid(
     tolerance: float = TOLERANCE,
     rivals: Mapping[Callable[..., Plan], bool] = MappingProxyType({}),
 ) -> Plan:
-    """The best of all-reduce alone, decoupling alone, and two mixtures (docs/planning.md).
+    """The best of all-reduce alone, decoupling alone, and two mixtures (planning.md).
 
     Decoupling moves half of the bytes into forward, which pays if forward hides them and backward
     cannot. :func:`best_split` and :func:`shared_modes` choose modes; then both phases are cut

@@ -98,7 +98,7 @@ class Rows:
         return Row(self._ready_s, self._sizes, self._dtypes, segments, self._ready_s[-1])
 
     def forward(self, scattered: Sequence[int]) -> Row:
-        """The all-gathers of the next forward in reversed time (docs/planning.md).
+        """The all-gathers of the next forward in reversed time (docs/explanation/planning.md).
 
         ``scattered`` are increasing positions in backward order, from 0.
         """

@@ -16,7 +16,7 @@ from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import Operation, Phase, TensorSpec
 
 MAX_EXACT = 192
-"""Slow planners merge neighbours in models of more tensors; costs: docs/benchmarks/plan.md."""
+"""Slow planners merge neighbours in models of more tensors; costs: planning-time.md."""
 _HOPELESS = 2.0
 """Plans predicted longer than the best by this factor are not tried, except the simplest."""
 _MAX_CANDIDATES = 12
