@@ -1,4 +1,4 @@
-"""What ``pyproject.toml`` says about the project."""
+"""Name, version and address of the project, from ``pyproject.toml``."""
 
 from __future__ import annotations
 
@@ -14,4 +14,4 @@ _project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 release: str = _project["version"]
 repository_url: str = _project.get("urls", {}).get("Repository", "")
-"""Where the sources can be read; empty as long as they have no address."""
+"""Address of the sources; empty until there is one."""

@@ -1,7 +1,6 @@
 """Lets pages link to files of the checkout, as ``../examples/torch_gpt.py``.
 
-On the site such a link leads to the repository. As long as that has no address, the file's path
-stands in its place. A file that does not exist is a warning.
+On the site such a link leads to the repository. Without an address, the file's path replaces it. A file that does not exist is a warning.
 """
 
 from __future__ import annotations
