@@ -1,6 +1,7 @@
 """Lets pages link to files of the checkout, as ``../examples/torch_gpt.py``.
 
-On the site such a link leads to the repository. Without an address, the file's path replaces it. A file that does not exist is a warning.
+On the site such a link leads to the repository. Without an address, the file's path replaces it. A
+file that does not exist is a warning.
 """
 
 from __future__ import annotations
