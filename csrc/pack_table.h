@@ -132,7 +132,7 @@ class PackTable {
   std::vector<std::int64_t> pointers;  // its storage never moves: Python sees it as an array
 
  private:
-  // Tables from this size on bypass the caches (measured in docs/benchmarks/packing.md).
+  // Tables from this size on bypass the caches (measured in docs/contributing/packing.md).
   static constexpr std::int64_t kStreamFrom = std::int64_t{32} << 20;
   static constexpr std::size_t kStreamPiece = std::size_t{64} << 10;
 

@@ -1,7 +1,7 @@
 """Keeps freed gradients in the process, and returns memory that a change of plans frees.
 
 Otherwise the C library returns every step's gradients to the system, and the next step pays for
-page faults (docs/benchmarks/training.md). Memory freed for good must be returned explicitly.
+page faults. Memory freed for good must be returned explicitly.
 """
 
 from __future__ import annotations
