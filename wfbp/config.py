@@ -43,8 +43,6 @@ class Config:
         exchange_alone: whether a single rank's PyTorch optimizers exchange gradients with itself,
             to show the cost.
         nvtx: whether to mark work on GPUs with NVTX ranges for profilers.
-        device_operations: whether operations on GPU tensors, such as ``allreduce``, use NCCL if
-            possible; else the host's memory.
 
     Example:
         >>> Config.from_environment({"WFBP_SCHEDULE": "oasr"}).schedule
@@ -71,7 +69,6 @@ class Config:
     timeline_steps: tuple[int, int] = (0, 2**62)
     exchange_alone: bool = False
     nvtx: bool = False
-    device_operations: bool = True
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():

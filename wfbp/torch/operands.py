@@ -14,20 +14,18 @@ from typing import Any
 import torch
 
 from wfbp.comm.backend import Buffer, word_dtype
-from wfbp.comm.device.device import Device
-from wfbp.comm.device.operations import Placed
 from wfbp.core.types import Op
 from wfbp.runtime import process
 from wfbp.runtime.collectives import api, operands
-from wfbp.runtime.collectives.coordinator import Kind, Request
+from wfbp.runtime.collectives.coordinator import Kind
 from wfbp.runtime.collectives.forms import FORMS, Form
 from wfbp.runtime.collectives.named_lane import Outcome
 from wfbp.runtime.collectives.operands import Operand, chosen_op
-from wfbp.runtime.collectives.operations import Collectives, Operation
+from wfbp.runtime.collectives.operations import Operation
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.torch.compression import Compression, Compressor
 from wfbp.torch.tensors import NAMES as TENSOR_NAMES
-from wfbp.torch.tensors import check, note_use, on_host, raw, usable_device
+from wfbp.torch.tensors import check, on_host, raw
 
 NAMES = {**TENSOR_NAMES, torch.int8: "int8", torch.int16: "int16", torch.bool: "bool"}
 """The element types that can travel, and their names below."""
@@ -49,12 +47,11 @@ class Tensor(Operand[torch.Tensor]):
         check(label, tensor, NAMES)
         self.dtype = NAMES[tensor.dtype]
         self.shape = tuple(tensor.shape)
-        self.device = _device_kind(tensor)
+        self.device = "cpu" if tensor.device.type == "cpu" else "gpu"
         self.differentiable = like is not None and like.requires_grad and torch.is_grad_enabled()
         self._tensor = tensor
         self._in_place = in_place
         self._private = tensor  # where the operation works
-        self._placed = False
 
     def data(self) -> Buffer:
         detached = self._tensor.detach()
@@ -67,31 +64,8 @@ class Tensor(Operand[torch.Tensor]):
             self._private = detached.cpu().contiguous()
         return raw(self._private).view(word_dtype(self.dtype))
 
-    def place(self) -> Device | None:
-        return usable_device(self._tensor)
-
-    def enqueue(self, device: Device, factor: float) -> Placed:
-        private = self._tensor.detach()
-        if self._in_place:
-            note_change(self._tensor)
-        if not (self._in_place and private.is_contiguous() and factor == 1.0):
-            private = private.clone(memory_format=torch.contiguous_format)
-        if factor != 1.0:
-            private.mul_(factor)
-        self._private, self._placed = private, True
-        memory = device.borrow(private.data_ptr(), private.nbytes, private)
-        return Placed(device, memory, device.record(device.current_stream()), private)
-
-    def whole(self, outcome: Outcome, factor: float) -> torch.Tensor:
+    def whole(self, outcome: Outcome) -> torch.Tensor:
         tensor, private = self._tensor, self._private
-        if outcome.arrival is not None:
-            outcome.arrival.await_here()
-            note_use(private)
-            if factor != 1.0:
-                private.mul_(factor)
-        elif self._placed:
-            with torch.no_grad():
-                private.copy_(self._from_host(outcome.data, self.shape))
         if not self._in_place:
             return private.to(tensor.device)
         note_change(tensor)  # once more: what was saved for backward meanwhile is wrong, too
@@ -100,41 +74,19 @@ class Tensor(Operand[torch.Tensor]):
                 tensor.copy_(private)
         return tensor
 
-    def rows(self, outcome: Outcome, count: int, factor: float) -> torch.Tensor:
-        tensor, shape = self._tensor, (count, *self.shape[1:])
-        if outcome.arrival is None:
-            return self._from_host(outcome.data, shape).to(tensor.device)
-        result = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-        device = outcome.arrival.device
-        outcome.arrival.copy_to(device.borrow(result.data_ptr(), result.nbytes, result))
-        note_use(self._private)
-        return result.mul_(factor) if factor != 1.0 else result
+    def rows(self, outcome: Outcome, count: int) -> torch.Tensor:
+        elements = torch.from_numpy(outcome.data.view(word_dtype(self.dtype)))
+        rows = elements.view(self._tensor.dtype).view(count, *self.shape[1:])
+        return rows.to(self._tensor.device)
 
     def counts(self, rows: tuple[int, ...]) -> torch.Tensor:
         return torch.tensor(rows, dtype=torch.int32)
-
-    def _from_host(self, data: Buffer, shape: Sequence[int]) -> torch.Tensor:
-        elements = torch.from_numpy(data.view(word_dtype(self.dtype)))
-        return elements.view(self._tensor.dtype).view(*shape)
 
 
 def note_change(tensor: torch.Tensor) -> None:
     """Let backward raise if it needs a tensor's values from before an operation overwrote them."""
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
-
-
-def _device_kind(tensor: torch.Tensor) -> str:
-    return "cpu" if tensor.device.type == "cpu" else "gpu"
-
-
-def goes_by_device(operations: Collectives, tensor: torch.Tensor) -> bool:
-    """Whether a broadcast of a tensor of any type among all ranks could go by its device, as far
-    as this rank knows."""
-    if tensor.dtype not in NAMES:
-        return False
-    request = Request(Kind.BROADCAST, "", NAMES[tensor.dtype], device=_device_kind(tensor))
-    return operations.device_for(0, request, lambda: usable_device(tensor)) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.consistency import check_root, sharing_argument_errors
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch import operands, tensors
-from wfbp.torch.collectives import broadcast_async_
 
 
 @signals.deferring
@@ -61,36 +60,24 @@ def share(
 
 def _broadcast_tensors(runtime: Runtime, parameters: Any, find_root: Callable[[], int]) -> None:
     """As :func:`broadcast_parameters`; an error of ``find_root`` is sent to the other ranks."""
-    rows, placed = [], []
+    rows = []
     with sharing_argument_errors(runtime, MANY):
         named_tensors = _tensors_of(parameters)
         root = find_root()
         check_root(runtime, root)
-        for place, (name, tensor) in enumerate(named_tensors.items()):
+        for name, tensor in named_tensors.items():
             tensors.check_place(name, tensor)
             rows.append((name, str(tensor.dtype), tuple(tensor.shape)))
-            if runtime.collectives is not None and operands.goes_by_device(
-                runtime.collectives, tensor
-            ):
-                placed.append(place)
-    by_device = compare_many(runtime, rows, root, placed)
+    compare_many(runtime, rows, root)
     if runtime.size == 1:
         return
-    under_way = [
-        broadcast_async_(tensor, root, f"{MANY}: {name}")
-        for place, (name, tensor) in enumerate(named_tensors.items())
-        if place in by_device
-    ]
     with torch.no_grad():
-        for place, (name, tensor) in enumerate(named_tensors.items()):
-            if place not in by_device:
-                whole = tensors.on_host(tensor)
-                operands.note_change(tensor)
-                broadcast_one(runtime, name, tensors.raw(whole), root)
-                if runtime.rank != root and whole.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(whole)
-    for handle in under_way:
-        api.synchronize(handle)
+        for name, tensor in named_tensors.items():
+            whole = tensors.on_host(tensor)
+            operands.note_change(tensor)
+            broadcast_one(runtime, name, tensors.raw(whole), root)
+            if runtime.rank != root and whole.data_ptr() != tensor.data_ptr():
+                tensor.copy_(whole)
 
 
 def _tensors_of(parameters: Any) -> dict[str, torch.Tensor]:

@@ -11,7 +11,6 @@ import torch
 
 from wfbp.comm.backend import Buffer, storage_dtype
 from wfbp.comm.device.device import Device
-from wfbp.comm.device.operations import log_detour
 from wfbp.core.types import TensorSpec
 from wfbp.cuda.cupy_device import check_local_rank
 from wfbp.runtime import process
@@ -197,29 +196,6 @@ def cuda_device(index: int) -> Device:
         raise ImportError(
             f"{error}. This PyTorch is built for CUDA {version}: take cuda{version.split('.')[0]}"
         ) from error
-
-
-def usable_device(tensor: torch.Tensor) -> Device | None:
-    """The device on which a tensor lies, where the runtime can use it; None for the host."""
-    if tensor.device.type != "cuda":
-        return None
-    return _cuda_device_if_any(tensor.device.index or 0)
-
-
-@functools.cache
-def _cuda_device_if_any(index: int) -> Device | None:
-    try:
-        return cuda_device(index)
-    except ImportError as error:  # PyTorch copies to the host
-        if not (process.is_initialized() and process.local_rank()):
-            log_detour(f"cuda:{index}", str(error))
-        return None
-
-
-def note_use(tensor: torch.Tensor) -> None:
-    """Its memory, made on another stream perhaps, is used on the current one from here on."""
-    if tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def set_local_device() -> torch.device:

@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,11 +17,10 @@ from tests.support.fake_nccl import FakeNccl
 from tests.support.local import LocalWorld
 from tests.support.software_device import SoftwareDevice
 from wfbp.comm.backend import Buffer
-from wfbp.comm.device import connection, nccl
+from wfbp.comm.device import nccl
 from wfbp.comm.device.backend import Blocks, DeviceBackend
-from wfbp.comm.device.connection import connect, why_no_nccl
+from wfbp.comm.device.links import connect, why_no_nccl
 from wfbp.comm.device.nccl import NcclBackend
-from wfbp.comm.device.nccl_library import loaded_libraries
 from wfbp.comm.device.staged import StagedBackend
 from wfbp.comm.waiting import wait
 from wfbp.core.types import ELEMENTWISE_OPS, ITEM_BYTES, Op
@@ -359,41 +357,6 @@ def test_the_probe_reads_the_devices_clock() -> None:
     assert begun.wait(60.0)
     device.seconds = lambda start, end: 0.25 if end is events[0] and start.timed else 0.0  # type: ignore
     assert stop() == 0.25
-
-
-@pytest.mark.parametrize("files", [["/opt/a/libnccl.so.2"], ["/a/libnccl.so.2", "/b/libnccl.so"]])
-def test_the_log_says_which_nccl_it_is(
-    files: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks = Ranks(2)
-    hosts = LocalWorld(2)
-    monkeypatch.setattr(connection, "loaded_libraries", lambda: files)
-    with caplog.at_level("INFO", logger="wfbp"):
-        ranks.run(lambda rank: connect(ranks.devices[rank], hosts.backend(rank), timeout_s=60.0))
-    told = [(r.levelname, r.message) for r in caplog.records]
-    assert told[0] == ("INFO", f"rank 0 of 2: NCCL 2.32.3 from {' and '.join(files)}")
-    assert len(told) == len(files), "one warning where there are two, by one rank of the host"
-    if len(files) > 1:
-        assert told[1][0] == "WARNING"
-        assert "2 NCCL libraries are loaded" in told[1][1]
-        assert "pip uninstall" in told[1][1]
-
-
-def test_loaded_libraries_are_found(tmp_path: Path) -> None:
-    real = tmp_path / "libnccl.so.2.28"
-    real.touch()
-    (tmp_path / "libnccl.so.2").symlink_to(real)
-    other = tmp_path / "other" / "libnccl.so.2"
-    maps = [
-        f"7f00-7f01 r-xp 00000000 08:01 7    {tmp_path}/libnccl.so.2",
-        f"7f02-7f03 r--p 00001000 08:01 7    {real}",
-        "7f02-7f03 rw-p 00000000 00:00 0",
-        f"7f04-7f05 r-xp 00000000 08:01 8    {tmp_path}/libnccl-net.so",
-    ]
-    assert loaded_libraries(maps) == [str(real)]
-    maps.append(f"7f06-7f07 r-xp 00000000 08:01 9    {other}")
-    assert loaded_libraries(maps) == sorted([str(real), str(other)])
-    assert loaded_libraries() == []
 
 
 def test_closing_destroys_the_communicator() -> None:

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tests.support.local import LocalWorld
-from wfbp.comm.backend import Buffer
 from wfbp.comm.device.backend import DeviceWork
 from wfbp.comm.device.launch_order import LaunchOrder
 
@@ -15,17 +14,11 @@ from wfbp.comm.device.launch_order import LaunchOrder
 class Launched(DeviceWork):
     """A collective that the host has nothing more to do with."""
 
-    def __init__(self) -> None:
-        self.copies: list[tuple[Any, Any]] = []
-
     def issued(self) -> bool:
         return True
 
     def test(self) -> bool:
         return True
-
-    def then(self, target: Buffer, source: Buffer) -> None:
-        self.copies.append((target, source))
 
 
 class Rank:
@@ -89,27 +82,6 @@ def test_what_has_its_turn_is_waited_for() -> None:
     assert second.launch("a").issued()
     assert early.issued()
     assert second.launched == first.launched == ["a", "b"]
-
-
-def test_what_could_be_launched_is_told() -> None:
-    """Beside what was: of each lane what waits for nothing but its turn."""
-    first, second = pair("a", "b")
-    for name in "ab":
-        second.launch(name)
-    first.launch("a")
-    assert (first.order.launched, first.order.available) == ((1, 0), (1, 0))
-    assert (second.order.launched, second.order.available) == ((0, 0), (1, 1))
-    assert first.order.orders
-    assert not pair("a")[0].order.orders
-
-
-def test_copies_follow_the_launch() -> None:
-    first, second = pair("a", "b")
-    work = second.launch("a")
-    work.then("to", "from")  # type: ignore[arg-type]
-    first.launch("a")
-    assert work.issued()
-    assert work._work.copies == [("to", "from")]  # type: ignore[attr-defined]
 
 
 def test_who_waits_within_a_call_lets_other_lanes_come_to_their_turn() -> None:

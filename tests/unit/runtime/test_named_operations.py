@@ -20,7 +20,7 @@ from tests.support.ranks import QUICK, all_well, run_ranks
 from wfbp.comm.backend import Mailbox
 from wfbp.errors import DisagreementError
 from wfbp.runtime.collectives.arithmetic import adasum, scale
-from wfbp.runtime.collectives.coordinator import Coordinator, Kind, Request, Response
+from wfbp.runtime.collectives.coordinator import Coordinator, Kind, Request
 from wfbp.runtime.collectives.named_lane import JOIN, NamedLane, Outcome, Submission
 from wfbp.runtime.collectives.operations import Collectives, Operation
 from wfbp.runtime.consistency import check_consistent
@@ -116,26 +116,6 @@ def test_only_reductions_and_barriers_do_without_those_who_joined() -> None:
     assert last.extents == ((2,),)
     coordinator.add(0, reduction("afterwards"))
     assert coordinator.take() == []
-
-
-def test_operations_go_by_the_device_where_all_ranks_could() -> None:
-    coordinator = Coordinator(2)
-
-    def answer(name: str, *requests: Request) -> Response:
-        for rank, request in enumerate(requests):
-            coordinator.add(rank, request)
-        (response,) = coordinator.take()
-        assert response.request.name == name
-        return response
-
-    could = {"device": "gpu", "on_device": True}
-    response = answer(
-        "x", reduction("x", **could, available=(3, 1, 5)), reduction("x", **could, available=(2, 4))
-    )
-    assert (response.route, response.available) == ("device", (2, 1))
-    assert answer("y", reduction("y", **could), reduction("y", device="gpu")).route == "host"
-    coordinator.add(1, Request(Kind.JOIN, JOIN))
-    assert answer("z", reduction("z", **could)).route == "host"
 
 
 def rows_of(outcome: Outcome) -> Any:

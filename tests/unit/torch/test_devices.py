@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,22 +63,6 @@ def test_a_rank_takes_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(process, "_runtime", placed)
     assert set_local_device() == torch.device("cuda", 2)
     assert chosen == [2]
-
-
-def test_a_gpu_that_the_runtime_cannot_use_is_said_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(index: int) -> Any:
-        raise ImportError("no compiler")
-
-    monkeypatch.setattr(tensors, "cuda_device", fails)
-    tensors._cuda_device_if_any.cache_clear()
-    tensor: Any = SimpleNamespace(device=torch.device("cuda", 1))
-    assert tensors.usable_device(tensor) is tensors.usable_device(tensor) is None
-    tensors._cuda_device_if_any.cache_clear()
-    assert [record.message for record in caplog.records] == [
-        "allreduce() and the like on cuda:1 travel through the host's memory: no compiler"
-    ]
 
 
 def test_without_cupy_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Backends whose buffers are on an accelerator.
 
 Read ``device`` first (the interface), then ``backend`` (shared by ``nccl`` and ``staged``);
-``connection`` chooses one of these on all ranks; ``launch_order`` orders lanes' launches.
+``links`` chooses one of these on all ranks; ``launch_order`` orders lanes' launches; ``memory``
+orders a lane's work on the device's streams.
 """

@@ -27,10 +27,6 @@ class DeviceWork(Work[None]):
         """Advance the host's part; True once later work on the stream finds the result. After
         ``BackendError``, because the library below failed, the work is over."""
 
-    @abstractmethod
-    def then(self, target: Buffer, source: Buffer) -> None:
-        """Enqueue a copy of bytes after it."""
-
     @property
     def result(self) -> None:
         return None

@@ -16,7 +16,7 @@ from functools import partial
 
 import numpy as np
 
-from wfbp.comm.backend import Buffer, HostBackend, Mailbox
+from wfbp.comm.backend import HostBackend, Mailbox
 from wfbp.comm.device.backend import DeviceBackend, DeviceWork
 from wfbp.comm.waiting import Check, wait
 
@@ -48,8 +48,8 @@ class LaunchOrder:
         host: HostBackend,
         timeout_s: float | None = None,
         check: Check | None = None,
-    ) -> int:
-        """Add a lane that has sent nothing yet; returns its number. Collective and blocking."""
+    ) -> None:
+        """Add a lane that has sent nothing yet. Collective and blocking."""
         # A rank may be in the middle of a step: what any rank has launched of the first lane is
         # launched on all ranks before the order begins.
         if len(self._lanes) == 1:
@@ -59,22 +59,6 @@ class LaunchOrder:
             self._mailbox = host.mailbox()
         carrier.in_order = partial(self._launch, len(self._lanes))
         self._lanes.append(_Lane())
-        return len(self._lanes) - 1
-
-    @property
-    def orders(self) -> bool:
-        """Whether there are several lanes, and thus an order."""
-        return self._mailbox is not None
-
-    @property
-    def launched(self) -> tuple[int, ...]:
-        """Collectives of each lane that were launched here."""
-        return tuple(lane.num_launched for lane in self._lanes)
-
-    @property
-    def available(self) -> tuple[int, ...]:
-        """The same, plus those that wait only for their turn."""
-        return tuple(lane.num_launched + len(lane.waiting) for lane in self._lanes)
 
     def _launch(self, number: int, start: Callable[[], DeviceWork], nbytes: int) -> DeviceWork:
         """Start a lane's next collective when its turn has come."""
@@ -141,14 +125,11 @@ class OrderedWork(DeviceWork):
         self._order = order
         self._start = start
         self._work: DeviceWork | None = None
-        self._copies: list[tuple[Buffer, Buffer]] = []
         self.nbytes = nbytes
 
     def launch(self) -> None:
         """Start it; its turn has come."""
         self._work = self._start()
-        for target, source in self._copies:
-            self._work.then(target, source)
 
     @property
     def activity(self) -> int:
@@ -163,9 +144,3 @@ class OrderedWork(DeviceWork):
         if not self.issued() and self._work is None:
             self._order.advance_others()
         return self._work is not None and self._work.test()
-
-    def then(self, target: Buffer, source: Buffer) -> None:
-        if self._work is None:
-            self._copies.append((target, source))
-        else:
-            self._work.then(target, source)

@@ -1,29 +1,38 @@
-"""The device backends of one runtime, and their launch orders."""
+"""Connects the devices of one runtime's ranks: by NCCL if every rank can, else through the host."""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from wfbp.comm.backend import HostBackend
 from wfbp.comm.device.backend import DeviceBackend
-from wfbp.comm.device.connection import connect, connect_by_nccl
 from wfbp.comm.device.device import Device
 from wfbp.comm.device.launch_order import LaunchOrder
 from wfbp.comm.device.nccl import NcclBackend
-from wfbp.comm.waiting import wait
+from wfbp.comm.device.staged import StagedBackend
+from wfbp.comm.waiting import Check, wait
 from wfbp.config import Config
+from wfbp.errors import BackendError, StallError
 
 CONNECTING = "connecting devices"
 
-_OPERATIONS = -1
-"""Lane number of the device backend of named operations."""
+SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""NCCL's variable that allows several ranks on one GPU (2.30 and later)."""
+
+HOST_ID = "NCCL_HOSTID"
+"""NCCL's variable with which ranks can pretend to be on different hosts, for tests."""
+
+log = logging.getLogger("wfbp")
 
 
 class DeviceLinks:
-    """Connects the devices of one runtime's ranks. Used under the progress lock. ``check`` receives
-    a label and the seconds waited, and raises if waiting is hopeless."""
+    """The device backends of one runtime, and their launch orders. Used under the progress lock.
+    ``check`` receives a label and the seconds waited, and raises if waiting is hopeless."""
 
     def __init__(
         self,
@@ -43,39 +52,15 @@ class DeviceLinks:
     def connect_lane(self, number: int, device: Device, host: HostBackend) -> DeviceBackend:
         """Connect the devices of a lane's ranks; collective."""
         device.annotates, device.where = self._config.nvtx, self._where
-        backend = connect(device, host, self._config.timeout_s, self._check)
+        timeout_s = self._config.timeout_s
+        backend = connect(device, host, timeout_s, self._check)
         if isinstance(backend, NcclBackend):
-            self._admit(backend, host)
+            order = self._orders.setdefault(
+                id(device), LaunchOrder(host.rank, host.size, self._advance_lanes)
+            )
+            order.admit(backend, host, timeout_s, self._check)
         self.backends[number, id(device)] = backend
         return backend
-
-    def launch_order(self, device: Device) -> LaunchOrder | None:
-        """The order of this runtime's lanes on a device; None without NCCL there."""
-        return self._orders.get(id(device))
-
-    def connect_operations(
-        self, device: Device, host: HostBackend
-    ) -> tuple[DeviceBackend | None, int, str]:
-        """Connect named operations on a device, with ``host`` for them alone; collective. Returns
-        the backend or None, its lane's number, and the reason if it will always be None."""
-        timeout_s = self._config.timeout_s
-        order = self._orders.get(id(device))
-        place = list(self._orders).index(id(device)) if order is not None else -1
-        # Of a single lane, which is in no order yet, and whose program may be in mid-step.
-        launched = [] if order is None or order.orders else list(order.launched)
-        mine = json.dumps([place, launched]).encode()
-        payloads = wait(host.all_gather_bytes(mine), timeout_s=timeout_s, check=self._check)
-        ranks = [json.loads(payload) for payload in payloads]
-        if any(of != place for of, _ in ranks):
-            return None, -1, "ranks have tensors on the devices of different optimizers"
-        if any(of != launched for _, of in ranks):
-            return None, -1, ""
-        device.annotates, device.where = self._config.nvtx, self._where
-        backend, problem = connect_by_nccl(device, host, timeout_s, self._check)
-        if backend is None:
-            return None, -1, problem
-        self.backends[_OPERATIONS, id(device)] = backend
-        return backend, self._admit(backend, host), ""
 
     def close(self, lanes: set[int] | None = None) -> None:
         """Close the backends, or those of some lanes, and the orders; collective."""
@@ -90,9 +75,64 @@ class DeviceLinks:
         for backend in self.backends.values():
             backend.give_up()
 
-    def _admit(self, backend: NcclBackend, host: HostBackend) -> int:
-        """Add this backend to its device's launch order."""
-        key = id(backend.device)
-        if key not in self._orders:
-            self._orders[key] = LaunchOrder(host.rank, host.size, self._advance_lanes)
-        return self._orders[key].admit(backend, host, self._config.timeout_s, self._check)
+
+def connect(
+    device: Device, host: HostBackend, timeout_s: float | None = None, check: Check | None = None
+) -> DeviceBackend:
+    """Connect devices by the same kind of backend on all ranks; collective and blocking. Duplicates
+    ``host``. If the backend is staged, one rank per host logs the reason once."""
+    backend, reason = _connect_by_nccl(device, host, timeout_s, check)
+    if backend is not None:
+        return backend
+    if host.local_rank == 0 and device.logged_reason != reason:  # else for another optimizer
+        device.logged_reason = reason
+        log.warning(
+            "gradients on %s travel through the host's memory, which is slower than NCCL: %s",
+            device.name,
+            reason,
+        )
+    return StagedBackend(device, host.duplicate())
+
+
+def _connect_by_nccl(
+    device: Device, host: HostBackend, timeout_s: float | None, check: Check | None
+) -> tuple[NcclBackend | None, str]:
+    """An NCCL backend on every rank; or None on every rank, and the reason."""
+    library, problem = None, ""
+    try:
+        library = device.nccl()
+    except ImportError as error:
+        problem = str(error)
+    shares = SHARING in os.environ or HOST_ID in os.environ
+    mine: Any = {"device": device.identity, "shares": shares, "problem": problem}
+    payloads = wait(
+        host.all_gather_bytes(json.dumps(mine).encode()), timeout_s=timeout_s, check=check
+    )
+    if reason := why_no_nccl([json.loads(payload) for payload in payloads]):
+        return None, reason
+    backend, mine = None, ("", "")
+    try:
+        backend = NcclBackend(device, host.duplicate(), library, timeout_s, check)
+    except BackendError as error:
+        mine = "failed", str(error)
+    except StallError as error:  # because another rank failed
+        mine = "stalled", str(error)
+    payloads = wait(host.all_gather_bytes(json.dumps(mine).encode()), check=check)
+    _, problem = min((each for each in map(json.loads, payloads) if each[0]), default=("", ""))
+    if backend is not None and problem:
+        backend.give_up()
+        backend = None
+    return backend, problem
+
+
+def why_no_nccl(ranks: list[dict[str, Any]]) -> str:
+    """The reason why NCCL cannot serve these ranks; empty if it can."""
+    for rank, status in enumerate(ranks):
+        if status["problem"]:
+            return f"rank {rank}: {status['problem']}"
+    first: dict[str, int] = {}
+    for rank, status in enumerate(ranks):
+        other = first.setdefault(status["device"], rank)
+        if other != rank and not status["shares"]:
+            return f"ranks {other} and {rank} share a GPU ({SHARING}=1 lets NCCL 2.30 try)"
+    return ""

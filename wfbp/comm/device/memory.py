@@ -241,6 +241,3 @@ class _MessageAndFlags(DeviceWork):
 
     def test(self) -> bool:
         return bool(self._message.test() & self._flags.test())
-
-    def then(self, target: Buffer, source: Buffer) -> None:
-        self._message.then(target, source)

@@ -61,7 +61,6 @@ class NcclBackend(DeviceBackend):
     ) -> None:
         super().__init__(device, host)
         self._nccl = nccl
-        self.version: int = nccl.get_version()
         self._timeout_s = timeout_s
         self._who = f"rank {self.rank} of {self.size}"
         self._over = False
@@ -87,6 +86,8 @@ class NcclBackend(DeviceBackend):
         # from those that wait for it in NCCL before its own time is over.
         limit_s = None if timeout_s is None else timeout_s / 2
         self._comm = wait(Joining(make, self._who), timeout_s=limit_s, check=check)
+        if host.local_rank == 0:
+            log.info("%s: NCCL %d", self._who, nccl.get_version())
 
     def _through_host(self) -> StagedBackend:
         """A backend for reductions that NCCL does not define; the first call is collective."""
@@ -206,11 +207,6 @@ class _NcclWork(DeviceWork):
             return True
         self._backend.check()
         return False
-
-    def then(self, target: Buffer, source: Buffer) -> None:
-        device, stream = self._backend.device, self._backend.stream
-        device.copy(target, source, stream)
-        self._event = device.record(stream)
 
 
 class Joining(Work[Any]):

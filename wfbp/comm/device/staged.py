@@ -52,7 +52,6 @@ class StagedWork(DeviceWork):
         self._backend = backend
         self.nbytes = nbytes
         self.missing = 0
-        self._copies: list[tuple[Buffer, Buffer]] = []
         self._event: Event | None = None
 
     @property
@@ -61,11 +60,7 @@ class StagedWork(DeviceWork):
 
     def conclude(self) -> None:
         """Finish the work: all copies back are enqueued."""
-        device, stream = self._backend.device, self._backend.stream
-        for target, source in self._copies:
-            device.copy(target, source, stream)
-        self._copies.clear()
-        self._event = device.record(stream)
+        self._event = self._backend.device.record(self._backend.stream)
 
     def issued(self) -> bool:
         if self._event is None:
@@ -74,11 +69,6 @@ class StagedWork(DeviceWork):
 
     def test(self) -> bool:
         return self.issued() and self._backend.device.done(self._event)
-
-    def then(self, target: Buffer, source: Buffer) -> None:
-        self._copies.append((target, source))
-        if self._event is not None:
-            self.conclude()
 
 
 class StagedBackend(DeviceBackend):

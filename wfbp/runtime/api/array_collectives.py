@@ -50,7 +50,7 @@ class ArrayOperand(Operand[Any]):
         flat = flattened(source)
         return flat.view(word_dtype(self.dtype)) if self.dtype in HALF else flat
 
-    def whole(self, outcome: Outcome, factor: float) -> Any:
+    def whole(self, outcome: Outcome) -> Any:
         if not self._in_place:
             return self._placed(self._private)
         if self._on_device:
@@ -60,7 +60,7 @@ class ArrayOperand(Operand[Any]):
             np.copyto(self._value, self._private)
         return self._value
 
-    def rows(self, outcome: Outcome, count: int, factor: float) -> Any:
+    def rows(self, outcome: Outcome, count: int) -> Any:
         array = outcome.data.view(np.uint8).view(self._type).reshape(count, *self.shape[1:])
         return self._placed(array)
 

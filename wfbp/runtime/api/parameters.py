@@ -65,14 +65,13 @@ def compare_many(
     runtime: Runtime,
     rows: Sequence[tuple[str, str, Sequence[int]]],
     root_rank: int,
-    marked: Sequence[int] = (),
-) -> set[int]:
-    """Raise unless all ranks pass equal ``rows``; returns the places that all have marked."""
+) -> None:
+    """Raise unless all ranks pass equal ``rows``."""
     if runtime.size == 1:
         runtime.check()
-        return set(marked)
+        return
     described = [[name, dtype, list(shape)] for name, dtype, shape in rows]
-    message = json.dumps([root_rank, described, list(marked)])
+    message = json.dumps([root_rank, described])
     payloads = runtime.exchange(message.encode(), MANY)
     entries = [json.loads(payload) for payload in payloads]
     check_argument_errors(runtime, MANY, entries)
@@ -85,7 +84,6 @@ def compare_many(
                     f"{runtime.where}: {MANY}: ranks disagree: {first} on rank 0, {other} on rank "
                     f"{rank}. Every rank must pass the same names, shapes and types"
                 )
-    return set.intersection(*(set(theirs[2]) for theirs in entries))
 
 
 def broadcast_one(runtime: Runtime, name: str, buffer: Buffer, root_rank: int) -> None:
@@ -95,7 +93,7 @@ def broadcast_one(runtime: Runtime, name: str, buffer: Buffer, root_rank: int) -
 
 def _entries(message: Sequence[Any]) -> list[str]:
     """One rank's arguments of a broadcast of many, for messages."""
-    root_rank, rows, _ = message
+    root_rank, rows = message
     entries = [f"{name} {describe_array(dtype, shape)}" for name, dtype, shape in rows]
     return [f"root_rank={root_rank}", *entries]
 

@@ -41,8 +41,6 @@ class Request(NamedTuple):
     splits: tuple[int, ...] = ()  # rows for each rank; of a reduce-scatter only if unequal
     differentiable: bool = False  # whether this rank wants to differentiate the result
     called: str = ""  # what the program calls it, if not by kind and name; compared too
-    on_device: bool = False  # whether this rank could execute it on the tensor's device
-    available: tuple[int, ...] = ()  # then as of wfbp.comm.device.operations
 
     @property
     def label(self) -> str:
@@ -60,8 +58,6 @@ class Response(NamedTuple):
     extents: tuple[tuple[int, ...], ...] = ()
     """Each rank's rows (all-gather) or splits (all-to-all); the last rank (join)."""
     differentiable: bool = False  # whether any rank wants to differentiate the result
-    route: str = "host"
-    available: tuple[int, ...] = ()  # of each lane on the device, the least of all ranks
 
 
 class Coordinator:
@@ -115,11 +111,7 @@ def _respond(requests: Mapping[int, Request], joined: list[int]) -> Response:
     elif first.kind is Kind.ALLTOALL:
         extents = tuple(request.splits for request in requests.values())
     wanted = any(request.differentiable for request in requests.values())
-    everywhere = not joined and all(request.on_device for request in requests.values())
-    route = "device" if everywhere else "host"
-    # A lane that is missing on some rank counts as one that has launched nothing there.
-    counts = zip(*(request.available for request in requests.values()), strict=False)
-    return Response(first, "", extents, wanted, route, tuple(map(min, counts)))
+    return Response(first, "", extents, wanted)
 
 
 def _compared(request: Request) -> dict[str, Any]:

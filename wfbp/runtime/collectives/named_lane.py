@@ -1,4 +1,4 @@
-"""Executes named operations of one process set: negotiation, and data through host or device."""
+"""Executes named operations of one process set: negotiation, then data through the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from functools import partial
 import numpy as np
 
 from wfbp.comm.backend import Backend, Buffer, Finished, HostBackend, Mailbox, Work, word_dtype
-from wfbp.comm.device.operations import Arrival, DeviceOperations, Placed
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime.collectives.arithmetic import ITEM, adasum, equal_rows, reducible, scale
@@ -35,13 +34,12 @@ JOIN = ""
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of an operation; on a device ``data`` are bytes, and there is an ``arrival``."""
+    """The result of an operation."""
 
     data: Buffer  # flat; elements in their storage type, or the bytes of what was gathered
     rows: tuple[int, ...] = ()  # per rank what was gathered or received; of a join the last rank
     differentiable: bool = False  # whether any rank wants to differentiate the result
     name: str = ""
-    arrival: Arrival | None = None
 
 
 @dataclass(slots=True)
@@ -50,14 +48,8 @@ class Submission:
 
     request: Request
     data: Buffer  # flat and private; a reduction or broadcast leaves its result here
-    placed: Placed | None = None  # on a device, already multiplied by ``prescale``
     reply: Reply[Outcome] = field(default_factory=Reply)
     since: float = field(default_factory=time.monotonic)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the result is there, also on its device."""
-        return self.reply.answered and (self.placed is None or self.placed.is_done)
 
     def finish(self, data: Buffer, response: Response, rows: tuple[int, ...] = ()) -> None:
         """Store the outcome on the host, and wake the waiter."""
@@ -79,7 +71,6 @@ class NamedLane:
         name: str,
         where: str,
         members: Members = ALL_RANKS,
-        devices: DeviceOperations | None = None,
     ) -> None:
         self.backend: Backend = backend
         self._data = backend
@@ -88,12 +79,9 @@ class NamedLane:
         self._of_set = f" of the {name}" if name else ""
         self._where = where
         self._members = members
-        self._devices = devices
         self._coordinator = Coordinator(backend.size) if backend.rank == 0 else None
         self._pending: dict[str, Submission] = {}
         self._outbox: list[Request] = []
-        # Through the host, in order; the first may still wait for elements from a device.
-        self._due: deque[list[Response]] = deque()
         self._running: deque[tuple[Work[None], Callable[[], None]]] = deque()
         self._served = False
         self._moved_s = 0.0
@@ -108,9 +96,7 @@ class NamedLane:
             self._thread.loop.add_lane(self, members=self._members)
 
     def advance(self) -> bool:
-        progressed = self._negotiate() | self._start_due()
-        if self._devices is not None:
-            progressed |= self._devices.advance()
+        progressed = self._negotiate()
         for _ in range(min(_MAX_TESTED, len(self._running))):
             work, finish = self._running[0]
             if not work.test():
@@ -120,7 +106,7 @@ class NamedLane:
             progressed = True
         if progressed:
             self._moved_s = time.monotonic()
-        elif self._served and not self.busy and (self._devices is None or self._devices.is_done):
+        elif self._served and not self.busy:
             # No message is of use now: operations need a request from every rank, or its join.
             self._served = False
             self._thread.loop.remove_lane(self)
@@ -135,8 +121,6 @@ class NamedLane:
         if self._served:  # since its last operation there was no turn that found nothing to do
             self._served = False
             self._thread.loop.remove_lane(self)
-        if self._devices is not None:
-            self._devices.close()
         self._mailbox.close()
         self.backend.close()
 
@@ -152,11 +136,8 @@ class NamedLane:
 
     @property
     def owes_work(self) -> bool:
-        launching = self._devices is not None and self._devices.busy
         # Includes responses not sent yet: other ranks wait for them while this one computes.
-        return bool(self._running or self._outbox or self._due or launching) or (
-            self._mailbox.sending
-        )
+        return bool(self._running or self._outbox) or self._mailbox.sending
 
     has_events = False
     has_room = False
@@ -164,29 +145,23 @@ class NamedLane:
 
     @property
     def waiting_since(self) -> float | None:
-        waits = [on_device[0]] if (on_device := self._oldest_on_device) else []
-        if self._pending:
-            waits.append(max(next(iter(self._pending.values())).since, self._moved_s))
-        return min(waits, default=None)
+        if not self._pending:
+            return None
+        return max(next(iter(self._pending.values())).since, self._moved_s)
 
     def describe(self) -> str:
         labels = [submission.request.label for submission in self._pending.values()]
         more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
-        parts = [f"in {', '.join(labels[:3])}{more}{self._of_set}"] if labels else []
-        parts += [on_device[1]] if (on_device := self._oldest_on_device) else []
-        return "; ".join(parts) or "no named operation pending"
-
-    @property
-    def _oldest_on_device(self) -> tuple[float, str] | None:
-        return None if self._devices is None else self._devices.oldest
+        return (
+            f"in {', '.join(labels[:3])}{more}{self._of_set}"
+            if labels
+            else ("no named operation pending")
+        )
 
     def fail(self, error: WfbpError) -> None:
         pending, self._pending = self._pending, {}
         self._running.clear()
         self._outbox.clear()
-        self._due.clear()
-        if self._devices is not None:
-            self._devices.fail()
         for submission in pending.values():
             submission.reply.fail(error)
 
@@ -196,9 +171,6 @@ class NamedLane:
         """Send what was submitted, read what has arrived, start what is ready."""
         outbox, self._outbox = self._outbox, []
         if outbox:
-            if self._devices is not None:
-                available = self._devices.available
-                outbox = [r._replace(available=available) if r.on_device else r for r in outbox]
             if self._coordinator is None or self._mailbox.echoes:
                 self._mailbox.send(0, pickle.dumps(outbox))
         elif not (self._pending or self._mailbox.sending):
@@ -214,13 +186,6 @@ class NamedLane:
         for request in outbox:
             self._coordinator.add(0, request)
         responses = self._coordinator.take()
-        if self._devices is not None:
-            responses = [
-                each._replace(route=self._devices.route(each.available))
-                if each.route == "device"
-                else each
-                for each in responses
-            ]
         if responses and self.backend.size > 1:
             payload = pickle.dumps(responses)
             for rank in range(1, self.backend.size):
@@ -236,30 +201,7 @@ class NamedLane:
             self.timeline.cycle()
         # Only within one message, because ranks read messages at different times.
         for together in _fusible(responses):
-            route = together[0].route
-            if self._devices is not None and self._devices.opens(route):
-                self._launch(self._devices, together)
-            else:
-                self._due.append(together)
-        self._start_due()
-
-    def _start_due(self) -> bool:
-        """Start host operations in order, up to the first that waits for data from a device."""
-        progressed = False
-        while self._due:
-            responses = self._due[0]
-            for response in responses:
-                submission = self._pending.get(response.request.name)
-                if submission is None or submission.placed is None or response.error:
-                    continue
-                assert self._devices is not None
-                copied = self._devices.copy_to_host(submission.placed)
-                if copied is None:
-                    return progressed
-                submission.data = copied.view(word_dtype(submission.request.dtype))
-            self._start(self._due.popleft())
-            progressed = True
-        return progressed
+            self._start(together)
 
     def _take(self, request: Request) -> Submission:
         """This rank's part of an operation: zeros if it has joined instead."""
@@ -269,7 +211,7 @@ class NamedLane:
         return Submission(request, np.zeros(numel, word_dtype(request.dtype or "uint8")))
 
     def _start(self, responses: Sequence[Response]) -> None:
-        """Start operations through the host; several are reductions fused into one message."""
+        """Start operations; several are reductions fused into one message."""
         first = responses[0]
         request = first.request
         if first.error:
@@ -331,7 +273,7 @@ class NamedLane:
     def _reduce(self, submissions: Sequence[Submission], responses: Sequence[Response]) -> None:
         request = responses[0].request
         for each in submissions:
-            _scale_before(each)
+            scale(each.data, request.dtype, request.prescale)
         parts = [each.data for each in submissions]
         whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
         buffer, dtype, op = reducible(whole, request.dtype, Op(request.op))
@@ -354,7 +296,7 @@ class NamedLane:
 
     def _adasum(self, submission: Submission, response: Response) -> None:
         request, data, size = response.request, submission.data, self._data.size
-        _scale_before(submission)
+        scale(data, request.dtype, request.prescale)
         everything = np.empty((size, data.size), data.dtype)
         everything[self._data.rank] = data
         raw = everything.reshape(-1).view(np.uint8)
@@ -368,7 +310,7 @@ class NamedLane:
 
     def _scatter(self, submission: Submission, response: Response) -> None:
         request = response.request
-        _scale_before(submission)
+        scale(submission.data, request.dtype, request.prescale)
         buffer, dtype, op = reducible(submission.data, request.dtype, Op(request.op))
         rows = request.splits or equal_rows(request.shape[0], self._data.size)
         numels = [count * math.prod(request.shape[1:]) for count in rows]
@@ -383,42 +325,6 @@ class NamedLane:
         counts = [numel * buffer.itemsize for numel in numels]
         self._run(self._data.reduce_scatter(buffer, counts, dtype, op), finish, [submission])
 
-    def _launch(self, devices: DeviceOperations, responses: Sequence[Response]) -> None:
-        """Start operations on the device; several are reductions fused into one."""
-        request = responses[0].request
-        submissions = [self._take(response.request) for response in responses]
-        rows: tuple[int, ...] = ()
-        if request.kind is Kind.ALLGATHER:
-            rows = tuple(extent[0] for extent in responses[0].extents)
-        elif request.kind is Kind.REDUCESCATTER:
-            rows = request.splits or equal_rows(request.shape[0], self._data.size)
-        row_bytes = math.prod(request.shape[1:]) * word_dtype(request.dtype).itemsize
-        placed = [each.placed for each in submissions if each.placed is not None]
-        arrivals: list[Arrival] = []
-
-        def finish() -> None:
-            for each, response, arrival in zip(submissions, responses, arrivals, strict=True):
-                wanted, name = response.differentiable, each.request.name
-                each.reply.put(Outcome(arrival.data, rows, wanted, name, arrival))
-
-        devices.launch(
-            request.kind.value,
-            placed,
-            request.dtype,
-            Op(request.op) if request.op else None,
-            [count * row_bytes for count in rows],
-            request.root,
-            request.label,
-            arrivals,
-            self._recorded(finish, submissions),
-        )
-
-
-def _scale_before(submission: Submission) -> None:
-    """Multiply what this rank contributes, unless that was done on a device."""
-    if submission.placed is None:
-        scale(submission.data, submission.request.dtype, submission.request.prescale)
-
 
 def _fusible(responses: Sequence[Response]) -> list[list[Response]]:
     """Runs of responses that can be fused; the same on every rank."""
@@ -431,7 +337,7 @@ def _fusible(responses: Sequence[Response]) -> list[list[Response]]:
         mine: object = None
         if request.kind is Kind.ALLREDUCE and request.op != Op.ADASUM.value and not response.error:
             factors = request.prescale, request.postscale
-            mine = request.dtype, request.op, factors, response.route
+            mine = request.dtype, request.op, factors
         if mine is not None and mine == sort and nbytes <= room:
             runs[-1].append(response)
             room -= nbytes

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from wfbp.comm.backend import Buffer
-from wfbp.comm.device.device import Device
-from wfbp.comm.device.operations import Placed
 from wfbp.core.types import Op
 from wfbp.errors import WfbpError
 from wfbp.runtime.collectives import api
@@ -37,24 +35,16 @@ class Operand(ABC, Generic[T]):
         """Its elements on the host, flat, in their storage type; private to the operation."""
 
     @abstractmethod
-    def whole(self, outcome: Outcome, factor: float) -> T:
-        """The result with the operand's shape; on a device, ``factor`` is still to be applied."""
+    def whole(self, outcome: Outcome) -> T:
+        """The result with the operand's shape."""
 
     @abstractmethod
-    def rows(self, outcome: Outcome, count: int, factor: float) -> T:
-        """So many rows like the operand's, as a new tensor; ``factor`` as of :meth:`whole`."""
+    def rows(self, outcome: Outcome, count: int) -> T:
+        """So many rows like the operand's, as a new tensor."""
 
     @abstractmethod
     def counts(self, rows: tuple[int, ...]) -> T:
         """Numbers of rows as a tensor of int32."""
-
-    def place(self) -> Device | None:
-        """Its device, if the runtime can use it; None for the host's memory."""
-        return None
-
-    def enqueue(self, device: Device, factor: float) -> Placed:
-        """Private, scaled elements on the device, without waiting; replaces :meth:`data`."""
-        raise NotImplementedError
 
 
 def make_operation(
@@ -96,28 +86,18 @@ def make_operation(
         operand.differentiable,
         called,
     )
-    factor = request.postscale
 
     def finish(outcome: Outcome) -> Any:
         if kind in (Kind.ALLREDUCE, Kind.BROADCAST):
-            return operand.whole(outcome, factor)
+            return operand.whole(outcome)
         if kind is Kind.REDUCESCATTER:
-            return operand.rows(outcome, outcome.rows[ranks.index(operations.rank)], factor)
-        received = operand.rows(outcome, sum(outcome.rows), 1.0)
+            return operand.rows(outcome, outcome.rows[ranks.index(operations.rank)])
+        received = operand.rows(outcome, sum(outcome.rows))
         if kind is Kind.ALLTOALL and splits is not None:
             return received, operand.counts(outcome.rows)
         return received
 
-    device = operations.device_for(number, request, operand.place)
-    if device is None:
-        return Operation(request, number, operand.data(), finish, ordered=ordered)
-    if device.is_capturing(device.current_stream()):
-        raise RuntimeError(
-            f"{kind.value}() was about to be captured in a CUDA graph, in which other ranks cannot "
-            "take part; call it outside of the capture"
-        )
-    placed = operand.enqueue(device, request.prescale)
-    return Operation(request._replace(on_device=True), number, placed.data, finish, placed)
+    return Operation(request, number, operand.data(), finish, ordered)
 
 
 def make_group(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,15 +13,6 @@ from typing import Any, Generic, TypeVar, overload
 import numpy as np
 
 from wfbp.comm.backend import Backend, Buffer, Finished, HostBackend, Mailbox
-from wfbp.comm.device.device import Device
-from wfbp.comm.device.operations import (
-    DeviceOperations,
-    Placed,
-    carries,
-    log_detour,
-    why_unsupported,
-)
-from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime import signals
 from wfbp.runtime.collectives.coordinator import Kind, Request
@@ -33,8 +23,6 @@ from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.timeline import TraceWriter
 
 T = TypeVar("T")
-
-_NAP_S = 100e-6
 
 _numbers = count(1)
 """Of handles: none is used again in this process, even after another ``init()``."""
@@ -54,7 +42,6 @@ class Operation(Generic[T]):
     process_set: int
     data: Buffer  # flat; private to the operation until its outcome is stored
     finish: Callable[[Outcome], T]  # makes of it what Collectives.synchronize returns
-    placed: Placed | None = None  # the data on a device; see Collectives.device_for
     ordered: bool = False  # matched by order among such operations; its name is only compared
 
 
@@ -83,21 +70,12 @@ class Collectives:
         self._num_joins = 0
         self._set_numbers = count()
         self._sets: dict[int, _Set] = {}
-        self._devices: DeviceOperations | None = None
         self.rank = runtime.rank
-        mine = why_unsupported() if runtime.config.device_operations else None
-        place = [runtime.local_rank, runtime.local_size, mine]
-        told = runtime.exchange(json.dumps(place).encode(), "init(): comparing hosts")
-        ranks = [json.loads(payload) for payload in told]
-        self.hosts: list[tuple[int, int]] = [(place, size) for place, size, _ in ranks]
+        place = json.dumps([runtime.local_rank, runtime.local_size]).encode()
+        places = runtime.exchange(place, "init(): comparing hosts")
+        self.hosts: list[tuple[int, int]] = [tuple(json.loads(each)) for each in places]
         """Of every rank, its number on its host and how many there are."""
-        reasons = [reason for *_, reason in ranks]
-        self._detour_reason = ""  # why tensors on devices use the host, until it is logged
-        if runtime.local_rank == 0 and runtime.size > 1 and None not in reasons:
-            lacking = (f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
-            self._detour_reason = next(lacking, "")
-        with_devices = runtime.size > 1 and not any(reason != "" for reason in reasons)
-        self._make_set(tuple(range(runtime.size)), with_devices)
+        self._make_set(tuple(range(runtime.size)))
 
     # Process sets.
 
@@ -121,7 +99,6 @@ class Collectives:
                     )
             if not chosen:
                 raise ValueError("a process set was made of a null communicator on every rank")
-        self._leave_devices()
         together: list[int] = []
         together += [self._make_set(each, together=together) for each in chosen]
         return together[chosen.index(mine)] if mine in chosen else together[0]
@@ -138,19 +115,6 @@ class Collectives:
                 hint = f", with number {number}" if number else ": use global_process_set"
                 raise ValueError(f"a process set of ranks {list(chosen)} exists already{hint}")
         return chosen
-
-    def _leave_devices(self) -> None:
-        """Send named operations through the host from now on; collective over all ranks."""
-        if self._devices is not None and not self._devices.retired:
-            # Optimizers of a set launch collectives on the same devices in another order. After the
-            # barrier all earlier operations are answered: every rank submits it after them.
-            self._devices.retired = True
-            request = Request(Kind.BARRIER, "add_process_set: after all operations on devices")
-            self.run([Operation(request, 0, np.empty(0, np.uint8), lambda _: None)])
-            while not self._devices.is_done:
-                self._runtime.check()
-                self._runtime.thread.progress()
-                time.sleep(_NAP_S)
 
     @signals.deferring
     def remove_set(self, number: int) -> None:
@@ -185,52 +149,26 @@ class Collectives:
         """The runtime of a process set; None on a rank outside it."""
         return self._sets[number].runtime
 
-    def _make_set(
-        self,
-        ranks: tuple[int, ...],
-        with_devices: bool = False,
-        together: Sequence[int] = (),
-    ) -> int:
+    def _make_set(self, ranks: tuple[int, ...], together: Sequence[int] = ()) -> int:
         number = next(self._set_numbers)
         runtime = self._runtime
         label = "making a process set"
         with runtime.collective_lock.hold(runtime.channel, label):
-            made = runtime.channel.call(
-                lambda backend: Finished(_connect(backend, ranks, with_devices)), label
-            )
+            made = runtime.channel.call(lambda backend: Finished(_connect(backend, ranks)), label)
         lane = inner = None
         if made is not None:
-            data, mailbox, own, beside = made
+            data, mailbox, own = made
             inner, members, name = runtime, ALL_RANKS, ""
-            if beside is not None:
-                self._devices = DeviceOperations(runtime.devices, runtime.collective_lock, beside)
             if own is not None:
                 members, name = Members(number, ranks), f"process set {list(ranks)}"
                 inner = Runtime(own, runtime.config, within=runtime, members=members)
                 inner.timeline = runtime.timeline
-            devices = self._devices if number == 0 else None
-            lane = NamedLane(runtime.thread, data, mailbox, name, runtime.where, members, devices)
+            lane = NamedLane(runtime.thread, data, mailbox, name, runtime.where, members)
             lane.timeline = runtime.timeline
         self._sets[number] = _Set(ranks, lane, inner, together)
         return number
 
     # Operations.
-
-    def device_for(
-        self, process_set: int, request: Request, place: Callable[[], Device | None]
-    ) -> Device | None:
-        """The device that may execute an operation, if ranks agree; None for the host."""
-        if self._devices is None and self._detour_reason and request.device != "cpu":
-            reason, self._detour_reason = self._detour_reason, ""
-            log_detour("a GPU", reason)
-        if self._devices is None or process_set:
-            return None
-        is_scaled = (request.prescale, request.postscale) != (1.0, 1.0)
-        op = Op(request.op) if request.op else None
-        if not carries(request.kind.value, request.dtype, op, is_scaled):
-            return None
-        device = place()
-        return device if device is not None and self._devices.takes(device) else None
 
     @signals.deferring
     def submit(
@@ -263,7 +201,7 @@ class Collectives:
                     )
             self._names.update(keys)
             for operation, request in zip(operations, requests, strict=True):
-                begun.append((operation, Submission(request, operation.data, operation.placed)))
+                begun.append((operation, Submission(request, operation.data)))
             handle: Handle[Any] = Handle(next(_numbers))
             self._handles[handle] = begun, is_group
 
@@ -297,7 +235,7 @@ class Collectives:
         begun, _ = self._find(handle)
         if not all(submission.reply.answered for _, submission in begun):
             self._runtime.thread.progress()
-        return all(submission.is_complete for _, submission in begun)
+        return all(submission.reply.answered for _, submission in begun)
 
     @overload
     def synchronize(self, handle: Handle[T]) -> T: ...
@@ -382,9 +320,9 @@ def _close(lane: NamedLane, _: Backend) -> Finished[None]:
 
 
 def _connect(
-    backend: Backend, ranks: tuple[int, ...], with_devices: bool
-) -> tuple[HostBackend, Mailbox, HostBackend | None, HostBackend | None] | None:
-    """Communicators of a set: data, messages, own runtime, devices; None on other ranks."""
+    backend: Backend, ranks: tuple[int, ...]
+) -> tuple[HostBackend, Mailbox, HostBackend | None] | None:
+    """Communicators of a set: data, messages, own runtime; None on other ranks."""
     assert isinstance(backend, HostBackend), "the runtime's own backend is one of the host"
     whole = len(ranks) == backend.size
     data = backend.duplicate() if whole else backend.subset(ranks)
@@ -393,6 +331,4 @@ def _connect(
     assert isinstance(data, HostBackend)
     own = None if whole else data.duplicate()
     assert own is None or isinstance(own, HostBackend)
-    beside = data.duplicate() if with_devices else None
-    assert beside is None or isinstance(beside, HostBackend)
-    return data, data.mailbox(), own, beside
+    return data, data.mailbox(), own

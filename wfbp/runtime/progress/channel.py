@@ -98,13 +98,3 @@ class CollectiveLock:
             channel.exchange(b"", f"{label}: its turn")
             yield
             channel.exchange(b"", f"{label}: its end")
-
-    def take(self) -> bool:
-        """Try to take it on rank 0, for an operation on all ranks; release it after all end."""
-        assert self._lock is not None
-        return self._lock.acquire(blocking=False)
-
-    def release(self) -> None:
-        """Release it."""
-        assert self._lock is not None
-        self._lock.release()

@@ -11,10 +11,8 @@ import copy
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from mpi4py import MPI
@@ -25,76 +23,7 @@ from tests.support.fake_nccl import FakeNccl
 from tests.support.software_device import SoftwareDevice
 from wfbp.comm import probe
 from wfbp.comm.mpi.backend import MpiBackend
-from wfbp.runtime.collectives import operations
-from wfbp.torch import operands, tensors
-
-
-def public_operations(device: SoftwareDevice) -> None:
-    """By the device they give what they give through the host, and nothing waits for the device."""
-    rank = wfbp.rank()
-    x = torch.arange(10.0).reshape(5, 2) * (rank + 1)
-    weights = torch.linspace(-1, 2, 20).reshape(10, 2)
-    norm = wfbp.SyncBatchNorm(2)
-
-    def in_place(act: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> torch.Tensor:
-        assert act(tensor) is tensor
-        return tensor
-
-    def gradient(act: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        y = x.clone().requires_grad_()
-        found = act(y)
-        (found * weights[: len(found)]).sum().backward()
-        assert y.grad is not None
-        return y.grad
-
-    def normalised(batch: torch.Tensor) -> torch.Tensor:
-        layer = copy.deepcopy(norm)
-        with patch.object(torch.Tensor, "__bool__", side_effect=AssertionError("waits")):
-            moved = gradient(layer)
-        assert layer.running_mean is not None
-        return torch.cat([layer(batch).detach(), moved, layer.running_mean[None]])
-
-    acts: dict[str, Callable[[], torch.Tensor]] = {
-        "average": lambda: wfbp.allreduce(x),
-        "scaled": lambda: wfbp.allreduce(x, op=wfbp.Sum, prescale_factor=0.5, postscale_factor=3.0),
-        "average of integers": lambda: wfbp.allreduce(x.long()),
-        "largest integer": lambda: wfbp.allreduce(x.int(), op=wfbp.Max),
-        "largest": lambda: wfbp.allreduce(x, op=wfbp.Max),
-        "half": lambda: wfbp.allreduce(x.bfloat16(), op=wfbp.Product),
-        "narrow": lambda: wfbp.allreduce(x, compression=wfbp.Compression.fp16),
-        "adasum": lambda: wfbp.allreduce(x, op=wfbp.Adasum),
-        "nothing": lambda: wfbp.allreduce(x[:0]),
-        "a number": lambda: wfbp.allreduce(x.sum()),
-        "in place": lambda: in_place(wfbp.allreduce_, x.clone()),
-        "in place, by columns": lambda: in_place(wfbp.allreduce_, x.clone().t()),
-        "in place, scaled": lambda: in_place(
-            lambda y: wfbp.allreduce_(y, op=wfbp.Sum, prescale_factor=0.5), x.clone()
-        ),
-        "group": lambda: torch.cat(wfbp.grouped_allreduce([x, x[1:] + 1, x[:0]])),
-        "rows": lambda: wfbp.allgather(x[: rank + 1]),
-        "rows of one rank": lambda: wfbp.allgather(x[: 2 * rank]),
-        "truth": lambda: wfbp.allgather(x > 3),
-        "root": lambda: wfbp.broadcast(x.short(), 1),
-        "root, in place": lambda: in_place(lambda y: wfbp.broadcast_(y, 0), x.clone()),
-        "shares": lambda: wfbp.reducescatter(x[:4], op=wfbp.Sum, postscale_factor=2.0),
-        "unequal shares": lambda: wfbp.reducescatter(x),
-        "parts": lambda: wfbp.alltoall(x[:4]),
-        "gradient of an average": lambda: gradient(wfbp.allreduce),
-        "gradient of rows": lambda: gradient(wfbp.allgather),
-        "gradient of shares": lambda: gradient(wfbp.reducescatter),
-        "batch norm": lambda: normalised(x),
-    }
-    for name, act in acts.items():
-        found = []
-        for here in (device, None):
-            operands.usable_device = lambda _, here=here: here  # type: ignore[misc]
-            found.append(act())
-        torch.testing.assert_close(*found, rtol=0, atol=0, msg=lambda text, n=name: f"{n}: {text}")
-    operands.usable_device = lambda _: device
-    shared_state()
-    if device.library is not None:
-        used = {call.name for call in device.library.calls}
-        assert used >= {"allReduce", "reduceScatter", "allGather", "broadcast"}, used
+from wfbp.torch import tensors
 
 
 def shared_state() -> None:
@@ -169,12 +98,10 @@ def records_of(library: str, schedules: list[str]) -> dict[str, Any]:
     if library == "NCCL":
         device.library = FakeNccl(device, MpiBackend)
     tensors.device_of = lambda *_: device  # type: ignore[assignment]
-    operations.why_unsupported = lambda: ""
-    operands.usable_device = lambda _: None
     wfbp.init(config=equality.CONFIG)
     if device.library is not None:
         two_optimizers(device)
-    public_operations(device)
+    shared_state()
     records = {f"{library}/{name}": equality.train(name, "adamw") for name in schedules}
     wfbp.shutdown()
     device.drain()
