@@ -16,6 +16,7 @@ BENCHMARKS = {
     "comm": "collectives of the MPI backend: latency, bandwidth, CPU use",
     "operations": "round trips of named operations, and what idle ranks cost",
     "training": "whole iterations against other ways of data-parallel training",
+    "peers": "wfbp, DDP, Horovod and plain MPI: table and picture of the front page",
     "regret": "how much slower auto ends than the best fixed schedule, in fresh starts",
     "jax": "iterations of jitted steps against other ways; overlap; cost per leaf",
     "memory": "optimizer state and peak memory with sharded updates",

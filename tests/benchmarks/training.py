@@ -249,7 +249,8 @@ def rank_environment() -> dict[str, str]:
         "PRTE_MCA_hwloc_default_binding_policy": "none",
     }
     root = str(Path(__file__).parents[2])  # where the ranks find this package
-    own = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": root}
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    own = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": path}
     return defaults | os.environ | own
 
 

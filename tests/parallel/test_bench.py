@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -51,9 +57,11 @@ def test_training(mpirun: Mpirun, tmp_path: Path) -> None:
     best = [name for name in document["seconds"] if name.startswith("ddp-")]
     assert len(best) == 1, best
     assert {name: len(times) for name, times in document["seconds"].items()} == dict.fromkeys(
-        ("none", "mpi-flat", "ddp", "wfbp-auto", *best), 2
+        ("none", "mpi-per-tensor", "ddp", "wfbp-auto", *best), 2
     )
-    assert all(seconds > 0 for times in document["seconds"].values() for seconds in times)
+    assert document["cpu_seconds"].keys() == document["seconds"].keys()
+    for key in ("seconds", "cpu_seconds"):
+        assert all(seconds > 0 for times in document[key].values() for seconds in times)
 
 
 def test_a_contestant_that_trains_something_else_is_told(mpirun: Mpirun, tmp_path: Path) -> None:
@@ -64,7 +72,65 @@ def test_a_contestant_that_trains_something_else_is_told(mpirun: Mpirun, tmp_pat
     words = ("--model", "noisy:make", "--contestants", "wfbp-layerwise")
     run = mpirun(2, "-m", "wfbp", "bench", "training", *words, env={**SOON, "PYTHONPATH": path})
     assert run.rc not in (0, None), run
-    assert "wfbp-layerwise trains something else than mpi-flat" in run.stderr, run
+    assert "wfbp-layerwise trains something else than mpi-per-tensor" in run.stderr, run
+
+
+@launcher.needs_namespaces
+def test_ddp_finds_an_address_where_hosts_share_a_name(tmp_path: Path) -> None:
+    """Two network namespaces on one machine; nothing tells gloo which interface to use."""
+    (tmp_path / "tiny.py").write_text(TINY)
+    variables = {**SOON, "PYTHONPATH": f"{launcher.ROOT}:{tmp_path}"}
+    words = ("--model", "tiny:make", "--rounds", "1", "--contestants", "ddp", "--json")
+    unset = ("env", "-u", "GLOO_SOCKET_IFNAME", "-u", "MASTER_ADDR", sys.executable, "-m", "wfbp")
+    link = (sys.executable, launcher.ROOT / "launch" / "link.py", "run", "--expect-bytes", "1000")
+    done = subprocess.run(
+        [*map(str, link), "--rate", "1gbit", "--", *unset, "bench", "training", *words],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(done.stdout)["seconds"]) == {"ddp", "mpi-per-tensor"}
+
+
+UNREACHABLE = """
+from wfbp.bench import ranks, training
+training._interfaces = lambda: {"192.0.2.1": "none"}  # an address that no host has (RFC 5737)
+training.CONNECT_S = 0.5
+ranks.run_or_abort(lambda: training.run(training.mlp, ["ddp"], 1, "cpu", print))
+"""
+
+
+def test_ddp_without_an_address_ends_with_a_message(mpirun: Mpirun) -> None:
+    start = time.monotonic()
+    run = mpirun(2, "-c", UNREACHABLE)
+    assert run.rc not in (0, None), run
+    assert (
+        "DDP needs an address of rank 0 that all ranks can reach: none of 192.0.2.1" in run.stderr
+    )
+    assert time.monotonic() - start < 60  # PyTorch's own store would wait for 300 s
+
+
+def test_peers_are_compared(tmp_path: Path) -> None:
+    """The command of the front page's table, on the smallest model and in shared memory alone."""
+    files = [tmp_path / name for name in ("samples.json", "table.md", "picture.svg")]
+    outputs = zip(("--json", "--table", "--picture"), map(str, files), strict=True)
+    words = ["--models", "mlp", "--links", "none", "--rounds", "1", *chain(*outputs)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.benchmarks", "peers", *words],
+        cwd=launcher.ROOT,
+        env={**os.environ, **QUICK},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    samples, table, picture = (file.read_text() for file in files)
+    assert list(json.loads(samples)["results"]["none"]) == ["mlp"]
+    assert table.splitlines()[2].startswith("| shared memory: MLP")
+    assert table == done.stdout
+    ElementTree.fromstring(picture)
 
 
 def test_comm(mpirun: Mpirun) -> None:
@@ -79,8 +145,8 @@ def test_comm(mpirun: Mpirun) -> None:
     [
         (("--model", "vgg"), "expected mlp, transformer or MODULE:FUNCTION"),
         (
-            ("--contestants", "horovod"),
-            "ddp-best, wfbp-auto, wfbp-SCHEDULE or ddp-MIB",
+            ("--contestants", "gloo"),
+            "ddp-best, horovod, wfbp-auto, wfbp-SCHEDULE or ddp-MIB",
         ),
         ((), "one rank has nobody to talk to; start it as: mpirun -np N wfbp bench"),
     ],

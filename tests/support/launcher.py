@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,6 +31,21 @@ KILLED = {"mpich": signal.SIGKILL, "openmpi": 128 + signal.SIGKILL}
 """The exit status of ``mpirun`` where a rank was killed; Open MPI's may lose the words about it."""
 
 GRACE_S = 5.0
+
+
+def _can_make_namespaces() -> bool:
+    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
+        return False
+    name = f"wfbp-can-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False)
+    if made.returncode == 0:
+        subprocess.run(["ip", "netns", "delete", name], check=True)
+    return made.returncode == 0
+
+
+needs_namespaces = pytest.mark.skipif(
+    not _can_make_namespaces(), reason="needs root and network namespaces"
+)
 
 
 class Run(NamedTuple):

@@ -1,4 +1,4 @@
-"""Whole training iterations of wfbp, PyTorch DDP and plain MPI, on this job's ranks.
+"""Whole training iterations of wfbp, PyTorch DDP, Horovod and plain MPI, on this job's ranks.
 
 All contestants start from the same state and must reach the same parameters before anything is
 timed. Then each runs one block of iterations per round, in an order shuffled every round, so that
@@ -7,15 +7,21 @@ foreign load affects all. A time is the mean of all ranks' times.
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
 import re
 import socket
 import statistics
+import struct
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -38,6 +44,9 @@ TOLERANCE = 1e-4
 """Relative to the norm of the parameters' change."""
 MOST_WARM_UP_STEPS = 2000
 BLOCK_S = 0.5
+START_S = 30.0
+"""DDP starts within this time, or not at all."""
+CONNECT_S = 2.0
 
 
 class _WithLoss(nn.Module):
@@ -88,8 +97,8 @@ def model_named(text: str) -> Make:
 class Contestant:
     """One copy of the model with one way to exchange its gradients.
 
-    ``exchange`` runs between backward and step; ``phase`` returns "installed" once it has chosen
-    how to communicate.
+    ``exchange`` runs between backward and step, ``begin`` before each step, ``end`` after a block.
+    ``phase`` returns "installed" once it has chosen how to communicate.
     """
 
     name: str
@@ -98,12 +107,16 @@ class Contestant:
     module: nn.Module
     optimizer: Any
     exchange: Callable[[], None] = lambda: None
+    begin: Callable[[], object] = lambda: None
+    end: Callable[[], object] = lambda: None
     phase: Callable[[], str] = lambda: "installed"
     seconds: list[float] = field(default_factory=list)
-    """Per iteration, one number per block."""
+    """Per iteration, one number per block; so are the next."""
+    cpu_seconds: list[float] = field(default_factory=list)
 
     def step(self, batch: Batch) -> None:
         """One training iteration."""
+        self.begin()
         self.optimizer.zero_grad()
         self.module(*batch).backward()
         self.exchange()
@@ -122,6 +135,7 @@ class Contestant:
             parameter.detach()
         if next(self.model.parameters()).is_cuda:
             torch.cuda.synchronize()
+        self.end()
 
 
 def alone(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contestant:
@@ -129,26 +143,17 @@ def alone(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contestant:
     return Contestant(name, model, sgd, model, sgd)
 
 
-def flat_mpi(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contestant:
-    """One blocking all-reduce of all gradients in one buffer in host memory, after backward."""
-    parameters = list(model.parameters())
-    flat = torch.empty(sum(p.numel() for p in parameters))
-    parts = [
-        part.view_as(p)
-        for part, p in zip(
-            torch.split(flat, [p.numel() for p in parameters]), parameters, strict=True
-        )
-    ]
+def per_tensor_mpi(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contestant:
+    """One blocking all-reduce per tensor after backward, in host memory."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
 
     def exchange() -> None:
-        gradients = [p.grad for p in parameters]
-        for part, gradient in zip(parts, gradients, strict=True):
-            part.zero_() if gradient is None else part.copy_(gradient)
-        MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, flat.numpy())
-        flat.div_(MPI.COMM_WORLD.size)
-        for part, gradient in zip(parts, gradients, strict=True):
-            if gradient is not None:
-                gradient.copy_(part)
+        for p in parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            host = p.grad.to("cpu", torch.float32).contiguous()  # the gradient itself, if possible
+            MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, host.numpy())
+            p.grad.copy_(host.div_(MPI.COMM_WORLD.size))
 
     return Contestant(name, model, sgd, model, sgd, exchange)
 
@@ -159,8 +164,23 @@ def ddp(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contestant:
     options: dict[str, Any] = {"bucket_cap_mb": float(mib)} if mib else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # an option's name depends on the version
-        module = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, **options)
+        module = nn.parallel.DistributedDataParallel(
+            model,
+            broadcast_buffers=False,
+            process_group=torch.distributed.new_group(),  # with PyTorch's own timeout
+            **options,
+        )
     return Contestant(name, model, sgd, module, sgd)
+
+
+def horovod(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contestant:
+    """Horovod with its default settings; stopped while others run, since it keeps a core busy."""
+    import horovod.torch as hvd
+
+    hvd.init()
+    optimizer = hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
+    begin = lambda: hvd.is_initialized() or hvd.init()  # noqa: E731
+    return Contestant(name, model, optimizer, model, optimizer, begin=begin, end=hvd.shutdown)
 
 
 def ours(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contestant:
@@ -174,18 +194,27 @@ def ours(name: str, model: nn.Module, sgd: torch.optim.SGD) -> Contestant:
 
 
 BEST_DDP = "ddp-best"
-BUCKETS = ("ddp-1", "ddp-5", "ddp-25", "ddp-100")
+BUCKETS = ("ddp-1", "ddp-5", "ddp-100")
 """``ddp-best`` is the fastest of these sizes in MiB in a trial before the rounds."""
-TRIAL_BLOCKS = 3
-CONTESTANTS = {"none": alone, "mpi-flat": flat_mpi, "ddp": ddp, BEST_DDP: ddp, "wfbp-auto": ours}
+TRIALS = 3
+REFERENCE = "mpi-per-tensor"
+CONTESTANTS = {
+    "none": alone,
+    REFERENCE: per_tensor_mpi,
+    "ddp": ddp,
+    BEST_DDP: ddp,
+    "horovod": horovod,
+    "wfbp-auto": ours,
+}
 """The contestants; ``wfbp-SCHEDULE`` and ``ddp-MIB`` are possible, too."""
-REFERENCE = "mpi-flat"
 
 
 def maker(name: str) -> Callable[[str, nn.Module, torch.optim.SGD], Contestant]:
     """The function that makes a contestant of this name; ``ValueError`` if there is none."""
     if name.startswith("wfbp-"):
         return ours
+    if name == "horovod" and find_spec("horovod") is None:
+        raise ValueError("contestant 'horovod': Horovod is not installed")
     if name in CONTESTANTS:
         return CONTESTANTS[name]
     if re.fullmatch(r"ddp-\d+(\.\d+)?", name):
@@ -198,7 +227,6 @@ def run(
     make: Make, names: Sequence[str], rounds: int, device: str, say: Callable[[str], None]
 ) -> list[Contestant]:
     """Time contestants in blocks; collective. ``RuntimeError`` if models differ, or no plan."""
-    world = MPI.COMM_WORLD
     wfbp.torch.init()
     if device == "cuda":
         torch.cuda.set_device(wfbp.torch.local_rank())
@@ -207,6 +235,41 @@ def run(
     with_ddp = any(maker(name) is ddp for name in names)
     if with_ddp:
         _start_ddp(device)
+    contestants, batches = _make(make, names, device)
+    state = {k: v.clone() for k, v in contestants[0].model.state_dict().items()}
+    for contestant in contestants:
+        contestant.reset(state, TIMED_RATE)
+        say(f"{contestant.name}: ready after {_warm_up(contestant, batches)} steps")
+    reference = next(c for c in contestants if c.name == REFERENCE)
+    _compare(contestants, reference, state, batches)
+    for contestant in contestants:
+        contestant.reset(state, TIMED_RATE)
+    length = max(2, round(BLOCK_S / _time(reference, batches, 2)[0]))
+    buckets = [c for c in contestants if c.name in tried]
+    trial_s = [[_time(c, batches, max(2, length // 4))[0] for c in buckets] for _ in range(TRIALS)]
+    if buckets:
+        medians = [statistics.median(times) for times in zip(*trial_s, strict=True)]
+        best = buckets.pop(medians.index(min(medians)))
+        say(f"DDP is fastest with buckets of {best.name.removeprefix('ddp-')} MiB")
+    contestants = [c for c in contestants if c not in buckets]
+    order, shuffle = list(contestants), random.Random(0).shuffle  # the same on every rank
+    for number in range(rounds):
+        shuffle(order)
+        for contestant in order:
+            _time(contestant, batches, max(1, length // 10))  # brings its data back
+            seconds, cpu_seconds = _time(contestant, batches, length)
+            contestant.seconds.append(seconds)
+            contestant.cpu_seconds.append(cpu_seconds)
+            contestant.finish()
+        say(f"round {number + 1} of {rounds}: {length} iterations each")
+    if with_ddp:
+        torch.distributed.destroy_process_group()
+    wfbp.torch.shutdown()
+    return contestants
+
+
+def _make(make: Make, names: Sequence[str], device: str) -> tuple[list[Contestant], list[Batch]]:
+    """Contestants with equal models, and this rank's batches."""
     contestants = []
     for name in names:
         torch.manual_seed(0)
@@ -214,41 +277,12 @@ def run(
         model.to(device)
         sgd = torch.optim.SGD(model.parameters(), lr=TIMED_RATE, momentum=0.9)
         contestants.append(maker(name)(name, model, sgd))
+    first = NUM_BATCHES * MPI.COMM_WORLD.rank
     batches = [
         tuple(t.to(device) if isinstance(t, torch.Tensor) else t for t in batch_of(seed))
-        for seed in range(NUM_BATCHES * world.rank, NUM_BATCHES * (world.rank + 1))
+        for seed in range(first, first + NUM_BATCHES)
     ]
-    state = {k: v.clone() for k, v in contestants[0].model.state_dict().items()}
-    for contestant in contestants:
-        contestant.reset(state, TIMED_RATE)
-        steps = _warm_up(contestant, batches)
-        say(f"{contestant.name}: ready after {steps} steps")
-    _compare(contestants, state, batches)
-    length = max(2, round(BLOCK_S / _time(contestants[0], batches, 2)))
-    length = world.bcast(length)
-    for contestant in contestants:
-        contestant.reset(state, TIMED_RATE)
-    if tried:
-        buckets = [c for c in contestants if c.name in tried]
-        trial_s: dict[str, list[float]] = {name: [] for name in tried}
-        for _ in range(TRIAL_BLOCKS):
-            for c in buckets:
-                trial_s[c.name].append(_time(c, batches, max(2, length // 4)))
-        best = min(tried, key=lambda name: statistics.median(trial_s[name]))
-        say(f"DDP is fastest with buckets of {best.removeprefix('ddp-')} MiB")
-        contestants = [c for c in contestants if c.name == best or c.name not in tried]
-    order, shuffle = list(contestants), random.Random(0).shuffle  # the same on every rank
-    for number in range(rounds):
-        shuffle(order)
-        for contestant in order:
-            _time(contestant, batches, max(1, length // 10))  # brings its data back
-            contestant.seconds.append(_time(contestant, batches, length))
-            contestant.finish()
-        say(f"round {number + 1} of {rounds}: {length} iterations each")
-    if with_ddp:
-        torch.distributed.destroy_process_group()
-    wfbp.torch.shutdown()
-    return contestants
+    return contestants, batches
 
 
 def quartiles(seconds: Sequence[float]) -> tuple[float, float, float]:
@@ -259,31 +293,59 @@ def quartiles(seconds: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _start_ddp(device: str) -> None:
+    """Start PyTorch's process group at the first address of rank 0 that all ranks can reach.
+
+    The name of a host is of no use: containers and network namespaces may share one.
+    """
     world = MPI.COMM_WORLD
     make_store = torch.distributed.TCPStore  # type: ignore[attr-defined]
+    limit = timedelta(seconds=START_S)
+    store = None
     if world.rank == 0:
-        store = make_store(_own_address(), 0, is_master=True, wait_for_workers=False)
-        world.bcast((store.host, store.port))
-    else:
-        store = make_store(*world.bcast(None))
+        store = make_store("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+    addresses, port = world.bcast((list(_interfaces()), store.port) if store else None)
+    routes = [_local_address(address, port) for address in addresses]
+    common = [all(row) for row in zip(*world.allgather(routes), strict=True)]
+    if True not in common:
+        raise RuntimeError(
+            f"DDP needs an address of rank 0 that all ranks can reach: none of "
+            f"{', '.join(addresses)} is, at TCP port {port}. Is there a firewall?"
+        )
+    chosen = common.index(True)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _interfaces()[routes[chosen]])
+    store = store or make_store(addresses[chosen], port, timeout=limit)
     torch.distributed.init_process_group(
-        "nccl" if device == "cuda" else "gloo", store=store, rank=world.rank, world_size=world.size
+        "nccl" if device == "cuda" else "gloo",
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=limit,
     )
 
 
-def _own_address() -> str:
-    """This host's address for ranks on other hosts."""
-    if wfbp.torch.local_size() == wfbp.torch.size():
-        return "127.0.0.1"
-    return socket.gethostbyname(socket.gethostname())
+def _interfaces() -> dict[str, str]:
+    """Names of this host's network interfaces that are up, by IPv4 address."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                request = struct.pack("256s", name.encode()[:15])
+                reply = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+                found[socket.inet_ntoa(reply[20:24])] = name
+    return found
+
+
+def _local_address(address: str, port: int) -> str:
+    """The address of this host from which a server can be reached; empty if it cannot."""
+    with suppress(OSError), socket.create_connection((address, port), CONNECT_S) as connection:
+        return str(connection.getsockname()[0])
+    return ""
 
 
 def _warm_up(contestant: Contestant, batches: Sequence[Batch]) -> int:
     """Step until the contestant has chosen how to communicate, on every rank."""
     steps = 0
-    while steps < NUM_STEPS or not MPI.COMM_WORLD.allreduce(
-        contestant.phase() == "installed", MPI.LAND
-    ):
+    while not steps or not MPI.COMM_WORLD.allreduce(contestant.phase() == "installed", MPI.LAND):
         if steps >= MOST_WARM_UP_STEPS:
             raise RuntimeError(f"{contestant.name} has no plan after {steps} steps")
         contestant.step(batches[steps % len(batches)])
@@ -293,8 +355,13 @@ def _warm_up(contestant: Contestant, batches: Sequence[Batch]) -> int:
 
 
 def _compare(
-    contestants: Sequence[Contestant], state: dict[str, Any], batches: Sequence[Batch]
+    contestants: Sequence[Contestant],
+    reference: Contestant,
+    state: dict[str, Any],
+    batches: Sequence[Batch],
 ) -> None:
+    """Raise ``RuntimeError`` unless all that communicate reach the reference's parameters."""
+
     def trained(contestant: Contestant) -> torch.Tensor:
         contestant.reset(state, LEARNING_RATE)
         for number in range(NUM_STEPS):
@@ -302,7 +369,6 @@ def _compare(
         contestant.finish()
         return torch.cat([p.detach().flatten().cpu() for p in contestant.model.parameters()])
 
-    (reference,) = (c for c in contestants if c.name == REFERENCE)
     wanted = trained(reference)
     reference.reset(state, LEARNING_RATE)
     start = torch.cat([p.detach().flatten().cpu() for p in reference.model.parameters()])
@@ -319,13 +385,15 @@ def _compare(
             )
 
 
-def _time(contestant: Contestant, batches: Sequence[Batch], count: int) -> float:
-    """Seconds per iteration, the mean of all ranks."""
+def _time(contestant: Contestant, batches: Sequence[Batch], count: int) -> tuple[float, float]:
+    """Seconds and CPU seconds per iteration, means of all ranks."""
     MPI.COMM_WORLD.Barrier()
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     for number in range(count):
         contestant.step(batches[number % len(batches)])
     if next(contestant.model.parameters()).is_cuda:
         torch.cuda.synchronize()
-    took_s: float = MPI.COMM_WORLD.allreduce(time.perf_counter() - start)
-    return took_s / MPI.COMM_WORLD.size / count
+    took = time.perf_counter() - start, time.process_time() - start_cpu
+    sums = (MPI.COMM_WORLD.allreduce(each) for each in took)
+    seconds, cpu_seconds = (each / MPI.COMM_WORLD.size / count for each in sums)
+    return seconds, cpu_seconds

@@ -1,8 +1,9 @@
-"""``wfbp bench``: wfbp beside DDP and plain MPI, on the ranks of this job."""
+"""``wfbp bench``: wfbp beside DDP, Horovod and plain MPI, on the ranks of this job."""
 
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,9 +26,9 @@ def command() -> None:
 )
 @click.option(
     "--contestants",
-    default="none,mpi-flat,ddp,ddp-best,wfbp-auto",
+    default="none,mpi-per-tensor,ddp,ddp-best,wfbp-auto",
     show_default=True,
-    help="With commas between; wfbp-SCHEDULE and ddp-MIB, too.",
+    help="With commas between; horovod, wfbp-SCHEDULE and ddp-MIB, too.",
 )
 @click.option("--rounds", type=IntegerRange(1, 1000), default=20, show_default=True)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
@@ -36,7 +37,7 @@ def training(model: str, contestants: str, rounds: int, device: str, as_json: bo
     """Time training iterations, after checking that results agree.
 
     FUNCTION returns a model, whose model(*batch) is the loss, and a function that makes a batch
-    from a seed. ddp has PyTorch's default buckets, ddp-best the fastest of four sizes.
+    from a seed. ddp has PyTorch's default buckets, ddp-best the fastest of three other sizes.
     """
     from wfbp.bench import ranks
     from wfbp.bench import training as benchmark
@@ -59,12 +60,15 @@ def training(model: str, contestants: str, rounds: int, device: str, as_json: bo
         "model": model,
         "device": device,
         "seconds": {c.name: c.seconds for c in results},
+        "cpu_seconds": {c.name: c.cpu_seconds for c in results},
     }
-    rows = [
-        [name, *map(milliseconds, (middle, third - first)), f"{base_s / middle:.2f}"]
-        for name, (first, middle, third) in figures.items()
-    ]
-    headings = ("median ms", "IQR ms", f"times {benchmark.REFERENCE}")
+    rows = []
+    for contestant in results:
+        first, middle, third = figures[contestant.name]
+        cpu_s = statistics.median(contestant.cpu_seconds)
+        cells = map(milliseconds, (middle, third - first, cpu_s))
+        rows.append([contestant.name, *cells, f"{middle / base_s:.2f}"])
+    headings = ("median ms", "IQR ms", "CPU ms", f"of {benchmark.REFERENCE}")
     _show(document, f"Iterations of {model}", ("", *headings), rows, as_json)
 
 

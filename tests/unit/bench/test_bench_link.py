@@ -14,6 +14,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.support.launcher import needs_namespaces
+
 SCRIPT = Path(__file__).parents[3] / "launch" / "link.py"
 
 
@@ -28,21 +30,6 @@ def load() -> ModuleType:
 
 
 link = load()
-
-
-def can_make_namespaces() -> bool:
-    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
-        return False
-    name = f"wfbp-can-{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False)
-    if made.returncode == 0:
-        subprocess.run(["ip", "netns", "delete", name], check=True)
-    return made.returncode == 0
-
-
-needs_namespaces = pytest.mark.skipif(
-    not can_make_namespaces(), reason="needs root and network namespaces"
-)
 
 
 def test_half_of_the_ranks_on_each_side() -> None:
