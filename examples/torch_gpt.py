@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
-from tqdm import tqdm
 
 import wfbp.torch as wfbp  # <-
 
@@ -65,6 +64,8 @@ class GPT(nn.Module):
 
 
 def main() -> None:
+    from tqdm import tqdm
+
     options = arguments()
     wfbp.init()  # <-
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // wfbp.local_size()))

@@ -84,9 +84,9 @@ def test_gpt_runs_alone() -> None:
     assert "nothing to exchange" in told(1, GPT_ALONE)
 
 
-def test_overlap_shows_both_runs_side_by_side(tmp_path: Path) -> None:
-    """On the emulated link, with one rank."""
-    program = [sys.executable, EXAMPLES / "overlap.py", "--emulated", "--steps", "12"]
+def test_the_demo_shows_ddp_and_wfbp_side_by_side(tmp_path: Path) -> None:
+    """In shared memory, which needs no rights."""
+    program = [sys.executable, EXAMPLES / "overlap.py", "--no-link", "--steps", "12"]
     done = subprocess.run(
         [*map(str, program), "--output", str(tmp_path)],
         capture_output=True,
@@ -95,13 +95,15 @@ def test_overlap_shows_both_runs_side_by_side(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    for name in ("without overlap", "with overlap"):
+    for name in ("DDP", "wfbp"):
         assert f"{name}: one step of rank 0" in done.stdout
-    page = (tmp_path / "demo" / "report.html").read_text()
-    assert "AdamW" in page.replace("AdamW-2", "")
-    assert "AdamW-2" in page
+    page = (tmp_path / "demo" / "demo.html").read_text()
+    assert page.count("<rect") > 10
+    assert (tmp_path / "demo" / "report.html").exists()
     losses = re.findall(r"([\d.]+) -> ([\d.]+)", done.stdout)
     assert len(losses) == 2
     assert all(float(last) < float(first) for first, last in losses)
-    assert losses[0] == losses[1]  # the schedule changes nothing
+    for ours, theirs in zip(*losses, strict=True):  # who averages changes nothing but rounding
+        assert abs(float(ours) - float(theirs)) < 0.02
+    assert "waiting" in done.stdout
     assert done.stdout.count("█") > 50

@@ -9,6 +9,27 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def commands_of_the_demo(environment: Path) -> str:
+    """What ``make demo`` would run."""
+    done = subprocess.run(
+        ["make", "--dry-run", "demo", f"VENV={environment}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_demo_installs_no_tools_for_development(tmp_path: Path) -> None:
+    lines = commands_of_the_demo(tmp_path).splitlines()
+    assert any(line.endswith(' -e ".[mpich,torch]"') for line in lines)
+    assert lines[-1] == f"{tmp_path}/bin/python examples/overlap.py"
+    (tmp_path / ".installed").touch()  # all is there
+    assert commands_of_the_demo(tmp_path).splitlines() == lines[-1:]
+
+
 def test_bytecode_is_kept_where_the_environment_says_not_to() -> None:
     """Otherwise every rank of every test compiles all of PyTorch's Python when it starts."""
     usual = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
