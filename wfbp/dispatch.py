@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import optax
     import torch
 
-    from wfbp.torch.optimizer_interface import DistributedOptimizerBase
+    from wfbp.torch.optimizer import DistributedOptimizerBase
 
 
 def _comes_from(value: object, *packages: str) -> bool:
@@ -79,7 +79,7 @@ def perform(form: Form, value: Any, **options: Any) -> Any:
         value = list(value)
         sample = value[0] if value else None
     if _comes_from(sample, "torch"):
-        return getattr(_torch(), form.name)(value, **options)
+        return getattr(_torch().collectives, form.name)(value, **options)
     if not _comes_from(sample, "jax", "jaxlib"):
         return array_collectives.perform(form, value, **options)
     act = getattr(_jax(), form.name, None)

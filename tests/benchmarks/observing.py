@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-import wfbp.torch as wfbp
+import wfbp.horovod.torch as wfbp
 from tests.benchmarks.machine import print_table
 from tests.benchmarks.torch_contestants import mlp
 from wfbp.core.cost import Costs, LinearCost

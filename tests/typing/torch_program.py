@@ -59,15 +59,15 @@ def rebind(model: torch.nn.Module) -> hvd.DistributedOptimizerBase:
 def reduce(tensor: torch.Tensor) -> torch.Tensor:
     """Handles know what comes back; those kept as numbers work, too."""
     handle = hvd.allreduce_async(tensor, name="a", op=hvd.Average)
-    group = hvd.grouped_allreduce_async([tensor, tensor], name="b")
-    sent = hvd.alltoall_async(tensor, splits=[len(tensor)], name="c")
-    numbers: list[int] = [hvd.allgather_async(tensor), hvd.broadcast_async_(tensor, 0)]
+    group = horovod.grouped_allreduce_async([tensor, tensor], name="b")
+    sent = horovod.alltoall_async(tensor, splits=[len(tensor)], name="c")
+    numbers: list[int] = [hvd.allgather_async(tensor), horovod.broadcast_async_(tensor, 0)]
     done: bool = hvd.poll(handle)
     mean = hvd.synchronize(handle)
     rows, received = hvd.synchronize(sent)
     both = hvd.synchronize(group)
     total: torch.Tensor = sum((hvd.synchronize(number) for number in numbers), tensor)
-    wait: Callable[[], torch.Tensor] = hvd.sparse_allreduce_async(tensor.to_sparse(), "d")
+    wait: Callable[[], torch.Tensor] = horovod.sparse_allreduce_async(tensor.to_sparse(), "d")
     mine = hvd.ProcessSet(range(hvd.size()))
     if TYPE_CHECKING:
         assert_type(mean, torch.Tensor)
@@ -92,7 +92,7 @@ def reduce_arrays(array: npt.NDArray[np.float32], tensor: torch.Tensor) -> float
     if TYPE_CHECKING:
         assert_type(mean, npt.NDArray[Any])
         assert_type(wfbp.synchronize(handle), torch.Tensor)
-        assert_type(group, hvd.Handle[list[npt.NDArray[Any]]])
+        assert_type(group, horovod.Handle[list[npt.NDArray[Any]]])
         assert_type(wfbp.broadcast(tensor, 0), torch.Tensor)
         assert_type(wfbp.broadcast([1.0, 2.0], 0), npt.NDArray[Any])
         assert_type(wfbp.allgather(tensor), torch.Tensor)

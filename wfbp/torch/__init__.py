@@ -1,5 +1,7 @@
-"""wfbp for PyTorch, under Horovod's names; what only programs for Horovod use is in
-:mod:`wfbp.horovod.torch`.
+"""wfbp for PyTorch, under Horovod's names.
+
+:mod:`wfbp.torch.collectives` has further variants of the operations on tensors, and
+:mod:`wfbp.horovod.torch` what only programs for Horovod use.
 
 Example:
     >>> import torch, wfbp.torch as wfbp
@@ -23,11 +25,8 @@ from wfbp.runtime.collectives.api import (
     init,
     poll,
     remove_process_set,
-    start_timeline,
-    stop_timeline,
     synchronize,
 )
-from wfbp.runtime.collectives.operations import Handle
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.process import is_initialized, local_rank, local_size, rank, shutdown, size
 from wfbp.torch.batch_norm import SyncBatchNorm
@@ -37,47 +36,37 @@ from wfbp.torch.collectives import (
     allreduce,
     allreduce_,
     allreduce_async,
-    allreduce_async_,
     alltoall,
-    alltoall_async,
     broadcast,
     broadcast_,
     broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
     grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
-    sparse_allreduce_async,
 )
 from wfbp.torch.compiling import compile_backend
 from wfbp.torch.compression import Compression
 from wfbp.torch.joining import join
-from wfbp.torch.optimizer import DistributedOptimizer
-from wfbp.torch.optimizer_interface import DistributedOptimizerBase
-from wfbp.torch.state import broadcast_optimizer_state, broadcast_parameters
+from wfbp.torch.optimizer import DistributedOptimizerBase
+from wfbp.torch.state import (
+    broadcast_buffers,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 from wfbp.torch.tensors import set_local_device
+from wfbp.torch.wrapping import DistributedOptimizer
 
 Average = Op.AVERAGE
 Sum = Op.SUM
 Min = Op.MIN
 Max = Op.MAX
 Product = Op.PRODUCT
-Adasum = Op.ADASUM
 
 __all__ = [
-    "Adasum",
     "Average",
     "Compression",
     "DistributedOptimizer",
     "DistributedOptimizerBase",
-    "Handle",
     "Max",
     "Min",
     "ProcessSet",
@@ -91,27 +80,18 @@ __all__ = [
     "allreduce",
     "allreduce_",
     "allreduce_async",
-    "allreduce_async_",
     "alltoall",
-    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
     "broadcast_async",
-    "broadcast_async_",
+    "broadcast_buffers",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "compile_backend",
     "global_process_set",
-    "grouped_allgather",
-    "grouped_allgather_async",
     "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
     "init",
     "is_initialized",
     "join",
@@ -125,8 +105,5 @@ __all__ = [
     "set_local_device",
     "shutdown",
     "size",
-    "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
     "synchronize",
 ]

@@ -243,6 +243,7 @@ class OptimizerSync:
         named: names and parameters, equal on every rank.
         options: equal on every rank; ``decouples`` if the optimizer may be stepped in parts.
         sharded: whether ranks then update shards.
+        local: not empty while backward passes accumulate without being sent.
         sparse_as_dense: whether sparse gradients are made dense; otherwise they stay sparse.
         lenient: whether hyperparameters that differ between ranks are a warning.
         previous: exchanges the same optimizer's gradients so far, on every rank.
@@ -257,6 +258,7 @@ class OptimizerSync:
         options: ReducerOptions,
         *,
         sharded: bool,
+        local: list[None],
         sparse_as_dense: bool,
         lenient: bool = False,
         previous: OptimizerSync | None = None,
@@ -301,6 +303,8 @@ class OptimizerSync:
                 other.hand_over(parameter_name)
         self._successor = ""
         self._sparse: dict[int, torch.Tensor] = {}
+        self._local = local
+        self._unsent: set[int] = set()  # parameters with gradients of such passes
         self._views: list[torch.Tensor | None] = [None] * len(named)
         self._moved: list[dict[int, torch.Tensor]] = [{} for _ in named]
         self._views_of = 0
@@ -333,7 +337,7 @@ class OptimizerSync:
     @property
     def open(self) -> bool:
         """Whether gradients have appeared that no step has taken."""
-        return self._reducer.open or bool(self._sparse)
+        return self._reducer.open or bool(self._sparse or self._unsent)
 
     @property
     def exchanges(self) -> bool:
@@ -362,9 +366,14 @@ class OptimizerSync:
         guard = self._guard
         grads, versions, addresses = guard.grads, guard.versions, guard.addresses
         samples = guard.samples
+        local, unsent = self._local, self._unsent
 
         @uncompiled
         def announce(param: torch.Tensor) -> None:
+            # A gradient that was sent in this step has to be sent again if it grows.
+            if local and grads[index] is None:
+                unsent.add(index)
+                return
             grad: Any = param.grad
             # A sparse gradient is never contiguous.
             if not (grad.is_contiguous() and grad.numel() == count and grad.dtype is dtype):
@@ -444,6 +453,17 @@ class OptimizerSync:
                 f"{self._name}: another DistributedOptimizer was made of {self._successor}; use "
                 "that one. A parameter's gradient can be exchanged by one of them only"
             )
+        if self._local:
+            raise RuntimeError(
+                f"{self._name}: gradients cannot be averaged within no_sync(); end its block, and "
+                "do the step's last backward pass outside"
+            )
+        if self._unsent and not (reducer.open or self._sparse):
+            raise RuntimeError(
+                f"{self._name}: every backward pass of this step was within no_sync(), so its "
+                "gradients are those of this rank; do the last pass of each step outside, or "
+                "forget gradients by optimizer.zero_grad()"
+            )
         for index in self._guard.check(self._params):
             reducer.drop(index)
         if self._views_of != reducer.num_installed:  # they hold another plan's buffers
@@ -456,6 +476,7 @@ class OptimizerSync:
         reducer.sparse = sorted(sparse)
         reduced = reducer.synchronize(whole, wanted)
         self._sparse.clear()
+        self._unsent.clear()
         self._guard.clear()
         self._take(reduced)
         if reducer.sparse_anywhere:
@@ -693,6 +714,7 @@ class OptimizerSync:
         self._is_clipped = False
         self._guard.clear()
         self._sparse.clear()
+        self._unsent.clear()
         if not self._successor:
             self._reducer.discard()
 

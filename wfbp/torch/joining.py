@@ -30,7 +30,7 @@ def add_follower(optimizer: Any) -> None:
 
 
 @signals.deferring
-def join(device: int = -1) -> int:
+def join() -> int:
     """Tell that this rank has no more data, and wait until all ranks have called this.
 
     Until then this rank contributes zeros to every ``allreduce`` of the others and to the steps of
@@ -38,9 +38,6 @@ def join(device: int = -1) -> int:
     the others' steps change, this rank gets at the end: parameters and optimizer state of the last
     ranks that stepped. Its own gradients are forgotten. While a rank has joined, the others may
     step, clip, synchronize and reduce by ``allreduce``; other collectives are an error.
-
-    Args:
-        device: ignored; for programs written for Horovod.
 
     Returns:
         The rank that called it last, the same on every rank.

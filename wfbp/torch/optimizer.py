@@ -1,55 +1,32 @@
-"""DistributedOptimizer: any PyTorch optimizer, with its gradients averaged over the ranks."""
+"""A distributed optimizer: it takes the place of the optimizer that it is made of, and averages
+gradients over the ranks before each step."""
 
 from __future__ import annotations
 
 import enum
 import functools
-import logging
 import types
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from wfbp.core.planners import AUTO, DECOUPLED_SCHEDULES
 from wfbp.core.types import Op
-from wfbp.runtime import process, signals
+from wfbp.runtime import signals
 from wfbp.runtime.arguments import ReducerOptions
-from wfbp.runtime.collectives import api
-from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch import tensors
 from wfbp.torch.clipping import Limit
 from wfbp.torch.compiling import uncompiled
-from wfbp.torch.compression import COMPRESSED_DTYPES, Compression, Compressor
 from wfbp.torch.gradient_sync import OptimizerSync
-from wfbp.torch.optimizer_interface import DistributedOptimizerBase, take_place, wrapped_of
-from wfbp.torch.updates import is_elementwise
-
-log = logging.getLogger("wfbp")
 
 _NUM_PLACES = 62
 """Names of methods are told apart modulo this, where ranks compare which call ends a step."""
-
-
-def named_pairs(named_parameters: Iterable[Any]) -> list[tuple[str, torch.Tensor]]:
-    """The pairs of name and parameter that a caller passed; ``TypeError`` for anything else, as
-    ``model.parameters()``."""
-    if isinstance(named_parameters, torch.nn.Module):
-        raise TypeError("named_parameters is a module; pass model.named_parameters()")
-    pairs = list(named_parameters)
-    for pair in pairs:
-        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
-            raise TypeError(
-                "named_parameters must be pairs of name and parameter, found a "
-                f"{type(pair).__qualname__}; pass model.named_parameters()"
-            )
-    return pairs
 
 
 def named_params(
@@ -169,13 +146,64 @@ def _operation(method: F) -> F:
     return cast(F, functools.update_wrapper(uncompiled(call), method))
 
 
-class AveragingOptimizerBase(DistributedOptimizerBase):
-    """Averages the gradients of an optimizer before its steps.
+# Without ``ABC``: classes that are derived together with it may have a metaclass of their own.
+class DistributedOptimizerBase(torch.optim.Optimizer):
+    """What :func:`DistributedOptimizer` returns, besides an instance of the optimizer's own class.
 
-    The user's optimizer stays an object of its own, which makes the updates; :meth:`step` calls its
-    ``step()``. Its parameters are stepped in parts only if it is known to treat every element by
-    itself.
+    ``step``, ``zero_grad``, ``state_dict`` and ``load_state_dict`` are those of any optimizer;
+    every rank steps and loads alike, any rank may take the ``state_dict()`` alone. All other
+    attributes are those of the optimizer that it was made of, which stays as it is.
+
+    Example:
+        >>> import torch, wfbp.torch as wfbp
+        >>> wfbp.init()
+        >>> sgd = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+        >>> optimizer = wfbp.DistributedOptimizer(sgd)
+        >>> isinstance(optimizer, wfbp.DistributedOptimizerBase), isinstance(optimizer, type(sgd))
+        (True, True)
     """
+
+    _wfbp_original: torch.optim.Optimizer
+    _wfbp_own: ClassVar[frozenset[str]]
+    """Names of attributes that are not the original's."""
+    _wfbp_bare: dict[str, Any]
+    """The original's own methods that this object replaces; see :func:`take_place`."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        ours = [vars(base) for base in cls.__mro__ if issubclass(base, DistributedOptimizerBase)]
+        cls._wfbp_own = frozenset[str]().union(*ours)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An object that ``__init__`` fills, without what the user's class does here."""
+        return object.__new__(cls)
+
+    # Methods of the user's class are in this object's class, too, so that isinstance() holds. They
+    # must be looked up on the original: bound methods and ``__dict__`` are its own.
+    if not TYPE_CHECKING:  # which would take every name for one that exists
+
+        def __getattribute__(self, name: str) -> Any:
+            if name.startswith(("_wfbp_", "__")) or name in type(self)._wfbp_own:
+                return object.__getattribute__(self, name)
+            return self._wfbp_read(name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name.startswith(("_wfbp_", "__")) or name in type(self)._wfbp_own:
+                object.__setattr__(self, name, value)
+            else:
+                setattr(self._wfbp_original, name, value)
+
+        def __delattr__(self, name: str) -> None:
+            if name.startswith(("_wfbp_", "__")) or name in type(self)._wfbp_own:
+                object.__delattr__(self, name)
+            else:
+                delattr(self._wfbp_original, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"a distributed {type(self).__name__} cannot be copied or pickled: it exchanges "
+            "gradients with other ranks; copy or save its state_dict()"
+        )
 
     def __init__(
         self,
@@ -207,6 +235,7 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
         self._wfbp_sparse_as_dense = sparse_as_dense
         self._wfbp_lenient = lenient
         self._wfbp_skip = False
+        self._wfbp_local: list[None] = []  # one entry per no_sync() that the program is in
         self._wfbp_synchronized = False  # by synchronize() itself, since the step before
         self._wfbp_sync: OptimizerSync | None = None
         previous = wrapped_of(original)
@@ -227,6 +256,7 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
                 named,
                 self._wfbp_options,
                 sharded=self._wfbp_sharded,
+                local=self._wfbp_local,
                 sparse_as_dense=self._wfbp_sparse_as_dense,
                 lenient=self._wfbp_lenient,
                 previous=previous,
@@ -282,28 +312,114 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
 
     @_operation
     def synchronize(self) -> None:
+        """Wait until all gradients of this step are averaged; ``p.grad`` then holds the averages.
+
+        Use it before reading or changing gradients, and step inside :meth:`skip_synchronize`;
+        to clip them, :meth:`clip_grad_norm_` costs less. Parameters that still travel are waited
+        for, too; for them alone call :meth:`synchronize_parameters`. Every rank must call it.
+
+        Raises:
+            RuntimeError: gradients were changed in place since backward.
+            WfbpError: ranks disagree, failed, or did not answer in time.
+        """
         averaged = self._wfbp_sync is None or self._wfbp_sync.synchronize()
         self._wfbp_sync_state = SyncState.PROGRAM if averaged else SyncState.NO_GRADIENTS
         self._wfbp_synchronized = averaged
 
     @_operation
     def synchronize_parameters(self) -> None:
+        """Wait until all parameters are up to date.
+
+        With a schedule that decouples they may still travel after ``step()``. Whoever reads one
+        waits for it, so this is needed only before code that PyTorch does not notice: CUDA graphs,
+        addresses kept elsewhere, and C++ extensions that are given a parameter outside the forward
+        of its module. Any rank may call it, alone.
+
+        Raises:
+            WfbpError: ranks failed, or did not answer in time.
+        """
         if self._wfbp_sync is not None:
             self._wfbp_sync.flush()
 
     @uncompiled
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
+        """Within it, ``step()`` takes gradients as they are: they have been synchronized.
+
+        It may be entered around a single step, or once around all of training.
+
+        Raises:
+            RuntimeError: at a ``step()`` with gradients for which :meth:`synchronize` was not
+                called since backward.
+        """
         outer, self._wfbp_skip = self._wfbp_skip, True
         try:
             yield
         finally:
             self._wfbp_skip = outer
 
+    @uncompiled
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, ``backward()`` accumulates gradients on this rank, without sending them.
+
+        For a number of passes that varies from step to step. The first pass after it sends what
+        has accumulated, while it computes, so the last pass of each step must be outside.
+
+        Example:
+            >>> import torch, wfbp.torch as wfbp
+            >>> wfbp.init()
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = wfbp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> batches = [torch.ones(4, 2)] * 3
+            >>> with optimizer.no_sync():
+            ...     for batch in batches[:-1]:
+            ...         model(batch).sum().backward()
+            >>> model(batches[-1]).sum().backward()
+            >>> optimizer.step()
+
+        Raises:
+            RuntimeError: on entering, with ``backward_passes_per_step`` above 1; at a ``step()``
+                within, or at a step of which every backward pass was within. DDP would step with
+                the gradients of each rank.
+        """
+        if self._wfbp_options.passes > 1:
+            raise RuntimeError(
+                f"{type(self).__name__}: no_sync() needs backward_passes_per_step=1, found "
+                f"{self._wfbp_options.passes}: the first pass outside no_sync() ends a step"
+            )
+        self._wfbp_local.append(None)
+        try:
+            yield
+        finally:
+            self._wfbp_local.pop()
+
     @_operation
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
+        """Scale all gradients so that their norm over all parameters is at most ``max_norm``.
+
+        To be called between ``backward()`` and ``step()``, on every rank. Does what
+        ``torch.nn.utils.clip_grad_norm_`` does, for the averaged gradients of this optimizer's
+        parameters; ranks that hold shards of them tell each other their parts of the norm in one
+        small message.
+
+        Args:
+            max_norm: the largest norm that is left as it is.
+            norm_type: 2, or another p of the p-norm, or infinity.
+            error_if_nonfinite: raise where the norm is infinite or no number.
+
+        Returns:
+            The norm before clipping, the same on every rank.
+
+        Raises:
+            TypeError: a norm that is no number.
+            ValueError: a ``max_norm`` below zero, or a ``norm_type`` that is not above it.
+            DisagreementError: ranks passed different arguments.
+            RuntimeError: see ``error_if_nonfinite``; on every rank, and nothing was scaled.
+            WfbpError: as :meth:`synchronize`.
+        """
         limit = Limit.of(max_norm, norm_type, error_if_nonfinite)
         if self._wfbp_sync is None:
             params = [p for group in self.param_groups for p in group["params"]]
@@ -336,6 +452,10 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
             WfbpError: ranks disagree, failed, or did not answer in time.
         """
         sync = self._wfbp_sync
+        if self._wfbp_local:
+            raise RuntimeError(
+                f"{type(self).__name__}: step() within no_sync(); end its block first"
+            )
         # A scheduler made of the original watches it for calls of step().
         self._wfbp_original._opt_called = True  # type: ignore[attr-defined]
         if sync is None:
@@ -497,6 +617,14 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
 
     @_operation
     def set_backward_passes_per_step(self, passes: int) -> None:
+        """Have another number of ``backward()`` calls precede each step from now on.
+
+        To be called between a step and the next backward, on every rank alike. Plans are made anew.
+
+        Raises:
+            TypeError: not a whole number.
+            ValueError: less than 1.
+        """
         options = replace(self._wfbp_options, passes=passes)
         self._wfbp_check(options)
         self._wfbp_options = options
@@ -511,6 +639,20 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
 
     @uncompiled
     def report(self) -> dict[str, Any]:
+        """The plan in use, and how training goes; empty with one rank.
+
+        Returns:
+            Plain values; None if not yet known.
+
+            * ``schedule``, ``plan`` (in words), ``plan_digest``, ``overlap`` (whether messages are
+              sent during backward), ``num_groups`` (messages), ``num_tensors``, ``total_bytes`` (in
+              messages, per step).
+            * ``phase``: ``warm-up``, ``profile``, ``trial`` or ``installed``; ``steps`` so far.
+            * In seconds: ``measured_iteration_s`` and ``exposed_s`` (waiting for communication),
+              medians of the last steps; ``predicted_iteration_s``, ``predicted_exposed_s``, and
+              ``lower_bound_s``, which no plan can beat.
+            * ``ratio_to_lower_bound``: T/LB; ``kappa``: interference of communication with compute.
+        """
         return self._wfbp_sync.report() if self._wfbp_sync is not None else {}
 
     @property
@@ -536,195 +678,52 @@ class AveragingOptimizerBase(DistributedOptimizerBase):
         self._wfbp_sync_state = SyncState.SCALER
 
 
-def DistributedOptimizer(  # noqa: N802 - Horovod's name
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    *,
-    compression: type[Compressor] = Compression.none,
-    backward_passes_per_step: int = 1,
-    op: Op = Op.AVERAGE,
-    sparse_as_dense: bool = False,
-    process_set: ProcessSet = global_process_set,
-    schedule: str | None = None,
-    threshold_bytes: int | None = None,
-    optimizer_sharding: bool | None = None,
-) -> DistributedOptimizerBase:
-    """Wrap an optimizer so that it averages gradients over all ranks while backward computes.
+_WRAPPED = "_wfbp_wrapped"
+"""Attribute of an optimizer: what was last made of it, and may hold shards of its state."""
 
-    The result is an instance of the optimizer's own class, and has all its attributes; use it
-    instead of the original, also for learning-rate schedulers. With more than one rank, the
-    original's own ``step()`` is an error from here on. Every rank must call this, for the same
-    parameters in the same order.
+_REPLACED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
+"""Methods of the original that the distributed optimizer replaces."""
 
-    The optimizer takes its ordinary step with whole averaged gradients, unless it treats every
-    element by itself, as SGD, Adam and most of PyTorch's do. Those can update shards, and be
-    stepped while the next forward runs; see ``optimizer_sharding``.
 
-    Args:
-        optimizer: any ``torch.optim.Optimizer``.
-        named_parameters: ``model.named_parameters()``, for messages and to match ranks; numbers
-            stand in for names where it is missing.
-        compression: ``Compression.fp16`` or ``Compression.bf16``: float32 and float64 gradients are
-            rounded to that type as they are packed, averaged in float32, and rounded once more;
-            half the bytes travel, or fewer. What is too large for float16 becomes infinite, as
-            ``GradScaler`` expects. Gathered parameters are exact. By default gradients travel in
-            the element type of their parameters.
-        backward_passes_per_step: how many ``backward()`` calls precede each ``step()``.
-        op: ``Average`` or ``Sum``.
-        sparse_as_dense: whether sparse gradients are made dense. Otherwise they stay sparse: ranks
-            exchange indices and values when the step closes, which needs a schedule of all-reduces
-            (as ``SparseAdam`` has it anyway).
-        process_set: the ranks that average their gradients, each of which must call this; other
-            ranks neither communicate nor wait. Numbers of ranks in messages are those in the set.
-        schedule: how gradients are grouped: ``auto``, ``oasr``, ``mgwfbp``, ``wfbp``, ``single``
-            or ``threshold``; or, decoupled into backward and the next forward, ``dear``,
-            ``ipart``, ``independent``, ``hybrid``, ``ps`` or ``ps_layerwise``; by default what
-            ``WFBP_SCHEDULE`` says, or ``auto``.
-        threshold_bytes: group size of ``threshold``, and of what schedules that have to measure
-            begin with; by default ``WFBP_THRESHOLD_BYTES`` or 25 MiB.
-        optimizer_sharding: True: each rank updates its shard of each tensor and holds the state of
-            it alone, if the schedule decouples. False: every rank updates all. By default True for
-            PyTorch's elementwise optimizers (exactly these classes: SGD, Adam, AdamW, NAdam, RAdam,
-            Adamax, RMSprop, Rprop, Adagrad, Adadelta, ASGD), and False under ``compression``:
-            averaged gradients are gathered in 16 bits, parameters never. For a class of your own
-            True promises: the new value of an element depends on its own gradients and state and
-            on settings in its group alone; state is kept in ``self.state[p]``, in tensors of the
-            shape of ``p`` and in numbers; ``step()`` may be called for some parameters or parts of
-            them, and changes nothing else.
+def wrapped_of(optimizer: torch.optim.Optimizer) -> Any:
+    """What was last made of an optimizer, or None."""
+    return vars(optimizer).get(_WRAPPED)
 
-    Returns:
-        The distributed optimizer.
 
-    Raises:
-        NotInitializedError: before ``wfbp.init()``.
-        TypeError: not an optimizer, parameters without names, or no whole number where one is
-            expected.
-        ImportError: ``dear`` without the ``search`` extra.
-        ValueError: a bad argument, a parameter that cannot be sent, or a process set that was not
-            added or that this rank is not in.
-        DisagreementError: ranks passed different parameters or settings.
+def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's instance attributes, as the program has set them."""
+    wrapped = wrapped_of(optimizer)
+    if wrapped is None:
+        return vars(optimizer)
+    before: dict[str, Any] = wrapped._wfbp_before
+    return {k: v for k, v in vars(optimizer).items() if k not in _REPLACED} | before
 
-    Example:
-        >>> import torch, wfbp.torch as wfbp
-        >>> wfbp.init()
-        >>> model = torch.nn.Linear(2, 1)
-        >>> optimizer = wfbp.DistributedOptimizer(
-        ...     torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
-        >>> model(torch.ones(1, 2)).sum().backward()
-        >>> optimizer.step()
+
+def take_place(distributed: Any, refuses: bool) -> None:
+    """Let a distributed optimizer take its original's place, and that of an earlier one.
+
+    ``refuses``: the original's own step becomes an error, because it would not average gradients;
+    its other methods do what the distributed optimizer's do. ``_wfbp_bare`` has those that the
+    program gave it.
     """
-    return distribute(
-        optimizer,
-        named_parameters,
-        compression=compression,
-        backward_passes_per_step=backward_passes_per_step,
-        op=op,
-        sparse_as_dense=sparse_as_dense,
-        process_set=process_set,
-        schedule=schedule,
-        threshold_bytes=threshold_bytes,
-        optimizer_sharding=optimizer_sharding,
-    )
+    original = distributed._wfbp_original
+    attributes = own_attributes(original)
+    distributed._wfbp_before = {k: attributes[k] for k in _REPLACED if k in attributes}
+    for name in _REPLACED:
+        vars(original).pop(name, None)
+    vars(original).update(distributed._wfbp_before)
+    distributed._wfbp_bare = {name: getattr(original, name) for name in _REPLACED}
+    vars(original)[_WRAPPED] = distributed
+    if not refuses:
+        return
+    kind = type(original).__name__
 
-
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"expected a torch.optim.Optimizer, found {type(optimizer).__qualname__}")
-    if isinstance(optimizer, DistributedOptimizerBase):
-        raise ValueError(
-            f"this {type(optimizer).__name__} is distributed already: use it as it is; to wrap it "
-            "anew, pass the optimizer that it was made of"
-        )
-
-
-def distribute(
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
-    *,
-    compression: type[Compressor],
-    backward_passes_per_step: int,
-    op: Op,
-    sparse_as_dense: bool,
-    process_set: ProcessSet,
-    schedule: str | None,
-    threshold_bytes: int | None,
-    optimizer_sharding: bool | None,
-    lenient: bool = False,
-) -> DistributedOptimizerBase:
-    """As :func:`DistributedOptimizer`. ``lenient``: a rank outside the process set steps alone, and
-    hyperparameters that differ between ranks are a warning."""
-    call = "DistributedOptimizer(process_set=...)"
-    config = process.current("DistributedOptimizer()").config
-    check_optimizer(optimizer)
-    if not isinstance(compression, type) or compression not in COMPRESSED_DTYPES:
-        raise ValueError(
-            f"compression is {getattr(compression, '__name__', compression)}; expected "
-            "Compression.none, Compression.fp16 or Compression.bf16: gradients are cast while they "
-            "are packed, without calls of a compressor"
-        )
-    sharding = optimizer_sharding
-    if not any(sharding is value for value in (True, False, None)):
-        raise ValueError(f"optimizer_sharding is {sharding!r}; expected True, False or None")
-    alone = lenient and not process_set.included()
-    runtime = None if alone else api.runtime_of(process_set, call)
-    known = None if named_parameters is None else named_pairs(named_parameters)
-    name = type(optimizer).__name__
-    options = ReducerOptions(
-        config.schedule if schedule is None else schedule,
-        config.threshold_bytes if threshold_bytes is None else threshold_bytes,
-        op,
-        backward_passes_per_step,
-        decouples=True,
-        name=name,
-        wire_dtype=COMPRESSED_DTYPES[compression],
-    )
-    check_params(named_params(optimizer, known, complete=True), options)
-    _check_previous(optimizer, runtime)
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    why = _why_whole(optimizer, params, sharding)
-    if why:
-        if sharding is True:
-            raise ValueError(f"optimizer_sharding is True, but {why}; use None or False")
-        log.info("%s takes whole steps, after all-reduces: %s", name, why)
-        planner = AUTO if options.schedule in DECOUPLED_SCHEDULES else options.schedule
-        options = replace(options, decouples=False, schedule=planner)
-    elif sharding is None:
-        # Averages travel in 16 bits; updated parameters could not.
-        sharding = not (options.wire_dtype and any(p.element_size() > 2 for p in params))
-    kind = type(optimizer)
-    made = type(kind.__name__, (AveragingOptimizerBase, kind), {})
-    wrapped: AveragingOptimizerBase = made(
-        runtime,
-        optimizer,
-        known,
-        options,
-        sharded=bool(sharding) and not why,
-        sparse_as_dense=sparse_as_dense,
-        lenient=lenient,
-    )
-    return wrapped
-
-
-def _why_whole(
-    optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], sharding: bool | None
-) -> str:
-    """Why an optimizer must not be stepped in parts; empty if it may."""
-    kinds = {type(p) for p in params} - {torch.nn.Parameter}
-    if not is_elementwise(optimizer, sharding):
-        return "only PyTorch's elementwise optimizers are stepped in parts"
-    if kinds:
-        return f"parameters are of class {', '.join(sorted(k.__name__ for k in kinds))}"
-    if not all(tensors.is_dense(p) for p in params):
-        return "a parameter has gaps in its memory"
-    return ""
-
-
-def _check_previous(optimizer: torch.optim.Optimizer, runtime: Runtime | None) -> None:
-    """Raise ``RuntimeError`` if shards of the optimizer's state were lost with another runtime."""
-    sync = getattr(wrapped_of(optimizer), "_wfbp_sync", None)
-    if sync is not None and sync.runtime is not runtime and sync.shares_state:
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError(
-            f"the state of this {type(optimizer).__name__} is shared out among ranks of another "
-            "process set, or was when wfbp was shut down; take its state_dict() before that and "
-            "load it into a new one"
+            f"this {kind} was made into a distributed optimizer, and its own step() would not "
+            "average gradients over the ranks; call step() of what DistributedOptimizer() returned"
         )
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # nothing for a scheduler here
+    vars(original).update({name: getattr(distributed, name) for name in _REPLACED})
+    vars(original)["step"] = types.MethodType(step, original)

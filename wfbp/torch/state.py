@@ -44,6 +44,35 @@ def broadcast_parameters(
     _broadcast_tensors(runtime, parameters, lambda: runtime.members.root(root_rank))
 
 
+def broadcast_buffers(
+    model: torch.nn.Module, root_rank: int = 0, process_set: ProcessSet = global_process_set
+) -> None:
+    """Copy the root's buffers, such as BatchNorm's running statistics, to every rank, in place.
+
+    They differ between ranks, because each rank's forward updates them by its own batches. They do
+    not change gradients, so it is enough to call this before an evaluation or a checkpoint, on
+    every rank. (DDP does it in every forward, which hangs where one rank evaluates alone. To do
+    so: ``model.register_forward_pre_hook(lambda m, _: broadcast_buffers(m) if m.training else
+    None)``.)
+
+    Args:
+        model: alike on every rank.
+        root_rank: whose buffers everybody gets; its number among all ranks.
+        process_set: the ranks that take part.
+
+    Raises:
+        Exception: as :func:`broadcast_parameters`.
+
+    Example:
+        >>> import torch, wfbp.torch as wfbp
+        >>> wfbp.init()
+        >>> wfbp.broadcast_buffers(torch.nn.BatchNorm1d(3))
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is a {type(model).__qualname__}; pass a torch.nn.Module")
+    broadcast_parameters(dict(model.named_buffers()), root_rank, process_set)
+
+
 def share(
     runtime: Runtime,
     optimizer: torch.optim.Optimizer,

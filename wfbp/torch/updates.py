@@ -1,9 +1,9 @@
 """The optimizer's update after gradients have been reduced.
 
 Most optimizers take one ordinary ``step()`` with whole gradients. Only an optimizer that is known
-to treat every element by itself (:func:`is_elementwise`) is stepped in parts: each rank updates its
-shards of decoupled parameters, which are then gathered; or every rank updates every parameter,
-decoupled ones just before they are read.
+to treat every element by itself (see :mod:`wfbp.torch.wrapping`) is stepped in parts: each rank
+updates its shards of decoupled parameters, which are then gathered; or every rank updates every
+parameter, decoupled ones just before they are read.
 """
 
 from __future__ import annotations
@@ -21,65 +21,11 @@ from torch.optim import optimizer as torch_optimizer
 from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.step import BufferView
 from wfbp.torch import tensors
-from wfbp.torch.optimizer_interface import own_attributes
 from wfbp.torch.pending import PendingParameters
 from wfbp.torch.state_sharding import StateSharding, ordered
 
 Reduced = Sequence[BufferView | None]
 Group = dict[str, Any]
-
-ELEMENTWISE: frozenset[type] = frozenset(
-    {
-        optim.ASGD,
-        optim.Adadelta,
-        optim.Adagrad,
-        optim.Adam,
-        optim.AdamW,
-        optim.Adamax,
-        optim.NAdam,
-        optim.RAdam,
-        optim.RMSprop,
-        optim.Rprop,
-        optim.SGD,
-    }
-)
-"""PyTorch's optimizers whose new value of an element depends on that element alone, its gradients
-and the settings of its group. A subclass may override anything, and is not among them."""
-
-_WHOLE_ONLY = tuple(
-    getattr(optim, name)
-    for name in ("Adafactor", "LBFGS", "Muon", "SparseAdam")
-    if hasattr(optim, name)
-)
-
-
-def is_elementwise(optimizer: optim.Optimizer, sharding: bool | None) -> bool:
-    """Whether an optimizer may be stepped in parts: a declared one, or one that the program
-    declares by ``optimizer_sharding=True``.
-
-    Raises ``ValueError`` if it declares one that is known to need whole tensors.
-    """
-    kind = type(optimizer)
-    own_step = own_attributes(optimizer).get("step")
-    replaced = own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched")
-    if sharding is True and (replaced or issubclass(kind, _WHOLE_ONLY)):
-        why = "its step was replaced" if replaced else "it looks at whole tensors"
-        raise ValueError(
-            f"optimizer_sharding is True, but {kind.__name__} does not treat every element by "
-            f"itself ({why}); use None or False"
-        )
-    differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
-    declared = kind in ELEMENTWISE and _is_torchs(kind.step) and not differentiable
-    return sharding is True or (declared and not replaced)
-
-
-def _is_torchs(function: Any) -> bool:
-    """Whether PyTorch has defined a function and all that it wraps."""
-    while function is not None:
-        if not getattr(function, "__globals__", {}).get("__name__", "").startswith("torch."):
-            return False
-        function = getattr(function, "__wrapped__", None)
-    return True
 
 
 def bare_step(kind: type[optim.Optimizer]) -> Callable[..., Any]:

@@ -158,7 +158,7 @@ def check_operations() -> None:
             found = victim.call(lambda handle=handle: wfbp.torch.synchronize(handle))
             if found is not None:
                 assert torch.all(found == step + k + (wfbp.size() - 1) / 2), (step, k)
-        group = wfbp.torch.grouped_allreduce_async(
+        group = wfbp.torch.collectives.grouped_allreduce_async(
             [torch.full((9,), float(step + k)) for k in range(3)], name="group"
         )
         found_group = victim.call(lambda group=group: wfbp.torch.synchronize(group))

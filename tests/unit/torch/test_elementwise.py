@@ -13,7 +13,8 @@ pytest.importorskip("torch")
 import torch
 from torch import optim
 
-from wfbp.torch.updates import ELEMENTWISE, bare_step, is_elementwise
+from wfbp.torch.updates import bare_step
+from wfbp.torch.wrapping import ELEMENTWISE, is_elementwise
 
 STEPS, RANKS = 12, 3
 OTHERS = {"Adafactor", "LBFGS", "Muon", "Optimizer", "SparseAdam"}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import ctypes
 import io
+import os
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,6 +70,19 @@ def saved(param: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
+def forked(param: Any) -> Any:
+    """As in a worker of a DataLoader."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        child = os.fork()
+    if not child:
+        os.write(write, bytes(param.detach().numpy().data))
+        os._exit(0)
+    os.waitpid(child, 0)
+    return torch.frombuffer(bytearray(os.read(read, 24)), dtype=torch.float32)
+
+
 READS: dict[str, Callable[[Any], Any]] = {
     "detach": lambda p: p.detach(),
     "data": lambda p: p.data,
@@ -80,6 +95,7 @@ READS: dict[str, Callable[[Any], Any]] = {
     "deep in a structure": lambda p: torch.cat([torch.zeros(0, 3), p]),
     "deepcopy": copy.deepcopy,
     "save": saved,
+    "fork": forked,
     "func": lambda p: torch.func.grad(lambda q: (q * q).sum())(p) / 2,
     "vmap": lambda p: torch.vmap(lambda x: x + p)(torch.zeros(1))[0],
     "module": lambda p: nn.utils.parameters_to_vector([p]),

@@ -26,12 +26,33 @@ from wfbp.horovod.left_out import refuse
 from wfbp.horovod.torch import elastic
 from wfbp.horovod.torch.adasum import combine_steps
 from wfbp.runtime import process
-from wfbp.runtime.collectives.api import current, runtime_of
+from wfbp.runtime.collectives.api import current, runtime_of, start_timeline, stop_timeline
+from wfbp.runtime.collectives.operations import Handle
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.torch import *  # noqa: F403
+from wfbp.torch.collectives import (
+    allreduce_async_,
+    alltoall_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    sparse_allreduce_async,
+)
 from wfbp.torch.compression import Compression, Compressor
-from wfbp.torch.optimizer import check_optimizer, distribute
-from wfbp.torch.optimizer_interface import DistributedOptimizerBase
+from wfbp.torch.optimizer import DistributedOptimizerBase
+from wfbp.torch.wrapping import check_optimizer, distribute
+
+Adasum = Op.ADASUM
+
+
+def join(device: int = -1) -> int:  # type: ignore[no-redef]
+    """:func:`wfbp.torch.join`; ``device`` is ignored."""
+    return wfbp.torch.join()
 
 
 def cross_rank() -> int:
@@ -211,8 +232,13 @@ def broadcast_optimizer_state(  # type: ignore[no-redef]
 
 __all__ = [
     *wfbp.torch.__all__,
+    "Adasum",
     "Compressor",
+    "Handle",
     "HorovodInternalError",
+    "allreduce_async_",
+    "alltoall_async",
+    "broadcast_async_",
     "ccl_built",
     "cross_rank",
     "cross_size",
@@ -221,12 +247,22 @@ __all__ = [
     "elastic",
     "gloo_built",
     "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "is_homogeneous",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
     "rocm_built",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
 ]
 
 if not TYPE_CHECKING:  # which would take every name for one that exists

@@ -10,7 +10,8 @@ has its own optimizer state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -24,8 +25,8 @@ from wfbp.torch import joining, state, tensors
 from wfbp.torch.collectives import allreduce, allreduce_async
 from wfbp.torch.compiling import uncompiled
 from wfbp.torch.compression import Compressor
-from wfbp.torch.optimizer import named_pairs, named_params
-from wfbp.torch.optimizer_interface import DistributedOptimizerBase, take_place, wrapped_of
+from wfbp.torch.optimizer import DistributedOptimizerBase, named_params, take_place, wrapped_of
+from wfbp.torch.wrapping import named_pairs
 
 _TITLE = f"DistributedOptimizer(op={Op.ADASUM})"
 
@@ -45,6 +46,7 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
         alone."""
         self._wfbp_original = original
         self._wfbp_known = known
+        self._wfbp_sync = None
         self._wfbp_process_set = process_set
         self._wfbp_compression = compression
         self._wfbp_runtime = runtime = runtime if runtime and runtime.size > 1 else None
@@ -157,9 +159,6 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
     def synchronize(self) -> None:
         """Nothing: there is no communication before :meth:`step`."""
 
-    def synchronize_parameters(self) -> None:
-        """Nothing: parameters are up to date after :meth:`step`."""
-
     def skip_synchronize(self) -> NoReturn:
         """Raise ``RuntimeError``: :meth:`step` itself makes the updates that are combined."""
         raise RuntimeError(
@@ -167,24 +166,13 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
             "combines what its step changed. Change or clip this rank's gradients and call step()"
         )
 
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Scale this rank's gradients, as ``torch.nn.utils.clip_grad_norm_`` does."""
-        params = [p for group in self.param_groups for p in group["params"]]
-        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Nothing, for the same reason."""
+        yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Accepted: gradients accumulate until :meth:`step`, however many passes there are."""
-
-    def report(self) -> dict[str, Any]:
-        """Empty: there is no plan."""
-        return {}
-
-    @property
-    def _parameter_names(self) -> dict[torch.Tensor, str]:
-        """Names by which ranks match parameters; some programs for Horovod read this."""
-        return {param: name for name, param in self._wfbp_named()}
 
 
 def combine_steps(

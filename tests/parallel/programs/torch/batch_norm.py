@@ -94,3 +94,16 @@ def batch_norm_of_what_cannot_be() -> None:
     raises(ValueError, "(N, 3, ...)", "(2, 4)", act=lambda: layer(torch.zeros(2, 4)))
     count = 1 if wfbp.rank() == 0 else 0
     raises(ValueError, "more than one value", act=lambda: layer(torch.zeros(count, 3)))
+
+
+@check
+def buffers_of_the_root() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3, momentum=None))
+    for _ in range(1 + wfbp.rank()):
+        model(wfbp.rank() + torch.arange(12.0).view(4, 3))
+    before = {name: buffer.tolist() for name, buffer in model.named_buffers()}
+    wfbp.torch.broadcast_buffers(model)
+    after = {name: buffer.tolist() for name, buffer in model.named_buffers()}
+    assert after == wfbp.broadcast_object(before, 0)
+    assert (after == before) is (wfbp.rank() == 0)
+    raises(TypeError, "nn.Module", act=lambda: wfbp.torch.broadcast_buffers(model.state_dict()))  # type: ignore[arg-type]

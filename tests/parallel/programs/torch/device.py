@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-import wfbp.torch as wfbp
+import wfbp.horovod.torch as wfbp
 from tests.parallel.programs.torch import equality
 from tests.support.fake_nccl import FakeNccl
 from tests.support.software_device import SoftwareDevice

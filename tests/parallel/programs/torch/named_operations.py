@@ -10,7 +10,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
-import wfbp.torch as wfbp
+import wfbp.horovod.torch as wfbp
 from tests.parallel.programs.harness import Checks, raises
 from wfbp.errors import WfbpError
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 from torch import nn
 
-from tests.parallel.programs.harness import Checks
+import wfbp
+import wfbp.torch
+from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.training import (
     Branches,
     adamw,
+    averaged,
     check_training,
+    compare,
     data,
+    due,
     mlp,
     passes,
 )
@@ -89,3 +98,41 @@ def accumulation_met_late_into_views() -> None:
             adamw,
             zero=lambda m, opt: opt.zero_grad(set_to_none=False),
         )
+
+
+@check
+def accumulation_within_no_sync() -> None:
+    """Passes within it count as others do, however many, also if the last uses less of the model;
+    a step that has no other passes is an error."""
+
+    def run(
+        model: nn.Module, rank: int, step: int, local: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        for k in reversed(range(1 + (step + rank) % 4)):
+            # In some steps a pass within it follows one outside.
+            with local() if k == 1 + step % 2 or k == 3 else nullcontext():
+                batch = data(10 * step + k, rank, 4, 5)
+                used = ([k % 3],) if isinstance(model, Branches) else ()
+                model(batch, *used).square().mean().backward()
+
+    for model in (Branches(), mlp(5, 7, 3)):
+        reference = copy.deepcopy(model)
+        optimizer = wfbp.torch.DistributedOptimizer(adamw(model.parameters()))
+        plain = adamw(reference.parameters())
+        for step in range(12):
+            averaged(reference, lambda m, r, s: run(m, r, s, nullcontext), step, wfbp.size())
+            plain.step()
+            optimizer.zero_grad(set_to_none=isinstance(model, Branches))
+            if step == 5:
+                with optimizer.no_sync():
+                    run(model, wfbp.rank(), step, nullcontext)
+                    for act in (optimizer.step, optimizer.synchronize):
+                        raises(RuntimeError, "within no_sync()", act=act)
+                raises(RuntimeError, "every backward pass", act=optimizer.step)
+                optimizer.zero_grad(set_to_none=isinstance(model, Branches))
+            run(model, wfbp.rank(), step, optimizer.no_sync)
+            optimizer.step()
+            if due(step, 12):
+                compare(model, reference, f"step {step}", 1e-12)
+    optimizer.set_backward_passes_per_step(2)
+    raises(RuntimeError, "backward_passes_per_step=1", act=optimizer.no_sync().__enter__)

@@ -24,7 +24,7 @@ check = Checks()
 
 
 def scaled(
-    explicit: bool, infinite: tuple[int, ...] = (), fused: bool = False
+    explicit: bool, infinite: tuple[int, ...] = (), fused: bool = False, autocast: bool = False
 ) -> tuple[nn.Module, list[float]]:
     """Train with a gradient scaler; in some steps rank 0's loss is infinite."""
     torch.manual_seed(5)
@@ -38,7 +38,8 @@ def scaled(
     for step in range(12):
 
         def loss_of(net: nn.Module, rank: int, step: int = step) -> torch.Tensor:
-            loss = net(data(step, rank, 4, 5, dtype=torch.float32)).square().mean()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                loss = net(data(step, rank, 4, 5, dtype=torch.float32)).square().mean()
             return loss * float("inf") if step in infinite and rank == 0 else loss
 
         optimizer.zero_grad()
@@ -105,6 +106,7 @@ def autocast() -> None:
         loss.backward()
 
     check_training(mlp(5, 7, 3).float(), backward, momentum, tolerance=1e-5)
+    scaled(explicit=False, autocast=True, infinite=(3,))
 
 
 def rounded(

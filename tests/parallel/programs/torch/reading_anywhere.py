@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import wfbp.torch as wfbp
 from tests.parallel.programs.harness import mixed
@@ -56,6 +57,17 @@ def average(params: List, kept: List) -> List:
     return [mean.clone() for mean in kept]
 
 
+def in_modes(params: List) -> List:
+    with torch.inference_mode(), torch.device("meta"), FlopCounterMode(display=False):
+        return [p.detach().clone() for p in params]
+
+
+def transformed(params: List) -> List:
+    ones = [torch.ones(p.shape) for p in params]
+    rows = zip(params, ones, strict=True)
+    return [torch.func.grad(lambda q, p=p: (q * p).sum())(one) for p, one in rows]
+
+
 READS: list[Callable[[List, nn.Module, List], Any]] = [
     lambda params, model, kept: [p.detach().clone() for p in params],
     lambda params, model, kept: [p.data.clone() for p in reversed(params)],
@@ -66,6 +78,8 @@ READS: list[Callable[[List, nn.Module, List], Any]] = [
     lambda params, model, kept: list(copy.deepcopy(model).parameters()),
     lambda params, model, kept: [v.clone() for v in model.state_dict().values()],
     lambda params, model, kept: [torch.func.grad(lambda q: (q * q).sum())(p) for p in params],
+    lambda params, model, kept: transformed(params),
+    lambda params, model, kept: in_modes(params),
     lambda params, model, kept: [Memory.apply(p, a) for p, a in zip(params, kept[0], strict=True)],  # type: ignore[no-untyped-call]
 ]
 

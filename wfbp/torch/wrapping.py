@@ -1,0 +1,293 @@
+"""DistributedOptimizer: any PyTorch optimizer, with its gradients averaged over the ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import optim
+
+from wfbp.core.planners import AUTO, DECOUPLED_SCHEDULES
+from wfbp.core.types import Op
+from wfbp.runtime import process
+from wfbp.runtime.arguments import ReducerOptions
+from wfbp.runtime.collectives import api
+from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
+from wfbp.runtime.runtime import Runtime
+from wfbp.torch import tensors
+from wfbp.torch.compression import COMPRESSED_DTYPES, Compression, Compressor
+from wfbp.torch.optimizer import (
+    DistributedOptimizerBase,
+    check_params,
+    named_params,
+    own_attributes,
+    wrapped_of,
+)
+
+log = logging.getLogger("wfbp")
+
+
+def named_pairs(named_parameters: Iterable[Any]) -> list[tuple[str, torch.Tensor]]:
+    """The pairs of name and parameter that a caller passed; ``TypeError`` for anything else, as
+    ``model.parameters()``."""
+    if isinstance(named_parameters, torch.nn.Module):
+        raise TypeError("named_parameters is a module; pass model.named_parameters()")
+    pairs = list(named_parameters)
+    for pair in pairs:
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise TypeError(
+                "named_parameters must be pairs of name and parameter, found a "
+                f"{type(pair).__qualname__}; pass model.named_parameters()"
+            )
+    return pairs
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    *,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Op = Op.AVERAGE,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    schedule: str | None = None,
+    threshold_bytes: int | None = None,
+    optimizer_sharding: bool | None = None,
+) -> DistributedOptimizerBase:
+    """Wrap an optimizer so that it averages gradients over all ranks while backward computes.
+
+    The result is an instance of the optimizer's own class, and has all its attributes; use it
+    instead of the original, also for learning-rate schedulers. With more than one rank, the
+    original's own ``step()`` is an error from here on. Every rank must call this, for the same
+    parameters in the same order.
+
+    The optimizer takes its ordinary step with whole averaged gradients, unless it treats every
+    element by itself, as SGD, Adam and most of PyTorch's do. Those can update shards, and be
+    stepped while the next forward runs; see ``optimizer_sharding``.
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer``.
+        named_parameters: ``model.named_parameters()``, for messages and to match ranks; numbers
+            stand in for names where it is missing.
+        compression: ``Compression.fp16`` or ``Compression.bf16``: float32 and float64 gradients are
+            rounded to that type as they are packed, averaged in float32, and rounded once more;
+            half the bytes travel, or fewer. What is too large for float16 becomes infinite, as
+            ``GradScaler`` expects. Gathered parameters are exact. By default gradients travel in
+            the element type of their parameters.
+        backward_passes_per_step: how many ``backward()`` calls precede each ``step()``.
+        op: ``Average`` or ``Sum``.
+        sparse_as_dense: whether sparse gradients are made dense. Otherwise they stay sparse: ranks
+            exchange indices and values when the step closes, which needs a schedule of all-reduces
+            (as ``SparseAdam`` has it anyway).
+        process_set: the ranks that average their gradients, each of which must call this; other
+            ranks neither communicate nor wait. Numbers of ranks in messages are those in the set.
+        schedule: how gradients are grouped: ``auto``, ``oasr``, ``mgwfbp``, ``wfbp``, ``single``
+            or ``threshold``; or, decoupled into backward and the next forward, ``dear``,
+            ``ipart``, ``independent``, ``hybrid``, ``ps`` or ``ps_layerwise``; by default what
+            ``WFBP_SCHEDULE`` says, or ``auto``.
+        threshold_bytes: group size of ``threshold``, and of what schedules that have to measure
+            begin with; by default ``WFBP_THRESHOLD_BYTES`` or 25 MiB.
+        optimizer_sharding: True: each rank updates its shard of each tensor and holds the state of
+            it alone, if the schedule decouples. False: every rank updates all. By default True for
+            PyTorch's elementwise optimizers (exactly these classes: SGD, Adam, AdamW, NAdam, RAdam,
+            Adamax, RMSprop, Rprop, Adagrad, Adadelta, ASGD), and False under ``compression``:
+            averaged gradients are gathered in 16 bits, parameters never. For a class of your own
+            True promises: the new value of an element depends on its own gradients and state and
+            on settings in its group alone; state is kept in ``self.state[p]``, in tensors of the
+            shape of ``p`` and in numbers; ``step()`` may be called for some parameters or parts of
+            them, and changes nothing else.
+
+    Returns:
+        The distributed optimizer.
+
+    Raises:
+        NotInitializedError: before ``wfbp.init()``.
+        TypeError: not an optimizer, parameters without names, or no whole number where one is
+            expected.
+        ImportError: ``dear`` without the ``search`` extra.
+        ValueError: a bad argument, a parameter that cannot be sent, or a process set that was not
+            added or that this rank is not in.
+        DisagreementError: ranks passed different parameters or settings.
+
+    Example:
+        >>> import torch, wfbp.torch as wfbp
+        >>> wfbp.init()
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = wfbp.DistributedOptimizer(
+        ...     torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> optimizer.step()
+    """
+    return distribute(
+        optimizer,
+        named_parameters,
+        compression=compression,
+        backward_passes_per_step=backward_passes_per_step,
+        op=op,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+        schedule=schedule,
+        threshold_bytes=threshold_bytes,
+        optimizer_sharding=optimizer_sharding,
+    )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, found {type(optimizer).__qualname__}")
+    if isinstance(optimizer, DistributedOptimizerBase):
+        raise ValueError(
+            f"this {type(optimizer).__name__} is distributed already: use it as it is; to wrap it "
+            "anew, pass the optimizer that it was made of"
+        )
+
+
+def distribute(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
+    *,
+    compression: type[Compressor],
+    backward_passes_per_step: int,
+    op: Op,
+    sparse_as_dense: bool,
+    process_set: ProcessSet,
+    schedule: str | None,
+    threshold_bytes: int | None,
+    optimizer_sharding: bool | None,
+    lenient: bool = False,
+) -> DistributedOptimizerBase:
+    """As :func:`DistributedOptimizer`. ``lenient``: a rank outside the process set steps alone, and
+    hyperparameters that differ between ranks are a warning."""
+    call = "DistributedOptimizer(process_set=...)"
+    config = process.current("DistributedOptimizer()").config
+    check_optimizer(optimizer)
+    if not isinstance(compression, type) or compression not in COMPRESSED_DTYPES:
+        raise ValueError(
+            f"compression is {getattr(compression, '__name__', compression)}; expected "
+            "Compression.none, Compression.fp16 or Compression.bf16: gradients are cast while they "
+            "are packed, without calls of a compressor"
+        )
+    sharding = optimizer_sharding
+    if not any(sharding is value for value in (True, False, None)):
+        raise ValueError(f"optimizer_sharding is {sharding!r}; expected True, False or None")
+    alone = lenient and not process_set.included()
+    runtime = None if alone else api.runtime_of(process_set, call)
+    known = None if named_parameters is None else named_pairs(named_parameters)
+    name = type(optimizer).__name__
+    options = ReducerOptions(
+        config.schedule if schedule is None else schedule,
+        config.threshold_bytes if threshold_bytes is None else threshold_bytes,
+        op,
+        backward_passes_per_step,
+        decouples=True,
+        name=name,
+        wire_dtype=COMPRESSED_DTYPES[compression],
+    )
+    check_params(named_params(optimizer, known, complete=True), options)
+    _check_previous(optimizer, runtime)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    why = _why_whole(optimizer, params, sharding)
+    if why:
+        if sharding is True:
+            raise ValueError(f"optimizer_sharding is True, but {why}; use None or False")
+        log.info("%s takes whole steps, after all-reduces: %s", name, why)
+        planner = AUTO if options.schedule in DECOUPLED_SCHEDULES else options.schedule
+        options = replace(options, decouples=False, schedule=planner)
+    elif sharding is None:
+        # Averages travel in 16 bits; updated parameters could not.
+        sharding = not (options.wire_dtype and any(p.element_size() > 2 for p in params))
+    kind = type(optimizer)
+    made = type(kind.__name__, (DistributedOptimizerBase, kind), {})
+    wrapped: DistributedOptimizerBase = made(
+        runtime,
+        optimizer,
+        known,
+        options,
+        sharded=bool(sharding) and not why,
+        sparse_as_dense=sparse_as_dense,
+        lenient=lenient,
+    )
+    return wrapped
+
+
+def _why_whole(
+    optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], sharding: bool | None
+) -> str:
+    """Why an optimizer must not be stepped in parts; empty if it may."""
+    kinds = {type(p) for p in params} - {torch.nn.Parameter}
+    if not is_elementwise(optimizer, sharding):
+        return "only PyTorch's elementwise optimizers are stepped in parts"
+    if kinds:
+        return f"parameters are of class {', '.join(sorted(k.__name__ for k in kinds))}"
+    if not all(tensors.is_dense(p) for p in params):
+        return "a parameter has gaps in its memory"
+    return ""
+
+
+def _check_previous(optimizer: torch.optim.Optimizer, runtime: Runtime | None) -> None:
+    """Raise ``RuntimeError`` if shards of the optimizer's state were lost with another runtime."""
+    sync = getattr(wrapped_of(optimizer), "_wfbp_sync", None)
+    if sync is not None and sync.runtime is not runtime and sync.shares_state:
+        raise RuntimeError(
+            f"the state of this {type(optimizer).__name__} is shared out among ranks of another "
+            "process set, or was when wfbp was shut down; take its state_dict() before that and "
+            "load it into a new one"
+        )
+
+
+ELEMENTWISE: frozenset[type] = frozenset(
+    {
+        optim.ASGD,
+        optim.Adadelta,
+        optim.Adagrad,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adamax,
+        optim.NAdam,
+        optim.RAdam,
+        optim.RMSprop,
+        optim.Rprop,
+        optim.SGD,
+    }
+)
+"""PyTorch's optimizers whose new value of an element depends on that element alone, its gradients
+and the settings of its group. A subclass may override anything, and is not among them."""
+
+_WHOLE_ONLY = tuple(
+    getattr(optim, name)
+    for name in ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+    if hasattr(optim, name)
+)
+
+
+def is_elementwise(optimizer: optim.Optimizer, sharding: bool | None) -> bool:
+    """Whether an optimizer may be stepped in parts: a declared one, or one that the program
+    declares by ``optimizer_sharding=True``.
+
+    Raises ``ValueError`` if it declares one that is known to need whole tensors.
+    """
+    kind = type(optimizer)
+    own_step = own_attributes(optimizer).get("step")
+    replaced = own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched")
+    if sharding is True and (replaced or issubclass(kind, _WHOLE_ONLY)):
+        why = "its step was replaced" if replaced else "it looks at whole tensors"
+        raise ValueError(
+            f"optimizer_sharding is True, but {kind.__name__} does not treat every element by "
+            f"itself ({why}); use None or False"
+        )
+    differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
+    declared = kind in ELEMENTWISE and _is_torchs(kind.step) and not differentiable
+    return sharding is True or (declared and not replaced)
+
+
+def _is_torchs(function: Any) -> bool:
+    """Whether PyTorch has defined a function and all that it wraps."""
+    while function is not None:
+        if not getattr(function, "__globals__", {}).get("__name__", "").startswith("torch."):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
