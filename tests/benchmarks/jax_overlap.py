@@ -25,11 +25,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from emulated_link import Curve, EmulatedLink
 
 import wfbp.jax as wfbp
 from tests.benchmarks.jax_contestants import Params, mlp
 from tests.benchmarks.machine import print_table
+from tests.support.emulated_link import Curve, EmulatedLink
 from wfbp.config import Config
 from wfbp.runtime.recorder import KEPT_ITERATIONS
 

@@ -24,10 +24,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from emulated_link import Curve, EmulatedLink
 from rich.progress import track
 
 from tests.benchmarks.machine import print_table
+from tests.support.emulated_link import Curve, EmulatedLink
 from wfbp.comm.backend import Buffer, zeroed
 from wfbp.comm.waiting import sharp_naps
 from wfbp.config import Config

@@ -7,9 +7,9 @@ the others, and every check with one rank, hold.
 from __future__ import annotations
 
 import pytest
-from emulated_link import EmulatedLink
 
 from tests.contract.checks import CHECKS
+from tests.support.emulated_link import EmulatedLink
 
 EQUAL_RANKS = (
     "a_late_rank",

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from emulated_link import EmulatedLink
 
 from tests.support.cli_runs import TRACES, answer, assert_refused, wfbp
+from tests.support.emulated_link import EmulatedLink
 from tests.support.launcher import Run
 from tests.support.local import LocalWorld
 from wfbp.cli.probe import Curve, measure
@@ -39,7 +39,7 @@ def test_an_emulated_link_is_found_again(monkeypatch: pytest.MonkeyPatch) -> Non
     """On a machine of which nobody else takes time."""
     clock = Clock()
     modules = ["wfbp.comm.backend", "wfbp.comm.probe", "wfbp.comm.waiting"]
-    for module in (*modules, "emulated_link"):
+    for module in (*modules, "tests.support.emulated_link"):
         monkeypatch.setattr(f"{module}.time", clock)
     cost = LinearCost(5e-4, 1e-9)
     link = EmulatedLink(cost)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 
-import emulated_link as emulated
 import numpy as np
 import pytest
-from emulated_link import EmulatedLink
 
 import wfbp
+from tests.support import emulated_link as emulated
+from tests.support.emulated_link import EmulatedLink
 from wfbp.comm.waiting import wait
 from wfbp.config import Config
 from wfbp.core.types import Op

@@ -11,10 +11,10 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from emulated_link import EmulatedLink
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.emulated_link import EmulatedLink
 from tests.support.ranks import QUICK, all_well, run_ranks
 from tests.support.trainer import Trainer, address, make_specs, mean
 from wfbp.config import Config

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 
 import pytest
-from emulated_link import EmulatedLink
 
+from tests.support.emulated_link import EmulatedLink
 from tests.support.local import LocalWorld
 from tests.unit.runtime.test_network import Known
 from wfbp.comm import probe
