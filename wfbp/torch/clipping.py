@@ -66,27 +66,14 @@ def clip(
     runtime: Runtime,
     exchange: Callable[[bytes, str], list[bytes]],
     limit: Limit,
-    shards: Sequence[torch.Tensor],
-    whole: Sequence[torch.Tensor],
-    alone: bool = False,
-    shard_factor: float | None = None,
+    shards: Sequence[torch.Tensor],  # this rank's parts of gradients
+    whole: Sequence[torch.Tensor],  # the same on every rank
+    alone: bool = False,  # whether all are whole, and other ranks do not call this
+    shard_factor: float | None = None,  # by what shards will be multiplied; None to scale them here
 ) -> tuple[float, float | None]:
     """Scale gradients so that their norm is at most the limit's; a collective.
 
-    Args:
-        exchange: gives every rank's payload, apart from other optimizers'.
-        limit: compared with the other ranks' in the message that carries the norm.
-        shards: this rank's parts of gradients.
-        whole: gradients that are the same on every rank.
-        alone: whether all are whole, and other ranks do not call this.
-        shard_factor: by what the caller will multiply the shards, later; None to scale them here.
-
-    Returns:
-        The norm before, and the shards' factor from here on.
-
-    Raises:
-        RuntimeError: the norm is not finite and the limit forbids that; nothing was scaled.
-        DisagreementError: ranks have different limits.
+    Returns the norm before, and the shards' factor from here on.
     """
     so_far = 1.0 if shard_factor is None else shard_factor
     norms = [norm * so_far for norm in _norms(shards, limit.norm_type)]

@@ -235,33 +235,21 @@ class OptimizerSync:
     Used by the training thread. Hooks run in the thread that called ``backward()``; on a GPU that
     is a thread of autograd's, which the training thread waits for. Between :meth:`reduce` and
     :meth:`step` it holds the reduced gradients, which may be shards.
-
-    Args:
-        runtime: with more than one rank.
-        optimizer: the program's own.
-        step: its ordinary step.
-        named: names and parameters, equal on every rank.
-        options: equal on every rank; ``decouples`` if the optimizer may be stepped in parts.
-        sharded: whether ranks then update shards.
-        local: not empty while backward passes accumulate without being sent.
-        sparse_as_dense: whether sparse gradients are made dense; otherwise they stay sparse.
-        lenient: whether hyperparameters that differ between ranks are a warning.
-        previous: exchanges the same optimizer's gradients so far, on every rank.
     """
 
     def __init__(
         self,
         runtime: Runtime,
-        optimizer: torch.optim.Optimizer,
-        step: Callable[[], Any],
-        named: Sequence[tuple[str, torch.Tensor]],
+        optimizer: torch.optim.Optimizer,  # the program's own
+        step: Callable[[], Any],  # its ordinary step
+        named: Sequence[tuple[str, torch.Tensor]],  # equal on every rank, as ``options``
         options: ReducerOptions,
         *,
-        sharded: bool,
-        local: list[None],
+        sharded: bool,  # whether ranks update shards of what is decoupled
+        local: list[None],  # not empty while backward passes accumulate without being sent
         sparse_as_dense: bool,
-        lenient: bool = False,
-        previous: OptimizerSync | None = None,
+        lenient: bool,  # whether hyperparameters that differ between ranks are a warning
+        previous: OptimizerSync | None,  # of the same optimizer, on every rank
     ) -> None:
         self.runtime = runtime
         self.optimizer = optimizer
@@ -435,17 +423,8 @@ class OptimizerSync:
     def _close(self, whole: bool, wanted: bool = False) -> list[BufferView | None]:
         """Close the step, wait, and let ``p.grad`` be the reduced gradient of each parameter.
 
-        Args:
-            whole: whether the optimizer needs whole gradients; the same on every rank.
-            wanted: whether this rank's program needs them, which the others do not know.
-
-        Returns:
-            Where each gradient lies; of a shard, ``p.grad`` is left as it is.
-
-        Raises:
-            RuntimeError: gradients were changed since backward, or a parameter has been wrapped
-                again.
-            WfbpError: ranks disagree, failed, or did not answer in time.
+        The optimizer needs whole gradients if ``whole`` (equal on every rank), this rank's program
+        if ``wanted``. Returns where gradients lie; of a shard, ``p.grad`` is left as it is.
         """
         reducer = self._reducer
         if self._successor:
@@ -684,12 +663,10 @@ class OptimizerSync:
             self._reducer.evaluates = False
 
     def combined_loss(self, loss: Any) -> Any:
-        """The loss of all ranks, combined as their gradients are; a collective.
+        """The loss of all ranks that have one, combined as their gradients are; a collective.
 
-        An optimizer that looks at the loss, as in a line search, must see on every rank the loss of
-        the averaged gradients. Only real numbers and tensors of one are combined, over the ranks
-        that have one; the result has the same type, and the same bits on every rank. Anything else
-        is returned as it is.
+        A line search must see the loss of the averaged gradients, the same on every rank. What is
+        no real number, and no tensor of one, is returned as it is.
         """
         held = loss.detach() if isinstance(loss, torch.Tensor) else None
         if held is None:
@@ -765,11 +742,7 @@ class OptimizerSync:
             self._update.make_whole()
 
     def join(self, note_progress: Callable[[], None]) -> None:
-        """Take part in all steps of the other ranks, without gradients, until they join, too.
-
-        Their steps change nothing here; see :attr:`last_active`. ``note_progress`` is called after
-        each.
-        """
+        """Take part in all steps of the other ranks, without gradients, until they join, too."""
         self.discard()
         for param in self._params:
             param.grad = None
@@ -842,11 +815,7 @@ def _remove(hooks: dict[int, Any], reducer: Reducer, forward: ForwardProfiler) -
 def _combined_sparse(
     param: torch.Tensor, parts: Sequence[tuple[int, bytes, bytes]], divisor: int
 ) -> torch.Tensor:
-    """The sum of ranks' sparse gradients of a parameter, divided; halves are added in float32.
-
-    ``parts`` are the number of sparse dimensions, indices and values of each rank that has a
-    gradient.
-    """
+    """The sum of ranks' sparse gradients of a parameter, divided; halves are added in float32."""
     wide = torch.promote_types(param.dtype, torch.float32)
     places, values = [], []
     for dimensions, where, what in parts:

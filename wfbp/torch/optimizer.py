@@ -207,26 +207,16 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
 
     def __init__(
         self,
-        runtime: Runtime | None,
-        original: torch.optim.Optimizer,
-        known: list[tuple[str, torch.Tensor]] | None,
+        runtime: Runtime | None,  # None on a rank outside the process set, which steps alone
+        original: torch.optim.Optimizer,  # of the class from which this one is derived
+        known: list[tuple[str, torch.Tensor]] | None,  # as the user gave them
         options: ReducerOptions,
         *,
         sharded: bool,
         sparse_as_dense: bool,
         lenient: bool,
     ) -> None:
-        """Take the original's place; a collective.
-
-        Args:
-            runtime: of the process set; None on a rank outside it, which steps alone.
-            original: of the class from which this one is derived.
-            known: names and parameters as the user gave them, or None.
-            options: equal on every rank.
-            sharded: whether ranks update shards where gradients are decoupled.
-            sparse_as_dense: whether sparse gradients are made dense.
-            lenient: whether hyperparameters that differ between ranks are a warning.
-        """
+        """Take the original's place; a collective."""
         self._wfbp_original = original
         self._wfbp_runtime = runtime
         self._wfbp_known = known

@@ -114,19 +114,13 @@ class PendingParameters:
 
     The training thread calls :meth:`begin`; any thread may wait. ``_lock`` is held while waiting,
     while an update is completed and while classes change, so a second reader waits for the first.
-
-    Args:
-        params: of class ``nn.Parameter``; others can never be pending.
-        await_arrival: waits for the communication of a parameter.
-        complete: updates parameters that have arrived, in the thread that reads.
-        name: of the optimizer.
     """
 
     def __init__(
         self,
         params: Sequence[torch.Tensor],
         await_arrival: Callable[[int], None],
-        complete: Callable[[Sequence[int]], None],
+        complete: Callable[[Sequence[int]], None],  # updates what has arrived
         name: str,
     ) -> None:
         self._params = list(params)
@@ -151,12 +145,9 @@ class PendingParameters:
     def begin(
         self, indices: Sequence[int], groups: Sequence[Sequence[int]], addresses: Sequence[int]
     ) -> None:
-        """Let these parameters be pending, until they are waited for.
+        """Let these parameters be pending, of whose memory the caller keeps one more tensor each.
 
-        Args:
-            indices: of parameters of whose memory the caller keeps one more tensor each.
-            groups: indices that arrive together, in the order of their arrival.
-            addresses: where all parameters lie now.
+        ``groups`` arrive together, in this order; ``addresses`` are those of all parameters.
         """
         with self._lock:
             self._groups, self._next = groups, 0

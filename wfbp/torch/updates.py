@@ -45,23 +45,15 @@ class Update:
 
     The training thread steps. A thread that reads a parameter waits, through ``pending``, and
     carries out the rest of its update.
-
-    Args:
-        reducer: of the gradients.
-        optimizer: the program's own; its ``param_groups`` say what is stepped, and how.
-        step: its ordinary step.
-        params: the reducer's tensors, by index.
-        sharding: of its state, where ranks update shards.
-        name: of the optimizer.
     """
 
     def __init__(
         self,
         reducer: Reducer,
-        optimizer: optim.Optimizer,
-        step: Callable[[], Any],
-        params: Sequence[torch.Tensor],
-        sharding: StateSharding | None,
+        optimizer: optim.Optimizer,  # the program's own; its groups say what is stepped, and how
+        step: Callable[[], Any],  # its ordinary step
+        params: Sequence[torch.Tensor],  # the reducer's, by index
+        sharding: StateSharding | None,  # where ranks update shards
         name: str,
     ) -> None:
         self._reducer = reducer
@@ -81,6 +73,8 @@ class Update:
         self._snapshot: tuple[dict[str, Any], list[Group]] = {}, []
         self._factor = 1.0
         self._unscaled: set[int] = set()
+        self._name = name
+        self._seen: dict[int, Any] = {}
         self.pending = PendingParameters(params, reducer.await_tensor, self._complete, name)
 
     @property
@@ -96,10 +90,8 @@ class Update:
     def apply(self, reduced: Reduced | None, factor: float | None = None) -> Any:
         """Step, begin the all-gathers that the plan needs, and return the optimizer's result.
 
-        Args:
-            reduced: the reducer's results, shards among them; None where every ``p.grad`` is whole.
-            factor: by what those have yet to be multiplied that are shards of gradients which are
-                gathered.
+        ``reduced`` is None where every ``p.grad`` is whole. Shards of gradients that are gathered
+        have yet to be multiplied by ``factor``.
         """
         if self.sharding is not None:
             self.pending.wait_all()
@@ -263,6 +255,8 @@ class Update:
                 self._gradients[index] = tensors.view(slot.data, self._layouts[index])
         waiting = list(self._gradients)
         torch.autograd.graph.increment_version([params[k] for k in waiting])
+        state = self._optimizer.state
+        self._seen = {k: _marks(state.get(params[k])) for k in waiting}
         self._gradients |= {k: g for k in now if (g := params[k].grad) is not None}
         try:
             return self._step_aliases(now)
@@ -299,7 +293,14 @@ class Update:
                 alias.grad = grad = self._gradients.pop(index, None)
                 if grad is not None and index in self._unscaled:
                     grad.mul_(self._factor)
-                if (param := self._params[index]) in own:
+                param = self._params[index]
+                if self._seen.pop(index, marks := _marks(own.get(param))) != marks:
+                    raise RuntimeError(
+                        f"{self._name}: the optimizer's state of a parameter was changed before "
+                        "its update, which waits until the parameter is used. Look up "
+                        "optimizer.state again after each step(), or pass schedule='oasr'"
+                    )
+                if param in own:
                     state[alias] = own[param]
             attributes = {**attributes, "state": state}
 
@@ -313,6 +314,14 @@ class Update:
                 own[self._params[index]] = state[alias]
         self._reducer.mark_update(start)
         return result
+
+
+def _marks(entry: dict[Any, Any] | None) -> list[Any]:
+    """What differs once a program has changed a parameter's state, which it may have kept."""
+    return [
+        (key, id(value), value._version) if isinstance(value, torch.Tensor) else (key, value)
+        for key, value in (entry or {}).items()
+    ]
 
 
 def _copied(value: Any) -> Any:

@@ -30,7 +30,9 @@ from tests.parallel.programs.torch.training import (
     same,
     square,
 )
+from wfbp.runtime import process
 from wfbp.torch.joining import join
+from wfbp.torch.pending import Pending
 
 check = Checks()
 
@@ -368,6 +370,22 @@ def changed_right_after_a_step() -> None:
             each.scale *= 0.5
         RATES["all"] = 100.0
     equal(model, reference)
+    # State that a program has kept, and changes while the update waits for a parameter to be used.
+    model, _ = pair()
+    optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()), optimizer_sharding=False)
+    waits = False
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        square(model, wfbp.rank(), step)
+        entry = optimizer.state.get(model[0].weight)
+        optimizer.step()
+        if entry and (waits := type(model[0].weight) is Pending):
+            entry["momentum_buffer"].zero_()
+            raises(RuntimeError, "state of a parameter was changed", act=model[0].weight.sum)
+            optimizer._wfbp_sync._update.pending.release()
+            break
+    assert waits or process.current("").config.schedule == "auto"
+    MPI.COMM_WORLD.barrier()
 
 
 class ByPlace(Descent):
