@@ -162,7 +162,7 @@ def start(options: argparse.Namespace, over_link: bool) -> None:
         beside = Path(sys.executable).with_name("mpirun")
         words = [str(beside) if beside.exists() else "mpirun", "-np", "2", *words]
     folder = str(options.output / FOLDER)
-    settings = {"WFBP_TIMELINE": folder, "WFBP_RECORD_DIR": folder, "WFBP_REPLAN_THRESHOLD": "0"}
+    settings = {"WFBP_RECORD": folder, "WFBP_REPLAN_THRESHOLD": "0"}
     settings["GLOO_SOCKET_IFNAME"] = "lo"  # of DDP in shared memory; link.py sets another
     subprocess.run(words, env={**os.environ, **settings}, check=True)
 

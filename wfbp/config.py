@@ -37,9 +37,9 @@ class Config:
         abort_grace_s: how long a failed rank lets the others report before it ends the job.
         log_level: of the logger ``wfbp``.
         summary_steps: rank 0 logs each optimizer's report after this many steps; 0: never.
-        record_dir: directory of every rank's recording, for ``wfbp report``; empty: none.
-        timeline: directory of every rank's timeline, for Perfetto; empty: none.
-        timeline_steps: first and last step of the timeline; as a variable ``100-120``.
+        record: directory to which every rank records its run, for ``wfbp report`` and ``wfbp
+            timeline``; empty: none.
+        record_steps: first and last step of the timeline; as a variable ``100-120``.
         exchange_alone: whether a single rank's PyTorch optimizers exchange gradients with itself,
             to show the cost.
         nvtx: whether to mark work on GPUs with NVTX ranges for profilers.
@@ -64,9 +64,8 @@ class Config:
     abort_grace_s: float = 5.0
     log_level: str = "warning"
     summary_steps: int = 0
-    record_dir: str = ""
-    timeline: str = ""
-    timeline_steps: tuple[int, int] = (0, 2**62)
+    record: str = ""
+    record_steps: tuple[int, int] = (0, 999)
     exchange_alone: bool = False
     nvtx: bool = False
 
@@ -174,7 +173,7 @@ def _steps(text: str) -> tuple[int, int]:
 
 
 _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "timeline_steps": (_steps, "the first and the last step, such as 100-120"),
+    "record_steps": (_steps, "the first and the last step, such as 100-120"),
     "threshold_bytes": _SIZE_READER,
     "zero_copy_min_bytes": _SIZE_READER,
     "int": (int, "a whole number"),

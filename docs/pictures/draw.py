@@ -4,7 +4,7 @@
     python docs/pictures/draw.py --drawn-from runs/pictures
 
 Two ranks on one machine train ``train.py`` over a link of 500 Mbit/s between two network namespaces
-(``launch/link.py``), once by each schedule, with ``WFBP_TIMELINE``. Of each run the step whose time
+(``launch/link.py``), once by each schedule, with ``WFBP_RECORD``. Of each run the step whose time
 is the median of the last twenty is drawn as rank 0 saw it, all on one scale, as ``SCHEDULE.svg``.
 """
 
@@ -43,7 +43,7 @@ def record(folder: Path, schedules: tuple[str, ...] = SCHEDULES) -> None:
     """Run each schedule over the link, each into a folder of its own name."""
     link = [sys.executable, str(HERE.parents[1] / "launch" / "link.py")]
     for schedule in schedules:
-        settings = {"WFBP_SCHEDULE": schedule, "WFBP_TIMELINE": str(folder / schedule)}
+        settings = {"WFBP_SCHEDULE": schedule, "WFBP_RECORD": str(folder / schedule)}
         settings |= {"WFBP_THRESHOLD_BYTES": "4M", "OMP_NUM_THREADS": "1"}
         program = ["--", sys.executable, str(HERE / "train.py")]
         subprocess.run(

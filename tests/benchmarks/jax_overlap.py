@@ -111,7 +111,7 @@ def main(folder: Path | None, rounds: int) -> int:
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     beta = (link_s - ALPHA_S) / num_bytes
     runs = folder or _scratch()
-    with emulated(lambda n: ALPHA_S + beta * n, Config(record_dir=str(runs), replan_threshold=0.0)):
+    with emulated(lambda n: ALPHA_S + beta * n, Config(record=str(runs), replan_threshold=0.0)):
         steps: dict[str, Any] = {"no communication": whole}
         for schedule in SCHEDULES:
             grad = wfbp.grad(_loss, schedule=schedule, name=schedule)

@@ -37,7 +37,7 @@ def train(num_ranks: int, steps: int, folder: Path, names: tuple[str, ...] = ("S
     failures: list[BaseException] = []
 
     def one_rank(rank: int) -> None:
-        config = replace(CONFIG, record_dir=str(folder))
+        config = replace(CONFIG, record=str(folder))
         runtime = Runtime(world.backend(rank), config)
         try:
             engines = [
@@ -130,5 +130,5 @@ def test_recording_never_ends_training(
 
 
 def test_the_directory_comes_from_the_environment() -> None:
-    assert Config.from_environment({"WFBP_RECORD_DIR": " runs/a "}).record_dir == "runs/a"
-    assert Config.from_environment({}).record_dir == ""
+    assert Config.from_environment({"WFBP_RECORD": " runs/a "}).record == "runs/a"
+    assert Config.from_environment({}).record == ""

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from tests.support.launcher import mpirun
 from tests.support.trace_events import check
 from wfbp.cli.app import wfbp as command
+from wfbp.cli.run_files import load_runs
 from wfbp.runtime.timeline import load, summarize
 
 pytestmark = pytest.mark.parallel
@@ -43,9 +44,9 @@ for step in range(45):
         line = json.dumps({"rank": wfbp.rank(), **reducer.report()})
         print(f"{line}\\n", end="", flush=True)  # in one write: other ranks print, too
 if wfbp.rank() == 1:
-    first, last = map(int, os.environ["WFBP_TIMELINE_STEPS"].split("-"))
+    first, last = map(int, os.environ["WFBP_RECORD_STEPS"].split("-"))
     for rank in range(wfbp.size()):  # which write some times a second; each step has one wait
-        file = Path(os.environ["WFBP_TIMELINE"], f"timeline.rank{rank}.json")
+        file = Path(os.environ["WFBP_RECORD"], f"timeline.rank{rank}.json")
         while file.read_text().count('"wait for gradients"') < 2 * (last - first + 1):
             time.sleep(0.1)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -65,7 +66,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder with timelines, and what the job printed."""
     folder = tmp_path_factory.mktemp("job") / "timelines"
     steps = f"{STEPS[0]}-{STEPS[-1]}"
-    settings = {**SETTINGS, "WFBP_TIMELINE": str(folder), "WFBP_TIMELINE_STEPS": steps}
+    settings = {**SETTINGS, "WFBP_RECORD": str(folder), "WFBP_RECORD_STEPS": steps}
     run = mpirun(RANKS, "-c", PROGRAM, env=settings)
     assert run.rc not in (0, None), run
     return folder, run.stdout
@@ -105,6 +106,8 @@ def test_the_timeline_and_the_statistics_agree(job: tuple[Path, str]) -> None:
 
 def test_every_rank_leaves_its_file(job: tuple[Path, str]) -> None:
     folder, _ = job
+    runs = load_runs(str(folder))  # the same directory has what `wfbp report` reads
+    assert ("reducer", RANKS, []) in [(run.name, run.size, run.missing) for run in runs]
     for rank in range(RANKS):
         events = load(folder / f"timeline.rank{rank}.json")["traceEvents"]
         check(load(folder / f"timeline.rank{rank}.json"))

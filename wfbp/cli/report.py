@@ -45,7 +45,7 @@ _NOT_YET = {
 def command(run_dir: str, output: str | None) -> None:
     """Show a recorded run as one HTML page that works offline.
 
-    RUN_DIR is the value of WFBP_RECORD_DIR during training: every rank recorded its measurements,
+    RUN_DIR is the value of WFBP_RECORD during training: every rank recorded its measurements,
     plans and iterations there. The page shows an iteration of every rank beside its prediction, the
     network's cost curve, and predictions of every schedule.
     """

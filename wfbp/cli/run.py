@@ -46,6 +46,7 @@ CHECK_S = 10
 @click.option("-H", "--hosts", metavar="A:4,B:4", help="Hosts, and how many ranks each takes.")
 @click.option("--hostfile", metavar="FILE", help="Hosts, one a line: A, A:4 or A slots=4.")
 @click.option("--output", metavar="DIR", help="Write each rank's output to DIR/rank-N.out, .err.")
+@click.option("--record", metavar="DIR", help="Record the run there, for wfbp report and timeline.")
 @click.option("--prefix/--no-prefix", help="Begin each line of output with its rank.")
 @click.option(
     "--bind/--no-bind",
@@ -90,6 +91,7 @@ def command(
     hosts: str | None,
     hostfile: str | None,
     output: str | None,
+    record: str | None,
     prefix: bool,
     bind: bool,
     gpu: bool,
@@ -137,7 +139,8 @@ def command(
         num_ranks,
         tuple(rank_program(program, settings)),
         where,
-        _variables(variables, environment),
+        _variables(variables, environment)
+        | ({"WFBP_RECORD": os.path.abspath(record)} if record else {}),
         prefix,
         interface or "",
         remote_shell or "",

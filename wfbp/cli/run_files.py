@@ -69,16 +69,15 @@ def load_runs(directory: str) -> list[Run]:
     if not folder.exists():
         raise ValueError(f"{directory}: no such directory")
     if not folder.is_dir():
-        raise ValueError(f"{directory}: not a directory; give what WFBP_RECORD_DIR was set to")
+        raise ValueError(f"{directory}: not a directory; give what WFBP_RECORD was set to")
     by_name: dict[str, list[tuple[Path, int, RankRun]]] = {}
     for path in sorted(folder.glob("*.json")):
-        if not path.name.startswith("timeline."):  # WFBP_TIMELINE may name the same directory
+        if not path.name.startswith("timeline."):
             name, size, run = read_json(path, _document)
             by_name.setdefault(name, []).append((path, size, run))
     if not by_name:
         raise ValueError(
-            f"{directory}: no recorded run; train with WFBP_RECORD_DIR={directory} on 2 ranks or "
-            "more"
+            f"{directory}: no recorded run; train with WFBP_RECORD={directory} on 2 ranks or more"
         )
     return [_joined(name, rows) for name, rows in sorted(by_name.items())]
 

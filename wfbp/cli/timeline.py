@@ -26,7 +26,7 @@ _TIMES = ("iteration", "forward", "backward", "update", "exposed", "communicatio
 def command(places: tuple[str, ...], output: str | None, as_json: bool) -> None:
     """Merge the timelines of all ranks, and summarize their steps.
 
-    FOLDER is the value of WFBP_TIMELINE during training; files are those of start_timeline() on
+    FOLDER is the value of WFBP_RECORD during training; files are those of start_timeline() on
     several ranks. The merged file opens in Perfetto (https://ui.perfetto.dev) and chrome://tracing.
     At a normal end of a job rank 0 merges them; this merges the files of a killed job.
     """

@@ -63,7 +63,7 @@ def start(
     try:
         check_settings(runtime, problem)
         runtime.collectives = Collectives(runtime)
-        if config.timeline:
+        if config.record:
             _start_timeline(runtime)
         if runtime.size > 1:
             runtime.separate_planning()
@@ -131,7 +131,7 @@ def shutdown() -> None:
         if runtime.collectives is not None:
             runtime.collectives.record(None)
         runtime.shutdown()
-        if runtime.config.timeline and runtime.rank == 0:
+        if runtime.config.record and runtime.rank == 0:
             _merge_timelines(runtime)
 
 
@@ -139,10 +139,10 @@ def _start_timeline(runtime: Runtime) -> None:
     """Record all ranks' steps and operations; collective."""
     assert runtime.collectives is not None
     config, rank = runtime.config, runtime.rank
-    path = timeline.rank_file(config.timeline, rank)
+    path = timeline.rank_file(config.record, rank)
     on_one_host = runtime.local_size == runtime.size
     offset_s = 0.0 if on_one_host else timeline.clock_offset_s(runtime.exchange)
-    steps, warn = config.timeline_steps, runtime.warn_once
+    steps, warn = config.record_steps, runtime.warn_once
     try:
         writer = timeline.TraceWriter(path, rank, offset_s=offset_s, steps=steps, warn=warn)
     except OSError as error:
@@ -156,7 +156,7 @@ def _start_timeline(runtime: Runtime) -> None:
 
 def _merge_timelines(runtime: Runtime) -> None:
     """Merge all ranks' timelines that this host has; errors are logged."""
-    folder = Path(runtime.config.timeline)
+    folder = Path(runtime.config.record)
     paths = [timeline.rank_file(folder, rank) for rank in range(runtime.size)]
     try:
         documents = [timeline.load(path) for path in paths if path.exists()]
@@ -239,8 +239,8 @@ SHARED = (
     "trial_steps",
     "replan_threshold",
     "probe_budget_s",
-    "timeline",
-    "timeline_steps",
+    "record",
+    "record_steps",
 )
 """Fields of ``Config``. The schedule and its threshold are compared per optimizer."""
 
@@ -251,12 +251,11 @@ _LABEL = "init(): comparing settings"
 def check_settings(runtime: Runtime, problem: Exception | None = None) -> None:
     """Compare the shared settings of all ranks, and raise if any rank has a problem; collective."""
     try:
-        _make_folder("WFBP_RECORD_DIR", runtime.config.record_dir)
-        _make_folder("WFBP_TIMELINE", runtime.config.timeline)
+        _make_folder("WFBP_RECORD", runtime.config.record)
     except ValueError as error:
         problem = problem or error
     mine = {name: getattr(runtime.config, name) for name in SHARED}
-    mine["timeline_steps"] = "-".join(map(str, mine["timeline_steps"]))  # as its variable has it
+    mine["record_steps"] = "-".join(map(str, mine["record_steps"]))  # as its variable has it
     payload = json.dumps([describe_error(problem) if problem else "", mine, platform.node()])
     payloads = [json.loads(p) for p in runtime.exchange(payload.encode(), _LABEL)]
     if problem is not None:

@@ -91,9 +91,10 @@ class Recorder:
     """Keeps the current plan's last iterations; writes them after 8, 16, ... steps and at exit."""
 
     def __init__(self, runtime: Runtime, name: str, tuner: Tuner) -> None:
-        folder = Path(runtime.config.record_dir)
+        folder = Path(runtime.config.record)
         folder.mkdir(parents=True, exist_ok=True)
-        slug = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") or "optimizer"
+        slug = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")
+        slug = "optimizer" if slug in ("", "timeline") else slug  # timelines are there, too
         first = folder / f"{slug}.rank{runtime.rank}.json"
         _taken[first] += 1
         self.name = slug if _taken[first] == 1 else f"{slug}-{_taken[first]}"

@@ -168,7 +168,7 @@ class Reducer:
         runtime.add_lane(lane)
         runtime.add_user(self)
         self._record_name = runtime.distinct_name(name)
-        recorded = bool(runtime.config.record_dir)
+        recorded = bool(runtime.config.record)
         self._recorder = Recorder(runtime, self._record_name, self._tuner) if recorded else None
         self._begin(memory.now())
 

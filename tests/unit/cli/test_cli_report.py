@@ -261,7 +261,7 @@ def test_directories_that_are_none(tmp_path: Path) -> None:
     assert_refused(wfbp("report", tmp_path / "missing"), "no such directory")
     (tmp_path / "file").write_text("")
     assert_refused(wfbp("report", tmp_path / "file"), "not a directory")
-    assert_refused(wfbp("report", tmp_path), "no recorded run", "WFBP_RECORD_DIR")
+    assert_refused(wfbp("report", tmp_path), "no recorded run", "WFBP_RECORD")
 
 
 def change(*path: str | int, to: Any) -> Callable[[dict[str, Any]], None]:

@@ -382,6 +382,10 @@ class TestMistakes:
         told = wfbp("run", "--hostfile", tmp_path / "hosts", "true")
         assert_refused(told, "hosts is no text file")
 
+    def test_a_recorded_run(self) -> None:
+        code, out, _ = wfbp("run", "-n", 2, "--dry-run", "--record", "runs/a", "train.py")
+        assert (code, out.split()[0]) == (0, f"WFBP_RECORD={os.path.abspath('runs/a')}")
+
     def test_dry_run_prints_the_command(self) -> None:
         code, out, _ = wfbp("run", "-n", 2, "--dry-run", "-x", "A=b c", "train.py", "--lr", "1")
         assert code == 0

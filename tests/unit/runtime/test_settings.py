@@ -34,10 +34,10 @@ def no_hooks() -> Iterator[None]:
 @pytest.mark.parametrize("name", SHARED)
 def test_ranks_that_differ_are_told_which_setting(name: str, tmp_path: Path) -> None:
     own = getattr(QUICK, name)
-    if name == "timeline":
+    if name == "record":
         other: object = str(tmp_path / "timelines")
     else:
-        other = (7, 12) if name == "timeline_steps" else own * 2 or 0.5
+        other = (7, 12) if name == "record_steps" else own * 2 or 0.5
     results = run_ranks(3, check_settings, configs={1: replace(QUICK, **{name: other})})
     for rank, result in enumerate(results):
         assert isinstance(result, DisagreementError)
@@ -125,13 +125,13 @@ def test_a_run_that_cannot_be_recorded(tmp_path: Path) -> None:
     taken = tmp_path / "file"
     taken.touch()
     for folder in (taken, taken / "below"):
-        other = replace(QUICK, record_dir=str(folder))
+        other = replace(QUICK, record=str(folder))
         here, there = run_ranks(2, check_settings, configs={0: other})
         assert isinstance(here, ValueError)
-        assert f"WFBP_RECORD_DIR is {str(folder)!r}, but it cannot be made" in str(here)
+        assert f"WFBP_RECORD is {str(folder)!r}, but it cannot be made" in str(here)
         assert isinstance(there, PeerError)
         assert str(there) == f"rank 1 of 2: init(): rank 0: {here}"
-    fine = replace(QUICK, record_dir=str(tmp_path / "a" / "b"))
+    fine = replace(QUICK, record=str(tmp_path / "a" / "b"))
     all_well(run_ranks(2, check_settings, fine))
 
 

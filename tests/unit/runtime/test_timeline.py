@@ -243,7 +243,7 @@ def test_training_starts_without_a_timeline_where_none_can_be_begun(
 
     monkeypatch.setattr(TraceWriter, "_write", full)
     with caplog.at_level(logging.WARNING, "wfbp"):
-        wfbp.init(backend=LocalWorld(1).backend(0), config=Config(timeline=str(tmp_path)))
+        wfbp.init(backend=LocalWorld(1).backend(0), config=Config(record=str(tmp_path)))
         wfbp.shutdown()
     assert "no timeline" in caplog.messages[0]
     assert "(No space left on device); training goes on" in caplog.messages[0]

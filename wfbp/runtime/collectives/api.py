@@ -86,7 +86,7 @@ def _process_sets(given: Iterable[ProcessSet | Iterable[int]] | str | None) -> l
 def start_timeline(file_path: str | Path, mark_cycles: bool = False) -> None:
     """Record training steps and named operations for Perfetto or ``chrome://tracing``.
 
-    Any rank may call it. ``WFBP_TIMELINE=directory`` records all ranks from ``init()`` on and also
+    Any rank may call it. ``WFBP_RECORD=directory`` records all ranks from ``init()`` on and also
     compares the clocks of hosts. An earlier recording is closed first.
 
     Args:

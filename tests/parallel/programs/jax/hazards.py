@@ -48,7 +48,7 @@ def gradients_leave_while_backward_computes() -> None:
     x = data(256, 256, seed=wfbp.rank())
     wfbp.shutdown()
     # Recorded when a plan has been in use for some steps.
-    wfbp.init(config=replace(usual, record_dir=str(folder), warmup_steps=1, profile_steps=1))
+    wfbp.init(config=replace(usual, record=str(folder), warmup_steps=1, profile_steps=1))
     step = jax.jit(wfbp.grad(mlp_loss, schedule="layerwise"))
     for _ in range(20):
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, step(params, x))
