@@ -9,7 +9,14 @@ from tests.parallel.runs import Job
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(300)]
 
-JOBS = [Job("torch/defects", 2, "changing"), Job("torch/defects", 3, "independent")]
+MODES = ("changing", "independent", "mixed")
+"""By schedule ``auto``, by one that decouples all, and by hybrids that decouple every other
+tensor."""
+SAMPLE = (Job("torch/defects", 2, "changing"), Job("torch/defects", 3, "mixed"))
+JOBS = [
+    pytest.param(job, marks=() if job in SAMPLE else pytest.mark.long)
+    for job in (Job("torch/defects", ranks, mode) for mode in MODES for ranks in (2, 3))
+]
 
 
 @pytest.mark.parametrize("name", defects.check.all)

@@ -122,3 +122,35 @@ def test_every_gradient_is_sampled_in_some_step() -> None:
         seen |= guard.samples.keys()
         guard.clear()
     assert seen == set(range(12))
+
+
+def test_gradients_on_a_device_are_sampled_seldom() -> None:
+    """The host has to wait for each sample: so the first steps have some, and few later ones."""
+    guard = GradientGuard("SGD", [f"p{k}" for k in range(12)], on_host=False)
+    sampled = []
+    seen: set[int] = set()
+    for step in range(130):
+        if guard.samples:
+            sampled.append(step)
+            seen |= guard.samples.keys()
+        guard.clear()
+    assert sampled == [*range(8), 64, 128]
+    assert seen == set(range(12))
+
+
+def test_a_change_on_a_device_is_noticed_where_it_is_sampled() -> None:
+    """By its values; PyTorch counts no changes of ``.data``."""
+    for steps, noticed in ((0, True), (20, False), (64, True)):
+        param = torch.nn.Parameter(torch.randn(40, 150))
+        param.square().sum().backward()
+        assert param.grad is not None
+        guard = GradientGuard("SGD", ["weight"], on_host=False)
+        for _ in range(steps):
+            guard.clear()
+        guard.watch(0, param.grad)
+        param.grad.data.mul_(2)
+        if noticed:
+            with pytest.raises(RuntimeError, match="weight was changed in place"):
+                guard.check([param])
+        else:
+            assert guard.check([param]) == []
