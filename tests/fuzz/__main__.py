@@ -1,9 +1,14 @@
-"""``python -m tests.fuzz``: run random training programs, and shrink what fails."""
+"""``python -m tests.fuzz``: run random training programs, and shrink what fails.
+
+For an hour beside other work: ``python -m tests.fuzz --minutes 60 --log runs/fuzz.log &``.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
+import os
 import sys
 import time
 from pathlib import Path
@@ -27,11 +32,20 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=1, help="how often to replay")
     parser.add_argument("--shrink", action="store_true", help="make failures small")
     parser.add_argument("--out", default="", help="a folder for failures, as files to replay")
+    parser.add_argument("--log", help="a file to write to, at the lowest priority")
     parser.add_argument("--without", default="", help="what to leave out; see draw.without")
     chosen = parser.parse_args()
     chosen.without = [name for name in chosen.without.split(",") if name]
-    if chosen.replay:
-        return replay(chosen)
+    if chosen.log:
+        os.nice(19)
+        Path(chosen.log).parent.mkdir(parents=True, exist_ok=True)
+        with open(chosen.log, "a", buffering=1) as file, contextlib.redirect_stdout(file):
+            return replay(chosen) if chosen.replay else search(chosen)
+    return replay(chosen) if chosen.replay else search(chosen)
+
+
+def search(chosen: argparse.Namespace) -> int:
+    """Run programs until the time is over."""
     ranks = [int(n) for n in chosen.ranks.split(",")]
     start = time.monotonic()
     until = start + 60 * chosen.minutes

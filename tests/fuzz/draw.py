@@ -30,7 +30,7 @@ _READS = ("norm", "plus", "add_", "addcmul_", "copy_", "item", "foreach", "out",
 _PROPORTIONAL = (
     *("sgd", "fused sgd", "momentum", "nesterov", "dampened", "float32 state", "counting"),
     *("by parameter", "by id", "by attribute", "replacing", "bound", "swapping", "by place"),
-    *("scaled", "decorated", "around", "nan"),
+    *("scaled", "decorated", "around", "nan", "vector", "patched"),
 )
 """Optimizers that do not make a small gradient, and its rounding, large."""
 _NOT_TWICE_DIFFERENTIABLE = ("attention", "lstm", "gru", "sparse embedding", "sparse bag")
@@ -276,7 +276,7 @@ class _Drawing:
                 ways = [way for way in ways if way != "clip"]
             way = chance.choice(ways)
             step = replace(step, scaler=way)
-            if way != "bare" and self.likely(0.15):
+            if self.likely(0.15):
                 step = replace(step, infinite_on=chance.randrange(self.ranks))
         elif self.likely(0.45):
             ways = ["clip", "clip", "sync norm", "sync value", "sync scale", "sync look", "sync"]

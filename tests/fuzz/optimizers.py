@@ -234,6 +234,33 @@ class _Around(optim.Optimizer):
         return self.base.step(closure)  # type: ignore[arg-type]
 
 
+class _Vector(_Simple):
+    """Counts its steps in a tensor of one element, beside state of the parameter's shape."""
+
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        state = self.state[p]
+        if not state:
+            state["count"] = torch.zeros(1)
+            state["sum"] = torch.zeros_like(p)
+        state["count"] += 1
+        state["sum"] += p.grad
+        return state["sum"] / float(state["count"])  # type: ignore[no-any-return]
+
+
+def _patched(groups: Any) -> optim.Optimizer:
+    """With a step that was replaced on the instance, and counts in a group."""
+    optimizer = optim.SGD(groups, 0.05, momentum=0.5)
+    step = optimizer.step
+
+    def counted(closure: Callable[[], Any] | None = None) -> Any:
+        group = optimizer.param_groups[0]
+        group["calls"] = group.get("calls", 0) + 1
+        return step(closure)  # type: ignore[arg-type]
+
+    optimizer.step = counted  # type: ignore[assignment, method-assign]
+    return optimizer
+
+
 class _NaN(_Simple):
     """Has settings that are no numbers."""
 
@@ -311,5 +338,7 @@ KINDS: dict[str, Kind] = {
     "decorated": Kind(lambda g: _Decorated(g, 0.05), "own"),
     "around": Kind(lambda g: _Around(optim.SGD(g, 0.05, momentum=0.9)), "own"),
     "nan": Kind(_NaN, "own"),
+    "vector": Kind(_Vector, "own"),
+    "patched": Kind(_patched, "own"),
 }
 """``own`` means that wfbp may judge as it likes, as long as the results are right."""

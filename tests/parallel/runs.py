@@ -89,7 +89,7 @@ class Job(NamedTuple):
         assert found.run.rc == 0, found.run
 
 
-JOB_S = 280.0
+JOB_S = 380.0
 """A job may take so long."""
 
 selected: defaultdict[Job, set[str]] = defaultdict(set)

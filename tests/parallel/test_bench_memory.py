@@ -50,7 +50,8 @@ def test_sharded_training_never_holds_what_other_ranks_update(
 
     A sharded update saves half of Adam's state, half of what its step computes with, and the
     gathered gradients: two times the parameters, of which a leak would take one away. Memory is
-    given back as soon as it is free, so that it does not depend on what else lies beside it.
+    given back as soon as it is free, so that it does not depend on what else lies beside it; and
+    tensors are small, because it varies from run to run when threads free the last few of them.
     """
     exact = {
         "MALLOC_ARENA_MAX": "1",
@@ -59,7 +60,7 @@ def test_sharded_training_never_holds_what_other_ranks_update(
     }
     rows = {}
     for update in ("sharded", "replicated"):
-        options = ("--update", update, "--layers", 8, "--steps", 2, "--json")
+        options = ("--update", update, "--width", 512, "--layers", 32, "--steps", 2, "--json")
         run = mpirun(
             2, "-m", "tests.benchmarks", "memory", *options, env=QUICK | exact, timeout=110
         )
@@ -69,5 +70,4 @@ def test_sharded_training_never_holds_what_other_ranks_update(
     assert parameter_bytes > 32 << 20
     for moment in ("peak_bytes", "end_bytes"):
         saved = rows["replicated"][moment] - rows["sharded"][moment]
-        # When threads free memory varies; a leak would change this by half.
-        assert saved == pytest.approx(2.0 * parameter_bytes, rel=0.15), (moment, rows)
+        assert saved == pytest.approx(2.0 * parameter_bytes, rel=0.06), (moment, rows)

@@ -8,11 +8,15 @@ from tests.parallel.programs.torch import decoupled_updates, state
 from tests.parallel.programs.torch.reading_anywhere import KINDS
 from tests.parallel.runs import Job, outcome
 
-pytestmark = [pytest.mark.parallel, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(400)]
 
 
-ALL = Job("torch/decoupled", 3, "mixed")
+ALL = Job("torch/program", 3, "mixed")
 """``mixed``: hybrids decouple every other tensor, whatever that costs."""
+STATE = [
+    ALL,
+    pytest.param(Job("torch/program", 2, "changing", "openmpi"), marks=pytest.mark.long),
+]
 
 
 @pytest.mark.parametrize("name", decoupled_updates.check.all)
@@ -33,7 +37,7 @@ def test_ends(end: str) -> None:
 
 
 @pytest.mark.parametrize("name", state.check.all)
-@pytest.mark.parametrize("job", [ALL, Job("torch/decoupled", 2, "changing", "openmpi")], ids=str)
+@pytest.mark.parametrize("job", STATE, ids=str)
 def test_state(job: Job, name: str) -> None:
     """What one rank asks for alone, and what is broadcast in mid-training."""
     job.passes(name)

@@ -20,19 +20,17 @@ OPTIMIZERS = equality.OPTIMIZERS
 TOLERANCE = {"float32": 1e-5, "float64": 1e-13}
 
 
-EITHER = ("momentum", "adamw", equality.DOUBLE)
 RUNS = {
     # Alone nothing is planned, and nothing sent: one of each kind of update.
     1: [(schedule, "adamw") for schedule in ("auto", "ps_layerwise", "replicated")],
-    # Where whole gradients are reduced, optimizers step as without wfbp: one of each element type.
+    # Where whole gradients are reduced, optimizers step as without wfbp: each element type once.
     2: [
-        *((schedule, optimizer) for schedule in ALL_REDUCE for optimizer in EITHER[::2]),
-        *((schedule, optimizer) for schedule in DECOUPLED for optimizer in EITHER),
+        *((schedule, "momentum") for schedule in ALL_REDUCE),
+        *((schedule, optimizer) for schedule in DECOUPLED for optimizer in ("momentum", "adamw")),
         *((schedule, "nesterov") for schedule in ("auto", "layerwise", "ps_layerwise")),
     ],
     3: [
-        *((schedule, "momentum") for schedule in ALL_REDUCE),
-        *((schedule, optimizer) for schedule in DECOUPLED for optimizer in EITHER[1:]),
+        *((schedule, equality.DOUBLE) for schedule in (*ALL_REDUCE, *DECOUPLED)),
         *(("dear", optimizer) for optimizer in further_optimizers.ALL),
     ],
     # Planners do not know the number of ranks. What four ranks could do otherwise than two or
@@ -94,9 +92,7 @@ def test_further_optimizers_equal_one_process(optimizer: str, ranks: int) -> Non
     for rank, rows in enumerate(records(ranks)):
         (row,) = [r for r in rows if r["optimizer"] == optimizer]
         assert row["after_twenty"] <= TOLERANCE["float64"], (rank, row)
-        # It divides by a small difference, so rounding errors grow over the steps of a long search.
-        growth = 100 if optimizer == "rmsprop centered" else 1
-        assert row["at_the_end"] <= growth * TOLERANCE["float64"], (rank, row)
+        assert row["at_the_end"] <= TOLERANCE["float64"], (rank, row)
         assert row["ranks_equal"], (rank, row)
         assert row["moved"] > 0.01, (rank, row)
         in_parts = optimizer in further_optimizers.ELEMENTWISE

@@ -23,13 +23,14 @@ CHECKS = (
 )
 
 
-JOBS = [
-    Job("jax/device", 2, "overlap", last=("NCCL",)),
-    Job("jax/device", 2, "changing", last=("STAGED",)),
-]
-
-
 @pytest.mark.parametrize("name", CHECKS)
-@pytest.mark.parametrize("job", JOBS, ids=str)
+@pytest.mark.parametrize("job", [Job("jax/device", 2, "overlap", last=("NCCL",))], ids=str)
 def test_program(job: Job, name: str) -> None:
+    job.passes(name)
+
+
+@pytest.mark.parametrize("name", CHECKS[:2] + CHECKS[-1:])
+@pytest.mark.parametrize("job", [Job("jax/device", 2, "changing", last=("STAGED",))], ids=str)
+def test_program_while_plans_change(job: Job, name: str) -> None:
+    """Where messages go through memory of the host."""
     job.passes(name)

@@ -11,7 +11,7 @@ from tests.parallel.runs import Job
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(300)]
 
-JOBS = [Job("jax/operations", 1, "overlap"), Job("jax/operations", 3, "overlap")]
+JOBS = [Job("jax/operations", 1, "overlap"), Job("jax/operations", 2, "overlap", "openmpi")]
 
 SENDING = (
     "values_inside_jit_and_outside",
@@ -23,7 +23,7 @@ SENDING = (
 """Checks of what is sent; compiling takes long where others, such as derivatives, are run."""
 
 FURTHER_JOBS = {
-    Job("jax/operations", 2, "overlap", "openmpi"): (
+    Job("jax/operations", 3, "overlap"): (
         *SENDING,
         "every_operation_and_element_type",
         "large_arrays_do_not_lock_up",

@@ -1,8 +1,7 @@
 """What PyTorch programs do, while plans stay, while they change, and where they decouple.
 
-Every check runs on two ranks and on three: on two where gradients are reduced whole, by messages
-that leave during backward, and where plans change at every step or two; on three by a plan that
-decouples every tensor, or every other one.
+On two ranks gradients are reduced whole, by messages that leave during backward; or plans change at
+every step or two; or one decouples every tensor. On three, every other tensor is decoupled.
 """
 
 from __future__ import annotations
@@ -12,22 +11,24 @@ import pytest
 from tests.parallel.programs.torch import (
     adapter,
     adasum,
-    batch_norm,
+    closures,
+    optimizers,
     rebuilding,
+    settling,
     training_in_sets,
     uneven_data,
 )
 from tests.parallel.runs import Job
 
-pytestmark = [pytest.mark.parallel, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(400)]
 
 OVERLAP = Job("torch/program", 2, "overlap")
 CHANGING = Job("torch/program", 2, "changing")
-PS_LAYERWISE = Job("torch/program", 3, "ps_layerwise")
+PS_LAYERWISE = Job("torch/program", 2, "ps_layerwise")
 MIXED = Job("torch/program", 3, "mixed")
 
-OF_NO_PLAN = (*batch_norm.check.all, "compiled_model")
-"""Checks to which it is the same whether plans change; compiling takes long."""
+OF_PLANS = (adapter.mixing, optimizers.check, closures.check, settling.check)
+"""Checks to which it makes a difference that plans change."""
 
 ALONE = ("bad_arguments", "scheduler_made_before_wrapping", "clipping", "scaler_naive", "lbfgs")
 """Checks that also run on one rank."""
@@ -39,7 +40,7 @@ def test_program(job: Job, name: str) -> None:
     job.passes(name)
 
 
-@pytest.mark.parametrize("name", [n for n in adapter.check.all if n not in OF_NO_PLAN])
+@pytest.mark.parametrize("name", [name for checks in OF_PLANS for name in checks.all])
 @pytest.mark.parametrize("job", [CHANGING], ids=str)
 def test_program_while_plans_change(job: Job, name: str) -> None:
     job.passes(name)
@@ -59,7 +60,7 @@ def test_program_of_shards_and_whole_gradients(job: Job, name: str) -> None:
 
 SETS = [
     Job("torch/program", 2, "overlap", "openmpi"),
-    PS_LAYERWISE,
+    MIXED,
     Job("torch/program", 4, "overlap"),
 ]
 

@@ -44,7 +44,7 @@ def check_never_worse(trace: Trace, costs: Costs) -> None:
 @pytest.mark.parametrize("linear", [True, False], ids=["linear", "piecewise"])
 def test_never_worse_than_any_other_nor_better_than_the_bound(linear: bool) -> None:
     rng = random.Random(linear)
-    for _ in range(100 if linear else 40):
+    for _ in range(40 if linear else 15):
         trace = reference.random_trace(rng, rng.randint(1, 25))
         check_never_worse(trace, random_costs(rng, linear, reference.random_kappa(rng)))
 
@@ -60,7 +60,7 @@ def test_never_worse_with_several_element_types() -> None:
             assert found <= other * (1 + 1e-11), name
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(
     rows=st.lists(
         st.tuples(st.integers(0, 5000), st.floats(0, 2), st.floats(0, 2)), min_size=1, max_size=8

@@ -44,10 +44,10 @@ def check_against_all_partitions(
 
 
 @pytest.mark.parametrize("linear", [True, False], ids=["linear", "piecewise"])
-@pytest.mark.parametrize("num_tensors", [1, 2, 3, 4, 5, 6, 7, 8, 10])
+@pytest.mark.parametrize("num_tensors", [1, 2, 3, 5, 8, 10])
 def test_equals_brute_force(num_tensors: int, linear: bool) -> None:
     rng = random.Random(1000 * num_tensors + linear)
-    for _ in range(400):
+    for _ in range(150):
         trace = reference.random_trace(rng, num_tensors)
         check_against_all_partitions(trace, Costs(reference.random_cost(rng, linear)))
 
@@ -55,7 +55,7 @@ def test_equals_brute_force(num_tensors: int, linear: bool) -> None:
 @pytest.mark.parametrize("num_tensors", [2, 3, 5, 7, 9])
 def test_equals_brute_force_under_interference_for_linear_cost(num_tensors: int) -> None:
     rng = random.Random(num_tensors)
-    for _ in range(400):
+    for _ in range(150):
         trace = reference.random_trace(rng, num_tensors)
         costs = Costs(reference.random_cost(rng, True), kappa=0.01 + rng.random() * 2)
         check_against_all_partitions(trace, costs)
@@ -65,7 +65,7 @@ def test_equals_brute_force_under_interference_for_linear_cost(num_tensors: int)
 def test_equals_brute_force_under_interference_for_curves(num_tensors: int) -> None:
     rng = random.Random(100 + num_tensors)
     more = 0
-    for _ in range(400):
+    for _ in range(150):
         trace = reference.random_trace(rng, num_tensors)
         costs = Costs(reference.random_cost(rng, False), kappa=0.01 + rng.random() * 2)
         found, needed = check_against_all_partitions(trace, costs, fewest_is_exact=False)
@@ -73,7 +73,7 @@ def test_equals_brute_force_under_interference_for_curves(num_tensors: int) -> N
     assert more == 0  # oasr's docstring does not promise it; planning.md tells of it
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     rows=st.lists(
         st.tuples(st.integers(0, 5000), st.floats(0, 2), st.floats(0, 2)), min_size=1, max_size=8

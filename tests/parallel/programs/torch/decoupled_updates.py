@@ -206,7 +206,7 @@ for _kind in KINDS:
 
 
 @check
-def sparse_gradients() -> None:
+def sparse_gradients_that_are_deferred() -> None:
     """Which a rank keeps as its own where averages are deferred."""
     kinds: list[tuple[Callable[[Any], torch.optim.Optimizer], str]] = [
         (momentum, "sharded"),

@@ -1,7 +1,4 @@
-"""Programs that once trained wrongly without a message, or failed although they are ordinary.
-
-Run as ``defects.py OUT MODE [NAME ...]`` under mpirun.
-"""
+"""Programs that once trained wrongly without a message, or failed although they are ordinary."""
 
 from __future__ import annotations
 
@@ -977,7 +974,3 @@ def shown_process_set() -> None:
         thread.join(20.0)
     assert not hangs, "repr() on rank 0 alone waits for the other ranks"
     assert known.ranks == list(range(wfbp.size()))
-
-
-if __name__ == "__main__":
-    check.main()

@@ -42,7 +42,8 @@ ELEMENTWISE: dict[str, Callable[..., optim.Optimizer]] = {
     "adam fused": partial(optim.Adam, fused=True),
     "adamw fused": partial(optim.AdamW, fused=True, amsgrad=True),
     "rmsprop": optim.RMSprop,
-    "rmsprop centered": partial(optim.RMSprop, momentum=0.9, centered=True, foreach=True, eps=1e-3),
+    # A larger epsilon: the default divides rounding errors by a small difference.
+    "rmsprop centered": partial(optim.RMSprop, momentum=0.9, centered=True, foreach=True, eps=0.1),
     "adagrad": partial(optim.Adagrad, lr_decay=0.01, initial_accumulator_value=0.1),
     "adadelta": partial(optim.Adadelta, eps=1e-2),
     "adamax": optim.Adamax,

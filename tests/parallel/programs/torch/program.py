@@ -1,4 +1,8 @@
-"""Every check of programs with PyTorch: ``program.py OUT MODE [NAME ...]`` under mpirun."""
+"""Every check of programs with PyTorch: ``program.py OUT MODE [NAME ...]`` under mpirun.
+
+One program, because each rank that starts loads PyTorch and its compiler, which takes longer than
+many checks.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,16 @@ from tests.parallel.programs.torch import (
     adapter,
     adasum,
     collectives,
+    decoupled_updates,
+    defects,
     disagreements,
     named_operations,
     rebuilding,
+    state,
     training_in_sets,
     uneven_data,
 )
+from wfbp.runtime.tuning import tuner
 
 check = Checks(
     adapter.check,
@@ -23,7 +31,11 @@ check = Checks(
     training_in_sets.check,
     adasum.check,
     uneven_data.check,
+    decoupled_updates.check,
+    state.check,
+    defects.check,
 )
 
 if __name__ == "__main__":
+    tuner._NUM_SEARCHED = 3  # of dear: a search takes longer than all the rest
     check.main()
