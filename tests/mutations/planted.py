@@ -128,13 +128,13 @@ RUNTIME = [
         "runtime/buffers.py",
         "flags: list[bool] = (reduced > 0).tolist()",
         "flags: list[bool] = (reduced > 0.5).tolist()",
-        unit("runtime/test_engine", "runtime/test_buffers"),
+        unit("runtime/test_reductions", "runtime/test_buffers"),
     ),
     Mutation(
         "runtime/buffers.py",
         "agree = tuple(numbers) == step_flags(",
         "agree = tuple(numbers) >= step_flags(",
-        unit("runtime/test_engine_errors", "runtime/test_mistakes", "runtime/test_buffers"),
+        unit("runtime/test_reduction_errors", "runtime/test_mistakes", "runtime/test_buffers"),
     ),
     Mutation(
         "runtime/reducer.py",
@@ -146,7 +146,7 @@ RUNTIME = [
         "runtime/reducer.py",
         "if owner != index and specs[index].numel:",
         "if owner == index and specs[index].numel:",
-        unit("runtime/test_engine"),
+        unit("runtime/test_reductions"),
     ),
     Mutation(
         "runtime/reducer.py",
@@ -200,13 +200,13 @@ RUNTIME = [
         "runtime/buffers.py",
         "            self._make_way(sources)\n",
         "            pass\n",
-        unit("runtime/test_engine", "runtime/test_buffers"),
+        unit("runtime/test_reductions", "runtime/test_buffers"),
     ),
     Mutation(
         "runtime/buffers.py",
         "min((rank + 1) * length, spec.nbytes)",
         "(rank + 1) * length",
-        unit("runtime/test_engine_decoupled", "runtime/test_buffers"),
+        unit("runtime/test_decoupled_reductions", "runtime/test_buffers"),
     ),
     Mutation(
         "runtime/progress/channel.py",
@@ -269,7 +269,7 @@ COMM = [
         "comm/device/backend.py",
         "self.device.wait(self.stream, packed)",
         "pass",
-        unit("runtime/test_device_engine"),
+        unit("runtime/test_device_reductions"),
     ),
     Mutation(
         "comm/device/launch_order.py",

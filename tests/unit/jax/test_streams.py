@@ -14,7 +14,7 @@ pytest.importorskip("jax")
 
 from tests.support.ranks import QUICK, all_well, run_ranks
 from tests.support.software_xla import INDEX, SoftwareXla
-from tests.unit.runtime.test_device_engine import STEADY, Devices
+from tests.unit.runtime.test_device_reductions import STEADY, Devices
 from wfbp.comm import probe
 from wfbp.comm.memory import Memory
 from wfbp.config import Config

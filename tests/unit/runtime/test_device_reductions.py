@@ -1,4 +1,4 @@
-"""Engines on a device: the right values in every schedule, whatever runs late, and who waits."""
+"""Reductions on a device: the right values in every schedule, whatever runs late, and who waits."""
 
 from __future__ import annotations
 

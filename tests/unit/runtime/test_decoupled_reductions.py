@@ -1,4 +1,4 @@
-"""Engines whose plans decouple: shards, gathers that cross the border, and changing plans."""
+"""Reductions by plans that decouple: shards, gathers that cross the border, and changing plans."""
 
 from __future__ import annotations
 

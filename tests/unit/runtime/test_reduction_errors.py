@@ -1,4 +1,4 @@
-"""Engines whose ranks disagree, stay away or leave."""
+"""Reductions whose ranks disagree, stay away or leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines on ranks that are threads: what is reduced, what is lost, what is refused."""
+"""Reductions by ranks that are threads: what is reduced, what is lost, what is refused."""
 
 from __future__ import annotations
 
