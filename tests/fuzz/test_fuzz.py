@@ -92,6 +92,7 @@ def test_another_program_is_noticed(other: Program) -> None:
     assert difference(run, different)
 
 
+@pytest.mark.parallel
 def test_a_job_that_fails_is_told() -> None:
     impossible = replace(PLAIN, actions=(replace(PLAIN.actions[0], zero="never"),))
     count, failure = run_job([PLAIN, impossible, PLAIN])

@@ -25,7 +25,7 @@ REPLANNED = (
     "scan_whose_gradient_does_not_change",
     "schedules",
 )
-"""Checks that also run while plans change, on three ranks."""
+"""Checks that also run while plans change, on three ranks; and in `make test-quick`."""
 
 
 @pytest.mark.parametrize(("way", "schedule"), WAYS)
@@ -42,9 +42,10 @@ def test_equals_one_process(ranks: int, way: str, schedule: str) -> None:
         assert row["num_compiled"] == 1, row
 
 
-@pytest.mark.parametrize("name", check.all)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.quick] * (n in REPLANNED)) for n in check.all]
+)
 @pytest.mark.parametrize("job", [Job("jax/program", 2, "overlap")], ids=str)
-@pytest.mark.quick
 def test_program(job: Job, name: str) -> None:
     job.passes(name)
 

@@ -11,12 +11,15 @@ import pytest
 from tests.parallel.programs.torch import (
     adapter,
     adasum,
+    clipping,
     closures,
     optimizers,
+    passes,
     rebuilding,
     settling,
     training_in_sets,
     uneven_data,
+    zeroing,
 )
 from tests.parallel.runs import Job
 
@@ -34,8 +37,14 @@ ALONE = ("bad_arguments", "scheduler_made_before_wrapping", "clipping", "scaler_
 """Checks that also run on one rank."""
 
 
-@pytest.mark.parametrize("name", adapter.check.all)
-@pytest.mark.parametrize("job", [pytest.param(OVERLAP, marks=pytest.mark.quick)], ids=str)
+QUICK = zeroing.check.all | optimizers.check.all | passes.check.all | clipping.check.all
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.quick] * (n in QUICK)) for n in adapter.check.all],
+)
+@pytest.mark.parametrize("job", [OVERLAP], ids=str)
 def test_program(job: Job, name: str) -> None:
     job.passes(name)
 
