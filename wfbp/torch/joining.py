@@ -55,7 +55,9 @@ def join() -> int:
         return api.join()
     if _followers or gradient_sync.in_use():
         gc.collect()  # what is forgotten on all ranks must be on this one, too
-    syncs = gradient_sync.in_use()
+    thread = process.current("join()").thread
+    # Those of an earlier runtime may still be held, by a traceback for example.
+    syncs = [sync for sync in gradient_sync.in_use() if sync.runtime.thread is thread]
     operations = api.current("join()")
     handle = operations.begin_join()
     if len(syncs) == 1:

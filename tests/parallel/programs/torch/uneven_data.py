@@ -12,6 +12,7 @@ import wfbp.torch as wfbp
 from tests.parallel.programs.harness import Checks, raises
 from tests.parallel.programs.torch.training import adamw, data, momentum, pair, same, square
 from wfbp.errors import WfbpError
+from wfbp.runtime import process
 
 check = Checks()
 
@@ -100,6 +101,25 @@ def unequally_many_batches() -> None:
                 epochs.check(f"{schedule}, epoch {epoch}")
             state = epochs.optimizer.state_dict()["state"]
             assert len(state) == 4
+
+
+@check
+def optimizers_of_an_earlier_runtime() -> None:
+    """They may still be held, and take no part."""
+    config = process.current("a check").config
+    held = wfbp.DistributedOptimizer(momentum(pair()[0].parameters()))
+    wfbp.shutdown()
+    wfbp.init(config=config)
+    model, _ = pair()
+    optimizer = wfbp.DistributedOptimizer(momentum(model.parameters()))
+    for step in range(1 + wfbp.rank()):
+        optimizer.zero_grad()
+        square(model, wfbp.rank(), step)
+        optimizer.step()
+    assert wfbp.join() == wfbp.size() - 1
+    for p in model.parameters():
+        same(p.detach(), wfbp.broadcast(p.detach(), 0), "parameters of rank 0")
+    del held
 
 
 @check
