@@ -86,6 +86,11 @@ def _place(traceback: TracebackType | None) -> str:
 
 
 def _end(runtime: Runtime, error: BaseException) -> None:
+    # torch.distributed's hook collects what is printed, and would print it after this one.
+    collected = getattr(sys.stderr, "getvalue", str)()
+    if collected and sys.__stderr__ is not None:
+        sys.__stderr__.write(collected)
+        sys.__stderr__.flush()
     sys.stderr.flush()
     sys.stdout.flush()
     runtime.fail_job(describe_error(error))
