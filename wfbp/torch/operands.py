@@ -8,7 +8,7 @@ ranks' gradients, that of an average, of gathered rows and of a broadcast their 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +19,8 @@ from wfbp.runtime import process
 from wfbp.runtime.collectives import api, operands
 from wfbp.runtime.collectives.coordinator import Kind
 from wfbp.runtime.collectives.forms import FORMS, Form
-from wfbp.runtime.collectives.named_lane import Outcome
+from wfbp.runtime.collectives.named_lane import NamedOperation, Outcome
 from wfbp.runtime.collectives.operands import Operand, chosen_op
-from wfbp.runtime.collectives.operations import Operation
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.torch.compression import Compression, Compressor
 from wfbp.torch.tensors import NAMES as TENSOR_NAMES
@@ -47,21 +46,19 @@ class Tensor(Operand[torch.Tensor]):
         check(label, tensor, NAMES)
         self.dtype = NAMES[tensor.dtype]
         self.shape = tuple(tensor.shape)
-        self.device = "cpu" if tensor.device.type == "cpu" else "gpu"
         self.differentiable = like is not None and like.requires_grad and torch.is_grad_enabled()
         self._tensor = tensor
         self._in_place = in_place
         self._private = tensor  # where the operation works
 
     def data(self) -> Buffer:
-        detached = self._tensor.detach()
         if self._in_place:
             note_change(self._tensor)
             self._private = on_host(self._tensor)
-        elif detached.device.type == "cpu":
-            self._private = detached.clone(memory_format=torch.contiguous_format)
         else:
-            self._private = detached.cpu().contiguous()
+            self._private = self._tensor.detach().to(
+                "cpu", memory_format=torch.contiguous_format, copy=True
+            )
         return raw(self._private).view(word_dtype(self.dtype))
 
     def whole(self, outcome: Outcome) -> torch.Tensor:
@@ -89,19 +86,6 @@ def note_change(tensor: torch.Tensor) -> None:
         torch.autograd.graph.increment_version(tensor)
 
 
-@dataclass(frozen=True, slots=True)
-class _Arguments:
-    """Of one call, as its derivative needs them."""
-
-    form: Form
-    process_set: ProcessSet
-    op: Op | None
-    compression: type[Compressor]
-    prescale: float
-    postscale: float
-    root_rank: int | None
-
-
 def perform(
     form: Form,
     tensors: Any,
@@ -109,41 +93,50 @@ def perform(
     average: bool | None = None,
     op: Op | None = None,
     compression: type[Compressor] = Compression.none,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
     root_rank: int | None = None,
     splits: torch.Tensor | Sequence[int] | None = None,
     process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
 ) -> Any:
     """Carry out a function of ``wfbp.torch.collectives`` on a tensor, or on several."""
     reduces = form.kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER)
     reduction = chosen_op(average, op) if reduces else None
-    used = _Arguments(
-        form, process_set, reduction, compression, prescale_factor, postscale_factor, root_rank
-    )
     counts_device = None
     if isinstance(splits, torch.Tensor):
         if splits.dtype.is_floating_point or splits.dtype is torch.bool or splits.dim() != 1:
             raise operands.wrong_splits(splits.dtype, splits.shape)
         counts_device, splits = splits.device, splits.tolist()
 
-    def make(tensor: torch.Tensor, label: str, member: str | None) -> Operation[Any]:
+    def gradient(outcome: Outcome, grad: torch.Tensor) -> torch.Tensor:
+        return _gradient(
+            form,
+            outcome,
+            grad,
+            reduction,
+            compression,
+            root_rank,
+            process_set,
+            prescale_factor,
+            postscale_factor,
+        )
+
+    def make(tensor: torch.Tensor, label: str, member: str | None) -> NamedOperation[Any]:
         differentiates = form.waits and not form.in_place
         check(label, tensor, NAMES)
         narrow, context = (
             compression.compress(tensor.detach()) if differentiates else (tensor, None)
         )
-        operand = Tensor(narrow, form.in_place, tensor if differentiates else None, label)
         operation = operands.make_operation(
             form.kind,
-            operand,
+            Tensor(narrow, form.in_place, tensor if differentiates else None, label),
             member,
             process_set,
             op=reduction,
-            prescale_factor=prescale_factor,
-            postscale_factor=postscale_factor,
             root_rank=root_rank,
             splits=splits,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
         )
         finish = operation.finish
 
@@ -152,68 +145,56 @@ def perform(
             if splits is not None:
                 result, counts = result
             if differentiates:
-                result = _connect(used, outcome, tensor, compression.decompress(result, context))
+                result = compression.decompress(result, context)
+                if outcome.differentiable and torch.is_grad_enabled():
+                    # On all ranks, also those whose own tensor needs no gradient: all must take
+                    # part in backward, where they find each other by the operation's name.
+                    anchor = torch.zeros((), requires_grad=True)
+                    result = _Connect.apply(  # type: ignore[no-untyped-call]
+                        tensor, anchor, [result], partial(gradient, outcome)
+                    )
             return result if counts is None else (result, counts.to(counts_device))
 
         operation.finish = connected
         return operation
 
-    return operands.perform(form, operands.make_group(form, tensors, name, make))
+    return operands.perform(form, tensors, name, make)
 
 
-def _connect(
-    used: _Arguments, outcome: Outcome, tensor: torch.Tensor, result: torch.Tensor
+def _gradient(
+    form: Form,
+    outcome: Outcome,
+    grad: torch.Tensor,
+    op: Op | None,
+    compression: type[Compressor],
+    root_rank: int | None,
+    process_set: ProcessSet,
+    prescale_factor: float,
+    postscale_factor: float,
 ) -> torch.Tensor:
-    """The result as a function of the tensor, if any rank differentiates.
-
-    All ranks must take part in backward then, also those whose own tensor needs no gradient; they
-    find each other by the name of the operation.
-    """
-    if not (outcome.differentiable and torch.is_grad_enabled()):
-        return result
-    anchor = torch.zeros((), requires_grad=True)
-    connected: torch.Tensor = _Connect.apply(  # type: ignore[no-untyped-call]
-        tensor, anchor, [result], lambda grad: _gradient(used, outcome, grad)
-    )
-    return connected
-
-
-def _gradient(used: _Arguments, outcome: Outcome, grad: torch.Tensor) -> torch.Tensor:
     """The gradient of an operation's argument, from that of its result: again an operation."""
-    kind, name, process_set = used.form.kind, f"{outcome.name}.gradient", used.process_set
-    if used.op not in (None, Op.AVERAGE, Op.SUM):
+    if op not in (None, Op.AVERAGE, Op.SUM):
         raise RuntimeError(
-            f"an operation that combines by {used.op} has no gradient; use Average or Sum"
+            f"an operation that combines by {op} has no gradient; use Average or Sum"
         )
-    result: torch.Tensor
+    kind, factor = form.kind, prescale_factor * postscale_factor
+    again: dict[str, Any] = {"name": f"{outcome.name}.gradient", "process_set": process_set}
     if kind is Kind.ALLTOALL:
-        form, rows = FORMS["alltoall"], outcome.rows
-        result, _ = perform(form, grad, name, splits=rows, process_set=process_set)
-        return result
+        return perform(FORMS["alltoall"], grad, splits=outcome.rows, **again)[0]  # type: ignore[no-any-return]
     if kind is Kind.REDUCESCATTER:
-        factor = used.prescale * used.postscale
-        factor *= process_set.size() if used.op is Op.SUM else 1
-        grad = grad * factor if factor != 1 else grad
-        result = perform(FORMS["allgather"], grad, name, process_set=process_set)
-        return result
+        factor *= process_set.size() if op is Op.SUM else 1
+        return perform(FORMS["allgather"], grad * factor if factor != 1 else grad, **again)  # type: ignore[no-any-return]
     if kind is Kind.ALLREDUCE:
-        result = perform(
-            FORMS["allreduce"],
-            grad,
-            name,
-            op=used.op,
-            compression=used.compression,
-            prescale_factor=used.prescale,
-            postscale_factor=used.postscale,
-            process_set=process_set,
-        )
-        return result
-    mean: torch.Tensor = perform(FORMS["allreduce"], grad, name, process_set=process_set)
+        again |= {"op": op, "compression": compression}
+        again |= {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    result: torch.Tensor = perform(FORMS["allreduce"], grad, **again)
     if kind is Kind.BROADCAST:
-        return mean if process.rank() == used.root_rank else torch.zeros_like(mean)
-    place = process_set.rank()
-    start = sum(outcome.rows[:place])
-    return mean[start : start + outcome.rows[place]]
+        return result if process.rank() == root_rank else torch.zeros_like(result)
+    if kind is Kind.ALLGATHER:
+        place = process_set.rank()
+        start = sum(outcome.rows[:place])
+        return result[start : start + outcome.rows[place]]
+    return result
 
 
 class _Connect(torch.autograd.Function):

@@ -12,9 +12,8 @@ from wfbp.comm.backend import HALF, Buffer, word_dtype
 from wfbp.runtime.collectives import operands
 from wfbp.runtime.collectives.arithmetic import ITEM
 from wfbp.runtime.collectives.forms import Form
-from wfbp.runtime.collectives.named_lane import Outcome
+from wfbp.runtime.collectives.named_lane import NamedOperation, Outcome
 from wfbp.runtime.collectives.operands import Operand, chosen_op
-from wfbp.runtime.collectives.operations import Operation
 from wfbp.runtime.collectives.process_sets import ProcessSet
 from wfbp.runtime.consistency import (
     Array,
@@ -91,7 +90,7 @@ def perform(
             raise operands.wrong_splits(counts.dtype, counts.shape)
         options["splits"] = counts.tolist()
 
-    def make(each: Any, label: str, member: str | None) -> Operation[Any]:
+    def make(each: Any, label: str, member: str | None) -> NamedOperation[Any]:
         label = label if form.grouped else "array"
         operand = ArrayOperand(each, form.in_place, label)
         if "op" in options and operand.dtype not in ITEM:
@@ -101,7 +100,7 @@ def perform(
             )
         return operands.make_operation(form.kind, operand, member, process_set, **options)
 
-    return operands.perform(form, operands.make_group(form, value, name, make))
+    return operands.perform(form, value, name, make)
 
 
 def _cupy() -> Any:

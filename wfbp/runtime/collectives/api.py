@@ -15,8 +15,8 @@ from wfbp.comm.backend import Backend
 from wfbp.config import Config
 from wfbp.runtime import process
 from wfbp.runtime.collectives.coordinator import Kind, Request
-from wfbp.runtime.collectives.named_lane import Outcome
-from wfbp.runtime.collectives.operations import Collectives, Handle, Operation
+from wfbp.runtime.collectives.named_lane import NamedOperation, Outcome
+from wfbp.runtime.collectives.operations import Collectives, Handle
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.progress.stall import Members
 from wfbp.runtime.runtime import Runtime
@@ -171,7 +171,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """
     operations, number = current("barrier()"), process_set.known_id("barrier()")
     request, nothing = Request(Kind.BARRIER, ""), np.empty(0, np.uint8)
-    operations.run([Operation(request, number, nothing, lambda _: None)])
+    operations.run([NamedOperation(request, number, nothing, lambda _: None)])
 
 
 def join(device: int = -1) -> int:
@@ -333,6 +333,6 @@ def _gather_bytes(
         root=root,
         called=f"{function} {name!r}" if name else function,
     )
-    operation = Operation(request, process_set, np.frombuffer(payload, np.uint8), split)
+    operation = NamedOperation(request, process_set, np.frombuffer(payload, np.uint8), split)
     parts: list[bytes] = current(f"{function}()").run([operation], is_group=False)
     return parts

@@ -33,7 +33,6 @@ class Request(NamedTuple):
     name: str  # unique among those that are pending
     dtype: str = ""
     shape: tuple[int, ...] = ()  # of this rank's tensor
-    device: str = "cpu"  # or "gpu"
     op: str = ""  # value of the Op, if something is reduced
     root: int = -1  # the root's number in the process set
     prescale: float = 1.0
@@ -121,7 +120,6 @@ def _compared(request: Request) -> dict[str, Any]:
         "the operation": request.kind.value,
         "the call": request.called,
         "the element type": request.dtype,
-        "the device": request.device,
         **({"all dimensions but the first": request.shape[1:]} if by_rows else {}),
         **({} if by_rows else {"shape": request.shape}),
         "op": request.op,

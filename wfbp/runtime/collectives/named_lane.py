@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from wfbp.runtime.progress.loop import Reply
 from wfbp.runtime.progress.stall import ALL_RANKS, Members
 from wfbp.runtime.progress.thread import CommunicationThread
 from wfbp.runtime.timeline import TraceWriter
+
+T = TypeVar("T")
 
 _FUSED_BYTES = 1 << 20
 """Reductions that become ready together are fused into messages of up to this size."""
@@ -42,19 +44,21 @@ class Outcome:
     name: str = ""
 
 
-@dataclass(slots=True)
-class Submission:
+@dataclass(slots=True, eq=False)
+class NamedOperation(Generic[T]):
     """An operation that this rank's program has submitted."""
 
-    request: Request
+    request: Request  # without a name it is numbered in the order of submission
+    process_set: int
     data: Buffer  # flat and private; a reduction or broadcast leaves its result here
+    finish: Callable[[Outcome], T]  # makes of it what Collectives.synchronize returns
+    ordered: bool = False  # matched by order among such operations; its name is only compared
     reply: Reply[Outcome] = field(default_factory=Reply)
     since: float = field(default_factory=time.monotonic)
 
-    def finish(self, data: Buffer, response: Response, rows: tuple[int, ...] = ()) -> None:
-        """Store the outcome on the host, and wake the waiter."""
-        wanted = response.differentiable
-        self.reply.put(Outcome(data, rows, wanted, self.request.name))
+
+Begun = tuple[Work[None], Callable[[], list[Buffer]]]
+"""The collective of some operations, and their results once it is over."""
 
 
 class NamedLane:
@@ -80,17 +84,17 @@ class NamedLane:
         self._where = where
         self._members = members
         self._coordinator = Coordinator(backend.size) if backend.rank == 0 else None
-        self._pending: dict[str, Submission] = {}
+        self._pending: dict[str, NamedOperation[Any]] = {}
         self._outbox: list[Request] = []
         self._running: deque[tuple[Work[None], Callable[[], None]]] = deque()
         self._served = False
         self._moved_s = 0.0
         self.timeline: TraceWriter | None = None
 
-    def submit(self, submission: Submission) -> None:
+    def submit(self, operation: NamedOperation[Any]) -> None:
         """Begin an operation; its name is not pending."""
-        self._pending[submission.request.name] = submission
-        self._outbox.append(submission.request)
+        self._pending[operation.request.name] = operation
+        self._outbox.append(operation.request)
         if not self._served:
             self._served = True
             self._thread.loop.add_lane(self, members=self._members)
@@ -150,20 +154,18 @@ class NamedLane:
         return max(next(iter(self._pending.values())).since, self._moved_s)
 
     def describe(self) -> str:
-        labels = [submission.request.label for submission in self._pending.values()]
+        labels = [operation.request.label for operation in self._pending.values()]
+        if not labels:
+            return "no named operation pending"
         more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
-        return (
-            f"in {', '.join(labels[:3])}{more}{self._of_set}"
-            if labels
-            else ("no named operation pending")
-        )
+        return f"in {', '.join(labels[:3])}{more}{self._of_set}"
 
     def fail(self, error: WfbpError) -> None:
         pending, self._pending = self._pending, {}
         self._running.clear()
         self._outbox.clear()
-        for submission in pending.values():
-            submission.reply.fail(error)
+        for operation in pending.values():
+            operation.reply.fail(error)
 
     # Negotiation.
 
@@ -203,127 +205,124 @@ class NamedLane:
         for together in _fusible(responses):
             self._start(together)
 
-    def _take(self, request: Request) -> Submission:
-        """This rank's part of an operation: zeros if it has joined instead."""
-        if request.name in self._pending:
-            return self._pending.pop(request.name)
-        numel = math.prod(request.shape)
-        return Submission(request, np.zeros(numel, word_dtype(request.dtype or "uint8")))
-
     def _start(self, responses: Sequence[Response]) -> None:
         """Start operations; several are reductions fused into one message."""
         first = responses[0]
-        request = first.request
         if first.error:
-            own = self._pending.pop(request.name, None)
+            own = self._pending.pop(first.request.name, None)
             if own is not None:  # None: it has joined
                 own.reply.fail(DisagreementError(f"{self._where}: {first.error}"))
             return
-        submissions = [self._take(response.request) for response in responses]
-        submission, data, rank = submissions[0], submissions[0].data, self._data.rank
-        row_bytes = math.prod(submission.request.shape[1:]) * data.itemsize
-        if request.kind is Kind.ALLREDUCE and request.op != Op.ADASUM.value:
-            self._reduce(submissions, responses)
-        elif request.kind is Kind.ALLREDUCE:
-            self._adasum(submission, first)
-        elif request.kind is Kind.REDUCESCATTER:
-            self._scatter(submission, first)
-        elif request.kind is Kind.BROADCAST:
-            work = self._data.broadcast(data.view(np.uint8), request.root)
-            self._run(work, partial(submission.finish, data, first), submissions)
-        elif request.kind is Kind.ALLGATHER:
-            rows = tuple(extent[0] for extent in first.extents)
-            counts = [count * row_bytes for count in rows]
-            gathered = np.empty(sum(counts), np.uint8)
-            start = sum(counts[:rank])
-            gathered[start : start + data.nbytes] = data.view(np.uint8)
-            work = self._data.all_gather(gathered, counts)
-            self._run(work, partial(submission.finish, gathered, first, rows), submissions)
-        elif request.kind is Kind.ALLTOALL:
-            rows = tuple(splits[rank] for splits in first.extents)
-            received = [count * row_bytes for count in rows]
-            sent = [count * row_bytes for count in submission.request.splits]
-            incoming = np.empty(sum(received), np.uint8)
-            work = self._data.all_to_all(data.view(np.uint8), sent, incoming, received)
-            self._run(work, partial(submission.finish, incoming, first, rows), submissions)
-        else:  # a barrier or join, over as soon as all ranks are there
-            rows = first.extents[0] if first.extents else ()
-            self._run(Finished(None), partial(submission.finish, data, first, rows), submissions)
+        operations = [self._take(response.request) for response in responses]
+        rows, ready_s = self._rows(first), time.monotonic()
+        work, results = self._begin(operations, first.request, rows)
 
-    def _run(
-        self, work: Work[None], finish: Callable[[], None], submissions: Sequence[Submission]
-    ) -> None:
-        self._running.append((work, self._recorded(finish, submissions)))
+        def finish() -> None:
+            for each, response, data in zip(operations, responses, results(), strict=True):
+                kind, name = each.request.kind.value, each.request.name
+                if self.timeline is not None:
+                    self.timeline.operation(kind, name, each.since, ready_s)
+                each.reply.put(Outcome(data, rows, response.differentiable, name))
 
-    def _recorded(
-        self, finish: Callable[[], None], submissions: Sequence[Submission]
-    ) -> Callable[[], None]:
-        """``finish``, recorded in the timeline, if there is one."""
-        timeline, ready_s = self.timeline, time.monotonic()
-        if timeline is None:
-            return finish
+        self._running.append((work, finish))
 
-        def record() -> None:
-            for each in submissions:
-                timeline.operation(each.request.kind.value, each.request.name, each.since, ready_s)
-            finish()
+    def _take(self, request: Request) -> NamedOperation[Any]:
+        """This rank's part of an operation: zeros if it has joined instead."""
+        if request.name in self._pending:
+            return self._pending.pop(request.name)
+        zeros = np.zeros(math.prod(request.shape), word_dtype(request.dtype or "uint8"))
+        return NamedOperation(request, 0, zeros, lambda _: None)
 
-        return record
+    def _rows(self, response: Response) -> tuple[int, ...]:
+        """The rows of an outcome."""
+        request, extents = response.request, response.extents
+        if request.kind is Kind.ALLGATHER:
+            return tuple(extent[0] for extent in extents)
+        if request.kind is Kind.ALLTOALL:
+            return tuple(splits[self._data.rank] for splits in extents)
+        if request.kind is Kind.REDUCESCATTER:
+            return request.splits or equal_rows(request.shape[0], self._data.size)
+        return extents[0] if extents else ()
 
-    def _reduce(self, submissions: Sequence[Submission], responses: Sequence[Response]) -> None:
-        request = responses[0].request
-        for each in submissions:
-            scale(each.data, request.dtype, request.prescale)
-        parts = [each.data for each in submissions]
+    def _begin(
+        self, operations: Sequence[NamedOperation[Any]], request: Request, rows: tuple[int, ...]
+    ) -> Begun:
+        """Start one collective."""
+        if request.op:
+            for each in operations:
+                scale(each.data, request.dtype, request.prescale)
+        own, data = operations[0].request, operations[0].data
+        row_bytes = math.prod(own.shape[1:]) * data.itemsize
+        counts = [count * row_bytes for count in rows]
+        if request.op == Op.ADASUM.value:
+            return self._adasum(data, request)
+        if request.kind is Kind.ALLREDUCE:
+            return self._reduce([each.data for each in operations], request)
+        if request.kind is Kind.REDUCESCATTER:
+            return self._scatter(data, request, rows)
+        if request.kind is Kind.BROADCAST:
+            return self._data.broadcast(data.view(np.uint8), request.root), lambda: [data]
+        if request.kind is Kind.ALLGATHER:
+            gathered = self._gather(data, counts)
+            return self._data.all_gather(gathered, counts), lambda: [gathered]
+        if request.kind is Kind.ALLTOALL:
+            incoming, sent = np.empty(sum(counts), np.uint8), [n * row_bytes for n in own.splits]
+            work = self._data.all_to_all(data.view(np.uint8), sent, incoming, counts)
+            return work, lambda: [incoming]
+        return Finished(None), lambda: [data]  # a barrier or join: all ranks are there
+
+    def _gather(self, data: Buffer, counts: Sequence[int]) -> Buffer:
+        """A buffer for the bytes of all ranks, with this rank's in their place."""
+        gathered = np.empty(sum(counts), np.uint8)
+        start = sum(counts[: self._data.rank])
+        gathered[start : start + data.nbytes] = data.view(np.uint8)
+        return gathered
+
+    def _reduce(self, parts: Sequence[Buffer], request: Request) -> Begun:
         whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
         buffer, dtype, op = reducible(whole, request.dtype, Op(request.op))
         if self._data.copies_segments(buffer):
             # Backends send fusion buffers differently, and other ranks may pass other memory.
             buffer = buffer.copy()
 
-        def finish() -> None:
+        def results() -> list[Buffer]:
             if buffer is not whole:
                 np.copyto(whole, buffer, casting="unsafe")
             scale(whole, request.dtype, request.postscale)
             end = 0
-            for each, response in zip(submissions, responses, strict=True):
-                start, end = end, end + each.data.size
-                if each.data is not whole:
-                    each.data[:] = whole[start:end]
-                each.finish(each.data, response)
+            for part in parts:
+                start, end = end, end + part.size
+                if part is not whole:
+                    part[:] = whole[start:end]
+            return list(parts)
 
-        self._run(self._data.all_reduce(buffer, dtype, op), finish, submissions)
+        return self._data.all_reduce(buffer, dtype, op), results
 
-    def _adasum(self, submission: Submission, response: Response) -> None:
-        request, data, size = response.request, submission.data, self._data.size
-        scale(data, request.dtype, request.prescale)
-        everything = np.empty((size, data.size), data.dtype)
-        everything[self._data.rank] = data
-        raw = everything.reshape(-1).view(np.uint8)
+    def _adasum(self, data: Buffer, request: Request) -> Begun:
+        counts = [data.nbytes] * self._data.size
+        gathered = self._gather(data, counts)
 
-        def finish() -> None:
-            data[:] = adasum(list(everything), request.dtype)
+        def results() -> list[Buffer]:
+            rows = gathered.view(data.dtype).reshape(len(counts), data.size)
+            data[:] = adasum(list(rows), request.dtype)
             scale(data, request.dtype, request.postscale)
-            submission.finish(data, response)
+            return [data]
 
-        self._run(self._data.all_gather(raw, [data.nbytes] * size), finish, [submission])
+        return self._data.all_gather(gathered, counts), results
 
-    def _scatter(self, submission: Submission, response: Response) -> None:
-        request = response.request
-        scale(submission.data, request.dtype, request.prescale)
-        buffer, dtype, op = reducible(submission.data, request.dtype, Op(request.op))
-        rows = request.splits or equal_rows(request.shape[0], self._data.size)
+    def _scatter(self, data: Buffer, request: Request, rows: Sequence[int]) -> Begun:
+        buffer, dtype, op = reducible(data, request.dtype, Op(request.op))
         numels = [count * math.prod(request.shape[1:]) for count in rows]
         start = sum(numels[: self._data.rank])
         mine = slice(start, start + numels[self._data.rank])
 
-        def finish() -> None:
-            result = buffer[mine].astype(submission.data.dtype)
+        def results() -> list[Buffer]:
+            result = buffer[mine].astype(data.dtype)
             scale(result, request.dtype, request.postscale)
-            submission.finish(result, response, rows)
+            return [result]
 
         counts = [numel * buffer.itemsize for numel in numels]
-        self._run(self._data.reduce_scatter(buffer, counts, dtype, op), finish, [submission])
+        return self._data.reduce_scatter(buffer, counts, dtype, op), results
 
 
 def _fusible(responses: Sequence[Response]) -> list[list[Response]]:
@@ -336,8 +335,7 @@ def _fusible(responses: Sequence[Response]) -> list[list[Response]]:
         nbytes = math.prod(request.shape) * ITEM.get(request.dtype, 1)
         mine: object = None
         if request.kind is Kind.ALLREDUCE and request.op != Op.ADASUM.value and not response.error:
-            factors = request.prescale, request.postscale
-            mine = request.dtype, request.op, factors
+            mine = request.dtype, request.op, request.prescale, request.postscale
         if mine is not None and mine == sort and nbytes <= room:
             runs[-1].append(response)
             room -= nbytes

@@ -12,8 +12,7 @@ from wfbp.errors import WfbpError
 from wfbp.runtime.collectives import api
 from wfbp.runtime.collectives.coordinator import Kind, Request
 from wfbp.runtime.collectives.forms import Form
-from wfbp.runtime.collectives.named_lane import Outcome
-from wfbp.runtime.collectives.operations import Operation
+from wfbp.runtime.collectives.named_lane import NamedOperation, Outcome
 from wfbp.runtime.collectives.process_sets import ProcessSet
 from wfbp.runtime.progress.stall import Members
 
@@ -27,7 +26,6 @@ class Operand(ABC, Generic[T]):
 
     dtype: str  # as ranks compare it
     shape: tuple[int, ...]
-    device: str = "cpu"  # or "gpu"
     differentiable: bool = False  # whether this rank wants to differentiate the result
 
     @abstractmethod
@@ -60,7 +58,7 @@ def make_operation(
     splits: Sequence[int] | None = None,
     called: str = "",
     ordered: bool = False,
-) -> Operation[Any]:
+) -> NamedOperation[Any]:
     """An operation on one tensor; ``splits`` of a reduce-scatter are the rows of each rank."""
     number = process_set.known_id(f"{kind.value}()")
     operations = api.current(f"{kind.value}()")
@@ -77,7 +75,6 @@ def make_operation(
         "" if name is None else name,
         operand.dtype,
         operand.shape,
-        operand.device,
         op.value if op is not None else "",
         Members(number, ranks).root(root_rank) if root_rank is not None else -1,
         float(prescale_factor),
@@ -97,27 +94,24 @@ def make_operation(
             return received, operand.counts(outcome.rows)
         return received
 
-    return Operation(request, number, operand.data(), finish, ordered)
+    return NamedOperation(request, number, operand.data(), finish, ordered)
 
 
-def make_group(
+def perform(
     form: Form,
     tensors: Any,
     name: str | None,
-    make: Callable[[Any, str, str | None], Operation[Any]],
-) -> list[Operation[Any]]:
-    """The operations of one call; their names contain the group's size, so ranks compare it."""
-    if not form.grouped:
-        return [make(tensors, "tensor", name)]
-    many = len(tensors)
-    return [
-        make(tensor, f"tensors[{k}]", f"{name}.{k + 1}of{many}" if name else None)
-        for k, tensor in enumerate(tensors)
-    ]
-
-
-def perform(form: Form, operations: Sequence[Operation[Any]]) -> Any:
+    make: Callable[[Any, str, str | None], NamedOperation[Any]],
+) -> Any:
     """Submit the operations of one call; wait for the result, or return a handle."""
+    if form.grouped:  # names contain the group's size, so that ranks compare it
+        many = len(tensors)
+        operations = [
+            make(tensor, f"tensors[{k}]", f"{name}.{k + 1}of{many}" if name else None)
+            for k, tensor in enumerate(tensors)
+        ]
+    else:
+        operations = [make(tensors, "tensor", name)]
     collectives = api.current(f"{form.name}()")
     act = collectives.run if form.waits else collectives.submit
     return act(operations, form.grouped)

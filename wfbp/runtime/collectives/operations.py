@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -12,11 +12,11 @@ from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 
-from wfbp.comm.backend import Backend, Buffer, Finished, HostBackend, Mailbox
+from wfbp.comm.backend import Backend, Finished, HostBackend, Mailbox
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime import signals
 from wfbp.runtime.collectives.coordinator import Kind, Request
-from wfbp.runtime.collectives.named_lane import JOIN, NamedLane, Outcome, Submission
+from wfbp.runtime.collectives.named_lane import JOIN, NamedLane, NamedOperation
 from wfbp.runtime.consistency import check_consistent
 from wfbp.runtime.progress.stall import ALL_RANKS, Members
 from wfbp.runtime.runtime import Runtime
@@ -32,20 +32,6 @@ class Handle(int, Generic[T]):
     """Number of a submitted operation; its type parameter is the result of ``synchronize``."""
 
     __slots__ = ()
-
-
-@dataclass(slots=True)
-class Operation(Generic[T]):
-    """An operation as a program asks for it."""
-
-    request: Request  # without a name it is numbered in the order of submission
-    process_set: int
-    data: Buffer  # flat; private to the operation until its outcome is stored
-    finish: Callable[[Outcome], T]  # makes of it what Collectives.synchronize returns
-    ordered: bool = False  # matched by order among such operations; its name is only compared
-
-
-_Begun = list[tuple[Operation[Any], Submission]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +51,7 @@ class Collectives:
         self._runtime = runtime
         self._lock = threading.RLock()  # protects the names
         self._names: set[tuple[int, str]] = set()  # of pending operations, by process set
-        self._handles: dict[int, tuple[_Begun, bool]] = {}  # whether it is a group
+        self._handles: dict[int, tuple[Sequence[NamedOperation[Any]], bool]] = {}  # is it a group?
         self._unnamed: dict[tuple[int, str], Iterator[int]] = {}
         self._num_joins = 0
         self._set_numbers = count()
@@ -172,47 +158,48 @@ class Collectives:
 
     @signals.deferring
     def submit(
-        self, operations: Sequence[Operation[Any]], is_group: bool = True, waits: bool = False
+        self,
+        operations: Sequence[NamedOperation[Any]],
+        is_group: bool = True,
+        waits: bool = False,
     ) -> Handle[Any]:
         """Begin all operations or none; if the caller ``waits`` at once, no thread is woken."""
         self._runtime.check()
-        lanes = []
-        for operation in operations:
-            name: object = operation.request.name
-            members = self._sets[operation.process_set]
-            if not isinstance(name, str):
-                raise TypeError(f"name is {name!r}; expected a string")
-            if members.lane is None:
-                raise ValueError(
-                    f"{self._runtime.where} is not in the process set of ranks "
-                    f"{list(members.ranks)}"
-                )
-            lanes.append(members.lane)
-        begun: _Begun = []
+        lanes = [self._lane_of(operation) for operation in operations]
         with self._lock:
-            requests = [self._named(operation) for operation in operations]
-            keys = [(o.process_set, r.name) for o, r in zip(operations, requests, strict=True)]
-            for key, request in zip(keys, requests, strict=True):
+            for operation in operations:
+                operation.request = self._named(operation)
+            keys = [(each.process_set, each.request.name) for each in operations]
+            for operation, key in zip(operations, keys, strict=True):
                 if key in self._names:
                     raise ValueError(
-                        f"{request.kind.value}: an operation of the name {request.name!r} is "
+                        f"{operation.request.kind.value}: an operation of the name {key[1]!r} is "
                         "pending on this rank; synchronize() its handle first, or choose another "
                         "name"
                     )
             self._names.update(keys)
-            for operation, request in zip(operations, requests, strict=True):
-                begun.append((operation, Submission(request, operation.data)))
             handle: Handle[Any] = Handle(next(_numbers))
-            self._handles[handle] = begun, is_group
+            self._handles[handle] = operations, is_group
 
         def begin() -> None:  # in one message, so that they reach the coordinator together
-            for lane, (_, submission) in zip(lanes, begun, strict=True):
-                lane.submit(submission)
+            for lane, operation in zip(lanes, operations, strict=True):
+                lane.submit(operation)
 
         (self._runtime.thread.leave if waits else self._runtime.post)(begin)
         return handle
 
-    def _named(self, operation: Operation[Any]) -> Request:
+    def _lane_of(self, operation: NamedOperation[Any]) -> NamedLane:
+        name: object = operation.request.name
+        if not isinstance(name, str):
+            raise TypeError(f"name is {name!r}; expected a string")
+        members = self._sets[operation.process_set]
+        if members.lane is None:
+            raise ValueError(
+                f"{self._runtime.where} is not in the process set of ranks {list(members.ranks)}"
+            )
+        return members.lane
+
+    def _named(self, operation: NamedOperation[Any]) -> Request:
         """The request with the name that ranks match. Called under the lock."""
         request = operation.request
         if not operation.ordered and (request.name or request.kind is Kind.JOIN):
@@ -225,17 +212,17 @@ class Collectives:
         epoch = f"{self._num_joins}." if self._num_joins else ""
         return request._replace(name=f"{sequence}.{epoch}{number}")
 
-    def run(self, operations: Sequence[Operation[Any]], is_group: bool = True) -> Any:
+    def run(self, operations: Sequence[NamedOperation[Any]], is_group: bool = True) -> Any:
         """Begin operations and wait for their results; handlers of signals run after it."""
         with signals.deferred:
             return self.synchronize(self.submit(operations, is_group, waits=True))
 
     def poll(self, handle: int) -> bool:
         """Whether operations are complete; communication is moved on if they are not."""
-        begun, _ = self._find(handle)
-        if not all(submission.reply.answered for _, submission in begun):
+        operations, _ = self._find(handle)
+        if not all(operation.reply.answered for operation in operations):
             self._runtime.thread.progress()
-        return all(submission.reply.answered for _, submission in begun)
+        return all(operation.reply.answered for operation in operations)
 
     @overload
     def synchronize(self, handle: Handle[T]) -> T: ...
@@ -244,25 +231,25 @@ class Collectives:
     @signals.deferring
     def synchronize(self, handle: int) -> Any:
         """Wait until operations are complete, and return the result; the handle is used up."""
-        begun, is_group = self._find(handle)
+        operations, is_group = self._find(handle)
         self._handles.pop(handle, None)
-        results = []
+        outcomes = []
         first_error: WfbpError | None = None
-        for operation, submission in begun:  # wait for all, so that every name is free again
+        for operation in operations:  # wait for all, so that every name is free again
+            request = operation.request
             try:
-                label = submission.request.label
-                results.append((operation, self._runtime.await_reply(submission.reply, label)))
+                outcomes.append(self._runtime.await_reply(operation.reply, request.label))
             except WfbpError as error:
                 first_error = first_error or error
             finally:
                 with self._lock:
-                    self._names.discard((operation.process_set, submission.request.name))
+                    self._names.discard((operation.process_set, request.name))
         if first_error is not None:
             raise first_error
-        finished = [operation.finish(outcome) for operation, outcome in results]
+        finished = [each.finish(o) for each, o in zip(operations, outcomes, strict=True)]
         return finished if is_group else finished[0]
 
-    def _find(self, handle: int) -> tuple[_Begun, bool]:
+    def _find(self, handle: int) -> tuple[Sequence[NamedOperation[Any]], bool]:
         found = self._handles.get(handle)
         if found is None:
             raise ValueError(
@@ -272,16 +259,13 @@ class Collectives:
 
     def begin_join(self) -> Handle[list[int]]:
         """Contribute zeros, to this rank's process sets too, until all ranks have called this."""
-        nothing = np.empty(0, np.uint8)
-        return self.submit(
-            [
-                Operation(
-                    Request(Kind.JOIN, JOIN), number, nothing, lambda outcome: outcome.rows[0]
-                )
-                for number, process_set in self._sets.items()
-                if process_set.lane is not None
-            ]
-        )
+        request, nothing = Request(Kind.JOIN, JOIN), np.empty(0, np.uint8)
+        joins = [
+            NamedOperation(request, number, nothing, lambda outcome: outcome.rows[0])
+            for number, process_set in self._sets.items()
+            if process_set.lane is not None
+        ]
+        return self.submit(joins)
 
     def note_progress(self) -> None:
         """This rank has joined, and the others go on."""
