@@ -1,5 +1,7 @@
 """Data-parallel training that communicates gradients while backward still computes.
 
+PyTorch programs import :mod:`wfbp.torch`, JAX programs :mod:`wfbp.jax`. These functions are for
+arrays, and for programs that use several frameworks; :mod:`wfbp.collectives` has further variants.
 Importing this package loads no framework, NumPy or MPI; names are looked up on first use.
 """
 
@@ -14,21 +16,11 @@ if TYPE_CHECKING:
     from wfbp.collectives import allreduce as allreduce
     from wfbp.collectives import allreduce_ as allreduce_
     from wfbp.collectives import allreduce_async as allreduce_async
-    from wfbp.collectives import allreduce_async_ as allreduce_async_
     from wfbp.collectives import alltoall as alltoall
-    from wfbp.collectives import alltoall_async as alltoall_async
     from wfbp.collectives import broadcast as broadcast
     from wfbp.collectives import broadcast_ as broadcast_
     from wfbp.collectives import broadcast_async as broadcast_async
-    from wfbp.collectives import broadcast_async_ as broadcast_async_
-    from wfbp.collectives import grouped_allgather as grouped_allgather
-    from wfbp.collectives import grouped_allgather_async as grouped_allgather_async
     from wfbp.collectives import grouped_allreduce as grouped_allreduce
-    from wfbp.collectives import grouped_allreduce_ as grouped_allreduce_
-    from wfbp.collectives import grouped_allreduce_async as grouped_allreduce_async
-    from wfbp.collectives import grouped_allreduce_async_ as grouped_allreduce_async_
-    from wfbp.collectives import grouped_reducescatter as grouped_reducescatter
-    from wfbp.collectives import grouped_reducescatter_async as grouped_reducescatter_async
     from wfbp.collectives import reducescatter as reducescatter
     from wfbp.collectives import reducescatter_async as reducescatter_async
     from wfbp.config import Config as Config
@@ -46,10 +38,7 @@ if TYPE_CHECKING:
     from wfbp.runtime.collectives.api import init as init
     from wfbp.runtime.collectives.api import poll as poll
     from wfbp.runtime.collectives.api import remove_process_set as remove_process_set
-    from wfbp.runtime.collectives.api import start_timeline as start_timeline
-    from wfbp.runtime.collectives.api import stop_timeline as stop_timeline
     from wfbp.runtime.collectives.api import synchronize as synchronize
-    from wfbp.runtime.collectives.operations import Handle as Handle
     from wfbp.runtime.collectives.process_sets import ProcessSet as ProcessSet
     from wfbp.runtime.collectives.process_sets import global_process_set as global_process_set
     from wfbp.runtime.process import is_initialized as is_initialized
@@ -64,7 +53,6 @@ if TYPE_CHECKING:
     Min = Op.MIN
     Max = Op.MAX
     Product = Op.PRODUCT
-    Adasum = Op.ADASUM
     __version__: str
 
 _HOMES = {
@@ -76,21 +64,11 @@ _HOMES = {
         "allreduce",
         "allreduce_",
         "allreduce_async",
-        "allreduce_async_",
         "alltoall",
-        "alltoall_async",
         "broadcast",
         "broadcast_",
         "broadcast_async",
-        "broadcast_async_",
-        "grouped_allgather",
-        "grouped_allgather_async",
         "grouped_allreduce",
-        "grouped_allreduce_",
-        "grouped_allreduce_async",
-        "grouped_allreduce_async_",
-        "grouped_reducescatter",
-        "grouped_reducescatter_async",
         "reducescatter",
         "reducescatter_async",
     ),
@@ -109,11 +87,8 @@ _HOMES = {
         "init",
         "poll",
         "remove_process_set",
-        "start_timeline",
-        "stop_timeline",
         "synchronize",
     ),
-    "wfbp.runtime.collectives.operations": ("Handle",),
     "wfbp.runtime.collectives.process_sets": (
         "ProcessSet",
         "global_process_set",
@@ -128,7 +103,7 @@ _HOMES = {
     ),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
-_OPS = ("Average", "Sum", "Min", "Max", "Product", "Adasum")
+_OPS = ("Average", "Sum", "Min", "Max", "Product")
 
 __all__ = [*_HOME, *_OPS]
 

@@ -106,14 +106,11 @@ _NOT_OF_JAX = {
 }
 
 
-def join(device: int = -1) -> int:
+def join() -> int:
     """Announce that this rank has no more data, and wait until all ranks have called this.
 
     Until then this rank contributes zeros to every :func:`allreduce` of the others, and to steps of
     their PyTorch optimizers (see ``wfbp.torch.join``). All other operations raise.
-
-    Args:
-        device: ignored; for programs written for Horovod.
 
     Returns:
         The rank that called it last, the same on every rank.
@@ -128,9 +125,9 @@ def join(device: int = -1) -> int:
         True
     """
     if "wfbp.torch" in sys.modules:
-        last: int = _torch().join(device)
+        last: int = _torch().join()
         return last
-    return api.join(device)
+    return api.join()
 
 
 def broadcast_parameters(parameters: Any, root_rank: int = 0) -> Any:

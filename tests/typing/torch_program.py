@@ -15,6 +15,7 @@ import torch
 import wfbp
 import wfbp.horovod.torch as horovod
 import wfbp.torch as hvd
+from wfbp import collectives
 
 if TYPE_CHECKING:
     from typing_extensions import assert_type
@@ -87,7 +88,7 @@ def reduce_arrays(array: npt.NDArray[np.float32], tensor: torch.Tensor) -> float
     mean = wfbp.allreduce(array)
     handle = wfbp.allreduce_async(tensor, name="a")
     rows, received = wfbp.alltoall(array, splits=[len(array)])
-    group = wfbp.grouped_allreduce_async([array, array], name="b")
+    group = collectives.grouped_allreduce_async([array, array], name="b")
     both = wfbp.synchronize(group)
     if TYPE_CHECKING:
         assert_type(mean, npt.NDArray[Any])

@@ -13,6 +13,7 @@ import torch
 
 import wfbp
 from tests.support.local import LocalWorld
+from wfbp import collectives
 from wfbp.config import Config
 from wfbp.errors import NotInitializedError
 
@@ -54,6 +55,7 @@ except TypeError:
 
 
 def test_every_public_name_exists() -> None:
+    assert len(wfbp.__all__) <= 40
     for name in wfbp.__all__:
         assert getattr(wfbp, name) is not None
         assert name in dir(wfbp)
@@ -92,28 +94,35 @@ def test_every_operation_takes_tensors_and_arrays(make: Any) -> None:
         wfbp.allreduce(value, "a", wfbp.Sum, prescale_factor=2.0, postscale_factor=0.5),
         wfbp.allreduce_(value),
         wfbp.synchronize(wfbp.allreduce_async(value, name="b")),
-        wfbp.synchronize(wfbp.allreduce_async_(value)),
+        wfbp.synchronize(collectives.allreduce_async_(value)),
         *wfbp.grouped_allreduce([value, value]),
-        *wfbp.grouped_allreduce_([value]),
-        *wfbp.synchronize(wfbp.grouped_allreduce_async([value, value])),
-        *wfbp.synchronize(wfbp.grouped_allreduce_async_([value])),
+        *collectives.grouped_allreduce_([value]),
+        *wfbp.synchronize(collectives.grouped_allreduce_async([value, value])),
+        *wfbp.synchronize(collectives.grouped_allreduce_async_([value])),
         wfbp.broadcast_(value, 0),
         wfbp.synchronize(wfbp.broadcast_async(value, 0)),
-        wfbp.synchronize(wfbp.broadcast_async_(value, 0)),
+        wfbp.synchronize(collectives.broadcast_async_(value, 0)),
         wfbp.synchronize(wfbp.allgather_async(value)),
-        *wfbp.grouped_allgather([value]),
-        *wfbp.synchronize(wfbp.grouped_allgather_async([value])),
+        *collectives.grouped_allgather([value]),
+        *wfbp.synchronize(collectives.grouped_allgather_async([value])),
         wfbp.alltoall(value),
         wfbp.alltoall(value, [4])[0],
-        wfbp.synchronize(wfbp.alltoall_async(value)),
+        wfbp.synchronize(collectives.alltoall_async(value)),
         wfbp.reducescatter(value, op=wfbp.Max),
         wfbp.synchronize(wfbp.reducescatter_async(value)),
-        *wfbp.grouped_reducescatter([value]),
-        *wfbp.synchronize(wfbp.grouped_reducescatter_async([value])),
+        *collectives.grouped_reducescatter([value]),
+        *wfbp.synchronize(collectives.grouped_reducescatter_async([value])),
     ]
     for found in results:
         assert type(found) is kind
         assert found.tolist() == [1.0] * 4
+
+
+@pytest.mark.usefixtures("alone")
+def test_join_takes_no_argument() -> None:
+    assert wfbp.join() == 0
+    with pytest.raises(TypeError):
+        wfbp.join(0)  # type: ignore[call-arg]
 
 
 @pytest.mark.usefixtures("alone")

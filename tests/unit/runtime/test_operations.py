@@ -15,6 +15,7 @@ import pytest
 import wfbp
 from tests.support.local import LocalWorld
 from tests.support.ranks import all_well, run_ranks
+from wfbp import collectives
 from wfbp.config import Config
 from wfbp.core.types import ELEMENTWISE_OPS
 from wfbp.errors import DisagreementError, NotInitializedError, PeerError
@@ -243,8 +244,8 @@ def test_element_types(dtype: Any) -> None:
         wfbp.allgather(array),
         wfbp.alltoall(array),
         wfbp.alltoall(array, [2])[0],
-        wfbp.grouped_allgather([array])[0],
-        wfbp.synchronize(wfbp.grouped_reducescatter_async([array], op=wfbp.Sum))[0],
+        collectives.grouped_allgather([array])[0],
+        wfbp.synchronize(collectives.grouped_reducescatter_async([array], op=wfbp.Sum))[0],
     ):
         assert found.dtype == array.dtype
         assert found.tolist() == array.tolist()
@@ -281,19 +282,19 @@ def test_arrays_in_place() -> None:
     assert wfbp.broadcast_(swapped, 0) is swapped
     assert swapped.tolist() == [1, 2]
     first, second = np.ones(2), np.ones(())
-    both = wfbp.grouped_allreduce_([first, second], op=wfbp.Sum, postscale_factor=3.0)
+    both = collectives.grouped_allreduce_([first, second], op=wfbp.Sum, postscale_factor=3.0)
     assert both[0] is first
     assert (first.tolist(), second.tolist()) == ([3.0, 3.0], 3.0)
-    handle = wfbp.allreduce_async_(first)
+    handle = collectives.allreduce_async_(first)
     assert wfbp.synchronize(handle) is first
-    assert wfbp.synchronize(wfbp.broadcast_async_(second, 0)) is second
-    assert wfbp.synchronize(wfbp.grouped_allreduce_async_([first]))[0] is first
+    assert wfbp.synchronize(collectives.broadcast_async_(second, 0)) is second
+    assert wfbp.synchronize(collectives.grouped_allreduce_async_([first]))[0] is first
     fixed = np.zeros(2)
     fixed.flags.writeable = False
     with pytest.raises(ValueError, match="array is read-only"):
         wfbp.allreduce_(fixed)
     with pytest.raises(TypeError, match=r"tensors\[1\] is a list; expected a NumPy array"):
-        wfbp.grouped_allreduce_([first, [1.0]])  # type: ignore[list-item]
+        collectives.grouped_allreduce_([first, [1.0]])  # type: ignore[list-item]
     assert wfbp.grouped_allreduce([]) == []
 
 

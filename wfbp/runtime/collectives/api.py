@@ -174,13 +174,10 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     operations.run([NamedOperation(request, number, nothing, lambda _: None)])
 
 
-def join(device: int = -1) -> int:
+def join() -> int:
     """Announce that this rank has no more data, and wait until all ranks have called this.
 
     Until then this rank contributes zeros to every ``allreduce`` of the others.
-
-    Args:
-        device: ignored; for programs written for Horovod.
 
     Returns:
         The last rank that called it, the same on every rank.
