@@ -120,8 +120,8 @@ RUNTIME = [
     ),
     Mutation(
         "runtime/reducer.py",
-        "        self.flush()\n        self._waits, self._gather_times = [], []",
-        "        self._waits, self._gather_times = [], []",
+        "        self.flush()\n        self.clock.waits, self.clock.gathers = [], []",
+        "        self.clock.waits, self.clock.gathers = [], []",
         unit("runtime/test_reducer"),
     ),
     Mutation(
@@ -217,7 +217,7 @@ RUNTIME = [
     Mutation(
         "runtime/lane.py",
         "if sequencer.reduced:  # this begins",
-        "if sequencer.done:  # this begins",
+        "if sequencer.reduced and not sequencer.gathering:  # this begins",
         unit("runtime/test_lane"),
     ),
 ]

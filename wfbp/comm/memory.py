@@ -45,6 +45,8 @@ class Memory:
 
     copies_in_order = False
     """Whether copies wait for earlier work, as on a stream: copy results before starting more."""
+    polls = False
+    """Whether the lane has more to look for than the backend's works."""
     flags_beside = False
     """Whether flags travel beside messages, which the host cannot read without waiting."""
     # By then the next steps' work is enqueued, so that the device does not become idle.
@@ -127,14 +129,6 @@ class Memory:
         """Make progress; True once later work of this lane may use the result: on the host when the
         work is complete, on a device when it is enqueued on the lane's stream."""
         return work.test()
-
-    def may_progress(self) -> bool:
-        """Whether :meth:`is_enqueued` or :meth:`poll` could find anything new."""
-        return self.backend.may_progress()
-
-    def rest(self, nap_s: float, most_s: float) -> bool:
-        """Sleep until a work may have progressed; see :meth:`Backend.rest`."""
-        return self.backend.rest(nap_s, most_s)
 
     def poll(self) -> None:
         """Called in every pass of the loop; ``BackendError`` if an enqueued operation failed."""

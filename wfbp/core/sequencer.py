@@ -24,24 +24,17 @@ class Sequencer:
         self._num_gathers = len(plan.groups) - plan.num_backward
         self.num_early = plan.num_backward - 1 if plan.overlap else 0
         """Groups of backward that may be sent before the step is closed."""
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin a step, whatever the state of the previous one."""
         self._gathers_ready = self._gathers_started = self._gathers_completed = self._num_gathers
-        self._begin()
+        self.reduced = True
+        """Whether the step is closed and all its groups of backward have completed."""
+        self.next_step()
 
     def next_step(self) -> None:
         """Begin the next step; unfinished all-gathers continue. Groups of backward must be done."""
         if not self.reduced:
             raise ValueError("the next step cannot begin before all groups of backward completed")
-        self._begin()
-
-    def _begin(self) -> None:
         self.num_ready = self.num_started = self._completed = 0
-        self._closed = False
-        self.reduced = False
-        """Whether the step is closed and all its groups of backward have completed."""
+        self._closed = self.reduced = False
 
     def ready(self, group: int) -> None:
         """All gradients exist of a group of backward and of the groups before it."""
@@ -95,8 +88,3 @@ class Sequencer:
         """The first group that :meth:`gather` would release now."""
         held = self._num_gathers - self._gathers_ready
         return self._num_backward + (self._gathers_ready if held else 0)
-
-    @property
-    def done(self) -> bool:
-        """Whether the step is closed and all its groups have completed."""
-        return self.reduced and not self.gathering

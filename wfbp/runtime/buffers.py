@@ -69,6 +69,7 @@ class GroupBuffer:
         self._flags_beside = np.zeros(num_flags - in_message, np.uint8)
         self._block_bytes = aligned(self._tail + in_message * item_bytes(self.dtype))
         self._counts = [self._block_bytes] * size
+        self.nbytes = self._block_bytes * size
         self._tail_end = self._tail + in_message * item_bytes(self.dtype)
         self._message = self._results = self._new_message()
         if self._casts and self._operation is not Operation.ALL_GATHER:
@@ -103,7 +104,7 @@ class GroupBuffer:
         return [stop - start for start, stop in self._ranges[self._own]]
 
     def _new_message(self) -> _Storage:
-        data = self._memory.zeros(self._block_bytes * len(self._counts), travels=self.whole)
+        data = self._memory.zeros(self.nbytes, travels=self.whole)
         offsets = [self._own * self._block_bytes + offset for offset in self._offsets]
         message = _Storage(self._memory, data, offsets, self._own_bytes())
         message.copies_segments = self.whole and self._memory.backend.copies_segments(data)
@@ -326,9 +327,10 @@ def _memory_at(address: int, nbytes: int, owner: object) -> Buffer:
 
 def picker(indices: Sequence[int]) -> Callable[[Sequence[int]], tuple[int, ...]]:
     """Return a function that gives a tuple of the values at these indices."""
-    if len(indices) > 1:
-        return itemgetter(*indices)
-    return lambda values: tuple(values[k] for k in indices)
+    if len(indices) == 1:  # of which itemgetter() makes no tuple
+        (index,) = indices
+        return lambda values: (values[index],)
+    return itemgetter(*indices) if indices else lambda values: ()
 
 
 @lru_cache(4 * STEP_CYCLE)

@@ -26,8 +26,7 @@ class _InFlight:
     work: Work[None]
     start: Stamp
     packed: Stamp
-    since: float
-    expected_s: float | None
+    since: float  # ``time.monotonic``
 
 
 class Lane:
@@ -52,7 +51,7 @@ class Lane:
         self.events: deque[GroupReady | Close | Gather] = deque()
         self.reply: Reply[StepResult] = Reply()
         self.arrivals: Reply[GroupTime] = Reply()
-        self.costs: Costs | None = None
+        self.polls = memory.polls
         self.open_step = Step(0, [], [], [])
         """The current step of training, for :meth:`describe`."""
         self._memory = memory
@@ -65,9 +64,10 @@ class Lane:
         self._times: list[GroupTime] = []
         self._dependencies: dict[int, Dependencies] = {}
         self._closing = False
-        self._num_started = 0
 
-    def install(self, plan: Plan, members: Sequence[int]) -> list[GroupBuffer]:
+    def install(
+        self, plan: Plan, members: Sequence[int], costs: Costs | None = None
+    ) -> list[GroupBuffer]:
         """Use another plan from the next step on; returns a buffer per group."""
         self._memory.settle()
         self._gather = None  # else it would keep memory that no plan uses any more
@@ -82,7 +82,11 @@ class Lane:
             )
             for group in range(len(plan.groups))
         ]
-        self._plan = plan
+        self._expected_s = [
+            None if costs is None else costs.of(group.operation)(buffer.nbytes)
+            for group, buffer in zip(plan.groups, self.buffers, strict=True)
+        ]
+        self._num_backward = plan.num_backward
         self._sequencer = Sequencer(plan, WINDOW)
         # In one assignment: the communication thread may be asked where it is at any time.
         self._described = plan, self._sequencer
@@ -91,9 +95,6 @@ class Lane:
     def release(self) -> None:
         """Let the buffers go; the loop has stopped."""
         self.buffers.clear()
-
-    def wake(self) -> None:
-        """An empty message: the loop advances every lane after it has read one."""
 
     def advance(self) -> bool:
         memory = self._memory
@@ -154,27 +155,21 @@ class Lane:
 
     def _start(self, group: int) -> None:
         memory, buffer = self._memory, self.buffers[group]
-        num_backward = self._plan.num_backward
-        first = group in (0, num_backward)
+        first = group in (0, self._num_backward)
         start = memory.order(self._dependencies.pop(group, ()), behind_messages=first)
-        if group < num_backward:
+        if group < self._num_backward:
             buffer.pack(self._step)
         else:
             assert self._gather is not None
             buffer.pack(self._gather)
         packed = memory.packed()
         work = buffer.send()
-        expected_s = None
-        if self.costs is not None:
-            expected_s = self.costs.of(self._plan.groups[group].operation)(work.nbytes)
-        since = time.monotonic()
-        self._in_flight.append(_InFlight(group, work, start, packed, since, expected_s))
-        self._num_started += 1
+        self._in_flight.append(_InFlight(group, work, start, packed, time.monotonic()))
 
     def _complete(self, flight: _InFlight, end: Stamp | None = None) -> None:
         """Copy the results; ``end`` is the time before that, if it counts."""
         group, buffer = flight.group, self.buffers[flight.group]
-        backward = group < self._plan.num_backward
+        backward = group < self._num_backward
         if backward:
             buffer.arrived()
         else:
@@ -192,7 +187,7 @@ class Lane:
     def _conclude(self) -> None:
         """All groups of backward have arrived: reply to the training thread."""
         step = self._step
-        result = self.buffers[self._plan.num_backward - 1].read_flags(step)
+        result = self.buffers[self._num_backward - 1].read_flags(step)
         if not result.steps_agree:
             raise DisagreementError(
                 f"rank {self.backend.rank}: {self._name}: ranks are at different steps (here "
@@ -202,12 +197,6 @@ class Lane:
             )
         result.times, self._times = self._times, []
         self.reply.put(result)
-
-    def may_progress(self) -> bool:
-        return self._memory.may_progress()
-
-    def rest(self, nap_s: float, most_s: float) -> bool:
-        return self._memory.rest(nap_s, most_s)
 
     @property
     def busy(self) -> bool:
@@ -227,12 +216,8 @@ class Lane:
         return gathers or self._sequencer.gathering
 
     @property
-    def counts(self) -> tuple[int, int]:
-        return self._num_started, self._num_started - len(self._in_flight)
-
-    @property
     def expected_s(self) -> float | None:
-        return self._in_flight[0].expected_s if self._in_flight else None
+        return self._expected_s[self._in_flight[0].group] if self._in_flight else None
 
     @property
     def waiting_since(self) -> float | None:

@@ -6,48 +6,40 @@ import json
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from wfbp.comm.backend import Backend, Work
-from wfbp.comm.device.device import Device
 from wfbp.comm.memory import Stamp
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan, split_by_dtype
 from wfbp.core.types import TensorSpec, wire_type
 from wfbp.errors import WfbpError
-from wfbp.runtime import consistency, signals
+from wfbp.runtime import consistency
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.buffers import GroupBuffer, shard_range
 from wfbp.runtime.heap import give_back_freed_memory, keep_freed_memory
 from wfbp.runtime.lane import Lane
+from wfbp.runtime.measuring import StepClock
 from wfbp.runtime.progress.channel import ControlChannel
 from wfbp.runtime.recorder import Recorder, log_summary, make_report
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import (
-    NOT_MEASURED,
     BufferView,
     Close,
     Gather,
     GradientRef,
     GroupReady,
     GroupTime,
-    MeasuredStep,
-    Span,
     Step,
     StepResult,
-    StepTimestamps,
-    to_seconds,
 )
 from wfbp.runtime.tuning.tuner import Tuner
 
 SAMPLED_STEPS = 16
 """With a chosen plan and no recorder, one step in this many is timed."""
-
-_MOST_UPDATES = 4096
-"""The number of updates that are kept until a step with gradients follows."""
 
 _PATIENCE_STEPS = 8
 """Fewer gradients are expected after this many steps with fewer."""
@@ -61,9 +53,9 @@ class Reducer:
     outside the plan and lets the tuner choose plans. Tensors are known by their index into
     ``specs``.
 
-    Threads: any thread may call ``mark_ready``, one at a time (autograd's of a GPU, or XLA's under
-    the lock of JAX's exchanges). Several threads at once may call :meth:`await_tensor`,
-    :meth:`flush` and :meth:`publish`. All other methods are for the training thread.
+    Threads: any thread may call :meth:`mark_ready`, one at a time: autograd's of a GPU, or XLA's
+    under the lock of JAX's exchanges. Several at once may call :meth:`await_tensor`, :meth:`flush`
+    and :meth:`publish`. All other methods are for the training thread.
     """
 
     sparse: Collection[int] = ()
@@ -86,6 +78,8 @@ class Reducer:
     """How many plans have been installed."""
     decoupled = False
     """Whether the plan decouples any tensor."""
+    _detailed = True
+    """Whether all moments of a step are used, and not only its length."""
 
     def __init__(
         self,
@@ -95,7 +89,7 @@ class Reducer:
         *,
         active: Sequence[bool] | None = None,  # per tensor, whether to expect a gradient
         compared: Mapping[str, Any] = MappingProxyType({}),  # must be equal on every rank
-        device: Device | None = None,
+        device: Any = None,  # of ``wfbp.comm.device``; None for the host
         fetch: Callable[[int], GradientRef | None] = lambda index: None,
         channel: ControlChannel | None = None,
     ) -> None:
@@ -143,15 +137,13 @@ class Reducer:
         self._channel = runtime.channel_on(backend)
         wire = options.wire_dtype, options.gather_dtype
         self._lane = lane = Lane(backend, memory, options.op, name, *wire)
-        # Avoids look-ups for every gradient.
-        self._events, self._thread, self._produced = lane.events, runtime.thread, memory.produced
+        self._events, self._thread = lane.events, runtime.thread
+        self.clock = StepClock(memory, len(specs))
         self._expected = [options.passes] * len(specs)
         self._rarer_steps = 0
         self._number = 0
         self._discarded: deque[Step] = deque()
         self._steps = 0
-        self._kept: deque[StepTimestamps] = deque()
-        self._updates: deque[Span] = deque(maxlen=_MOST_UPDATES)
         self._newly_installed = self._closed = False
         ranges = [shard_range(spec, runtime.rank, runtime.size) for spec in specs]
         self._shards = [slice(start, stop) for start, stop in ranges]
@@ -159,8 +151,6 @@ class Reducer:
         self._arrival_lock = threading.Lock()
         self._num_arrived = 0
         self._gather: Gather | None = None
-        self._waits: list[Span] = []
-        self._gather_times: list[GroupTime] = []
         self.gather_groups: Sequence[Sequence[int]] = ()
         """The tensors of each all-gather, in the order of sending."""
         keep_freed_memory()
@@ -169,7 +159,7 @@ class Reducer:
         runtime.add_user(self)
         self._record_name = runtime.distinct_name(name)
         recorded = bool(runtime.config.record)
-        self._recorder = Recorder(runtime, self._record_name, self._tuner) if recorded else None
+        self.recorder = Recorder(runtime, self._record_name, self._tuner) if recorded else None
         self._begin(memory.now())
 
     # One step: gradients appear.
@@ -182,12 +172,9 @@ class Reducer:
         self._sources, self._owners, self._missing = step.sources, step.owners, step.missing
         self._due = self._expected[:]
         self._num_posted = 0
-        self._regrown = False
         self._unplanned: dict[int, GradientRef] = {}
-        self._begun = now
-        self._ready: list[Stamp] = [0.0] * count
-        self._forward: list[Stamp] = [0.0] * count
-        self._forward_end: Stamp = 0.0
+        self.clock.begin(now)
+        self._ready = self.clock.ready
         self._memory.begin(self.profiling)
 
     def mark_ready(
@@ -202,7 +189,7 @@ class Reducer:
             return
         self._sources[index] = address
         self._owners[index] = owner
-        self._ready[index] = self._produced() if time_s is None else time_s
+        self._ready[index] = self._memory.produced() if time_s is None else time_s
         missing, group = self._missing, self._group_of[index]
         missing[group] = left = missing[group] - 1
         if not left and group == self._num_posted:
@@ -221,7 +208,7 @@ class Reducer:
             group += 1
         self._num_posted = group
         if self._thread.sleeping:  # which it sets before it looks at the events for the last time
-            self._thread.post(self._lane.wake)
+            self._thread.loop.wakeup.set()
 
     def _may_have_left(self, index: int) -> bool:
         """Whether a tensor's group may have been sent."""
@@ -229,8 +216,7 @@ class Reducer:
 
     def _mark_grown(self, index: int, address: int, owner: object) -> None:
         """A gradient grew after its tensor was ready: it is sent as it is now."""
-        self._regrown = True
-        self._ready[index] = self._produced()
+        self._ready[index] = self._memory.produced()
         if self._may_have_left(index):
             self._unplanned[index] = (address, owner)
         else:
@@ -243,24 +229,6 @@ class Reducer:
         elif self._sources[index]:
             self._unplanned[index] = (0, None)
 
-    def mark_forward(self, index: int) -> None:
-        """A tensor is used for the first time in this step's forward."""
-        if not self._forward[index]:
-            self._forward[index] = self._memory.now()
-
-    def mark_forward_end(self) -> None:
-        """Forward has ended, as far as is known yet."""
-        self._forward_end = self._memory.now()
-
-    def mark_update(self, start: Stamp) -> None:
-        """An update by the optimizer, begun at ``start`` (:meth:`now`), has ended."""
-        if start:
-            self._updates.append((start, self._memory.now()))
-
-    def now(self) -> Stamp:
-        """Current time of the tensors' device; 0 if updates are not timed now."""
-        return self._memory.now() if self._memory.timing else 0.0
-
     @property
     def open(self) -> bool:
         """Whether gradients have appeared that no step has taken."""
@@ -268,7 +236,6 @@ class Reducer:
 
     # One step: it closes.
 
-    @signals.deferring
     def synchronize(
         self, whole: bool = True, wanted: bool = False, targets: Sequence[int] = ()
     ) -> list[BufferView | None]:
@@ -277,28 +244,21 @@ class Reducer:
         Returns a view per tensor (or of its shard) until the next step's first gradient; None if no
         rank had one, or if it was copied to its target. The caller needs whole gradients if
         ``whole`` (equal on every rank) or ``wanted`` (of this rank). ``targets`` may be the
-        gradients' addresses.
+        gradients' addresses. Signals must be deferred.
         """
-        step = self._step
+        if self._closed:
+            self._runtime.check()
+        step, tuner = self._step, self._tuner
         all_ready, dependencies = self._take_up_rest()
         self._check_aliases()
         if targets:
             step.targets = [0 if k in self._unplanned else a for k, a in enumerate(targets)]
         wanted = wanted and self.decoupled
         step.requested = bool(
-            wanted or self._unplanned or self._tuner.wants_round or self.sparse or self.joined
+            wanted or self._unplanned or tuner.wants_round or self.sparse or self.joined
         )
         step.place = None if self.joined else self.place
-        self._runtime.check()
-        self._events.append(Close(step, dependencies))
-        result = self._await_result()
-        while result.discarded:
-            # Another rank discarded gradients by zero_grad() and takes part once more, so this
-            # rank sends its own again.
-            self._number += 1
-            step.number = self._number
-            self._events.append(Close(step, ()))
-            result = self._await_result()
+        result = self._close_step(dependencies)
         if self._newly_installed:
             # First step by the final plan: memory of earlier plans is free now.
             self._newly_installed = False
@@ -307,38 +267,45 @@ class Reducer:
             self.flush()
         done = self._memory.join()
         reduced = self._views_of(result)
-        if not all_ready or self._unplanned or self._regrown:
+        if not all_ready or min(self._due) < 0:
             self._learn_passes()
-        self._number += 1
-        planned, was_installed = self._tuner.plan, self._tuner.installed
+        plan = tuner.plan
         if any(result.present) or result.requested:
             self._measure(result, done)
         else:  # without any gradient this is no step of training, but a part of the next one
-            done = self._begun
+            done = self.clock.begun
         self.sparse_anywhere, self.joined_ranks, self.evaluated = (), (), False
-        if result.requested or self._tuner.round_due:
+        if result.requested or tuner.round_due:
             whole |= self._hold_round(reduced, wanted)
-        changed = self._tuner.plan is not planned
-        whole |= changed and self._tuner.plan.decoupled != planned.decoupled
+        whole |= tuner.plan.decoupled != plan.decoupled
         if self.decoupled and whole:
             reduced = self.gather_gradients(reduced)
             self.flush()
-        if changed:
+        if tuner.plan is not plan:
             self._install()
-        if self._tuner.installed and not was_installed:
-            self._newly_installed = True
-            for index, group in enumerate(self._gather_of):
-                if group < 0:
-                    self._gathered[index] = None
         step.owners = []  # gradients that were sent are no longer needed
-        self._memory.timing = (
-            not self._tuner.installed
-            or self._recorder is not None
-            or self._runtime.timeline is not None
-            or self._steps % SAMPLED_STEPS == 0
-        )
+        self._detailed = not tuner.installed or bool(self.recorder or self._runtime.timeline)
+        self._memory.timing = self._detailed or self._steps % SAMPLED_STEPS == 0
         self._begin(done)
         return reduced
+
+    def _close_step(self, dependencies: Sequence[Any]) -> StepResult:
+        """Send the rest of the step, and wait until all of it is reduced."""
+        thread, lane, step = self._thread, self._lane, self._step
+        self._events.append(Close(step, dependencies))
+        while self._discarded:  # the lane replies to these first
+            thread.await_reply(lane.reply, self._name)
+            self._discarded.popleft()
+        result: StepResult = thread.await_reply(lane.reply, self._name)
+        while result.discarded:
+            # Another rank discarded gradients by zero_grad() and takes part once more, so this
+            # rank sends its own again.
+            self._number += 1
+            step.number = self._number
+            self._events.append(Close(step, ()))
+            result = thread.await_reply(lane.reply, self._name)
+        self._number += 1
+        return result
 
     def _take_up_rest(self) -> tuple[bool, Sequence[Any]]:
         """Take up gradients without events; whether the plan's had none, and dependencies."""
@@ -355,10 +322,9 @@ class Reducer:
         for index in self._dormant:
             if sources[index]:
                 self._unplanned[index] = sources[index], owners[index]
-        # After all copies that ``fetch`` has made.
-        self._closed_at, dependencies = self._memory.close()
+        dependencies = self.clock.close()  # after all copies that ``fetch`` has made
         for index in late:
-            self._ready[index] = self._closed_at
+            self._ready[index] = self.clock.closed
         return all_ready, dependencies
 
     def _check_aliases(self) -> None:
@@ -376,14 +342,6 @@ class Reducer:
                     f"that of {specs[owner].name} is averaged; give each tensor a gradient of its "
                     "own, for example by clone()"
                 )
-
-    def _await_result(self) -> StepResult:
-        """The result of the closed step, after those of discarded steps before it."""
-        while self._discarded:
-            self._runtime.await_reply(self._lane.reply, self._name)
-            self._discarded.popleft()
-        result: StepResult = self._runtime.await_reply(self._lane.reply, self._name)
-        return result
 
     def _views_of(self, result: StepResult) -> list[BufferView | None]:
         """Views of all reduced gradients; None if no rank had one, or if it is at its target."""
@@ -425,24 +383,16 @@ class Reducer:
 
     def discard(self) -> None:
         """Forget the open step's zeroed gradients; raises if an earlier discard failed."""
-        lane = self._lane
-        while self._discarded and lane.reply.answered:
-            lane.reply.get(timeout_s=0.0)
+        reply = self._lane.reply
+        while self._discarded and reply.answered:
+            reply.get(timeout_s=0.0)
             self._discarded.popleft()
-        if self._due == self._expected and not any(self._sources):
+        if not self.open and not any(self._sources):
             return
-        while self._num_posted:
-            # The lane takes from the other end: once it has read one, none can be withdrawn.
-            try:
-                self._events.pop()
-            except IndexError:
-                break
-            self._num_posted -= 1
-        if self._num_posted:
-            # Some groups may have left: complete the step, and drop its results. Do not wait for
-            # it: other ranks may have had no gradients to discard, and arrive later. Gradients
-            # without event take part, so that no result overwrites them: the next step may add to
-            # them.
+        if not self._withdraw_groups():
+            # Complete the step, and drop its results. Do not wait for it: other ranks may have had
+            # no gradients to discard, and arrive later. Gradients without event take part, so that
+            # no result overwrites them: the next step may add to them.
             step = self._step
             step.discards, step.place = True, None
             _, dependencies = self._take_up_rest()
@@ -451,35 +401,30 @@ class Reducer:
             # no further events, so that later steps are withdrawn: never more than two are kept.
             self._discarded.append(step)
             self._number += 1
-            self._runtime.post(lane.wake)
+            self._thread.loop.wakeup.set()
         self._begin(self._memory.now())
+
+    def _withdraw_groups(self) -> bool:
+        """Take the step's events back; False if the lane has read any, and may have sent it."""
+        # The lane takes from the other end of the deque, whose operations are atomic.
+        while self._num_posted:
+            try:
+                self._events.pop()
+            except IndexError:
+                return False
+            self._num_posted -= 1
+        return True
 
     # Between steps: measurements and the next plan.
 
     def _measure(self, result: StepResult, done: Stamp) -> None:
         """Count a step, and let the tuner know what it took."""
         self._steps += 1
-        tuner, timeline, recorder = self._tuner, self._runtime.timeline, self._recorder
-        # Otherwise only the length of the step is used.
-        detailed = not tuner.installed or recorder is not None or timeline is not None
-        planned = self._planned if detailed else ()
-        self._kept.append(
-            StepTimestamps(
-                self._begun,
-                [self._ready[k] for k in planned],
-                [self._forward[k] for k in planned],
-                self._forward_end,
-                self._closed_at,
-                done,
-                list(self._updates),
-                self._waits,
-                result.times,
-                self._gather_times,
-            )
-        )
-        self._updates.clear()
-        self._waits, self._gather_times = [], []
-        for measured in self._take_measured():
+        tuner, timeline, recorder = self._tuner, self._runtime.timeline, self.recorder
+        # Without details only the length of the step is used.
+        self.clock.finish(self._planned if self._detailed else (), result.times, done)
+        counting = not (tuner.measuring or tuner.installed)
+        for measured in self.clock.take(counting, tuner.measuring):
             if recorder is not None:
                 recorder.after_step(self._steps, measured.stamps, measured.times)
             if timeline is not None and measured.stamps.done_s:
@@ -489,18 +434,6 @@ class Reducer:
         if often and self._runtime.rank == 0 and self._steps % often == 0:
             log_summary(self._name, self.report())
 
-    def _take_measured(self) -> Iterator[MeasuredStep]:
-        """Take steps with readable times; during measurements, the same ones on every rank."""
-        memory, kept = self._memory, self._kept
-        measuring = self._tuner.measuring
-        if memory.lag_steps and not (measuring or self._tuner.installed):
-            kept.clear()  # warm-up: steps are only counted; do not wait for the device
-            yield NOT_MEASURED
-            return
-        while kept and (len(kept) > memory.lag_steps if measuring else memory.done(kept[0].done)):
-            moments = kept.popleft()
-            yield to_seconds(moments, memory.clock(moments.begun, moments.done))
-
     def _install(self) -> None:
         """Use the tuner's plan from now on; no step is under way."""
         plan = self._tuner.plan
@@ -509,7 +442,8 @@ class Reducer:
         self._planned = [number_of[spec] for spec in plan.tensors]
         members = [[self._planned[k] for k in group.tensors] for group in plan.groups]
         num_backward = plan.num_backward
-        self._buffers = self._lane.install(plan, self._planned)[:num_backward]
+        costs = self._tuner.message_costs
+        self._buffers = self._lane.install(plan, self._planned, costs)[:num_backward]
         self._members = members[:num_backward]
         with self._arrival_lock:  # another thread may ask meanwhile
             self.gather_groups = members[num_backward:]
@@ -527,9 +461,13 @@ class Reducer:
             self._view(group)
         self.decoupled = bool(self.gather_groups)
         self._gather = None
-        self._gather_times = []  # of the groups of the plan before
         self.num_installed += 1
-        self._kept.clear()  # these ran by another plan
+        self.clock.forget()
+        if self._tuner.installed:
+            self._newly_installed = True
+            for index, group in enumerate(self._gather_of):
+                if group < 0:
+                    self._gathered[index] = None
         self._memory.trim()
         self.profiling = self._tuner.profiling
 
@@ -565,7 +503,6 @@ class Reducer:
         if joining or due or wished:
             digests = self.exchange(tuner.plan.digest.encode(), "plan")
             consistency.check_equal(self._who, "the plan", [d.decode() for d in digests])
-            self._lane.costs = tuner.message_costs
         # Joined ranks use no shards.
         return bool(self.joined_ranks) or any(message["whole"] for message in messages)
 
@@ -639,7 +576,7 @@ class Reducer:
         if not self.decoupled:
             return
         self.flush()
-        self._waits, self._gather_times = [], []
+        self.clock.waits, self.clock.gathers = [], []
         self._num_arrived = 0
         sources = addresses if sources is None else sources
         kept = [owners] * len(self.specs)
@@ -655,9 +592,9 @@ class Reducer:
     def _post_gather(self, event: Gather) -> None:
         self._events.append(event)
         # This thread sends it, because the communication thread would first have to wait for the
-        # interpreter.
+        # interpreter. That one then goes on with it.
         self._thread.progress()
-        self._thread.post(self._lane.wake)
+        self._thread.loop.wakeup.set()
 
     def gather_gradients(
         self, reduced: Sequence[BufferView | None], kept: Collection[int] = ()
@@ -709,10 +646,10 @@ class Reducer:
                     return
                 start = self._memory.now()
                 label = f"{self._name}: all-gather"
-                time: GroupTime = self._runtime.await_reply(self._lane.arrivals, label)
+                time: GroupTime = self._thread.await_reply(self._lane.arrivals, label)
                 self._memory.await_arrival(time.end_s)
-                self._gather_times.append(time)
-                self._waits.append((start, self._memory.now()))
+                self.clock.gathers.append(time)
+                self.clock.waits.append((start, self._memory.now()))
                 self._num_arrived += 1
 
     def publish(self) -> None:
@@ -731,11 +668,6 @@ class Reducer:
         """Whether any plan may leave this rank shards of gradients."""
         return len(self._tuner.operations) > 1
 
-    def name_model(self, name: str) -> None:
-        """Set the model's name in the record of the run."""
-        if self._recorder is not None:
-            self._recorder.model = name
-
     def report(self) -> dict[str, Any]:
         """The installed plan and what it costs; see :func:`make_report`."""
         return make_report(self._tuner, self._steps)
@@ -746,8 +678,8 @@ class Reducer:
             return
         self._closed = True
         self._runtime.remove_lane(self._lane)
-        if self._recorder is not None:
-            self._recorder.write()
+        if self.recorder is not None:
+            self.recorder.write()
 
     def release(self) -> None:
         """Release the buffers after communication ends; reduced gradients become invalid."""

@@ -107,8 +107,6 @@ class Runtime:
             self.where += f" of process set {list(members.ranks or ())}"
             self.thread, self._loop, self._fetches = within.thread, within._loop, within._fetches
             within._inner.append(self)
-        self.post = self.thread.post
-        self.await_reply = self.thread.await_reply
         self.collective_lock = CollectiveLock(self.rank)
         self.devices = DeviceLinks(
             config, self.where, self._check_measurement, self._loop.advance_lanes
@@ -132,8 +130,6 @@ class Runtime:
                     f"{self.where}: the process set was removed; add it again and make new "
                     "optimizers for it"
                 )
-        elif self._closed:
-            raise NotInitializedError("an operation after shutdown()")
 
     def warn_once(self, topic: str, text: str) -> None:
         """Log a warning once per topic and job, on rank 0 if it still listens; any thread."""
@@ -187,20 +183,20 @@ class Runtime:
         """A store that others may fetch from; made on every rank, in the same order."""
         store = Store(f"{self.members.number}:{next(self._num_stores)}", self.members)
         if self.size > 1:
-            self.post(lambda: self._fetches.add(store))
+            self.thread.post(lambda: self._fetches.add(store))
         return store
 
     def drop_store(self, store: Store) -> None:
         """Stop using a store on this rank; any thread."""
         if self.size > 1:
-            self.post(lambda: self._fetches.drop(store))
+            self.thread.post(lambda: self._fetches.drop(store))
 
     def fetch(self, store: Store, version: int, items: object, label: str) -> Fetched:
         """All other ranks' content of ``version``, waiting for late owners; not a collective."""
         self.check()
         reply: Reply[Fetched] = Reply()
-        self.post(lambda: self._fetches.ask(store, version, items, label, reply))
-        fetched: Fetched = self.await_reply(reply, label)
+        self.thread.post(lambda: self._fetches.ask(store, version, items, label, reply))
+        fetched: Fetched = self.thread.await_reply(reply, label)
         ranks = self.members.ranks
         return fetched if ranks is None else {ranks.index(r): fetched[r] for r in fetched}
 
@@ -258,12 +254,12 @@ class Runtime:
 
     def add_lane(self, lane: LaneProtocol) -> None:
         """Serve a lane from now on."""
-        self.post(lambda: self._loop.add_lane(lane, self.members))
+        self.thread.post(lambda: self._loop.add_lane(lane, self.members))
 
     def remove_lane(self, lane: LaneProtocol) -> None:
         """Stop serving a lane, and reuse its backend."""
         number = self._leased.index(lane.backend)
-        self.post(lambda: self._loop.retire_lane(lane, lambda: self._idle.add(number)))
+        self.thread.post(lambda: self._loop.retire_lane(lane, lambda: self._idle.add(number)))
 
     def close(self) -> None:
         """End the runtime of a process set after its last step; collective among its ranks."""
@@ -289,16 +285,17 @@ class Runtime:
         self._wait_until(lambda: not self.thread.owes_work, self.config.timeout_s)
         self._tell({"kind": "bye"})
         if self.thread.error is None:
-            gone, num_others = self._loop.watch.gone, self.size - 1
+            left, num_others = self._loop.watch.left, self.size - 1
             self._wait_until(
-                lambda: len(gone) >= num_others or self.thread.error is not None,
+                lambda: len(left) >= num_others or self.thread.error is not None,
                 self.config.timeout_s,
             )
-        self.post(self._give_back if self.thread.error is None else self._give_up)
+        self.thread.post(self._give_back if self.thread.error is None else self._give_up)
         if self.thread.stop(timeout_s=self.config.abort_grace_s):
             for user in self._users:
                 user.release()
             self._backend.release()
+        self._loop.error = self._loop.error or NotInitializedError("an operation after shutdown()")
 
     def fail_job(self, reason: str) -> None:
         """Send the others the reason of this rank's failure, let them report it, and abort."""
@@ -307,12 +304,12 @@ class Runtime:
         patience_s = self.config.abort_grace_s * (2 if secondary else 1)
         self._wait_until(lambda: len(self._loop.ended) >= self.size - 1, patience_s)
         time.sleep(_FORWARDING_S)
-        self.post(lambda: self._backend.abort(1))
+        self.thread.post(lambda: self._backend.abort(1))
         time.sleep(1.0)
         self._backend.abort(1)  # the communication thread is stuck; nothing is left to protect
 
     def _tell(self, notice: dict[str, Any]) -> None:
-        self.post(lambda: self._loop.send_notice(notice))
+        self.thread.post(lambda: self._loop.send_notice(notice))
 
     def _wait_until(self, done: Callable[[], bool], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from wfbp.comm.backend import Buffer
-from wfbp.comm.memory import Dependencies, Stamp
-from wfbp.runtime.tuning.profile import StepTimes
+from wfbp.comm.memory import Dependencies
 
 
 @dataclass(slots=True)
@@ -91,59 +90,3 @@ class BufferView(NamedTuple):
     def of(cls, data: Buffer, whole: bool = True) -> BufferView:
         """The view of these bytes of the host."""
         return cls(data, data.__array_interface__["data"][0], whole)
-
-
-Span = tuple[Stamp, Stamp]
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimestamps:
-    """Stamps of one step; see :class:`~wfbp.runtime.tuning.profile.StepTimes`."""
-
-    begun: Stamp  # results of the previous step were there
-    ready: Sequence[Stamp]  # by tensor of the plan, as ``forward``
-    forward: Sequence[Stamp]
-    forward_end: Stamp
-    closed: Stamp
-    done: Stamp  # results were there
-    updates: Sequence[Span]
-    waits: Sequence[Span]  # of forward, for all-gathers
-    times: Sequence[GroupTime]
-    gathers: Sequence[GroupTime]
-
-
-class MeasuredStep(NamedTuple):
-    """The same in seconds: groups' times (gathers first), waits for gathers, and updates."""
-
-    stamps: StepTimes
-    times: list[GroupTime]
-    waits: list[tuple[float, float]] = []  # noqa: RUF012 - never changed
-    updates: list[tuple[float, float]] = []  # noqa: RUF012 - never changed
-
-
-NOT_MEASURED = MeasuredStep(StepTimes(0.0, [], []), [])
-"""Of a step that was only counted."""
-
-
-def to_seconds(moments: StepTimestamps, at: Callable[[Stamp], float]) -> MeasuredStep:
-    """Convert a finished step's stamps; omits spans before its begin, and untimed groups."""
-    begun_s = at(moments.begun)
-    times = [
-        GroupTime(time.group, at(time.start_s), at(time.packed_s), at(time.end_s))
-        for time in (*moments.gathers, *moments.times)
-        if time.start_s
-    ]
-    waits = [(at(start), at(end)) for start, end in moments.waits]
-    updates = [(at(start), at(end)) for start, end in moments.updates]
-    stamps = StepTimes(
-        begun_s,
-        [at(stamp) for stamp in moments.ready],
-        [at(stamp) for stamp in moments.forward],
-        at(moments.forward_end),
-        at(moments.closed),
-        at(moments.done),
-        sum(at(time.packed_s) - at(time.start_s) for time in moments.times),
-        sum(max(0.0, end_s - max(start_s, begun_s)) for start_s, end_s in updates),
-        sum(max(0.0, end_s - max(start_s, begun_s)) for start_s, end_s in waits),
-    )
-    return MeasuredStep(stamps, times, waits, updates)

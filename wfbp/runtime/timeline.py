@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from wfbp.core.plan import Plan
-from wfbp.runtime.step import MeasuredStep
+from wfbp.runtime.measuring import MeasuredStep
 
 FLUSH_S = 0.5
 """Seconds of records that are lost if a process is killed."""

@@ -196,7 +196,9 @@ class ForwardProfiler:
         if modules:
             model = max(modules, key=lambda m: sum(id(p) in self._index for p in m.parameters()))
             # A compiled module stands for the one that the user knows.
-            self._reducer.name_model(type(getattr(model, "_orig_mod", model)).__name__)
+            name = type(getattr(model, "_orig_mod", model)).__name__
+            if self._reducer.recorder is not None:
+                self._reducer.recorder.model = name
         self._outermost.clear()
         self._depth = 0
 
@@ -207,11 +209,11 @@ class ForwardProfiler:
         for param in module._parameters.values():
             index = self._index.get(id(param))
             if index is not None:
-                self._reducer.mark_forward(index)
+                self._reducer.clock.mark_forward(index)
 
     def _after(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         self._depth = max(0, self._depth - 1)  # watching may begin within a forward
-        self._reducer.mark_forward_end()
+        self._reducer.clock.mark_forward_end()
 
 
 _owners: weakref.WeakValueDictionary[int, OptimizerSync] = weakref.WeakValueDictionary()
@@ -307,9 +309,9 @@ class OptimizerSync:
         self._scales_later = bool(options.gather_dtype)
         self._shard_factor: float | None = None
         self._alone = False  # whether the last step was reduced with ranks that had joined
-        sharding = (
-            StateSharding(runtime, specs, params, optimizer, reducer.exchange) if sharded else None
-        )
+        sharding = None
+        if sharded and reducer.may_decouple:
+            sharding = StateSharding(runtime, specs, params, optimizer, reducer.exchange)
         self._update = Update(reducer, optimizer, step, params, sharding, name)
         for param in params:
             _owners[id(param)] = self
@@ -551,7 +553,8 @@ class OptimizerSync:
 
         ``wanted``: the program is about to look at all of them.
         """
-        self._update.pending.wait_all()
+        if self._reducer.decoupled:
+            self._update.pending.wait_all()
         reduced = self._close(whole=False, wanted=wanted)
         shards = any(slot is not None and not slot.whole for slot in reduced)
         self._held = reduced if shards else None
@@ -602,9 +605,9 @@ class OptimizerSync:
         try:
             return update.apply_whole() if self._alone else update.apply(reduced, factor)
         finally:
-            if self._reducer.profiling:
+            if self._reducer.decoupled and self._reducer.profiling:
                 update.flush()  # nothing travels where compute is measured
-            else:
+            elif self._reducer.decoupled:
                 update.pending.wait_for_shared()
 
     def clip_grad_norm_(self, limit: Limit) -> torch.Tensor:

@@ -139,7 +139,7 @@ class StateSharding:
         # Shallow copies: the program may empty the state before another rank has asked.
         self._entries = entries = dict(self._state) if self._shards else {}
         shards = dict(self._shards)
-        self._store.publish(self._version, lambda items: _collect(items, shards, entries))
+        self._store.published = self._version, lambda items: _collect(items, shards, entries)
 
     def whole_state(self) -> State:
         """The state as it would be without shards, by parameter; any rank may ask, alone."""

@@ -93,8 +93,9 @@ class Update:
         ``reduced`` is None where every ``p.grad`` is whole. Shards of gradients that are gathered
         have yet to be multiplied by ``factor``.
         """
+        if self._reducer.decoupled:
+            self.flush()
         if self.sharding is not None:
-            self.pending.wait_all()
             self._follow(self.sharding)
             try:
                 if self.sharding:
@@ -103,17 +104,15 @@ class Update:
                 return self.apply_whole()
             finally:
                 self.sharding.publish()
-        self.flush()
         if reduced is None or not self._reducer.decoupled:
             return self.apply_whole()
         return self._with_hooks(lambda: self._defer(reduced, factor))
 
     def apply_whole(self) -> Any:
-        """Step every tensor on this rank; every ``p.grad`` and all state is whole."""
-        self.pending.wait_all()
-        start = self._reducer.now()
+        """Step every tensor on this rank; parameters, every ``p.grad`` and all state are whole."""
+        start = self._reducer.clock.start_update()
         result = self._own_step()
-        self._reducer.mark_update(start)
+        self._reducer.clock.mark_update(start)
         return result
 
     def make_whole(self) -> None:
@@ -164,7 +163,7 @@ class Update:
     def _step_shards(self, reduced: Reduced | None) -> Any:
         reducer, sharding = self._reducer, self.sharding
         assert sharding is not None
-        start = reducer.now()
+        start = reducer.clock.start_update()
         attributes, groups = vars(self._optimizer), self._optimizer.param_groups
         addresses = [p.data_ptr() for p in self._params]
         early, count = self._early
@@ -190,7 +189,7 @@ class Update:
                 reducer.gather(addresses, self._params)
             self.pending.begin(sharding.indices, reducer.gather_groups, addresses)
             sharding.drop_gradients()
-        reducer.mark_update(start)
+        reducer.clock.mark_update(start)
         return result
 
     def _target(self, param: torch.Tensor, reduced: Reduced | None) -> list[torch.Tensor]:
@@ -282,7 +281,7 @@ class Update:
         The optimizer gets aliases of them: a gradient that the program has computed meanwhile stays
         the parameter's.
         """
-        start = self._reducer.now()
+        start = self._reducer.clock.start_update()
         attributes, groups = self._snapshot
         own, state = self._optimizer.state, defaultdict[torch.Tensor, Any](dict)
         aliases = {k: self._aliases.pop(k) for k in indices}
@@ -312,7 +311,7 @@ class Update:
         for index, alias in aliases.items():
             if alias in state:
                 own[self._params[index]] = state[alias]
-        self._reducer.mark_update(start)
+        self._reducer.clock.mark_update(start)
         return result
 
 

@@ -95,7 +95,7 @@ def fail(out: Path, how: str) -> None:
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "thread":
-            process.current("a test").post(lambda: [].pop())
+            process.current("a test").thread.post(lambda: [].pop())
             wfbp.barrier()
         raise ValueError("this rank fails")
     if how != "after":

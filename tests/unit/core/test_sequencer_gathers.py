@@ -43,13 +43,12 @@ def test_gathers_follow_once_everything_is_reduced() -> None:
     assert not sequencer.gathering
     sequencer.gather()
     assert sequencer.gathering
-    assert not sequencer.done
     assert sequencer.start_next() == 2
     assert sequencer.start_next() is None
     sequencer.completed(2)
     assert sequencer.start_next() == 3
     sequencer.completed(3)
-    assert sequencer.done
+    assert not sequencer.gathering
     assert sequencer.num_started == 2
 
 
@@ -123,17 +122,6 @@ def test_next_step_is_refused_before_all_is_reduced() -> None:
     sequencer.start_next()
     with pytest.raises(ValueError, match="before all groups of backward completed"):
         sequencer.next_step()
-
-
-def test_reset_forgets_the_gathers() -> None:
-    sequencer = Sequencer(PLAN)
-    reduce_all(sequencer)
-    sequencer.gather()
-    sequencer.start_next()
-    sequencer.reset()
-    assert not sequencer.gathering
-    sequencer.ready(0)
-    assert sequencer.start_next() == 0
 
 
 @pytest.mark.parametrize("window", [1, 2, 5])

@@ -225,7 +225,7 @@ def test_gradients_leave_at_the_place_of_their_announcement(
             return stamp
 
         memory.close = close_and_tell  # type: ignore[method-assign]
-        runtime.post(lambda: (closed.wait(60.0), None)[1])  # the lane comes late
+        runtime.thread.post(lambda: (closed.wait(60.0), None)[1])  # the lane comes late
         step(program, 5.0, lambda: gates[runtime.rank].wait(60.0))
         reduced = buffer.result(0).view(np.float32)
         nap = threading.Event()

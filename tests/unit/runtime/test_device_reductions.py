@@ -468,7 +468,7 @@ def test_groups_and_updates_of_an_installed_plan_are_timed_now_and_then() -> Non
             trainer.zero()
             installed = engine._tuner.phase is TuningPhase.INSTALLED
             before = device.calls["timed record"]
-            engine.mark_update(engine.now())
+            engine.clock.mark_update(engine.clock.start_update())
             for k in reversed(range(8)):
                 trainer.accumulate(k, 1.0)
             trainer.synchronize([1.0] * 8, "any step")

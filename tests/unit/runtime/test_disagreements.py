@@ -121,7 +121,7 @@ def test_a_rank_that_waits_for_something_else_is_not_judged() -> None:
 def test_ranks_that_do_not_answer_are_named() -> None:
     asker = StallWatch(0, 4, PROMPT, "rank 0 of 4", lambda notice: None)
     assert not asker.answers
-    assert asker.check([(0.0, "barrier", ALL_RANKS)], 1.0) is None
+    assert asker.check([(0.0, "barrier", ALL_RANKS)], 1.0, 1.0) is None
     assert asker.answers.startswith("No answer came from ranks 1, 2, 3: stopped, killed")
     answer = {"kind": "here", "to": 0, "number": 1, "status": asdict(HERE)}
     asker.handle_notice(2, answer, HERE)

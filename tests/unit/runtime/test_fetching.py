@@ -30,8 +30,8 @@ def test_one_rank_alone_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
         other = runtime.open_store()
         if rank == 2:
             asked.wait(60.0)  # as in an update that takes long
-        store.publish(1, lambda items: content(rank, items))
-        other.publish(5, lambda items: ("other", []))
+        store.published = 1, lambda items: content(rank, items)
+        other.published = 5, lambda items: ("other", [])
         if rank == 0:
             asked.set()
             for items in ([1, 0, 3000], []):
@@ -56,7 +56,7 @@ def test_what_is_not_there_is_told() -> None:
         def refuse(items: Any) -> Content:
             raise RefusalError("has something else")
 
-        store.publish(3, refuse)
+        store.published = 3, refuse
         runtime.exchange(b"", "published")
         if rank == 0:
             with pytest.raises(DisagreementError, match="rank 0 of 2: mine: rank 1 has something"):
@@ -71,7 +71,7 @@ def test_what_is_not_there_is_told() -> None:
 def test_a_store_is_served_until_all_have_dropped_it() -> None:
     def body(runtime: Runtime) -> None:
         store = runtime.open_store()
-        store.publish(1, lambda items: ("kept", []))
+        store.published = 1, lambda items: ("kept", [])
         if runtime.rank:
             runtime.drop_store(store)
         runtime.exchange(b"", "dropped")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wfbp.core.types import TensorSpec
-from wfbp.runtime.step import StepTimestamps, to_seconds
+from wfbp.runtime.measuring import StepTimestamps, to_seconds
 from wfbp.runtime.tuning.profile import Profile, StepTimes, combine
 
 

@@ -122,7 +122,7 @@ def test_passes_are_learned_at_once_and_unlearned_slowly() -> None:
 
 def test_who_comes_after_another_thread_and_a_change_of_plans_waits_for_nothing() -> None:
     reducer = make_reducer(GATHERED)
-    reducer._runtime.await_reply.side_effect = AssertionError("nothing is under way")
+    reducer._runtime.thread.await_reply.side_effect = AssertionError("nothing is under way")
     reducer.gather([0] * 3, None)
     failed: list[BaseException] = []
 
@@ -150,7 +150,7 @@ def test_all_gathers_leave_from_the_thread_that_begins_them() -> None:
     thread.progress.side_effect = lambda: found.append(len(reducer._events))
     reducer.gather([0] * 3, None)
     assert found == [1]
-    thread.post.assert_called_once_with(reducer._lane.wake)  # that goes on with them
+    thread.loop.wakeup.set.assert_called_once_with()  # that one goes on with them
 
 
 @pytest.mark.parametrize("gather_dtype", ["", "float16"])
@@ -189,7 +189,7 @@ def test_whole_gradients_may_change_while_they_are_gathered(gather_dtype: str) -
 def test_what_a_step_gathers_arrives_before_the_next_gathers() -> None:
     """Its addresses are those of the same parameters."""
     reducer = make_reducer(GATHERED)
-    await_reply = reducer._runtime.await_reply
+    await_reply = reducer._runtime.thread.await_reply
     reducer.gather([0] * 3, None)
     await_reply.assert_not_called()
     reducer.gather([0] * 3, None)

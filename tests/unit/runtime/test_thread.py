@@ -58,22 +58,13 @@ class StubLane:
         self.waiting_since: float | None = None
         self.error: WfbpError | None = None
         self.trouble: Exception | None = None
-        self.on_rest: Callable[[], bool] = lambda: False
+        self.polls = True
 
     def advance(self) -> bool:
         self.turns += 1
         if self.trouble is not None:
             raise self.trouble
         return False
-
-    def may_progress(self) -> bool:
-        if self.trouble is not None:
-            raise self.trouble
-        return True
-
-    def rest(self, nap_s: float, most_s: float) -> bool:
-        assert 0 < nap_s <= most_s < 0.1
-        return self.on_rest()
 
     def describe(self) -> str:
         return "stub lane"
@@ -186,20 +177,28 @@ def test_a_posted_message_runs_on_the_thread(make: Make) -> None:
     assert names == ["wfbp-comm"]
 
 
-def test_who_waits_for_a_lane_sleeps_in_its_backend(make: Make) -> None:
-    """It looks for what has arrived without the interpreter; the thread beside it does not."""
+@pytest.mark.parametrize("polls", [False, True])
+def test_who_waits_for_a_lane_sleeps_in_the_backend(
+    make: Make, monkeypatch: pytest.MonkeyPatch, polls: bool
+) -> None:
+    """It looks for what has arrived without the interpreter; the thread beside it does not. Nor
+    where a lane has more to look for."""
     thread, lane, reply = make(), StubLane(), Reply[int]()
     names: list[str] = []
 
-    def rest() -> bool:
+    def rest(nap_s: float, most_s: float) -> bool:
+        assert 0 < nap_s <= most_s < 0.1
         names.append(threading.current_thread().name)
         reply.put(7)
         return True
 
-    lane.on_rest, lane.busy = rest, True
+    monkeypatch.setattr(thread.loop._backend, "rest", rest)
+    lane.busy, lane.polls = True, polls
     thread.post(lambda: thread.loop.add_lane(lane))
+    if polls:
+        threading.Timer(0.1, reply.put, [7]).start()
     assert thread.await_reply(reply, "the lane") == 7
-    assert names == ["MainThread"]
+    assert names == ([] if polls else ["MainThread"])
 
 
 def test_who_waits_drives(make: Make) -> None:
@@ -459,7 +458,7 @@ def test_waiting_for_one_who_left(make: Make) -> None:
     caller, found = in_thread(lambda: thread.call(lambda: slow, "barrier"))
 
     def left() -> None:
-        thread.loop.watch.note_gone(1, "has left")
+        thread.loop.watch.note_left(1, "has left")
 
     thread.post(left)
     caller.join(60)
@@ -469,7 +468,7 @@ def test_waiting_for_one_who_left(make: Make) -> None:
 
 def test_one_who_left_is_no_trouble_where_nobody_waits(make: Make) -> None:
     thread = make()
-    thread.loop.watch.note_gone(1, "has left")
+    thread.loop.watch.note_left(1, "has left")
     time.sleep(0.2)
     assert thread.call(lambda: Finished(1), "own") == 1
     assert thread.error is None
@@ -517,7 +516,8 @@ def test_events_wake_a_thread_that_napped_while_room_was_made(
     monkeypatch.setattr("wfbp.runtime.progress.loop.TICK_S", 1000.0)
     thread, lane = make(), StubLane()
     lane.busy, lane.has_room = True, False
-    monkeypatch.setattr(lane, "may_progress", lambda: False)
+    lane.polls = False
+    monkeypatch.setattr(thread.loop._backend, "may_progress", lambda: False)
     thread.post(lambda: thread.loop.add_lane(lane))
     until(lambda: lane.turns and not thread.sleeping)
     lane.has_room = True

@@ -24,8 +24,8 @@ from wfbp.config import Config
 from wfbp.core.plan import Group, Plan
 from wfbp.core.types import TensorSpec
 from wfbp.runtime import timeline as module
+from wfbp.runtime.measuring import MeasuredStep
 from wfbp.runtime.runtime import Runtime
-from wfbp.runtime.step import MeasuredStep
 from wfbp.runtime.timeline import TraceWriter, clock_offset_s, load, merge, save, summarize
 from wfbp.runtime.tuning.profile import StepTimes
 

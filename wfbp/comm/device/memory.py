@@ -34,6 +34,7 @@ class DeviceMemory(Memory):
 
     backend: DeviceBackend
     copies_in_order = True
+    polls = True
     flags_beside = True
     lag_steps = 2
 
@@ -121,12 +122,6 @@ class DeviceMemory(Memory):
     def is_enqueued(self, work: Work[None]) -> bool:
         assert isinstance(work, DeviceWork)
         return work.issued()
-
-    def may_progress(self) -> bool:
-        return True
-
-    def rest(self, nap_s: float, most_s: float) -> bool:
-        return False
 
     def poll(self) -> None:
         undone = self._undone

@@ -128,12 +128,6 @@ class NamedLane:
         self._mailbox.close()
         self.backend.close()
 
-    def may_progress(self) -> bool:
-        return True
-
-    def rest(self, nap_s: float, most_s: float) -> bool:
-        return False  # what other ranks send has to be read
-
     @property
     def busy(self) -> bool:
         return bool(self._pending) or self.owes_work
@@ -145,6 +139,7 @@ class NamedLane:
 
     has_events = False
     has_room = False
+    polls = True
     expected_s: float | None = None
 
     @property

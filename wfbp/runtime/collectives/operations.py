@@ -185,7 +185,7 @@ class Collectives:
             for lane, operation in zip(lanes, operations, strict=True):
                 lane.submit(operation)
 
-        (self._runtime.thread.leave if waits else self._runtime.post)(begin)
+        (self._runtime.thread.leave if waits else self._runtime.thread.post)(begin)
         return handle
 
     def _lane_of(self, operation: NamedOperation[Any]) -> NamedLane:
@@ -238,7 +238,8 @@ class Collectives:
         for operation in operations:  # wait for all, so that every name is free again
             request = operation.request
             try:
-                outcomes.append(self._runtime.await_reply(operation.reply, request.label))
+                reply = operation.reply
+                outcomes.append(self._runtime.thread.await_reply(reply, request.label))
             except WfbpError as error:
                 first_error = first_error or error
             finally:

@@ -31,24 +31,21 @@ Fetched = dict[int, Content]
 
 
 class RefusalError(Exception):
-    """An owner does not have the items; raised by the ``collect`` of :meth:`Store.publish`."""
+    """An owner does not have the items; raised by the function in :attr:`Store.published`."""
 
 
+@dataclass
 class Store:
-    """Data of one rank for others; the training thread replaces ``published`` as a whole."""
+    """Data of one rank for others; the training thread replaces ``published`` as a whole.
 
-    def __init__(self, key: str, members: Members = ALL_RANKS) -> None:
-        self.key = key
-        self.members = members
-        self.published: tuple[int, Callable[[Any], Content]] | None = None
+    The function in it collects items under the progress lock, and may raise :class:`RefusalError`;
+    the parts that it returns must not change before the next version.
+    """
 
-    def publish(self, version: int, collect: Callable[[Any], Content]) -> None:
-        """Let others fetch this version, newer than the last, and no other.
-
-        ``collect`` runs under the progress lock and may raise :class:`RefusalError`; the parts that
-        it returns must not change before the next call.
-        """
-        self.published = version, collect
+    key: str
+    members: Members = ALL_RANKS
+    published: tuple[int, Callable[[Any], Content]] | None = None
+    """The only version that others may fetch."""
 
 
 @dataclass
@@ -80,6 +77,7 @@ class Fetches:
     has_room = False
     has_events = False
     owes_work = False
+    polls = True
 
     def __init__(self, backend: HostBackend, loop: ProgressLoop, where: str) -> None:
         self.backend: Backend = backend
@@ -145,13 +143,6 @@ class Fetches:
             self._loop.remove_lane(self)
             self._served = False
         return progressed
-
-    def may_progress(self) -> bool:
-        """Whether anything could have arrived; always True, since that is unknown."""
-        return True
-
-    def rest(self, nap_s: float, most_s: float) -> bool:
-        return False  # notices of other ranks have to be read
 
     @property
     def busy(self) -> bool:

@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -20,11 +19,20 @@ from wfbp.comm.backend import Backend, Work
 from wfbp.comm.waiting import Waiter
 from wfbp.config import Config
 from wfbp.errors import PeerError, WfbpError
-from wfbp.runtime.progress.stall import ALL_RANKS, NOTICES, Members, RankStatus, StallWatch
+from wfbp.runtime.progress.stall import (
+    ALL_RANKS,
+    NOTICES,
+    Members,
+    RankStatus,
+    StallWatch,
+    Wait,
+)
 
 TICK_S = 0.05
 _TESTS_PER_SPIN = 32
 _REST_S = 5e-3
+_YOUNG_S = 1.0
+"""Waits are judged, and described, once they are older."""
 
 Message = Callable[[], None]
 NoticeHandler = Callable[[int, dict[str, Any]], None]
@@ -42,8 +50,10 @@ class AutoResetEvent:
     def set(self) -> None:
         """Wake the waiting thread, or the next one that waits."""
         if self._unset.locked():
-            with suppress(RuntimeError):  # another thread may set it at this moment
+            try:  # noqa: SIM105 - suppress() takes longer, for every group of backward
                 self._unset.release()
+            except RuntimeError:  # another thread has set it at this moment
+                pass
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until it is set, and reset it; False if it was not set in time."""
@@ -110,15 +120,12 @@ class LaneProtocol(Protocol):
     """Moves communication of one kind on; everything is used under the progress lock."""
 
     backend: Backend
+    polls: bool
+    """Whether it looks for more than the backend's works, such as messages of other ranks or events
+    of a device: the loop then never sleeps in the backend."""
 
     def advance(self) -> bool:
         """Move on; True if something was started or completed."""
-
-    def may_progress(self) -> bool:
-        """Whether an operation under way could move on now."""
-
-    def rest(self, nap_s: float, most_s: float) -> bool:
-        """Sleep until an operation under way may have moved on; see ``Backend.rest``."""
 
     @property
     def busy(self) -> bool:
@@ -177,12 +184,13 @@ class ProgressLoop:
         self.watch = StallWatch(
             backend.rank, backend.size, config, where, self.send_notice, lambda: backend.activity
         )
+        self._young_s = min(_YOUNG_S, config.stall_warning_s, config.timeout_s)
         self._handlers: dict[str, NoticeHandler] = {}
         self._queues: dict[object, deque[PendingCollective]] = {}  # those that are not empty
         self._lanes: list[LaneProtocol] = []
         self._members: dict[LaneProtocol, Members] = {}
         self._retiring: list[tuple[LaneProtocol, Message]] = []
-        self._next_tick = 0.0
+        self._next_tick = time.monotonic()
 
     def progress(self, urgent: bool) -> float:
         """Move everything on once, for a blocked thread if ``urgent``; returns a nap in seconds."""
@@ -193,12 +201,11 @@ class ProgressLoop:
             progressed |= self._advance()
             now = time.monotonic()
             if now >= self._next_tick:
-                self._next_tick = now + TICK_S
                 self._tick(now)
             if progressed:
                 self._waiter.progressed()
                 return 0.0
-            if self.error is not None or not self._is_busy():
+            if self.error is not None:
                 return TICK_S
             nap_s = self._nap_s(urgent)
             if nap_s <= 0:
@@ -220,7 +227,7 @@ class ProgressLoop:
             if self.error is not None:
                 return 0.0
             for lane in self._lanes:
-                if lane.busy and lane.may_progress():
+                if lane.busy and (lane.polls or self._backend.may_progress()):
                     return 0.0
             return self._nap_s(urgent=False)
         except Exception as error:
@@ -228,25 +235,27 @@ class ProgressLoop:
 
     def rest(self, nap_s: float) -> None:
         """Sleep between two calls in the thread that waits, some milliseconds at most."""
-        # A lane's rest() releases the interpreter, but does not notice ``wakeup``.
-        busy = [lane for lane in self._lanes if lane.busy]
-        slept = False
-        if len(busy) == 1 and not self._queues and not self.messages:
-            try:
-                slept = busy[0].rest(nap_s, _REST_S)
-            except Exception as error:
-                self._end_runtime(error)
-        if not slept:
-            self.wakeup.wait(min(nap_s, _REST_S))
+        polls = bool(self._queues or self.messages)
+        for lane in self._lanes:
+            polls = polls or (lane.polls and lane.busy)
+        try:
+            # The backend releases the interpreter and tests without it, but does not notice
+            # ``wakeup``.
+            if not polls and self._backend.rest(nap_s, _REST_S):
+                return
+        except Exception as error:
+            self._end_runtime(error)
+        self.wakeup.wait(min(nap_s, _REST_S))
 
     def check_measurement(self, label: str, waited_s: float, members: Members = ALL_RANKS) -> None:
         """Raise the error that ends the runtime, if ranks failed or ``waited_s`` is too long."""
         now = time.monotonic()
         if now < self._next_tick:
             return
-        self._next_tick = now + TICK_S
+        passed_s, self._next_tick = now - self._next_tick + TICK_S, now + TICK_S
         self._read_notices()
-        error = self.error or self.watch.check([(now - waited_s, label, members)], now)
+        waits = [(now - waited_s, label, members)]
+        error = self.error or self.watch.check(waits, now, passed_s)
         if error is not None:
             self.fail(error)
             raise error
@@ -375,19 +384,15 @@ class ProgressLoop:
                 first.reply.fail(error)
         return True
 
-    def _is_busy(self) -> bool:
+    def _nap_s(self, urgent: bool) -> float:
+        """Seconds until the next look: 0 to spin, a tick if nothing is under way."""
+        busy, longest_s = bool(self._queues), None
         for lane in self._lanes:
             if lane.busy:
-                return True
-        return bool(self._queues)
-
-    def _nap_s(self, urgent: bool) -> float:
-        longest = None
-        for lane in self._lanes:
-            expected = lane.expected_s
-            if expected is not None and (longest is None or expected > longest):
-                longest = expected
-        return self._waiter.nap_s(urgent, longest)
+                busy, expected_s = True, lane.expected_s
+                if expected_s is not None and (longest_s is None or expected_s > longest_s):
+                    longest_s = expected_s
+        return self._waiter.nap_s(urgent, longest_s) if busy else TICK_S
 
     def _end_runtime(self, error: Exception) -> float:
         if not isinstance(error, WfbpError):
@@ -399,19 +404,30 @@ class ProgressLoop:
 
     def _tick(self, now: float) -> None:
         """Do what is due some times a second."""
+        passed_s, self._next_tick = now - self._next_tick + TICK_S, now + TICK_S
         if self.closing:
             return
         retiring, self._retiring = self._retiring, []
         for lane, idle in retiring:
             self.retire_lane(lane, idle)
         self._read_notices()
+        is_old, begun_before = bool(self.watch.left), now - self._young_s
+        for queue in self._queues.values():
+            is_old |= queue[0].since <= begun_before
+        for lane in self._lanes:
+            since = lane.waiting_since
+            is_old |= since is not None and since <= begun_before
+        if not is_old:
+            self.watch.reported = ""
+        elif (error := self.watch.check(self._waits(), now, passed_s)) is not None:
+            self.fail(error)
+
+    def _waits(self) -> list[Wait]:
         waits = [(q[0].since, q[0].label, q[0].members) for q in self._queues.values()]
         for lane in self._lanes:
             if (since := lane.waiting_since) is not None:
                 waits.append((since, lane.describe(), self._members[lane]))
-        error = self.watch.check(waits, now)
-        if error is not None:
-            self.fail(error)
+        return waits
 
     def _read_notices(self) -> None:
         for sender, payload in self._backend.poll_notices():
@@ -425,7 +441,7 @@ class ProgressLoop:
             elif kind == "bye":
                 self.ended.add(sender)
                 how = "has left (its program ended or called shutdown)"
-                self.watch.note_gone(sender, how)
+                self.watch.note_left(sender, how)
             elif kind in NOTICES:
                 error = self.watch.handle_notice(sender, notice, self._status())
                 if error is not None:

@@ -85,13 +85,13 @@ class StallWatch:
         self._where = where
         self._send = send
         self._activity = activity
-        self.gone: dict[int, str] = {}  # ranks that left; others may still be busy
+        self.left: dict[int, str] = {}  # ranks that left, and how; others may still be busy
         self.other_threads = False  # if they may begin collectives, never blocked
-        self._looked: float | None = None
+        self._now = 0.0
         self._pauses: deque[tuple[float, float]] = deque(maxlen=100)  # from when to when
         self._last_activity = activity()
         self._quiet_s = 0.0
-        self._reported = ""  # the wait that was reported last
+        self.reported = ""  # the current wait, once it is old
         self._warn_at_s = 0.0
         # The last question to the other ranks, their answers, and those to the question before.
         self._question = 0
@@ -99,15 +99,16 @@ class StallWatch:
         self._suspicion: list[RankStatus] = []
         self._second_look = 0.0
 
-    def note_gone(self, rank: int, how: str) -> None:
+    def note_left(self, rank: int, how: str) -> None:
         """A rank takes part in nothing any more."""
         self._quiet_s = 0.0
-        self.gone[rank] = how
+        self.left[rank] = how
 
-    def check(self, waits: Sequence[Wait], now: float) -> WfbpError | None:
-        """Judge all waits at ``now`` (``time.monotonic``); returns the error to end with."""
-        passed_s = 0.0 if self._looked is None else now - self._looked
-        self._looked = now
+    def check(self, waits: Sequence[Wait], now: float, passed_s: float) -> WfbpError | None:
+        """Judge all waits at ``now`` (``time.monotonic``), ``passed_s`` after the last look of the
+        loop, which calls this once a wait is old or a rank has left; returns the error to end with.
+        """
+        self._now = now
         if passed_s > _PAUSE_S:
             self._pauses.append((now - passed_s + _PAUSE_S, now))
         activity = self._activity()
@@ -115,20 +116,20 @@ class StallWatch:
         if activity != self._last_activity:
             self._last_activity, self._quiet_s = activity, 0.0
         if not waits:
-            self._reported = ""
+            self.reported = ""
             return None
-        for since, what, members in waits if self.gone else ():
-            gone = members.among(self.gone)
-            if gone and min(self._quiet_s, self._waited_s(since)) > _LEFT_GRACE_S:
-                left = ", ".join(f"rank {r} {self.gone[r]}" for r in gone)
+        for since, what, members in waits if self.left else ():
+            left = members.among(self.left)
+            if left and min(self._quiet_s, self._waited_s(since)) > _LEFT_GRACE_S:
+                who = ", ".join(f"rank {r} {self.left[r]}" for r in left)
                 return PeerError(
-                    f"{self._where} waits ({what}), but {left}. Every rank must make the same "
+                    f"{self._where} waits ({what}), but {who}. Every rank must make the same "
                     "calls: let none end earlier, with fewer batches or steps than the others"
                 )
         since, what, _ = min(waits, key=lambda wait: wait[:2])
         waited_s = self._waited_s(since)
-        if what != self._reported:
-            self._reported, self._warn_at_s = what, 0.0
+        if what != self.reported:
+            self.reported, self._warn_at_s = what, 0.0
             self._suspicion = []
         if waited_s > self._config.timeout_s:
             answers = f" {self.answers}" if self.answers else ""
@@ -186,9 +187,8 @@ class StallWatch:
         return " ".join(sentences)
 
     def _waited_s(self, since: float) -> float:
-        assert self._looked is not None
         lost_s = sum(max(end - max(begin, since), 0.0) for begin, end in self._pauses)
-        return self._looked - since - lost_s
+        return self._now - since - lost_s
 
     def _ask(self) -> None:
         self._question += 1
@@ -203,9 +203,7 @@ class StallWatch:
             # Ranks in the same place wait for the network, or for a device.
             if all(s.blocked for s in statuses) and len({s.place for s in statuses}) > 1:
                 self._suspicion = statuses
-                self._second_look = (self._looked or 0.0) + min(
-                    _SECOND_LOOK_S, self._config.stall_warning_s
-                )
+                self._second_look = self._now + min(_SECOND_LOOK_S, self._config.stall_warning_s)
             return None
         if statuses != before:
             return None

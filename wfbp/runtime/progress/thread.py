@@ -154,16 +154,15 @@ class CommunicationThread:
                 loop.wakeup.set()
                 return self._await_driver(reply, label, since)
             try:
-                with self._progress_lock:
+                with self._progress_lock, sharp_naps():
                     while not reply.answered:
                         if loop.error is not None:
                             raise loop.error
-                        if signals.overdue(since):
+                        if signals.pending and signals.overdue(since):
                             return False
                         nap_s = loop.progress(urgent=True)
                         if nap_s > 0 and not reply.answered:
-                            with sharp_naps():
-                                loop.rest(nap_s)
+                            loop.rest(nap_s)
                     return True
             finally:
                 self._leave_driving()

@@ -245,11 +245,11 @@ def a_rank_outside_that_leaves_early() -> None:
             trained.step()
             # As if they had told that they leave.
             gone = dict.fromkeys(second, "has left")
-            detector.gone.update(gone)
+            detector.left.update(gone)
             detector._quiet_since = 0.0
             if members.rank():
                 time.sleep(2.5)
             trained.step()
             for rank in gone:
-                del detector.gone[rank]
+                del detector.left[rank]
             trained.check()
