@@ -163,6 +163,7 @@ RUNTIME = (
     "tuning",
     "arguments",
     "step",
+    "measuring",
     "timeline",
     "buffers",
     "progress",

@@ -139,7 +139,7 @@ def test_ranks_are_in_a_deadlock_if_nothing_changed_between_two_answers() -> Non
         watch = StallWatch(0, 2, Config(timeout_s=1e4), "rank 0 of 2", sent.append)
         error = None
         for now in range(100):
-            assert watch.check([(0.0, own.place, ALL_RANKS)], now) is None
+            assert watch.check([(0.0, own.place, ALL_RANKS)], now, 0.1) is None
             if sent and sent[-1]["kind"] == "where":
                 number = sent[-1]["number"]
                 status = asdict(first if number == 1 else second)
