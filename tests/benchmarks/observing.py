@@ -33,8 +33,9 @@ from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.planners import plan
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import TensorSpec
+from wfbp.runtime.measuring import MeasuredStep
 from wfbp.runtime.recorder import log_summary, summary
-from wfbp.runtime.step import GroupTime, MeasuredStep
+from wfbp.runtime.step import GroupTime
 from wfbp.runtime.timeline import TraceWriter
 from wfbp.runtime.tuning.profile import StepTimes
 
