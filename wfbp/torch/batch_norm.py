@@ -29,9 +29,8 @@ class SyncBatchNorm(_BatchNorm):
     """``torch.nn.SyncBatchNorm``, over all ranks of wfbp and without a process group.
 
     Every rank must run the same of these layers, in the same order, whenever it trains; a rank's
-    batch may be empty. The statistics travel once per forward and once per backward, on GPUs by
-    NCCL where :func:`~wfbp.torch.allreduce` does: where batches are large enough,
-    ``torch.nn.BatchNorm2d`` is faster.
+    batch may be empty. The statistics travel once per forward and once per backward, through the
+    memory of the host: where batches are large enough, ``torch.nn.BatchNorm2d`` is faster.
 
     Args:
         num_features: as of ``torch.nn.BatchNorm2d``, like the following; inputs have at least two

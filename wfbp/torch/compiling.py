@@ -83,9 +83,6 @@ def uncompiled(function: F) -> F:
     adds a call. Here a function is marked, at no cost where nothing is compiled.
     """
     frames: Any = torch._C._dynamo.eval_frame
-    if not hasattr(frames, "set_code_exec_strategy"):
-        disabled: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-        return disabled
     # Where compiled code calls it, Dynamo would trace into it:
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "wfbp communicates here"  # type: ignore[attr-defined]

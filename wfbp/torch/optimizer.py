@@ -77,11 +77,10 @@ def check_params(named: Sequence[tuple[str, torch.Tensor]], options: ReducerOpti
     """
     for name, param in named:
         tensors.check(name, param)
-        grad_dtype = getattr(param, "grad_dtype", param.dtype)
-        if param.requires_grad and grad_dtype is not param.dtype:
+        if param.requires_grad and param.grad_dtype is not param.dtype:
             raise ValueError(
-                f"{name} is {param.dtype} and its grad_dtype is {grad_dtype}; gradients travel in "
-                "the element type of their parameters, so set no grad_dtype"
+                f"{name} is {param.dtype} and its grad_dtype is {param.grad_dtype}; gradients "
+                "travel in the element type of their parameters, so set no grad_dtype"
             )
     options.check([tensors.spec(name, param) for name, param in named])
 

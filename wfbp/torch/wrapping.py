@@ -257,11 +257,7 @@ ELEMENTWISE: frozenset[type] = frozenset(
 """PyTorch's optimizers whose new value of an element depends on that element alone, its gradients
 and the settings of its group. A subclass may override anything, and is not among them."""
 
-_WHOLE_ONLY = tuple(
-    getattr(optim, name)
-    for name in ("Adafactor", "LBFGS", "Muon", "SparseAdam")
-    if hasattr(optim, name)
-)
+_WHOLE_ONLY = (optim.Adafactor, optim.LBFGS, optim.Muon, optim.SparseAdam)
 
 
 def is_elementwise(optimizer: optim.Optimizer, sharding: bool | None) -> bool:
