@@ -17,7 +17,6 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import metadata
@@ -27,11 +26,12 @@ from typing import Any
 import click
 
 from wfbp.cli.inputs import json_option
+from wfbp.cli.run import check_hosts
 from wfbp.cli.tables import console
 from wfbp.config import Config, unknown_variables, variables
 from wfbp.errors import BackendError
 from wfbp.launcher.commands import LaunchSpec, mpirun_command, rank_program
-from wfbp.launcher.hosts import allocation, parse_hosts
+from wfbp.launcher.hosts import Host, allocation, parse_hosts
 from wfbp.launcher.mpi import find_mpi, vendor_of
 
 SELF_TEST_S = 60.0
@@ -51,18 +51,19 @@ Findings = Iterator[tuple[str, str, str]]
     "--self-test/--no-self-test",
     default=True,
     show_default=True,
-    help="Run two ranks, and measure what a message between them costs.",
+    help="Run ranks, two by default, and measure what a message between them costs.",
 )
-@click.option("-H", "--hosts", metavar="A,B", help="Where the two ranks of the test run.")
+@click.option("-H", "--hosts", metavar="A,B", help="Hosts to test: one rank on each, or A:2,B:2.")
+@click.option("--ssh", default="ssh", help="Program that reaches other hosts.", show_default=True)
 @json_option
-def command(self_test: bool, hosts: str | None, as_json: bool) -> None:
+def command(self_test: bool, hosts: str | None, ssh: str, as_json: bool) -> None:
     """Check this machine and this installation, and suggest a fix for each problem.
 
-    Exit code 1 if there is a problem. An issue should begin with `wfbp doctor --json`.
+    Other hosts (-H) take part in the self-test only: run the command there, too. Exit code 1 if
+    there is a problem. Begin an issue with the output of `wfbp doctor --json`.
     """
-    if hosts:
-        parse_hosts(hosts)
-    topics = dict(TOPICS) | ({"self-test": lambda: _self_test(hosts or "")} if self_test else {})
+    named = parse_hosts(hosts) if hosts else ()
+    topics = dict(TOPICS) | ({"self-test": lambda: _self_test(named, ssh)} if self_test else {})
     findings = examine(topics)
     problems = sum(finding["status"] == PROBLEM for finding in findings)
     if as_json:
@@ -324,40 +325,57 @@ def _gpu_packages(installed: set[str]) -> Findings:
         yield PROBLEM, text, "pip install nvidia-nccl-cu12 or nvidia-nccl-cu13"
 
 
-def _self_test(hosts: str) -> Findings:
-    """Two ranks run the probe, which also shows that the extension and MPI work together."""
+def _self_test(hosts: tuple[Host, ...] = (), ssh: str = "ssh") -> Findings:
+    """Ranks run the probe, which also shows that the extension and MPI work together."""
     try:
         mpi = find_mpi()
     except BackendError:
         yield NOTE, "not run: there is no MPI to run it with (see above)", ""
         return
-    with tempfile.TemporaryDirectory(prefix="wfbp-doctor-") as folder:
-        probe = ("python", "-m", "wfbp", "probe", "--json", "--seconds", "1", "--max-bytes", "4M")
-        program = rank_program((*probe, "--output", f"{folder}/cost.json"), [])
-        spec = LaunchSpec(2, tuple(program), parse_hosts(hosts) if hosts else ())
-        try:
-            done = _run(*mpirun_command(spec, mpi, os.environ, os.geteuid() == 0).words)
-        except subprocess.TimeoutExpired:
-            yield (
-                PROBLEM,
-                f"two ranks did not end within {SELF_TEST_S:g} s",
-                "see whether `mpirun -n 2 hostname` ends; if it does, try --interface, or "
-                "WFBP_SHARED_MEMORY=0",
-            )
-            return
+    if sum(host.slots for host in hosts) == 1:  # a rank needs another one
+        hosts = (Host(hosts[0].name, 2),)
+    num_ranks = sum(host.slots for host in hosts) or 2
+    # Rank 0, which writes the costs, may be on a host without this one's folders.
+    options = ("--json", "--seconds", "1", "--max-bytes", "4M", "--output", os.devnull)
+    program = rank_program(("python", "-m", "wfbp", "probe", *options), [])
+    shell = "" if ssh == "ssh" else ssh
+    spec = LaunchSpec(num_ranks, tuple(program), hosts, remote_shell=shell)
+    where = f" on {', '.join(host.name for host in hosts)}" if hosts else ""
+    try:
+        check_hosts(hosts, None, ssh, 0.0)
+        command = mpirun_command(spec, mpi, os.environ, os.geteuid() == 0)
+        done = _run(*command.words)
+    except BackendError as error:
+        yield PROBLEM, str(error), "fix what keeps ssh from reaching it, then run this again"
+        return
+    except subprocess.TimeoutExpired:
+        yield (
+            PROBLEM,
+            f"{num_ranks} ranks{where} did not end within {SELF_TEST_S:g} s",
+            f"check that `{mpi.mpirun} -n 2 hostname` ends; if it does, try --interface, or "
+            "WFBP_SHARED_MEMORY=0",
+        )
+        return
     printed = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not printed:
-        said = _last_words(done.stderr.strip() or done.stdout, most=2)
-        remedy = "start them by hand: wfbprun -n 2 -- python -m wfbp probe"
-        if "Bus error" in said:
+        reason = _last_words(done.stderr.strip() or done.stdout, most=2)
+        remedy = f"start them by hand: wfbprun -n {num_ranks} -- python -m wfbp probe"
+        if hosts:
+            listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)
+            remedy = f"start them by hand: wfbprun -H {listed} -- python -m wfbp probe"
+        if "Bus error" in reason:
             remedy = f"make room in {SHM} (containers: docker run --shm-size=1g)"
-        yield PROBLEM, f"two ranks ended with status {done.returncode}: {said}", remedy
+        yield (
+            PROBLEM,
+            f"{num_ranks} ranks{where} ended with status {done.returncode}: {reason}",
+            remedy,
+        )
         return
     fit: dict[str, Any] = json.loads(printed[0])["fit"]["all_reduce"]
     beta = fit["beta_s_per_byte"]
     rate = f"{1e-9 / beta:.2f} GB/s" if beta > 0 else "too fast to tell"
     text = f"an all-reduce starts in {fit['alpha_s'] * 1e6:.1f} us and moves {rate}"
-    yield OK, f"two ranks on {hosts or 'this host'}: {text}", ""
+    yield OK, f"{num_ranks} ranks{where or ' on this host'}: {text}", ""
 
 
 TOPICS: dict[str, Callable[[], Findings]] = {

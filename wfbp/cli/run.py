@@ -149,7 +149,7 @@ def command(
     if launcher == "srun":
         words, own = slurm_command(spec, find_library()[0])
     else:
-        words, own = mpirun_command(spec, find_mpi(mpirun=mpirun), environment, os.geteuid() == 0)
+        words, own = mpirun_command(spec, find_mpi(mpirun), environment, os.geteuid() == 0)
     if dry_run:
         shown = [f"{name}={shlex.quote(value)}" for name, value in own.items()]
         click.echo(" ".join([*shown, shlex.join(words)]))
@@ -163,7 +163,7 @@ def command(
         if interface and (not where or any(host.is_local for host in spec.placed())):
             _check_interface(interface)
         if launcher == "mpirun":
-            _check_hosts(spec.placed(), granted, remote_shell or "ssh", wait_s)
+            check_hosts(spec.placed(), granted, remote_shell or "ssh", wait_s)
         if not spec.is_remote:
             _check_program(program, environment.get("PATH"))
             if output:
@@ -232,7 +232,7 @@ def _check_interface(text: str) -> None:
             )
 
 
-def _check_hosts(
+def check_hosts(
     hosts: Sequence[Host], granted: Allocation | None, shell: str, wait_s: float
 ) -> None:
     """Raise ``BackendError`` if hosts do not answer; granted hosts are not checked."""

