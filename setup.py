@@ -1,10 +1,12 @@
 """Builds the C++ extensions.
 
-``wfbp._native`` is required. ``wfbp._jax_ffi`` is built if JAX, whose headers it needs, is
-installed already (``pip install --no-build-isolation``); otherwise its source comes with the
-package and is compiled at first use. The description on a package index is README.md, whose links
-to files become links to the repository, or mere text as long as that has no address. Everything
-else about the package is in ``pyproject.toml``.
+``wfbp._native`` is required. ``wfbp._jax_ffi`` is built if jaxlib, whose headers it needs, can be
+imported (in isolated builds it is a build requirement). The module serves that version of jaxlib
+only; for others its source comes with the package and is compiled at first use.
+
+The description on a package index is README.md, whose links to files become links to the
+repository, or mere text as long as that has no address. Everything else about the package is in
+``pyproject.toml``.
 """
 
 from __future__ import annotations
@@ -78,12 +80,12 @@ class BuildWithSources(build_py):
 
 
 def jax_extension() -> list[Extension]:
-    """The handlers for JAX, where it is installed."""
+    """The handlers for JAX, if jaxlib is installed."""
     try:
-        import jax.ffi
         import jaxlib
     except ImportError:
         return []
+    headers = Path(jaxlib.__file__).parent / "include"
     return [
         Extension(
             JAX,
@@ -93,7 +95,7 @@ def jax_extension() -> list[Extension]:
             optional=True,
             extra_compile_args=[
                 *("-std=c++17", "-O2", "-fvisibility=hidden"),
-                *("-isystem", jax.ffi.include_dir()),  # whose warnings are not ours
+                *("-isystem", str(headers)),  # whose warnings are not ours
             ],
         )
     ]

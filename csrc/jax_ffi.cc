@@ -1,15 +1,15 @@
 // Gradients leave a running XLA program through these two handlers.
 //
-// `announce` runs on whichever XLA thread made a gradient. It takes no Python lock, because Python
-// may be busy for milliseconds and XLA computes on: it leaves a note and, where a group is complete
-// that may go, wakes a Python thread (`wfbp-announce`), which tells the engine. `wait` runs once
-// all gradients exist. It takes the GIL and has Python close the step and fill the outputs. XLA keeps work
-// in a queue behind whatever a thread of its pool runs, and the pool is small: where programs have
-// several exchanges, whose order may differ between ranks, each rank could hold up what another waits
-// for. There waits take threads of their own.
+// `announce` runs on the XLA thread that made a gradient. It takes no Python lock, because Python
+// may be busy for milliseconds while XLA computes: it leaves a note. If a group that may be sent is
+// complete, it wakes a Python thread (`wfbp-announce`), which passes the notes to the reducer.
+// `wait` runs once all gradients exist. It takes the GIL, and Python closes the step and fills the
+// outputs. XLA's thread pool is small, and each thread has a queue: if programs have several
+// exchanges, whose order may differ between ranks, a blocked thread could delay work that another
+// rank waits for. Waits then use separate threads.
 //
-// On CUDA both run when XLA enqueues. `announce` records an event behind the gradient, on XLA's
-// stream; `wait` returns once that stream has been made to wait for all that fills the outputs.
+// On CUDA both run when XLA enqueues. `announce` records an event after the gradient, on XLA's
+// stream; `wait` returns once that stream waits for everything that fills the outputs.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -57,7 +57,7 @@ Waiters& waiters() {
   return *only;
 }
 
-std::atomic<bool> apart{false};  // whether waits take threads of their own
+std::atomic<bool> apart{false};  // whether waits use separate threads
 
 // Called as waiter(exchange, inputs, outputs, place); guarded by the GIL.
 PyObject* waiter = nullptr;
@@ -271,7 +271,7 @@ PyMethodDef methods[] = {
     {"listen", listen, METH_NOARGS, "Wait for a complete group; False once closed."},
     {"take", take, METH_NOARGS, "All notes that wait: (exchange, index, address, place, age) each."},
     {"close", close_mailbox, METH_NOARGS, "End listen(); every later wait fails."},
-    {"wait_apart", wait_apart, METH_NOARGS, "From now on waits take threads of their own."},
+    {"wait_apart", wait_apart, METH_NOARGS, "From now on waits use separate threads."},
     {"stock", stock, METH_VARARGS, "stock(record, handles): events to record by that function."},
     {"copy", copy, METH_VARARGS, "copy(to, from, nbytes): copy memory, by lists of integers."},
     {nullptr, nullptr, 0, nullptr}};

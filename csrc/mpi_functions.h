@@ -1,7 +1,7 @@
 // The functions of an MPI library that is loaded already, called by their addresses.
 //
 // MPI's ABI differs from library to library: handles are ints (MPICH) or pointers (Open MPI), and
-// the error of a status lies in another place. Both are told; no header of MPI is needed.
+// a status keeps its error at another offset. The caller passes both; no header of MPI is needed.
 #pragma once
 
 #include <algorithm>
@@ -46,7 +46,7 @@ template <class Handle>
 class MpiFunctions {
  public:
   explicit MpiFunctions(const MpiAddresses& addresses)
-      : told_(addresses),
+      : addresses_(addresses),
         byte_(handle_of<Handle>(addresses.byte)),
         isend_(reinterpret_cast<Isend>(addresses.isend)),
         irecv_(reinterpret_cast<Irecv>(addresses.irecv)),
@@ -64,15 +64,15 @@ class MpiFunctions {
     return request;
   }
 
-  // How many requests are complete; `indices` says which. Throws what the library found wrong.
+  // The number of complete requests, listed in `indices`. Throws the library's error.
   int test(std::vector<Handle>& requests, std::vector<int>& indices) {
     const std::size_t size = requests.size();
     indices.resize(size);
-    statuses_.assign(size * told_.status_bytes, 0);
+    statuses_.assign(size * addresses_.status_bytes, 0);
     int found = 0;
     const int code = testsome_(static_cast<int>(size), requests.data(), &found, indices.data(),
                                statuses_.data());
-    if (code != told_.success) check(first_error(code, found));
+    if (code != addresses_.success) check(first_error(code, found));
     if (found < 0 || found > static_cast<int>(size)) {
       // MPI_UNDEFINED: none is active, though all were started and none was seen to end.
       throw std::runtime_error("MPI no longer knows " + std::to_string(size) +
@@ -86,22 +86,22 @@ class MpiFunctions {
   using Irecv = int (*)(void*, int, Handle, int, int, Handle, Handle*);
   using Testsome = int (*)(int, Handle*, int*, int*, void*);
 
-  // What the first status that tells of an error says, or else what the call said.
+  // The first error among the statuses, or else the call's.
   int first_error(int code, int found) const {
-    const auto told = std::min(statuses_.size(), found * told_.status_bytes);
-    for (std::size_t at = 0; found > 0 && at < told; at += told_.status_bytes) {
-      int error = told_.success;
-      std::memcpy(&error, statuses_.data() + at + told_.error_at, sizeof error);
-      if (error != told_.success) return error;
+    const auto end = std::min(statuses_.size(), found * addresses_.status_bytes);
+    for (std::size_t at = 0; found > 0 && at < end; at += addresses_.status_bytes) {
+      int error = addresses_.success;
+      std::memcpy(&error, statuses_.data() + at + addresses_.error_at, sizeof error);
+      if (error != addresses_.success) return error;
     }
     return code;
   }
 
   void check(int code) const {
-    if (code != told_.success) throw MpiError(code);
+    if (code != addresses_.success) throw MpiError(code);
   }
 
-  MpiAddresses told_;
+  MpiAddresses addresses_;
   Handle byte_;
   Isend isend_;
   Irecv irecv_;

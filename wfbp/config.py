@@ -42,7 +42,6 @@ class Config:
         record_steps: first and last step of the timeline; as a variable ``100-120``.
         exchange_alone: whether a single rank's PyTorch optimizers exchange gradients with itself,
             to show the cost.
-        nvtx: whether to mark work on GPUs with NVTX ranges for profilers.
 
     Example:
         >>> Config.from_environment({"WFBP_SCHEDULE": "oasr"}).schedule
@@ -67,7 +66,6 @@ class Config:
     record: str = ""
     record_steps: tuple[int, int] = (0, 999)
     exchange_alone: bool = False
-    nvtx: bool = False
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():

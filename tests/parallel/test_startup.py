@@ -66,9 +66,9 @@ wfbp.init({})
         (
             "mpich",
             "",
-            {"WFBP_TIMEOUT_S": "soon", "WFBP_NVTX": "x"},
+            {"WFBP_TIMEOUT_S": "soon", "WFBP_EXCHANGE_ALONE": "x"},
             "ValueError: WFBP_TIMEOUT_S='soon': expected a number; correct or unset it; "
-            "WFBP_NVTX='x': expected 1 or 0; correct or unset it",
+            "WFBP_EXCHANGE_ALONE='x': expected 1 or 0; correct or unset it",
         ),
         (
             "openmpi",

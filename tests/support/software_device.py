@@ -99,7 +99,6 @@ class SoftwareDevice(Device):
         self._consumer = consumer
         self._lock = threading.Lock()
         self.calls: Counter[str] = Counter()
-        self.annotations: list[str] = []
         self.name = "the software device"
         self.identity = f"software {id(self)}"
         self.library: Any = None
@@ -213,11 +212,6 @@ class SoftwareDevice(Device):
     def use(self) -> None:
         self.calls["use"] += 1
 
-    @contextmanager
-    def _annotation(self, name: str) -> Iterator[None]:
-        self.annotations.append(name)
-        yield
-
     # What tests and the fake library call.
 
     @contextmanager
@@ -326,8 +320,7 @@ class SoftwareTable:
             self._device._dawdle()
             table.pack()
 
-        with self._device.annotate("wfbp pack"):
-            self._device.enqueue(self._stream, run)
+        self._device.enqueue(self._stream, run)
 
     def unpack(self) -> None:
         self._device.calls["unpack"] += 1
@@ -344,8 +337,7 @@ class SoftwareTable:
             self._device._dawdle()
             table.unpack()
 
-        with self._device.annotate("wfbp unpack"):
-            self._device.enqueue(self._unpack_stream, run)
+        self._device.enqueue(self._unpack_stream, run)
 
     def _table(self) -> Any:
         """The table with the addresses of now."""

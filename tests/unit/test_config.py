@@ -65,12 +65,12 @@ def test_what_cannot_be_read_names_the_variable(variable: str, text: str, told: 
 
 
 def test_all_that_cannot_be_read_is_told_with_the_remedy() -> None:
-    variables = {"WFBP_TIMEOUT_S": "soon", "WFBP_NVTX": "x", "WFBP_TRIAL_STEPS": "7"}
+    variables = {"WFBP_TIMEOUT_S": "soon", "WFBP_EXCHANGE_ALONE": "x", "WFBP_TRIAL_STEPS": "7"}
     config, unreadable = read_environment(variables)
     assert config == Config(trial_steps=7)
     assert unreadable == (
         "WFBP_TIMEOUT_S='soon': expected a number; correct or unset it; "
-        "WFBP_NVTX='x': expected 1 or 0; correct or unset it"
+        "WFBP_EXCHANGE_ALONE='x': expected 1 or 0; correct or unset it"
     )
     assert read_environment({}) == (Config(), "")
 

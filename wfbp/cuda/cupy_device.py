@@ -273,15 +273,6 @@ class CupyDevice(Device):
             self._cupy.get_default_memory_pool().free_all_blocks()
             self._cupy.get_default_pinned_memory_pool().free_all_blocks()
 
-    @contextmanager
-    def _annotation(self, name: str) -> Iterator[None]:
-        nvtx = self._cupy.cuda.nvtx
-        nvtx.RangePush(name)
-        try:
-            yield
-        finally:
-            nvtx.RangePop()
-
     def _where(self, stream: int) -> AbstractContextManager[None]:
         """Within it, the stream's handle refers to this device."""
         return self.active() if stream <= _LAST_OF_CURRENT else nullcontext()
@@ -310,11 +301,11 @@ class CudaTable:
         self.pointers = table.pointers
 
     def pack(self) -> None:
-        with self._device.active(), self._device.annotate("wfbp pack"):
+        with self._device.active():
             self._table.pack()
 
     def unpack(self) -> None:
-        with self._device.active(), self._device.annotate("wfbp unpack"):
+        with self._device.active():
             self._table.unpack()
 
 

@@ -16,6 +16,19 @@ Example:
 
 from __future__ import annotations
 
+import sys
+
+try:
+    import jax  # noqa: F401
+except ImportError as _error:
+    # Compared as a tuple: a type checker would skip the rest of the file for Python 3.10.
+    _old = tuple(sys.version_info[:2]) < (3, 11)
+    _reason = "JAX 0.10 needs Python 3.11 or newer" if _old else "pip install 'wfbp[jax]'"
+    raise ImportError(
+        f"wfbp.jax needs JAX, which cannot be imported ({_error}): {_reason}. This is Python "
+        f"{sys.version.split()[0]}; wfbp, wfbp.torch and wfbp.horovod work without JAX"
+    ) from _error
+
 from wfbp.core.types import Op
 from wfbp.jax.collectives import allgather, allreduce, alltoall, broadcast, reducescatter
 from wfbp.jax.device import set_local_device

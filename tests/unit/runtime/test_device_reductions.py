@@ -536,36 +536,6 @@ def test_times_come_from_the_device() -> None:
         assert all(seconds > 4e-3 for seconds in backward[:1])
 
 
-@pytest.mark.parametrize("schedule", ["layerwise", "independent"])
-@pytest.mark.parametrize("nccl", [True, False], ids=["nccl", "staged"])
-def test_a_profiler_sees_what_is_enqueued(nccl: bool, schedule: str) -> None:
-    devices = Devices(2, nccl, most_s=0.0)
-
-    def body(runtime: Runtime) -> set[str]:
-        device = devices.of[runtime.rank]
-        trainer = DeviceTrainer(
-            runtime, device, make_specs([9, 9]), schedule=schedule, decouples=True
-        )
-        for number in range(12):
-            trainer.zero()
-            for k in (1, 0):
-                trainer.accumulate(k, 1.0)
-            trainer.update(trainer.synchronize([1.0, 1.0], f"step {number}", whole=False))
-        trainer.finish()
-        return set(device.annotations)
-
-    (unasked, _) = all_well(run_ranks(2, body))
-    assert unasked == set()
-    devices = Devices(2, nccl, most_s=0.0)
-    (seen, _) = all_well(run_ranks(2, body, Config(nvtx=True)))
-    gathers = schedule == "independent"
-    moves = {"reduce-scatter", "all-gather"} if gathers else {"all-reduce"}
-    moves = moves if nccl else {"to host", "from host"}
-    # What is all-reduced is used where it lies.
-    packs = {"pack", "unpack"} if gathers else {"pack"}
-    assert seen >= {f"wfbp {what}" for what in moves | packs}
-
-
 def test_staging_is_said_once_per_host(caplog: pytest.LogCaptureFixture) -> None:
     devices = Devices(2, nccl=False, most_s=0.0)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,6 @@ import numpy.typing as npt
 
 from wfbp.comm.backend import Buffer
 from wfbp.comm.memory import SlotTable
-
-_UNSEEN = nullcontext()
 
 Event = Any
 """A place in a stream."""
@@ -116,14 +113,3 @@ class Device(ABC):
     @abstractmethod
     def trim(self) -> None:
         """Free cached memory; may wait for the device."""
-
-    annotates = False
-    """Whether profilers are shown names, which costs some microseconds per group."""
-
-    def annotate(self, name: str) -> AbstractContextManager[object]:
-        """Name what is enqueued within it in the profiler's timeline, if :attr:`annotates`."""
-        return self._annotation(name) if self.annotates else _UNSEEN
-
-    @abstractmethod
-    def _annotation(self, name: str) -> AbstractContextManager[object]:
-        """Name what is enqueued within it in the profiler's timeline."""

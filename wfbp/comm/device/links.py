@@ -51,7 +51,7 @@ class DeviceLinks:
 
     def connect_lane(self, number: int, device: Device, host: HostBackend) -> DeviceBackend:
         """Connect the devices of a lane's ranks; collective."""
-        device.annotates, device.where = self._config.nvtx, self._where
+        device.where = self._where
         timeout_s = self._config.timeout_s
         backend = connect(device, host, timeout_s, self._check)
         if isinstance(backend, NcclBackend):

@@ -100,8 +100,7 @@ class NcclBackend(DeviceBackend):
             return self._through_host().all_reduce(data, dtype, op)
         address = self.device.address(data)
         count = data.nbytes // item_bytes(dtype)
-        with self.device.annotate("wfbp all-reduce"):
-            self._comm.allReduce(address, address, count, DTYPES[dtype], OPS[op], self.stream)
+        self._comm.allReduce(address, address, count, DTYPES[dtype], OPS[op], self.stream)
         return _NcclWork(self, data.nbytes, data)
 
     def _reduce_scatter(self, data: Buffer, blocks: Blocks, dtype: str, op: Op) -> DeviceWork:
@@ -109,30 +108,27 @@ class NcclBackend(DeviceBackend):
             return self._through_host()._reduce_scatter(data, blocks, dtype, op)
         address = self.device.address(data)
         types = DTYPES[dtype], OPS[op]
-        with self.device.annotate("wfbp reduce-scatter"):
-            if blocks.are_equal:
-                own = address + blocks.starts[self.rank]
-                count = blocks.counts[self.rank] // item_bytes(dtype)
-                self._comm.reduceScatter(address, own, count, *types, self.stream)
-            else:
-                count = blocks.total // item_bytes(dtype)
-                self._comm.allReduce(address, address, count, *types, self.stream)
+        if blocks.are_equal:
+            own = address + blocks.starts[self.rank]
+            count = blocks.counts[self.rank] // item_bytes(dtype)
+            self._comm.reduceScatter(address, own, count, *types, self.stream)
+        else:
+            count = blocks.total // item_bytes(dtype)
+            self._comm.allReduce(address, address, count, *types, self.stream)
         return _NcclWork(self, blocks.total, data)
 
     def _broadcast(self, data: Buffer, root: int) -> DeviceWork:
         address = self.device.address(data)
-        with self.device.annotate("wfbp broadcast"):
-            self._comm.broadcast(address, address, data.nbytes, BYTE, root, self.stream)
+        self._comm.broadcast(address, address, data.nbytes, BYTE, root, self.stream)
         return _NcclWork(self, data.nbytes, data)
 
     def _all_gather(self, data: Buffer, blocks: Blocks) -> DeviceWork:
         address = self.device.address(data)
-        with self.device.annotate("wfbp all-gather"):
-            if blocks.are_equal:
-                own = address + blocks.starts[self.rank]
-                self._comm.allGather(own, address, blocks.counts[self.rank], BYTE, self.stream)
-            else:
-                self._broadcast_all(address, blocks)
+        if blocks.are_equal:
+            own = address + blocks.starts[self.rank]
+            self._comm.allGather(own, address, blocks.counts[self.rank], BYTE, self.stream)
+        else:
+            self._broadcast_all(address, blocks)
         return _NcclWork(self, blocks.total, data)
 
     def _broadcast_all(self, address: int, blocks: Blocks) -> None:

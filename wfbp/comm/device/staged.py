@@ -177,9 +177,8 @@ class StagedBackend(DeviceBackend):
             while self._waiting and (pinned := self._take_pinned()) is not None:
                 piece = self._waiting.popleft()
                 piece.pinned = pinned
-                with self.device.annotate("wfbp to host"):
-                    for place, part in piece.copies(piece.out):
-                        self.device.copy(place, part, self.stream)
+                for place, part in piece.copies(piece.out):
+                    self.device.copy(place, part, self.stream)
                 piece.copied = self.device.record(self.stream)
                 self._moving.append(piece)
             self._begin_travels()
@@ -191,9 +190,8 @@ class StagedBackend(DeviceBackend):
         while self._moving and (travel := self._moving[0].travel) is not None and travel.test():
             piece = self._moving.popleft()
             assert piece.pinned is not None
-            with self.device.annotate("wfbp from host"):
-                for place, part in piece.copies(piece.back):
-                    self.device.copy(part, place, self.stream)
+            for place, part in piece.copies(piece.back):
+                self.device.copy(part, place, self.stream)
             self._free.append(piece.pinned)
             piece.work.missing -= 1
             if not piece.work.missing:

@@ -4,7 +4,8 @@ add in rank order and define half precision, integer averages and NaN as ``backe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
@@ -24,6 +25,7 @@ from wfbp.comm.backend import (
     fill_blocks,
     split,
     typed,
+    word_dtype,
 )
 from wfbp.comm.mpi.shm_allreduce import SharedAllReduce
 from wfbp.comm.mpi.shm_memory import SharedMemory
@@ -34,6 +36,7 @@ from wfbp.comm.mpi.transfers import (
     Chunking,
     ChunkTask,
     LibraryTask,
+    MpiWork,
     ProgressGroup,
     Task,
     chunks,
@@ -101,34 +104,6 @@ class Topology:
         scatters = one_host or fullest <= 2 or size & (size - 1) != 0
         shared, alone = one_host and direct and size > 1, fullest == 1 and size > 1
         return cls(local_rank, local_size, chunking, direct, scatters, shared, alone)
-
-    def algorithm(
-        self, operation: Operation, nbytes: int, in_shared_memory: bool, dtype: str, op: Op
-    ) -> Algorithm:
-        """The collective's algorithm; the library's reduce-scatter is part of an all-reduce.
-
-        | collective | shared memory | direct exchange | library |
-        |---|---|---|---|
-        | all-reduce | large, of a buffer there | large between few ranks; undefined in MPI | else |
-        | reduce-scatter | | most hosts; undefined in MPI | else |
-        | all-gather | | between few ranks | else |
-        """
-        # MPI's own reductions cannot be trusted with these.
-        undefined = (
-            dtype in HALF
-            or (dtype in INTEGER and op is Op.AVERAGE)
-            or (dtype not in INTEGER and op in (Op.MIN, Op.MAX))
-        )
-        if operation is Operation.ALL_GATHER:
-            direct = self.direct
-        elif operation is Operation.REDUCE_SCATTER:
-            direct = self.scatters_directly or undefined
-        else:
-            large = nbytes > self.chunking.small_bytes
-            if large and in_shared_memory:
-                return Algorithm.SHARED_MEMORY
-            direct = (large and self.direct) or undefined
-        return Algorithm.DIRECT if direct else Algorithm.LIBRARY
 
 
 class MpiBackend(HostBackend):
@@ -225,26 +200,20 @@ class MpiBackend(HostBackend):
         if algorithm is Algorithm.SHARED_MEMORY:
             assert self._shared is not None
             return self._channel.submit(data.nbytes, self._shared.tasks(data, segments, dtype, op))
-        tasks: list[Task] = []
-        bounds = chunks(data.size, data.itemsize, self._topology.chunking.chunk_bytes)
         if algorithm is Algorithm.DIRECT:
-            arrays = _with_segments(
-                data,
-                [
-                    (part.start // data.itemsize, typed(part.data, dtype, writeable=False))
-                    for part in segments
-                ],
-            )
-            for start, stop in bounds:
-                cut = [(start + a, start + b) for a, b in split(stop - start, self.size)]
-                shards = [_between(arrays, a, b) for a, b in cut]
-                results = [[data[a:b]] for a, b in cut]
-                nbytes = (stop - start) * data.itemsize
-                tasks.append(ChunkTask(self._channel, nbytes, shards, results, dtype, op))
-        else:
-            fill(buffer, segments)
-            for start, stop in bounds:
-                tasks.append(self._library_reduce(data[start:stop], dtype, op))
+            parts = [
+                (part.start // data.itemsize, typed(part.data, dtype, writeable=False))
+                for part in segments
+            ]
+            arrays, shares = _with_segments(data, parts), split(data.size, self.size)
+            sources = [_between(arrays, start, stop) for start, stop in shares]
+            results = [[data[start:stop]] for start, stop in shares]
+            return self._exchange(data.nbytes, sources, results, dtype, op)
+        fill(buffer, segments)
+        tasks = [
+            self._library_reduce(data[start:stop], dtype, op)
+            for start, stop in chunks(data.size, data.itemsize, self._topology.chunking.chunk_bytes)
+        ]
         return self._channel.submit(data.nbytes, tasks)
 
     def reduce_scatter(
@@ -264,17 +233,8 @@ class MpiBackend(HostBackend):
         if algorithm is Algorithm.LIBRARY:
             return self.all_reduce(buffer, dtype, op)
         sources = _per_block(parts, segments, dtype, writeable=False)
-        own, item = parts[self.rank], parts[self.rank].itemsize
-        tasks = []
-        for bounds in self._cut([part.size for part in parts], item):
-            shards = [
-                _between(source, a, b) for source, (a, b) in zip(sources, bounds, strict=True)
-            ]
-            start, stop = bounds[self.rank]
-            results = [[own[start:stop]]] * self.size
-            nbytes = sum(b - a for a, b in bounds) * item
-            tasks.append(ChunkTask(self._channel, nbytes, shards, results, dtype, op, False))
-        return self._channel.submit(buffer.nbytes, tasks)
+        results = [[part] for part in parts]
+        return self._exchange(buffer.nbytes, sources, results, dtype, op, gathers=False)
 
     def all_gather(
         self, buffer: Buffer, counts: Sequence[int], segments: Sequence[Segment] = ()
@@ -282,16 +242,9 @@ class MpiBackend(HostBackend):
         parts = blocks(self.size, buffer, counts, "uint8")
         if self.size == 1 or buffer.nbytes == 0:
             return Finished(None)
-        tasks: list[Task] = []
         if self._choose(Operation.ALL_GATHER, buffer) is Algorithm.DIRECT:
-            sources = _per_block(parts, segments, "uint8")
-            for bounds in self._cut([sum(array.size for array in part) for part in sources], 1):
-                pieces = [
-                    _between(source, a, b) for source, (a, b) in zip(sources, bounds, strict=True)
-                ]
-                nbytes = sum(b - a for a, b in bounds)
-                tasks.append(ChunkTask(self._channel, nbytes, None, pieces))
-            return self._channel.submit(buffer.nbytes, tasks)
+            return self._exchange(buffer.nbytes, None, _per_block(parts, segments, "uint8"))
+        tasks: list[Task] = []
         starts, end = _starts(counts), 0
         for segment in (*segments, None):
             # The part of the buffer up to the segment, then the segment in its own memory.
@@ -350,7 +303,8 @@ class MpiBackend(HostBackend):
         return MpiBackend(self._comm, _original=self)
 
     def subset(self, ranks: Sequence[int]) -> MpiBackend | None:
-        with self.translating(f"no communicator could be made of ranks {list(ranks)}"):
+        what = f"no communicator could be made of ranks {list(ranks)}"
+        with translating(self._mpi, self._who, what):
             color = 0 if self.rank in ranks else self._mpi.UNDEFINED
             comm = self._comm.Split(color, self.rank)
         if comm == self._mpi.COMM_NULL:
@@ -360,29 +314,21 @@ class MpiBackend(HostBackend):
         return made
 
     def mailbox(self) -> Mailbox:
-        with self.translating("no mailbox could be made"):
-            return _MpiMailbox(_PointToPoint(self._mpi, self._own(self._comm)), self)
+        with translating(self._mpi, self._who, "no mailbox could be made"):
+            return _PointToPoint(self._mpi, self._own(self._comm))
 
     def send_notice(self, payload: bytes) -> None:
-        with self.translating("a notice could not be sent"):
-            for peer in self._channel.peers:
-                self._notices.send(bytes(payload), peer)
+        for peer in self._channel.peers:
+            self._notices.send(peer, payload)
 
     def poll_notices(self) -> list[tuple[int, bytes]]:
-        with self.translating("notices could not be read"):
-            return self._notices.poll()
+        return self._notices.receive()
 
     def send(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
-        with self.translating("a message could not be sent"):
-            return _Message(self, self._notices.start(buffer, peer, tag, receives=False))
+        return self._notices.start(buffer, peer, tag, receives=False)
 
     def receive(self, buffer: Buffer, peer: int, tag: int) -> Work[None]:
-        with self.translating("a message could not be received"):
-            return _Message(self, self._notices.start(buffer, peer, tag, receives=True))
-
-    def translating(self, what: str) -> _Translating:
-        """Within it MPI's errors become this package's."""
-        return _Translating(self._mpi.Exception, f"{self._who}: {what}")
+        return self._notices.start(buffer, peer, tag, receives=True)
 
     def give_up(self) -> None:
         self._group.give_up()
@@ -402,16 +348,61 @@ class MpiBackend(HostBackend):
         if self._is_original:
             self.give_up()
         self._channel.leave()
-        with self.translating("closing failed"):
-            if self._is_original:
-                self._notices.close()
+        if self._is_original:
+            self._notices.close()
+        with translating(self._mpi, self._who, "closing failed"):
             self._comm.Free()
 
     def _choose(
         self, operation: Operation, buffer: Buffer, dtype: str = "uint8", op: Op = Op.SUM
     ) -> Algorithm:
-        shared = self._shared is not None and self._shared.memory.holds(buffer)
-        return self._topology.algorithm(operation, buffer.nbytes, shared, dtype, op)
+        """The collective's algorithm; the library's reduce-scatter is part of an all-reduce.
+
+        | collective | shared memory | direct exchange | library |
+        |---|---|---|---|
+        | all-reduce | large, of a buffer there | large between few ranks; undefined in MPI | else |
+        | reduce-scatter | | most hosts; undefined in MPI | else |
+        | all-gather | | between few ranks | else |
+        """
+        topology = self._topology
+        # MPI's own reductions cannot be trusted with these.
+        undefined = (
+            dtype in HALF
+            or (dtype in INTEGER and op is Op.AVERAGE)
+            or (dtype not in INTEGER and op in (Op.MIN, Op.MAX))
+        )
+        if operation is Operation.ALL_GATHER:
+            direct = topology.direct
+        elif operation is Operation.REDUCE_SCATTER:
+            direct = topology.scatters_directly or undefined
+        else:
+            large = buffer.nbytes > topology.chunking.small_bytes
+            if large and self._shared is not None and self._shared.memory.holds(buffer):
+                return Algorithm.SHARED_MEMORY
+            direct = (large and topology.direct) or undefined
+        return Algorithm.DIRECT if direct else Algorithm.LIBRARY
+
+    def _exchange(
+        self,
+        nbytes: int,
+        sources: Sequence[Sequence[Buffer]] | None,
+        results: Sequence[Sequence[Buffer]],
+        dtype: str = "uint8",
+        op: Op = Op.SUM,
+        gathers: bool = True,
+    ) -> MpiWork[None]:
+        """Combine the ``sources`` of each rank's block, if any, into its ``results``; every rank
+        gets all results if ``gathers``. Blocks are lists of consecutive arrays."""
+        given = results if sources is None else sources
+        sizes = [sum(array.size for array in block) for block in given]
+        item = word_dtype(dtype).itemsize
+        tasks = []
+        for bounds in self._cut(sizes, item):
+            shards = None if sources is None else _pieces(sources, bounds)
+            chunk_bytes = sum(stop - start for start, stop in bounds) * item
+            pieces = _pieces(results, bounds)
+            tasks.append(ChunkTask(self._channel, chunk_bytes, shards, pieces, dtype, op, gathers))
+        return self._channel.submit(nbytes, tasks)
 
     def _cut(self, sizes: Sequence[int], item_bytes: int) -> list[tuple[tuple[int, int], ...]]:
         """Chunks that have a piece of every rank's part, so that all ranks work all the time."""
@@ -452,106 +443,86 @@ class MpiBackend(HostBackend):
         return comm
 
 
-class _PointToPoint:
-    """Notices and messages of any size between ranks, on a separate communicator."""
+@contextmanager
+def translating(mpi: ModuleType, who: str, what: str) -> Iterator[None]:
+    """Within it MPI's errors become this package's."""
+    try:
+        yield
+    except mpi.Exception as error:
+        raise BackendError(f"{who}: {what}: {error}") from error
+
+
+class _PointToPoint(Mailbox):
+    """Notices and messages of any size between ranks, on a separate communicator; those to this
+    rank stay local."""
 
     def __init__(self, mpi: ModuleType, comm: MPI.Comm) -> None:
         self._mpi = mpi
         self._comm = comm
+        self._who = f"rank {comm.rank} of {comm.size}"
         self._status = mpi.Status()
-        self.pending: list[tuple[MPI.Request, object]] = []
-        """Requests that had not ended at the last poll, and their memory."""
+        self._own: list[tuple[int, bytes]] = []
+        self._pending: list[tuple[MPI.Request, object]] = []
+        """Requests that had not ended at the last look, and their memory."""
 
-    def send(self, payload: bytes, peer: int) -> None:
-        """Send a notice to one rank."""
-        request = self._comm.Isend([payload, self._mpi.BYTE], peer, NOTICE_TAG)
-        if not request.Test():
-            self.pending.append((request, payload))
+    @property
+    def sending(self) -> bool:
+        return bool(self._pending)
 
-    def start(self, buffer: Buffer, peer: int, tag: int, receives: bool) -> MPI.Request:
+    def send(self, rank: int, payload: bytes) -> None:
+        data = bytes(payload)
+        if rank == self._comm.rank:
+            self._own.append((rank, data))
+            return
+        with translating(self._mpi, self._who, "a message could not be sent"):
+            request = self._comm.Isend([data, self._mpi.BYTE], rank, NOTICE_TAG)
+            if not request.Test():
+                self._pending.append((request, data))
+
+    def start(self, buffer: Buffer, peer: int, tag: int, receives: bool) -> _Message:
         """Start to send or receive a message; notices use another tag."""
         begin = self._comm.Irecv if receives else self._comm.Isend
-        request = begin([buffer, self._mpi.BYTE], peer, _FIRST_TAG + tag)
-        self.pending.append((request, buffer))
-        return request
+        what = f"a message could not be {'received' if receives else 'sent'}"
+        with translating(self._mpi, self._who, what):
+            request = begin([buffer, self._mpi.BYTE], peer, _FIRST_TAG + tag)
+        self._pending.append((request, buffer))
+        return _Message(self._mpi, self._who, request)
 
-    def poll(self) -> list[tuple[int, bytes]]:
-        """Notices that have arrived since the last call, with the sender's rank."""
-        if self.pending:
-            self.pending = [item for item in self.pending if not item[0].Test()]
-        arrived = []
+    def receive(self) -> list[tuple[int, bytes]]:
         status = self._status
-        while (message := self._comm.Improbe(self._mpi.ANY_SOURCE, NOTICE_TAG, status)) is not None:
-            content = bytearray(status.Get_count(self._mpi.BYTE))
-            message.Recv([content, self._mpi.BYTE])
-            arrived.append((status.Get_source(), bytes(content)))
-        return arrived
+        own, self._own = self._own, []
+        arrived = []
+        with translating(self._mpi, self._who, "messages could not be read"):
+            if self._pending:
+                self._pending = [item for item in self._pending if not item[0].Test()]
+            while (
+                message := self._comm.Improbe(self._mpi.ANY_SOURCE, NOTICE_TAG, status)
+            ) is not None:
+                content = bytearray(status.Get_count(self._mpi.BYTE))
+                message.Recv([content, self._mpi.BYTE])
+                arrived.append((status.Get_source(), bytes(content)))
+        return arrived + own  # what had arrived before this rank's came first
 
     def close(self) -> None:
         """Free the communicator; messages under way continue."""
-        _unsent.extend(item for item in self.pending if not item[0].Test())
-        self._comm.Free()
-
-
-class _Translating:
-    """Raises MPI's errors as ``BackendError``. (A generator would take longer than MPI's call.)"""
-
-    __slots__ = ("_kind", "_what")
-
-    def __init__(self, kind: type[Exception], what: str) -> None:
-        self._kind = kind
-        self._what = what
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if isinstance(error, self._kind):
-            raise BackendError(f"{self._what}: {error}") from error
+        with translating(self._mpi, self._who, "closing failed"):
+            _unsent.extend(item for item in self._pending if not item[0].Test())
+            self._comm.Free()
 
 
 class _Message(Work[None]):
     """A message between two ranks, whose memory :class:`_PointToPoint` keeps."""
 
-    def __init__(self, backend: MpiBackend, request: MPI.Request) -> None:
-        self._backend = backend
-        self._request = request
+    def __init__(self, mpi: ModuleType, who: str, request: MPI.Request) -> None:
+        self._mpi, self._who, self._request = mpi, who, request
 
     def test(self) -> bool:
-        with self._backend.translating("a message between two ranks failed"):
+        with translating(self._mpi, self._who, "a message between two ranks failed"):
             return bool(self._request.Test())
 
     @property
     def result(self) -> None:
         return None
-
-
-class _MpiMailbox(Mailbox):
-    """Messages between ranks; those to this rank stay local."""
-
-    def __init__(self, channel: _PointToPoint, backend: MpiBackend) -> None:
-        self._channel = channel
-        self._backend = backend
-        self._own: list[tuple[int, bytes]] = []
-
-    @property
-    def sending(self) -> bool:
-        return bool(self._channel.pending)
-
-    def send(self, rank: int, payload: bytes) -> None:
-        if rank == self._backend.rank:
-            self._own.append((rank, bytes(payload)))
-            return
-        with self._backend.translating("a message could not be sent"):
-            self._channel.send(bytes(payload), rank)
-
-    def receive(self) -> list[tuple[int, bytes]]:
-        own, self._own = self._own, []
-        with self._backend.translating("messages could not be read"):
-            return self._channel.poll() + own  # what had arrived before this rank's came first
-
-    def close(self) -> None:
-        with self._backend.translating("a mailbox could not be closed"):
-            self._channel.close()
 
 
 def _communicator(mpi: ModuleType, ranks: Sequence[int]) -> MPI.Comm:
@@ -582,6 +553,13 @@ def _per_block(
         for own, data in zip(elsewhere, own_parts, strict=True):
             own.append((segment.start // data.itemsize, data))
     return [_with_segments(part, own) for part, own in zip(parts, elsewhere, strict=True)]
+
+
+def _pieces(
+    blocks: Sequence[Sequence[Buffer]], bounds: Sequence[tuple[int, int]]
+) -> list[list[Buffer]]:
+    """The part of each rank's block within its bounds."""
+    return [_between(block, *bound) for block, bound in zip(blocks, bounds, strict=True)]
 
 
 def _between(arrays: Sequence[Buffer], start: int, stop: int) -> list[Buffer]:

@@ -164,9 +164,9 @@ class SharedReduceTask(Task):
     def _check_read(self) -> None:
         """Raise ``BackendError`` if a rank gave up before this rank had read its memory."""
         # Checked after the last read: a rank marks its memory as invalid before it changes it.
-        gone = [peer for peer in self._flags.peers if self._memory.withdrawn(peer)]
-        if gone:
-            names = " and ".join(f"rank {peer}" for peer in sorted(gone))
+        withdrawn = [peer for peer in self._flags.peers if self._memory.withdrawn(peer)]
+        if withdrawn:
+            names = " and ".join(f"rank {peer}" for peer in sorted(withdrawn))
             raise BackendError(
                 f"{names} gave up before this rank had read what it needed from there, and says "
                 "why. If that was for having waited too long: this rank was held up, or "

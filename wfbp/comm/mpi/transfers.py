@@ -273,6 +273,7 @@ class Channel:
             self.group.num_polled += task.transfer is None
 
 
+@dataclass(eq=False)
 class ChunkTask(Task):
     """Direct exchange of one chunk: reduce-scatter, all-gather, or one after the other.
 
@@ -282,33 +283,22 @@ class ChunkTask(Task):
     pieces per rank, cut at the same places on every rank; without ``shards`` nothing is reduced.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        nbytes: int,
-        shards: Sequence[Sequence[Buffer]] | None,
-        results: Sequence[Sequence[Buffer]],
-        dtype: str = "uint8",
-        op: Op = Op.SUM,
-        gathers: bool = True,
-    ) -> None:
-        self.nbytes = nbytes
-        self._channel = channel
-        self._shards = shards
-        self._results = results
-        self._dtype = dtype
-        self._op = op
-        self._gathers = gathers
-        self._tag = channel.next_tag()
+    channel: Channel
+    nbytes: int
+    shards: Sequence[Sequence[Buffer]] | None
+    results: Sequence[Sequence[Buffer]]
+    dtype: str = "uint8"
+    op: Op = Op.SUM
+    gathers: bool = True
 
     def start(self) -> None:
-        channel, results = self._channel, self._results
+        channel, results = self.channel, self.results
         own_result = results[channel.rank]
         messages: list[Message] = []
         # Per piece of this rank's shard: what each rank contributes, and where the result goes.
         pieces: list[tuple[list[Buffer], Buffer]] = []
-        if self._shards is not None:
-            own = self._shards[channel.rank]
+        if self.shards is not None:
+            own = self.shards[channel.rank]
             start = 0
             for piece in own:
                 place = own_result[0][start : start + piece.size]
@@ -322,27 +312,27 @@ class ChunkTask(Task):
                     start += piece.nbytes
                     contributions[peer] = arriving
                     messages.append((arriving, peer, True))
-                messages += [(piece, peer, False) for piece in self._shards[peer]]
+                messages += [(piece, peer, False) for piece in self.shards[peer]]
         gathered: list[Message] = []
-        if self._gathers:
+        if self.gathers:
             for peer in channel.peers:
                 gathered += [(piece, peer, True) for piece in results[peer] if piece.size]
                 gathered += [(piece, peer, False) for piece in own_result if piece.size]
-        if self._shards is None:
+        if self.shards is None:
             messages, gathered = gathered, []
         self.transfer = channel.group.transfers.begin(
             channel.handle,
-            self._tag,
+            channel.next_tag(),  # in the order of starts, which is the same on every rank
             messages,
-            self._dtype,
-            *reduction(self._op, channel.size),
+            self.dtype,
+            *reduction(self.op, channel.size),
             pieces,
             gathered,
         )
 
     def _take_scratch(self, nbytes: int) -> Buffer:
         """Memory for arriving shards, reused by later tasks."""
-        free = self._channel.free_scratch
+        free = self.channel.free_scratch
         for index, block in enumerate(free):
             if block.nbytes >= nbytes:
                 self.scratch = free.pop(index)
@@ -352,33 +342,26 @@ class ChunkTask(Task):
         return self.scratch
 
 
+@dataclass(eq=False)
 class LibraryTask(Task):
     """One non-blocking MPI collective, after which ``averaged`` is divided by the size."""
 
-    def __init__(
-        self,
-        channel: Channel,
-        nbytes: int,
-        begin: Callable[[], MPI.Request],
-        averaged: Buffer | None = None,
-        dtype: str = "uint8",
-    ) -> None:
-        self.nbytes = nbytes
-        self._channel = channel
-        self._begin = begin
-        self._averaged = averaged
-        self._dtype = dtype
+    channel: Channel
+    nbytes: int
+    begin: Callable[[], MPI.Request]
+    averaged: Buffer | None = None
+    dtype: str = "uint8"
 
     def start(self) -> None:
         # The request keeps the memory; its handle becomes invalid when the transfer is done.
-        self._request = self._begin()
-        transfers, data = self._channel.group.transfers, self._averaged
-        handle = self._channel.mpi._handleof(self._request)
+        self._request = self.begin()
+        transfers, data = self.channel.group.transfers, self.averaged
+        handle = self.channel.mpi._handleof(self._request)
         if data is None:
             self.transfer = transfers.adopt(handle)
         else:
             self.transfer = transfers.adopt(
-                handle, self._dtype, "sum", float(self._channel.size), [([data], data)]
+                handle, self.dtype, "sum", float(self.channel.size), [([data], data)]
             )
 
 
