@@ -39,11 +39,6 @@ def test_chunks_fit(numel: int, item_bytes: int, chunk_bytes: int) -> None:
     assert ranges[-1][1] == numel
 
 
-def test_a_window_needs_room() -> None:
-    with pytest.raises(ValueError, match="window"):
-        Chunking(window_tasks=0)
-
-
 @given(
     st.sampled_from(sorted(ITEM_BYTES)),
     st.sampled_from(ELEMENTWISE_OPS),

@@ -63,6 +63,7 @@ class LaunchOrder:
     def _launch(self, number: int, start: Callable[[], DeviceWork], nbytes: int) -> DeviceWork:
         """Start a lane's next collective when its turn has come."""
         lane = self._lanes[number]
+        # One lane's collectives are launched in the same order on all ranks anyway.
         if self._mailbox is None:
             lane.num_launched += 1
             return start()
@@ -101,6 +102,7 @@ class LaunchOrder:
     def _due(self) -> list[int]:
         """Remove and return the turns whose collectives are ready."""
         due: list[int] = []
+        # A turn whose collective is not ready here holds up all later ones: that is the order.
         left = [len(lane.waiting) for lane in self._lanes]
         while self._turns and left[self._turns[0]]:
             left[self._turns[0]] -= 1

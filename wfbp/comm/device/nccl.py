@@ -193,6 +193,7 @@ class _NcclWork(DeviceWork):
         self._backend = backend
         self._memory = memory  # kept alive
         self.nbytes = nbytes
+        # Polled instead of synchronized: the host must not block while it holds the progress lock.
         self._event: Event = backend.device.record(backend.stream)
 
     def issued(self) -> bool:

@@ -165,6 +165,7 @@ class StagedBackend(DeviceBackend):
 
     def progress(self) -> None:
         """Advance all messages, here and on duplicates; ``BackendError`` once anything failed."""
+        # Of duplicates too: another rank may wait for one of theirs before it goes on with ours.
         for member in self._family:
             member._move_on()
         self.check()
@@ -196,6 +197,7 @@ class StagedBackend(DeviceBackend):
             piece.work.missing -= 1
             if not piece.work.missing:
                 piece.work.conclude()
+        # Later ones only make progress: they end in order, since copies back are enqueued in order.
         for piece in list(self._moving)[1:]:
             if piece.travel is not None:
                 piece.travel.test()

@@ -121,7 +121,6 @@ class MpiBackend(HostBackend):
         shared_memory: bool = True,
         check_launcher: bool = True,
         _original: MpiBackend | None = None,
-        _same_ranks: bool = True,
     ) -> None:
         self._mpi = mpi = load(start_timeout_s)
         chosen = _communicator(mpi, comm) if isinstance(comm, Sequence) else comm
@@ -140,7 +139,7 @@ class MpiBackend(HostBackend):
                 )
             else:
                 self._notices = _original._notices
-                if _same_ranks:
+                if self._comm.size == _original.size:
                     self._topology, self._memory = _original._topology, _original._memory
                 else:  # ranks of a subset do not find their way in the memory of all
                     self._topology, self._memory = Topology.find(mpi, self._comm, None), None
@@ -309,7 +308,7 @@ class MpiBackend(HostBackend):
             comm = self._comm.Split(color, self.rank)
         if comm == self._mpi.COMM_NULL:
             return None
-        made = MpiBackend(comm, _original=self, _same_ranks=False)
+        made = MpiBackend(comm, _original=self)
         comm.Free()
         return made
 
@@ -348,7 +347,7 @@ class MpiBackend(HostBackend):
         if self._is_original:
             self.give_up()
         self._channel.leave()
-        if self._is_original:
+        if self._is_original:  # duplicates use the same communicator for notices
             self._notices.close()
         with translating(self._mpi, self._who, "closing failed"):
             self._comm.Free()
@@ -438,6 +437,7 @@ class MpiBackend(HostBackend):
         return tasks
 
     def _own(self, parent: MPI.Comm) -> MPI.Comm:
+        # A duplicate: neither tags nor collectives can meet those of the program.
         comm = parent.Dup()
         comm.Set_errhandler(self._mpi.ERRORS_RETURN)
         return comm
@@ -475,6 +475,7 @@ class _PointToPoint(Mailbox):
             self._own.append((rank, data))
             return
         with translating(self._mpi, self._who, "a message could not be sent"):
+            # Kept until it is complete: MPI may read the bytes until then.
             request = self._comm.Isend([data, self._mpi.BYTE], rank, NOTICE_TAG)
             if not request.Test():
                 self._pending.append((request, data))
@@ -495,6 +496,7 @@ class _PointToPoint(Mailbox):
         with translating(self._mpi, self._who, "messages could not be read"):
             if self._pending:
                 self._pending = [item for item in self._pending if not item[0].Test()]
+            # Matched at once: no other thread can take the message between probe and receive.
             while (
                 message := self._comm.Improbe(self._mpi.ANY_SOURCE, NOTICE_TAG, status)
             ) is not None:

@@ -134,7 +134,7 @@ class SharedReduceTask(Task):
                 return False
             shards = [self._shard(rank, self._rank) for rank in range(len(self._shards))]
             combine(shards, shards[self._rank], self._dtype, self._op)
-            self._enter(REDUCED)
+            self._enter(REDUCED)  # before the copies: the other ranks can take the shard meanwhile
             self._deliver(self._rank)
             self._missing = list(flags.peers)
         if self._phase == REDUCED:
@@ -145,7 +145,7 @@ class SharedReduceTask(Task):
             if self._missing:
                 return False
             self._check_read()
-            self._enter(TAKEN)
+            self._enter(TAKEN)  # from now on the other ranks may overwrite their memory
             self._parts = ()
         return all(flags.reached(peer, number, TAKEN) for peer in flags.peers)
 

@@ -305,6 +305,7 @@ class SharedMemory:
         """Zeroed bytes that the other ranks can read; ``MemoryError`` if exhausted."""
         length = max(1, -(-nbytes // PAGE_BYTES)) * PAGE_BYTES
         with self._lock:
+            # Finalizers only append: the garbage collector may run one while this lock is held.
             while self._freed:
                 self._free_list.give(*self._freed.popleft())
             start = self._free_list.take(length)

@@ -55,12 +55,6 @@ class Chunking:
     # Up to this many ranks each exchanges with every other directly.
     direct_ranks: int = 16
 
-    def __post_init__(self) -> None:
-        if not 64 <= self.chunk_bytes <= 1 << 30 or self.window_tasks < 1:
-            raise ValueError(
-                f"chunks of 64 bytes to 1 GiB (MPI counts to 2 GiB), a window of at least 1: {self}"
-            )
-
 
 def chunks(numel: int, item_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
     """Start and end of the chunks of a message, in elements; one empty chunk for none."""
@@ -103,6 +97,7 @@ class ProgressGroup:
 
     def advance(self) -> None:
         """Advance all tasks without blocking; stores an error in ``failure``."""
+        # Stored: every incomplete work raises it, whichever is tested first.
         if self.failure is not None:
             return
         transfers = self.transfers
@@ -214,6 +209,7 @@ class Channel:
 
     def next_tag(self) -> int:
         """An unused tag (the one after it is unused too); the same on every rank."""
+        # Wrapping around is safe: a task this old is over on every rank before this one starts.
         self._sequence += 1
         return 2 * (self._sequence % NUM_TAGS)
 
@@ -242,7 +238,7 @@ class Channel:
         if not done:
             return
         self.group.moves += 1
-        for task in done:
+        for task in done:  # after all were tested: a new task may reuse what these release
             self.active.remove(task)
             self.group.num_polled -= task.transfer is None
             self._active_bytes -= task.nbytes
@@ -266,6 +262,7 @@ class Channel:
                 and len(self.active) < window.window_tasks
             )
         ):
+            # Strictly in order, even if a later task would fit: MPI matches collectives by order.
             task = self.queue.popleft()
             self.active.append(task)
             self._active_bytes += task.nbytes
@@ -374,7 +371,7 @@ class BytesTask(Task):
         self._channel = channel
         self._tag = channel.next_tag()
         self._parts: list[bytes | bytearray] = [b""] * channel.size
-        self._parts[channel.rank] = payload
+        self._parts[channel.rank] = payload  # MPI reads it until all sends are complete
         self._missing = channel.peers
         self._pending: list[MPI.Request] = []
 
