@@ -148,7 +148,7 @@ def test_comm(mpirun: Mpirun) -> None:
             ("--contestants", "gloo"),
             "ddp-best, horovod, wfbp-auto, wfbp-SCHEDULE or ddp-MIB",
         ),
-        ((), "one rank has nobody to talk to; start it as: mpirun -np N wfbp bench"),
+        ((), "a benchmark needs at least two ranks; start it as: mpirun -np N wfbp bench"),
     ],
 )
 def test_what_is_unknown_is_told(mpirun: Mpirun, words: tuple[str, ...], told: str) -> None:

@@ -109,7 +109,7 @@ def _need_ranks() -> None:
 
     if ranks.count() == 1:
         raise click.UsageError(
-            "one rank has nobody to talk to; start it as: mpirun -np N wfbp bench ...",
+            "a benchmark needs at least two ranks; start it as: mpirun -np N wfbp bench ...",
             click.get_current_context(),
         )
 

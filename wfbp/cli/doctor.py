@@ -175,7 +175,7 @@ def _mpi() -> Findings:
             yield (
                 PROBLEM,
                 f"mpirun on the PATH ({on_path}) is of {make.value if make else 'another make'}, "
-                f"and mpi4py uses {mpi.vendor.value}: each rank would be a job of its own",
+                f"and mpi4py uses {mpi.vendor.value}: each rank would be a separate job",
                 remedy,
             )
 
@@ -186,7 +186,7 @@ def _last_words(output: str, most: int = 1) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     told = " / ".join([line for line in lines if not line.startswith(advice)][-most:])
     told = told.replace("YOUR APPLICATION TERMINATED WITH THE EXIT STRING: ", "")
-    return told or "it said nothing"
+    return told or "no output"
 
 
 def _run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -216,7 +216,7 @@ def _cores() -> Findings:
     yield OK, f"{usable} of {os.cpu_count()} cores are usable here", ""
     quota, period = CGROUP_CPU.read_text().split() if CGROUP_CPU.exists() else ("max", "1")
     if quota != "max" and (share := float(quota) / float(period)) < usable - 0.01:
-        text = f"the container may use {share:.1f} of these cores: ranks are stopped in mid-step"
+        text = f"the container may use {share:.1f} of these cores: ranks take turns"
         yield PROBLEM, text, "raise the container's limit, or start fewer ranks and threads"
     busy = os.getloadavg()[0]
     if busy > max(1.0, usable / 2):
@@ -228,21 +228,21 @@ def _cores() -> Findings:
     if ranks > usable:
         yield (
             PROBLEM,
-            f"{ranks} ranks are granted here, and {usable} cores: ranks are stopped in mid-step",
+            f"{ranks} ranks are granted here, and {usable} cores: ranks take turns",
             "ask for a core per rank (Slurm: --cpus-per-task), or start fewer: wfbprun -n N",
         )
     if threads is None:
         yield (
             NOTE,
             "OMP_NUM_THREADS is not set: under plain mpirun each rank computes on all cores",
-            "start by wfbprun, which shares cores out, or set it to cores / ranks",
+            "start with wfbprun, which divides the cores, or set it to cores / ranks",
         )
     elif threads.isdecimal() and int(threads) * ranks > usable:
         each = f"{ranks} ranks of {threads} threads" if ranks > 1 else f"{threads} threads per rank"
         yield (
             PROBLEM,
             f"OMP_NUM_THREADS={threads}: {each} on {usable} cores: threads wait for each other",
-            "unset it and start by wfbprun, which shares cores out, or set it to cores / ranks",
+            "unset it and start with wfbprun, which divides the cores, or set it to cores / ranks",
         )
     else:
         yield OK, f"OMP_NUM_THREADS={threads}", ""
@@ -280,7 +280,7 @@ def _network() -> Findings:
         text = f"{len(up)} interfaces have addresses; MPI or NCCL may choose a wrong one"
         yield NOTE, text, f"if ranks hang at the start: wfbprun --interface {up[0]} ..."
     if not up:
-        yield NOTE, "no interface but the loopback has an address: this host alone", ""
+        yield NOTE, "only the loopback interface has an address: jobs cannot span hosts", ""
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None)
@@ -300,7 +300,7 @@ def _address(interface: str) -> str | None:
 def _gpu() -> Findings:
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        yield OK, "no NVIDIA GPU (nvidia-smi is not installed): gradients stay on hosts", ""
+        yield OK, "no NVIDIA GPU (nvidia-smi is not installed): gradients are in host memory", ""
         return
     rows = _output(tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     for index, row in enumerate(csv.reader(rows.splitlines(), skipinitialspace=True)):
@@ -321,7 +321,7 @@ def _gpu_packages(installed: set[str]) -> Findings:
         remedy = 'pip install "wfbp[cuda12]" or "wfbp[cuda13]", by the version of the driver'
         yield PROBLEM, "CuPy is not installed: wfbp does not use the GPU", remedy
     elif not nccl:
-        text = "no NCCL is installed: gradients on GPUs travel through the host"
+        text = "no NCCL is installed: gradients on GPUs are sent through host memory"
         yield PROBLEM, text, "pip install nvidia-nccl-cu12 or nvidia-nccl-cu13"
 
 

@@ -31,7 +31,7 @@ def model_arguments(function: F) -> F:
     """Add the argument TRACE, and the options --cost and --optimizer."""
     for decorate in (
         click.option(
-            "--optimizer", metavar="NAME", help="Which one of a run that has several of them."
+            "--optimizer", metavar="NAME", help="Name of the optimizer, if the run has several."
         ),
         click.option(
             "--cost",
@@ -65,7 +65,7 @@ class FiniteRange(click.FloatRange):
     ) -> float:
         number = float(super().convert(value, param, ctx))
         if not math.isfinite(number):
-            self.fail(f"{value} is no finite number", param, ctx)
+            self.fail(f"{value} is not a finite number", param, ctx)
         return number
 
 
@@ -96,7 +96,7 @@ def load(trace: str, cost: str | None, factor: float = 1.0, optimizer: str | Non
     else:
         context = click.get_current_context(silent=True)
         if optimizer is not None:
-            raise click.UsageError("--optimizer goes with the directory of a run", context)
+            raise click.UsageError("--optimizer needs the directory of a run", context)
         if cost is None:
             text = (
                 "Missing option '--cost'. Only the directory of a run has costs of its own; give a "
@@ -144,7 +144,8 @@ def _recorded(folder: str, optimizer: str | None) -> tuple[Run, Trace, Costs]:
     runs = {run.name: run for run in load_runs(folder)}
     if optimizer is None and len(runs) > 1:
         raise ValueError(
-            f"{folder}: the run has several optimizers; choose by --optimizer: {', '.join(runs)}"
+            f"{folder}: the run has several optimizers; choose one with --optimizer: "
+            f"{', '.join(runs)}"
         )
     name = optimizer or next(iter(runs))
     if name not in runs:

@@ -32,7 +32,7 @@ def _size(ctx: click.Context, param: click.Parameter, text: str) -> int:
         nbytes = 0
     if nbytes < LEAST_BYTES:
         raise click.BadParameter(
-            f"{text!r} is no size of at least {LEAST_BYTES} bytes, as 64K or 100M"
+            f"{text!r} is not a size of at least {LEAST_BYTES} bytes, such as 64K or 100M"
         )
     return nbytes
 
@@ -53,21 +53,21 @@ class Curve(NamedTuple):
     metavar="SIZE",
     default="64M",
     show_default=True,
-    help="Largest message; best the model's bytes.",
+    help="Largest message; ideally the size of the model's gradients.",
 )
 @click.option(
     "--seconds",
     type=FiniteRange(min=0.0, max=3600.0),
     default=6.0,
     show_default=True,
-    help="Time to spend, about.",
+    help="Approximate time to spend.",
 )
 @click.option(
     "--output",
     metavar="FILE",
     default="cost.json",
     show_default=True,
-    help="Where the costs go, format wfbp-cost/1.",
+    help="File for the costs, in the format wfbp-cost/1.",
 )
 @click.option("--plot", metavar="FILE.html", help="Also write an interactive plot.")
 @json_option
@@ -87,7 +87,7 @@ def command(max_bytes: int, seconds: float, output: str, plot: str | None, as_js
     backend = MpiBackend(shared_memory=config.shared_memory, check_launcher=config.check_launcher)
     if backend.size == 1:
         raise click.UsageError(
-            "one rank has nobody to talk to; start it as: mpirun -np N wfbp probe"
+            "a measurement needs at least two ranks; start it as: mpirun -np N wfbp probe"
         )
     _on_rank_0(backend, lambda: _check_writeable(output, plot))
     try:

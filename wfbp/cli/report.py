@@ -41,7 +41,7 @@ _NOT_YET = {
 
 @click.command("report", short_help="Show a recorded run as one page that works offline.")
 @click.argument("run_dir", metavar="RUN_DIR")
-@click.option("--output", metavar="FILE", help=f"Where the page goes  [default: RUN_DIR/{PAGE}].")
+@click.option("--output", metavar="FILE", help=f"File for the page  [default: RUN_DIR/{PAGE}].")
 def command(run_dir: str, output: str | None) -> None:
     """Show a recorded run as one HTML page that works offline.
 

@@ -52,9 +52,11 @@ CHECK_S = 10
     "--bind/--no-bind",
     default=True,
     show_default=True,
-    help="Give each rank cores of its own, where there are enough.",
+    help="Give each rank its own cores, if there are enough.",
 )
-@click.option("--gpu", is_flag=True, help="Show each rank one GPU only, that of its local rank.")
+@click.option(
+    "--gpu", is_flag=True, help="Show each rank only the GPU with its local rank's number."
+)
 @click.option("--interface", metavar="NAME", help="Network interface for MPI, NCCL and gloo.")
 @click.option(
     "-x",
@@ -62,29 +64,36 @@ CHECK_S = 10
     "variables",
     metavar="NAME[=VALUE]",
     multiple=True,
-    help="Set or forward a variable; those of wfbp, Python, CUDA, NCCL, ... go along anyway.",
+    help="Set or forward a variable; those of wfbp, Python, CUDA, NCCL, ... are forwarded anyway.",
 )
 @click.option(
     "--launcher",
     type=click.Choice(["mpirun", "srun"]),
     default="mpirun",
     show_default=True,
-    help="Who starts the ranks: MPI's own program, or Slurm.",
+    help="Program that starts the ranks: MPI's own, or Slurm's.",
 )
-@click.option("--mpirun", metavar="PATH", help="This mpirun, instead of the one that is found.")
-@click.option("--ssh", "remote_shell", metavar="PROGRAM", help="Reaches other hosts, if not ssh.")
-@click.option("--check/--no-check", default=True, help="See first that every host answers.")
+@click.option(
+    "--mpirun", metavar="PATH", help="Path of mpirun; by default the one that belongs to mpi4py."
+)
+@click.option(
+    "--ssh",
+    "remote_shell",
+    metavar="PROGRAM",
+    help="Program that reaches other hosts; by default ssh.",
+)
+@click.option("--check/--no-check", default=True, help="First check that every host answers.")
 @click.option(
     "--wait",
     "wait_s",
     type=FiniteRange(min=0.0),
     default=0.0,
     metavar="SECONDS",
-    help="Give hosts so long to answer, where they are just starting.",
+    help="Wait so many seconds for hosts that are still starting.",
 )
 @click.option("--mpi-option", "options", multiple=True, metavar="TEXT", help="Passed on to mpirun.")
 @click.option("-m", "--module", is_flag=True, help="PROGRAM is a module: python -m PROGRAM.")
-@click.option("--dry-run", is_flag=True, help="Print the command, and do not start it.")
+@click.option("--dry-run", is_flag=True, help="Print the command without running it.")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(
     num_ranks: int | None,
@@ -122,7 +131,7 @@ def command(
     where = named or (granted.hosts if granted else ())
     if num_ranks is None:
         if not where:
-            raise click.UsageError("how many ranks? Give -n N (no hosts and no allocation tell)")
+            raise click.UsageError("how many ranks? Give -n N, or name hosts")
         num_ranks = sum(host.slots for host in where)
     if launcher == "srun" and (granted is None or granted.system != "Slurm"):
         raise click.UsageError("--launcher srun needs an allocation of Slurm (salloc, sbatch)")

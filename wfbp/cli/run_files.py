@@ -85,7 +85,7 @@ def load_runs(directory: str) -> list[Run]:
 def _joined(name: str, rows: Sequence[tuple[Path, int, RankRun]]) -> Run:
     """One optimizer's ranks, which must belong to one run."""
     first_path, size, first = rows[0]
-    remedy = "give every run a directory of its own"
+    remedy = "give every run its own directory"
     for path, other_size, run in rows[1:]:
         if other_size != size:
             raise ValueError(
@@ -93,10 +93,10 @@ def _joined(name: str, rows: Sequence[tuple[Path, int, RankRun]]) -> Run:
                 f"{remedy}"
             )
         if run.plan != first.plan:
-            raise ValueError(f"{path}: by another plan than {first_path.name}; {remedy}")
+            raise ValueError(f"{path}: has another plan than {first_path.name}; {remedy}")
     by_rank = {run.rank: run for _, _, run in rows}
     if len(by_rank) < len(rows):
-        raise ValueError(f"{first_path.parent}: a rank of {name!r} is there twice")
+        raise ValueError(f"{first_path.parent}: a rank of {name!r} has two files")
     return Run(name, size, tuple(by_rank[rank] for rank in sorted(by_rank)))
 
 

@@ -63,7 +63,7 @@ def _counts(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int,
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= MOST_WORKERS:
-        raise click.BadParameter(f"{text!r} is no number of workers from 1 to {MOST_WORKERS}")
+        raise click.BadParameter(f"{text!r} is not a number of workers from 1 to {MOST_WORKERS}")
     return int(text)
 
 
@@ -98,7 +98,7 @@ def _count(text: str) -> int:
     help="Number of workers among which COST was measured  [default: those of the run or the "
     "example; else 2].",
 )
-@click.option("--per-link", is_flag=True, help="COST is one hop over one link instead.")
+@click.option("--per-link", is_flag=True, help="COST is the cost of one hop over one link.")
 @click.option(
     "--node-workers",
     type=IntegerRange(min=1, max=MOST_WORKERS),
@@ -138,7 +138,7 @@ def command(
     model, costs = loaded.trace, loaded.costs
     if cost is None and (measured_on is not None or per_link):
         raise click.UsageError(
-            f"the run says itself that its costs are those among {loaded.measured_on} ranks; leave "
+            f"the run's costs were measured among {loaded.measured_on} ranks; leave "
             "--measured-on and --per-link out, or give --cost"
         )
     known = measured_on or loaded.measured_on

@@ -19,9 +19,7 @@ _TIMES = ("iteration", "forward", "backward", "update", "exposed", "communicatio
 @click.argument(
     "places", metavar="FOLDER|FILE...", nargs=-1, required=True, type=click.Path(exists=True)
 )
-@click.option(
-    "--output", metavar="FILE", help=f"Where the merged file goes  [default: FOLDER/{MERGED}]."
-)
+@click.option("--output", metavar="FILE", help=f"Merged file  [default: FOLDER/{MERGED}].")
 @json_option
 def command(places: tuple[str, ...], output: str | None, as_json: bool) -> None:
     """Merge the timelines of all ranks, and summarize their steps.

@@ -3,11 +3,10 @@
     mpirun -np 4 python -m wfbp.horovod train.py --epochs 3
     mpirun -np 4 python -m wfbp.horovod -m package.train
 
-``stand_in()`` puts modules with the functions of :mod:`wfbp.horovod.torch` in the place of
-``horovod.torch``, of its submodules and of ``horovod.common``: for this process and those that
-multiprocessing starts from it, such as workers of a ``DataLoader``. By ``spawn`` and ``forkserver``
-these import the program anew, with the ``sys.path`` of this process, in which ``search_path`` comes
-before other places.
+``stand_in()`` replaces ``horovod.torch``, its submodules and ``horovod.common`` by modules with
+the functions of :mod:`wfbp.horovod.torch`. Processes that multiprocessing starts, such as workers
+of a ``DataLoader``, inherit this: ``spawn`` and ``forkserver`` import the program again with this
+process's ``sys.path``, and ``search_path`` is the first folder after the program's own.
 
 A program whose imports may change says ``import wfbp.horovod.torch as hvd`` instead.
 """
@@ -55,7 +54,7 @@ def stand_in() -> None:
 
 
 def _contents() -> dict[str, Mapping[str, Any]]:
-    """What each module has; parents before their submodules."""
+    """The contents of each module; parents come before their submodules."""
     surface = import_module("wfbp.horovod.torch")
     elastic = import_module("wfbp.horovod.torch.elastic")
     compression = import_module("wfbp.torch.compression")
@@ -114,10 +113,10 @@ class _OptimizerClass(metaclass=_InstanceOfBase):
 
 
 def _util() -> dict[str, Callable[..., Any]]:
-    """What programs and optimizers that were made from Horovod's sources import."""
+    """Functions that programs copied from Horovod's sources import."""
 
     def check_extension(*_: object) -> None:
-        """Nothing here is built for one version of PyTorch."""
+        """No check: wfbp has no build for one version of PyTorch."""
 
     def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
         return ext_base_name == "torch"

@@ -73,7 +73,7 @@ INSTEAD = {
     "num_rank_is_power_2": "op=Adasum checks the number of ranks itself",
     "split_list": "use itertools.batched, or slices",
 }
-"""Whatever module of Horovod's has them."""
+"""By name alone, for all of Horovod's modules."""
 
 
 def refuse(module: str, name: str) -> NoReturn:

@@ -130,7 +130,7 @@ def test_by_default_from_4_to_2048(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--workers", "0"), ("--workers", "'0' is no number of workers")),
+        (("--workers", "0"), ("--workers", "'0' is not a number of workers")),
         (("--workers", "-4"), ("--workers", "'-4'")),
         (("--workers", "4,,8"), ("--workers", "''")),
         (("--workers", "four"), ("--workers", "'four'")),

@@ -1,1 +1,1 @@
-"""A folder for ``sys.path`` in which lies a module ``horovod`` and nothing else."""
+"""A folder for ``sys.path`` with the module ``horovod`` and nothing else."""

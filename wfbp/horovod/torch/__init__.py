@@ -100,7 +100,7 @@ def gloo_built(verbose: bool = False) -> bool:
 
 
 def nccl_built(verbose: bool = False) -> int:
-    """Version of NCCL by which Adasum averages within a host: 0, because it does not.
+    """0, because Adasum does not average within a host by NCCL.
 
     Horovod's programs scale learning rates for Adasum by this. Operations use NCCL all the same.
     """

@@ -157,7 +157,7 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
         self._wfbp_num_steps = max(steps)
 
     def synchronize(self) -> None:
-        """Nothing: there is no communication before :meth:`step`."""
+        """Do nothing; communication is in :meth:`step`."""
 
     def skip_synchronize(self) -> NoReturn:
         """Raise ``RuntimeError``: :meth:`step` itself makes the updates that are combined."""

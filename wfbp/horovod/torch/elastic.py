@@ -1,7 +1,7 @@
-"""Training that goes on from its last commit when an operation fails, under Horovod's names.
+"""Training that resumes from its last commit after a failed operation, under Horovod's names.
 
-The set of ranks is fixed: a rank that dies ends the job. What :func:`run` survives are errors that
-leave the runtime usable, such as operations that did not match on all ranks.
+The set of ranks is fixed: a rank that dies ends the job. A function under :func:`run` survives
+errors that leave the runtime usable, such as operations that did not match on all ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """Shares a dataset out among ranks, and counts which samples of an epoch were processed.
+    """Divides a dataset among ranks, and counts which samples of an epoch were processed.
 
     Args:
         dataset: anything that has a length.
@@ -70,18 +70,18 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self._own += batch_size
 
     def state_dict(self) -> dict[str, Any]:
-        """What :meth:`load_state_dict` takes."""
+        """The state for :meth:`load_state_dict`."""
         return {"epoch": self.epoch, "processed_num": self.processed_num, "own_num": self._own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a :meth:`state_dict`."""
+        """Resume from a :meth:`state_dict`."""
         self.epoch = state_dict["epoch"]
         self._own = state_dict.get("own_num", 0)
         self._common = state_dict["processed_num"] - self._own
         self.reset()
 
     def merge(self) -> None:
-        """Count what all ranks have processed, and share out the rest anew; collective."""
+        """Count the samples of all ranks, and divide the rest again; collective."""
         by_rank = allgather_object((self.epoch, self._common, self._own), "elastic sampler")
         self.epoch, self._common, _ = by_rank[0]
         self._common += sum(own for _, _, own in by_rank)
@@ -89,7 +89,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def reset(self) -> None:
-        """Share out what is left of the epoch among the ranks."""
+        """Divide the rest of the epoch among the ranks."""
         indices = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(indices)
@@ -143,10 +143,10 @@ class TorchState:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """What it was made with."""
+            """A value given to the constructor."""
 
         def __setattr__(self, name: str, value: Any) -> None:
-            """What it was made with."""
+            """A value given to the constructor."""
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
         """Have functions called when training begins again after an error."""
@@ -162,7 +162,7 @@ class TorchState:
         self.save()
 
     def check_host_updates(self) -> None:
-        """Nothing: the set of ranks is fixed."""
+        """Do nothing, because the set of ranks is fixed."""
 
     def save(self) -> None:
         """Keep all values on this rank."""
@@ -172,7 +172,7 @@ class TorchState:
         }
 
     def restore(self) -> None:
-        """Go back to what was last saved."""
+        """Restore the last saved values."""
         for name, value in self._values():
             saved = copy.deepcopy(self._saved[name])
             if _has_state(value):
@@ -213,10 +213,10 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
 
 
 def run(func: F) -> F:
-    """Let a function go on from the last commit when an operation fails on all ranks.
+    """Let a function resume from the last commit if an operation fails on all ranks.
 
     Args:
-        func: takes a :class:`TorchState` first, and goes on from it each time it is called.
+        func: takes a :class:`TorchState` first, and resumes from it in each call.
 
     Returns:
         A function that synchronizes the state, then calls ``func``. It raises an error that has
