@@ -302,7 +302,8 @@ class OptimizerSync:
         self._layouts = [tensors.Layout.of(p) for p in params]
         self._guard = GradientGuard(name, self._names, params[0].device.type == "cpu")
         self._forward = ForwardProfiler(reducer, params)
-        self._held: Reduced | None = None
+        self.held: Reduced | None = None
+        """Reduced gradients, if ``p.grad`` does not show them all."""
         self._compared = False
         self._is_clipped = False
         # Where gradients are gathered in 16 bits, they are scaled after that: see clip_grad_norm_.
@@ -312,7 +313,7 @@ class OptimizerSync:
         sharding = None
         if sharded and reducer.may_decouple:
             sharding = StateSharding(runtime, specs, params, optimizer, reducer.exchange)
-        self._update = Update(reducer, optimizer, step, params, sharding, name)
+        self.update = Update(reducer, optimizer, step, params, sharding, name)
         for param in params:
             _owners[id(param)] = self
         self._hooks: dict[int, Any] = {}
@@ -337,12 +338,7 @@ class OptimizerSync:
     @property
     def shares_state(self) -> bool:
         """Whether this rank has shards of the optimizer's state."""
-        return bool(self._update.sharding)
-
-    @property
-    def holds_shards(self) -> bool:
-        """Whether gradients were reduced that ``p.grad`` does not show."""
-        return self._held is not None
+        return bool(self.update.sharding)
 
     # Gradients, from backward to the close of the step.
 
@@ -554,10 +550,10 @@ class OptimizerSync:
         ``wanted``: the program is about to look at all of them.
         """
         if self._reducer.decoupled:
-            self._update.pending.wait_all()
+            self.update.pending.wait_all()
         reduced = self._close(whole=False, wanted=wanted)
         shards = any(slot is not None and not slot.whole for slot in reduced)
-        self._held = reduced if shards else None
+        self.held = reduced if shards else None
         self._is_clipped, self._shard_factor = False, None
 
     def synchronize(self, place: int = 0) -> bool:
@@ -565,8 +561,8 @@ class OptimizerSync:
 
         ``place``: see :attr:`Reducer.place`. Returns whether any rank had a gradient.
         """
-        self._update.flush()
-        if self._held is None:
+        self.update.flush()
+        if self.held is None:
             self._reducer.place = place
             try:
                 whole = self._close(whole=True)
@@ -575,15 +571,15 @@ class OptimizerSync:
         else:
             self.check_no_new_gradients()
             self._check_clipped()
-            whole = self._reducer.gather_gradients(self._held)
+            whole = self._reducer.gather_gradients(self.held)
             self._reducer.flush()
             if self._shard_factor is not None:
-                for slot, held, param in zip(whole, self._held, self._params, strict=True):
+                for slot, held, param in zip(whole, self.held, self._params, strict=True):
                     if slot is not None and held is not None and not held.whole:
                         tensors.shared(slot.data).view(param.dtype).mul_(self._shard_factor)
             self._take(whole)
             self._shard_factor = None
-            self._held = None
+            self.held = None
         return any(slot is not None for slot in whole) or bool(self._reducer.sparse_anywhere)
 
     def check_no_new_gradients(self) -> None:
@@ -600,8 +596,8 @@ class OptimizerSync:
         """Let the optimizer step with the reduced gradients; decoupled parameters travel from here
         on."""
         self._check_clipped()
-        update, reduced, factor = self._update, self._held, self._shard_factor
-        self._held = self._shard_factor = None
+        update, reduced, factor = self.update, self.held, self._shard_factor
+        self.held = self._shard_factor = None
         try:
             return update.apply_whole() if self._alone else update.apply(reduced, factor)
         finally:
@@ -614,23 +610,23 @@ class OptimizerSync:
         """Scale the reduced gradients; see the optimizer's method of that name."""
         self._check_clipped()
         factor = self._shard_factor
-        if factor is None and self._held is not None and self._scales_later:
+        if factor is None and self.held is not None and self._scales_later:
             factor = 1.0
         shards, whole = [], []
-        for param, slot in zip(self._params, self._held or [None] * len(self._params), strict=True):
+        for param, slot in zip(self._params, self.held or [None] * len(self._params), strict=True):
             if slot is not None and not slot.whole:
                 if len(slot.data):
                     shards.append(tensors.shared(slot.data).view(param.dtype))
-            elif param.grad is not None and (self._held is None or slot is not None):
+            elif param.grad is not None and (self.held is None or slot is not None):
                 whole.append(param.grad._values() if param.grad.is_sparse else param.grad)
         norm, self._shard_factor = clip(
             self.runtime, self._reducer.exchange, limit, shards, whole, self._alone, factor
         )
-        if self._held is not None:
+        if self.held is not None:
             # The optimizer uses the shards: that the program changes p.grad would be in vain.
             self._is_clipped = True
             self._guard.clear()
-            for index, slot in enumerate(self._held):
+            for index, slot in enumerate(self.held):
                 grad = self._params[index].grad
                 if slot is not None and not slot.whole and grad is not None:
                     self._guard.watch(index, grad, averaged=True)
@@ -639,11 +635,11 @@ class OptimizerSync:
 
     def _check_clipped(self) -> None:
         """Raise if the program has changed gradients after :meth:`clip_grad_norm_`, in vain."""
-        if self._is_clipped and self._held is not None:
+        if self._is_clipped and self.held is not None:
             guard = self._guard
             for index in guard.check(self._params):
                 guard.refuse(index, "removed")
-            for index, slot in enumerate(self._held):
+            for index, slot in enumerate(self.held):
                 shard = slot is not None and not slot.whole
                 if shard and guard.grads[index] is None and self._params[index].grad is not None:
                     guard.refuse(index, "set")
@@ -652,9 +648,9 @@ class OptimizerSync:
 
     def prepare_whole(self) -> None:
         """For a step with a closure: whole parameters, whole state, whole gradients."""
-        self._update.flush()
-        self._held = self._shard_factor = None
-        self._update.make_whole()
+        self.update.flush()
+        self.held = self._shard_factor = None
+        self.update.make_whole()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -690,7 +686,7 @@ class OptimizerSync:
 
     def discard(self) -> None:
         """Forget gradients that appeared since the last step."""
-        self._held = self._shard_factor = None
+        self.held = self._shard_factor = None
         self._is_clipped = False
         self._guard.clear()
         self._sparse.clear()
@@ -700,38 +696,30 @@ class OptimizerSync:
 
     # State.
 
-    def flush(self) -> None:
-        """Have all parameters up to date."""
-        self._update.flush()
-
     def whole_state(self) -> State | None:
         """The optimizer's state as it would be without other ranks, if it is in shards; any rank
         may ask, alone."""
-        self._update.flush()
-        sharding = self._update.sharding
+        self.update.flush()
+        sharding = self.update.sharding
         return sharding.whole_state() if sharding else None
 
     def take_whole_state(self) -> None:
         """Let the state be whole here; on the other ranks it is about to be replaced by this."""
-        self._update.flush()
-        if (sharding := self._update.sharding) is not None:
+        self.update.flush()
+        if (sharding := self.update.sharding) is not None:
             sharding.take_whole_state()
-            self._update.forget()
+            self.update.forget()
 
     def before_state_is_used(self) -> None:
         """The program looks up state: updates that are due come first."""
-        if self._update.due:
-            self._update.pending.wait_all()
+        if self.update.due:
+            self.update.pending.wait_all()
 
     def before_another_state(self, state: State) -> None:
         """The optimizer is given other state: updates that are due belong to that before."""
-        self._update.flush()
-        if (sharding := self._update.sharding) is not None and not sharding.lies_in(state):
-            self._update.forget()
-
-    def forget_state(self) -> None:
-        """Another state has been loaded, on every rank; nothing was under way."""
-        self._update.forget()
+        self.update.flush()
+        if (sharding := self.update.sharding) is not None and not sharding.lies_in(state):
+            self.update.forget()
 
     # Ranks that have joined, because they have no more data.
 
@@ -742,7 +730,7 @@ class OptimizerSync:
         self._alone = bool(joined)
         if joined:
             self.last_active = next(r for r in range(self.runtime.size) if r not in joined)
-            self._update.make_whole()
+            self.update.make_whole()
 
     def join(self, note_progress: Callable[[], None]) -> None:
         """Take part in all steps of the other ranks, without gradients, until they join, too."""
@@ -753,7 +741,7 @@ class OptimizerSync:
         reducer.joined = True
         try:
             while True:
-                self._update.flush()
+                self.update.flush()
                 reducer.sparse = ()
                 reducer.synchronize(whole=True)
                 if reducer.sparse_anywhere:
@@ -779,8 +767,8 @@ class OptimizerSync:
 
     def hand_over(self, shared: str) -> None:
         """Let the parameters go, up to date, because another object takes over ``shared``."""
-        self._update.flush()
-        self._update.pending.release()
+        self.update.flush()
+        self.update.pending.release()
         self._successor = shared
         _remove(self._hooks, self._reducer, self._forward)
 
@@ -793,7 +781,7 @@ class OptimizerSync:
 
     def leave(self) -> None:
         """Let the parameters go, because the runtime ends; they are up to date."""
-        self._update.pending.release()
+        self.update.pending.release()
         self.leave_buffers()
         _remove(self._hooks, self._reducer, self._forward)
         _in_use.pop(self._key, None)

@@ -328,7 +328,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
             WfbpError: ranks failed, or did not answer in time.
         """
         if self._wfbp_sync is not None:
-            self._wfbp_sync.flush()
+            self._wfbp_sync.update.flush()
 
     @uncompiled
     @contextmanager
@@ -571,10 +571,10 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state into the optimizer. Every rank must load the same state."""
         if self._wfbp_sync is not None:
-            self._wfbp_sync.flush()
+            self._wfbp_sync.update.flush()
         self._wfbp_bare["load_state_dict"](state_dict)
         if self._wfbp_sync is not None:
-            self._wfbp_sync.forget_state()
+            self._wfbp_sync.update.forget()
 
     @_operation
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -592,7 +592,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         """
         sync = self._wfbp_sync
         if sync is not None:
-            sync.flush()  # updates that are due are of the groups before
+            sync.update.flush()  # updates that are due are of the groups before
         count = len(self.param_groups)
         self._wfbp_bare["add_param_group"](param_group)
         if sync is not None:
@@ -662,7 +662,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
                 sync.synchronize()
             else:
                 sync.check_no_new_gradients()
-                if sync.holds_shards:
+                if sync.held is not None:
                     sync.synchronize()
         self._wfbp_sync_state = SyncState.SCALER
 

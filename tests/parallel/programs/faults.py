@@ -173,7 +173,7 @@ def behind_a_decoupled_step(deed: Callable[[], None]) -> None:
             model(torch.ones(1, 3)).sum().backward()
             optimizer.step()
         if step == 4:
-            assert all(o._wfbp_sync._update.pending for o in optimizers)
+            assert all(o._wfbp_sync.update.pending for o in optimizers)
             deed()
 
 

@@ -69,7 +69,7 @@ class Training:
                 self.optimizer.pause_s = PAUSE_S  # others end while it has yet to send its shards
             self.optimizer.step()
             self.optimizer.zero_grad()
-        assert self.optimizer._wfbp_sync._update.pending, self.where
+        assert self.optimizer._wfbp_sync.update.pending, self.where
 
     def check(self, read: Callable[[nn.Module], Any]) -> None:
         """Raise unless the parameters are those of one process."""
@@ -110,7 +110,7 @@ def look(trainings: list[Training]) -> str:
         for training in trainings:
             training.check(lambda model, held=training.held: held)  # behind the barrier's back
             training.check(lambda model: model.parameters())
-            assert not training.optimizer._wfbp_sync._update.pending
+            assert not training.optimizer._wfbp_sync.update.pending
     except Exception:
         return traceback.format_exc()
     return ""

@@ -379,7 +379,7 @@ def changed_right_after_a_step() -> None:
         if entry and (waits := type(model[0].weight) is Pending):
             entry["momentum_buffer"].zero_()
             raises(RuntimeError, "state of a parameter was changed", act=model[0].weight.sum)
-            optimizer._wfbp_sync._update.pending.release()
+            optimizer._wfbp_sync.update.pending.release()
             break
     assert waits or process.current("").config.schedule == "auto"
     MPI.COMM_WORLD.barrier()
