@@ -74,7 +74,7 @@ def forked(param: Any) -> Any:
     """As in a worker of a DataLoader."""
     read, write = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        warnings.simplefilter("ignore")  # JAX and newer Pythons warn of forks beside threads
         child = os.fork()
     if not child:
         os.write(write, bytes(param.detach().numpy().data))
