@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from wfbp.core.types import Op, item_bytes
+from wfbp.core.types import ITEM_BYTES, Op, item_bytes
 from wfbp.native import reduce_shards
 
 T = TypeVar("T")
@@ -258,7 +258,7 @@ class Finished(Work[T]):
 HALF = frozenset({"float16", "bfloat16"})
 """Element types that are accumulated in float32."""
 INTEGER = frozenset({"int32", "int64", "uint8"})
-_WORDS = {name: np.dtype("uint16") for name in HALF}
+_WORDS = {name: np.dtype("uint16" if name in HALF else name) for name in ITEM_BYTES}
 _MAPPED_BYTES = 64 << 10
 """Buffers of at least this size are mapped from the system as separate pages."""
 
@@ -275,7 +275,8 @@ def storage_dtype(dtype: str) -> np.dtype[Any]:
 
 def typed(buffer: Buffer, dtype: str, writeable: bool = True) -> Buffer:
     """View the buffer's bytes as ``word_dtype(dtype)``; ``ValueError`` if it is unsuitable."""
-    size = item_bytes(dtype)
+    if (words := _WORDS.get(dtype)) is None:
+        raise ValueError(f"dtype {dtype!r} cannot be sent; expected one of {', '.join(_WORDS)}")
     if buffer.ndim != 1 or not buffer.flags.c_contiguous:
         raise ValueError(
             "a buffer must be one-dimensional and contiguous; "
@@ -283,9 +284,8 @@ def typed(buffer: Buffer, dtype: str, writeable: bool = True) -> Buffer:
         )
     if writeable and not buffer.flags.writeable:
         raise ValueError("a buffer that receives must be writeable")
-    if buffer.nbytes % size:
+    if buffer.nbytes % words.itemsize:
         raise ValueError(f"a buffer of {buffer.nbytes} bytes holds no whole number of {dtype}")
-    words = word_dtype(dtype)
     return buffer if buffer.dtype == words else buffer.view(words)
 
 
