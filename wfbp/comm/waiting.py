@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from wfbp.comm.backend import Backend, T, Work
@@ -112,7 +113,7 @@ class Waiter:
         crowded = backend.local_size > num_cores()
         if policy is None and backend.progresses_alone:
             policy = Policy(spin_gap_s=CARRIED_SPIN_GAP_S)
-        return cls(policy, activity=lambda: backend.activity, crowded=crowded)
+        return cls(policy, activity=partial(getattr, backend, "activity"), crowded=crowded)
 
     def progressed(self) -> None:
         """Record progress, completion or a start: wait attentively again."""

@@ -393,7 +393,7 @@ class MpiBackend(HostBackend):
         """Combine the ``sources`` of each rank's block, if any, into its ``results``; every rank
         gets all results if ``gathers``. Blocks are lists of consecutive arrays."""
         given = results if sources is None else sources
-        sizes = [sum(array.size for array in block) for block in given]
+        sizes = [sum(map(len, block)) for block in given]
         item = word_dtype(dtype).itemsize
         tasks = []
         for bounds in self._cut(sizes, item):
