@@ -19,7 +19,8 @@ class Config:
     """Settings, each with its environment variable: ``WFBP_`` and the field's name in capitals.
 
     Args:
-        schedule: planner that groups gradients, if the program does not choose one.
+        schedule: planner that groups gradients, if the program does not choose one; ``auto``,
+            ``oasr``, ``hybrid`` and ``single`` are recommended.
         threshold_bytes: group size of the ``threshold`` schedule and of the first steps, and start
             of ``dear``'s search; a variable may have a unit, as in ``25M``.
         zero_copy_min_bytes: tensors of at least this size are not packed; may have a unit.

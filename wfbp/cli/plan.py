@@ -10,7 +10,7 @@ import click
 from wfbp.cli.forecast import Forecast, forecast
 from wfbp.cli.inputs import IntegerRange, Model, best, json_option, load, model_arguments
 from wfbp.cli.tables import Column, milliseconds, print_table, size
-from wfbp.core.planners import PLANNERS, plan
+from wfbp.core.planners import PLANNERS, RECOMMENDED, plan
 
 ALL = "all"
 
@@ -22,7 +22,8 @@ ALL = "all"
     metavar="NAME",
     default=ALL,
     show_default=True,
-    help=f"One of {', '.join(PLANNERS)}; or all, to compare.",
+    help=f"Recommended: {', '.join(n for n in RECOMMENDED if n in PLANNERS)}. For comparison: "
+    f"{', '.join(n for n in PLANNERS if n not in RECOMMENDED)}; or all.",
 )
 @click.option(
     "--threshold-bytes",

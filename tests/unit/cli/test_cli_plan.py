@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.cli_runs import TRACES, answer, assert_refused, cost_file, wfbp, write
+from tests.support.cli_runs import ROOT, TRACES, answer, assert_refused, cost_file, wfbp, write
 from wfbp.core.cost import Costs
-from wfbp.core.planners import PLANNERS, plan
+from wfbp.core.planners import PLANNERS, RECOMMENDED, plan
 from wfbp.core.trace import Trace
 
 RESNET = TRACES / "resnet-50.json"
@@ -293,3 +294,13 @@ def test_the_bad_line_stays_one_line(tmp_path: Path) -> None:
         row["name"] = "two\nlines"
     path = write(tmp_path / "trace.json", trace)
     assert_refused(wfbp("plan", path, "--cost", cost_file(tmp_path)), "names found twice")
+
+
+def test_help_and_the_reference_recommend_the_same_schedules() -> None:
+    _, out, _ = wfbp("plan", "--help")
+    text = " ".join(out.split())
+    page = (ROOT / "docs" / "reference" / "schedules.md").read_text()
+    table = page.split("## Recommended")[1].split("## ")[0]
+    listed = re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
+    assert tuple(listed) == RECOMMENDED
+    assert "Recommended: oasr, hybrid, single. For comparison: layerwise, " in text

@@ -80,6 +80,9 @@ PLANNERS: Mapping[str, PlannerEntry] = MappingProxyType({**_ALL_BUT_HYBRID, "hyb
 AUTO = "auto"
 """The schedule that measures which of the others is fastest."""
 
+RECOMMENDED = (AUTO, "oasr", "hybrid", "single")
+"""Schedules for training; the others exist for comparison and special cases."""
+
 ALL_REDUCE_SCHEDULES = tuple(name for name, entry in PLANNERS.items() if not entry.decouples)
 """Schedules whose plans only all-reduce."""
 
