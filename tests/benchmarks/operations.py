@@ -82,7 +82,7 @@ def _operations(comm: MPI.Intracomm, nbytes: int) -> dict[str, Callable[[], obje
     if find_spec("torch"):
         import torch
 
-        import wfbp.torch as hvd
+        import wfbp.horovod.torch as hvd
 
         tensor = torch.ones(nbytes // 4)
         calls["allreduce_(tensor, name='x')"] = lambda: hvd.allreduce_(tensor, name="x")
