@@ -131,10 +131,10 @@ class Reducer:
         mine = consistency.encode_specs(self.specs, settings)
         consistency.check_specs(self._who, channel.exchange(mine, f"{name}: {what}", what))
         with runtime.collective_lock.hold(channel, f"{name}: making a lane"):
-            backend = runtime.lease(channel)
+            backend, beside = runtime.lease(channel)
             self._memory = memory = runtime.memory(backend, device, channel)
         # Separate, because ranks may end the steps of several reducers in different orders.
-        self._channel = runtime.channel_on(backend)
+        self._channel = runtime.channel_on(beside)
         wire = options.wire_dtype, options.gather_dtype
         self._lane = lane = Lane(backend, memory, options.op, name, *wire)
         self._events, self._thread = lane.events, runtime.thread

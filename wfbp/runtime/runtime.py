@@ -86,7 +86,7 @@ class Runtime:
         self._closed = False
         # Backends made for lanes, in the same order on every rank, and the numbers of idle ones:
         # the communication thread adds to these, a training thread takes.
-        self._leased: list[Backend] = []
+        self._leased: list[tuple[Backend, Backend]] = []
         self._idle: set[int] = set()
         self._users: WeakSet[Releasable] = WeakSet()
         self.optimizer_numbers = count()
@@ -200,9 +200,11 @@ class Runtime:
         ranks = self.members.ranks
         return fetched if ranks is None else {ranks.index(r): fetched[r] for r in fetched}
 
-    def lease(self, channel: ControlChannel) -> Backend:
-        """A backend for a new lane, reused if all ranks have one idle; collective."""
-        # MPI has a limited number of communicators.
+    def lease(self, channel: ControlChannel) -> tuple[Backend, Backend]:
+        """Backends for a new lane and for its exchanges, reused if all ranks have idle ones;
+        collective."""
+        # Two, because a step that some ranks discard may be under way while all exchange.
+        # Reused, because MPI has a limited number of communicators.
         idle = json.dumps(sorted(self._idle)).encode()
         payloads = channel.exchange(idle, "choosing a lane")
         common = set.intersection(*(set(json.loads(payload)) for payload in payloads))
@@ -210,7 +212,7 @@ class Runtime:
             chosen: int = min(common)
             self._idle.remove(chosen)
             return self._leased[chosen]
-        self._leased.append(self._duplicate(channel))
+        self._leased.append((self._duplicate(channel), self._duplicate(channel)))
         return self._leased[-1]
 
     def _duplicate(self, channel: ControlChannel) -> Backend:
@@ -221,7 +223,7 @@ class Runtime:
         """The memory of a lane on a leased backend; ``device`` None for the host; collective."""
         if device is None:
             return Memory(backend, self.config.zero_copy_min_bytes)
-        number = self._leased.index(backend)
+        number = self._number_of(backend)
         connected = self.devices.backends.get((number, id(device)))
         if connected is None:
             assert isinstance(backend, HostBackend)
@@ -258,8 +260,11 @@ class Runtime:
 
     def remove_lane(self, lane: LaneProtocol) -> None:
         """Stop serving a lane, and reuse its backend."""
-        number = self._leased.index(lane.backend)
+        number = self._number_of(lane.backend)
         self.thread.post(lambda: self._loop.retire_lane(lane, lambda: self._idle.add(number)))
+
+    def _number_of(self, lane_backend: Backend) -> int:
+        return next(k for k, leased in enumerate(self._leased) if leased[0] is lane_backend)
 
     def close(self) -> None:
         """End the runtime of a process set after its last step; collective among its ranks."""
@@ -272,7 +277,8 @@ class Runtime:
         common = set.intersection(*(set(json.loads(payload)) for payload in payloads))
         self.call(partial(_finished, partial(self.devices.close, common)), label)
         for number in sorted(common):
-            self.call(partial(_finished, self._leased[number].close), label)
+            for backend in self._leased[number]:
+                self.call(partial(_finished, backend.close), label)
         self.thread.call(lambda: _finished(self._backend.close), label, members=self.members)
         self._within._inner.remove(self)
         self._closed = True

@@ -40,7 +40,7 @@ def test_channels_do_not_wait_for_each_other() -> None:
     def body(runtime: Runtime) -> list[list[bytes]]:
         channels = [
             runtime.channel,
-            *(runtime.channel_on(runtime.lease(runtime.channel)) for _ in range(2)),
+            *(runtime.channel_on(runtime.lease(runtime.channel)[0]) for _ in range(2)),
         ]
 
         def say(number: int) -> list[bytes]:
@@ -55,7 +55,7 @@ def test_channels_do_not_wait_for_each_other() -> None:
 
 def test_one_holder_after_another_in_rank_0s_order() -> None:
     def body(runtime: Runtime) -> list[str]:
-        channels = {name: runtime.channel_on(runtime.lease(runtime.channel)) for name in "abc"}
+        channels = {name: runtime.channel_on(runtime.lease(runtime.channel)[0]) for name in "abc"}
         begun: list[str] = []
         before = {"a": "b", "c": "a"} if runtime.rank == 0 else {}  # each comes when that has begun
 

@@ -960,6 +960,30 @@ def sparse_as_dense_alone() -> None:
 
 
 @check
+def discarded_on_one_rank() -> None:
+    """A step that only rank 0 discards is under way while all ranks exchange optimizer state."""
+    model = mlp(5, 16, 16, 3)
+    plain = torch.optim.Adam(model.parameters(), 1e-2)
+    optimizer = wfbp.DistributedOptimizer(plain, model.named_parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        square(model, wfbp.rank(), step)
+        optimizer.step()
+    for step in range(3):
+        if wfbp.rank() == 0:
+            square(model, wfbp.rank(), step)
+            time.sleep(0.2)  # its messages leave
+            optimizer.zero_grad()
+        optimizer.state_dict()
+        optimizer = wfbp.DistributedOptimizer(plain, model.named_parameters())
+        for again in range(3):
+            optimizer.zero_grad()
+            square(model, wfbp.rank(), again)
+            optimizer.step()
+    agree(model)
+
+
+@check
 def shown_process_set() -> None:
     """Row 25: ``repr()`` of a set that was not added communicates with nobody."""
     known = wfbp.ProcessSet(MPI.COMM_WORLD.Dup())
