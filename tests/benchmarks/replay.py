@@ -195,9 +195,9 @@ def _iterate(engine: Reducer, trace: Trace, tensors: Sequence[Buffer]) -> float:
             now_s = time.perf_counter()
             if now_s - begin_s > WAITED_S:
                 due_s = max(due_s, now_s)
-        engine.mark_forward(index)
+        engine.clock.mark_forward(index)
         due_s = _sleep_until(due_s + tensor.forward_s)
-    engine.mark_forward_end()
+    engine.clock.mark_forward_end()
     for index in reversed(range(len(trace.tensors))):
         due_s = _sleep_until(due_s + trace.tensors[index].backward_s)
         engine.mark_ready(index, BufferView.of(tensors[index]).address, tensors[index])

@@ -40,7 +40,7 @@ def train(runtime: Runtime, path: Path, window: tuple[int, int]) -> list[float]:
     for _ in range(STEPS):
         trainer.zero()
         time.sleep(1e-3)
-        trainer.engine.mark_forward_end()
+        trainer.engine.clock.mark_forward_end()
         for index in reversed(range(3)):
             time.sleep(1e-3)
             trainer.accumulate(index, 1.0)
