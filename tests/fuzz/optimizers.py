@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -252,12 +253,13 @@ def _patched(groups: Any) -> optim.Optimizer:
     optimizer = optim.SGD(groups, 0.05, momentum=0.5)
     step = optimizer.step
 
-    def counted(closure: Callable[[], Any] | None = None) -> Any:
-        group = optimizer.param_groups[0]
+    def counted(self: optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        group = self.param_groups[0]
         group["calls"] = group.get("calls", 0) + 1
         return step(closure)  # type: ignore[arg-type]
 
-    optimizer.step = counted  # type: ignore[assignment, method-assign]
+    # A method, because PyTorch's schedulers of rates look for its function.
+    optimizer.step = MethodType(counted, optimizer)  # type: ignore[method-assign]
     return optimizer
 
 
