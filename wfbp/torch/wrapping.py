@@ -268,7 +268,9 @@ def is_elementwise(optimizer: optim.Optimizer, sharding: bool | None) -> bool:
     """
     kind = type(optimizer)
     own_step = own_attributes(optimizer).get("step")
-    replaced = own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched")
+    while hasattr(own_step, "_wrapped_by_lr_sched"):  # a scheduler of rates only counts calls
+        own_step = getattr(own_step, "__wrapped__", None)
+    replaced = own_step is not None and getattr(own_step, "__func__", own_step) is not kind.step
     if sharding is True and (replaced or issubclass(kind, _WHOLE_ONLY)):
         why = "its step was replaced" if replaced else "it looks at whole tensors"
         raise ValueError(

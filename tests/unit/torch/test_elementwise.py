@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -85,6 +86,13 @@ def test_a_step_that_the_program_replaced() -> None:
     scheduled = optim.SGD(params(), lr=0.1)
     optim.lr_scheduler.ConstantLR(scheduled)
     assert is_elementwise(scheduled, None)
+    both = optim.SGD(params(), 0.1)
+    both.step = MethodType(lambda self, closure=None: None, both)  # type: ignore[method-assign]
+    optim.lr_scheduler.StepLR(both, 1)  # wraps the program's step
+    assert not is_elementwise(both, None)
+    declared = Derived(params())
+    optim.lr_scheduler.StepLR(declared, 1)
+    assert is_elementwise(declared, True)
 
 
 def test_only_pytorchs_own_wrapper_is_looked_through() -> None:
