@@ -316,7 +316,7 @@ class _Drawing:
         if self.compiled:
             forward = "compiled"
             step = replace(step, compiled=not step.scaler and self.likely(0.5))
-        elif self.autocast:
+        elif self.autocast and "lstm" not in kinds:  # which not every CPU runs in bfloat16
             forward = "autocast"
         elif self.likely(0.08):
             forward = chance.choice(["functional", "twice"])
