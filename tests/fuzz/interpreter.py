@@ -453,7 +453,8 @@ class Run:
             elif step.scaler == "own clip":
                 self._observe("norm", float(self._clip(optimizer, params, step)))
         elif step.scaler == "bare":
-            self.scaler.unscale_(optimizer)
+            if self.scaler.get_scale() != 1.0:  # which changes nothing that could be noticed
+                self.scaler.unscale_(optimizer)
         elif how == "clip" or how == "clip twice":
             for _ in range(1 + (how == "clip twice")):
                 self._observe("norm", float(self._clip(optimizer, params, step)))

@@ -28,7 +28,7 @@ def command() -> None:
     "--contestants",
     default="none,mpi-per-tensor,ddp,ddp-best,wfbp-auto",
     show_default=True,
-    help="With commas between; horovod, wfbp-SCHEDULE and ddp-MIB, too.",
+    help="Comma-separated; also horovod, wfbp-SCHEDULE and ddp-MIB.",
 )
 @click.option("--rounds", type=IntegerRange(1, 1000), default=20, show_default=True)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)

@@ -221,7 +221,7 @@ def _cores() -> Findings:
     busy = os.getloadavg()[0]
     if busy > max(1.0, usable / 2):
         text = f"about {busy:.1f} threads have kept {usable} cores busy in the last minute"
-        yield NOTE, text, "find other programs by `top`: the slowest rank sets the pace of all"
+        yield NOTE, text, "find other programs by `top`: all ranks wait for the slowest"
     granted = allocation(os.environ)
     ranks = sum(host.slots for host in granted.hosts if host.is_local) if granted else 1
     threads = os.environ.get("OMP_NUM_THREADS")

@@ -44,7 +44,9 @@ CHECK_S = 10
     help="Number of ranks; by default all slots of the allocation or of the hosts named.",
 )
 @click.option("-H", "--hosts", metavar="A:4,B:4", help="Hosts, and how many ranks each takes.")
-@click.option("--hostfile", metavar="FILE", help="Hosts, one a line: A, A:4 or A slots=4.")
+@click.option(
+    "--hostfile", metavar="FILE", help="File with one host per line: A, A:4 or A slots=4."
+)
 @click.option("--output", metavar="DIR", help="Write each rank's output to DIR/rank-N.out, .err.")
 @click.option("--record", metavar="DIR", help="Record the run there, for wfbp report and timeline.")
 @click.option("--prefix/--no-prefix", help="Begin each line of output with its rank.")

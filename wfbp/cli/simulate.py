@@ -67,14 +67,14 @@ def _count(text: str) -> int:
     return int(text)
 
 
-@click.command("simulate", short_help="Predict it for other numbers of workers.")
+@click.command("simulate", short_help="Predict the iteration time for other numbers of workers.")
 @model_arguments
 @click.option(
     "--workers",
     callback=_counts,
     metavar="P,P,...",
     default=DEFAULT_WORKERS,
-    help="Numbers of workers; 4,8,...,2048 fills the gap.  [default: 4,8,...,2048]",
+    help="Numbers of workers; 4,8,...,2048 continues the sequence.  [default: 4,8,...,2048]",
 )
 @click.option(
     "--algorithm",

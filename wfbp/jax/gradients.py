@@ -350,8 +350,8 @@ def value_and_grad(
         holomorphic: as in JAX. Complex gradients cannot be exchanged.
         allow_int: as in JAX. Gradients of integers are not exchanged.
         op: ``Average`` or ``Sum``.
-        schedule: ``auto``, ``oasr``, ``mgwfbp``, ``wfbp``, ``single`` or ``threshold``. The default
-            is ``WFBP_SCHEDULE``, or ``auto`` without it.
+        schedule: ``auto``, ``oasr``, ``mgwfbp``, ``layerwise``, ``single`` or ``threshold``. The
+            default is ``WFBP_SCHEDULE``, or ``auto`` without it.
         threshold_bytes: group size of ``threshold``. The default is ``WFBP_THRESHOLD_BYTES``, or
             25 MiB without it.
         name: for messages; exchanges that may run at once need different names.

@@ -435,12 +435,6 @@ class OptimizerSync:
                 f"{self._name}: gradients cannot be averaged within no_sync(); end its block, and "
                 "do the step's last backward pass outside"
             )
-        if self._unsent and not (reducer.open or self._sparse):
-            raise RuntimeError(
-                f"{self._name}: every backward pass of this step was within no_sync(), so its "
-                "gradients are those of this rank; do the last pass of each step outside, or "
-                "forget gradients by optimizer.zero_grad()"
-            )
         for index in self._guard.check(self._params):
             reducer.drop(index)
         if self._views_of != reducer.num_installed:  # they hold another plan's buffers

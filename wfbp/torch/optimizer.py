@@ -353,7 +353,8 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         """Within it, ``backward()`` accumulates gradients on this rank, without sending them.
 
         For a number of passes that varies from step to step. The first pass after it sends what
-        has accumulated, while it computes, so the last pass of each step must be outside.
+        has accumulated, while it computes. ``step()`` sends whatever no pass has sent, so a step
+        whose passes are all within it is right, but sends everything after backward.
 
         Example:
             >>> import torch, wfbp.torch as wfbp
@@ -369,8 +370,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: on entering, with ``backward_passes_per_step`` above 1; at a ``step()``
-                within, or at a step of which every backward pass was within. DDP would step with
-                the gradients of each rank.
+                within.
         """
         if self._wfbp_options.passes > 1:
             raise RuntimeError(

@@ -85,10 +85,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             (as ``SparseAdam`` has it anyway).
         process_set: the ranks that average their gradients, each of which must call this; other
             ranks neither communicate nor wait. Numbers of ranks in messages are those in the set.
-        schedule: how gradients are grouped: ``auto``, ``oasr``, ``mgwfbp``, ``wfbp``, ``single``
-            or ``threshold``; or, decoupled into backward and the next forward, ``dear``,
-            ``ipart``, ``independent``, ``hybrid``, ``ps`` or ``ps_layerwise``; by default what
-            ``WFBP_SCHEDULE`` says, or ``auto``.
+        schedule: how gradients are grouped: ``auto``, ``oasr``, ``mgwfbp``, ``layerwise``,
+            ``single`` or ``threshold``; or, decoupled into backward and the next forward,
+            ``dear``, ``ipart``, ``independent``, ``hybrid``, ``ps`` or ``ps_layerwise``. The
+            default is ``WFBP_SCHEDULE``, or ``auto`` without it.
         threshold_bytes: group size of ``threshold``, and of what schedules that have to measure
             begin with; by default ``WFBP_THRESHOLD_BYTES`` or 25 MiB.
         optimizer_sharding: True: each rank updates its shard of each tensor and holds the state of
@@ -278,6 +278,13 @@ def is_elementwise(optimizer: optim.Optimizer, sharding: bool | None) -> bool:
             f"itself ({why}); use None or False"
         )
     differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
+    for name, value in own_attributes(optimizer).items():
+        # A copy of the optimizer steps a part, but such a method would step the original.
+        if sharding is True and getattr(value, "__self__", None) is optimizer and name != "step":
+            raise ValueError(
+                f"optimizer_sharding is True, but {kind.__name__} keeps its own method as the "
+                f"attribute {name!r}; look the method up at each call, or use None or False"
+            )
     declared = kind in ELEMENTWISE and _is_torchs(kind.step) and not differentiable
     return sharding is True or (declared and not replaced)
 

@@ -104,9 +104,12 @@ def test_only_reductions_and_barriers_do_without_those_who_joined() -> None:
     assert coordinator.take() == []
     coordinator.add(2, reduction("x"))
     coordinator.add(2, Request(Kind.ALLGATHER, "rows", "float32", (2,)))
-    ready, refused = coordinator.take()
+    coordinator.add(0, reduction("most")._replace(op="max"))
+    coordinator.add(2, reduction("most")._replace(op="max"))
+    ready, refused, most = coordinator.take()
     assert not ready.error
     assert "rank 1 called join()" in refused.error
+    assert "rank 1 called join()" in most.error  # zeros would change the maximum
     # Who submitted and then joins takes part in what was submitted.
     coordinator.add(0, reduction("late"))
     coordinator.add(0, Request(Kind.JOIN, JOIN))

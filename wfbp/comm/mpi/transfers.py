@@ -369,7 +369,6 @@ class BytesTask(Task):
         self.nbytes = len(payload)
         self._mpi = channel.mpi
         self._channel = channel
-        self._tag = channel.next_tag()
         self._parts: list[bytes | bytearray] = [b""] * channel.size
         self._parts[channel.rank] = payload  # MPI reads it until all sends are complete
         self._missing = channel.peers
@@ -378,6 +377,9 @@ class BytesTask(Task):
     def start(self) -> None:
         payload = [self._parts[self._channel.rank], self._mpi.BYTE]
         send = self._channel.comm.Isend
+        self._tag = (
+            self._channel.next_tag()
+        )  # at the start, as every task: ranks agree on its order
         self._pending = [send(payload, peer, self._tag) for peer in self._missing]
 
     def step(self) -> bool:

@@ -11,7 +11,11 @@ import enum
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from wfbp.core.types import Op
+
 _MAX_SHOWN = 4
+_WITHOUT_ZEROS = {Op.MIN.value, Op.MAX.value, Op.PRODUCT.value}
+"""Reductions that zeros of absent ranks would change."""
 
 
 class Kind(str, enum.Enum):
@@ -97,10 +101,14 @@ class Coordinator:
 def _respond(requests: Mapping[int, Request], joined: list[int]) -> Response:
     first = next(iter(requests.values()))
     error = _difference(requests)
-    if not error and joined and first.kind not in (Kind.ALLREDUCE, Kind.BARRIER):
+    # Ranks that joined contribute zeros.
+    replaceable = first.kind is Kind.BARRIER or (
+        first.kind is Kind.ALLREDUCE and first.op not in _WITHOUT_ZEROS
+    )
+    if not error and joined and not replaceable:
         error = (
-            f"{first.label}: {_ranks(joined)} called join() and can only be "
-            "stood in for in an allreduce or barrier. Call join() on every rank before this"
+            f"{first.label}: {_ranks(joined)} called join(), which only stands in for a rank in "
+            "sums, averages and barriers. Call join() on every rank before this"
         )
     if error:
         return Response(first, error)
