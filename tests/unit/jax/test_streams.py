@@ -203,8 +203,8 @@ def test_gradients_leave_at_the_place_of_their_announcement(
     made: dict[int, tuple[Memory, GroupBuffer]] = {}
     install = Lane.install
 
-    def noting(self: Lane, plan: Plan, members: list[int]) -> list[GroupBuffer]:
-        buffers = install(self, plan, members)
+    def noting(self: Lane, plan: Plan, members: list[int], costs: Any) -> list[GroupBuffer]:
+        buffers = install(self, plan, members, costs)
         made[self.backend.rank] = self._memory, buffers[0]
         return buffers
 

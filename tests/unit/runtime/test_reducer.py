@@ -41,6 +41,7 @@ def make_reducer(plan: Plan, wire_dtype: str = "") -> Any:
     runtime.channel.exchange.side_effect = lambda payload, *_: [payload] * 2
     runtime.thread.sleeping = False
     backend = LocalWorld(2).backend(1)
+    runtime.lease.return_value = backend, backend
     runtime.memory.return_value = Memory(backend, 1 << 20)
     options = ReducerOptions("layerwise", 64, wire_dtype=wire_dtype)
     reducer: Any = Reducer(runtime, SPECS, options, fetch=lambda index: None)
