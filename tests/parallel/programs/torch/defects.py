@@ -424,6 +424,11 @@ def groups_by_place() -> None:
 @check
 def adasum_and_joining() -> None:
     """Row 9: a rank without data takes no part in changes, and has the others' parameters."""
+    # A runtime of its own: some ranks may still hold an optimizer of an earlier check, which would
+    # follow the steps of the others there.
+    usual = process.current("the check").config
+    wfbp.shutdown()
+    wfbp.init(config=usual)
     ranks = range(1 << wfbp.size().bit_length() - 1)  # a power of two
     some = len(ranks) < wfbp.size()
     among = wfbp.add_process_set(ranks) if some else wfbp.global_process_set
