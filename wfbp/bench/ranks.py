@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import platform
 import sys
+import time
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
 from mpi4py import MPI
+
+_FORWARDING_S = 0.5
+"""Time for the launcher to forward output: at an abort it may drop the rest."""
 
 
 def run_or_abort(act: Callable[[], Any]) -> Any:
@@ -18,6 +22,7 @@ def run_or_abort(act: Callable[[], Any]) -> Any:
     except Exception as error:
         told = f"wfbp bench: error: rank {MPI.COMM_WORLD.rank}: {error}"
         print(told, file=sys.stderr, flush=True)
+        time.sleep(_FORWARDING_S)
         MPI.COMM_WORLD.Abort(1)
         raise
     return result if MPI.COMM_WORLD.rank == 0 else None
