@@ -69,7 +69,7 @@ class BuildWithSources(build_py):
             self.copy_file(source, target)
 
     def _sources(self) -> dict[str, str]:
-        """Where each source goes; an editable installation takes them from ``csrc``."""
+        """Map each source to its place; an editable installation reads them from ``csrc``."""
         if self.editable_mode:
             return {}
         package = Path(self.build_lib, "wfbp")

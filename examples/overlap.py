@@ -180,7 +180,7 @@ def why_no_link() -> str:
 
 
 class Run(NamedTuple):
-    """What was measured of one model on rank 0.
+    """Measurements of one model on rank 0.
 
     ``step`` has the spans of the step of median length; times in it count from its start.
     """

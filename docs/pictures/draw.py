@@ -40,7 +40,7 @@ Span = tuple[str, int, float, float]
 
 
 def record(folder: Path, schedules: tuple[str, ...] = SCHEDULES) -> None:
-    """Run each schedule over the link, each into a folder of its own name."""
+    """Run each schedule over the link, each into a folder named after it."""
     link = [sys.executable, str(HERE.parents[1] / "launch" / "link.py")]
     for schedule in schedules:
         settings = {"WFBP_SCHEDULE": schedule, "WFBP_RECORD": str(folder / schedule)}

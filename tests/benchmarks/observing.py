@@ -1,14 +1,17 @@
-"""What it costs to watch training: the timeline, and a line of statistics per step.
+"""The cost of observing training: the timeline, and a line of statistics per step.
 
     mpirun -np 2 python -m tests.benchmarks observing [--json]
 
-One distributed optimizer trains the MLP of the training benchmark by one plan. Blocks of steps run
-in turns: plain; with a timeline, whose file is complete at the end of the block; and with
-``optimizer.report()`` and a line at level info in every step, which goes to a file (wfbp logs
-far less). Where the machine is not quiet enough to see one percent, the last column still tells:
-the CPU time of what is added alone, turning a step into text and writing it, or stats and the line.
-Each block is compared with the plain ones before and behind it, by wall time and by the
-CPU time of the process, communication thread and writer included.
+One distributed optimizer trains the MLP of the training benchmark by one plan. Three kinds of
+blocks of steps alternate:
+
+* plain steps
+* steps with a timeline; its file is complete at the end of the block
+* steps with ``optimizer.report()`` and a line at level info in each, written to a file
+
+Each block is compared with the plain ones before and after it, by wall time and by CPU time of the
+process. That includes the communication thread and the writer. The last column is the CPU time of
+the added work alone. Use it if the machine is too noisy to show one percent.
 """
 
 from __future__ import annotations

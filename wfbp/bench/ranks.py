@@ -11,8 +11,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-_FORWARDING_S = 0.5
-"""Time for the launcher to forward output: at an abort it may drop the rest."""
+from wfbp.runtime.runtime import FORWARDING_S
 
 
 def run_or_abort(act: Callable[[], Any]) -> Any:
@@ -20,9 +19,9 @@ def run_or_abort(act: Callable[[], Any]) -> Any:
     try:
         result = act()
     except Exception as error:
-        told = f"wfbp bench: error: rank {MPI.COMM_WORLD.rank}: {error}"
-        print(told, file=sys.stderr, flush=True)
-        time.sleep(_FORWARDING_S)
+        message = f"wfbp bench: error: rank {MPI.COMM_WORLD.rank}: {error}"
+        print(message, file=sys.stderr, flush=True)
+        time.sleep(FORWARDING_S)
         MPI.COMM_WORLD.Abort(1)
         raise
     return result if MPI.COMM_WORLD.rank == 0 else None

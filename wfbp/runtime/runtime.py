@@ -42,7 +42,7 @@ log = logging.getLogger("wfbp")
 _WARNING = "warning"
 """Kind of the notices that bring warnings to rank 0."""
 
-_FORWARDING_S = 0.2
+FORWARDING_S = 0.2
 """Time for the launcher to forward output: at an abort it may drop the rest."""
 
 
@@ -84,8 +84,8 @@ class Runtime:
         )
         self._inner: list[Runtime] = []  # of process sets, in the order of making
         self._closed = False
-        # Backends made for lanes, in the same order on every rank, and the numbers of idle ones:
-        # the communication thread adds to these, a training thread takes.
+        # Pairs of backends made for lanes, in the same order on every rank, and the numbers of
+        # idle ones: the communication thread adds to these, a training thread takes.
         self._leased: list[tuple[Backend, Backend]] = []
         self._idle: set[int] = set()
         self._users: WeakSet[Releasable] = WeakSet()
@@ -309,7 +309,7 @@ class Runtime:
         self._tell({"kind": "failed", "reason": reason, "secondary": secondary})
         patience_s = self.config.abort_grace_s * (2 if secondary else 1)
         self._wait_until(lambda: len(self._loop.ended) >= self.size - 1, patience_s)
-        time.sleep(_FORWARDING_S)
+        time.sleep(FORWARDING_S)
         self.thread.post(lambda: self._backend.abort(1))
         time.sleep(1.0)
         self._backend.abort(1)  # the communication thread is stuck; nothing is left to protect

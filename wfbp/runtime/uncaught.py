@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import threading
 from collections.abc import Callable
@@ -86,10 +87,9 @@ def _place(traceback: TracebackType | None) -> str:
 
 
 def _end(runtime: Runtime, error: BaseException) -> None:
-    # torch.distributed's hook collects what is printed, and would print it after this one.
-    collected = getattr(sys.stderr, "getvalue", str)()
-    if collected and sys.__stderr__ is not None:
-        sys.__stderr__.write(collected)
+    # torch.distributed's hook redirects stderr to a buffer, which an abort would discard.
+    if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
+        sys.__stderr__.write(sys.stderr.getvalue())
         sys.__stderr__.flush()
     sys.stderr.flush()
     sys.stdout.flush()

@@ -266,8 +266,8 @@ def is_elementwise(optimizer: optim.Optimizer, sharding: bool | None) -> bool:
 
     Raises ``ValueError`` if it declares one that is known to need whole tensors.
     """
-    kind = type(optimizer)
-    own_step = own_attributes(optimizer).get("step")
+    kind, attributes = type(optimizer), own_attributes(optimizer)
+    own_step = attributes.get("step")
     while hasattr(own_step, "_wrapped_by_lr_sched"):  # a scheduler of rates only counts calls
         own_step = getattr(own_step, "__wrapped__", None)
     replaced = own_step is not None and getattr(own_step, "__func__", own_step) is not kind.step
@@ -277,14 +277,15 @@ def is_elementwise(optimizer: optim.Optimizer, sharding: bool | None) -> bool:
             f"optimizer_sharding is True, but {kind.__name__} does not treat every element by "
             f"itself ({why}); use None or False"
         )
+    # A copy of the optimizer steps a part, but a bound method would step the original.
+    others = {k: v for k, v in attributes.items() if k != "step"}
+    bound = [k for k, v in others.items() if getattr(v, "__self__", None) is optimizer]
+    if sharding is True and bound:
+        raise ValueError(
+            f"optimizer_sharding is True, but {kind.__name__} keeps its own method as the "
+            f"attribute {bound[0]!r}; look the method up at each call, or use None or False"
+        )
     differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
-    for name, value in own_attributes(optimizer).items():
-        # A copy of the optimizer steps a part, but such a method would step the original.
-        if sharding is True and getattr(value, "__self__", None) is optimizer and name != "step":
-            raise ValueError(
-                f"optimizer_sharding is True, but {kind.__name__} keeps its own method as the "
-                f"attribute {name!r}; look the method up at each call, or use None or False"
-            )
     declared = kind in ELEMENTWISE and _is_torchs(kind.step) and not differentiable
     return sharding is True or (declared and not replaced)
 

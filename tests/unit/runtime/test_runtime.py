@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,7 +22,7 @@ from wfbp.errors import (
     PeerError,
     StallError,
 )
-from wfbp.runtime import process
+from wfbp.runtime import process, uncaught
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.uncaught import describe_error
 
@@ -174,3 +177,16 @@ def test_what_fails_before_a_shutdown_does_not_keep_the_rank(
     assert not wfbp.is_initialized()
     with pytest.raises(NotInitializedError):
         runtime.check()
+
+
+def test_an_error_is_printed_although_another_hook_redirects_stderr(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As torch.distributed's hook does, around the one that it replaces."""
+    redirected, terminal, runtime = io.StringIO(), io.StringIO(), Mock()
+    redirected.write("Traceback")
+    monkeypatch.setattr(sys, "stderr", redirected)
+    monkeypatch.setattr(sys, "__stderr__", terminal)
+    uncaught._end(runtime, ValueError("broken"))
+    assert terminal.getvalue() == "Traceback"
+    runtime.fail_job.assert_called_once_with("ValueError: broken")

@@ -168,7 +168,7 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Nothing, for the same reason."""
+        """Do nothing; communication is in :meth:`step`."""
         yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from wfbp.core.types import Op
 
 _MAX_SHOWN = 4
-_WITHOUT_ZEROS = {Op.MIN.value, Op.MAX.value, Op.PRODUCT.value}
+_CHANGED_BY_ZEROS = {Op.MIN.value, Op.MAX.value, Op.PRODUCT.value}
 """Reductions that zeros of absent ranks would change."""
 
 
@@ -103,7 +103,7 @@ def _respond(requests: Mapping[int, Request], joined: list[int]) -> Response:
     error = _difference(requests)
     # Ranks that joined contribute zeros.
     replaceable = first.kind is Kind.BARRIER or (
-        first.kind is Kind.ALLREDUCE and first.op not in _WITHOUT_ZEROS
+        first.kind is Kind.ALLREDUCE and first.op not in _CHANGED_BY_ZEROS
     )
     if not error and joined and not replaceable:
         error = (

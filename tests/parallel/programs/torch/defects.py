@@ -424,8 +424,8 @@ def groups_by_place() -> None:
 @check
 def adasum_and_joining() -> None:
     """Row 9: a rank without data takes no part in changes, and has the others' parameters."""
-    # A runtime of its own: some ranks may still hold an optimizer of an earlier check, which would
-    # follow the steps of the others there.
+    # A fresh runtime: tracebacks of errors that earlier checks expect may keep optimizers alive on
+    # some ranks, and join() would wait for the others to step them.
     usual = process.current("the check").config
     wfbp.shutdown()
     wfbp.init(config=usual)
