@@ -99,8 +99,8 @@ CORE = [
     ),
     Mutation(
         "core/planners/hybrid.py",
-        "after = np.maximum(g, self._left[j]",
-        "after = np.minimum(g, self._left[j]",
+        "after = np.maximum(g, left_s[j]",
+        "after = np.minimum(g, left_s[j]",
         unit("core/test_planners_hybrid"),
     ),
     Mutation(

@@ -21,6 +21,21 @@ def one_of(place: str, value: str, known: Sequence[str], why: str = "") -> str:
     raise ValueError(f"{place} is {value!r}{meant}; expected one of {', '.join(known)}{why}")
 
 
+def instance(place: str, value: Any, kind: type[T]) -> T:
+    """``value`` if it is a ``dict`` or a ``list``, as ``kind`` says; else ``ValueError``."""
+    if not isinstance(value, kind):
+        wanted = "a list" if kind is list else "an object"
+        raise ValueError(f"{place}: expected {wanted}, found {type(value).__name__}")
+    return value
+
+
+def check_format(what: str, data: Any, form: str) -> None:
+    """Raise ``ValueError`` unless a document is an object of that format."""
+    actual = data.get("format") if isinstance(data, dict) else type(data).__name__
+    if not isinstance(data, dict) or actual != form:
+        raise ValueError(f"not {what}: expected format {form!r}, found {actual!r}")
+
+
 def number(place: str, value: Any) -> float:
     """``value`` as a finite float of at least 0; else ``ValueError`` with its ``place``."""
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from wfbp.core.checks import number, read_json
+from wfbp.core.checks import check_format, instance, number, read_json
 from wfbp.core.types import Operation
 
 __all__ = ["CostModel", "Costs", "Line", "LinearCost", "PiecewiseCost", "monotone_points"]
@@ -24,31 +24,6 @@ __all__ = ["CostModel", "Costs", "Line", "LinearCost", "PiecewiseCost", "monoton
 Floats = npt.NDArray[np.float64]
 Line = tuple[float, float]
 """Seconds at 0 bytes, seconds per byte."""
-
-
-class CostModel(Protocol):
-    """Seconds of one message by its bytes: at least 0, and never falling."""
-
-    def __call__(self, nbytes: float) -> float:
-        """Seconds of a message of ``nbytes`` bytes."""
-
-    def __hash__(self) -> int:
-        """Hash by value, so that plans can be cached by the model."""
-
-    def many(self, nbytes: Floats) -> Floats:
-        """Seconds of each of many messages, in the shape of ``nbytes``."""
-
-    def compressed(self, part: float) -> CostModel:
-        """The model of messages that send only this part of their bytes."""
-
-    def scaled(self, factor: float) -> CostModel:
-        """The model whose every message takes ``factor`` times as long."""
-
-    def lines_below(self, max_bytes: float) -> tuple[Line, ...]:
-        """Lines (a, b) with a, b >= 0 and cost(m) >= a + b * m for m in 0..``max_bytes``."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The model as a part of a ``wfbp-cost/1`` document."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +65,7 @@ class LinearCost:
         return LinearCost(self.alpha_s * factor, self.beta_s_per_byte * factor)
 
     def lines_below(self, max_bytes: float) -> tuple[Line, ...]:
-        """The linear pieces up to this size."""
+        """Lines (a, b) with a, b >= 0 and cost(m) >= a + b * m for m in 0..``max_bytes``."""
         return ((self.alpha_s, self.beta_s_per_byte),)
 
     def to_json(self) -> dict[str, Any]:
@@ -179,7 +154,7 @@ class PiecewiseCost:
         return PiecewiseCost(tuple((size, seconds * factor) for size, seconds in self.points))
 
     def lines_below(self, max_bytes: float) -> tuple[Line, ...]:
-        """The linear pieces up to this size."""
+        """As of :class:`LinearCost`."""
         # The sides of the lower convex hull that meet 0 bytes at 0 seconds or above, and the line
         # of the best rate per byte, through the origin.
         corners = [(0.0, self(0.0))]
@@ -198,6 +173,10 @@ class PiecewiseCost:
     def to_json(self) -> dict[str, Any]:
         """This as JSON's types."""
         return {"points": [[size, seconds] for size, seconds in self.points]}
+
+
+CostModel = LinearCost | PiecewiseCost
+"""Seconds of one message by its bytes: at least 0, and never falling. Hashed by value."""
 
 
 def _lower_hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -306,9 +285,7 @@ class Costs:
         Each curve is ``{"alpha_s": a, "beta_s_per_byte": b}`` or ``{"points": [[bytes, seconds],
         ...]}``; only ``all_reduce`` is required. ``num_ranks`` is allowed and ignored.
         """
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            actual = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise ValueError(f"not a cost file: expected format {FORMAT!r}, found {actual!r}")
+        check_format("a cost file", data, FORMAT)
         names = [operation.value for operation in Operation]
         _only_known("", data, ("format", *names, "kappa", "num_ranks"))
         if "all_reduce" not in data:
@@ -336,13 +313,9 @@ def _only_known(place: str, data: dict[str, Any], known: Sequence[str]) -> None:
 
 
 def _curve(place: str, data: Any) -> CostModel:
-    if not isinstance(data, dict):
-        raise ValueError(f"{place}: expected an object, found {type(data).__name__}")
-    if "points" in data:
+    if "points" in instance(place, data, dict):
         _only_known(f"{place}: ", data, ("points",))
-        points = data["points"]
-        if not isinstance(points, list):
-            raise ValueError(f"{place}.points: expected a list, found {type(points).__name__}")
+        points = instance(f"{place}.points", data["points"], list)
         pairs = tuple(_point(f"{place}.points[{i}]", pair) for i, pair in enumerate(points))
         try:
             return PiecewiseCost(pairs)

@@ -6,9 +6,8 @@ In each phase groups are sent in order, each when it is ready and the channel is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,9 +15,11 @@ from wfbp.core.bound import lower_bound_s, ratio_to_lower_bound
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.trace import Trace
-from wfbp.core.types import Operation
+from wfbp.core.types import Operation, Phase
 
 __all__ = ["GroupTiming", "IterationForecast", "iteration_by_kappa", "iteration_s", "timeline"]
+
+ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,126 +40,11 @@ class GroupTiming:
 
 
 @dataclass(frozen=True, slots=True)
-class PhaseTiming:
-    """Groups in sending order; end of the computation and of the phase, seconds from its start."""
-
-    groups: tuple[GroupTiming, ...]
-    compute_end_s: float
-    end_s: float
-
-
-class _Row(NamedTuple):
-    """A group: the clock time when it is ready (all-gather: forward compute left), cost, bytes."""
-
-    clock_s: float
-    cost_s: float
-    nbytes: int
-
-
-def _backward_rows(plan: Plan, trace: Trace, costs: Costs) -> list[_Row]:
-    check_same_tensors(plan, trace)
-    ready_clock = trace.ready_times_s[::-1]
-    sizes = [t.spec.nbytes for t in trace.tensors]
-    cost_of = {operation: costs.of(operation) for operation in Operation}
-    rows = []
-    for group in plan.groups[: plan.num_backward]:
-        nbytes = sum(sizes[k] for k in group.tensors)
-        ready_s = max(ready_clock[k] for k in group.tensors) if plan.overlap else ready_clock[0]
-        rows.append(_Row(ready_s, cost_of[group.operation](nbytes), nbytes))
-    return rows
-
-
-def _forward_rows(plan: Plan, trace: Trace, costs: Costs) -> list[_Row]:
-    left_s = list(accumulate(t.forward_s for t in reversed(trace.tensors)))[::-1]
-    rows = []
-    for group in plan.groups[plan.num_backward :]:
-        nbytes = sum(trace.tensors[k].spec.nbytes for k in group.tensors)
-        rows.append(_Row(left_s[min(group.tensors)], costs.of(group.operation)(nbytes), nbytes))
-    return rows
-
-
-def backward_phase(plan: Plan, trace: Trace, costs: Costs) -> PhaseTiming:
-    """Backward: groups are sent in order, each when its last gradient exists."""
-    rows = _backward_rows(plan, trace, costs)
-    spans, clocks, walls = _send_in_backward(rows, costs.kappa)
-    ready_s = [row.clock_s for row in rows] + [trace.backward_s]
-    if costs.kappa > 0.0:
-        ready_s = np.interp(ready_s, clocks, walls).tolist()
-    timings = tuple(
-        GroupTiming(at, start, end, row.nbytes)
-        for at, (start, end), row in zip(ready_s, spans, rows, strict=False)
-    )
-    return PhaseTiming(timings, ready_s[-1], max(walls[-1], ready_s[-1]))
-
-
-def _send_in_backward(
-    rows: Sequence[_Row], kappa: float
-) -> tuple[list[tuple[float, float]], list[float], list[float]]:
-    """When each group starts and ends, and points of the compute clock with their wall times."""
-    lag = kappa / (1.0 + kappa)
-    free_clock = end_s = busy_s = 0.0
-    clocks, walls = [0.0], [0.0]
-    spans = []
-    for ready, cost_s, _ in rows:
-        if free_clock >= ready:
-            start_clock, start_s = free_clock, end_s
-        else:
-            start_clock, start_s = ready, ready + lag * busy_s
-        free_clock = start_clock + cost_s * (1.0 - lag)
-        end_s = start_s + cost_s
-        busy_s += cost_s
-        clocks += (start_clock, free_clock)
-        walls += (start_s, end_s)
-        spans.append((start_s, end_s))
-    return spans, clocks, walls
-
-
-def forward_phase(plan: Plan, trace: Trace, costs: Costs) -> PhaseTiming:
-    """Forward: all-gathers are sent back to back from its start; each tensor waits for its own."""
-    rows = _forward_rows(plan, trace, costs)
-    ends_s = list(accumulate((row.cost_s for row in rows), initial=0.0))
-    timings = tuple(
-        GroupTiming(0.0, start_s, end_s, row.nbytes)
-        for row, (start_s, end_s) in zip(rows, pairwise(ends_s), strict=True)
-    )
-    finish_s = _forward_end_s(rows, trace.forward_s, costs.kappa)
-    return PhaseTiming(timings, finish_s, finish_s)
-
-
-def _forward_end_s(rows: Sequence[_Row], forward_s: float, kappa: float) -> float:
-    speed = 1.0 / (1.0 + kappa)
-    # Forward ends at the latest arrival plus the forward compute from there on.
-    end_s, clock = 0.0, forward_s
-    for left_s, cost_s, _ in rows:
-        end_s += cost_s
-        clock = max(clock, end_s * speed + left_s)
-    return clock + (1.0 - speed) * end_s
-
-
-def check_same_tensors(plan: Plan, trace: Trace) -> None:
-    """Raise ``ValueError`` with the first difference if a plan is for another model."""
-    if len(plan.tensors) != len(trace.tensors):
-        raise ValueError(
-            f"the plan is of {len(plan.tensors)} tensors, the trace of {len(trace.tensors)}"
-        )
-    for index, (ours, row) in enumerate(zip(plan.tensors, trace.tensors, strict=True)):
-        theirs = row.spec
-        if ours is theirs or (ours.name == theirs.name and ours.nbytes == theirs.nbytes):
-            continue
-        raise ValueError(
-            f"tensor {index} is {ours.name!r} of {ours.nbytes} bytes in the plan, "
-            f"{theirs.name!r} of {theirs.nbytes} in the trace"
-        )
-
-
-ROUNDING = 1e-12
-
-
-@dataclass(frozen=True, slots=True)
 class IterationForecast:
     """The prediction for one iteration.
 
     Args:
+        plan: whose prediction it is.
         groups: timing of each group, in sending order; all-gathers run in the next forward.
         backward_end_s: end of backward, including interference, from its start.
         iteration_s: the whole iteration.
@@ -166,6 +52,7 @@ class IterationForecast:
         lower_bound_s: the limit that no schedule can beat.
     """
 
+    plan: Plan
     groups: tuple[GroupTiming, ...]
     backward_end_s: float
     iteration_s: float
@@ -202,21 +89,33 @@ def timeline(plan: Plan, trace: Trace, costs: Costs) -> IterationForecast:
         >>> timeline(plan("single", trace, costs), trace, costs).iteration_s
         4.5
     """
-    backward = backward_phase(plan, trace, costs)
-    forward = forward_phase(plan, trace, costs)
-    iteration_s = forward.end_s + backward.end_s + trace.other_s
+    backward, forward = _rows(plan, trace, costs)
+    spans, clocks, walls = _send_in_backward(backward, costs.kappa)
+    ready_s = [clock_s for clock_s, _, _ in backward] + [trace.backward_s]
+    if costs.kappa > 0.0:
+        ready_s = np.interp(ready_s, clocks, walls).tolist()
+    compute_end_s = ready_s.pop()
+    backward_end_s = max(walls[-1], compute_end_s)
+    forward_begin_s = backward_end_s + trace.other_s
+    gathered_s = accumulate((cost_s for _, cost_s, _ in forward), initial=0.0)
+    spans += [(forward_begin_s + a, forward_begin_s + b) for a, b in pairwise(gathered_s)]
+    ready_s += [forward_begin_s] * len(forward)
+    iteration_s = (
+        _forward_end_s(forward, trace.forward_s, costs.kappa) + backward_end_s + trace.other_s
+    )
     limit_s = lower_bound_s(trace, costs)
     if iteration_s < limit_s <= iteration_s * (1.0 + ROUNDING):
         limit_s = iteration_s  # an iteration that meets its bound: sums in another order
     alone_s = trace.forward_s + trace.backward_s + trace.other_s
-    start_s = backward.end_s + trace.other_s
-    gathers = tuple(
-        replace(g, ready_s=start_s, start_s=start_s + g.start_s, end_s=start_s + g.end_s)
-        for g in forward.groups
-    )
     return IterationForecast(
-        groups=backward.groups + gathers,
-        backward_end_s=backward.compute_end_s,
+        plan=plan,
+        groups=tuple(
+            GroupTiming(ready, start, end, nbytes)
+            for ready, (start, end), (_, _, nbytes) in zip(
+                ready_s, spans, backward + forward, strict=True
+            )
+        ),
+        backward_end_s=compute_end_s,
         iteration_s=iteration_s,
         exposed_s=max(iteration_s - alone_s, 0.0),
         lower_bound_s=limit_s,
@@ -230,7 +129,7 @@ def iteration_s(plan: Plan, trace: Trace, costs: Costs) -> float:
 
 def iteration_by_kappa(plan: Plan, trace: Trace, costs: Costs) -> Callable[[float], float]:
     """:func:`iteration_s` as a function of kappa; computes once what does not depend on it."""
-    backward, forward = _backward_rows(plan, trace, costs), _forward_rows(plan, trace, costs)
+    backward, forward = _rows(plan, trace, costs)
     backward_s, forward_s, other_s = trace.backward_s, trace.forward_s, trace.other_s
 
     def seconds(kappa: float) -> float:
@@ -240,3 +139,76 @@ def iteration_by_kappa(plan: Plan, trace: Trace, costs: Costs) -> Callable[[floa
         return _forward_end_s(forward, forward_s, kappa) + end_s + other_s
 
     return seconds
+
+
+Row = tuple[float, float, int]
+"""Of a group: when it is ready on the compute clock (gather: forward compute left), cost, bytes."""
+
+
+def _rows(plan: Plan, trace: Trace, costs: Costs) -> tuple[list[Row], list[Row]]:
+    """The groups of backward, and those of forward, in sending order."""
+    check_same_tensors(plan, trace)
+    ready_clock = trace.ready_times_s[::-1]
+    left_s = list(accumulate(t.forward_s for t in reversed(trace.tensors)))[::-1]
+    sizes = [t.spec.nbytes for t in trace.tensors]
+    cost_of = {operation: costs.of(operation) for operation in Operation}
+    backward: list[Row] = []
+    forward: list[Row] = []
+    for group in plan.groups:
+        nbytes = sum(sizes[k] for k in group.tensors)
+        cost_s = cost_of[group.operation](nbytes)
+        if group.phase is Phase.FORWARD:
+            forward.append((left_s[min(group.tensors)], cost_s, nbytes))
+        else:
+            ready_s = max(ready_clock[k] for k in group.tensors) if plan.overlap else ready_clock[0]
+            backward.append((ready_s, cost_s, nbytes))
+    return backward, forward
+
+
+def _send_in_backward(
+    rows: Sequence[Row], kappa: float
+) -> tuple[list[tuple[float, float]], list[float], list[float]]:
+    """When each group starts and ends, and points of the compute clock with their wall times."""
+    lag = kappa / (1.0 + kappa)
+    free_clock = end_s = busy_s = 0.0
+    clocks, walls = [0.0], [0.0]
+    spans = []
+    for ready, cost_s, _ in rows:
+        if free_clock >= ready:
+            start_clock, start_s = free_clock, end_s
+        else:
+            start_clock, start_s = ready, ready + lag * busy_s
+        free_clock = start_clock + cost_s * (1.0 - lag)
+        end_s = start_s + cost_s
+        busy_s += cost_s
+        clocks += (start_clock, free_clock)
+        walls += (start_s, end_s)
+        spans.append((start_s, end_s))
+    return spans, clocks, walls
+
+
+def _forward_end_s(rows: Sequence[Row], forward_s: float, kappa: float) -> float:
+    """All-gathers are sent back to back from its start; each tensor waits for its own."""
+    speed = 1.0 / (1.0 + kappa)
+    # Forward ends at the latest arrival plus the forward compute from there on.
+    end_s, clock = 0.0, forward_s
+    for left_s, cost_s, _ in rows:
+        end_s += cost_s
+        clock = max(clock, end_s * speed + left_s)
+    return clock + (1.0 - speed) * end_s
+
+
+def check_same_tensors(plan: Plan, trace: Trace) -> None:
+    """Raise ``ValueError`` with the first difference if a plan is for another model."""
+    if len(plan.tensors) != len(trace.tensors):
+        raise ValueError(
+            f"the plan is of {len(plan.tensors)} tensors, the trace of {len(trace.tensors)}"
+        )
+    for index, (ours, row) in enumerate(zip(plan.tensors, trace.tensors, strict=True)):
+        theirs = row.spec
+        if ours is theirs or (ours.name == theirs.name and ours.nbytes == theirs.nbytes):
+            continue
+        raise ValueError(
+            f"tensor {index} is {ours.name!r} of {ours.nbytes} bytes in the plan, "
+            f"{theirs.name!r} of {theirs.nbytes} in the trace"
+        )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from wfbp.core.checks import number, read_json
+from wfbp.core.checks import check_format, instance, number, read_json
 from wfbp.core.types import TensorSpec
 
 FORMAT = "wfbp-trace/1"
@@ -131,17 +130,12 @@ class Trace:
     @classmethod
     def from_json(cls, data: Any) -> Trace:
         """The trace in a parsed ``wfbp-trace/1`` document; ``ValueError`` names the wrong place."""
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            actual = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise ValueError(f"not a trace: expected format {FORMAT!r}, found {actual!r}")
-        rows = data.get("tensors")
-        if not isinstance(rows, Sequence) or isinstance(rows, str):
-            raise ValueError("tensors: expected a list")
-        other_s = data.get("other_s", 0.0)
+        check_format("a trace", data, FORMAT)
+        rows = instance("tensors", data.get("tensors"), list)
         return cls(
             str(data.get("model", "")),
             tuple(_tensor(i, row) for i, row in enumerate(rows)),
-            number("other_s", other_s),
+            number("other_s", data.get("other_s", 0.0)),
         )
 
     @classmethod
@@ -152,9 +146,8 @@ class Trace:
 
 def _tensor(index: int, row: Any) -> TraceTensor:
     place = f"tensors[{index}]"
-    if not isinstance(row, dict):
-        raise ValueError(f"{place}: expected an object, found {type(row).__name__}")
-    missing = [k for k in ("name", "numel", "forward_s", "backward_s") if k not in row]
+    needed = ("name", "numel", "forward_s", "backward_s")
+    missing = [key for key in needed if key not in instance(place, row, dict)]
     if missing:
         raise ValueError(f"{place}: missing {', '.join(missing)}")
     numel = row["numel"]

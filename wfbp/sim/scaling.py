@@ -28,36 +28,28 @@ class Node:
             raise ValueError(f"workers of a node: expected at least 1, found {self.workers}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """Hops of the slowest worker, and its share of the bytes: between hosts, and within one."""
-
-    hops: float
-    volume: float
-    inner_hops: float = 0.0
-    inner_volume: float = 0.0
+Work = tuple[float, float]
+"""Hops of the slowest worker, and how many times the bytes its busiest link carries."""
 
 
-def _ring(workers: int) -> _Work:
+def _ring(workers: int) -> Work:
     """P - 1 steps of reduce-scatter and as many of all-gather, each of 1/P of the bytes."""
-    return _Work(2 * (workers - 1), 2 * (workers - 1) / workers)
+    return 2 * (workers - 1), 2 * (workers - 1) / workers
 
 
-def _tree(workers: int) -> _Work:
+def _tree(workers: int) -> Work:
     """Two pipelined trees with half of the bytes each (Sanders et al., Parallel Computing 2009)."""
-    depth = math.ceil(math.log2(workers))
-    return _Work(2 * depth, 2 if workers > 1 else 0)
+    return 2 * math.ceil(math.log2(workers)), 2 if workers > 1 else 0
 
 
-def _halving_doubling(workers: int) -> _Work:
+def _halving_doubling(workers: int) -> Work:
     """Recursive halving and doubling (Thakur et al., IJHPCA 2005); 2 hops more off powers of 2."""
     depth = workers.bit_length() - 1
-    power = 2**depth
-    extra = 0 if workers == power else 2
-    return _Work(2 * depth + extra, 2 * (power - 1) / power + extra)
+    extra = 0 if workers == 2**depth else 2
+    return 2 * depth + extra, 2 * (2**depth - 1) / 2**depth + extra
 
 
-FLAT: Mapping[str, Callable[[int], _Work]] = MappingProxyType(
+FLAT: Mapping[str, Callable[[int], Work]] = MappingProxyType(
     {"ring": _ring, "tree": _tree, "halving_doubling": _halving_doubling}
 )
 """Algorithms whose links are all alike, by name."""
@@ -120,21 +112,31 @@ def scale(
         raise ValueError(f"workers: expected at least 1, found {workers}")
     if (algorithm == "hierarchical") is not (node is not None):
         raise ValueError(f"node: {'missing' if node is None else 'not used'} for {algorithm!r}")
-    work = _hierarchical(workers, node) if node else FLAT[algorithm](workers)
+    hops, volume = FLAT["ring" if node else algorithm](workers)
+    inner = Link(0.0, 0.0)
+    if node:
+        within = min(node.workers, workers)
+        hops, volume = _ring(-(-workers // within))
+        inner_hops, inner_volume = _ring(within)
+        inner = Link(inner_hops * node.link.alpha_s, inner_volume * node.link.beta_s_per_byte)
+
+    def cost(alpha_s: float, beta_s_per_byte: float, share: float) -> LinearCost:
+        """A share of an all-reduce, from the cost of a link."""
+        return LinearCost(
+            share * (hops * alpha_s + inner.alpha_s),
+            share * (volume * beta_s_per_byte + inner.beta_s_per_byte),
+        )
+
     if isinstance(source, Link):
-        return Costs(_cost(source, work, node, 1.0))
+        return Costs(cost(source.alpha_s, source.beta_s_per_byte, 1.0))
     if measured_on < 2:
         raise ValueError(f"measured_on: expected at least 2 workers, found {measured_on}")
-    measured = FLAT["ring" if node else algorithm](measured_on)
+    measured_hops, measured_volume = FLAT["ring" if node else algorithm](measured_on)
 
     def carried(curve: CostModel, share: float) -> LinearCost:
-        line = fit_linear(curve.points) if isinstance(curve, PiecewiseCost) else curve
-        assert isinstance(line, LinearCost)
-        per_link = LinearCost(
-            line.alpha_s / (share * measured.hops),
-            line.beta_s_per_byte / (share * measured.volume),
-        )
-        return _cost(per_link, work, node, share)
+        line = _line(curve)
+        alpha_s = line.alpha_s / (share * measured_hops)
+        return cost(alpha_s, line.beta_s_per_byte / (share * measured_volume), share)
 
     scatter, gather = source.reduce_scatter, source.all_gather
     return Costs(
@@ -145,17 +147,11 @@ def scale(
     )
 
 
-def _hierarchical(workers: int, node: Node) -> _Work:
-    within = min(node.workers, workers)
-    across, inside = _ring(-(-workers // within)), _ring(within)
-    return _Work(across.hops, across.volume, inside.hops, inside.volume)
+def link_of(costs: Costs) -> Link:
+    """The line of all-reduce, taken as the cost of one link."""
+    line = _line(costs.all_reduce)
+    return Link(line.alpha_s, line.beta_s_per_byte)
 
 
-def _cost(per_link: LinearCost, work: _Work, node: Node | None, share: float) -> LinearCost:
-    """``share`` of an all-reduce, from the cost of a link."""
-    inner = node.link if node else Link(0.0, 0.0)
-    return LinearCost(
-        share * (work.hops * per_link.alpha_s + work.inner_hops * inner.alpha_s),
-        share
-        * (work.volume * per_link.beta_s_per_byte + work.inner_volume * inner.beta_s_per_byte),
-    )
+def _line(curve: CostModel) -> LinearCost:
+    return fit_linear(curve.points) if isinstance(curve, PiecewiseCost) else curve

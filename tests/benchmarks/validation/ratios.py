@@ -13,7 +13,7 @@ from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.plan import Plan
 from wfbp.core.planners import plan
 from wfbp.core.planners.dear import ThresholdSearch, dear
-from wfbp.core.timeline import IterationForecast, backward_phase, iteration_s, timeline
+from wfbp.core.timeline import IterationForecast, iteration_s, timeline
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import Operation, TensorSpec
 from wfbp.sim.scaling import scale
@@ -137,7 +137,9 @@ def one_ahead_s(trace: Trace, costs: Costs) -> float:
         free_s = max(free_s, issued_s) + gather(nbytes)
         issued_s = max(computed_s, free_s)
         computed_s = issued_s + sum(trace.tensors[k].forward_s for k in group.tensors)
-    return backward_phase(made, trace, costs).end_s + computed_s + trace.other_s
+    backward = timeline(made, trace, costs)
+    reduced_s = max(backward.backward_end_s, backward.groups[made.num_backward - 1].end_s)
+    return reduced_s + computed_s + trace.other_s
 
 
 def mean_and_largest(values: Sequence[float]) -> str:

@@ -140,60 +140,42 @@ def shared_modes(trace: Trace, costs: Costs) -> Modes:
     in mirrored forward (``Rows.forward``). Dominated states are dropped (planning.md). Exact
     without interference, up to ``MAX_BORDERS`` and ``MAX_STATES``.
     """
-    return _SharedSearch(trace, costs).modes()
-
-
-class _SharedSearch:
-    def __init__(self, trace: Trace, costs: Costs) -> None:
-        num_tensors = len(trace.tensors)
-        self._boundaries = spread_boundaries(even_progress(trace), 0, num_tensors, MAX_BORDERS)
-        at = np.array(self._boundaries)
-        backward_s = np.concatenate([[0.0], trace.ready_times_s])
-        forward_s = np.cumsum([0.0, *(t.forward_s for t in reversed(trace.tensors))])
-        self._r: Floats = backward_s[at]
-        self._left: Floats = forward_s[at]
-        self._sent: Floats = np.cumsum([0.0, *trace.backward_bytes])[at]
-        self._costs = costs
-        self._lag = costs.kappa / (1.0 + costs.kappa)
-
-    def modes(self) -> Modes:
-        """Forward over the boundaries, then back along the choices."""
-        # Columns of a state: f, g, busy time of backward, of forward; then where it came from.
-        fronts = [np.zeros((1, 4))]
-        origins: list[npt.NDArray[np.int64]] = [np.zeros((1, 3), dtype=np.int64)]
-        for j in range(1, len(self._boundaries)):
-            states, origin = self._arrivals(fronts, j)
-            kept = _pareto(states[:, 0], states[:, 1])
-            fronts.append(states[kept])
-            origins.append(origin[kept])
-        last = fronts[-1]
-        floor = self._left[-1] + self._lag * last[:, 3]
-        state = int(np.argmin(last[:, 0] + np.maximum(last[:, 1], floor)))
-        modes: list[tuple[int, Operation]] = []
-        j = len(self._boundaries) - 1
-        while j > 0:
-            i, before, decoupled = origins[j][state]
-            operation = Operation.REDUCE_SCATTER if decoupled else Operation.ALL_REDUCE
-            modes.append((self._boundaries[j], operation))
-            j, state = int(i), int(before)
-        return tuple(reversed(modes))
-
-    def _arrivals(self, fronts: Sequence[Floats], j: int) -> tuple[Floats, npt.NDArray[np.int64]]:
+    boundaries = spread_boundaries(even_progress(trace), 0, len(trace.tensors), MAX_BORDERS)
+    at = np.array(boundaries)
+    ready_s = np.array([0.0, *trace.ready_times_s])[at]
+    left_s = np.cumsum([0.0, *(t.forward_s for t in reversed(trace.tensors))])[at]
+    sent = np.cumsum([0.0, *trace.backward_bytes])[at]
+    lag = costs.kappa / (1.0 + costs.kappa)
+    # Columns of a state: f, g, busy time of backward, of forward; then where it came from.
+    fronts = [np.zeros((1, 4))]
+    origins = [np.zeros((1, 3), dtype=np.int64)]
+    for j in range(1, len(boundaries)):
         lengths = [len(front) for front in fronts]
         i = np.repeat(np.arange(j), lengths)
         number = np.concatenate([np.arange(n) for n in lengths])
         f, g, busy_f, busy_g = np.concatenate(fronts).T
-        nbytes = self._sent[j] - self._sent[:j]
         reduce_s, scatter_s, gather_s = (
-            self._costs.of(operation).many(nbytes)[i] for operation in Operation
+            costs.of(operation).many(sent[j] - sent[:j])[i] for operation in Operation
         )
-        start = np.maximum(f, self._r[j] + self._lag * busy_f)
+        start = np.maximum(f, ready_s[j] + lag * busy_f)
         reduced = np.stack([start + reduce_s, g, busy_f + reduce_s, busy_g], axis=1)
-        after = np.maximum(g, self._left[j] + self._lag * busy_g) + gather_s
+        after = np.maximum(g, left_s[j] + lag * busy_g) + gather_s
         split = np.stack([start + scatter_s, after, busy_f + scatter_s, busy_g + gather_s], axis=1)
-        origin = np.stack([i, number], axis=1)
-        ways = [np.column_stack([origin, np.full(len(i), way)]) for way in (0, 1)]
-        return np.concatenate([reduced, split]), np.concatenate(ways)
+        states = np.concatenate([reduced, split])
+        ways = [np.column_stack([i, number, np.full(len(i), way)]) for way in (0, 1)]
+        kept = _pareto(states[:, 0], states[:, 1])
+        fronts.append(states[kept])
+        origins.append(np.concatenate(ways)[kept])
+    f, g, _, busy_g = fronts[-1].T
+    state = int(np.argmin(f + np.maximum(g, left_s[-1] + lag * busy_g)))
+    modes: list[tuple[int, Operation]] = []
+    j = len(boundaries) - 1
+    while j > 0:  # back along the choices
+        i, before, decoupled = origins[j][state]
+        operation = Operation.REDUCE_SCATTER if decoupled else Operation.ALL_REDUCE
+        modes.append((boundaries[j], operation))
+        j, state = int(i), int(before)
+    return tuple(reversed(modes))
 
 
 def _pareto(f: Floats, g: Floats) -> npt.NDArray[np.int64]:

@@ -19,10 +19,13 @@ class LinearSolver:
         self._r = row.ready_s
         self._floor = row.floor_s
         prefix = list(accumulate(row.sizes, initial=0))
-        self._pieces: list[_Piece] = []
+        # Of each segment, on the compute clock: start, end, alpha, and seconds of beta for all
+        # bytes of the row up to each boundary.
+        self._pieces: list[tuple[int, int, float, list[float]]] = []
         for start, end, cost in row.pieces():
             assert isinstance(cost, LinearCost)
-            self._pieces.append(_Piece(start, end, cost, prefix, self._speed))
+            sent = [self._speed * (cost.beta_s_per_byte * p) for p in prefix[start : end + 1]]
+            self._pieces.append((start, end, self._speed * cost.alpha_s, sent))
 
     def fastest(self) -> Partition:
         """finish(j) = min over i < j of max(finish(i), r_j) + alpha + beta * (P_j - P_i), in O(L).
@@ -35,12 +38,11 @@ class LinearSolver:
         finish = [0.0] * (num_tensors + 1)
         previous = [0] * (num_tensors + 1)
         key = [0.0] * (num_tensors + 1)
-        for piece in self._pieces:
-            sent, alpha, first = piece.sent, piece.alpha, piece.start
+        for first, end, alpha, sent in self._pieces:
             window: deque[int] = deque()
             i0 = first - 1
             key[first] = finish[first] - sent[0]
-            for j in range(first + 1, piece.end + 1):
+            for j in range(first + 1, end + 1):
                 ready = self._r[j - 1]
                 while window and key[window[-1]] >= key[j - 1]:
                     window.pop()
@@ -82,10 +84,9 @@ class LinearSolver:
         ready = self._r
         ends: list[int] = []
         deadline = makespan
-        for piece in reversed(self._pieces):
-            sent, alpha, first = piece.sent, piece.alpha, piece.start
+        for first, end, alpha, sent in reversed(self._pieces):
             short = sent[-1] - deadline
-            t, j = 0, piece.end
+            t, j = 0, end
             while j > first:
                 ends.append(j)
                 t += 1
@@ -107,37 +108,12 @@ class LinearSolver:
     def _partition(self, ends: Sequence[int]) -> Partition:
         at = busy = 0.0
         pieces = iter(self._pieces)
-        piece = next(pieces)
-        count = start = 0
+        start = last = first = 0
         for end in ends:
-            if start == piece.end:
-                busy += piece.busy_s(count)
-                piece, count = next(pieces), 0
-            sent = piece.sent
-            seconds = piece.alpha + (sent[end - piece.start] - sent[start - piece.start])
+            if start == last:
+                first, last, alpha, sent = next(pieces)
+            seconds = alpha + (sent[end - first] - sent[start - first])
             at = max(at, self._r[end - 1]) + seconds
-            count += 1
+            busy += seconds / self._speed
             start = end
-        return Partition(tuple(ends), max(at, self._floor), busy + piece.busy_s(count))
-
-
-class _Piece:
-    """A segment with its cost on the compute clock."""
-
-    __slots__ = ("_alpha_s", "_sent_s", "alpha", "end", "sent", "start")
-
-    def __init__(
-        self, start: int, end: int, cost: LinearCost, prefix: Sequence[int], speed: float
-    ) -> None:
-        beta = cost.beta_s_per_byte
-        self.start = start
-        self.end = end
-        self._alpha_s = cost.alpha_s
-        self._sent_s = beta * prefix[end] - beta * prefix[start]
-        self.alpha = cost.alpha_s * speed
-        self.sent = [speed * (beta * p) for p in prefix[start : end + 1]]
-        """Seconds of beta for all bytes of the row up to each boundary of the segment."""
-
-    def busy_s(self, num_runs: int) -> float:
-        """Wall seconds of the segment in that many messages."""
-        return num_runs * self._alpha_s + self._sent_s
+        return Partition(tuple(ends), max(at, self._floor), busy)

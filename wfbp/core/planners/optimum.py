@@ -7,7 +7,10 @@ import heapq
 from wfbp.core.cost import LinearCost
 from wfbp.core.planners.curve_solver import CurveSolver
 from wfbp.core.planners.linear_solver import LinearSolver
-from wfbp.core.planners.partition import Partition, Row, Solver
+from wfbp.core.planners.partition import Partition, Row
+
+Solver = LinearSolver | CurveSolver
+"""Exact for one row: partitions of least makespan, least busy time, fewest runs."""
 
 TOLERANCE = 1e-3  # an iteration may be so much longer than the optimum if that saves groups
 PRECISION = 1e-10  # relative, of the optimum with interference, which is searched for

@@ -6,10 +6,9 @@ ready times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Protocol
 
 from wfbp.core.cost import CostModel, Costs
 from wfbp.core.plan import Group, Plan, split_by_dtype
@@ -61,21 +60,6 @@ def measure(row: Row, ends: Sequence[int], kappa: float) -> Partition:
         busy += seconds
         start = end
     return Partition(tuple(ends), max(at, row.floor_s), busy)
-
-
-class Solver(Protocol):
-    """Exact answers for one row: partitions of least makespan, least busy time, fewest runs."""
-
-    def fastest(self) -> Partition:
-        """The partition of least makespan."""
-
-    def cheapest(self, makespan: float) -> Partition | None:
-        """The partition of least busy time with at most this makespan, or None."""
-
-    def fewest(
-        self, makespan: float, accept: Callable[[Partition], bool], at_most: int
-    ) -> Partition | None:
-        """The fewest runs, up to ``at_most``, that ``accept`` allows; the cheapest per number."""
 
 
 Modes = tuple[tuple[int, Operation], ...]
