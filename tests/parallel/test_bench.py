@@ -96,7 +96,7 @@ def test_ddp_finds_an_address_where_hosts_share_a_name(tmp_path: Path) -> None:
 
 UNREACHABLE = """
 from wfbp.bench import ranks, training
-training._interfaces = lambda: {"192.0.2.1": "none"}  # an address that no host has (RFC 5737)
+training.interfaces = lambda: {"192.0.2.1": "none"}  # an address that no host has (RFC 5737)
 training.CONNECT_S = 0.5
 ranks.run_or_abort(lambda: training.run(training.mlp, ["ddp"], 1, "cpu", print))
 """

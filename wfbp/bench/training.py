@@ -7,13 +7,11 @@ foreign load affects all. A time is the mean of all ranks' times.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import random
 import re
 import socket
 import statistics
-import struct
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -29,6 +27,7 @@ from mpi4py import MPI
 from torch import nn
 
 import wfbp.torch
+from wfbp.launcher.hosts import interfaces
 
 Batch = tuple[Any, ...]
 Make = Callable[[], tuple[nn.Module, Callable[[int], Batch]]]
@@ -49,27 +48,22 @@ START_S = 30.0
 CONNECT_S = 2.0
 
 
-class _WithLoss(nn.Module):
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.body(x).square().mean()
-        return loss
-
-
 def mlp() -> tuple[nn.Module, Callable[[int], Batch]]:
     """60 linear layers of 256: many small tensors."""
     layers = [part for _ in range(60) for part in (nn.Linear(256, 256), nn.ReLU())]
-    return _WithLoss(nn.Sequential(*layers)), lambda seed: (_random(seed, 64, 256),)
+    return _with_loss(nn.Sequential(*layers)), lambda seed: (_random(seed, 64, 256),)
 
 
 def transformer() -> tuple[nn.Module, Callable[[int], Batch]]:
     """Six encoder layers of width 512: tensors of mixed size, 19 million elements."""
     layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
     body = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
-    return _WithLoss(body), lambda seed: (_random(seed, 4, 64, 512),)
+    return _with_loss(body), lambda seed: (_random(seed, 4, 64, 512),)
+
+
+def _with_loss(body: nn.Module) -> nn.Module:
+    body.register_forward_hook(lambda module, inputs, output: output.square().mean())
+    return body
 
 
 MODELS: dict[str, Make] = {"mlp": mlp, "transformer": transformer}
@@ -303,7 +297,7 @@ def _start_ddp(device: str) -> None:
     store = None
     if world.rank == 0:
         store = make_store("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
-    addresses, port = world.bcast((list(_interfaces()), store.port) if store else None)
+    addresses, port = world.bcast((list(interfaces()), store.port) if store else None)
     routes = [_local_address(address, port) for address in addresses]
     common = [all(row) for row in zip(*world.allgather(routes), strict=True)]
     if True not in common:
@@ -312,7 +306,7 @@ def _start_ddp(device: str) -> None:
             f"{', '.join(addresses)} is, at TCP port {port}. Is there a firewall?"
         )
     chosen = common.index(True)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", _interfaces()[routes[chosen]])
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interfaces()[routes[chosen]])
     store = store or make_store(addresses[chosen], port, timeout=limit)
     torch.distributed.init_process_group(
         "nccl" if device == "cuda" else "gloo",
@@ -321,18 +315,6 @@ def _start_ddp(device: str) -> None:
         world_size=world.size,
         timeout=limit,
     )
-
-
-def _interfaces() -> dict[str, str]:
-    """Names of this host's network interfaces that are up, by IPv4 address."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no address
-                request = struct.pack("256s", name.encode()[:15])
-                reply = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
-                found[socket.inet_ntoa(reply[20:24])] = name
-    return found
 
 
 def _local_address(address: str, port: int) -> str:

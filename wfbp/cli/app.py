@@ -39,26 +39,24 @@ class _Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
+        if cmd_name in COMMANDS:
+            command: click.Command = import_module(f"wfbp.cli.{cmd_name}").command
+            return command
+        if cmd_name.startswith("-") or ctx.resilient_parsing:
             return None
-        command: click.Command = import_module(f"wfbp.cli.{cmd_name}").command
-        return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        name = args[0]
-        if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
-            close = difflib.get_close_matches(name, COMMANDS, n=1)
-            hint = f" Did you mean '{close[0]}'?" if close else f" There are {', '.join(COMMANDS)}."
-            raise click.UsageError(f"No such command '{name}'.{hint}", ctx)
-        return super().resolve_command(ctx, args)
+        close = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
+        hint = f"Did you mean '{close[0]}'?" if close else f"There are {', '.join(COMMANDS)}."
+        raise click.UsageError(f"No such command '{cmd_name}'. {hint}")
 
 
 @click.command(
     cls=_Commands,
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 100,
+        "show_default": True,
+    },
 )
 @click.version_option(package_name="wfbp", message="wfbp %(version)s")
 def wfbp() -> None:
@@ -70,35 +68,43 @@ def wfbp() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0 success, 1 failed machine or installation, 2 bad input or usage."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        code = wfbp.main(arguments, prog_name="wfbp", standalone_mode=False)
+        code = wfbp.main(words, prog_name="wfbp", standalone_mode=False)
         sys.stdout.flush()
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         sys.exit(BAD_INPUT)
     except click.ClickException as error:
-        _leave(error.format_message(), error.exit_code, getattr(error, "ctx", None))
+        _leave(words, error.format_message(), error.exit_code)
     except click.Abort:
-        _leave("interrupted", INTERRUPTED)
+        _leave(words, "interrupted", INTERRUPTED)
     except BrokenPipeError:
         # The reader (as `head`) has seen enough; nothing may be written on the way out either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILURE)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        _leave(f"{place}{error.strerror or error}", BAD_INPUT)
+        _leave(words, f"{place}{error.strerror or error}", BAD_INPUT)
     except ValueError as error:
-        _leave(str(error), BAD_INPUT)
+        _leave(words, str(error), BAD_INPUT)
     except RecursionError:
-        _leave("the input is nested too deeply", BAD_INPUT)
+        _leave(words, "the input is nested too deeply", BAD_INPUT)
     except WfbpError as error:
-        _leave(str(error), FAILURE)
+        _leave(words, str(error), FAILURE)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _leave(message: str, code: int, context: click.Context | None = None) -> None:
-    """Exit after one line on stderr, even for a message of several lines."""
-    where = context.command_path if context else "wfbp"
+def _leave(words: Sequence[str], message: str, code: int) -> None:
+    """Exit after one line on stderr that begins with the command, as ``wfbp bench comm``."""
+    where = "wfbp"
+    command: click.Command | None = wfbp
+    context = click.Context(wfbp, resilient_parsing=True)
+    for word in words:
+        command = command.get_command(context, word) if isinstance(command, click.Group) else None
+        if command is None:
+            break
+        where += f" {word}"
     if where.startswith(_ON_RANKS) and number(RANK, os.environ):
         sys.exit(code)  # all ranks have the same command line, and rank 0 reports the error
     click.echo(f"{where}: error: {' '.join(message.split())}", err=True)

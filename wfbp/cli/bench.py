@@ -9,10 +9,12 @@ from typing import Any
 
 import click
 
-from wfbp.cli.inputs import IntegerRange, json_option
-from wfbp.cli.tables import Column, milliseconds, print_table, size
+from wfbp.cli.inputs import integers, json_option
+from wfbp.cli.tables import milliseconds, print_table, size
 
 SIZES = tuple(4096 << (2 * k) for k in range(8))
+
+rounds_option = click.option("--rounds", type=integers(1, 1000), default=20)
 
 
 @click.group("bench")
@@ -21,17 +23,14 @@ def command() -> None:
 
 
 @command.command("training")
-@click.option(
-    "--model", default="mlp", show_default=True, help="mlp, transformer, MODULE:FUNCTION."
-)
+@click.option("--model", default="mlp", help="mlp, transformer, MODULE:FUNCTION.")
 @click.option(
     "--contestants",
     default="none,mpi-per-tensor,ddp,ddp-best,wfbp-auto",
-    show_default=True,
     help="Comma-separated; also horovod, wfbp-SCHEDULE and ddp-MIB.",
 )
-@click.option("--rounds", type=IntegerRange(1, 1000), default=20, show_default=True)
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@rounds_option
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
 @json_option
 def training(model: str, contestants: str, rounds: int, device: str, as_json: bool) -> None:
     """Time training iterations, after checking that results agree.
@@ -43,64 +42,55 @@ def training(model: str, contestants: str, rounds: int, device: str, as_json: bo
     from wfbp.bench import training as benchmark
 
     names = [name for name in contestants.split(",") if name]
-    try:
-        make = benchmark.model_named(model)
-        for name in names:
-            benchmark.maker(name)
-    except ValueError as error:
-        raise click.UsageError(str(error), click.get_current_context()) from None
+    make = benchmark.model_named(model)
+    for name in names:
+        benchmark.maker(name)
     _need_ranks()
     results = ranks.run_or_abort(lambda: benchmark.run(make, names, rounds, device, ranks.say))
     if results is None:
         return
     figures = {c.name: benchmark.quartiles(c.seconds) for c in results}
     _, base_s, _ = figures[benchmark.REFERENCE]
-    document = {
-        **ranks.machine(),
-        "model": model,
-        "device": device,
-        "seconds": {c.name: c.seconds for c in results},
-        "cpu_seconds": {c.name: c.cpu_seconds for c in results},
-    }
     rows = []
     for contestant in results:
         first, middle, third = figures[contestant.name]
         cpu_s = statistics.median(contestant.cpu_seconds)
         cells = map(milliseconds, (middle, third - first, cpu_s))
         rows.append([contestant.name, *cells, f"{middle / base_s:.2f}"])
-    headings = ("median ms", "IQR ms", "CPU ms", f"of {benchmark.REFERENCE}")
-    _show(document, f"Iterations of {model}", ("", *headings), rows, as_json)
+    document = {
+        "model": model,
+        "device": device,
+        "seconds": {c.name: c.seconds for c in results},
+        "cpu_seconds": {c.name: c.cpu_seconds for c in results},
+    }
+    headings = ("<", "median ms", "IQR ms", "CPU ms", f"of {benchmark.REFERENCE}")
+    _show(document, f"Iterations of {model}", headings, rows, as_json)
 
 
 @command.command("comm", short_help="Time all-reduces by size, beside the MPI library's own.")
-@click.option("--max-bytes", type=IntegerRange(4096), default=64 << 20, show_default=True)
-@click.option("--rounds", type=IntegerRange(1, 1000), default=20, show_default=True)
+@click.option("--max-bytes", type=integers(4096), default=64 << 20)
+@rounds_option
 @json_option
 def comm(max_bytes: int, rounds: int, as_json: bool) -> None:
     """Time all-reduces by size: wfbp's backend and the MPI library's own."""
-    from wfbp.bench import comm as benchmark
     from wfbp.bench import ranks
 
     _need_ranks()
     sizes = [nbytes for nbytes in SIZES if nbytes <= max_bytes]
-    timings = ranks.run_or_abort(lambda: benchmark.run(sizes, rounds))
+    timings = ranks.run_or_abort(lambda: ranks.all_reduces(sizes, rounds))
     if timings is None:
         return
     rows = [
         [
-            size(t.nbytes),
-            *map(milliseconds, (t.library_s, t.wfbp_s)),
-            f"{t.library_s / t.wfbp_s:.2f}",
-            f"{t.nbytes / t.wfbp_s / 1e9:.2f}",
+            size(nbytes),
+            *map(milliseconds, (library_s, wfbp_s)),
+            f"{library_s / wfbp_s:.2f}",
+            f"{nbytes / wfbp_s / 1e9:.2f}",
         ]
-        for t in timings
+        for nbytes, library_s, wfbp_s in timings
     ]
-    document = {
-        **ranks.machine(),
-        "seconds": [[t.nbytes, t.library_s, t.wfbp_s] for t in timings],
-    }
-    headings = ("", "MPI ms", "wfbp ms", "times MPI", "wfbp GB/s")
-    _show(document, "All-reduces of float32", headings, rows, as_json)
+    headings = ("<", "MPI ms", "wfbp ms", "times MPI", "wfbp GB/s")
+    _show({"seconds": timings}, "All-reduces of float32", headings, rows, as_json)
 
 
 def _need_ranks() -> None:
@@ -109,22 +99,23 @@ def _need_ranks() -> None:
 
     if ranks.count() == 1:
         raise click.UsageError(
-            "a benchmark needs at least two ranks; start it as: mpirun -np N wfbp bench ...",
-            click.get_current_context(),
+            "a benchmark needs at least two ranks; start it as: mpirun -np N wfbp bench ..."
         )
 
 
 def _show(
-    document: dict[str, Any],
+    results: dict[str, Any],
     title: str,
     headings: Sequence[str],
     rows: list[list[str]],
     as_json: bool,
 ) -> None:
+    from wfbp.bench import ranks
+
+    about = ranks.machine()
     if as_json:
-        click.echo(json.dumps(document))
+        click.echo(json.dumps(about | results))
         return
-    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    notes = [f"{document['ranks']} ranks; {document['machine']}; {document['mpi']}; {versions}"]
-    columns = [Column(headings[0], "left"), *map(Column, headings[1:])]
-    print_table(title, columns, rows, notes)
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    notes = [f"{about['ranks']} ranks; {about['machine']}; {about['mpi']}; {versions}"]
+    print_table(title, headings, rows, notes)

@@ -7,14 +7,12 @@ child processes start MPI.
 from __future__ import annotations
 
 import csv
-import fcntl
 import json
 import os
 import platform
 import resource
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -31,7 +29,7 @@ from wfbp.cli.tables import console
 from wfbp.config import Config, unknown_variables, variables
 from wfbp.errors import BackendError
 from wfbp.launcher.commands import LaunchSpec, mpirun_command, rank_program
-from wfbp.launcher.hosts import Host, allocation, parse_hosts
+from wfbp.launcher.hosts import Host, allocation, interfaces, parse_hosts
 from wfbp.launcher.mpi import find_mpi, vendor_of
 
 SELF_TEST_S = 60.0
@@ -50,11 +48,10 @@ Findings = Iterator[tuple[str, str, str]]
 @click.option(
     "--self-test/--no-self-test",
     default=True,
-    show_default=True,
     help="Run ranks, two by default, and measure what a message between them costs.",
 )
 @click.option("-H", "--hosts", metavar="A,B", help="Hosts to test: one rank on each, or A:2,B:2.")
-@click.option("--ssh", default="ssh", help="Program that reaches other hosts.", show_default=True)
+@click.option("--ssh", default="ssh", help="Program that reaches other hosts.")
 @json_option
 def command(self_test: bool, hosts: str | None, ssh: str, as_json: bool) -> None:
     """Check this machine and this installation, and suggest a fix for each problem.
@@ -264,21 +261,18 @@ def _limits() -> Findings:
 
 
 def _network() -> Findings:
-    up = []
-    for name in sorted(os.listdir(NETWORK)) if NETWORK.is_dir() else []:
-        if name == "lo" or (address := _address(name)) is None:
-            continue
+    up = {name: address for address, name in interfaces().items() if name != "lo"}
+    for name, address in up.items():
         rate = ""
         with suppress(OSError, ValueError):  # some interfaces have no speed
             mbit = int((NETWORK / name / "speed").read_text())
             rate = f" {mbit / 1000:g} Gbit/s" if mbit > 0 else ""
-        up.append(name)
         yield OK, f"{name} {address}{rate}", ""
     if INFINIBAND.is_dir():
         yield OK, f"InfiniBand or RoCE: {', '.join(sorted(os.listdir(INFINIBAND)))}", ""
     if len(up) > 1:
         text = f"{len(up)} interfaces have addresses; MPI or NCCL may choose a wrong one"
-        yield NOTE, text, f"if ranks hang at the start: wfbprun --interface {up[0]} ..."
+        yield NOTE, text, f"if ranks hang at the start: wfbprun --interface {min(up)} ..."
     if not up:
         yield NOTE, "only the loopback interface has an address: jobs cannot span hosts", ""
     name = socket.gethostname()
@@ -287,14 +281,6 @@ def _network() -> Findings:
     except OSError as error:
         text = f"the host's own name {name} cannot be resolved ({error}); MPI may fail to start"
         yield PROBLEM, text, f"add it to /etc/hosts: 127.0.1.1 {name}"
-
-
-def _address(interface: str) -> str | None:
-    """The IPv4 address of an interface that is up and has one."""
-    request = struct.pack("256s", interface.encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24])  # SIOCGIFADDR
-    return None
 
 
 def _gpu() -> Findings:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from wfbp.cli.forecast import Forecast
+from wfbp.cli.reasons import reasons
 from wfbp.cli.run_files import RankRun, Run
 from wfbp.cli.tables import size
 from wfbp.core.cost import CostModel, Costs, PiecewiseCost
 from wfbp.core.fit import fit_linear, goodness
+from wfbp.core.timeline import IterationForecast
 from wfbp.core.trace import Trace
 
 Figure = dict[str, Any]
@@ -34,18 +35,6 @@ def _axis(title: str, **settings: Any) -> dict[str, Any]:
     return {"title": {"text": title}, **settings}
 
 
-def _bars(name: str, color: str, labels: Sequence[str], seconds: Sequence[float]) -> dict[str, Any]:
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": name,
-        "x": [value * MS for value in seconds],
-        "y": list(labels),
-        "marker": {"color": color},
-        "hovertemplate": f"%{{y}}, {name}: %{{x:.3f}} ms<extra></extra>",
-    }
-
-
 def _lines(
     name: str,
     x: Sequence[float | None],
@@ -56,30 +45,31 @@ def _lines(
     return {"type": "scatter", "mode": "lines", "name": name, "x": x, "y": y, "line": line, **more}
 
 
-def _marker(index: int) -> dict[str, Any]:
-    symbols = ("circle", "square", "diamond", "triangle-up", "x", "triangle-down", "cross")
-    return {"symbol": symbols[index % len(symbols)], "size": 8}
-
-
-def _plain(text: str, longest: int = 60) -> str:
-    """An external name as a label: no markup, limited length."""
-    return html.escape(text if len(text) <= longest else text[: longest - 3] + "...", quote=False)
-
-
-def schedules(forecasts: Sequence[Forecast], measured: tuple[str, float] | None) -> Figure:
+def schedules(forecasts: Sequence[IterationForecast], measured: tuple[str, float] | None) -> Figure:
     """Predicted iterations by schedule; ``measured`` is the schedule that ran, and its seconds."""
     rows = sorted(forecasts, key=lambda f: f.iteration_s, reverse=True)
-    labels = {f.schedule: f"{f.schedule}, T/LB {f.ratio_to_lower_bound:.3f}" for f in rows}
+    labels = {
+        f.plan.schedule: f"{f.plan.schedule}, T/LB {f.ratio_to_lower_bound:.3f}" for f in rows
+    }
     names = list(labels.values())
-    computed = [f.iteration_s - f.exposed_s for f in rows]
-    exposed = [f.exposed_s for f in rows]
     bound_ms = rows[0].lower_bound_s * MS
     dashed = {"color": "@bound", "dash": "dash", "width": 2}
-    data = [
-        _bars("computation", "@backward", names, computed),
-        _bars("exposed communication", "@exposed", names, exposed),
-        _lines(f"lower bound, {bound_ms:.3f} ms", [None], [None], dashed),  # for the legend
+    data: list[dict[str, Any]] = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": name,
+            "x": [value * MS for value in seconds],
+            "y": names,
+            "marker": {"color": color},
+            "hovertemplate": f"%{{y}}, {name}: %{{x:.3f}} ms<extra></extra>",
+        }
+        for name, color, seconds in (
+            ("computation", "@backward", [f.iteration_s - f.exposed_s for f in rows]),
+            ("exposed communication", "@exposed", [f.exposed_s for f in rows]),
+        )
     ]
+    data.append(_lines(f"lower bound, {bound_ms:.3f} ms", [None], [None], dashed))  # for the legend
     if measured is not None:
         name, seconds = measured
         if name not in labels:  # a plan by no planner of the registry
@@ -128,7 +118,7 @@ def cost_curve(costs: Costs) -> Figure:
                 [seconds * MS for _, seconds in points],
                 {"color": color, "width": 4.0 - index},
                 mode="lines+markers",
-                marker=_marker(index),
+                marker={"symbol": ("circle", "square", "diamond")[index], "size": 8},
                 hovertemplate="%{x:,.0f} bytes<br>%{y:.4f} ms<extra></extra>",
             )
         )
@@ -154,13 +144,8 @@ def _cost_line(
     return _lines(name, sizes.tolist(), (cost.many(sizes) * MS).tolist(), line, hovertemplate=text)
 
 
-class _Bar(NamedTuple):
-    kind: str
-    row: str
-    start_s: float
-    end_s: float
-    text: str
-
+Bar = tuple[str, str, float, float, str]
+"""Kind, row, start and end in seconds, and text of a bar of a Gantt chart."""
 
 _FORWARD, _BACKWARD, _WAITING = "forward and the rest", "backward", "waiting for communication"
 _PACKING, _READY = "packing", "gradient exists"
@@ -177,11 +162,12 @@ _KINDS = {
 _MOST_READY = 2000
 
 
-def _chart(title: str, rows: Sequence[str], bars: Sequence[_Bar]) -> Figure:
+def _chart(title: str, bars: Sequence[Bar]) -> Figure:
     """A Gantt chart; bars of the kind ``_READY`` are marks."""
+    rows = list(dict.fromkeys(row for _, row, *_ in bars))
     data: list[dict[str, Any]] = []
     for kind, (color, width) in _KINDS.items():
-        mine = [bar for bar in bars if bar.kind == kind and bar.end_s > bar.start_s]
+        mine = [bar[1:] for bar in bars if bar[0] == kind and bar[3] > bar[2]]
         if mine:
             data.append(
                 {
@@ -189,25 +175,25 @@ def _chart(title: str, rows: Sequence[str], bars: Sequence[_Bar]) -> Figure:
                     "orientation": "h",
                     "name": kind,
                     "width": width,
-                    "y": [bar.row for bar in mine],
-                    "base": [bar.start_s * MS for bar in mine],
-                    "x": [(bar.end_s - bar.start_s) * MS for bar in mine],
-                    "customdata": [[b.start_s * MS, b.end_s * MS, b.text] for b in mine],
+                    "y": [row for row, _, _, _ in mine],
+                    "base": [start_s * MS for _, start_s, _, _ in mine],
+                    "x": [(end_s - start_s) * MS for _, start_s, end_s, _ in mine],
+                    "customdata": [[start * MS, end * MS, text] for _, start, end, text in mine],
                     "hovertemplate": "%{customdata[2]}<br>%{customdata[0]:.3f} to "
                     "%{customdata[1]:.3f} ms (%{x:.3f} ms)<extra></extra>",
                     "marker": {"color": color, "line": {"color": "@paper", "width": 1}},
                 }
             )
-    ready = [bar for bar in bars if bar.kind == _READY]
+    ready = [bar[1:] for bar in bars if bar[0] == _READY]
     if len(ready) <= _MOST_READY * len(rows):
         data.append(
             {
                 "type": "scatter",
                 "mode": "markers",
                 "name": _READY,
-                "x": [bar.start_s * MS for bar in ready],
-                "y": [bar.row for bar in ready],
-                "text": [bar.text for bar in ready],
+                "x": [at_s * MS for _, at_s, _, _ in ready],
+                "y": [row for row, _, _, _ in ready],
+                "text": [text for _, _, _, text in ready],
                 "hovertemplate": "%{text}<br>%{x:.3f} ms<extra></extra>",
                 "marker": {"symbol": "line-ns", "size": 9, "line": {"width": 1, "color": "@ink"}},
             }
@@ -215,28 +201,27 @@ def _chart(title: str, rows: Sequence[str], bars: Sequence[_Bar]) -> Figure:
     return _figure(
         data,
         _axis(title, rangemode="tozero"),
-        {"categoryorder": "array", "categoryarray": list(rows)[::-1], "automargin": True},
+        {"categoryorder": "array", "categoryarray": rows[::-1], "automargin": True},
         barmode="overlay",
         height=120 + 34 * len(rows),
         hovermode="closest",
     )
 
 
-def gantt(run: Run, predicted: Forecast | None) -> Figure | None:
+def gantt(run: Run, predicted: IterationForecast | None) -> Figure | None:
     """The median iteration of every rank beside its prediction; None if a rank recorded none."""
     index = median_iteration(run)
     if index is None:
         return None
-    bars: list[_Bar] = []
-    trace = run.ranks[0].trace
-    if predicted is not None and trace is not None:
-        bars += _predicted_bars(predicted, trace)
+    trace, costs = run.ranks[0].trace, run.ranks[0].costs
+    bars: list[Bar] = []
+    if predicted is not None and trace is not None and costs is not None:
+        bars += _predicted_bars(predicted, trace, costs)
     # Each rank's clock starts at the end of the previous iteration's last message, which ends at
     # nearly the same moment on all ranks.
     for rank in run.ranks:
         bars += _rank_bars(rank, rank.iterations[index])
-    rows = list(dict.fromkeys(bar.row for bar in bars))
-    return _chart("ms since the previous iteration's gradients were in hand", rows, bars)
+    return _chart("ms since the previous iteration's gradients were in hand", bars)
 
 
 def median_iteration(run: Run) -> int | None:
@@ -246,7 +231,17 @@ def median_iteration(run: Run) -> int | None:
     return sorted(lengths)[(count - 1) // 2][1] if lengths else None
 
 
-def _rank_bars(rank: RankRun, iteration: dict[str, Any]) -> list[_Bar]:
+def _compute_bars(row: str, ends_s: Sequence[float]) -> list[Bar]:
+    """A rank's computation: where forward, backward and the wait for communication end."""
+    forward_s, backward_s, done_s = ends_s
+    return [
+        (_FORWARD, row, 0.0, forward_s, "forward, optimizer, data"),
+        (_BACKWARD, row, forward_s, backward_s, "backward"),
+        (_WAITING, row, backward_s, done_s, "nothing left to compute"),
+    ]
+
+
+def _rank_bars(rank: RankRun, iteration: dict[str, Any]) -> list[Bar]:
     compute, link = f"rank {rank.rank} compute", f"rank {rank.rank} messages"
     ready_s, closed_s = iteration["ready_s"], iteration["closed_s"]
     forward_end_s = 0.0
@@ -254,11 +249,7 @@ def _rank_bars(rank: RankRun, iteration: dict[str, Any]) -> list[_Bar]:
         # Forward is timed while profiling only; the trace's time is shown for later steps, too.
         ends = [rank.trace.other_s + rank.trace.forward_s, closed_s]
         forward_end_s = min(ends + [at for at in ready_s if at is not None])
-    bars = [
-        _Bar(_FORWARD, compute, 0.0, forward_end_s, "forward, optimizer, data"),
-        _Bar(_BACKWARD, compute, forward_end_s, closed_s, "backward"),
-        _Bar(_WAITING, compute, closed_s, iteration["done_s"], "nothing left to compute"),
-    ]
+    bars = _compute_bars(compute, (forward_end_s, closed_s, iteration["done_s"]))
     tensors = rank.plan.tensors
     for at in iteration["groups"]:
         group = rank.plan.groups[at["group"]]
@@ -269,28 +260,28 @@ def _rank_bars(rank: RankRun, iteration: dict[str, Any]) -> list[_Bar]:
         text += ", ".join(names[:4]) + more
         times = [ready_s[k] for k in group.tensors if ready_s[k] is not None]
         text += f"<br>ready at {max(times) * MS:.3f} ms" if times else ""
-        bars.append(_Bar(_PACKING, link, at["start_s"], at["packed_s"], f"packing {text}"))
-        bars.append(_Bar(_MESSAGES[at["group"] % 2], link, at["packed_s"], at["end_s"], text))
+        bars.append((_PACKING, link, at["start_s"], at["packed_s"], f"packing {text}"))
+        bars.append((_MESSAGES[at["group"] % 2], link, at["packed_s"], at["end_s"], text))
     return bars + [
-        _Bar(_READY, compute, at, at, f"gradient of {_plain(spec.name)}")
+        (_READY, compute, at, at, f"gradient of {_plain(spec.name)}")
         for spec, at in zip(tensors, ready_s, strict=True)
         if at is not None
     ]
 
 
-def _predicted_bars(predicted: Forecast, trace: Trace) -> list[_Bar]:
+def _predicted_bars(predicted: IterationForecast, trace: Trace, costs: Costs) -> list[Bar]:
     """The prediction on the same clock: its backward starts after forward."""
-    compute, link = "predicted compute", "predicted messages"
     begin_s = trace.other_s + trace.forward_s
     end_s = min(predicted.iteration_s, begin_s + predicted.backward_end_s)
-    bars = [
-        _Bar(_FORWARD, compute, 0.0, begin_s, "forward, optimizer, data"),
-        _Bar(_BACKWARD, compute, begin_s, end_s, "backward"),
-        _Bar(_WAITING, compute, end_s, predicted.iteration_s, "nothing left to compute"),
-    ]
-    for index, group in enumerate(predicted.groups):
-        text = f"group {index}: {group.operation.value} of {size(group.nbytes)}<br>"
-        text += _plain(group.why, 200)
-        start_s, end_s = begin_s + group.start_s, begin_s + group.end_s
-        bars.append(_Bar(_MESSAGES[index % 2], link, start_s, end_s, text))
+    bars = _compute_bars("predicted compute", (begin_s, end_s, predicted.iteration_s))
+    for index, (_, why) in enumerate(reasons(predicted, trace, costs)):
+        group, at = predicted.plan.groups[index], predicted.groups[index]
+        text = f"group {index}: {group.operation.value} of {size(at.nbytes)}<br>{_plain(why, 200)}"
+        start_s, end_s = begin_s + at.start_s, begin_s + at.end_s
+        bars.append((_MESSAGES[index % 2], "predicted messages", start_s, end_s, text))
     return bars
+
+
+def _plain(text: str, longest: int = 60) -> str:
+    """An external name as a label: no markup, limited length."""
+    return html.escape(text if len(text) <= longest else text[: longest - 3] + "...", quote=False)

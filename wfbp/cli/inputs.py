@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,6 +13,7 @@ import click
 
 from wfbp.core.checks import read_json
 from wfbp.core.cost import Costs
+from wfbp.core.planners import PLANNERS
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation
 
@@ -21,38 +22,31 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-
 EXAMPLES = Path(__file__).parent / "examples"
 EXAMPLE_TRACES = EXAMPLES / "traces"
 EXAMPLE_COSTS = EXAMPLES / "costs"
 
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+
 
 def model_arguments(function: F) -> F:
     """Add the argument TRACE, and the options --cost and --optimizer."""
-    for decorate in (
-        click.option(
-            "--optimizer", metavar="NAME", help="Name of the optimizer, if the run has several."
-        ),
-        click.option(
-            "--cost",
-            "cost",
-            metavar="COST",
-            help="Costs: a file (wfbp-cost/1) or an example; a run has its own.",
-        ),
-        click.argument("trace", metavar="TRACE", type=click.Path(path_type=str)),
-    ):
-        function = decorate(function)
-    return function
-
-
-def json_option(function: F) -> F:
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")(
-        function
+    optimizer = click.option(
+        "--optimizer", metavar="NAME", help="Name of the optimizer, if the run has several."
     )
+    cost = click.option(
+        "--cost",
+        metavar="COST",
+        help="Costs: a file (wfbp-cost/1) or an example; a run has its own.",
+    )
+    return click.argument("trace", metavar="TRACE")(cost(optimizer(function)))
 
 
-class IntegerRange(click.IntRange):
-    name = "integer"  # in messages: "'two' is not a valid integer"
+def integers(least: int, most: int | None = None) -> click.IntRange:
+    """Whole numbers within limits, as the type of an option."""
+    kind = click.IntRange(least, most)
+    kind.name = "integer"  # in messages: "'two' is not a valid integer"
+    return kind
 
 
 class FiniteRange(click.FloatRange):
@@ -69,58 +63,43 @@ class FiniteRange(click.FloatRange):
         return number
 
 
-LARGEST_S = 1e290
-"""Sums of larger times may overflow."""
+def schedules(ctx: click.Context, param: click.Parameter, text: str) -> tuple[str, ...]:
+    """Names of schedules, separated by commas, or ``all``: the callback of an option."""
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    if names == ("all",):
+        return tuple(PLANNERS)
+    for name in names:
+        if name not in PLANNERS:
+            raise click.BadParameter(f"{name!r} is not known; known are {', '.join(PLANNERS)}, all")
+    return names
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A trace and costs, the number of ranks that measured them, and the recorded run, if any."""
+def load(
+    trace: str, cost: str | None, optimizer: str | None, factor: float = 1.0
+) -> tuple[Trace, Costs, int | None, Run | None]:
+    """A trace, costs, how many ranks measured these, and the run, if they are of a recorded one.
 
-    trace: Trace
-    costs: Costs
-    measured_on: int | None = None
+    ``trace`` and ``cost`` name files or examples, ``trace`` also the directory of a run, which has
+    costs of its own. ``factor`` is what costs may be scaled by later.
+    """
     run: Run | None = None
-
-
-def load(trace: str, cost: str | None, factor: float = 1.0, optimizer: str | None = None) -> Model:
-    """Load a trace and costs, which may be scaled by ``factor``, from files, examples or a run."""
-    run: Run | None = None
-    measured_on: int | None = None
     if Path(trace).is_dir():
         run, model, costs = _recorded(trace, optimizer)
-        if cost is None:
-            measured_on, cost = run.size, trace
-        else:
-            costs, measured_on = _costs(cost)
+        measured_on: int | None = run.size
+    elif optimizer is not None:
+        raise click.UsageError("--optimizer needs the directory of a run")
     else:
-        context = click.get_current_context(silent=True)
-        if optimizer is not None:
-            raise click.UsageError("--optimizer needs the directory of a run", context)
+        model = Trace.load(_file(trace, EXAMPLE_TRACES))
         if cost is None:
-            text = (
+            raise click.UsageError(
                 "Missing option '--cost'. Only the directory of a run has costs of its own; give a "
                 "file that wfbp probe wrote, or an example: --cost "
                 + ", ".join(sorted(path.stem for path in EXAMPLE_COSTS.glob("*.json")))
             )
-            raise click.UsageError(text, context)
-        model = Trace.load(_file(trace, EXAMPLE_TRACES))
-        costs, measured_on = _costs(cost)
-    check_sums(trace, cost, model, costs, factor)
-    return Model(model, costs, measured_on, run)
-
-
-def _costs(name: str) -> tuple[Costs, int | None]:
-    """The costs of a file or an example, and the number of ranks that measured them."""
-    return read_json(_file(name, EXAMPLE_COSTS), _costs_and_ranks)
-
-
-def _costs_and_ranks(document: Any) -> tuple[Costs, int | None]:
-    costs = Costs.from_json(document)
-    num_ranks = document.get("num_ranks")
-    if num_ranks is not None and (type(num_ranks) is not int or num_ranks < 2):
-        raise ValueError(f"num_ranks: expected a whole number from 2, found {num_ranks!r}")
-    return costs, num_ranks
+    if cost is not None:
+        costs, measured_on = read_json(_file(cost, EXAMPLE_COSTS), _costs_and_ranks)
+    check_sums(trace, cost or trace, model, costs, factor)
+    return model, costs, measured_on, run
 
 
 def _file(name: str, examples: Path) -> Path:
@@ -135,6 +114,15 @@ def _file(name: str, examples: Path) -> Path:
             f"{name}: no such file, and no example{hint}; examples are {', '.join(sorted(known))}"
         )
     return known[name]
+
+
+def _costs_and_ranks(document: Any) -> tuple[Costs, int | None]:
+    """The costs of a document, and the number of ranks that measured them, if it says so."""
+    costs = Costs.from_json(document)
+    num_ranks = document.get("num_ranks")
+    if num_ranks is not None and (type(num_ranks) is not int or num_ranks < 2):
+        raise ValueError(f"num_ranks: expected a whole number from 2, found {num_ranks!r}")
+    return costs, num_ranks
 
 
 def _recorded(folder: str, optimizer: str | None) -> tuple[Run, Trace, Costs]:
@@ -158,6 +146,10 @@ def _recorded(folder: str, optimizer: str | None) -> tuple[Run, Trace, Costs]:
         )
     trace = replace(first.trace, model=first.about["model"] or first.trace.model)
     return runs[name], trace, first.costs
+
+
+LARGEST_S = 1e290
+"""Sums of larger times may overflow."""
 
 
 def check_sums(trace: str, cost: str, model: Trace, costs: Costs, factor: float = 1.0) -> None:

@@ -14,22 +14,17 @@ from wfbp.cli.figures import Figure
 _LONG = 60  # a fact of more letters has its own row
 
 
-class Section(NamedTuple):
-    """A figure with its heading, and one or two sentences that explain it."""
-
-    heading: str
-    explanation: str
-    figure: Figure
-
-
 class Chapter(NamedTuple):
-    """Figures of one subject; the verdict is the main result in one sentence."""
+    """Figures of one subject; the verdict is the main result in one sentence.
+
+    Sections are a heading, one or two sentences that explain the figure, and the figure.
+    """
 
     heading: str = ""
     verdict: str = ""
     facts: Sequence[tuple[str, str]] = ()
     notes: Sequence[str] = ()
-    sections: Sequence[Section] = ()
+    sections: Sequence[tuple[str, str, Figure]] = ()
 
 
 def library() -> str:
@@ -67,12 +62,11 @@ def _chapter(chapter: Chapter, figures: dict[str, Figure]) -> str:
         )
         parts.append(f"<dl>{''.join(cells)}</dl>")
     parts += [f'<p class="note">{html.escape(note)}</p>' for note in chapter.notes]
-    for section in chapter.sections:
+    for heading, explanation, figure in chapter.sections:
         key = f"figure{len(figures)}"
-        figures[key] = section.figure
+        figures[key] = figure
         parts.append(
-            f"<section><h3>{html.escape(section.heading)}</h3>"
-            f"<p>{html.escape(section.explanation)}</p>"
+            f"<section><h3>{html.escape(heading)}</h3><p>{html.escape(explanation)}</p>"
             f'<div class="figure" id="{key}"></div></section>'
         )
     return "\n".join(parts)

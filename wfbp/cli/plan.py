@@ -3,46 +3,44 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from wfbp.cli.forecast import Forecast, forecast
-from wfbp.cli.inputs import IntegerRange, Model, best, json_option, load, model_arguments
-from wfbp.cli.tables import Column, milliseconds, print_table, size
+from wfbp.cli.inputs import best, integers, json_option, load, model_arguments, schedules
+from wfbp.cli.reasons import reasons
+from wfbp.cli.run_files import BELOW_BOUND, Run
+from wfbp.cli.tables import milliseconds, print_table, size
+from wfbp.core.cost import Costs
 from wfbp.core.planners import PLANNERS, RECOMMENDED, plan
-
-ALL = "all"
+from wfbp.core.timeline import IterationForecast, timeline
+from wfbp.core.trace import Trace
 
 
 @click.command("plan", short_help="Predict one iteration, by one schedule or by all.")
 @model_arguments
 @click.option(
     "--schedule",
-    metavar="NAME",
-    default=ALL,
-    show_default=True,
+    "names",
+    callback=schedules,
+    metavar="NAME,...",
+    default="all",
     help=f"Recommended: {', '.join(n for n in RECOMMENDED if n in PLANNERS)}. For comparison: "
     f"{', '.join(n for n in PLANNERS if n not in RECOMMENDED)}; or all.",
 )
 @click.option(
     "--threshold-bytes",
-    type=IntegerRange(min=1),
+    type=integers(1),
     help="Group size of the schedule 'threshold' [default: 25 MiB].",
 )
-@click.option(
-    "--rows",
-    type=IntegerRange(min=0),
-    default=40,
-    show_default=True,
-    help="Groups to list at most; 0 for all.",
-)
+@click.option("--rows", type=integers(0), default=40, help="Groups to list at most; 0 for all.")
 @json_option
 def command(
     trace: str,
     cost: str | None,
     optimizer: str | None,
-    schedule: str,
+    names: tuple[str, ...],
     threshold_bytes: int | None,
     rows: int,
     as_json: bool,
@@ -54,111 +52,121 @@ def command(
     of groups count from the start of backward; T/LB is the iteration over the lower bound of all
     schedules.
     """
-    if schedule != ALL and schedule not in PLANNERS:
+    if threshold_bytes is not None and "threshold" not in names:
         raise click.BadParameter(
-            f"{schedule!r} is not known; known are {', '.join(PLANNERS)}, {ALL}",
-            param_hint="--schedule",
+            f"schedule {names[0]!r} takes none", param_hint="--threshold-bytes"
         )
-    if threshold_bytes is not None and schedule not in (ALL, "threshold"):
-        raise click.BadParameter(
-            f"schedule {schedule!r} takes none", param_hint="--threshold-bytes"
-        )
-    source = load(trace, cost, optimizer=optimizer)
-    results = []
-    for name in PLANNERS if schedule == ALL else (schedule,):
-        options: dict[str, Any] = {}
-        if name == "threshold" and threshold_bytes is not None:
-            options["threshold_bytes"] = threshold_bytes
-        made = plan(name, source.trace, source.costs, **options)
-        results.append(forecast(made, source.trace, source.costs))
+    model, costs, _, run = load(trace, cost, optimizer)
+    options = {"threshold": {"threshold_bytes": threshold_bytes}} if threshold_bytes else {}
+    results = [
+        timeline(plan(name, model, costs, **options.get(name, {})), model, costs) for name in names
+    ]
     first = best([r.iteration_s for r in results], [len(r.groups) for r in results])
     if as_json:
-        told: dict[str, Any] = results[0].to_json()
-        if schedule == ALL:
-            schedules = [result.to_json() for result in results]
-            told = {"schedule": ALL, "best": results[first].schedule, "schedules": schedules}
-        click.echo(json.dumps(told, indent=1, allow_nan=False))
-    elif schedule == ALL:
-        _print_all(results, first, source)
+        told = [_document(result) for result in results]
+        comparison = {
+            "schedule": "all" if len(names) == len(PLANNERS) else ",".join(names),
+            "best": names[first],
+            "schedules": told,
+        }
+        click.echo(json.dumps(told[0] if len(told) == 1 else comparison, indent=1, allow_nan=False))
+    elif len(results) == 1:
+        _print_one(results[0], model, costs, rows, _about_bound(results[0].lower_bound_s, run))
     else:
-        _print_one(results[0], source, rows)
+        _print_all(results, model, first, _about_bound(results[0].lower_bound_s, run))
 
 
-def _print_one(result: Forecast, source: Model, rows: int) -> None:
-    trace = source.trace
-    shown = result.groups if not rows else result.groups[:rows]
-    left = len(result.groups) - len(shown)
-    notes = [f"... and {left} more groups (--rows 0 lists all)", ""] if left else []
-    notes += [
-        f"iteration {milliseconds(result.iteration_s)} ms, of which "
-        f"{milliseconds(result.exposed_s)} ms exposed communication",
-        f"T/LB {result.ratio_to_lower_bound:.3f}: no schedule can be under "
-        f"{milliseconds(result.lower_bound_s)} ms",
-        *_measured(source),
-    ]
+def _document(result: IterationForecast) -> dict[str, Any]:
+    figures = ("iteration_s", "exposed_s", "lower_bound_s", "ratio_to_lower_bound")
+    plan = result.plan
+    return {
+        "schedule": plan.schedule,
+        "predicted": {name: getattr(result, name) for name in figures},
+        "groups": [
+            {
+                "phase": group.phase.value,
+                "operation": group.operation.value,
+                "tensors": [plan.tensors[k].name for k in group.tensors],
+                "nbytes": at.nbytes,
+                "start_s": at.start_s,
+                "end_s": at.end_s,
+            }
+            for group, at in zip(plan.groups, result.groups, strict=True)
+        ],
+    }
+
+
+def _print_one(
+    result: IterationForecast, trace: Trace, costs: Costs, rows: int, about_bound: Sequence[str]
+) -> None:
+    groups, tensors = result.plan.groups, result.plan.tensors
     cells = []
-    for index, group in enumerate(shown):
-        first, last, count = group.tensors[0], group.tensors[-1], len(group.tensors)
-        times = map(milliseconds, (group.start_s, group.end_s, group.exposed_s))
-        members = first if count == 1 else f"{count}: {first} ... {last}"
-        operation = group.operation.value
-        cells.append((str(index), operation, members, size(group.nbytes), *times, group.why))
+    for index, (exposed_s, why) in enumerate(reasons(result, trace, costs)):
+        group, at = groups[index], result.groups[index]
+        first, last = (tensors[group.tensors[k]].name for k in (0, -1))
+        members = f"{len(group.tensors)}: {first} ... {last}" if len(group.tensors) > 1 else first
+        times = map(milliseconds, (at.start_s, at.end_s, exposed_s))
+        cells.append((str(index), group.operation.value, members, size(at.nbytes), *times, why))
+    left = len(cells) - rows if rows else 0
     print_table(
-        f"{trace.model or 'model'}: schedule {result.schedule}, {len(result.groups)} groups of "
-        f"{len(trace.tensors)} tensors, {size(sum(trace.backward_bytes))}; times in ms",
-        (
-            Column("#"),
-            Column("operation", "left"),
-            Column("tensors", "left"),
-            *map(Column, ("size", "start", "end", "exposed")),
-            Column("why", "left"),
-        ),
-        cells,
-        notes,
+        f"{trace.model or 'model'}: schedule {result.plan.schedule}, {len(groups)} groups of "
+        f"{len(tensors)} tensors, {size(result.plan.total_bytes)}; times in ms",
+        ("#", "<operation", "<tensors", "size", "start", "end", "exposed", "<why"),
+        cells[: rows or None],
+        [
+            *([f"... and {left} more groups (--rows 0 lists all)", ""] if left > 0 else []),
+            f"iteration {milliseconds(result.iteration_s)} ms, of which "
+            f"{milliseconds(result.exposed_s)} ms exposed communication; "
+            f"T/LB {result.ratio_to_lower_bound:.3f}",
+            *about_bound,
+        ],
     )
 
 
-def _print_all(results: list[Forecast], first: int, source: Model) -> None:
-    trace, least_s = source.trace, results[first].iteration_s
-    headings = ("messages", "iteration", "exposed", "T/LB", "over best")
+def _print_all(
+    results: Sequence[IterationForecast], trace: Trace, first: int, about_bound: Sequence[str]
+) -> None:
+    least_s = results[first].iteration_s
     print_table(
         f"{trace.model or 'model'}: {len(trace.tensors)} tensors, "
         f"{size(sum(trace.backward_bytes))}; times in ms",
-        (Column("schedule", "left"), *map(Column, headings)),
+        ("<schedule", "messages", "iteration", "exposed", "T/LB", "over best"),
         [
             (
-                r.schedule,
-                str(len(r.groups)),
-                milliseconds(r.iteration_s),
-                milliseconds(r.exposed_s),
-                f"{r.ratio_to_lower_bound:.3f}",
-                "best" if index == first else f"+{max(0.0, r.iteration_s / least_s - 1):.1%}",
+                result.plan.schedule,
+                str(len(result.groups)),
+                milliseconds(result.iteration_s),
+                milliseconds(result.exposed_s),
+                f"{result.ratio_to_lower_bound:.3f}",
+                "best" if index == first else f"+{max(0.0, result.iteration_s / least_s - 1):.1%}",
             )
-            for index, r in enumerate(results)
+            for index, result in enumerate(results)
         ],
-        [
-            f"no schedule can be under {milliseconds(results[first].lower_bound_s)} ms (LB)",
-            *_measured(source),
-        ],
+        about_bound,
         first,
     )
 
 
-def _measured(source: Model) -> list[str]:
-    """The measurements of the recorded run."""
-    if source.run is None:
-        return []
-    ran = source.run.ranks[0].plan
+def _about_bound(bound_s: float, run: Run | None) -> list[str]:
+    """What the lower bound is, and what a recorded run measured."""
+    bound = f"no schedule can be under {milliseconds(bound_s)} ms (LB)"
+    if run is None:
+        return [bound]
+    measured_s = run.slowest("measured_iteration_s")
+    if measured_s is not None and measured_s < bound_s:
+        bound = f"LB {milliseconds(bound_s)} ms: {BELOW_BOUND}"
+    ran = run.ranks[0].plan
     known = [
         f"{milliseconds(seconds)} ms {word}"
         for key, word in (("measured_iteration_s", "measured"), ("exposed_s", "exposed"))
-        if (seconds := source.run.slowest(key)) is not None
+        if (seconds := run.slowest(key)) is not None
     ]
     notes = [
+        bound,
         f"the run itself, by {ran.schedule} in {len(ran.groups)} messages: "
-        f"{', '.join(known) or 'not yet measured'}"
+        f"{', '.join(known) or 'not yet measured'}",
     ]
-    if absent := source.run.missing:
+    if absent := run.missing:
         listed = ", ".join(map(str, absent))
-        notes.append(f"no file of {len(absent)} of {source.run.size} ranks: {listed}")
+        notes.append(f"no file of {len(absent)} of {run.size} ranks: {listed}")
     return notes

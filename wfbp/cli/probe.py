@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import click
 
 from wfbp.cli.inputs import FiniteRange, json_option
-from wfbp.cli.tables import Column, print_table, size
+from wfbp.cli.tables import print_table, size
 from wfbp.config import Config, num_bytes
-from wfbp.core.cost import Costs, LinearCost, PiecewiseCost, monotone_points
-from wfbp.core.fit import Goodness, fit_linear, goodness
+from wfbp.core.cost import Costs, PiecewiseCost, monotone_points
+from wfbp.core.fit import fit_linear, goodness
 from wfbp.core.types import Operation
 
 if TYPE_CHECKING:
     from wfbp.comm.backend import Backend
 
 LEAST_BYTES = 16
+
+Curves = dict[Operation, PiecewiseCost]
 
 
 def _size(ctx: click.Context, param: click.Parameter, text: str) -> int:
@@ -37,36 +38,21 @@ def _size(ctx: click.Context, param: click.Parameter, text: str) -> int:
     return nbytes
 
 
-class Curve(NamedTuple):
-    """Measurements of one collective, and the line through them."""
-
-    operation: Operation
-    points: tuple[tuple[float, float], ...]
-    fitted: LinearCost
-    how: Goodness
-
-
 @click.command("probe", short_help="Measure what messages cost among these ranks.")
 @click.option(
     "--max-bytes",
     callback=_size,
     metavar="SIZE",
     default="64M",
-    show_default=True,
     help="Largest message; ideally the size of the model's gradients.",
 )
 @click.option(
-    "--seconds",
-    type=FiniteRange(min=0.0, max=3600.0),
-    default=6.0,
-    show_default=True,
-    help="Approximate time to spend.",
+    "--seconds", type=FiniteRange(0.0, 3600.0), default=6.0, help="Approximate time to spend."
 )
 @click.option(
     "--output",
     metavar="FILE",
     default="cost.json",
-    show_default=True,
     help="File for the costs, in the format wfbp-cost/1.",
 )
 @click.option("--plot", metavar="FILE.html", help="Also write an interactive plot.")
@@ -80,10 +66,7 @@ def command(max_bytes: int, seconds: float, output: str, plot: str | None, as_js
     """
     from wfbp.comm.mpi.backend import MpiBackend
 
-    try:
-        config = Config.from_environment()
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
+    config = Config.from_environment()
     backend = MpiBackend(shared_memory=config.shared_memory, check_launcher=config.check_launcher)
     if backend.size == 1:
         raise click.UsageError(
@@ -101,23 +84,28 @@ def command(max_bytes: int, seconds: float, output: str, plot: str | None, as_js
     backend.close()
 
 
-def measure(backend: Backend, max_bytes: int, seconds: float) -> list[Curve]:
+def measure(backend: Backend, max_bytes: int, seconds: float) -> Curves:
     """Time collectives for about ``seconds`` in all; collective, the same result on every rank."""
+    from rich.console import Console
+    from rich.progress import Progress
+
     from wfbp.comm.probe import measure_cost, probe_sizes
 
-    curves = []
-    with _progress(len(Operation) * len(probe_sizes(max_bytes)), backend.rank == 0) as advance:
+    curves = {}
+    # On stderr, which mpirun passes on to the terminal.
+    with Progress(
+        console=Console(stderr=True), transient=True, disable=backend.rank > 0
+    ) as progress:
+        task = progress.add_task("probing", total=len(Operation) * len(probe_sizes(max_bytes)))
         for operation in Operation:
             measured = measure_cost(
                 backend,
                 max_bytes,
                 operation=operation,
                 budget_s=seconds / len(Operation),
-                on_size=advance,
+                on_size=lambda: progress.advance(task),
             )
-            points = monotone_points(measured)
-            fitted = fit_linear(points)
-            curves.append(Curve(operation, points, fitted, goodness(fitted, points)))
+            curves[operation] = PiecewiseCost(monotone_points(measured))
     return curves
 
 
@@ -148,69 +136,51 @@ def _check_writeable(*paths: str | None) -> None:
             raise ValueError(f"{path}: may not be written")
 
 
-def _tell(
-    curves: list[Curve], num_ranks: int, output: str, plot: str | None, as_json: bool
-) -> None:
-    curve = {c.operation: PiecewiseCost(c.points) for c in curves}
-    costs = Costs(
-        curve[Operation.ALL_REDUCE],
-        curve[Operation.REDUCE_SCATTER],
-        curve[Operation.ALL_GATHER],
-    )
+def _tell(curves: Curves, num_ranks: int, output: str, plot: str | None, as_json: bool) -> None:
+    """Write the files, and print how well a line fits each curve."""
+    reduced, scattered, gathered = (curves[operation] for operation in Operation)
+    costs = Costs(reduced, scattered, gathered)
     document = {**costs.to_json(), "num_ranks": num_ranks}
     Path(output).write_text(json.dumps(document, indent=1) + "\n")
     if plot is not None:
         from wfbp.cli.figures import cost_curve
-        from wfbp.cli.page import Chapter, Section, write_page
+        from wfbp.cli.page import Chapter, write_page
 
         text = "Points are medians of the slowest rank; dotted lines are alpha + beta * bytes."
-        section = Section("What a message costs", text, cost_curve(costs))
+        section = ("What a message costs", text, cost_curve(costs))
         write_page(plot, f"wfbp probe, {num_ranks} ranks", [Chapter(sections=[section])])
-    if as_json:
-        fits = {
-            c.operation.value: {
-                "alpha_s": c.fitted.alpha_s,
-                "beta_s_per_byte": c.fitted.beta_s_per_byte,
-                "r_squared": c.how.r_squared,
-                "max_relative_error": c.how.max_relative_error,
-            }
-            for c in curves
+    fits, rows = {}, []
+    for operation, curve in curves.items():
+        line = fit_linear(curve.points)
+        how = goodness(line, curve.points)
+        beta = line.beta_s_per_byte
+        fits[operation.value] = {
+            "alpha_s": line.alpha_s,
+            "beta_s_per_byte": beta,
+            "r_squared": how.r_squared,
+            "max_relative_error": how.max_relative_error,
         }
+        rows.append(
+            (
+                operation.value.replace("_", "-"),
+                f"{line.alpha_s * 1e6:,.1f}",
+                f"{beta * 1e9:.4f}",
+                f"{1e-9 / beta:,.2f}" if beta > 0 else "-",
+                f"{how.r_squared:.4f}",
+                f"{how.max_relative_error:.0%}",
+                size(curve.points[-1][0]),
+            )
+        )
+    if as_json:
         click.echo(json.dumps({"ranks": num_ranks, "output": output, "fit": fits}))
         return
-    headings = ("alpha us", "beta ns/byte", "GB/s", "R2", "worst error", "largest")
     print_table(
         f"{num_ranks} ranks; fitted alpha + beta * bytes, and how well that fits",
-        (Column("collective", "left"), *map(Column, headings)),
-        [
-            (
-                c.operation.value.replace("_", "-"),
-                f"{c.fitted.alpha_s * 1e6:,.1f}",
-                f"{c.fitted.beta_s_per_byte * 1e9:.4f}",
-                f"{1e-9 / beta:,.2f}" if (beta := c.fitted.beta_s_per_byte) > 0 else "-",
-                f"{c.how.r_squared:.4f}",
-                f"{c.how.max_relative_error:.0%}",
-                size(c.points[-1][0]),
-            )
-            for c in curves
-        ],
+        ("<collective", "alpha us", "beta ns/byte", "GB/s", "R2", "worst error", "largest"),
+        rows,
         [
             "the file holds the measured points; a line alone misses some by the worst error",
             f"written: {output}" + (f", {plot}" if plot else ""),
             f"what to do with it: wfbp plan resnet-50 --cost {output}",
         ],
     )
-
-
-@contextmanager
-def _progress(total: int, shown: bool) -> Iterator[Callable[[], None]]:
-    """A progress bar on stderr, which mpirun passes on to the terminal."""
-    if not shown:
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("probing", total=total)
-        yield lambda: progress.advance(task)

@@ -11,14 +11,14 @@ from typing import Any
 import click
 
 from wfbp.cli import figures
-from wfbp.cli.forecast import Forecast, forecast
 from wfbp.cli.inputs import check_sums
-from wfbp.cli.page import Chapter, Section, write_page
-from wfbp.cli.run_files import Run, load_runs
+from wfbp.cli.page import Chapter, write_page
+from wfbp.cli.run_files import BELOW_BOUND, Run, load_runs
 from wfbp.cli.tables import milliseconds, size
 from wfbp.core.fit import MAX_KAPPA
 from wfbp.core.plan import Plan
 from wfbp.core.planners import PLANNERS, plan
+from wfbp.core.timeline import IterationForecast, timeline
 from wfbp.core.trace import Trace
 
 PAGE = "report.html"
@@ -59,37 +59,35 @@ def chapter(run: Run) -> Chapter:
     """All figures of one optimizer."""
     first = run.ranks[0]
     trace, costs = first.trace, first.costs
-    predicted, every = None, []
+    predicted: IterationForecast | None = None
+    every: list[IterationForecast] = []
     if trace is not None and costs is not None:
         where = f"{run.name}, rank {first.rank}"
         check_sums(f"{where}: trace", f"{where}: costs", trace, costs)
-        predicted = forecast(_in_order_of(trace, first.plan), trace, costs)
-        every = [forecast(plan(name, trace, costs), trace, costs) for name in PLANNERS]
+        predicted = timeline(_in_order_of(trace, first.plan), trace, costs)
+        every = [timeline(plan(name, trace, costs), trace, costs) for name in PLANNERS]
     sections = []
     if (figure := figures.gantt(run, predicted)) is not None:
         text = (
             "The iteration of median length among the last ones recorded. Messages under backward "
             "or forward are free; red is time for which training waits."
         )
-        sections.append(Section("One iteration, rank by rank", text, figure))
+        sections.append(("One iteration, rank by rank", text, figure))
     if costs is not None and every:
         text = (
             "Measured on this network by the backend that trained, packing included. Plans are "
             "made from the curve; the straight line shows how far alpha and beta would carry."
         )
-        sections.append(Section("What a message costs", text, figures.cost_curve(costs)))
+        sections.append(("What a message costs", text, figures.cost_curve(costs)))
         measured_s = run.slowest("measured_iteration_s")
         ran = None if measured_s is None else (first.plan.schedule, measured_s)
-        text = (
-            "Each schedule's prediction for this model on this network; no schedule can beat the "
-            "dashed line."
-        )
+        text = "Each schedule's prediction for this model on this network, and their lower bound."
         figure = figures.schedules(every, ran)
-        sections.append(Section("All schedules on what was measured", text, figure))
+        sections.append(("All schedules on what was measured", text, figure))
     return Chapter(run.name, verdict(run, every), _facts(run), _notes(run), sections)
 
 
-def verdict(run: Run, forecasts: Sequence[Forecast]) -> str:
+def verdict(run: Run, forecasts: Sequence[IterationForecast]) -> str:
     """One sentence: a late rank, a wrong prediction, nothing to gain, or a better schedule."""
     first = run.ranks[0]
     measured_s, exposed_s = run.slowest("measured_iteration_s"), run.slowest("exposed_s")
@@ -120,7 +118,7 @@ def verdict(run: Run, forecasts: Sequence[Forecast]) -> str:
     if best is None or predicted_s is None or best.iteration_s > 0.98 * predicted_s:
         return f"{sentence}; no other schedule is predicted to be faster."
     gain = _short(predicted_s - best.iteration_s)
-    return f"{sentence}; schedule {best.schedule} is predicted to save {gain}."
+    return f"{sentence}; schedule {best.plan.schedule} is predicted to save {gain}."
 
 
 def _late_rank(run: Run) -> tuple[int, int, float] | None:
@@ -183,6 +181,9 @@ def _notes(run: Run) -> list[str]:
     if run.missing:
         listed = _listed([str(rank) for rank in run.missing])
         notes.append(f"{len(run.missing)} of {run.size} ranks left no file here: {listed}.")
+    ratio = run.slowest("ratio_to_lower_bound")
+    if ratio is not None and ratio < 1.0:
+        notes.append(f"T/LB {ratio:.3f}: {BELOW_BOUND}.")
     kappa = first.figures["kappa"]
     if kappa is not None and kappa >= MAX_KAPPA:
         notes.append(

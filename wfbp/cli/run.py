@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import click
 
-from wfbp.cli.inputs import FiniteRange, IntegerRange
+from wfbp.cli.inputs import FiniteRange, integers
 from wfbp.config import Config
 from wfbp.errors import BackendError
 from wfbp.launcher.commands import LaunchSpec, mpirun_command, rank_program, slurm_command
@@ -40,7 +40,7 @@ CHECK_S = 10
     "-n",
     "-np",
     "--num-ranks",
-    type=IntegerRange(min=1),
+    type=integers(1),
     help="Number of ranks; by default all slots of the allocation or of the hosts named.",
 )
 @click.option("-H", "--hosts", metavar="A:4,B:4", help="Hosts, and how many ranks each takes.")
@@ -53,7 +53,6 @@ CHECK_S = 10
 @click.option(
     "--bind/--no-bind",
     default=True,
-    show_default=True,
     help="Give each rank its own cores, if there are enough.",
 )
 @click.option(
@@ -72,7 +71,6 @@ CHECK_S = 10
     "--launcher",
     type=click.Choice(["mpirun", "srun"]),
     default="mpirun",
-    show_default=True,
     help="Program that starts the ranks: MPI's own, or Slurm's.",
 )
 @click.option(
@@ -88,7 +86,7 @@ CHECK_S = 10
 @click.option(
     "--wait",
     "wait_s",
-    type=FiniteRange(min=0.0),
+    type=FiniteRange(0.0),
     default=0.0,
     metavar="SECONDS",
     help="Wait so many seconds for hosts that are still starting.",
@@ -166,10 +164,7 @@ def command(
         click.echo(" ".join([*shown, shlex.join(words)]))
         return
     environment.update(spec.variables)
-    try:
-        Config.from_environment(environment)  # one message, instead of one from every rank
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
+    Config.from_environment(environment)  # one message, instead of one from every rank
     if check:
         if interface and (not where or any(host.is_local for host in spec.placed())):
             _check_interface(interface)

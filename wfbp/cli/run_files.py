@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from wfbp.core.checks import number, read_json
+from wfbp.core.checks import check_format, instance, number, read_json
 from wfbp.core.cost import Costs
 from wfbp.core.plan import Plan
 from wfbp.core.trace import Trace
@@ -25,6 +25,11 @@ FIGURES = (
     "kappa",
 )
 """The numbers of a recorded report; each may be null."""
+
+BELOW_BOUND = (
+    "the run was faster than this bound, which rests on compute and network as measured at the "
+    "start of the run, and is not exact here"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,25 +106,24 @@ def _joined(name: str, rows: Sequence[tuple[Path, int, RankRun]]) -> Run:
 
 
 def _document(data: Any) -> tuple[str, int, RankRun]:
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        actual = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise ValueError(f"not a recorded run: expected format {FORMAT!r}, found {actual!r}")
+    check_format("a recorded run", data, FORMAT)
     size, rank = _whole("size", data.get("size"), 1), _whole("rank", data.get("rank"), 0)
     if rank >= size:
         raise ValueError(f"rank: {rank} of {size} ranks")
-    report = _object("report", data.get("report"))
-    about = _object("about", data.get("about", {}))
-    versions = _object("about.versions", about.get("versions", {}))
-    plan = _within("plan", Plan.from_json, _object("plan", data.get("plan")))
-    rows = _list("iterations", data.get("iterations"))
+    report = instance("report", data.get("report"), dict)
+    about = instance("about", data.get("about", {}), dict)
+    versions = instance("about.versions", about.get("versions", {}), dict)
+    plan = _within("plan", Plan.from_json, instance("plan", data.get("plan"), dict))
+    rows = instance("iterations", data.get("iterations"), list)
+    trace, costs = data.get("trace"), data.get("costs")
     run = RankRun(
         rank,
         str(report.get("phase", "")),
         _whole("report.steps", report.get("steps"), 0),
         {key: _time(f"report.{key}", report.get(key)) for key in FIGURES},
         plan,
-        None if (trace := data.get("trace")) is None else _within("trace", Trace.from_json, trace),
-        None if (costs := data.get("costs")) is None else _within("costs", Costs.from_json, costs),
+        None if trace is None else _within("trace", Trace.from_json, trace),
+        None if costs is None else _within("costs", Costs.from_json, costs),
         [_iteration(f"iterations[{i}]", row, plan) for i, row in enumerate(rows)],
         {key: str(about.get(key, "")) for key in ("written", "host", "library", "model", "command")}
         | {"versions": ", ".join(f"{name} {version}" for name, version in versions.items())},
@@ -135,17 +139,15 @@ def _document(data: Any) -> tuple[str, int, RankRun]:
 
 def _iteration(place: str, row: Any, plan: Plan) -> dict[str, Any]:
     """A checked iteration, with the keys that figures read."""
-    row = _object(place, row)
-    ready = _list(f"{place}.ready_s", row.get("ready_s"))
+    ready = instance(f"{place}.ready_s", instance(place, row, dict).get("ready_s"), list)
     if len(ready) != len(plan.tensors):
         raise ValueError(
             f"{place}.ready_s: {len(ready)} times for {len(plan.tensors)} tensors of the plan"
         )
     groups = []
-    for i, data in enumerate(_list(f"{place}.groups", row.get("groups"))):
+    for i, stamps in enumerate(instance(f"{place}.groups", row.get("groups"), list)):
         where = f"{place}.groups[{i}]"
-        stamps = _object(where, data)
-        group = _whole(f"{where}.group", stamps.get("group"), 0)
+        group = _whole(f"{where}.group", instance(where, stamps, dict).get("group"), 0)
         if group >= len(plan.groups):
             raise ValueError(f"{where}.group: {group} of {len(plan.groups)} groups of the plan")
         times = {k: number(f"{where}.{k}", stamps.get(k)) for k in ("start_s", "packed_s", "end_s")}
@@ -163,18 +165,6 @@ def _within(place: str, read: Callable[[Any], T], value: Any) -> T:
         return read(value)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
-
-
-def _object(place: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{place}: expected an object, found {type(value).__name__}")
-    return value
-
-
-def _list(place: str, value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{place}: expected a list, found {type(value).__name__}")
-    return value
 
 
 def _whole(place: str, value: Any, least: int) -> int:

@@ -10,35 +10,21 @@ import click
 
 from wfbp.cli.inputs import (
     FiniteRange,
-    IntegerRange,
     best,
+    integers,
     json_option,
     load,
     model_arguments,
+    schedules,
 )
-from wfbp.cli.tables import Column, milliseconds, print_table
+from wfbp.cli.tables import milliseconds, print_table
 from wfbp.core.bound import ratio_to_lower_bound
-from wfbp.core.cost import Costs, LinearCost, PiecewiseCost
-from wfbp.core.fit import fit_linear
-from wfbp.core.planners import PLANNERS
-from wfbp.core.trace import Trace
-from wfbp.sim.scaling import ALGORITHMS, Link, Node, scale
+from wfbp.sim.scaling import ALGORITHMS, Link, Node, link_of, scale
 from wfbp.sim.sweep import SweepRow, sweep
 
 DEFAULT_WORKERS = ",".join(str(2**k) for k in range(2, 12))
 MOST_WORKERS = 2**24
 HIERARCHICAL = "hierarchical"
-
-
-def _names(ctx: click.Context, param: click.Parameter, text: str) -> tuple[str, ...]:
-    """Names of schedules, separated by commas."""
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
-    if names == ("all",):
-        return tuple(PLANNERS)
-    for name in names:
-        if name not in PLANNERS:
-            raise click.BadParameter(f"{name!r} is not known; known are {', '.join(PLANNERS)}, all")
-    return names
 
 
 def _counts(ctx: click.Context, param: click.Parameter, text: str) -> tuple[int, ...]:
@@ -74,43 +60,40 @@ def _count(text: str) -> int:
     callback=_counts,
     metavar="P,P,...",
     default=DEFAULT_WORKERS,
-    help="Numbers of workers; 4,8,...,2048 continues the sequence.  [default: 4,8,...,2048]",
+    show_default="4,8,...,2048",
+    help="Numbers of workers; 4,8,...,2048 continues the sequence.",
 )
 @click.option(
     "--algorithm",
     type=click.Choice(ALGORITHMS),
     default="ring",
-    show_default=True,
     help="How all-reduce works among them.",
 )
 @click.option(
     "--schedule",
-    "schedules",
-    callback=_names,
+    "names",
+    callback=schedules,
     metavar="NAME,...",
     default="all",
-    show_default=True,
     help="Schedules to compare.",
 )
 @click.option(
     "--measured-on",
-    type=IntegerRange(min=2, max=MOST_WORKERS),
+    type=integers(2, MOST_WORKERS),
     help="Number of workers among which COST was measured  [default: those of the run or the "
     "example; else 2].",
 )
 @click.option("--per-link", is_flag=True, help="COST is the cost of one hop over one link.")
 @click.option(
     "--node-workers",
-    type=IntegerRange(min=1, max=MOST_WORKERS),
+    type=integers(1, MOST_WORKERS),
     default=8,
-    show_default=True,
     help="hierarchical: workers of a host.",
 )
 @click.option(
     "--node-speed",
-    type=FiniteRange(min=0.0, min_open=True, max=1e9),
+    type=FiniteRange(0.0, 1e9, min_open=True),
     default=10.0,
-    show_default=True,
     help="hierarchical: how many times faster links within a host are than those between hosts.",
 )
 @json_option
@@ -120,7 +103,7 @@ def command(
     optimizer: str | None,
     workers: tuple[int, ...],
     algorithm: str,
-    schedules: tuple[str, ...],
+    names: tuple[str, ...],
     measured_on: int | None,
     per_link: bool,
     node_workers: int,
@@ -134,22 +117,24 @@ def command(
     number of workers. It replaces measured curves by their fitted lines.
     """
     factor = 2.0 * max(workers) * max(1.0, 1.0 / node_speed)
-    loaded = load(trace, cost, factor, optimizer)
-    model, costs = loaded.trace, loaded.costs
+    model, costs, by_ranks, _ = load(trace, cost, optimizer, factor)
     if cost is None and (measured_on is not None or per_link):
         raise click.UsageError(
-            f"the run's costs were measured among {loaded.measured_on} ranks; leave "
-            "--measured-on and --per-link out, or give --cost"
+            f"the run's costs were measured among {by_ranks} ranks; leave --measured-on and "
+            "--per-link out, or give --cost"
         )
-    known = measured_on or loaded.measured_on
+    known = measured_on or by_ranks
     measured_on = known or 2
-    source = _link(costs) if per_link else costs
+    source = link_of(costs) if per_link else costs
     node = None
     if algorithm == HIERARCHICAL:
-        one = source if isinstance(source, Link) else _one_link(costs, measured_on)
-        inner = Link(one.alpha_s / node_speed, one.beta_s_per_byte / node_speed)
-        node = Node(node_workers, inner)
-    rows = sweep([model], source, workers, schedules, algorithm, measured_on=measured_on, node=node)
+        if isinstance(source, Link):
+            alpha_s, beta_s = source.alpha_s, source.beta_s_per_byte
+        else:  # between two workers a ring has two hops, of half the bytes
+            pair = link_of(scale(costs, 2, measured_on=measured_on))
+            alpha_s, beta_s = pair.alpha_s / 2, pair.beta_s_per_byte
+        node = Node(node_workers, Link(alpha_s / node_speed, beta_s / node_speed))
+    rows = sweep([model], source, workers, names, algorithm, measured_on=measured_on, node=node)
     if as_json:
         results = [
             asdict(row)
@@ -170,54 +155,24 @@ def command(
         origin = "costs are taken as measured between 2 workers; if among P: --measured-on P"
     else:
         origin = f"costs were measured among {known} workers"
-    _print(model, algorithm, schedules, rows, origin)
-
-
-def _link(costs: Costs) -> Link:
-    line = costs.all_reduce
-    if isinstance(line, PiecewiseCost):
-        line = fit_linear(line.points)
-    assert isinstance(line, LinearCost)
-    return Link(line.alpha_s, line.beta_s_per_byte)
-
-
-def _one_link(costs: Costs, measured_on: int) -> Link:
-    """One hop, from an all-reduce: between two workers a ring has two hops, of half the bytes."""
-    pair = _link(scale(costs, 2, measured_on=measured_on))
-    return Link(pair.alpha_s / 2, pair.beta_s_per_byte)
-
-
-def _print(
-    trace: Trace, algorithm: str, schedules: Sequence[str], rows: Sequence[SweepRow], origin: str
-) -> None:
-    table: dict[int, dict[str, SweepRow]] = {}
-    for row in rows:
-        table.setdefault(row.workers, {})[row.schedule] = row
-    cells = []
-    for count, by_schedule in table.items():
-        every = list(by_schedule.values())
-        chosen = every[best([r.iteration_s for r in every], [r.num_groups for r in every])]
-        cells.append(
-            (
-                str(count),
-                *(f"{by_schedule[name].iteration_s * 1e3:,.1f}" for name in schedules),
-                f"{chosen.lower_bound_s * 1e3:,.1f}",
-                chosen.schedule,
-                f"{chosen.efficiency:.1%}",
-                f"{chosen.speedup:,.1f}",
-            )
-        )
+    compute_ms = milliseconds(rows[0].compute_s)
     print_table(
-        f"{trace.model or 'model'} by {algorithm}: iteration in ms "
-        f"({milliseconds(rows[0].compute_s)} ms without communication)",
-        (
-            Column("workers"),
-            *(Column(name) for name in schedules),
-            Column("LB"),
-            Column("best", "left"),
-            Column("efficiency"),
-            Column("speed-up"),
-        ),
-        cells,
+        f"{model.model or 'model'} by {algorithm}: iteration in ms "
+        f"({compute_ms} ms without communication)",
+        ("workers", *names, "LB", "<best", "efficiency", "speed-up"),
+        [_cells(rows[start : start + len(names)]) for start in range(0, len(rows), len(names))],
         ["efficiency and speed-up are those of the best schedule, over one worker", origin],
     )
+
+
+def _cells(rows: Sequence[SweepRow]) -> list[str]:
+    """A line of the table: all schedules on one number of workers."""
+    chosen = rows[best([row.iteration_s for row in rows], [row.num_groups for row in rows])]
+    return [
+        str(chosen.workers),
+        *(f"{row.iteration_s * 1e3:,.1f}" for row in rows),
+        f"{chosen.lower_bound_s * 1e3:,.1f}",
+        chosen.schedule,
+        f"{chosen.efficiency:.1%}",
+        f"{chosen.speedup:,.1f}",
+    ]

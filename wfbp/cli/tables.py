@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,47 +15,41 @@ _FOLDED = 24
 """Least width of a text column before a table is split."""
 
 
-class Column(NamedTuple):
-    """Heading, and the side on which cells are aligned; text on the left may be folded."""
-
-    heading: str
-    justify: Literal["left", "right"] = "right"
-
-
 def print_table(
     title: str,
-    columns: Sequence[Column],
+    headings: Sequence[str],
     rows: Sequence[Sequence[str]],
     notes: Sequence[str] = (),
     best: int | None = None,
 ) -> None:
-    """Print a table; if it is too wide, fold texts, then split columns into several tables."""
+    """Print a table; ``<`` before a heading marks a column of text, aligned on the left.
+
+    If it is too wide, fold texts, then split it into several tables that repeat the first column.
+    """
     from rich import box
     from rich.cells import cell_len
     from rich.table import Table
     from rich.text import Text
 
     out = console()
+    is_text = [heading.startswith("<") for heading in headings]
+    headings = [heading.removeprefix("<") for heading in headings]
     rows = [[" ".join(cell.splitlines()) for cell in row] for row in rows]
-    widths = [
-        3 + max(cell_len(text) for text in (column.heading, *(row[place] for row in rows)))
-        for place, column in enumerate(columns)
-    ]
+    widths = [3 + max(map(cell_len, column)) for column in zip(headings, *rows, strict=True)]
     if not sys.stdout.isatty():
         out.width = max(out.width, sum(widths) + 1)
-    least = [
-        min(w, _FOLDED) if c.justify == "left" else w for w, c in zip(widths, columns, strict=True)
-    ]
+    least = [min(w, _FOLDED) if text else w for w, text in zip(widths, is_text, strict=True)]
     blocks = [[0]]
-    for place in range(1, len(columns)):
+    for place in range(1, len(headings)):
         if len(blocks[-1]) > 1 and sum(least[k] for k in [*blocks[-1], place]) >= out.width:
             blocks.append([0])
         blocks[-1].append(place)
     out.print(Text(title, style="bold"))
     for block in blocks:
         table = Table(box=box.SIMPLE_HEAD)
-        for heading, justify in (columns[place] for place in block):
-            table.add_column(heading, justify=justify, no_wrap=justify == "right", overflow="fold")
+        for k in block:
+            side: Literal["left", "right"] = "left" if is_text[k] else "right"
+            table.add_column(headings[k], justify=side, no_wrap=not is_text[k], overflow="fold")
         for index, row in enumerate(rows):
             style = "bold green" if index == best else ""
             table.add_row(*(Text(row[place]) for place in block), style=style)

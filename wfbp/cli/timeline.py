@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from wfbp.cli.inputs import json_option
-from wfbp.cli.tables import Column, print_table
+from wfbp.cli.tables import print_table
 from wfbp.runtime.timeline import load, merge, save, summarize
 
 MERGED = "timeline.json"
@@ -56,10 +56,9 @@ def command(places: tuple[str, ...], output: str | None, as_json: bool) -> None:
         shown = ["-" if seconds is None else f"{seconds * 1e3:.2f}" for seconds in times]
         hidden = "-" if row["hidden"] is None else f"{row['hidden']:.0%}"
         cells.append([str(row["rank"]), row["optimizer"], str(row["steps"]), *shown, hidden])
-    headings = ("steps", *_TIMES[:-1], "sending", "hidden")
     print_table(
         f"Medians of {len(paths) - len(empty)} timelines, in ms",
-        [Column("rank"), Column("optimizer", "left"), *map(Column, headings)],
+        ("rank", "<optimizer", "steps", *_TIMES[:-1], "sending", "hidden"),
         cells,
         [
             "exposed: training waits for communication; hidden: the part of sending that delays",

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from wfbp.cli.inputs import EXAMPLE_COSTS, EXAMPLE_TRACES, json_option
-from wfbp.cli.tables import Column, milliseconds, print_table, size
+from wfbp.cli.tables import milliseconds, print_table, size
 from wfbp.core.trace import Trace
 
 
@@ -54,11 +54,7 @@ def command(names: tuple[str, ...], output: str | None, as_json: bool) -> None:
         return
     print_table(
         "Example traces; compute in ms, without communication",
-        (
-            *(Column(heading, "left") for heading in ("name", "model")),
-            *map(Column, ("tensors", "size", "compute")),
-            Column("times", "left"),
-        ),
+        ("<name", "<model", "tensors", "size", "compute", "<times"),
         [
             (
                 row["name"],

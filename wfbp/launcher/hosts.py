@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
 import socket
+import struct
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +27,18 @@ class Host:
     def is_local(self) -> bool:
         own = socket.gethostname()
         return self.name in ("localhost", "127.0.0.1", "::1", own, own.partition(".")[0])
+
+
+def interfaces() -> dict[str, str]:
+    """Names of this host's network interfaces that are up, by IPv4 address."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                request = struct.pack("256s", name.encode()[:15])
+                reply = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+                found[socket.inet_ntoa(reply[20:24])] = name
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +167,7 @@ def _file(path: str, _: Mapping[str, str]) -> tuple[Host, ...]:
     return read_hostfile(path)
 
 
-_Reader = Callable[[str, Mapping[str, str]], tuple[Host, ...]]
-_SYSTEMS: tuple[tuple[str, tuple[str, ...], _Reader], ...] = (
+_SYSTEMS: tuple[tuple[str, tuple[str, ...], Callable[..., tuple[Host, ...]]], ...] = (
     ("Slurm", ("SLURM_JOB_NODELIST", "SLURM_NODELIST"), _slurm),
     ("PBS", ("PBS_NODEFILE",), _file),
     ("LSF", ("LSB_DJOB_HOSTFILE",), _file),

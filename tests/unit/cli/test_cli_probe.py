@@ -13,7 +13,7 @@ from tests.support.cli_runs import TRACES, answer, assert_refused, wfbp
 from tests.support.emulated_link import EmulatedLink
 from tests.support.launcher import Run
 from tests.support.local import LocalWorld
-from wfbp.cli.probe import Curve, measure
+from wfbp.cli.probe import Curves, measure
 from wfbp.comm.probe import measure_cost, probe_sizes
 from wfbp.comm.waiting import Waiter
 from wfbp.core.cost import Costs, LinearCost, PiecewiseCost, monotone_points
@@ -54,7 +54,7 @@ def test_an_emulated_link_is_found_again(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("size", [1, 2])
 def test_every_rank_gets_the_same_curves(size: int) -> None:
     world = LocalWorld(size)
-    found: dict[int, list[Curve]] = {}
+    found: dict[int, Curves] = {}
 
     def run(rank: int) -> None:
         found[rank] = measure(world.backend(rank), 1000, 3.0)
@@ -66,8 +66,8 @@ def test_every_rank_gets_the_same_curves(size: int) -> None:
         thread.join(60)
     assert set(found) == set(range(size))
     assert all(curves == found[0] for curves in found.values())
-    assert [curve.operation for curve in found[0]] == list(Operation)
-    assert [size for size, _ in found[0][0].points] == probe_sizes(1000)
+    assert list(found[0]) == list(Operation)
+    assert [size for size, _ in found[0][Operation.ALL_REDUCE].points] == probe_sizes(1000)
 
 
 def test_progress_is_told_once_per_size() -> None:

@@ -35,7 +35,7 @@ def bars(figure: dict[str, Any], name: str) -> list[tuple[str, float, float]]:
 
 def test_a_chapter_has_all_its_figures(tmp_path: Path) -> None:
     result = chapter(only_run(record(tmp_path)))
-    headings = [section.heading for section in result.sections]
+    headings = [heading for heading, _, _ in result.sections]
     assert headings == [
         "One iteration, rank by rank",
         "What a message costs",
@@ -75,8 +75,8 @@ def colored(value: Any) -> Any:
 
 
 def test_figures_are_what_plotly_understands(tmp_path: Path) -> None:
-    for section in chapter(only_run(record(tmp_path))).sections:
-        go.Figure(colored(section.figure))  # raises where it does not know a key or a value
+    for _, _, figure in chapter(only_run(record(tmp_path))).sections:
+        go.Figure(colored(figure))  # raises where it does not know a key or a value
 
 
 def test_the_chart_shows_what_was_recorded(tmp_path: Path) -> None:
@@ -107,8 +107,8 @@ def test_the_chart_shows_what_was_recorded(tmp_path: Path) -> None:
 
 def test_the_prediction_stands_on_the_same_clock(tmp_path: Path) -> None:
     run = only_run(record(tmp_path))
-    section = chapter(run).sections[0]
-    ends = [b[2] for b in bars(section.figure, "messages") if b[0] == "predicted messages"]
+    _, _, figure = chapter(run).sections[0]
+    ends = [b[2] for b in bars(figure, "messages") if b[0] == "predicted messages"]
     made = plan("mgwfbp", trace(), costs())
     times = timeline(made, trace(), costs())
     begin_s = trace().forward_s + trace().other_s
@@ -116,7 +116,7 @@ def test_the_prediction_stands_on_the_same_clock(tmp_path: Path) -> None:
 
 
 def test_every_schedule_is_compared(tmp_path: Path) -> None:
-    figure = chapter(only_run(record(tmp_path))).sections[2].figure
+    figure = chapter(only_run(record(tmp_path))).sections[2][2]
     shown = {label.partition(",")[0] for label in figure["data"][0]["y"]}
     assert shown == set(PLANNERS)
     names = [d["name"] for d in figure["data"]]
@@ -137,8 +137,8 @@ def test_a_plan_in_another_order_than_the_trace(tmp_path: Path) -> None:
     (tmp_path / "a" / "SGD.rank0.json").write_text(json.dumps(data))
     turned = chapter(only_run(tmp_path / "a")).sections
     straight = chapter(only_run(record(tmp_path / "b", size=1))).sections
-    assert turned[1].figure == straight[1].figure
-    assert bars(turned[0].figure, "messages") == bars(straight[0].figure, "messages")
+    assert turned[1] == straight[1]
+    assert bars(turned[0][2], "messages") == bars(straight[0][2], "messages")
 
 
 def test_an_early_end_is_told(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_an_early_end_is_told(tmp_path: Path) -> None:
     folder = record(tmp_path, trace=None, costs=None, report=report)
     result = chapter(only_run(folder))
     assert "ended in its warm-up" in result.notes[0]
-    assert [s.heading for s in result.sections] == ["One iteration, rank by rank"]
+    assert [heading for heading, _, _ in result.sections] == ["One iteration, rank by rank"]
 
 
 def test_what_is_not_known_yet_says_so(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_a_verdict_by_figures(figures: dict[str, float], sentence: str, tmp_path
 
 def test_a_run_without_iterations_has_no_chart(tmp_path: Path) -> None:
     result = chapter(only_run(record(tmp_path, iterations=[])))
-    assert "One iteration, rank by rank" not in [s.heading for s in result.sections]
+    assert "One iteration, rank by rank" not in [heading for heading, _, _ in result.sections]
 
 
 def test_missing_ranks_are_told(tmp_path: Path) -> None:
