@@ -208,11 +208,15 @@ def _chart(title: str, bars: Sequence[Bar]) -> Figure:
     )
 
 
-def gantt(run: Run, predicted: IterationForecast | None) -> Figure | None:
-    """The median iteration of every rank beside its prediction; None if a rank recorded none."""
-    index = median_iteration(run)
-    if index is None:
-        return None
+def median_iteration(run: Run) -> tuple[int, int]:
+    """Which iteration has the median length, from the end (-1 is the last), and of how many."""
+    count = min(len(rank.iterations) for rank in run.ranks)
+    lengths = [(max(r.iterations[i]["done_s"] for r in run.ranks), i) for i in range(-count, 0)]
+    return (sorted(lengths)[(count - 1) // 2][1] if lengths else 0), count
+
+
+def gantt(run: Run, index: int, predicted: IterationForecast | None) -> Figure:
+    """One iteration of every rank beside its prediction."""
     trace, costs = run.ranks[0].trace, run.ranks[0].costs
     bars: list[Bar] = []
     if predicted is not None and trace is not None and costs is not None:
@@ -222,13 +226,6 @@ def gantt(run: Run, predicted: IterationForecast | None) -> Figure | None:
     for rank in run.ranks:
         bars += _rank_bars(rank, rank.iterations[index])
     return _chart("ms since the previous iteration's gradients were in hand", bars)
-
-
-def median_iteration(run: Run) -> int | None:
-    """The index of the iteration of median length, counted from the end (-1 is the last)."""
-    count = min(len(rank.iterations) for rank in run.ranks)
-    lengths = [(max(r.iterations[i]["done_s"] for r in run.ranks), i) for i in range(-count, 0)]
-    return sorted(lengths)[(count - 1) // 2][1] if lengths else None
 
 
 def _compute_bars(row: str, ends_s: Sequence[float]) -> list[Bar]:

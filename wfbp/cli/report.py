@@ -67,11 +67,14 @@ def chapter(run: Run) -> Chapter:
         predicted = timeline(_in_order_of(trace, first.plan), trace, costs)
         every = [timeline(plan(name, trace, costs), trace, costs) for name in PLANNERS]
     sections = []
-    if (figure := figures.gantt(run, predicted)) is not None:
+    index, count = figures.median_iteration(run)
+    if count:
         text = (
-            "The iteration of median length among the last ones recorded. Messages under backward "
-            "or forward are free; red is time for which training waits."
+            f"Step {first.steps + 1 + index}, of median length among steps "
+            f"{first.steps + 1 - count} to {first.steps}. Messages under backward or forward are "
+            "free; red is time for which training waits."
         )
+        figure = figures.gantt(run, index, predicted)
         sections.append(("One iteration, rank by rank", text, figure))
     if costs is not None and every:
         text = (

@@ -55,14 +55,16 @@ def command(places: tuple[str, ...], output: str | None, as_json: bool) -> None:
         times = [row[f"{name}_s"] for name in _TIMES]
         shown = ["-" if seconds is None else f"{seconds * 1e3:.2f}" for seconds in times]
         hidden = "-" if row["hidden"] is None else f"{row['hidden']:.0%}"
-        cells.append([str(row["rank"]), row["optimizer"], str(row["steps"]), *shown, hidden])
+        steps = f"{row['first_step']}-{row['last_step']}"
+        cells.append([str(row["rank"]), row["optimizer"], steps, *shown, hidden])
     print_table(
         f"Medians of {len(paths) - len(empty)} timelines, in ms",
         ("rank", "<optimizer", "steps", *_TIMES[:-1], "sending", "hidden"),
         cells,
         [
-            "exposed: training waits for communication; hidden: the part of sending that delays",
-            "nothing. If forward is 0, backward has both.",
+            "steps: those by the last plan, without its trial; exposed: training waits for",
+            "communication; hidden: the part of sending that delays nothing. If forward is 0,",
+            "backward has both.",
             *(
                 f"{name} holds no complete step: its rank was killed, or it was cut"
                 for name in empty

@@ -14,7 +14,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -339,7 +339,10 @@ def merge(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def summarize(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Median seconds by rank and optimizer; ``hidden`` is the hidden share of communication."""
+    """Median seconds by rank and optimizer, of the steps by its last plan.
+
+    ``hidden`` is the hidden share of communication.
+    """
     names: dict[tuple[int, int], str] = {}
     events: dict[tuple[int, str], dict[int, list[dict[str, Any]]]] = {}
     for event in document["traceEvents"]:
@@ -353,10 +356,12 @@ def summarize(document: dict[str, Any]) -> list[dict[str, Any]]:
             steps.setdefault(step, []).append(event)
     rows = []
     for (rank, engine), steps in sorted(events.items()):
-        taken = [_times_of(step_events) for _, step_events in sorted(steps.items())]
-        ends = {step: times["end_s"] for step, times in zip(sorted(steps), taken, strict=True)}
+        numbers = _by_last_plan(steps)
+        taken = [_times_of(steps[number]) for number in numbers]
+        ends = {step: times["end_s"] for step, times in zip(numbers, taken, strict=True)}
         lengths = [ends[step] - ends[step - 1] for step in ends if step - 1 in ends]
-        row: dict[str, Any] = {"rank": rank, "optimizer": engine, "steps": len(steps)}
+        row: dict[str, Any] = {"rank": rank, "optimizer": engine, "steps": len(numbers)}
+        row |= {"first_step": numbers[0], "last_step": numbers[-1]}
         row["iteration_s"] = statistics.median(lengths) if lengths else None
         for key in ("forward_s", "backward_s", "update_s", "exposed_s", "communication_s"):
             row[key] = statistics.median(times[key] for times in taken)
@@ -365,6 +370,26 @@ def summarize(document: dict[str, Any]) -> list[dict[str, Any]]:
         row["hidden"] = max(0.0, 1.0 - exposed_s / sent_s) if sent_s else None
         rows.append(row)
     return rows
+
+
+def _by_last_plan(steps: Mapping[int, Sequence[dict[str, Any]]]) -> list[int]:
+    """The last steps that reduced the same groups: those of a profile and a trial are left out."""
+    reductions = ("all_reduce", "reduce_scatter")
+    sent = {
+        number: {
+            (event["args"].get("group"), event["args"].get("bytes"), event["name"])
+            for event in events
+            if event["name"] in reductions
+        }
+        for number, events in steps.items()
+    }
+    numbers = sorted(sent)
+    while len(numbers) > 1 and sent[numbers[-1]] != sent[numbers[-2]]:
+        numbers.pop()  # its rank was killed before all of its events were written
+    start = len(numbers) - 1
+    while start and sent[numbers[start - 1]] == sent[numbers[-1]]:
+        start -= 1
+    return numbers[start:]
 
 
 _WAITS = ("wait for gradients", "wait for parameters")

@@ -222,6 +222,23 @@ def test_what_is_spoilt_here_is_planned_when_whole(tmp_path: Path) -> None:
     assert told.code == 0, told.err
 
 
+def test_a_timeline_sums_up_the_steps_of_the_last_plan(tmp_path: Path) -> None:
+    """Not those of its trial; so do the iterations of a report."""
+    document = timeline()
+    events, template = document["traceEvents"], document["traceEvents"][1:]
+    for step in range(2, 9):
+        nbytes = 8 if step < 5 else 16
+        for event in template[:4]:
+            facts = event["args"] | {"step": step} | ({"bytes": nbytes} if "dur" in event else {})
+            events.append({**event, "ts": event["ts"] + 100.0 * step, "args": facts})
+    (tmp_path / "timeline.rank0.json").write_text(json.dumps(document))
+    (row,) = json.loads(wfbp("timeline", tmp_path, "--json").out)["ranks"]
+    assert (row["steps"], row["first_step"], row["last_step"]) == (4, 5, 8)
+    told = wfbp("timeline", tmp_path).out
+    assert " 5-8 " in told
+    assert "by the last plan" in told
+
+
 def test_a_timeline_that_was_cut_is_named(tmp_path: Path) -> None:
     """A rank that was killed in its first step leaves no step."""
     whole, cut = tmp_path / "timeline.rank0.json", tmp_path / "timeline.rank1.json"

@@ -16,6 +16,7 @@ from tests.support.run_documents import costs, document, record, trace
 from wfbp.cli.figures import gantt, median_iteration
 from wfbp.cli.report import chapter
 from wfbp.cli.run_files import Run, load_runs
+from wfbp.core.bound import lower_bound_s
 from wfbp.core.fit import MAX_KAPPA
 from wfbp.core.planners import PLANNERS, plan
 from wfbp.core.timeline import timeline
@@ -41,6 +42,7 @@ def test_a_chapter_has_all_its_figures(tmp_path: Path) -> None:
         "What a message costs",
         "All schedules on what was measured",
     ]
+    assert result.sections[0][1].startswith("Step 62, of median length among steps 60 to 64.")
     assert result.notes == []
     assert result.verdict == "Compute-bound: T/LB 1.04, nothing to gain by another schedule."
     facts = dict(result.facts)
@@ -81,10 +83,9 @@ def test_figures_are_what_plotly_understands(tmp_path: Path) -> None:
 
 def test_the_chart_shows_what_was_recorded(tmp_path: Path) -> None:
     run = only_run(record(tmp_path))
-    index = median_iteration(run)
-    assert index == -3  # five iterations, each longer than the last
-    figure = gantt(run, None)
-    assert figure is not None
+    index, count = median_iteration(run)
+    assert (index, count) == (-3, 5)  # five iterations, each longer than the last
+    figure = gantt(run, index, None)
     for rank in (0, 1):
         data = document(rank, 2)
         iteration = data["iterations"][index]
@@ -121,7 +122,33 @@ def test_every_schedule_is_compared(tmp_path: Path) -> None:
     assert shown == set(PLANNERS)
     names = [d["name"] for d in figure["data"]]
     assert any(name.startswith("measured (mgwfbp)") for name in names)
-    assert any(name.startswith("lower bound") for name in names)
+    bound_ms = lower_bound_s(trace(), costs()) * 1e3
+    assert f"lower bound, {bound_ms:.3f} ms" in names
+    (line,) = figure["layout"]["shapes"]
+    assert line["x0"] == line["x1"] == pytest.approx(bound_ms)
+    computed, exposed = figure["data"][:2]
+    for label, parts in zip(
+        computed["y"], zip(computed["x"], exposed["x"], strict=True), strict=True
+    ):
+        name, _, ratio = label.partition(", T/LB ")
+        predicted = timeline(plan(name, trace(), costs()), trace(), costs())
+        assert sum(parts) == pytest.approx(predicted.iteration_s * 1e3)
+        assert ratio == f"{sum(parts) / bound_ms:.3f}"
+
+
+def test_an_iteration_under_the_bound_is_no_claim_that_it_cannot_be(tmp_path: Path) -> None:
+    figures = {"measured_iteration_s": 2.541e-3, "ratio_to_lower_bound": 2.541 / 3.05}
+    for rank in range(2):
+        data = changed(rank, **figures)
+        (tmp_path / f"SGD.rank{rank}.json").write_text(json.dumps(data))
+    result = chapter(only_run(tmp_path))
+    (note,) = result.notes
+    assert note.startswith("T/LB 0.833: the run was faster than this bound, which rests on compute")
+    assert "no schedule can" not in f"{result}"
+    out = wfbp("plan", tmp_path).out
+    assert "no schedule can" not in out
+    assert "ms: the run was faster than this bound" in out
+    assert "2.541 ms measured" in out
 
 
 def test_a_plan_in_another_order_than_the_trace(tmp_path: Path) -> None:

@@ -93,13 +93,23 @@ def test_hierarchical_counts_the_links_within_a_host(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm(algorithm: str, tmp_path: Path) -> None:
-    code, out, _ = wfbp(
+    arguments = (
         "simulate", RESNET, "--cost", cost_file(tmp_path), "--workers", "4,8", "--algorithm",
         algorithm, "--schedule", "oasr,hybrid",
     )  # fmt: skip
+    code, out, _ = wfbp(*arguments)
     assert code == 0
-    assert f"ResNet-50 by {algorithm}" in out
-    assert "speed-up" in out
+    lines = [line.split() for line in out.splitlines() if line.strip()]
+    assert out.startswith(f"ResNet-50 by {algorithm}: iteration in ms (252.864 ms without")
+    assert lines[1] == ["workers", "oasr", "hybrid", "LB", "best", "efficiency", "speed-up"]
+    data = answer(*arguments)["results"]
+    for cells, (oasr, hybrid) in zip(
+        lines[3:5], zip(data[::2], data[1::2], strict=True), strict=True
+    ):
+        fastest = min((oasr, hybrid), key=lambda row: row["iteration_s"])
+        shown = [f"{row * 1e3:,.1f}" for row in (oasr["iteration_s"], hybrid["iteration_s"])]
+        assert cells[:4] == [str(oasr["workers"]), *shown, f"{oasr['lower_bound_s'] * 1e3:,.1f}"]
+        assert cells[5:] == [f"{fastest['efficiency']:.1%}", f"{fastest['speedup']:,.1f}"]
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,8 @@ def test_optimizers_of_one_name_have_rows_of_their_own(tmp_path: Path) -> None:
 
     def body(runtime: Runtime) -> None:
         runtime.timeline = timeline = TraceWriter(tmp_path / f"t{runtime.rank}.json", runtime.rank)
-        trainers = [Trainer(runtime, make_specs([10, 20]), name="Adam") for _ in range(2)]
+        settings = {"schedule": "layerwise", "name": "Adam"}
+        trainers = [Trainer(runtime, make_specs([10, 20]), **settings) for _ in range(2)]
         for step in range(6):
             for trainer in trainers[: 1 if step == 5 else 2]:
                 trainer.zero()
