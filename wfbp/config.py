@@ -98,31 +98,42 @@ class Config:
 
 def read_environment(environment: Mapping[str, str] | None = None) -> tuple[Config, str]:
     """The environment's settings, and the problems with unreadable ones (empty if none)."""
-    source = os.environ if environment is None else environment
+    source = variables(environment)
     values: dict[str, Any] = {}
     problems = []
     for field in fields(Config):
-        variable = f"WFBP_{field.name.upper()}"
-        text = source.get(variable)
-        if text is None:
+        name = f"WFBP_{field.name.upper()}"
+        if name not in source:
             continue
         convert, expected = _READERS.get(field.name) or _READERS[type(field.default).__name__]
+        problem = f"expected {expected}"
         try:
-            value = convert(text.strip())
-        except ValueError:
-            problems.append(f"{variable}={text!r}: expected {expected}; {REMEDY}")
-            continue
-        try:
+            value = convert(source[name].strip())
+            problem = ""
             Config(**{field.name: value})
+            values[field.name] = value
         except ValueError as error:
-            problems.append(f"{variable}={text!r}: {error}; {REMEDY}")
-            continue
-        values[field.name] = value
+            problems.append(f"{name}={source[name]!r}: {problem or error}; correct or unset it")
     return Config(**values), "; ".join(problems)
 
 
-REMEDY = "correct or unset it"
-"""Advice about a variable that cannot be read."""
+def variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The ``WFBP_*`` variables that are set, by name."""
+    source = os.environ if environment is None else environment
+    return {name: source[name] for name in sorted(source) if name.startswith("WFBP_")}
+
+
+def unknown_variables(environment: Mapping[str, str] | None = None) -> str:
+    """A warning about ``WFBP_*`` variables that are no settings; empty if there are none."""
+    known = [f"WFBP_{field.name.upper()}" for field in fields(Config)]
+    parts = []
+    for name in (n for n in variables(environment) if n not in known):
+        near = get_close_matches(name, known, 1)
+        parts.append(f"{name} (did you mean {near[0]}?)" if near else name)
+    return f"not a setting, and ignored: {', '.join(parts)}" if parts else ""
+
+
+_SIZE = re.compile(r"(\d+|\d+\.\d+(?=\s*[KMG]))\s*([KMG]?)((?<=[KMG])i?B|)", re.IGNORECASE)
 
 
 def num_bytes(text: str) -> int:
@@ -136,32 +147,10 @@ def num_bytes(text: str) -> int:
     return round(float(number) * float(base) ** " kmg".index(prefix.lower() or " "))
 
 
-def variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The ``WFBP_*`` variables that are set, by name."""
-    source = os.environ if environment is None else environment
-    return {name: source[name] for name in sorted(source) if name.startswith("WFBP_")}
-
-
-def unknown_variables(environment: Mapping[str, str] | None = None) -> str:
-    """A warning about ``WFBP_*`` variables that are no settings; empty if there are none."""
-    source = os.environ if environment is None else environment
-    known = [f"WFBP_{field.name.upper()}" for field in fields(Config)]
-    parts = []
-    for name in (n for n in variables(source) if n not in known):
-        near = get_close_matches(name, known, 1)
-        parts.append(f"{name} (did you mean {near[0]}?)" if near else name)
-    return f"not a setting, and ignored: {', '.join(parts)}" if parts else ""
-
-
 def _switch(text: str) -> bool:
     if text not in ("0", "1"):
         raise ValueError(f"{text!r} is neither 0 nor 1")
     return text == "1"
-
-
-_SIZE = re.compile(r"(\d+|\d+\.\d+(?=\s*[KMG]))\s*([KMG]?)((?<=[KMG])i?B|)", re.IGNORECASE)
-
-_SIZE_READER = num_bytes, "a size in bytes, such as 4096, 25M, 25MiB or 25MB"
 
 
 def _steps(text: str) -> tuple[int, int]:
@@ -171,6 +160,7 @@ def _steps(text: str) -> tuple[int, int]:
     return int(first), int(last)
 
 
+_SIZE_READER = num_bytes, "a size in bytes, such as 4096, 25M, 25MiB or 25MB"
 _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "record_steps": (_steps, "the first and the last step, such as 100-120"),
     "threshold_bytes": _SIZE_READER,
@@ -181,7 +171,6 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "bool": (_switch, "1 or 0"),
 }
 """How a variable is read, by field or by the type of its default, and the expected text."""
-
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 

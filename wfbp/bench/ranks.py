@@ -37,8 +37,12 @@ def run_or_abort(act: Callable[[], Any]) -> Any:
     return result if MPI.COMM_WORLD.rank == 0 else None
 
 
-def count() -> int:
-    return MPI.COMM_WORLD.size
+def need_several() -> None:
+    """Refuse a single rank at once: it has no rank to communicate with."""
+    if MPI.COMM_WORLD.size == 1:
+        raise ValueError(
+            "a benchmark needs at least two ranks; start it as: mpirun -np N wfbp bench ..."
+        )
 
 
 def say(text: str) -> None:

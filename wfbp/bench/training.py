@@ -226,8 +226,7 @@ def run(
         torch.cuda.set_device(wfbp.torch.local_rank())
     tried = BUCKETS if BEST_DDP in names else ()
     names = [name for name in dict.fromkeys([*names, REFERENCE, *tried]) if name != BEST_DDP]
-    with_ddp = any(maker(name) is ddp for name in names)
-    if with_ddp:
+    if with_ddp := any(maker(name) is ddp for name in names):
         _start_ddp(device)
     contestants, batches = _make(make, names, device)
     state = {k: v.clone() for k, v in contestants[0].model.state_dict().items()}
@@ -277,13 +276,6 @@ def _make(make: Make, names: Sequence[str], device: str) -> tuple[list[Contestan
         for seed in range(first, first + NUM_BATCHES)
     ]
     return contestants, batches
-
-
-def quartiles(seconds: Sequence[float]) -> tuple[float, float, float]:
-    if len(seconds) < 2:
-        return seconds[0], seconds[0], seconds[0]
-    first, middle, third = statistics.quantiles(seconds, n=4, method="inclusive")
-    return first, middle, third
 
 
 def _start_ddp(device: str) -> None:

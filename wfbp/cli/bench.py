@@ -45,15 +45,17 @@ def training(model: str, contestants: str, rounds: int, device: str, as_json: bo
     make = benchmark.model_named(model)
     for name in names:
         benchmark.maker(name)
-    _need_ranks()
+    ranks.need_several()
     results = ranks.run_or_abort(lambda: benchmark.run(make, names, rounds, device, ranks.say))
     if results is None:
         return
-    figures = {c.name: benchmark.quartiles(c.seconds) for c in results}
-    _, base_s, _ = figures[benchmark.REFERENCE]
+    (base,) = (c for c in results if c.name == benchmark.REFERENCE)
+    base_s = statistics.median(base.seconds)
     rows = []
     for contestant in results:
-        first, middle, third = figures[contestant.name]
+        first, middle, third = statistics.quantiles(
+            contestant.seconds * (2 if rounds == 1 else 1), n=4, method="inclusive"
+        )
         cpu_s = statistics.median(contestant.cpu_seconds)
         cells = map(milliseconds, (middle, third - first, cpu_s))
         rows.append([contestant.name, *cells, f"{middle / base_s:.2f}"])
@@ -75,7 +77,7 @@ def comm(max_bytes: int, rounds: int, as_json: bool) -> None:
     """Time all-reduces by size: wfbp's backend and the MPI library's own."""
     from wfbp.bench import ranks
 
-    _need_ranks()
+    ranks.need_several()
     sizes = [nbytes for nbytes in SIZES if nbytes <= max_bytes]
     timings = ranks.run_or_abort(lambda: ranks.all_reduces(sizes, rounds))
     if timings is None:
@@ -91,16 +93,6 @@ def comm(max_bytes: int, rounds: int, as_json: bool) -> None:
     ]
     headings = ("<", "MPI ms", "wfbp ms", "times MPI", "wfbp GB/s")
     _show({"seconds": timings}, "All-reduces of float32", headings, rows, as_json)
-
-
-def _need_ranks() -> None:
-    """Refuse a single rank at once: it has no rank to communicate with."""
-    from wfbp.bench import ranks
-
-    if ranks.count() == 1:
-        raise click.UsageError(
-            "a benchmark needs at least two ranks; start it as: mpirun -np N wfbp bench ..."
-        )
 
 
 def _show(

@@ -94,13 +94,11 @@ def _print(findings: list[dict[str, str]], problems: int) -> None:
         table.add_column(overflow="fold")
     topic = ""
     for finding in findings:
-        cell = Text(finding["text"])
-        if finding["remedy"]:
-            cell.append(f"\n-> {finding['remedy']}", style="bold")
         shown = finding["topic"] if finding["topic"] != topic else ""
-        topic = finding["topic"]
-        mark = Text(finding["status"], style=styles[finding["status"]])
-        table.add_row(Text(shown, style="bold"), mark, cell)
+        topic, status = finding["topic"], finding["status"]
+        cell = Text(finding["text"])
+        cell.append(f"\n-> {finding['remedy']}" if finding["remedy"] else "", style="bold")
+        table.add_row(Text(shown, style="bold"), Text(status, style=styles[status]), cell)
     out = console()
     out.print(table)
     out.print(Text(f"{problems} problem{'s' * (problems != 1)}" if problems else "no problem"))
@@ -164,17 +162,13 @@ def _mpi() -> Findings:
         remedy = f"use wfbprun, or put {Path(mpi.mpirun).parent} on the PATH"
         yield NOTE, "no mpirun is on the PATH", remedy
     elif os.path.realpath(on_path) != os.path.realpath(mpi.mpirun):
-        remedy = f"use wfbprun, or {mpi.mpirun}"
         make = vendor_of(_output(on_path, "--version"))
-        if make is mpi.vendor:
-            yield NOTE, f"mpirun on the PATH is another one of {make.value} ({on_path})", remedy
-        else:
-            yield (
-                PROBLEM,
-                f"mpirun on the PATH ({on_path}) is of {make.value if make else 'another make'}, "
-                f"and mpi4py uses {mpi.vendor.value}: each rank would be a separate job",
-                remedy,
-            )
+        status = NOTE if make is mpi.vendor else PROBLEM
+        text = f"mpirun on the PATH is another one of {mpi.vendor.value} ({on_path})"
+        if status is PROBLEM:
+            text = f"mpirun on the PATH ({on_path}) is of {make.value if make else 'another make'}"
+            text += f", and mpi4py uses {mpi.vendor.value}: each rank would be a separate job"
+        yield status, text, f"use wfbprun, or {mpi.mpirun}"
 
 
 def _last_words(output: str, most: int = 1) -> str:
@@ -203,8 +197,7 @@ def _batch_system() -> Findings:
     if granted is None:
         yield OK, "no batch system's allocation: this machine, or hosts that you name", ""
     else:
-        hosts = ", ".join(f"{host.name}:{host.slots}" for host in granted.hosts)
-        yield OK, f"{granted.system} granted {hosts}", ""
+        yield OK, f"{granted.system} granted {', '.join(map(str, granted.hosts))}", ""
 
 
 def _cores() -> Findings:
@@ -221,26 +214,19 @@ def _cores() -> Findings:
         yield NOTE, text, "find other programs by `top`: all ranks wait for the slowest"
     granted = allocation(os.environ)
     ranks = sum(host.slots for host in granted.hosts if host.is_local) if granted else 1
-    threads = os.environ.get("OMP_NUM_THREADS")
     if ranks > usable:
-        yield (
-            PROBLEM,
-            f"{ranks} ranks are granted here, and {usable} cores: ranks take turns",
-            "ask for a core per rank (Slurm: --cpus-per-task), or start fewer: wfbprun -n N",
-        )
+        text = f"{ranks} ranks are granted here, and {usable} cores: ranks take turns"
+        remedy = "ask for a core per rank (Slurm: --cpus-per-task), or start fewer: wfbprun -n N"
+        yield PROBLEM, text, remedy
+    threads = os.environ.get("OMP_NUM_THREADS")
+    remedy = "start with wfbprun, which divides the cores, or set it to cores / ranks"
     if threads is None:
-        yield (
-            NOTE,
-            "OMP_NUM_THREADS is not set: under plain mpirun each rank computes on all cores",
-            "start with wfbprun, which divides the cores, or set it to cores / ranks",
-        )
+        text = "OMP_NUM_THREADS is not set: under plain mpirun each rank computes on all cores"
+        yield NOTE, text, remedy
     elif threads.isdecimal() and int(threads) * ranks > usable:
         each = f"{ranks} ranks of {threads} threads" if ranks > 1 else f"{threads} threads per rank"
-        yield (
-            PROBLEM,
-            f"OMP_NUM_THREADS={threads}: {each} on {usable} cores: threads wait for each other",
-            "unset it and start with wfbprun, which divides the cores, or set it to cores / ranks",
-        )
+        text = f"OMP_NUM_THREADS={threads}: {each} on {usable} cores: threads wait for each other"
+        yield PROBLEM, text, f"unset it and {remedy}"
     else:
         yield OK, f"OMP_NUM_THREADS={threads}", ""
 
@@ -324,38 +310,29 @@ def _self_test(hosts: tuple[Host, ...] = (), ssh: str = "ssh") -> Findings:
     # Rank 0, which writes the costs, may be on a host without this one's folders.
     options = ("--json", "--seconds", "1", "--max-bytes", "4M", "--output", os.devnull)
     program = rank_program(("python", "-m", "wfbp", "probe", *options), [])
-    shell = "" if ssh == "ssh" else ssh
-    spec = LaunchSpec(num_ranks, tuple(program), hosts, remote_shell=shell)
+    spec = LaunchSpec(num_ranks, program, hosts, remote_shell="" if ssh == "ssh" else ssh)
     where = f" on {', '.join(host.name for host in hosts)}" if hosts else ""
     try:
         check_hosts(hosts, None, ssh, 0.0)
-        command = mpirun_command(spec, mpi, os.environ, os.geteuid() == 0)
-        done = _run(*command.words)
+        words, _ = mpirun_command(spec, mpi, os.environ, os.geteuid() == 0)
+        done = _run(*words)
     except BackendError as error:
         yield PROBLEM, str(error), "fix what keeps ssh from reaching it, then run this again"
         return
     except subprocess.TimeoutExpired:
-        yield (
-            PROBLEM,
-            f"{num_ranks} ranks{where} did not end within {SELF_TEST_S:g} s",
-            f"check that `{mpi.mpirun} -n 2 hostname` ends; if it does, try --interface, or "
-            "WFBP_SHARED_MEMORY=0",
-        )
+        text = f"{num_ranks} ranks{where} did not end within {SELF_TEST_S:g} s"
+        remedy = f"check that `{mpi.mpirun} -n 2 hostname` ends; if it does, try --interface, or "
+        yield PROBLEM, text, f"{remedy}WFBP_SHARED_MEMORY=0"
         return
     printed = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not printed:
         reason = _last_words(done.stderr.strip() or done.stdout, most=2)
-        remedy = f"start them by hand: wfbprun -n {num_ranks} -- python -m wfbp probe"
-        if hosts:
-            listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)
-            remedy = f"start them by hand: wfbprun -H {listed} -- python -m wfbp probe"
+        ranks = f"-H {','.join(map(str, hosts))}" if hosts else f"-n {num_ranks}"
+        remedy = f"start them by hand: wfbprun {ranks} -- python -m wfbp probe"
         if "Bus error" in reason:
             remedy = f"make room in {SHM} (containers: docker run --shm-size=1g)"
-        yield (
-            PROBLEM,
-            f"{num_ranks} ranks{where} ended with status {done.returncode}: {reason}",
-            remedy,
-        )
+        text = f"{num_ranks} ranks{where} ended with status {done.returncode}: {reason}"
+        yield PROBLEM, text, remedy
         return
     fit: dict[str, Any] = json.loads(printed[0])["fit"]["all_reduce"]
     beta = fit["beta_s_per_byte"]

@@ -51,9 +51,7 @@ CHECK_S = 10
 @click.option("--record", metavar="DIR", help="Record the run there, for wfbp report and timeline.")
 @click.option("--prefix/--no-prefix", help="Begin each line of output with its rank.")
 @click.option(
-    "--bind/--no-bind",
-    default=True,
-    help="Give each rank its own cores, if there are enough.",
+    "--bind/--no-bind", default=True, help="Give each rank its own cores, if there are enough."
 )
 @click.option(
     "--gpu", is_flag=True, help="Show each rank only the GPU with its local rank's number."
@@ -146,14 +144,14 @@ def command(
     settings += ["--output", os.path.abspath(output)] if output else []
     spec = LaunchSpec(
         num_ranks,
-        tuple(rank_program(program, settings)),
+        rank_program(program, settings),
         where,
         _variables(variables, environment)
         | ({"WFBP_RECORD": os.path.abspath(record)} if record else {}),
         prefix,
         interface or "",
         remote_shell or "",
-        tuple(options),
+        options,
     )
     if launcher == "srun":
         words, own = slurm_command(spec, find_library()[0])
@@ -177,7 +175,7 @@ def command(
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        os.execvpe(words[0], list(words), environment | dict(own))
+        os.execvpe(words[0], words, environment | own)
     except OSError as error:
         raise BackendError(f"{words[0]} cannot be started: {error.strerror or error}") from None
 

@@ -207,13 +207,13 @@ class _Place:
             remote_shell=agent,
             options=own,
         )
-        command = mpirun_command(job, mpi, os.environ, os.geteuid() == 0)
+        words, variables = mpirun_command(job, mpi, os.environ, os.geteuid() == 0)
         with Listener(os.path.join(self._folder, "socket"), "AF_UNIX") as listener:
             threading.Thread(target=_serve, args=(listener, firsts), daemon=True).start()
             with subprocess.Popen(
-                command.words,
+                words,
                 cwd=self._folder,  # MPI changes to it on every node
-                env=os.environ | dict(command.variables),
+                env=os.environ | variables,
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from wfbp.launcher.hosts import Host
 from wfbp.launcher.mpi import Mpi, Vendor
@@ -35,13 +34,13 @@ class LaunchSpec:
     """
 
     num_ranks: int
-    program: tuple[str, ...]
-    hosts: tuple[Host, ...] = ()
+    program: Sequence[str]
+    hosts: Sequence[Host] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     prefix: bool = False
     interface: str = ""
     remote_shell: str = ""
-    options: tuple[str, ...] = ()
+    options: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
@@ -50,8 +49,7 @@ class LaunchSpec:
         if self.hosts and slots < self.num_ranks:
             raise ValueError(
                 f"{self.num_ranks} ranks were asked for and the hosts have {slots} slots "
-                f"({', '.join(f'{h.name}:{h.slots}' for h in self.hosts)}); name more hosts, or "
-                "give them more slots"
+                f"({', '.join(map(str, self.hosts))}); name more hosts, or give them more slots"
             )
 
     def placed(self) -> tuple[Host, ...]:
@@ -69,11 +67,8 @@ class LaunchSpec:
         return any(not host.is_local for host in self.placed())
 
 
-class Command(NamedTuple):
-    """Program and arguments, and the variables to set in its environment."""
-
-    words: tuple[str, ...]
-    variables: Mapping[str, str]
+Command = tuple[list[str], dict[str, str]]
+"""Program and arguments, and the variables to set in its environment."""
 
 
 def mpirun_command(
@@ -82,7 +77,7 @@ def mpirun_command(
     """The ``mpirun`` command of a job, called from this ``environment``, as root or not."""
     variables = _variables(spec)
     words = [mpi.mpirun, "-n", str(spec.num_ranks)]
-    hosts = ",".join(f"{h.name}:{h.slots}" for h in spec.placed())
+    hosts = ",".join(map(str, spec.placed()))
     if mpi.vendor is Vendor.OPEN_MPI:
         new = mpi.version >= (5,)
         words += ["--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"]
@@ -105,7 +100,7 @@ def mpirun_command(
         words += ["-iface", spec.interface] if spec.interface else []
         words += ["-prepend-rank"] if spec.prefix else []
         words += ["-genv", "I_MPI_PIN", "off"] if mpi.vendor is Vendor.INTEL else []
-    return Command((*words, *spec.options, *spec.program), variables)
+    return [*words, *spec.options, *spec.program], variables
 
 
 def slurm_command(spec: LaunchSpec, vendor: Vendor) -> Command:
@@ -115,7 +110,7 @@ def slurm_command(spec: LaunchSpec, vendor: Vendor) -> Command:
     if placed := spec.placed():
         words += ["--nodes", str(len(placed)), "--nodelist", ",".join(h.name for h in placed)]
     words += ["--label"] if spec.prefix else []
-    return Command((*words, *spec.options, *spec.program), _variables(spec))
+    return [*words, *spec.options, *spec.program], _variables(spec)
 
 
 def _variables(spec: LaunchSpec) -> dict[str, str]:

@@ -23,6 +23,9 @@ class Host:
         if self.slots < 1:
             raise ValueError(f"host {self.name} has {self.slots} slots; expected at least 1")
 
+    def __str__(self) -> str:
+        return f"{self.name}:{self.slots}"
+
     @property
     def is_local(self) -> bool:
         own = socket.gethostname()

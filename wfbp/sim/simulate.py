@@ -111,8 +111,9 @@ class _Worker:
     """The virtual clock, the computation, and the channel of one worker."""
 
     def __init__(self, plan: Plan, trace: Trace, costs: Costs, channels: int) -> None:
-        self._sequencer = Sequencer(plan, channels)
+        self._plan = plan
         self._trace = trace
+        self._sequencer = Sequencer(plan, channels)
         pairs = [(k, number) for number, group in enumerate(plan.groups) for k in group.tensors]
         self._group_of = {k: number for k, number in pairs if number < plan.num_backward}
         self._gather_of = {k: number for k, number in pairs if number >= plan.num_backward}
@@ -123,21 +124,18 @@ class _Worker:
             costs.of(group.operation)(nbytes)
             for group, nbytes in zip(plan.groups, self._nbytes, strict=True)
         ]
-        self._members = [group.tensors for group in plan.groups]
-        self._num_backward = plan.num_backward
-        self._overlap = plan.overlap
         self._slowdown = 1.0 + costs.kappa
-        self._now_s = 0.0
-        self._flights: list[tuple[float, int]] = []  # a heap: when which group arrives
-        self._compute: list[ComputeSpan] = []
-        self._sent: list[tuple[int, float, float]] = []
+        self._now_s = self._closed_s = 0.0
         self._exists_s = [0.0] * len(sizes)
+        self._flights: list[tuple[float, int]] = []  # a heap: when which group arrives
 
     def iterate(self) -> Iteration:
         """Forward, backward, the rest of the step, and the time until the next."""
         sequencer, tensors = self._sequencer, self._trace.tensors
-        begin_s = self._now_s
-        missing = [len(members) for members in self._members[: self._num_backward]]
+        self._begin_s = self._now_s
+        self._compute: list[ComputeSpan] = []
+        self._messages: list[MessageSpan] = []
+        missing = [len(group.tensors) for group in self._plan.groups[: self._plan.num_backward]]
         for k, tensor in enumerate(tensors):
             self._wait(lambda k=k: self._gather_of.get(k) not in self._to_arrive)  # type: ignore[misc]
             self._run(Phase.FORWARD, k, tensor.forward_s)
@@ -148,25 +146,13 @@ class _Worker:
             while sequencer.num_ready < sequencer.num_early and not missing[sequencer.num_ready]:
                 sequencer.ready(sequencer.num_ready)
         sequencer.close()
-        closed_s = self._now_s
+        self._closed_s = self._now_s
         self._wait(lambda: sequencer.reduced)
         self._now_s += self._trace.other_s
         sequencer.gather()
         self._to_arrive = set(self._gather_of.values())
         sequencer.next_step()
-        messages = tuple(self._message(begin_s, closed_s, *sent) for sent in self._sent)
-        iteration = Iteration(begin_s, self._now_s, tuple(self._compute), messages)
-        self._compute, self._sent = [], []
-        return iteration
-
-    def _message(
-        self, begin_s: float, closed_s: float, group: int, start_s: float, end_s: float
-    ) -> MessageSpan:
-        ready_s = begin_s
-        if group < self._num_backward:
-            exist_s = max(self._exists_s[k] for k in self._members[group])
-            ready_s = exist_s if self._overlap else closed_s
-        return MessageSpan(group, ready_s, start_s, end_s, self._nbytes[group])
+        return Iteration(self._begin_s, self._now_s, tuple(self._compute), tuple(self._messages))
 
     def _run(self, phase: Phase, tensor: int, seconds: float) -> None:
         """Compute for that long, plus the slow-down by communication."""
@@ -206,4 +192,9 @@ class _Worker:
         while (group := self._sequencer.start_next()) is not None:
             start_s, end_s = self._now_s, self._now_s + self._cost_s[group]
             heappush(self._flights, (end_s, group))
-            self._sent.append((group, start_s, end_s))
+            ready_s = self._begin_s
+            if group < self._plan.num_backward:
+                exist_s = max(self._exists_s[k] for k in self._plan.groups[group].tensors)
+                ready_s = exist_s if self._plan.overlap else self._closed_s
+            nbytes = self._nbytes[group]
+            self._messages.append(MessageSpan(group, ready_s, start_s, end_s, nbytes))

@@ -143,7 +143,7 @@ class TestAllocations:
 
 class TestCommands:
     def words(self, job: LaunchSpec, mpi: Mpi, root: bool = True) -> list[str]:
-        return list(mpirun_command(job, mpi, {"PATH": "/bin", "SECRET": "x"}, root).words)
+        return mpirun_command(job, mpi, {"PATH": "/bin", "SECRET": "x"}, root)[0]
 
     def test_ranks_fill_hosts_in_order(self) -> None:
         job = LaunchSpec(5, ("train",), TWO)
@@ -170,9 +170,10 @@ class TestCommands:
         assert "-x" not in self.words(LaunchSpec(2, ("train",)), OPEN_MPI)
 
     def test_an_interface_is_for_all_libraries(self) -> None:
-        started = mpirun_command(LaunchSpec(2, ("train",), interface="ib0"), MPICH, {}, False)
-        assert started.variables == {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "ib0"}
-        assert "ib0" in started.words
+        job = LaunchSpec(2, ("train",), interface="ib0")
+        words, variables = mpirun_command(job, MPICH, {}, False)
+        assert variables == {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "ib0"}
+        assert "ib0" in words
         assert "btl_tcp_if_include" in self.words(LaunchSpec(2, ("t",), interface="ib0"), OPEN_MPI)
 
     @pytest.mark.parametrize(
@@ -193,11 +194,11 @@ class TestCommands:
         assert words[words.index("I_MPI_PIN") + 1] == "off"
 
     def test_srun(self) -> None:
-        words = list(slurm_command(LaunchSpec(8, ("train",), TWO), Vendor.MPICH).words)
+        words, _ = slurm_command(LaunchSpec(8, ("train",), TWO), Vendor.MPICH)
         assert words[:3] == ["srun", "--ntasks", "8"]
         assert "--mpi=pmi2" in words
         assert words[-1] == "train"
-        assert "--mpi=pmix" in slurm_command(LaunchSpec(8, ("train",)), Vendor.OPEN_MPI).words
+        assert "--mpi=pmix" in slurm_command(LaunchSpec(8, ("train",)), Vendor.OPEN_MPI)[0]
 
     def test_python_is_the_one_that_asks(self) -> None:
         assert rank_program(["train.py", "-x"], []) == [sys.executable, "train.py", "-x"]
