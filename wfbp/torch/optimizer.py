@@ -172,6 +172,9 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         super().__init_subclass__(**kwargs)
         ours = [vars(base) for base in cls.__mro__ if issubclass(base, DistributedOptimizerBase)]
         cls._wfbp_own = frozenset[str]().union(*ours)
+        if not issubclass(cls.__bases__[0], DistributedOptimizerBase):  # as Lightning derives one
+            for name in ("__getattribute__", "__setattr__", "__delattr__"):
+                setattr(cls, name, getattr(object, name))
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An object that ``__init__`` fills, without what the user's class does here."""

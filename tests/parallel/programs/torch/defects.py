@@ -906,6 +906,41 @@ def nan_as_a_setting() -> None:
     check_training(pair()[0], square, make, steps=STEPS)
 
 
+class Wrapper:
+    """Has a class derived from the optimizer's, as in Lightning, and none of its state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.wrapped = optimizer
+        kind = type(optimizer)
+        self.__class__ = type(f"Wrapped{kind.__name__}", (type(self), kind), {})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wrapped, name)
+
+    def step(self) -> None:
+        self.wrapped.step()
+
+
+@check
+def wrapped_by_an_object_of_a_derived_class() -> None:
+    model, reference = pair()
+    optimizer = wfbp.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    wrapper = Wrapper(optimizer)
+    assert isinstance(wrapper, torch.optim.SGD)
+    for step in range(3):
+        model(data(step, wfbp.rank(), 4, 5)).square().mean().backward()
+        wrapper.step()
+        optimizer.zero_grad()
+        losses = [reference(data(step, r, 4, 5)).square().mean() for r in range(wfbp.size())]
+        torch.stack(losses).mean().backward()
+        plain.step()
+        plain.zero_grad()
+        equal(model, reference, f"step {step}")
+
+
 @check
 def refused_second_wrapping() -> None:
     """Row 22: the first goes on, and the original still refuses to step."""
