@@ -72,5 +72,6 @@ def commands() -> list[tuple[str, str]]:
 
 BEGINNINGS = (
     r"(?:[A-Z_]+=\S+ )*"
-    r"(?:wfbp (?!\s)|(?:wfbprun|mpirun|make|pip|python3?|docker|kubectl|sbatch|qsub|bsub)\s)"
+    r"(?:wfbp (?!\s|\w+: error)|"
+    r"(?:wfbprun|mpirun|make|pip|python3?|docker|kubectl|sbatch|qsub|bsub)\s)"
 )

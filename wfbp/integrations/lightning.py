@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 try:
-    from lightning.fabric.plugins import ClusterEnvironment
+    from lightning.fabric.plugins.environments import MPIEnvironment
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning.fabric.utilities.types import ReduceOp
     from lightning.pytorch import LightningModule, Trainer
@@ -21,7 +21,6 @@ except ImportError as error:
     ) from error
 
 import wfbp.torch as wfbp
-from wfbp.horovod.torch import cross_rank
 
 __all__ = ["WfbpStrategy"]
 
@@ -61,7 +60,9 @@ class WfbpStrategy(ParallelStrategy):  # type: ignore[misc]
 
     def __init__(self, schedule: str | None = None, **options: Any) -> None:
         wfbp.init()
-        super().__init__(cluster_environment=_Ranks())
+        ranks = MPIEnvironment()
+        ranks.local_rank()  # a collective, for which Lightning could ask on one rank alone
+        super().__init__(cluster_environment=ranks)
         self._wrapping = {"schedule": schedule, **options}
         self._passes = 1
 
@@ -189,33 +190,3 @@ class WfbpStrategy(ParallelStrategy):  # type: ignore[misc]
             if hasattr(optimizer, "synchronize_parameters"):
                 optimizer.synchronize_parameters()
         super().teardown()
-
-
-class _Ranks(ClusterEnvironment):  # type: ignore[misc]
-    """The ranks of the MPI job."""
-
-    creates_processes_externally = True
-    main_address = "127.0.0.1"  # of torch.distributed, which is not used
-    main_port = 0
-
-    @staticmethod
-    def detect() -> bool:
-        return wfbp.is_initialized()
-
-    def world_size(self) -> int:
-        return wfbp.size()
-
-    def set_world_size(self, size: int) -> None:
-        pass  # mpirun has set it
-
-    def global_rank(self) -> int:
-        return wfbp.rank()
-
-    def set_global_rank(self, rank: int) -> None:
-        pass
-
-    def local_rank(self) -> int:
-        return wfbp.local_rank()
-
-    def node_rank(self) -> int:
-        return cross_rank()
