@@ -36,11 +36,10 @@ from wfbp.core.cost import Costs, LinearCost
 from wfbp.core.planners import plan
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import TensorSpec
-from wfbp.runtime.measuring import MeasuredStep
+from wfbp.runtime.measuring import MeasuredStep, StepTimes
 from wfbp.runtime.recorder import log_summary, summary
 from wfbp.runtime.step import GroupTime
 from wfbp.runtime.timeline import TraceWriter
-from wfbp.runtime.tuning.profile import StepTimes
 
 BATCH, WIDTH = 64, 256
 WATCHED = ("timeline", "report and info")

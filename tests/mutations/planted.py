@@ -161,9 +161,9 @@ RUNTIME = [
         unit("runtime/test_tuner"),
     ),
     Mutation(
-        "runtime/tuning/tuner.py",
-        "if self._steps_left < self._num_counted:",
-        "if self._steps_left <= self._num_counted:",
+        "runtime/measuring.py",
+        "if self.left < (self.steps.maxlen or 0):",
+        "if self.left <= (self.steps.maxlen or 0):",
         unit("runtime/test_tuner"),
     ),
     Mutation(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -45,6 +46,11 @@ def test_an_exception_reaches_ranks_that_wait_elsewhere(place: str, who: int) ->
     found = ended(2, "fail", place, who)
     assert found.ranks[1 - who]["kind"] == "PeerError"
     assert f"rank {who} failed: {REASON}" in found.ranks[1 - who]["text"]
+    assert found.run.stderr.count("Traceback (most") == 1, found.run  # the failing rank's
+    (told,) = (line for line in found.run.stderr.splitlines() if "PeerError" in line)
+    assert re.fullmatch(
+        rf"wfbp: PeerError: rank {1 - who} of 2: .* \(at .*faults\.py:\d+, in \w+\)", told
+    )
 
 
 @pytest.mark.parametrize("place", ["compute", "sleep"])

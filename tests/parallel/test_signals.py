@@ -42,7 +42,7 @@ def test_handlers_that_raise(n: int, mpi: str, name: str) -> None:
     assert found.run.rc == 0, found.run
 
 
-@pytest.mark.parametrize("place", ["step", "reduce", "torch"])
+@pytest.mark.parametrize("place", ["step", "reduce", "torch", "join"])
 def test_an_interrupt_ends_the_job_though_another_rank_is_stuck(place: str) -> None:
     """In each kind of wait."""
     found = outcome("faults", 2, "interrupted", place, 1, timeout=100, env=PROMPT)

@@ -160,10 +160,10 @@ def is_environment(node: ast.expr) -> bool:
 RUNTIME = (
     "signals",
     "heap",
-    "tuning",
-    "arguments",
     "step",
     "measuring",
+    "tuning",
+    "arguments",
     "timeline",
     "buffers",
     "progress",

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from wfbp.comm.memory import Dependencies, Memory, Stamp
 from wfbp.runtime.step import GroupTime
-from wfbp.runtime.tuning.profile import StepTimes
 
 _MOST_UPDATES = 4096
 """The number of updates that are kept until a step with gradients follows."""
@@ -17,9 +16,24 @@ _MOST_UPDATES = 4096
 Span = tuple[Stamp, Stamp]
 
 
+@dataclass(slots=True)
+class StepTimes:
+    """Time stamps of one step, seconds of ``time.perf_counter``; 0 if it did not happen."""
+
+    begun_s: float  # the previous step's results were available
+    ready_s: list[float]  # per tensor: its gradient existed
+    forward_s: list[float]  # per tensor: its first use in forward, if the adapter can tell
+    forward_end_s: float = 0.0  # if the adapter can tell
+    closed_s: float = 0.0  # the step closed
+    done_s: float = 0.0  # the results were available
+    packing_s: float = 0.0  # duration of all packing
+    update_s: float = 0.0  # duration of updates, at the step's beginning and in forward
+    waited_s: float = 0.0  # how long forward waited for all-gathers
+
+
 @dataclass(frozen=True, slots=True)
 class StepTimestamps:
-    """Stamps of one step; see :class:`~wfbp.runtime.tuning.profile.StepTimes`."""
+    """Stamps of one step; see :class:`StepTimes`."""
 
     begun: Stamp  # results of the previous step were there
     ready: Sequence[Stamp]  # by tensor of the plan, as ``forward``
@@ -75,6 +89,24 @@ def to_seconds(moments: StepTimestamps, at: Callable[[Stamp], float]) -> Measure
         waited_s,
     )
     return MeasuredStep(stamps, times, waits, updates)
+
+
+class Visit:
+    """The steps that run by one plan: counts them, and keeps the last ones, which count."""
+
+    def __init__(self, num_cold: int, num_counted: int) -> None:
+        self.left = num_cold + num_counted
+        self.steps: deque[StepTimes] = deque(maxlen=num_counted)
+        self.cold_s: float | None = None  # of the latest step that does not count
+
+    def add(self, stamps: StepTimes) -> bool:
+        """Record a step; whether it was the last one."""
+        self.left -= 1
+        if self.left < (self.steps.maxlen or 0):
+            self.steps.append(stamps)
+        else:
+            self.cold_s = stamps.done_s - stamps.begun_s or None
+        return not self.left
 
 
 class StepClock:

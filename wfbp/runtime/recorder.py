@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from wfbp.core.bound import ratio_to_lower_bound
 from wfbp.core.plan import Plan
+from wfbp.runtime.measuring import StepTimes
 from wfbp.runtime.step import GroupTime
-from wfbp.runtime.tuning.profile import StepTimes
 from wfbp.runtime.tuning.tuner import Tuner
 
 if TYPE_CHECKING:  # `wfbp report` reads records without a runtime

@@ -429,7 +429,8 @@ class Reducer:
                 recorder.after_step(self._steps, measured.stamps, measured.times)
             if timeline is not None and measured.stamps.done_s:
                 timeline.step(self._record_name, self._steps, tuner.plan, measured)
-            tuner.after_step(measured.stamps)
+            if tuner.visit.add(measured.stamps):
+                tuner.complete()
         often = self._runtime.config.summary_steps
         if often and self._runtime.rank == 0 and self._steps % often == 0:
             log_summary(self._name, self.report())

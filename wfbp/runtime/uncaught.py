@@ -1,4 +1,4 @@
-"""Ends the job after an uncaught exception; ranks that fail alike in ``init()`` print one line."""
+"""Ends the job after an uncaught exception; one line where a traceback tells nothing more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from traceback import extract_tb
 from types import TracebackType
 from typing import Any
 
-from wfbp.errors import WfbpError
+from wfbp.errors import PeerError, WfbpError
 from wfbp.runtime.runtime import Runtime
 
 _Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], Any]
@@ -63,6 +63,8 @@ def _report(
         line += f" ({_place(traceback)})" if line else ""
     elif issubclass(kind, KeyboardInterrupt) and _runtime is not None:
         line = f"{_runtime.where}: KeyboardInterrupt {_place(traceback)}"
+    elif issubclass(kind, PeerError):  # the traceback that helps is the other rank's
+        line = f"PeerError: {error} ({_place(traceback)})"
     if line is None or (line and main is not sys.__excepthook__):  # the program's own hook
         main(kind, error, traceback)
     elif line:

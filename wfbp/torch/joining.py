@@ -60,13 +60,12 @@ def join() -> int:
     syncs = [sync for sync in gradient_sync.in_use() if sync.runtime.thread is thread]
     operations = api.current("join()")
     handle = operations.begin_join()
-    if len(syncs) == 1:
-        syncs[0].join(operations.note_progress)
-    elif syncs:
-        with ThreadPoolExecutor(len(syncs), "wfbp-join") as executor:
-            joins = [executor.submit(sync.join, operations.note_progress) for sync in syncs]
-            for future in joins:
-                future.result()
+    with ThreadPoolExecutor(len(syncs) or 1, "wfbp-join") as executor:
+        others = [executor.submit(sync.join, operations.note_progress) for sync in syncs[1:]]
+        for sync in syncs[:1]:
+            sync.join(operations.note_progress)  # here, where a signal's handler can end it
+        for future in others:
+            future.result()
     last = operations.end_join(handle)
     for sync in syncs:
         root, sync.last_active = sync.last_active, None

@@ -92,7 +92,7 @@ def fitted() -> str:
 def kappas() -> str:
     """How much the two columns know about kappa."""
     lines = []
-    for kappa in KAPPAS[:9]:
+    for kappa in KAPPAS[:9:2]:
         cells = [f"{kappa:.2f}"]
         for cluster in CLUSTERS:
             found = fit_line(cluster, kappa)
@@ -191,7 +191,7 @@ def _scaling(algorithm: str) -> str:
     lines = [
         (f"{model}, {workers}", *(f"{by_case[model, workers, s]:,.1f}" for s in claims.SCALED))
         for model in dict.fromkeys(r.model for r in rows)
-        for workers in WORKERS
+        for workers in WORKERS[::3]  # the test looks at all
     ]
     return markdown(("model, workers", *claims.SCALED), lines)
 

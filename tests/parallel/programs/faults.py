@@ -152,6 +152,22 @@ def with_torch(deed: Callable[[], None]) -> None:
         optimizer.step()
 
 
+def while_others_join(deed: Callable[[], None]) -> None:
+    """With two optimizers, of which each waits in a thread of its own."""
+    import torch
+
+    import wfbp.torch
+
+    layers = [torch.nn.Linear(3, 4) for _ in "ab"]
+    optimizers = [
+        wfbp.torch.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
+        for layer in layers
+    ]
+    deed()
+    wfbp.torch.join()
+    assert optimizers
+
+
 def behind_a_decoupled_step(deed: Callable[[], None]) -> None:
     """While parameters travel and, in one of two optimizers, updates wait for their forward."""
     import torch
@@ -186,6 +202,7 @@ PLACES = {
     "sleep": while_others_sleep,
     "finish": while_others_finish,
     "torch": with_torch,
+    "join": while_others_join,
     "decoupled": behind_a_decoupled_step,
     "thread": in_a_thread,
     "beside": beside_training,

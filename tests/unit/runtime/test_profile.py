@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wfbp.core.types import TensorSpec
-from wfbp.runtime.measuring import StepTimestamps, to_seconds
-from wfbp.runtime.tuning.profile import Profile, StepTimes, combine
+from wfbp.runtime.measuring import StepTimes, StepTimestamps, to_seconds
+from wfbp.runtime.tuning.profile import Profile, combine
 
 
 def spec(k: int) -> TensorSpec:

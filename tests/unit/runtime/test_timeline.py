@@ -24,10 +24,9 @@ from wfbp.config import Config
 from wfbp.core.plan import Group, Plan
 from wfbp.core.types import TensorSpec
 from wfbp.runtime import timeline as module
-from wfbp.runtime.measuring import MeasuredStep
+from wfbp.runtime.measuring import MeasuredStep, StepTimes
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.timeline import TraceWriter, clock_offset_s, load, merge, save, summarize
-from wfbp.runtime.tuning.profile import StepTimes
 
 CONFIG = Config(schedule="layerwise", warmup_steps=1, profile_steps=2, replan_threshold=0.0)
 STEPS = 40
@@ -47,7 +46,7 @@ def train(runtime: Runtime, path: Path, window: tuple[int, int]) -> list[float]:
         trainer.synchronize()
     timeline.close()
     runtime.timeline = None
-    measured = trainer.engine._tuner._steps
+    measured = trainer.engine._tuner.visit.steps
     assert trainer.engine.report()["exposed_s"] is not None
     return [step.done_s - step.closed_s + step.waited_s for step in measured]
 

@@ -20,9 +20,10 @@ from wfbp.core.planners import ALL_REDUCE_SCHEDULES, AUTO
 from wfbp.core.planners import DECOUPLED_SCHEDULES as DECOUPLED
 from wfbp.core.timeline import iteration_s
 from wfbp.core.types import TensorSpec
+from wfbp.runtime.measuring import StepTimes
 from wfbp.runtime.recorder import make_report
 from wfbp.runtime.tuning.candidates import auto_candidates, make, reordered
-from wfbp.runtime.tuning.profile import StepTimes, TuningPhase
+from wfbp.runtime.tuning.profile import TuningPhase
 from wfbp.runtime.tuning.tuner import Tuner
 
 SPECS = tuple(TensorSpec(f"t{k}", (1000,), "float32") for k in range(8))
@@ -30,6 +31,12 @@ COSTS = Costs(PiecewiseCost(((4.0, 1e-3), (1e6, 1e-2))))
 CONFIG = Config(warmup_steps=2, profile_steps=3, trial_steps=4, replan_threshold=0.25)
 
 Seconds = Callable[[Plan], float]
+
+
+def after_step(tuner: Tuner, stamps: StepTimes) -> None:
+    """As a reducer does."""
+    if tuner.visit.add(stamps):
+        tuner.complete()
 
 
 class Job:
@@ -91,7 +98,7 @@ class Job:
         self.ran.append((self.tuner.phase.value, self.tuner.plan))
         took = self.seconds(self.tuner.plan)
         for rank, tuner in enumerate(self.tuners):
-            tuner.after_step(self.stamps(rank, tuner.plan, took))
+            after_step(tuner, self.stamps(rank, tuner.plan, took))
         self.meet()
         assert len({t.plan.digest for t in self.tuners}) == 1
         assert len({(t.phase, t.round_due) for t in self.tuners}) == 1
@@ -261,7 +268,9 @@ def test_the_slowest_rank_counts() -> None:
         plan = job.tuner.plan
         for rank, tuner in enumerate(job.tuners):
             slow = (plan.schedule == "layerwise") == (rank == 1)
-            tuner.after_step(job.stamps(rank, plan, 1.2 if slow and rank else 0.8 if slow else 1.0))
+            after_step(
+                tuner, job.stamps(rank, plan, 1.2 if slow and rank else 0.8 if slow else 1.0)
+            )
         job.meet()
     assert job.tuner.plan.schedule != "layerwise"
 
@@ -398,7 +407,7 @@ def test_one_rank_that_sees_the_change_is_enough() -> None:
     for step in range(200):
         for rank, tuner in enumerate(job.tuners):
             slow = rank == 1 and step > 60
-            tuner.after_step(job.stamps(rank, tuner.plan, 2.0 if slow else 1.0))
+            after_step(tuner, job.stamps(rank, tuner.plan, 2.0 if slow else 1.0))
         job.meet()
         assert len({t.phase for t in job.tuners}) == 1
         if job.tuner.phase is TuningPhase.PROFILE:

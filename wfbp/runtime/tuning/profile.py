@@ -9,6 +9,7 @@ from statistics import median
 
 from wfbp.core.trace import Trace, TraceTensor
 from wfbp.core.types import TensorSpec
+from wfbp.runtime.measuring import StepTimes
 
 
 class TuningPhase(enum.Enum):
@@ -22,21 +23,6 @@ class TuningPhase(enum.Enum):
     """Candidate plans run one after another."""
     INSTALLED = "installed"
     """The chosen plan runs until times drift."""
-
-
-@dataclass(slots=True)
-class StepTimes:
-    """Time stamps of one step, seconds of ``time.perf_counter``; 0 if it did not happen."""
-
-    begun_s: float  # the previous step's results were available
-    ready_s: list[float]  # per tensor: its gradient existed
-    forward_s: list[float]  # per tensor: its first use in forward, if the adapter can tell
-    forward_end_s: float = 0.0  # if the adapter can tell
-    closed_s: float = 0.0  # the step closed
-    done_s: float = 0.0  # the results were available
-    packing_s: float = 0.0  # duration of all packing
-    update_s: float = 0.0  # duration of updates, at the step's beginning and in forward
-    waited_s: float = 0.0  # how long forward waited for all-gathers
 
 
 @dataclass(frozen=True, slots=True)

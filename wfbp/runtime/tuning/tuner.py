@@ -7,7 +7,7 @@ the decision, so that ranks agree on any machines and do not plan at once on sha
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from statistics import median
@@ -22,6 +22,7 @@ from wfbp.core.planners.dear import ThresholdSearch
 from wfbp.core.timeline import IterationForecast, iteration_s, timeline
 from wfbp.core.trace import Trace
 from wfbp.core.types import Operation, TensorSpec
+from wfbp.runtime.measuring import Visit
 from wfbp.runtime.tuning.candidates import (
     auto_candidates,
     decode,
@@ -34,7 +35,7 @@ from wfbp.runtime.tuning.candidates import (
     reordered,
     with_packing,
 )
-from wfbp.runtime.tuning.profile import Profile, StepTimes, TuningPhase, combine
+from wfbp.runtime.tuning.profile import Profile, TuningPhase, combine
 from wfbp.runtime.tuning.trial import COLD_STEPS, Trial
 
 log = logging.getLogger("wfbp")
@@ -54,7 +55,8 @@ _NUM_SEARCHED = 10
 class Tuner:
     """The plan of one optimizer over time. Used by the training thread.
 
-    A step reads these attributes and calls :meth:`after_step`. ``plan`` is the one in use.
+    A step reads these attributes, adds its times to ``visit``, and calls :meth:`complete` after
+    the last one of the visit; this may change ``plan``, on every rank at the same step.
     ``phase`` is for reports. ``profiling``: compute is measured, communication held back.
     ``measuring``: profile or trial. ``round_due``: all ranks now enter a round, by count of steps.
     ``wants_round``: this rank asks for one, because its iteration time has changed.
@@ -88,7 +90,6 @@ class Tuner:
         self._compressed = 1.0  # part of the planned bytes that travels when they are reduced
         self._kappa = 0.0  # as the last trial showed it
         self._num_joined: Counter[TensorSpec] = Counter()
-        self._cold_s: float | None = None  # the plan's latest step that does not count
         self._begin(specs)
 
     def add_tensors(self, specs: Sequence[TensorSpec]) -> None:
@@ -108,16 +109,6 @@ class Tuner:
         plan = first_plan(self._schedule, specs, self._threshold_bytes)
         self._enter(TuningPhase.WARM_UP, plan, 0, self._config.warmup_steps)
 
-    def after_step(self, stamps: StepTimes) -> None:
-        """Record a step; :attr:`plan` may change, on every rank at the same step."""
-        self._steps_left -= 1
-        if self._steps_left < self._num_counted:
-            self._steps.append(stamps)
-        else:
-            self._cold_s = stamps.done_s - stamps.begun_s or None
-        if not self._steps_left:
-            self._complete()
-
     def _enter(
         self, phase: TuningPhase, plan: Plan, num_counted: int, num_cold: int = COLD_STEPS
     ) -> None:
@@ -128,25 +119,22 @@ class Tuner:
         self.measuring = phase in (TuningPhase.PROFILE, TuningPhase.TRIAL)
         self.installed = phase is TuningPhase.INSTALLED
         self.round_due = self.wants_round = False
-        self._num_counted = num_counted
-        self._steps_left = num_cold + num_counted
-        self._steps: deque[StepTimes] = deque(maxlen=num_counted)
-        self._cold_s = None
+        self.visit = Visit(num_cold, num_counted)
         self._prediction: IterationForecast | None = None
         self._usual_s = 0.0
         self._num_drifted = 0
 
-    def _complete(self) -> None:
-        """The steps that count have run."""
+    def complete(self) -> None:
+        """The steps of the visit have run."""
         if self.phase is TuningPhase.WARM_UP:
             self._profile()
         elif self.phase is TuningPhase.PROFILE:
             self.round_due = True
         elif self.phase is TuningPhase.TRIAL:
-            self._times_s.append([s.done_s - s.begun_s for s in self._steps])
+            self._times_s.append([s.done_s - s.begun_s for s in self.visit.steps])
             if len(self._times_s) < len(self._round):
                 plan = self._round[len(self._times_s)]
-                self._enter(TuningPhase.TRIAL, plan, self._num_counted)
+                self._enter(TuningPhase.TRIAL, plan, self._steps_per_round)
             else:
                 self.round_due = True
         else:
@@ -154,8 +142,8 @@ class Tuner:
 
     def _watch(self) -> None:
         """The drift rule: several windows in a row differ from the first one."""
-        self._steps_left = _WINDOW_STEPS
-        window_s = median(s.done_s - s.begun_s for s in self._steps)
+        self.visit.left = _WINDOW_STEPS
+        window_s = median(s.done_s - s.begun_s for s in self.visit.steps)
         self._usual_s = self._usual_s or window_s
         change = abs(window_s - self._usual_s) / self._usual_s
         drifts = 0 < self._config.replan_threshold < change
@@ -167,7 +155,7 @@ class Tuner:
         if not self.round_due:
             return {"wants_round": self.wants_round}
         if self.profiling:
-            return {"profile": asdict(Profile.of(self._steps))}
+            return {"profile": asdict(Profile.of(self.visit.steps))}
         return {"times_s": self._times_s}
 
     def decide(
@@ -369,16 +357,16 @@ class Tuner:
     @property
     def measured_s(self) -> float | None:
         """Median iteration time of the plan: recently, in its trial, or in its first, cold step."""
-        if self._steps:
-            return median(s.done_s - s.begun_s for s in self._steps)
-        return self._trial_s.get(self.plan.digest, self._cold_s)
+        if steps := self.visit.steps:
+            return median(s.done_s - s.begun_s for s in steps)
+        return self._trial_s.get(self.plan.digest, self.visit.cold_s)
 
     @property
     def exposed_s(self) -> float | None:
         """Median time that training waited for communication."""
-        if not self._steps:
+        if not (steps := self.visit.steps):
             return None
-        return median(s.done_s - s.closed_s + s.waited_s for s in self._steps)
+        return median(s.done_s - s.closed_s + s.waited_s for s in steps)
 
     def _log(self, message: str, *values: object) -> None:
         if self._is_logger:

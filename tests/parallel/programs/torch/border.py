@@ -266,14 +266,12 @@ def plans_change_while_updates_are_deferred() -> None:
             return
         name = ("ps", "ps_layerwise")[step // 2 % 2]
         plan = planners.plan(name, tuner.trace, tuner.costs)
-        after_step = tuner.after_step
 
-        def enter(stamps: Any) -> None:
-            after_step(stamps)
-            tuner.after_step = after_step
+        def enter() -> None:
+            del tuner.complete
             tuner._enter(TuningPhase.INSTALLED, plan, 20)
 
-        tuner.after_step = enter
+        tuner.complete, tuner.visit.left = enter, 1
 
     beside(
         Branches(),
