@@ -99,7 +99,7 @@ class Reducer:
         self._runtime = runtime
         self._options = options
         self._name = name = options.name
-        self._who = f"{runtime.where}: {name}"
+        self.who = f"{runtime.where}: {name}"
         self._fetch = fetch  # for gradients without an event, when the step closes
         chosen = [k for k in range(len(specs)) if active is None or active[k]] or [0]
         planned = [specs[k] for k in chosen]
@@ -129,7 +129,7 @@ class Reducer:
         }
         what = "comparing tensors"
         mine = consistency.encode_specs(self.specs, settings)
-        consistency.check_specs(self._who, channel.exchange(mine, f"{name}: {what}", what))
+        consistency.check_specs(self.who, channel.exchange(mine, f"{name}: {what}", what))
         with runtime.collective_lock.hold(channel, f"{name}: making a lane"):
             backend, beside = runtime.lease(channel)
             self._memory = memory = runtime.memory(backend, device, channel)
@@ -338,7 +338,7 @@ class Reducer:
             owner = owner_of.get(address, index)
             if owner != index and specs[index].numel:
                 raise RuntimeError(
-                    f"{self._who}: the gradient of {specs[index].name} lies in memory in which "
+                    f"{self.who}: the gradient of {specs[index].name} lies in memory in which "
                     f"that of {specs[owner].name} is averaged; give each tensor a gradient of its "
                     "own, for example by clone()"
                 )
@@ -503,7 +503,7 @@ class Reducer:
             tuner.decide([m["tuner"] for m in messages], self._measure_costs, self._share)
         if joining or due or wished:
             digests = self.exchange(tuner.plan.digest.encode(), "plan")
-            consistency.check_equal(self._who, "the plan", [d.decode() for d in digests])
+            consistency.check_equal(self.who, "the plan", [d.decode() for d in digests])
         # Joined ranks use no shards.
         return bool(self.joined_ranks) or any(message["whole"] for message in messages)
 
@@ -546,7 +546,7 @@ class Reducer:
         # It grew on another rank only, after that rank had sent it.
         if address and self._step.targets and self._step.targets[index] == address:
             raise WfbpError(
-                f"{self._who}: another rank sends the gradient of {self.specs[index].name} anew, "
+                f"{self.who}: another rank sends the gradient of {self.specs[index].name} anew, "
                 "and here the average has replaced it: the ranks run different programs"
             )
         return address, self._owners[index]

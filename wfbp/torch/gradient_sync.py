@@ -11,15 +11,12 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import pickle
-import struct
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
-from numbers import Real
 from typing import Any
 
 import torch
@@ -35,7 +32,7 @@ from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import BufferView, GradientRef
-from wfbp.torch import pending, tensors
+from wfbp.torch import exchanges, pending, tensors
 from wfbp.torch.clipping import Limit, clip
 from wfbp.torch.compiling import uncompiled
 from wfbp.torch.state_sharding import State, StateSharding, gives_every_rank_a_shard
@@ -451,7 +448,7 @@ class OptimizerSync:
         self._guard.clear()
         self._take(reduced)
         if reducer.sparse_anywhere:
-            self._exchange_sparse(reducer.sparse_anywhere, sparse, reduced)
+            self._take_sparse(sparse, reduced)
         self._forward.follow()
         self._compare()
         self._note_joined()
@@ -486,33 +483,16 @@ class OptimizerSync:
                 if slot is not None and grad is not None and not grad.is_sparse:
                     params[index].grad = grad.to_sparse(1)
 
-    def _exchange_sparse(
-        self,
-        indices: Sequence[int],
-        sparse: dict[int, torch.Tensor],
-        reduced: Sequence[BufferView | None],
+    def _take_sparse(
+        self, sparse: dict[int, torch.Tensor], reduced: Sequence[BufferView | None]
     ) -> None:
-        """Combine the sparse gradients of these parameters, by all ranks' indices and values; a
-        collective.
+        """Let ``p.grad`` hold what is sparse on some rank; a collective.
 
         Where other ranks have a dense gradient, the result is dense.
         """
-        mine: list[tuple[int, bytes, bytes] | None] = []
-        for index in indices:
-            if index not in sparse:
-                mine.append(None)
-                continue
-            grad = sparse[index].detach().coalesce()
-            places, values = tensors.on_host(grad.indices()), tensors.on_host(grad.values())
-            mine.append(
-                (places.shape[0], tensors.raw(places).tobytes(), tensors.raw(values).tobytes())
-            )
-        payloads = self._reducer.exchange(pickle.dumps(mine), "sparse gradients")
-        ranks = [pickle.loads(payload) for payload in payloads]
-        for position, index in enumerate(indices):
+        totals = exchanges.sparse_sums(self._reducer, self._params, sparse, self._op is Op.AVERAGE)
+        for index, total in totals.items():
             param = self._params[index]
-            parts = [rank[position] for rank in ranks if rank[position] is not None]
-            total = _combined_sparse(param, parts, len(ranks) if self._op is Op.AVERAGE else 1)
             if reduced[index] is None or param.grad is None:
                 param.grad = total
             elif param.grad.is_sparse:
@@ -529,7 +509,7 @@ class OptimizerSync:
         if self._compared:
             return
         try:
-            check_equal_on_ranks(self.runtime, self._reducer, self.optimizer, self._name)
+            exchanges.compare_hyperparameters(self._reducer, self.optimizer)
         except DisagreementError as error:
             if not self._lenient:
                 raise
@@ -661,22 +641,7 @@ class OptimizerSync:
         A line search must see the loss of the averaged gradients, the same on every rank. What is
         no real number, and no tensor of one, is returned as it is.
         """
-        held = loss.detach() if isinstance(loss, torch.Tensor) else None
-        if held is None:
-            number = isinstance(loss, Real) and not isinstance(loss, bool)
-        else:
-            number = held.numel() == 1 and not held.is_complex()
-        mine = struct.pack("d", float(loss if held is None else held)) if number else b""
-        losses = self._reducer.exchange(mine, "the loss of step(closure)")
-        if not number:
-            return loss
-        values = [struct.unpack("d", text)[0] for text in losses if text]
-        result = sum(values) / (len(values) if self._op is Op.AVERAGE else 1)
-        if held is None:
-            return result
-        return torch.full_like(
-            held, result, dtype=None if held.is_floating_point() else torch.float
-        )
+        return exchanges.combined_loss(self._reducer, loss, self._op is Op.AVERAGE)
 
     def discard(self) -> None:
         """Forget gradients that appeared since the last step."""
@@ -739,8 +704,7 @@ class OptimizerSync:
                 reducer.sparse = ()
                 reducer.synchronize(whole=True)
                 if reducer.sparse_anywhere:
-                    nothing = pickle.dumps([None] * len(reducer.sparse_anywhere))
-                    reducer.exchange(nothing, "sparse gradients")
+                    exchanges.sparse_sums(reducer, self._params, {}, average=False)
                 self._compare()
                 if len(reducer.joined_ranks) == self.runtime.size:
                     return
@@ -795,64 +759,6 @@ def _remove(hooks: dict[int, Any], reducer: Reducer, forward: ForwardProfiler) -
         handle.remove()
     hooks.clear()
     reducer.close()
-
-
-def _combined_sparse(
-    param: torch.Tensor, parts: Sequence[tuple[int, bytes, bytes]], divisor: int
-) -> torch.Tensor:
-    """The sum of ranks' sparse gradients of a parameter, divided; halves are added in float32."""
-    wide = torch.promote_types(param.dtype, torch.float32)
-    places, values = [], []
-    for dimensions, where, what in parts:
-        place = torch.frombuffer(bytearray(where), dtype=torch.int64) if where else torch.empty(0)
-        value = torch.frombuffer(bytearray(what), dtype=param.dtype) if what else torch.empty(0)
-        count = place.numel() // dimensions
-        places.append(place.to(torch.int64).reshape(dimensions, count))
-        values.append(value.to(wide).reshape(count, *param.shape[dimensions:]))
-    total = torch.sparse_coo_tensor(
-        torch.cat(places, 1), torch.cat(values), param.shape, check_invariants=True
-    ).coalesce()
-    if divisor > 1:
-        total = total / divisor
-    return total.to(param.dtype).to(param.device).coalesce()
-
-
-def check_equal_on_ranks(
-    runtime: Runtime, reducer: Reducer, optimizer: torch.optim.Optimizer, name: str
-) -> None:
-    """Raise ``DisagreementError`` on every rank unless all have the same hyperparameters; a
-    collective.
-
-    Those for which the optimizer has defaults are compared, as far as they are plain values.
-    """
-    groups = optimizer.param_groups
-    mine: dict[str, Any] = {"the number of parameter groups": len(groups)}
-    for number, group in enumerate(groups):
-        # An optimizer that never called its base class's constructor has no defaults.
-        for key in getattr(optimizer, "defaults", {}):
-            mine[f"{key} of parameter group {number}"] = _plain(group.get(key))
-    payload, what = json.dumps(mine).encode(), "comparing learning rates and the like"
-    by_rank = [json.loads(text) for text in reducer.exchange(payload, what)]
-    for rank, theirs in enumerate(by_rank):
-        for what in {**by_rank[0], **theirs}:
-            first, other = by_rank[0].get(what), theirs.get(what)
-            if str(first) != str(other):  # as text, in which NaN equals NaN
-                raise DisagreementError(
-                    f"{runtime.where}: {name}: ranks disagree: {what} is {first} on rank 0 and "
-                    f"{other} on rank {rank}. Give every rank the same, or rank 0's by "
-                    "broadcast_optimizer_state(optimizer, root_rank=0) before the first step"
-                )
-
-
-def _plain(value: Any) -> Any:
-    """A value as it can be compared; None for one that cannot."""
-    if isinstance(value, bool | str):
-        return value
-    if isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1):
-        return float(value)
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    return None
 
 
 def _finish(runtime: Runtime) -> None:

@@ -1,0 +1,117 @@
+"""What ranks exchange beside the plan: sparse gradients, hyperparameters, the loss of a closure.
+
+Every function is a collective among the ranks of a reducer.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+
+from wfbp.errors import DisagreementError
+from wfbp.runtime.reducer import Reducer
+from wfbp.torch import tensors
+
+
+def sparse_sums(
+    reducer: Reducer,
+    params: Sequence[torch.Tensor],
+    sparse: Mapping[int, torch.Tensor],  # this rank's sparse gradients, by index
+    average: bool,
+) -> dict[int, torch.Tensor]:
+    """By index, the sum or average of what any rank has; halves are added in float32."""
+    mine: list[tuple[int, bytes, bytes] | None] = []
+    for index in reducer.sparse_anywhere:
+        if index not in sparse:
+            mine.append(None)
+            continue
+        grad = sparse[index].detach().coalesce()
+        places, values = tensors.on_host(grad.indices()), tensors.on_host(grad.values())
+        mine.append((places.shape[0], tensors.raw(places).tobytes(), tensors.raw(values).tobytes()))
+    payloads = reducer.exchange(pickle.dumps(mine), "sparse gradients")
+    ranks = [pickle.loads(payload) for payload in payloads]
+    divisor = len(ranks) if average else 1
+    return {
+        index: _sum(params[index], [rank[k] for rank in ranks if rank[k] is not None], divisor)
+        for k, index in enumerate(reducer.sparse_anywhere)
+    }
+
+
+def _sum(
+    param: torch.Tensor, parts: Sequence[tuple[int, bytes, bytes]], divisor: int
+) -> torch.Tensor:
+    wide = torch.promote_types(param.dtype, torch.float32)
+    places, values = [], []
+    for dimensions, where, what in parts:
+        place = torch.frombuffer(bytearray(where), dtype=torch.int64) if where else torch.empty(0)
+        value = torch.frombuffer(bytearray(what), dtype=param.dtype) if what else torch.empty(0)
+        count = place.numel() // dimensions
+        places.append(place.to(torch.int64).reshape(dimensions, count))
+        values.append(value.to(wide).reshape(count, *param.shape[dimensions:]))
+    total = torch.sparse_coo_tensor(
+        torch.cat(places, 1), torch.cat(values), param.shape, check_invariants=True
+    ).coalesce()
+    if divisor > 1:
+        total = total / divisor
+    return total.to(param.dtype).to(param.device).coalesce()
+
+
+def compare_hyperparameters(reducer: Reducer, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``DisagreementError`` on every rank unless all have the same.
+
+    Those for which the optimizer has defaults are compared, as far as they are plain values.
+    """
+    groups = optimizer.param_groups
+    mine: dict[str, Any] = {"the number of parameter groups": len(groups)}
+    for number, group in enumerate(groups):
+        # An optimizer that never called its base class's constructor has no defaults.
+        for key in getattr(optimizer, "defaults", {}):
+            mine[f"{key} of parameter group {number}"] = _plain(group.get(key))
+    payload, what = json.dumps(mine).encode(), "comparing learning rates and the like"
+    by_rank = [json.loads(text) for text in reducer.exchange(payload, what)]
+    for rank, theirs in enumerate(by_rank):
+        for what in {**by_rank[0], **theirs}:
+            first, other = by_rank[0].get(what), theirs.get(what)
+            if str(first) != str(other):  # as text, in which NaN equals NaN
+                raise DisagreementError(
+                    f"{reducer.who}: ranks disagree: {what} is {first} on rank 0 and "
+                    f"{other} on rank {rank}. Give every rank the same, or rank 0's by "
+                    "broadcast_optimizer_state(optimizer, root_rank=0) before the first step"
+                )
+
+
+def _plain(value: Any) -> Any:
+    """A value as it can be compared; None for one that cannot."""
+    if isinstance(value, bool | str):
+        return value
+    if isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return float(value)
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return None
+
+
+def combined_loss(reducer: Reducer, loss: Any, average: bool) -> Any:
+    """The sum or average over the ranks that have one; what is no real number is returned as it
+    is."""
+    held = loss.detach() if isinstance(loss, torch.Tensor) else None
+    if held is None:
+        number = isinstance(loss, Real) and not isinstance(loss, bool)
+    else:
+        number = held.numel() == 1 and not held.is_complex()
+    mine = struct.pack("d", float(loss if held is None else held)) if number else b""
+    losses = reducer.exchange(mine, "the loss of step(closure)")
+    if not number:
+        return loss
+    values = [struct.unpack("d", text)[0] for text in losses if text]
+    result = sum(values) / (len(values) if average else 1)
+    if held is None:
+        return result
+    dtype = None if held.is_floating_point() else torch.float
+    return torch.full_like(held, result, dtype=dtype)
