@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ from wfbp.cli.page import Chapter, write_page
 from wfbp.cli.run_files import BELOW_BOUND, Run, load_runs
 from wfbp.cli.tables import milliseconds, size
 from wfbp.core.fit import MAX_KAPPA
-from wfbp.core.plan import Plan
 from wfbp.core.planners import PLANNERS, plan
 from wfbp.core.timeline import IterationForecast, timeline
-from wfbp.core.trace import Trace
+from wfbp.runtime.tuning.candidates import reordered
 
 PAGE = "report.html"
 NOTHING_TO_GAIN = 1.05
@@ -64,7 +62,7 @@ def chapter(run: Run) -> Chapter:
     if trace is not None and costs is not None:
         where = f"{run.name}, rank {first.rank}"
         check_sums(f"{where}: trace", f"{where}: costs", trace, costs)
-        predicted = timeline(_in_order_of(trace, first.plan), trace, costs)
+        predicted = timeline(reordered(first.plan, trace), trace, costs)
         every = [timeline(plan(name, trace, costs), trace, costs) for name in PLANNERS]
     sections = []
     index, count = figures.median_iteration(run)
@@ -207,13 +205,3 @@ def _short(seconds: float) -> str:
 
 def _ms(seconds: float | None, missing: str) -> str:
     return missing if seconds is None else f"{milliseconds(seconds)} ms"
-
-
-def _in_order_of(trace: Trace, plan: Plan) -> Plan:
-    """The same groups over the trace's order of tensors."""
-    place = {spec.name: k for k, spec in enumerate(trace.specs)}
-    groups = tuple(
-        replace(g, tensors=tuple(place[plan.tensors[k].name] for k in g.tensors))
-        for g in plan.groups
-    )
-    return replace(plan, tensors=trace.specs, groups=groups)

@@ -11,6 +11,8 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import click
 
@@ -93,27 +95,7 @@ CHECK_S = 10
 @click.option("-m", "--module", is_flag=True, help="PROGRAM is a module: python -m PROGRAM.")
 @click.option("--dry-run", is_flag=True, help="Print the command without running it.")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
-def command(
-    num_ranks: int | None,
-    hosts: str | None,
-    hostfile: str | None,
-    output: str | None,
-    record: str | None,
-    prefix: bool,
-    bind: bool,
-    gpu: bool,
-    interface: str | None,
-    variables: Sequence[str],
-    launcher: str,
-    mpirun: str | None,
-    remote_shell: str | None,
-    check: bool,
-    wait_s: float,
-    options: Sequence[str],
-    module: bool,
-    dry_run: bool,
-    program: Sequence[str],
-) -> None:
+def command(program: tuple[str, ...], **options: Any) -> None:
     """Start PROGRAM on several ranks: wfbprun -n 4 python train.py
 
     Finds the mpirun of this Python's MPI library. Passes it the hosts (-H, a hostfile, or the
@@ -121,63 +103,74 @@ def command(
     ranks than cores. This Python runs a file that ends in .py, or the module of -m. The process
     becomes mpirun: signals reach the job, and its exit status is the job's.
     """
-    if hosts and hostfile:
-        raise click.UsageError("--hosts and --hostfile both name hosts; give one of them")
+    given = SimpleNamespace(**options)
     environment = dict(os.environ)
-    granted = None if hosts or hostfile else allocation(environment)
-    named = parse_hosts(hosts) if hosts else read_hostfile(hostfile) if hostfile else ()
-    where = named or (granted.hosts if granted else ())
-    if num_ranks is None:
-        if not where:
-            raise click.UsageError("how many ranks? Give -n N, or name hosts")
-        num_ranks = sum(host.slots for host in where)
-    if launcher == "srun" and (granted is None or granted.system != "Slurm"):
-        raise click.UsageError("--launcher srun needs an allocation of Slurm (salloc, sbatch)")
-    if module:
+    if given.module:
         if program[0].endswith(".py") or os.sep in program[0]:
             raise click.UsageError(
                 f"-m {program[0]}: expected the name of a module; run a file without -m"
             )
-        program = ["python", "-m", *program]
-    settings = ["--cores"] if bind and hasattr(os, "sched_setaffinity") else []
-    settings += ["--gpu"] if gpu else []
-    settings += ["--output", os.path.abspath(output)] if output else []
-    spec = LaunchSpec(
-        num_ranks,
-        rank_program(program, settings),
-        where,
-        _variables(variables, environment)
-        | ({"WFBP_RECORD": os.path.abspath(record)} if record else {}),
-        prefix,
-        interface or "",
-        remote_shell or "",
-        options,
-    )
-    if launcher == "srun":
+        program = ("python", "-m", *program)
+    granted = None if given.hosts or given.hostfile else allocation(environment)
+    spec = _job(given, granted, program, environment)
+    if given.launcher == "mpirun":
+        mpi = find_mpi(given.mpirun)
+        words, own = mpirun_command(spec, mpi, environment, os.geteuid() == 0)
+    elif granted is not None and granted.system == "Slurm":
         words, own = slurm_command(spec, find_library()[0])
     else:
-        words, own = mpirun_command(spec, find_mpi(mpirun), environment, os.geteuid() == 0)
-    if dry_run:
+        raise click.UsageError("--launcher srun needs an allocation of Slurm (salloc, sbatch)")
+    if given.dry_run:
         shown = [f"{name}={shlex.quote(value)}" for name, value in own.items()]
         click.echo(" ".join([*shown, shlex.join(words)]))
         return
     environment.update(spec.variables)
     Config.from_environment(environment)  # one message, instead of one from every rank
-    if check:
-        if interface and (not where or any(host.is_local for host in spec.placed())):
-            _check_interface(interface)
-        if launcher == "mpirun":
-            check_hosts(spec.placed(), granted, remote_shell or "ssh", wait_s)
+    if given.check:
+        if spec.interface and (not spec.hosts or any(host.is_local for host in spec.placed())):
+            _check_interface(spec.interface)
+        if given.launcher == "mpirun":
+            check_hosts(spec.placed(), granted, spec.remote_shell or "ssh", given.wait_s)
         if not spec.is_remote:
             _check_program(program, environment.get("PATH"))
-            if output:
-                _check_output(output)
+            if given.output:
+                _check_output(given.output)
     sys.stdout.flush()
     sys.stderr.flush()
     try:
         os.execvpe(words[0], words, environment | own)
     except OSError as error:
         raise BackendError(f"{words[0]} cannot be started: {error.strerror or error}") from None
+
+
+def _job(
+    given: SimpleNamespace,
+    granted: Allocation | None,
+    program: Sequence[str],
+    environment: dict[str, str],
+) -> LaunchSpec:
+    """The job of a command line; ``click.UsageError`` if that is not clear."""
+    if given.hosts and given.hostfile:
+        raise click.UsageError("--hosts and --hostfile both name hosts; give one of them")
+    hosts = granted.hosts if granted else ()
+    if given.hosts or given.hostfile:
+        hosts = parse_hosts(given.hosts) if given.hosts else read_hostfile(given.hostfile)
+    if given.num_ranks is None and not hosts:
+        raise click.UsageError("how many ranks? Give -n N, or name hosts")
+    settings = ["--cores"] if given.bind and hasattr(os, "sched_setaffinity") else []
+    settings += ["--gpu"] if given.gpu else []
+    settings += ["--output", os.path.abspath(given.output)] if given.output else []
+    record = {"WFBP_RECORD": os.path.abspath(given.record)} if given.record else {}
+    return LaunchSpec(
+        given.num_ranks or sum(host.slots for host in hosts),
+        rank_program(program, settings),
+        hosts,
+        _variables(given.variables, environment) | record,
+        given.prefix,
+        given.interface or "",
+        given.remote_shell or "",
+        given.options,
+    )
 
 
 def _variables(texts: Sequence[str], environment: dict[str, str]) -> dict[str, str]:

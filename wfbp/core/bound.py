@@ -28,14 +28,8 @@ def lower_bound_s(trace: Trace, costs: Costs) -> float:
         LB = max(T_f + T_b, max_i { sum_{k>=i} (tf_k + tb_k) + a + b * sum_{j<=i} m_j }) + other
 
     For a measured curve each i uses the best line under the curve. The cheaper of all-reduce and
-    reduce-scatter with all-gather counts. Source: written for this project; planning.md.
-
-    Args:
-        trace: sizes and compute times.
-        costs: of the channel; kappa is ignored, because interference only adds time.
-
-    Returns:
-        Seconds per iteration.
+    reduce-scatter with all-gather counts, and kappa is ignored, because interference only adds
+    time. Source: written for this project; planning.md.
 
     Example:
         >>> from wfbp.core.cost import LinearCost

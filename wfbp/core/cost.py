@@ -193,16 +193,10 @@ def _lower_hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, floa
 
 
 def monotone_points(measured: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Raw measurements as points of a :class:`PiecewiseCost`.
+    """Raw measurements, (bytes, seconds) in any order, as points of a :class:`PiecewiseCost`.
 
     Takes the median of each size. If the curve still falls, pools neighbours to their mean
     (isotonic least squares by pooling adjacent violators).
-
-    Args:
-        measured: (bytes, seconds) in any order.
-
-    Returns:
-        Points sorted by bytes, seconds never falling.
 
     Example:
         >>> monotone_points([(8, 3.0), (4, 1.0), (16, 1.0), (4, 3.0)])

@@ -36,11 +36,7 @@ class Goodness:
 
 
 def goodness(cost: CostModel, measured: Sequence[tuple[float, float]]) -> Goodness:
-    """Compare a cost model with measurements.
-
-    Args:
-        cost: the model.
-        measured: (bytes, seconds), seconds above 0.
+    """Compare a cost model with measurements, (bytes, seconds).
 
     Raises:
         ValueError: no measurements, a bad size, or a time that is not above 0.
@@ -62,13 +58,8 @@ def fit_linear(measured: Sequence[tuple[float, float]]) -> LinearCost:
     """The alpha and beta of least relative error, with outliers weighted down.
 
     The error is relative, because sizes span many orders of magnitude and all matter alike. Huber's
-    rule weights outliers down, because some measurements meet foreign traffic.
-
-    Args:
-        measured: (bytes, seconds) of at least two sizes, seconds above 0.
-
-    Returns:
-        The fitted cost; alpha and beta are at least 0.
+    rule weights outliers down, because some measurements meet foreign traffic. Alpha and beta are
+    at least 0.
 
     Raises:
         ValueError: fewer than two sizes, a bad size, or a time that is not above 0.
@@ -98,18 +89,11 @@ def fit_linear(measured: Sequence[tuple[float, float]]) -> LinearCost:
 
 
 def fit_kappa(trace: Trace, costs: Costs, measured: Sequence[tuple[Plan, float]]) -> float:
-    """The interference for which predicted iteration times fit measured ones best.
+    """The kappa, up to ``MAX_KAPPA``, whose predictions fit measured iterations of plans best.
 
     Minimises the squared relative error of :func:`wfbp.core.timeline.iteration_s`: a grid over the
-    slow-down of computation, then golden-section search.
-
-    Args:
-        trace: sizes and compute times without communication.
-        costs: of the channel; their kappa is ignored.
-        measured: plans, each with its measured seconds per iteration, above 0.
-
-    Returns:
-        kappa, from 0 to ``MAX_KAPPA``.
+    slow-down of computation, then golden-section search. The trace was measured without
+    communication; the kappa of ``costs`` is ignored.
 
     Raises:
         ValueError: nothing measured, or a time that is not above 0.
@@ -126,10 +110,7 @@ def fit_kappa(trace: Trace, costs: Costs, measured: Sequence[tuple[Plan, float]]
     """
     if not measured:
         raise ValueError("measured: expected at least one plan with its iteration time")
-    for index, (_, seconds) in enumerate(measured):
-        if not number(f"measured[{index}] seconds", seconds) > 0:
-            raise ValueError(f"measured[{index}] seconds: expected more than 0, found {seconds!r}")
-
+    _check_positive([seconds for _, seconds in measured])
     predictions = [(iteration_by_kappa(plan, trace, costs), seconds) for plan, seconds in measured]
 
     def error(slowdown: float) -> float:
@@ -176,9 +157,14 @@ def _non_negative_line(rows: Floats, goal: Floats, weights: Floats) -> tuple[flo
 def _columns(measured: Sequence[tuple[float, float]], at_least: int) -> tuple[Floats, Floats]:
     if len(measured) < at_least:
         raise ValueError(f"expected at least {at_least} measurements, found {len(measured)}")
-    for index, (size, seconds) in enumerate(measured):
+    for index, (size, _) in enumerate(measured):
         number(f"measured[{index}] bytes", size)
-        if not number(f"measured[{index}] seconds", seconds) > 0:
-            raise ValueError(f"measured[{index}] seconds: expected more than 0, found {seconds!r}")
+    _check_positive([seconds for _, seconds in measured])
     table = np.array(measured, dtype=np.float64)
     return table[:, 0], table[:, 1]
+
+
+def _check_positive(times_s: Sequence[float]) -> None:
+    for index, seconds in enumerate(times_s):
+        if not number(f"measured[{index}] seconds", seconds) > 0:
+            raise ValueError(f"measured[{index}] seconds: expected more than 0, found {seconds!r}")

@@ -71,14 +71,6 @@ def timeline(plan: Plan, trace: Trace, costs: Costs) -> IterationForecast:
     Forward starts after backward, all its groups and ``other_s`` (nothing is sent then). The
     tensors of forward wait for their all-gathers.
 
-    Args:
-        plan: of exactly the trace's tensors.
-        trace: sizes and compute times.
-        costs: of the channel.
-
-    Returns:
-        The times of every group and of the iteration.
-
     Raises:
         ValueError: plan and trace have different tensors.
 

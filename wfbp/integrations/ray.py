@@ -147,12 +147,11 @@ def _run(ray: Any, places: Sequence[Any], task: bytes) -> list[Any]:
 
 def check_host_names(host_names: Mapping[str, str], vendor: Vendor) -> None:
     """Raise ``BackendError`` if Open MPI would confuse two nodes of the same host name."""
-    nodes: dict[str, str] = {}
-    for node, name in host_names.items() if vendor is Vendor.OPEN_MPI else ():
-        other = nodes.setdefault(name, node)
-        if other != node:
+    for name in set(host_names.values()) if vendor is Vendor.OPEN_MPI else ():
+        nodes = [node for node, of_node in host_names.items() if of_node == name]
+        if len(nodes) > 1:
             raise BackendError(
-                f"nodes {other} and {node} are both named {name!r}: Open MPI takes them for one "
+                f"nodes {' and '.join(nodes)} are both named {name!r}: Open MPI takes them for one "
                 "host, and its collectives fail; give each node its own host name, or "
                 "install MPICH (pip install 'wfbp[mpich]')"
             )

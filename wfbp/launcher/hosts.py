@@ -46,7 +46,7 @@ def interfaces() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Hosts that a batch system has granted; ``system`` is a name of :data:`_SYSTEMS`."""
+    """Hosts that a batch system has granted; ``system`` is its name."""
 
     system: str
     hosts: tuple[Host, ...]
@@ -101,10 +101,13 @@ def _merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
 
 def allocation(environment: Mapping[str, str]) -> Allocation | None:
     """A batch system's hosts for this job, None outside; ``ValueError`` if they are unreadable."""
+    nodes = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
+    if nodes:
+        return Allocation("Slurm", _slurm(nodes, environment))
     for system, variables, read in _SYSTEMS:
         for text in filter(None, map(environment.get, variables)):
             if system != MPI_HOSTFILE or Path(text).exists():
-                return Allocation(system, read(text, environment))
+                return Allocation(system, read(text))
     return None
 
 
@@ -159,23 +162,18 @@ def _slurm(nodes: str, environment: Mapping[str, str]) -> tuple[Host, ...]:
     return tuple(map(Host, names, counts))
 
 
-def _hosts_and_counts(text: str, _: Mapping[str, str]) -> tuple[Host, ...]:
+def _hosts_and_counts(text: str) -> tuple[Host, ...]:
     words = text.split()
     if len(words) % 2 or not all(count.isdecimal() for count in words[1::2]):
         raise ValueError(f"LSB_MCPU_HOSTS={text!r} is not a list of hosts and counts")
     return tuple(map(Host, words[::2], map(int, words[1::2])))
 
 
-def _file(path: str, _: Mapping[str, str]) -> tuple[Host, ...]:
-    return read_hostfile(path)
-
-
-_SYSTEMS: tuple[tuple[str, tuple[str, ...], Callable[..., tuple[Host, ...]]], ...] = (
-    ("Slurm", ("SLURM_JOB_NODELIST", "SLURM_NODELIST"), _slurm),
-    ("PBS", ("PBS_NODEFILE",), _file),
-    ("LSF", ("LSB_DJOB_HOSTFILE",), _file),
+_SYSTEMS: tuple[tuple[str, tuple[str, ...], Callable[[str], tuple[Host, ...]]], ...] = (
+    ("PBS", ("PBS_NODEFILE",), read_hostfile),
+    ("LSF", ("LSB_DJOB_HOSTFILE",), read_hostfile),
     ("LSF", ("LSB_MCPU_HOSTS",), _hosts_and_counts),
-    ("Grid Engine", ("PE_HOSTFILE",), _file),
+    ("Grid Engine", ("PE_HOSTFILE",), read_hostfile),
     (  # named by an administrator, or by the MPI operator of Kubernetes
         MPI_HOSTFILE,
         (
@@ -184,7 +182,7 @@ _SYSTEMS: tuple[tuple[str, tuple[str, ...], Callable[..., tuple[Host, ...]]], ..
             "OMPI_MCA_orte_default_hostfile",
             "PRTE_MCA_prte_default_hostfile",
         ),
-        _file,
+        read_hostfile,
     ),
 )
-"""Batch systems in the order of preference: name, variables, reader of a variable's value."""
+"""Other batch systems by preference: name, variables, reader of a variable's value."""

@@ -81,14 +81,9 @@ def simulate(
     backward, without messages.
 
     Args:
-        plan: of exactly the trace's tensors.
-        trace: sizes and compute times.
-        costs: of one channel.
+        plan, trace, costs: as of :func:`wfbp.core.timeline.timeline`.
         iterations: at least 2, because the first has no all-gathers.
         channels: messages that may be under way at once, each at its full speed.
-
-    Returns:
-        Every interval of compute and every message.
 
     Raises:
         ValueError: plan and trace have different tensors, or a count is too small.

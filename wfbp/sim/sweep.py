@@ -57,16 +57,10 @@ def sweep(
     measured_on: int = 2,
     node: Node | None = None,
 ) -> list[SweepRow]:
-    """Predict every schedule on every model and number of workers.
+    """Predict every schedule on every model and number of workers, in rows in this order.
 
-    Args:
-        traces: the models.
-        source, algorithm, measured_on, node: as for :func:`wfbp.sim.scaling.scale`.
-        workers: numbers of workers.
-        schedules: names of planners.
-
-    Returns:
-        Rows by model, then workers, then schedule.
+    ``source``, ``algorithm``, ``measured_on`` and ``node`` are as for
+    :func:`wfbp.sim.scaling.scale`.
 
     Raises:
         ValueError: as ``scale``, or a schedule is not known.

@@ -107,16 +107,7 @@ def check_schedule(schedule: str, decouples: bool, user: str = "") -> None:
 
 
 def plan(schedule: str, trace: Trace, costs: Costs, **options: Any) -> Plan:
-    """Plan with the planner of that name.
-
-    Args:
-        schedule: a key of :data:`PLANNERS`.
-        trace: sizes and compute times of one step.
-        costs: of the channel.
-        options: of the planner, such as ``threshold_bytes``.
-
-    Returns:
-        The plan.
+    """Plan with the planner of that name, and its options, such as ``threshold_bytes``.
 
     Raises:
         ValueError: no planner has that name.

@@ -109,7 +109,8 @@ class CurveSolver:
         return partition
 
     def _cheapest(self, makespan: float) -> Partition | None:
-        latest_busy = self._latest_busy(makespan)
+        # Busy time that may follow the start of a run that ends with gradient j.
+        latest_busy = (makespan - self._r) / self._speed
         busy = np.full(self._n + 1, np.inf)
         busy[-1] = 0.0
         following = np.zeros(self._n + 1, dtype=np.int64)
@@ -135,7 +136,7 @@ class CurveSolver:
         """As :meth:`cheapest`, a table per number of runs; drops dominated and late states."""
         if makespan < self._floor:
             return None
-        latest_busy = self._latest_busy(makespan)
+        latest_busy = (makespan - self._r) / self._speed
         earliest = self._best[0]
         busy = np.full(self._n + 1, np.inf)
         busy[-1] = 0.0
@@ -177,11 +178,6 @@ class CurveSolver:
             least[better] = through_first[better]
             following[better] = js[first[better]]
         return least, following
-
-    def _latest_busy(self, makespan: float) -> Floats:
-        """Busy time that may follow the start of a run that ends with gradient j."""
-        latest_busy: Floats = (makespan - self._r) / self._speed
-        return latest_busy
 
     def _partition(self, ends: Sequence[int]) -> Partition:
         at = busy = 0.0

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from wfbp.core.cost import CostModel, Costs
 from wfbp.core.plan import Group, Plan, split_by_dtype
 from wfbp.core.trace import Trace
-from wfbp.core.types import Operation, Phase, TensorSpec
+from wfbp.core.types import Operation, Phase
 
 Ends = tuple[int, ...]
 
@@ -116,8 +116,8 @@ def scattered(modes: Modes) -> list[int]:
 
 def plan_of_runs(schedule: str, trace: Trace, ends: Sequence[int]) -> Plan:
     """The plan that all-reduces runs of backward with these ends, counted from 1."""
-    specs = trace.specs
-    return Plan(schedule, specs, split_by_dtype(specs, _cut(_backward_order(specs), ends)))
+    modes = all_by(Operation.ALL_REDUCE, len(trace.tensors))
+    return plan_of_phases(schedule, trace, modes, ends, ())
 
 
 def plan_of_phases(
@@ -135,7 +135,8 @@ def plan_of_phases(
     groups: list[Group] = []
     segments = iter(modes)
     segment_end, operation = next(segments)
-    for run, end in zip(_cut(_backward_order(specs), backward_ends), backward_ends, strict=True):
+    runs = _cut(range(len(specs))[::-1], backward_ends)
+    for run, end in zip(runs, backward_ends, strict=True):
         while end > segment_end:
             segment_end, operation = next(segments)
         groups += split_by_dtype(specs, [run], operation)
@@ -143,10 +144,6 @@ def plan_of_phases(
     gathers = [run[::-1] for run in _cut(gathered, forward_ends)][::-1]
     groups += split_by_dtype(specs, gathers, Operation.ALL_GATHER, Phase.FORWARD)
     return Plan(schedule, specs, tuple(groups))
-
-
-def _backward_order(specs: Sequence[TensorSpec]) -> range:
-    return range(len(specs) - 1, -1, -1)
 
 
 def _cut(row: Sequence[int], ends: Sequence[int]) -> list[Sequence[int]]:

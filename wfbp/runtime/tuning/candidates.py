@@ -91,9 +91,10 @@ def reordered(plan: Plan, trace: Trace) -> Plan:
     """The same groups over the trace's order of tensors, so that one trace predicts all plans."""
     if plan.tensors == trace.specs:
         return plan
-    place = {spec: k for k, spec in enumerate(trace.specs)}
+    place = {spec.name: k for k, spec in enumerate(trace.specs)}
     groups = tuple(
-        replace(g, tensors=tuple(place[plan.tensors[k]] for k in g.tensors)) for g in plan.groups
+        replace(g, tensors=tuple(place[plan.tensors[k].name] for k in g.tensors))
+        for g in plan.groups
     )
     return replace(plan, tensors=trace.specs, groups=groups)
 
