@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -103,13 +102,12 @@ ranks.run_or_abort(lambda: training.run(training.mlp, ["ddp"], 1, "cpu", print))
 
 
 def test_ddp_without_an_address_ends_with_a_message(mpirun: Mpirun) -> None:
-    start = time.monotonic()
+    """It is noticed before PyTorch's own store is asked, which would wait for 300 s."""
     run = mpirun(2, "-c", UNREACHABLE)
     assert run.rc not in (0, None), run
     assert (
         "DDP needs an address of rank 0 that all ranks can reach: none of 192.0.2.1" in run.stderr
     )
-    assert time.monotonic() - start < 60  # PyTorch's own store would wait for 300 s
 
 
 def test_peers_are_compared(tmp_path: Path) -> None:
