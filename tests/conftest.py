@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.parallel import runs
 from tests.support import launcher
-from tests.support.shared import FOLDER
+from tests.support.shared import FOLDER, SESSION
 
 RUN_PARAMETERS = ("ranks", "num_ranks", "n", "mpi")
 """Parameters by which tests of one file differ in the MPI job that answers them."""
@@ -34,6 +34,7 @@ def pytest_configure() -> None:
     """The first process of a session makes the folder that all its processes share."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         os.environ[FOLDER] = tempfile.mkdtemp(prefix="wfbp-tests-")
+        os.environ[SESSION] = str(os.getpid())
 
 
 def pytest_unconfigure() -> None:

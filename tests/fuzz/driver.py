@@ -54,7 +54,8 @@ def run_job(
             program_s,
             mpi=mpi,
             timeout=60 + 3 * program_s + 4 * len(programs),
-            env={"WFBP_ZERO_COPY_MIN_BYTES": "", "PYTHONFAULTHANDLER": "1"},
+            env={"WFBP_ZERO_COPY_MIN_BYTES": ""},
+            preloaded="torch",
         )
         lines = []
         for r in range(ranks):

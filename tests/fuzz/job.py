@@ -113,6 +113,7 @@ def run_one(world: MPI.Intracomm, program: Program) -> tuple[Run | None, str]:
 
 def main() -> None:
     out, program_s = Path(sys.argv[1]), float(sys.argv[2])
+    faulthandler.enable()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     freeze_imports()

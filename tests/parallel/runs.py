@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.support import launcher
+from tests.support import fork_server, launcher
 from tests.support.shared import once
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -32,17 +32,20 @@ def outcome(
     mpi: str = "mpich",
     timeout: float = 100.0,
     env: tuple[tuple[str, str], ...] = (),
+    preloaded: str | None = None,
 ) -> Outcome:
     """Run ``programs/<program>.py OUT args`` once per session; it writes OUT/rank<r>.json.
 
-    Skips the calling test where the MPI library is not installed.
+    Programs below ``torch`` and ``jax`` start with these imported, others with ``preloaded``. Skips
+    the calling test where the MPI library is not installed.
     """
+    kind = program.partition("/")[0]
+    options: dict[str, Any] = {"mpi": mpi, "timeout": timeout, "env": dict(env)}
+    options["preloaded"] = kind if kind in fork_server.PRELOADED else preloaded
 
     def run() -> Outcome:
         with tempfile.TemporaryDirectory() as out:
-            done = launcher.mpirun(
-                n, PROGRAMS / f"{program}.py", out, *args, mpi=mpi, timeout=timeout, env=dict(env)
-            )
+            done = launcher.mpirun(n, PROGRAMS / f"{program}.py", out, *args, **options)
             files = [Path(out, f"rank{r}.json") for r in range(n)]
             told = [json.loads(file.read_text()) if file.exists() else None for file in files]
             return Outcome(done, told)

@@ -69,7 +69,9 @@ def test_a_contestant_that_trains_something_else_is_told(mpirun: Mpirun, tmp_pat
     )
     path = f"{launcher.ROOT}:{tmp_path}"
     words = ("--model", "noisy:make", "--contestants", "wfbp-layerwise")
-    run = mpirun(2, "-m", "wfbp", "bench", "training", *words, env={**SOON, "PYTHONPATH": path})
+    variables = {**SOON, "PYTHONPATH": path}
+    command = ("-m", "wfbp", "bench", "training", *words)
+    run = mpirun(2, *command, env=variables, preloaded="torch")
     assert run.rc not in (0, None), run
     assert "wfbp-layerwise trains something else than mpi-per-tensor" in run.stderr, run
 
@@ -103,7 +105,7 @@ ranks.run_or_abort(lambda: training.run(training.mlp, ["ddp"], 1, "cpu", print))
 
 def test_ddp_without_an_address_ends_with_a_message(mpirun: Mpirun) -> None:
     """It is noticed before PyTorch's own store is asked, which would wait for 300 s."""
-    run = mpirun(2, "-c", UNREACHABLE)
+    run = mpirun(2, "-c", UNREACHABLE, preloaded="torch")
     assert run.rc not in (0, None), run
     assert (
         "DDP needs an address of rank 0 that all ranks can reach: none of 192.0.2.1" in run.stderr

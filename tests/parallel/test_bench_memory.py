@@ -28,7 +28,7 @@ for update in ("sharded", "replicated", "baseline"):
 
 
 def test_sharded_updates_hold_a_part_of_the_state(mpirun: Callable[..., launcher.Run]) -> None:
-    run = mpirun(2, "-c", ONE_AFTER_ANOTHER, *SMALL, env=QUICK, timeout=110)
+    run = mpirun(2, "-c", ONE_AFTER_ANOTHER, *SMALL, env=QUICK, timeout=110, preloaded="torch")
     assert run.rc == 0, run
     rows = {row["update"]: row for row in map(json.loads, run.stdout.splitlines())}
     elements = 2 * (64 * 64 + 64) + 64 + 1

@@ -23,7 +23,7 @@ TUTORIALS = ("tutorials/jax.md", "tutorials/arrays.md")
 def printed(name: str, mpi: str = "mpich") -> str:
     """What rank 0 printed, where no rank failed; under Open MPI the tutorials alone are run."""
     chosen = () if mpi == "mpich" else TUTORIALS
-    found = outcome("documents", 2, *chosen, mpi=mpi, timeout=250)
+    found = outcome("documents", 2, *chosen, mpi=mpi, timeout=250, preloaded="torch")
     assert found.run.rc == 0, found.run
     for rank, results in enumerate(found.ranks):
         assert not results[name]["error"], f"rank {rank}: {results[name]['error']}"

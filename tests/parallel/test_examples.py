@@ -42,7 +42,7 @@ SOON = (("WFBP_TRIAL_STEPS", "1"),)
 
 def told(ranks: int, run: str) -> str:
     """What the first rank of an example printed."""
-    found = outcome("examples", ranks, *RUNS[ranks], timeout=250, env=SOON)
+    found = outcome("examples", ranks, *RUNS[ranks], timeout=250, env=SOON, preloaded="torch")
     assert found.run.rc == 0, found.run
     printed: str = found.ranks[0][run]
     return printed

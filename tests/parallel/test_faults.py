@@ -24,7 +24,8 @@ DECOUPLED = (
 
 def ended(n: int, *case: object, **options: Any) -> Outcome:
     """The job ended by itself, long before its time limits (600 s), and not well."""
-    found = outcome("faults", n, *case, timeout=100, **options)
+    kind = "torch" if {"torch", "decoupled"} & set(case) else None
+    found = outcome("faults", n, *case, timeout=100, preloaded=kind, **options)
     assert found.run.rc not in (0, None), found.run
     return found
 

@@ -49,7 +49,7 @@ def told(ranks: int, run: str) -> str:
         runs.append(GPT[ranks == 1])
     if run not in runs:
         pytest.skip(f"{run} needs a library that is not installed")
-    found = outcome("examples", ranks, *runs, timeout=250, env=SOON)
+    found = outcome("examples", ranks, *runs, timeout=250, env=SOON, preloaded="jax")
     assert found.run.rc == 0, found.run
     printed: str = found.ranks[0][run]
     return printed

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.parallel, pytest.mark.timeout(240)]
 
 @pytest.mark.parametrize(("mpi", "ranks"), [("mpich", 2), ("openmpi", 2)])
 def test_maps_and_descriptors_do_not_outlive_the_runtime(mpi: str, ranks: int) -> None:
-    found = outcome("lifetime", ranks, "cycles", mpi=mpi, timeout=220)
+    found = outcome("lifetime", ranks, "cycles", mpi=mpi, timeout=220, preloaded="torch")
     assert found.run.rc == 0, found.run
     for counts in found.ranks:
         # The first cycles load what is loaded once.

@@ -28,8 +28,9 @@ def test_named_operation(job: Job, name: str) -> None:
 @pytest.mark.parametrize(("ranks", "mpi"), [(1, "mpich"), (2, "mpich"), (2, "openmpi")])
 def test_a_program_written_for_horovod(ranks: int, mpi: str, tmp_path: Path) -> None:
     script = PROGRAMS / "torch" / "horovod_script.py"
+    kind = None if mpi == "mpich" else "torch"
     try:
-        run = mpirun(ranks, "-m", "wfbp.horovod", script, tmp_path, mpi=mpi)
+        run = mpirun(ranks, "-m", "wfbp.horovod", script, tmp_path, mpi=mpi, preloaded=kind)
     except FileNotFoundError as error:
         pytest.skip(str(error))
     assert run.rc == 0, run

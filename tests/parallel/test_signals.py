@@ -35,7 +35,9 @@ PROMPT = (("WFBP_TIMEOUT_S", "100"), ("WFBP_ABORT_GRACE_S", "1"))
 def test_handlers_that_raise(n: int, mpi: str, name: str) -> None:
     """On one rank, at any moment of what waits for the others."""
     names = SOME.get((n, mpi), signals.CHECKS)
-    found = outcome("signals", n, 20, *names, mpi=mpi, timeout=220, env=DECOUPLED)
+    found = outcome(
+        "signals", n, 20, *names, mpi=mpi, timeout=220, env=DECOUPLED, preloaded="torch"
+    )
     for rank, results in enumerate(found.ranks):
         assert results is not None, found.run
         assert not results.get(name, "not run"), f"rank {rank}: {results}"
@@ -45,7 +47,8 @@ def test_handlers_that_raise(n: int, mpi: str, name: str) -> None:
 @pytest.mark.parametrize("place", ["step", "reduce", "torch", "join"])
 def test_an_interrupt_ends_the_job_though_another_rank_is_stuck(place: str) -> None:
     """In each kind of wait."""
-    found = outcome("faults", 2, "interrupted", place, 1, timeout=100, env=PROMPT)
+    kind = "torch" if place == "torch" else None
+    found = outcome("faults", 2, "interrupted", place, 1, timeout=100, env=PROMPT, preloaded=kind)
     assert found.run.rc not in (0, None), found.run
     (told,) = (line for line in found.run.stderr.splitlines() if "rank 0 of 2: Keyb" in line)
     assert re.fullmatch(

@@ -14,6 +14,8 @@ from typing import IO, NamedTuple
 import psutil
 import pytest
 
+from tests.support import fork_server
+
 ROOT = Path(__file__).resolve().parents[2]
 
 OPENMPI_PYTHON = ROOT / ".venv-openmpi" / "bin" / "python"
@@ -80,6 +82,7 @@ def mpirun(
     timeout: float = 100.0,
     grace_s: float = GRACE_S,
     env: dict[str, str] | None = None,
+    preloaded: str | None = None,
 ) -> Run:
     """Run a script on ``n`` ranks from the project's root, one compute thread each.
 
@@ -91,9 +94,13 @@ def mpirun(
         timeout: seconds after which every process of the run is ended.
         grace_s: that processes have to end by themselves then.
         env: variables on top of the present ones.
+        preloaded: ranks are forks of servers that have imported this (``fork_server.PRELOADED``).
     """
     python = interpreter(mpi)
-    command = [python.with_name("mpirun"), "-n", n, python, script, *args]
+    command: list[object] = [python.with_name("mpirun"), "-n", n, python]
+    if preloaded and (folder := fork_server.servers(preloaded, python, n)):
+        command += ["-I", "-S", fork_server.RANK_PROGRAM, folder]
+    command += [script, *args]
     environment = {
         **os.environ,
         **(OPENMPI_ENVIRONMENT if mpi == "openmpi" else {}),

@@ -21,6 +21,14 @@ Result = TypeVar("Result")
 FOLDER = "TESTS_SHARED_FOLDER"
 """Names the session's folder, to its processes and to the jobs that they start."""
 
+SESSION = "TESTS_SESSION"
+"""The session's first process, which removes the folder at its end."""
+
+
+def session_folder() -> Path | None:
+    """The folder of this test session; None in a process that no session started."""
+    return Path(os.environ[FOLDER]) if SESSION in os.environ else None
+
 
 @contextmanager
 def _locked(key: str) -> Iterator[Path]:
