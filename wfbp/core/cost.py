@@ -176,7 +176,7 @@ class PiecewiseCost:
 
 
 CostModel = LinearCost | PiecewiseCost
-"""Seconds of one message by its bytes: at least 0, and never falling. Hashed by value."""
+"""Seconds of one message by its bytes, at least 0 and never falling; hashed by value."""
 
 
 def _lower_hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -88,22 +88,21 @@ class Plan:
                 raise ValueError(f"group {index} of backward stands behind one of forward")
 
     def _check_coverage(self, num_tensors: int) -> None:
-        scattered: set[int] = set()
-        for phase in Phase:
-            groups = [g for g in self.groups if g.phase is phase]
-            seen = [k for g in groups for k in g.tensors]
+        members = {
+            phase: [k for g in self.groups if g.phase is phase for k in g.tensors]
+            for phase in Phase
+        }
+        for phase, seen in members.items():
             if len(set(seen)) != len(seen):
                 raise ValueError(f"a tensor is in two groups of the {phase.value} phase")
             if not set(seen) <= set(range(num_tensors)):
                 raise ValueError(f"a group of the {phase.value} phase names an unknown tensor")
-            if phase is Phase.BACKWARD:
-                if len(seen) != num_tensors:
-                    raise ValueError("the groups do not cover exactly the tensors of the plan")
-                for group in groups:
-                    if group.operation is Operation.REDUCE_SCATTER:
-                        scattered.update(group.tensors)
-            elif set(seen) != scattered:
-                raise ValueError("exactly the reduce-scattered tensors have to be all-gathered")
+        if len(members[Phase.BACKWARD]) != num_tensors:
+            raise ValueError("the groups do not cover exactly the tensors of the plan")
+        reduced = [g for g in self.groups if g.operation is Operation.REDUCE_SCATTER]
+        scattered = {k for g in reduced if g.phase is Phase.BACKWARD for k in g.tensors}
+        if set(members[Phase.FORWARD]) != scattered:
+            raise ValueError("exactly the reduce-scattered tensors have to be all-gathered")
 
     @cached_property
     def num_backward(self) -> int:
