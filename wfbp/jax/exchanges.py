@@ -35,9 +35,12 @@ from wfbp.runtime.step import GradientRef
 Copy = Callable[[Sequence[int], Sequence[int], Sequence[int]], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ExchangeDescription:
-    """The leaves and settings of an exchange; equal descriptions share a reducer."""
+    """The leaves and settings of an exchange at one place in a program, compared by identity.
+
+    Exchanges of equal ``key`` share a reducer.
+    """
 
     name: str
     specs: tuple[TensorSpec, ...]
@@ -220,7 +223,7 @@ class ExchangeRegistry:
     held while a reducer is made, which waits for other ranks.
     """
 
-    def __init__(self, handlers: native.Handlers, device: XlaStreams | None = None) -> None:
+    def __init__(self, handlers: Any, device: XlaStreams | None = None) -> None:
         self._native = handlers
         self.device = device
         self._lock = threading.Lock()

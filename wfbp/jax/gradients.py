@@ -1,7 +1,7 @@
 """Gradients averaged over the ranks while backward computes: of a function, or by an optimizer.
 
-Each gradient is announced when it exists; one wait returns all of them, reduced. In compiled
-programs both are JAX primitives.
+In compiled programs each gradient is announced as soon as backward has computed it, and one wait
+returns all of them, reduced. Both are JAX primitives, which become calls of XLA handlers.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from wfbp.jax.exchanges import ExchangeDescription, exchange_registry
 from wfbp.jax.trees import is_value
 from wfbp.runtime import process
 from wfbp.runtime.arguments import FLOATING, ReducerOptions
+from wfbp.runtime.runtime import Runtime
 
 if TYPE_CHECKING:
     import optax
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ExchangedLeaves:
     """The exchanged leaves of trees, by index in ``places``; the others are passed on unchanged."""
 
     treedef: Any
@@ -43,7 +44,7 @@ class Layout:
     specs: tuple[TensorSpec, ...]
 
     @classmethod
-    def of(cls, trees: Sequence[Any], roots: Sequence[str], user: str) -> Layout:
+    def of(cls, trees: Sequence[Any], roots: Sequence[str], user: str) -> ExchangedLeaves:
         """The exchanged leaves: floating point, and not empty; names begin with ``roots``."""
         pairs, treedef = jax.tree_util.tree_flatten_with_path(tuple(trees))
         places, specs = [], []
@@ -78,71 +79,103 @@ class Layout:
         return replaced
 
 
-@dataclass(frozen=True, slots=True)
-class ExchangeOptions:
-    """How to exchange gradients; None means the environment's setting. ``user`` is for messages."""
+Describe = Callable[[Config, Sequence[TensorSpec]], ExchangeDescription]
 
-    user: str
-    op: Op
-    schedule: str | None
-    threshold_bytes: int | None
-    name: str | None
 
-    def describe(self, config: Config, specs: Sequence[TensorSpec]) -> ExchangeDescription:
-        schedule = config.schedule if self.schedule is None else self.schedule
-        limit_bytes = (
-            config.threshold_bytes if self.threshold_bytes is None else self.threshold_bytes
+def average(
+    runtime: Runtime, leaves: ExchangedLeaves, trees: Sequence[Any], make: Describe
+) -> tuple[Any, ...]:
+    """Trees of gradients, averaged over the ranks; every rank calls this together."""
+    description = make(runtime.config, leaves.specs) if leaves.specs else None
+    if description is None or runtime.size == 1:
+        return tuple(trees)
+    return leaves.replace(trees, partial(exchange, description))
+
+
+def describe(
+    user: str,
+    op: Op,
+    schedule: str | None,
+    threshold_bytes: int | None,
+    name: str | None,
+    config: Config,
+    specs: Sequence[TensorSpec],
+) -> ExchangeDescription:
+    """One exchange of gradients; None means the environment's setting, ``user`` is for messages."""
+    schedule = config.schedule if schedule is None else schedule
+    limit_bytes = config.threshold_bytes if threshold_bytes is None else threshold_bytes
+    ReducerOptions(schedule, limit_bytes, op).check(specs, user)
+    return ExchangeDescription(name or user, tuple(specs), op, schedule, limit_bytes)
+
+
+_ANY = (TensorSpec("any", (1,), "float32"),)
+"""Leaves for checking an exchange's other arguments before its leaves are known."""
+
+
+def exchange(description: ExchangeDescription, gradients: Sequence[Any]) -> list[Any]:
+    """The reduced gradients: by the program that is being traced, or else now."""
+    registry = exchange_registry()
+    given = [_typed(*pair) for pair in zip(description.specs, gradients, strict=True)]
+    compiling = is_compiling()
+    if compiling:
+        # A single operand each: XLA runs a call as soon as its operands exist.
+        given = [
+            _announce.bind(gradient, site=description, index=index)[0]
+            for index, gradient in enumerate(given)
+        ]
+    # Transformations outside of compiled programs, such as vmap, raise.
+    if compiling or any(isinstance(gradient, jax.core.Tracer) for gradient in given):
+        return list(_wait.bind(*given, site=description))
+    key = registry.add(description)
+    if registry.device is not None:
+        call = jax.ffi.ffi_call(
+            "wfbp_wait",
+            [jax.ShapeDtypeStruct(gradient.shape, gradient.dtype) for gradient in given],
+            input_output_aliases={k: k for k in range(len(given))},
         )
-        ReducerOptions(schedule, limit_bytes, self.op).check(specs, self.user)
-        return ExchangeDescription(
-            self.name or self.user, tuple(specs), self.op, schedule, limit_bytes
-        )
-
-    def check(self, config: Config) -> None:
-        """Raise ``ValueError`` for an argument that is bad for any leaves."""
-        self.describe(config, [TensorSpec("any", (1,), "float32")])
+        return list(call(*given, exchange=np.int64(key)))
+    arrays = [np.asarray(gradient, order="C") for gradient in given]
+    results = [np.empty_like(array) for array in arrays]
+    addresses = [[a.__array_interface__["data"][0] for a in each] for each in (arrays, results)]
+    registry.reduce(key, *addresses)
+    return [jax.numpy.asarray(result) for result in results]
 
 
-@dataclass(frozen=True, eq=False)
-class Site:
-    """One place in a program that exchanges gradients; other sites may have equal descriptions."""
-
-    description: ExchangeDescription
-    add: Callable[[ExchangeDescription], int]
-
-
-def announce(gradient: Any, site: Site, index: int) -> Any:
-    """Send a gradient as soon as it exists; the result must be passed to :func:`wait`."""
-    # A single operand: XLA runs a call as soon as its operands exist.
-    (announced,) = _announce.bind(gradient, site=site, index=index)
-    return announced
+def _typed(spec: TensorSpec, gradient: Any) -> Any:
+    """The gradient as a JAX array; numbers and NumPy arrays are not narrowed before this."""
+    if isinstance(gradient, jax.Array):
+        return gradient
+    return jax.numpy.asarray(gradient, jax.numpy.dtype(spec.dtype))
 
 
-def wait(gradients: Sequence[Any], site: Site) -> list[Any]:
-    """All gradients of a site, reduced; one primitive, so that none is eliminated alone."""
-    reduced: list[Any] = _wait.bind(*gradients, site=site)
-    return reduced
+# The primitives.
 
-
-_sites: WeakKeyDictionary[Any, dict[Site, int]] = WeakKeyDictionary()
+_keys: WeakKeyDictionary[Any, dict[ExchangeDescription, int]] = WeakKeyDictionary()
 """The keys of each program that is being lowered, by its MLIR context."""
-_sites_lock = threading.Lock()
+_keys_lock = threading.Lock()
 
 
-def _key(program: Any, site: Site) -> int:
-    with _sites_lock:
-        keys = _sites.setdefault(program, {})
-        if site not in keys:
-            occurrence = sum(other.description == site.description for other in keys)
-            keys[site] = site.add(replace(site.description, occurrence=occurrence))
-        return keys[site]
+def _key(program: Any, description: ExchangeDescription) -> int:
+    """The key of a place in a program: equal descriptions are counted in the program's order."""
+    with _keys_lock:
+        keys = _keys.setdefault(program, {})
+        if description not in keys:
+            occurrence = sum(other.key == description.key for other in keys)
+            numbered = replace(description, occurrence=occurrence)
+            keys[description] = exchange_registry().add(numbered)
+        return keys[description]
 
 
 def _lowered(
-    target: str, context: Any, *operands: Any, site: Site, index: int | None = None
+    target: str,
+    context: Any,
+    *operands: Any,
+    site: ExchangeDescription,
+    index: int | None = None,
 ) -> Any:
     """A call of an XLA handler whose results may share memory with its operands."""
-    attributes: dict[str, Any] = {"exchange": np.int64(_key(context.module_context.context, site))}
+    key = _key(context.module_context.context, site)
+    attributes: dict[str, Any] = {"exchange": np.int64(key)}
     if index is not None:
         attributes["index"] = np.int32(index)
     aliases = {k: k for k in range(len(operands))}
@@ -181,121 +214,7 @@ def _make(target: str) -> Primitive:
 
 _announce = _make("wfbp_announce")
 _wait = _make("wfbp_wait")
-
-
-class TracedExchange:
-    """One exchange in a program's text: announces every leaf once, then waits for all once.
-
-    In traced programs both become calls of XLA handlers; otherwise the wait sends the gradients.
-    """
-
-    def __init__(self, description: ExchangeDescription, traced: bool) -> None:
-        self._exchanges = exchange_registry()
-        self._description = description
-        self._site = Site(description, self._exchanges.add)
-        self._traced = traced
-        self._announced: set[int] = set()
-
-    def tap(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves, with a hook that announces the gradient of each."""
-
-        def tapped(index: int, leaf: Any) -> Any:
-            @jax.custom_vjp
-            def identity(value: Any) -> Any:
-                return value
-
-            identity.defvjp(
-                lambda value: (value, None),
-                lambda _, gradient: (self.announce(index, gradient),),
-            )
-            return identity(leaf)
-
-        return [tapped(index, leaf) for index, leaf in enumerate(leaves)]
-
-    def announce(self, index: int, gradient: Any) -> Any:
-        """Announce a gradient; the result must be passed to :meth:`wait`."""
-        if not (self._traced or isinstance(gradient, jax.core.Tracer)):
-            return gradient
-        self._announced.add(index)
-        return announce(self._typed(index, gradient), self._site, index)
-
-    def wait(self, gradients: Sequence[Any]) -> list[Any]:
-        """The reduced gradients; announces those that no hook has announced."""
-        given = [
-            self._typed(k, gradient if k in self._announced else self.announce(k, gradient))
-            for k, gradient in enumerate(gradients)
-        ]
-        if self._traced or any(isinstance(gradient, jax.core.Tracer) for gradient in given):
-            return wait(given, self._site)
-        key = self._exchanges.add(self._description)
-        if self._exchanges.device is not None:
-            call = jax.ffi.ffi_call(
-                "wfbp_wait",
-                [jax.ShapeDtypeStruct(gradient.shape, gradient.dtype) for gradient in given],
-                input_output_aliases={k: k for k in range(len(given))},
-            )
-            return list(call(*given, exchange=np.int64(key)))
-        arrays = [np.asarray(gradient, order="C") for gradient in given]
-        results = [np.empty_like(array) for array in arrays]
-        addresses = [[a.__array_interface__["data"][0] for a in each] for each in (arrays, results)]
-        self._exchanges.reduce(key, *addresses)
-        return [jax.numpy.asarray(result) for result in results]
-
-    def _typed(self, index: int, gradient: Any) -> Any:
-        """The gradient as a JAX array; numbers and NumPy arrays are not narrowed before this."""
-        if isinstance(gradient, jax.Array):
-            return gradient
-        dtype = jax.numpy.dtype(self._description.specs[index].dtype)
-        return jax.numpy.asarray(gradient, dtype)
-
-
-class _DifferentiatedCall:
-    """One call of a differentiated function; ``numbers`` are its differentiated arguments."""
-
-    def __init__(
-        self, fun: Callable[..., Any], numbers: Sequence[int], options: ExchangeOptions
-    ) -> None:
-        self._fun = fun
-        self._numbers = numbers
-        self._options = options
-        self._runtime = process.current("value_and_grad()")
-        # Before differentiation, which traces the function, too.
-        self._traced = is_compiling()
-        self._step: TracedExchange | None = None
-
-    def lay_out(self, args: Sequence[Any]) -> list[Any]:
-        """The parameters among the arguments; raises for leaves that cannot be exchanged."""
-        try:
-            parameters = list(inspect.signature(self._fun).parameters.values())
-        except (TypeError, ValueError):
-            parameters = []
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        names = [p.name for p in parameters if p.kind in positional]
-        names += [f"args[{k}]" for k in range(len(names), len(args))]
-        chosen = [range(len(args))[number] for number in self._numbers]
-        values = [args[k] for k in chosen]
-        self._layout = Layout.of(values, [names[k] for k in chosen], self._options.user)
-        return values
-
-    def apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function with hooked parameters; JAX has checked the argument count."""
-        values = self.lay_out(args)
-        if self._layout.specs:
-            description = self._options.describe(self._runtime.config, self._layout.specs)
-            if self._runtime.size > 1:
-                self._step = TracedExchange(description, self._traced)
-                values = list(self._layout.replace(values, self._step.tap))
-        given = list(args)
-        for number, value in zip(self._numbers, values, strict=True):
-            given[number] = value
-        return self._fun(*given, **kwargs)
-
-    def collect(self, grads: Any, single: bool) -> Any:
-        """The reduced gradients; ``single`` if they are of one argument instead of a sequence."""
-        if self._step is None:
-            return grads
-        reduced = self._layout.replace((grads,) if single else grads, self._step.wait)
-        return reduced[0] if single else reduced
+"""One primitive, so that no gradient's part of it is eliminated alone."""
 
 
 def argument_numbers(fun: Any, argnums: Any, user: str) -> tuple[int, ...]:
@@ -326,6 +245,17 @@ def argument_numbers(fun: Any, argnums: Any, user: str) -> tuple[int, ...]:
             f"argument{'s' * (count != 1)}"
         )
     return numbers
+
+
+def _argument_names(fun: Any, count: int) -> list[str]:
+    """Names of a function's first positional arguments, for messages."""
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in parameters if p.kind in positional]
+    return names + [f"args[{k}]" for k in range(len(names), count)]
 
 
 def value_and_grad(
@@ -372,26 +302,26 @@ def value_and_grad(
         >>> step(jnp.ones(2), jnp.array([1.0, 3.0]))[1]
         Array([1., 3.], dtype=float32)
     """
-    numbers = argument_numbers(fun, argnums, "value_and_grad")
-    exchange_options = ExchangeOptions("value_and_grad", op, schedule, threshold_bytes, name)
+    user = "value_and_grad"
+    numbers = argument_numbers(fun, argnums, user)
+    make = partial(describe, user, op, schedule, threshold_bytes, name)
     # Functions may be made before init(), where modules are loaded.
-    known = process.current("value_and_grad()").config if process.is_initialized() else Config()
-    exchange_options.check(known)
-    options: dict[str, Any] = {
-        "argnums": argnums,
-        "has_aux": has_aux,
-        "holomorphic": holomorphic,
-        "allow_int": allow_int,
-    }
+    make(process.current(user).config if process.is_initialized() else Config(), _ANY)
+    both = jax.value_and_grad(fun, argnums, has_aux, holomorphic, allow_int)
 
     @functools.wraps(fun, updated=())
     def averaged(*args: Any, **kwargs: Any) -> Any:
-        taps = _DifferentiatedCall(fun, numbers, exchange_options)
-        # JAX's error would not name the bad leaf. It reports too few arguments itself.
-        if all(-len(args) <= number < len(args) for number in numbers):
-            taps.lay_out(args)
-        value, grads = jax.value_and_grad(taps.apply, **options)(*args, **kwargs)
-        return value, taps.collect(grads, single=not isinstance(argnums, Sequence))
+        runtime = process.current("value_and_grad()")
+        if not all(-len(args) <= number < len(args) for number in numbers):
+            return both(*args, **kwargs)  # JAX raises
+        chosen = [range(len(args))[number] for number in numbers]
+        names = _argument_names(fun, len(args))
+        # Before JAX, whose error would not name a bad leaf.
+        leaves = ExchangedLeaves.of([args[k] for k in chosen], [names[k] for k in chosen], user)
+        value, grads = both(*args, **kwargs)
+        if isinstance(argnums, Sequence):
+            return value, average(runtime, leaves, grads, make)
+        return value, average(runtime, leaves, [grads], make)[0]
 
     return averaged
 
@@ -485,8 +415,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             f"{remedy}"
         )
     inner = optax.with_extra_args_support(optimizer)
-    options = ExchangeOptions("DistributedOptimizer", op, schedule, threshold_bytes, name)
-    options.check(runtime.config)
+    make = partial(describe, "DistributedOptimizer", op, schedule, threshold_bytes, name)
+    make(runtime.config, _ANY)
 
     def update(
         updates: optax.Updates,
@@ -495,12 +425,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         runtime = process.current("DistributedOptimizer.update()")
-        layout = Layout.of([updates], ["gradients"], options.user)
-        if layout.specs:
-            description = options.describe(runtime.config, layout.specs)
-            if runtime.size > 1:
-                exchange = TracedExchange(description, is_compiling())
-                (updates,) = layout.replace([updates], exchange.wait)
+        leaves = ExchangedLeaves.of([updates], ["gradients"], "DistributedOptimizer")
+        (updates,) = average(runtime, leaves, [updates], make)
         result: tuple[optax.Updates, optax.OptState] = inner.update(
             updates, state, params, **extra_args
         )

@@ -19,12 +19,11 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Event
 from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -40,41 +39,13 @@ _SOURCES = (
 _COMPILE_S = 300.0
 
 
-class Handlers(Protocol):
-    """The functions of ``csrc/jax_ffi.cc``."""
-
-    def handlers(self) -> dict[str, dict[str, Any]]:
-        """XLA handlers by platform and target name, as capsules."""
-
-    def serve(self, callback: Any, /) -> None:
-        """Let each wait call ``callback(exchange, inputs, outputs, place)`` on XLA's thread."""
-
-    def expect(self, exchange: int, groups: Sequence[int], /) -> None:
-        """From the next step on, wake :meth:`listen` for complete groups; by leaf, -1 for none."""
-
-    def listen(self) -> bool:
-        """Wait until an expected group is complete; False after :meth:`close`."""
-
-    def take(self) -> list[tuple[int, int, int, tuple[int, int, int] | None, float]]:
-        """Announcements: exchange, leaf, address, place (device, stream, event or 0), age in s."""
-
-    def wait_apart(self) -> None:
-        """See :func:`wait_on_own_threads`."""
-
-    def stock(self, record: int, handles: Sequence[int], /) -> None:
-        """Give announcements events' handles, and the address of a C function that records."""
-
-    def close(self) -> None:
-        """End :meth:`listen`; every later wait fails."""
-
-    def copy(self, to: Sequence[int], source: Sequence[int], nbytes: Sequence[int], /) -> None:
-        """Copy memory."""
-
-
 @functools.cache
-def load() -> Handlers:
-    """The handlers, registered with XLA; ``ImportError`` with what is missing if there are none."""
-    native = cast(Handlers, _built() or _compiled())
+def load() -> Any:
+    """The module of the handlers, registered with XLA; ``ImportError`` if it cannot be made.
+
+    Its functions, with the types of their arguments, are listed at the end of ``csrc/jax_ffi.cc``.
+    """
+    native = _built() or _compiled()
     for platform, handlers in native.handlers().items():
         for target, handler in handlers.items():
             jax.ffi.register_ffi_target(target, handler, platform=platform)
@@ -111,30 +82,12 @@ def wait_for_programs() -> None:
     wait_for_steps()
 
 
-def _finish(native: Handlers) -> None:
+def _finish(native: Any) -> None:
     """At exit, before the runtime shuts down: other ranks may need this rank's part in steps."""
     try:
         wait_for_steps()
     finally:
         native.close()
-
-
-def compile_command(compiler: Sequence[str], source: Path, target: Path) -> list[str]:
-    return [
-        *compiler,
-        "-O2",
-        "-std=c++17",
-        "-shared",
-        "-fPIC",
-        "-fvisibility=hidden",
-        *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []),
-        f'-DWFBP_JAXLIB="{jaxlib.__version__}"',
-        f"-I{sysconfig.get_paths()['include']}",
-        f"-isystem{jax.ffi.include_dir()}",
-        str(source),
-        "-o",
-        str(target),
-    ]
 
 
 def _built() -> ModuleType | None:
@@ -192,7 +145,15 @@ def _compile(source: Path, target: Path) -> None:
     wanted = os.environ.get("CXX")
     compiler = shlex.split(wanted) if wanted else ["g++" if shutil.which("g++") else "c++"]
     partial = target.with_suffix(f".{os.uname().nodename}.{os.getpid()}")
-    command = compile_command(compiler, source, partial)
+    command = [
+        *compiler,
+        *("-O2", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden"),
+        *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()),
+        f'-DWFBP_JAXLIB="{jaxlib.__version__}"',
+        f"-I{sysconfig.get_paths()['include']}",
+        f"-isystem{jax.ffi.include_dir()}",
+        *(str(source), "-o", str(partial)),
+    ]
     try:
         run = subprocess.run(
             command, capture_output=True, text=True, timeout=_COMPILE_S, check=False

@@ -149,9 +149,7 @@ def test_programs_for_cuda_call_the_handlers(monkeypatch: pytest.MonkeyPatch) ->
     description = ExchangeDescription("test", SPECS, Op.AVERAGE, "auto", 100)
 
     def step(leaves: list[Any]) -> Any:
-        return gradients.TracedExchange(description, traced=True).wait(
-            [2 * leaf for leaf in leaves]
-        )
+        return gradients.exchange(description, [2 * leaf for leaf in leaves])
 
     leaves = [jnp.ones(spec.shape) for spec in SPECS]
     text = jax.jit(step).trace(leaves).lower(lowering_platforms=("cuda",)).as_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,8 +25,19 @@ X = jnp.ones(3)
 
 def exchanged(x: Any, description: ExchangeDescription = REQUEST) -> Any:
     """As a gradient of that description is, by a call of its own."""
-    site = gradients.Site(description, lambda r: 10 * (r.name == "other") + r.occurrence)
-    return gradients.wait([gradients.announce(x, site, 0)], site)[0]
+    return gradients.exchange(replace(description), [x])[0]
+
+
+class Numbers:
+    """Stands for the registry."""
+
+    def add(self, description: ExchangeDescription) -> int:
+        return 10 * (description.name == "other") + description.occurrence
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "exchange_registry", Numbers)
 
 
 def keys(function: Callable[[Any], Any]) -> list[int]:

@@ -21,7 +21,7 @@ LEAVES = 4
 
 
 @pytest.fixture(scope="module")
-def handlers() -> native.Handlers:
+def handlers() -> Any:
     """Those of this process, without the thread that forwards them."""
     return native.load()
 
@@ -39,7 +39,7 @@ def announced(*indices: int) -> None:
     jax.block_until_ready(program(jnp.ones(3)))
 
 
-def hears(handlers: native.Handlers) -> threading.Event:
+def hears(handlers: Any) -> threading.Event:
     """Is set when somebody who listens has been told."""
     told = threading.Event()
 
@@ -51,7 +51,7 @@ def hears(handlers: native.Handlers) -> threading.Event:
     return told
 
 
-def test_only_a_complete_group_is_told(handlers: native.Handlers) -> None:
+def test_only_a_complete_group_is_told(handlers: Any) -> None:
     handlers.take()
     handlers.expect(KEY, [0, 0, 1, -1])
     told = hears(handlers)
@@ -74,7 +74,7 @@ def test_only_a_complete_group_is_told(handlers: native.Handlers) -> None:
     handlers.take()
 
 
-def test_what_nobody_expects_is_kept_until_it_is_taken(handlers: native.Handlers) -> None:
+def test_what_nobody_expects_is_kept_until_it_is_taken(handlers: Any) -> None:
     handlers.take()
     handlers.expect(KEY, [-1] * LEAVES)
     told = hears(handlers)
@@ -87,7 +87,7 @@ def test_what_nobody_expects_is_kept_until_it_is_taken(handlers: native.Handlers
     handlers.take()
 
 
-def test_what_is_expected_must_be_integers(handlers: native.Handlers) -> None:
+def test_what_is_expected_must_be_integers(handlers: Any) -> None:
     with pytest.raises(TypeError):
         handlers.expect(KEY, 5)  # type: ignore[arg-type]
     with pytest.raises(TypeError):

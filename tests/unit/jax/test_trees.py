@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from wfbp.core.types import TensorSpec
-from wfbp.jax.gradients import Layout
+from wfbp.jax.gradients import ExchangedLeaves
 
 
 def test_names_say_where_a_leaf_is() -> None:
     trees = [{"a": jnp.ones(2), "b": [jnp.ones((3, 1), jnp.bfloat16), None]}, np.float64(1)]
-    layout = Layout.of(trees, ["params", "scale"], "test")
+    leaves = ExchangedLeaves.of(trees, ["params", "scale"], "test")
     wide = jax.dtypes.result_type(np.float64(1)).name
-    assert layout.specs == (
+    assert leaves.specs == (
         TensorSpec("params['a']", (2,), "float32"),
         TensorSpec("params['b'][0]", (3, 1), "bfloat16"),
         TensorSpec("scale", (), wide),
@@ -29,9 +29,9 @@ def test_what_is_not_exchanged_is_passed_on() -> None:
     integers, empty = jnp.arange(3), jnp.zeros((0, 2))
     nothing = np.zeros((), jax.dtypes.float0)
     tree = {"a": jnp.ones(2), "e": empty, "f": nothing, "i": integers, "z": 2.0}
-    layout = Layout.of([tree], ["g"], "test")
-    assert [spec.name for spec in layout.specs] == ["g['a']", "g['z']"]
-    (found,) = layout.replace([tree], lambda leaves: [str(leaf) for leaf in leaves])
+    leaves = ExchangedLeaves.of([tree], ["g"], "test")
+    assert [spec.name for spec in leaves.specs] == ["g['a']", "g['z']"]
+    (found,) = leaves.replace([tree], lambda found: [str(leaf) for leaf in found])
     assert (found["a"], found["z"]) == ("[1. 1.]", "2.0")
     assert all(found[k] is tree[k] for k in "efi")
 
@@ -39,13 +39,13 @@ def test_what_is_not_exchanged_is_passed_on() -> None:
 @pytest.mark.parametrize("dtype", [jnp.complex64, jnp.float8_e4m3fn])
 def test_what_cannot_be_sent_is_refused(dtype: object) -> None:
     with pytest.raises(ValueError, match=r"test: g\['a'\] is \w+; expected one of float16"):
-        Layout.of([{"a": jnp.zeros(2, dtype)}], ["g"], "test")
+        ExchangedLeaves.of([{"a": jnp.zeros(2, dtype)}], ["g"], "test")
 
 
 @pytest.mark.parametrize("leaf", [jax.nn.relu, "float32", object(), np.float32, slice(2)])
 def test_a_leaf_that_is_no_array_is_named(leaf: object) -> None:
     with pytest.raises(TypeError, match=r"test: g\['a'\]\[1\] is a \w+, not an array") as caught:
-        Layout.of([{"a": [jnp.ones(2), leaf]}], ["g"], "test")
+        ExchangedLeaves.of([{"a": [jnp.ones(2), leaf]}], ["g"], "test")
     assert "equinox.partition(model, equinox.is_inexact_array)" in str(caught.value)
     assert "nnx.split" in str(caught.value)
 
@@ -57,4 +57,6 @@ def test_what_turns_itself_into_an_array_is_one() -> None:
         def __jax_array__(self) -> jax.Array:
             return jnp.ones(2)
 
-    assert Layout.of([Variable()], ["v"], "test").specs == (TensorSpec("v", (2,), "float32"),)
+    assert ExchangedLeaves.of([Variable()], ["v"], "test").specs == (
+        TensorSpec("v", (2,), "float32"),
+    )
