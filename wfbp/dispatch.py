@@ -6,10 +6,10 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, overload
 
-from wfbp.runtime.api import array_collectives
 from wfbp.runtime.api.parameters import broadcast_arrays
 from wfbp.runtime.collectives import api
 from wfbp.runtime.collectives.forms import Form
+from wfbp.runtime.collectives.operands import perform_on_arrays
 from wfbp.runtime.collectives.process_sets import global_process_set
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def perform(form: Form, value: Any, **options: Any) -> Any:
     if _comes_from(sample, "torch"):
         return getattr(_torch().collectives, form.name)(value, **options)
     if not _comes_from(sample, "jax", "jaxlib"):
-        return array_collectives.perform(form, value, **options)
+        return perform_on_arrays(form, value, **options)
     act = getattr(_jax(), form.name, None)
     if act is None:
         raise TypeError(

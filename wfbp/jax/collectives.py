@@ -19,12 +19,11 @@ from wfbp.errors import DisagreementError
 from wfbp.jax import native
 from wfbp.jax.native import wait_for_programs
 from wfbp.runtime import process
-from wfbp.runtime.api.array_collectives import ArrayOperand
 from wfbp.runtime.collectives import api
 from wfbp.runtime.collectives.arithmetic import equal_rows
 from wfbp.runtime.collectives.coordinator import Kind
 from wfbp.runtime.collectives.named_lane import Outcome
-from wfbp.runtime.collectives.operands import make_operation
+from wfbp.runtime.collectives.operands import array_operand, make_operation
 from wfbp.runtime.collectives.process_sets import global_process_set
 from wfbp.runtime.consistency import Array, check_root
 from wfbp.runtime.runtime import Runtime
@@ -55,7 +54,7 @@ class Collective:
         """Run the collective on every rank together."""
         operation = make_operation(
             self.kind,
-            ArrayOperand(array),
+            array_operand(array),
             self.name,
             global_process_set,
             op=self.op,

@@ -7,7 +7,7 @@ ranks' gradients, that of an average, of gathered rows and of a broadcast their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,12 +15,11 @@ import torch
 
 from wfbp.comm.backend import Buffer, word_dtype
 from wfbp.core.types import Op
-from wfbp.runtime import process
 from wfbp.runtime.collectives import api, operands
-from wfbp.runtime.collectives.coordinator import Kind
+from wfbp.runtime.collectives.coordinator import Kind, Request
 from wfbp.runtime.collectives.forms import FORMS, Form
 from wfbp.runtime.collectives.named_lane import NamedOperation, Outcome
-from wfbp.runtime.collectives.operands import Operand, chosen_op
+from wfbp.runtime.collectives.operands import Operand
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.torch.compression import Compression, Compressor
 from wfbp.torch.tensors import NAMES as TENSOR_NAMES
@@ -30,40 +29,26 @@ NAMES = {**TENSOR_NAMES, torch.int8: "int8", torch.int16: "int16", torch.bool: "
 """The element types that can travel, and their names below."""
 
 
-class Tensor(Operand[torch.Tensor]):
-    """One tensor on its way into an operation.
+def operand_of(
+    tensor: torch.Tensor,
+    in_place: bool = False,
+    like: torch.Tensor | None = None,
+    label: str = "tensor",
+) -> Operand:
+    """A tensor on its way into an operation.
 
     If the result can be differentiated, ``like`` is the tensor that the program passed.
     """
+    check(label, tensor, NAMES)
+    if in_place:
+        note_change(tensor)
+        private = on_host(tensor)
+    else:
+        private = tensor.detach().to("cpu", memory_format=torch.contiguous_format, copy=True)
+    dtype, shape = NAMES[tensor.dtype], tuple(tensor.shape)
 
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        in_place: bool = False,
-        like: torch.Tensor | None = None,
-        label: str = "tensor",
-    ) -> None:
-        check(label, tensor, NAMES)
-        self.dtype = NAMES[tensor.dtype]
-        self.shape = tuple(tensor.shape)
-        self.differentiable = like is not None and like.requires_grad and torch.is_grad_enabled()
-        self._tensor = tensor
-        self._in_place = in_place
-        self._private = tensor  # where the operation works
-
-    def data(self) -> Buffer:
-        if self._in_place:
-            note_change(self._tensor)
-            self._private = on_host(self._tensor)
-        else:
-            self._private = self._tensor.detach().to(
-                "cpu", memory_format=torch.contiguous_format, copy=True
-            )
-        return raw(self._private).view(word_dtype(self.dtype))
-
-    def whole(self, outcome: Outcome) -> torch.Tensor:
-        tensor, private = self._tensor, self._private
-        if not self._in_place:
+    def whole() -> torch.Tensor:
+        if not in_place:
             return private.to(tensor.device)
         note_change(tensor)  # once more: what was saved for backward meanwhile is wrong, too
         if private.data_ptr() != tensor.data_ptr():
@@ -71,13 +56,13 @@ class Tensor(Operand[torch.Tensor]):
                 tensor.copy_(private)
         return tensor
 
-    def rows(self, outcome: Outcome, count: int) -> torch.Tensor:
-        elements = torch.from_numpy(outcome.data.view(word_dtype(self.dtype)))
-        rows = elements.view(self._tensor.dtype).view(count, *self.shape[1:])
-        return rows.to(self._tensor.device)
+    def rows(data: Buffer, count: int) -> torch.Tensor:
+        elements = torch.from_numpy(data.view(word_dtype(dtype))).view(tensor.dtype)
+        return elements.view(count, *shape[1:]).to(tensor.device)
 
-    def counts(self, rows: tuple[int, ...]) -> torch.Tensor:
-        return torch.tensor(rows, dtype=torch.int32)
+    differentiable = like is not None and like.requires_grad and torch.is_grad_enabled()
+    data = raw(private).view(word_dtype(dtype))
+    return Operand(dtype, shape, data, whole, rows, differentiable)
 
 
 def note_change(tensor: torch.Tensor) -> None:
@@ -90,55 +75,24 @@ def perform(
     form: Form,
     tensors: Any,
     name: str | None = None,
-    average: bool | None = None,
-    op: Op | None = None,
+    *,
     compression: type[Compressor] = Compression.none,
-    root_rank: int | None = None,
-    splits: torch.Tensor | Sequence[int] | None = None,
     process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
+    **options: Any,
 ) -> Any:
-    """Carry out a function of ``wfbp.torch.collectives`` on a tensor, or on several."""
-    reduces = form.kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER)
-    reduction = chosen_op(average, op) if reduces else None
-    counts_device = None
-    if isinstance(splits, torch.Tensor):
-        if splits.dtype.is_floating_point or splits.dtype is torch.bool or splits.dim() != 1:
-            raise operands.wrong_splits(splits.dtype, splits.shape)
-        counts_device, splits = splits.device, splits.tolist()
-
-    def gradient(outcome: Outcome, grad: torch.Tensor) -> torch.Tensor:
-        return _gradient(
-            form,
-            outcome,
-            grad,
-            reduction,
-            compression,
-            root_rank,
-            process_set,
-            prescale_factor,
-            postscale_factor,
-        )
+    """Carry out a function of ``wfbp.torch.collectives`` on a tensor, or on several; ``options``
+    are the other arguments of :func:`wfbp.runtime.collectives.operands.make_operation`."""
+    differentiates = form.waits and not form.in_place
+    splits = options.get("splits")
 
     def make(tensor: torch.Tensor, label: str, member: str | None) -> NamedOperation[Any]:
-        differentiates = form.waits and not form.in_place
         check(label, tensor, NAMES)
-        narrow, context = (
-            compression.compress(tensor.detach()) if differentiates else (tensor, None)
-        )
-        operation = operands.make_operation(
-            form.kind,
-            Tensor(narrow, form.in_place, tensor if differentiates else None, label),
-            member,
-            process_set,
-            op=reduction,
-            root_rank=root_rank,
-            splits=splits,
-            prescale_factor=prescale_factor,
-            postscale_factor=postscale_factor,
-        )
-        finish = operation.finish
+        narrow, context = tensor, None
+        if differentiates:
+            narrow, context = compression.compress(tensor.detach())
+        operand = operand_of(narrow, form.in_place, tensor if differentiates else None, label)
+        operation = operands.make_operation(form.kind, operand, member, process_set, **options)
+        finish, request = operation.finish, operation.request
 
         def connected(outcome: Outcome) -> Any:
             result, counts = finish(outcome), None
@@ -150,10 +104,12 @@ def perform(
                     # On all ranks, also those whose own tensor needs no gradient: all must take
                     # part in backward, where they find each other by the operation's name.
                     anchor = torch.zeros((), requires_grad=True)
-                    result = _Connect.apply(  # type: ignore[no-untyped-call]
-                        tensor, anchor, [result], partial(gradient, outcome)
-                    )
-            return result if counts is None else (result, counts.to(counts_device))
+                    gradient = partial(_gradient, request, outcome, process_set, compression)
+                    result = _Connect.apply(tensor, anchor, [result], gradient)  # type: ignore[no-untyped-call]
+            if counts is None:
+                return result
+            device = splits.device if isinstance(splits, torch.Tensor) else None
+            return result, torch.from_numpy(counts).to(device)
 
         operation.finish = connected
         return operation
@@ -162,34 +118,34 @@ def perform(
 
 
 def _gradient(
-    form: Form,
+    request: Request,
     outcome: Outcome,
-    grad: torch.Tensor,
-    op: Op | None,
-    compression: type[Compressor],
-    root_rank: int | None,
     process_set: ProcessSet,
-    prescale_factor: float,
-    postscale_factor: float,
+    compression: type[Compressor],
+    grad: torch.Tensor,
 ) -> torch.Tensor:
     """The gradient of an operation's argument, from that of its result: again an operation."""
+    kind, op = request.kind, Op(request.op) if request.op else None
     if op not in (None, Op.AVERAGE, Op.SUM):
         raise RuntimeError(
             f"an operation that combines by {op} has no gradient; use Average or Sum"
         )
-    kind, factor = form.kind, prescale_factor * postscale_factor
     again: dict[str, Any] = {"name": f"{outcome.name}.gradient", "process_set": process_set}
+    result: torch.Tensor
     if kind is Kind.ALLTOALL:
-        return perform(FORMS["alltoall"], grad, splits=outcome.rows, **again)[0]  # type: ignore[no-any-return]
+        result, _ = perform(FORMS["alltoall"], grad, splits=outcome.rows, **again)
+        return result
     if kind is Kind.REDUCESCATTER:
+        factor = request.prescale * request.postscale
         factor *= process_set.size() if op is Op.SUM else 1
-        return perform(FORMS["allgather"], grad * factor if factor != 1 else grad, **again)  # type: ignore[no-any-return]
+        result = perform(FORMS["allgather"], grad * factor if factor != 1 else grad, **again)
+        return result
     if kind is Kind.ALLREDUCE:
         again |= {"op": op, "compression": compression}
-        again |= {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
-    result: torch.Tensor = perform(FORMS["allreduce"], grad, **again)
+        again |= {"prescale_factor": request.prescale, "postscale_factor": request.postscale}
+    result = perform(FORMS["allreduce"], grad, **again)
     if kind is Kind.BROADCAST:
-        return result if process.rank() == root_rank else torch.zeros_like(result)
+        return result if process_set.rank() == request.root else torch.zeros_like(result)
     if kind is Kind.ALLGATHER:
         place = process_set.rank()
         start = sum(outcome.rows[:place])
@@ -256,7 +212,7 @@ def sparse_allreduce_async(
         [
             operands.make_operation(
                 Kind.ALLGATHER,
-                Tensor(part),
+                operand_of(part),
                 f"{name}.{kind}" if name else None,
                 process_set,
                 called=called,

@@ -1,61 +1,58 @@
-"""Makes operations from a program's tensors or arrays, the same for every framework."""
+"""Makes operations from a program's tensors or arrays; those on arrays of NumPy and CuPy."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import importlib
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
-from wfbp.comm.backend import Buffer
+import numpy as np
+
+from wfbp.comm.backend import HALF, Buffer, word_dtype
 from wfbp.core.types import Op
 from wfbp.errors import WfbpError
 from wfbp.runtime.collectives import api
+from wfbp.runtime.collectives.arithmetic import ITEM
 from wfbp.runtime.collectives.coordinator import Kind, Request
 from wfbp.runtime.collectives.forms import Form
 from wfbp.runtime.collectives.named_lane import NamedOperation, Outcome
 from wfbp.runtime.collectives.process_sets import ProcessSet
+from wfbp.runtime.consistency import (
+    check_bytes,
+    check_writable,
+    dtype_key,
+    flattened,
+    in_native_order,
+)
 from wfbp.runtime.progress.stall import Members
-
-T = TypeVar("T")
 
 _FLOATING = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
-class Operand(ABC, Generic[T]):
-    """One tensor that a program passes to an operation; results are of type ``T``."""
+class Operand(NamedTuple):
+    """One tensor that a program passes to an operation."""
 
     dtype: str  # as ranks compare it
     shape: tuple[int, ...]
+    data: Buffer  # its elements on the host, flat, in their storage type; private to the operation
+    whole: Callable[[], Any]  # the result of the operand's shape, which is then in ``data``
+    rows: Callable[[Buffer, int], Any]  # so many rows like the operand's, of these elements
     differentiable: bool = False  # whether this rank wants to differentiate the result
-
-    @abstractmethod
-    def data(self) -> Buffer:
-        """Its elements on the host, flat, in their storage type; private to the operation."""
-
-    @abstractmethod
-    def whole(self, outcome: Outcome) -> T:
-        """The result with the operand's shape."""
-
-    @abstractmethod
-    def rows(self, outcome: Outcome, count: int) -> T:
-        """So many rows like the operand's, as a new tensor."""
-
-    @abstractmethod
-    def counts(self, rows: tuple[int, ...]) -> T:
-        """Numbers of rows as a tensor of int32."""
 
 
 def make_operation(
     kind: Kind,
-    operand: Operand[T],
+    operand: Operand,
     name: str | None,
     process_set: ProcessSet,
     *,
+    average: bool | None = None,
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     root_rank: int | None = None,
-    splits: Sequence[int] | None = None,
+    splits: Any = None,
     called: str = "",
     ordered: bool = False,
 ) -> NamedOperation[Any]:
@@ -65,11 +62,13 @@ def make_operation(
     ranks = operations.ranks_of(number)
     if not operand.shape and kind in (Kind.ALLGATHER, Kind.ALLTOALL, Kind.REDUCESCATTER):
         raise ValueError(f"{kind.value} needs at least one dimension; found a scalar")
-    if op is not None:
+    reduces = kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER)
+    if reduces:
+        op = _chosen_op(average, op)
         _check_op(kind, op, operand.dtype, (prescale_factor, postscale_factor), len(ranks))
-    rows = tuple(splits or ())
+    rows = () if splits is None else tuple(splits) if reduces else _listed(splits)
     if kind is Kind.ALLTOALL:
-        rows = _checked_splits(splits, operand.shape[0], len(ranks))
+        rows = _checked_splits(None if splits is None else rows, operand.shape[0], len(ranks))
     request = Request(
         kind,
         "" if name is None else name,
@@ -86,15 +85,15 @@ def make_operation(
 
     def finish(outcome: Outcome) -> Any:
         if kind in (Kind.ALLREDUCE, Kind.BROADCAST):
-            return operand.whole(outcome)
+            return operand.whole()
         if kind is Kind.REDUCESCATTER:
-            return operand.rows(outcome, outcome.rows[ranks.index(operations.rank)])
-        received = operand.rows(outcome, sum(outcome.rows))
+            return operand.rows(outcome.data, outcome.rows[ranks.index(operations.rank)])
+        received = operand.rows(outcome.data, sum(outcome.rows))
         if kind is Kind.ALLTOALL and splits is not None:
-            return received, operand.counts(outcome.rows)
+            return received, np.array(outcome.rows, np.int32)
         return received
 
-    return NamedOperation(request, number, operand.data(), finish, ordered)
+    return NamedOperation(request, number, operand.data, finish, ordered)
 
 
 def perform(
@@ -117,7 +116,62 @@ def perform(
     return act(operations, form.grouped)
 
 
-def chosen_op(average: bool | None, op: object) -> Op:
+def perform_on_arrays(
+    form: Form, arrays: Any, name: str | None, process_set: ProcessSet, **options: Any
+) -> Any:
+    """Perform a public function on one array or several; ``options`` are its other arguments."""
+
+    def make(value: Any, label: str, member: str | None) -> NamedOperation[Any]:
+        operand = array_operand(value, form.in_place, label if form.grouped else "array")
+        return make_operation(form.kind, operand, member, process_set, **options)
+
+    return perform(form, arrays, name, make)
+
+
+def array_operand(value: Any, in_place: bool = False, label: str = "array") -> Operand:
+    """An array of NumPy or CuPy, or a value that NumPy converts."""
+    on_device = hasattr(value, "__cuda_array_interface__")
+    if in_place and not on_device:
+        check_writable(label, value)
+    # Arrays of a device are sent through the host, as those of NumPy.
+    source = _cupy().asnumpy(_cupy().asarray(value)) if on_device else np.asarray(value)
+    check_bytes(label, source)
+    private = in_native_order(source)
+    if not (in_place and private.flags.c_contiguous):
+        private = np.array(private, order="C", copy=True)
+    dtype, shape = dtype_key(private.dtype), source.shape
+    flat = flattened(private)
+
+    def placed(array: Any) -> Any:
+        """A result on the operand's device, made CuPy's current one."""
+        if not on_device:
+            return array
+        with getattr(value, "device", None) or nullcontext():
+            return _cupy().asarray(array)
+
+    def whole() -> Any:
+        if not in_place:
+            return placed(private)
+        if on_device:
+            with getattr(value, "device", None) or nullcontext():
+                _cupy().asarray(value)[...] = _cupy().asarray(private)
+        elif private is not value:
+            np.copyto(value, private)
+        return value
+
+    def rows(data: Buffer, count: int) -> Any:
+        return placed(data.view(np.uint8).view(private.dtype).reshape(count, *shape[1:]))
+
+    data = flat.view(word_dtype(dtype)) if dtype in HALF else flat
+    return Operand(dtype, shape, data, whole, rows)
+
+
+def _cupy() -> Any:
+    """CuPy, which programs with arrays of a device have."""
+    return importlib.import_module("cupy")
+
+
+def _chosen_op(average: bool | None, op: object) -> Op:
     """The ``Op`` from Horovod's two arguments for it."""
     if average is not None:
         if op is not None:
@@ -130,14 +184,11 @@ def chosen_op(average: bool | None, op: object) -> Op:
     return op
 
 
-def wrong_splits(dtype: object, shape: Sequence[int]) -> ValueError:
-    """The error for splits that are a tensor of something else than whole numbers."""
-    return ValueError(
-        f"alltoall: splits are {dtype} of shape {tuple(shape)}; expected one whole number per rank"
-    )
-
-
 def _check_op(kind: Kind, op: Op, dtype: str, factors: tuple[float, float], size: int) -> None:
+    if dtype not in ITEM:
+        raise ValueError(
+            f"elements of type {dtype!r} cannot be combined; expected one of {', '.join(ITEM)}"
+        )
     if op is Op.ADASUM:
         if kind is not Kind.ALLREDUCE:
             raise WfbpError(f"{kind.value} cannot combine by {op}; only allreduce can")
@@ -147,6 +198,17 @@ def _check_op(kind: Kind, op: Op, dtype: str, factors: tuple[float, float], size
             raise ValueError(f"{op} combines floating point; found {dtype}")
     if dtype == "bool" and (op is Op.AVERAGE or factors != (1.0, 1.0)):
         raise ValueError("bool has no average and no multiples; pass op=Sum, Min, Max or Product")
+
+
+def _listed(splits: Any) -> tuple[int, ...]:
+    """Splits, which may be a tensor or array of any kind, as numbers."""
+    counts = splits if hasattr(splits, "tolist") else np.asarray(splits)
+    if len(counts.shape) != 1 or (counts.shape[0] and "int" not in str(counts.dtype)):
+        raise ValueError(
+            f"alltoall: splits are {counts.dtype} of shape {tuple(counts.shape)}; expected one "
+            "whole number per rank"
+        )
+    return tuple(counts.tolist())
 
 
 def _checked_splits(splits: Sequence[int] | None, num_rows: int, size: int) -> tuple[int, ...]:
