@@ -41,6 +41,8 @@ log = logging.getLogger("wfbp")
 
 _WARNING = "warning"
 """Kind of the notices that bring warnings to rank 0."""
+_UNFINISHED = "unfinished"
+"""Kind of the notices that name lanes on which a leaving rank has steps under way."""
 
 FORWARDING_S = 0.2
 """Time for the launcher to forward output: at an abort it may drop the rest."""
@@ -88,6 +90,9 @@ class Runtime:
         # idle ones: the communication thread adds to these, a training thread takes.
         self._leased: list[tuple[Backend, Backend]] = []
         self._idle: set[int] = set()
+        self._lanes: dict[int, LaneProtocol] = {}  # those in use, by the number of their backends
+        # Those that cannot be freed at the end: numbers of their process sets and backends.
+        self._unfinished: set[tuple[int, int]] = set()
         self._users: WeakSet[Releasable] = WeakSet()
         self.optimizer_numbers = count()
         self._names: Counter[str] = Counter()
@@ -103,6 +108,7 @@ class Runtime:
             self._loop = self.thread.loop
             self._fetches = Fetches(backend, self._loop, self.where)
             self._loop.handle_notices(_WARNING, self._hear_warning)
+            self._loop.handle_notices(_UNFINISHED, self._hear_unfinished)
         else:
             self.where += f" of process set {list(members.ranks or ())}"
             self.thread, self._loop, self._fetches = within.thread, within._loop, within._fetches
@@ -256,11 +262,13 @@ class Runtime:
 
     def add_lane(self, lane: LaneProtocol) -> None:
         """Serve a lane from now on."""
+        self._lanes[self._number_of(lane.backend)] = lane
         self.thread.post(lambda: self._loop.add_lane(lane, self.members))
 
     def remove_lane(self, lane: LaneProtocol) -> None:
         """Stop serving a lane, and reuse its backend."""
         number = self._number_of(lane.backend)
+        del self._lanes[number]
         self.thread.post(lambda: self._loop.retire_lane(lane, lambda: self._idle.add(number)))
 
     def _number_of(self, lane_backend: Backend) -> int:
@@ -289,7 +297,7 @@ class Runtime:
             return
         self._closed = True
         self._wait_until(lambda: not self.thread.owes_work, self.config.timeout_s)
-        self._tell({"kind": "bye"})
+        self.thread.post(self._say_bye)
         if self.thread.error is None:
             left, num_others = self._loop.watch.left, self.size - 1
             self._wait_until(
@@ -325,10 +333,30 @@ class Runtime:
 
     # On the communication thread.
 
+    def _say_bye(self) -> None:
+        lanes = [
+            (runtime.members.number, number)
+            for runtime in (self, *self._inner)
+            for number in range(len(runtime._leased))
+            if number not in runtime._idle
+            and (number not in runtime._lanes or runtime._lanes[number].busy)
+        ]
+        self._unfinished.update(lanes)
+        self._loop.send_notice({"kind": _UNFINISHED, "lanes": lanes})
+        self._loop.send_notice({"kind": "bye"})
+
+    def _hear_unfinished(self, _: int, notice: dict[str, Any]) -> None:
+        self._unfinished.update((set_number, number) for set_number, number in notice["lanes"])
+
     def _give_back(self) -> None:
         self._loop.closing = True
         for runtime in (self, *self._inner):
             runtime.devices.close()
+            # To free a communicator is a collective: all ranks leave out the same ones.
+            for number, backends in enumerate(runtime._leased):
+                if (runtime.members.number, number) not in self._unfinished:
+                    for backend in backends:
+                        backend.close()
         for inner in self._inner:
             inner._backend.close()
         if self.planning_channel is not self.channel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import threading
 from typing import Any
 from unittest.mock import Mock
 
@@ -11,11 +12,11 @@ import numpy as np
 import pytest
 
 import wfbp
-from tests.support.local import LocalWorld
+from tests.support.local import LocalBackend, LocalWorld
 from tests.support.ranks import all_well, run_ranks
 from wfbp.comm.backend import Backend
 from wfbp.config import Config
-from wfbp.core.types import Op, Operation
+from wfbp.core.types import Op, Operation, TensorSpec
 from wfbp.errors import (
     DisagreementError,
     NotInitializedError,
@@ -23,6 +24,9 @@ from wfbp.errors import (
     StallError,
 )
 from wfbp.runtime import process, uncaught
+from wfbp.runtime.arguments import ReducerOptions
+from wfbp.runtime.collectives.operations import Collectives
+from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.uncaught import describe_error
 
@@ -35,6 +39,67 @@ def test_collectives_of_several_ranks() -> None:
         return runtime.exchange(bytes([runtime.rank]), "names")
 
     assert all_well(run_ranks(3, body)) == [[b"\0", b"\1", b"\2"]] * 3
+
+
+@pytest.fixture
+def open_backends(monkeypatch: pytest.MonkeyPatch) -> list[LocalBackend]:
+    """Duplicates and parts of backends that were made and not closed."""
+    is_open: list[LocalBackend] = []
+
+    def noting(make: Any) -> Any:
+        def made(*args: Any) -> Any:
+            backend = make(*args)
+            if backend is not None:
+                is_open.append(backend)
+            return backend
+
+        return made
+
+    def close(self: LocalBackend) -> None:
+        if self in is_open:  # else it is the runtime's own
+            is_open.remove(self)
+
+    monkeypatch.setattr(LocalBackend, "duplicate", noting(LocalBackend.duplicate))
+    monkeypatch.setattr(LocalBackend, "subset", noting(LocalBackend.subset))
+    monkeypatch.setattr(LocalBackend, "close", close)
+    return is_open
+
+
+@pytest.mark.parametrize("unfinished", [False, True])
+def test_communicators_are_freed_at_the_end(
+    open_backends: list[LocalBackend], unfinished: bool
+) -> None:
+    """A program may call init() and shutdown() many times; communicators are few."""
+    specs = [TensorSpec(name, (2,), "float32") for name in "ab"]
+    gradient = np.ones(2, np.float32)
+
+    def made(runtime: Runtime) -> Reducer:
+        return Reducer(runtime, specs, ReducerOptions("layerwise", 1))
+
+    def body(runtime: Runtime) -> None:
+        collectives = runtime.collectives = Collectives(runtime)
+        runtime.separate_planning()
+        inner = collectives.runtime_of(collectives.add_set([0, 1]))
+        for place in filter(None, (runtime, runtime, inner)):
+            made(place).close()
+            made(place)
+            used = made(place)
+            for _ in range(6):  # until its plan is the wanted one
+                for index in (1, 0):
+                    used.mark_ready(index, gradient.ctypes.data, gradient)
+                used.synchronize()
+        if unfinished and runtime.rank == 0:
+            used.mark_ready(1, gradient.ctypes.data, gradient)
+            pause = threading.Event()
+            for _ in range(1000):
+                if used._lane.busy:
+                    return
+                pause.wait(1e-2)
+            raise AssertionError("nothing was sent")
+
+    all_well(run_ranks(3, body))
+    # The lane of a step that the other rank of the process set never took, and its channel.
+    assert len(open_backends) == (2 * 2 if unfinished else 0)
 
 
 def test_exchanges_for_different_purposes() -> None:
