@@ -13,6 +13,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
+import wfbp
 from wfbp.core.types import Op
 from wfbp.runtime.collectives.coordinator import Kind
 from wfbp.runtime.collectives.forms import FORMS, Form
@@ -75,6 +76,17 @@ def stub_of(module: str) -> str:
     )
 
 
+def stub_of_package() -> str:
+    """The text of the package's own stub: its names, which it looks up on first use."""
+    inside = vars(wfbp)
+    lines = ['"""Written by ``python -m tests.support.stubs``: do not edit."""', ""]
+    for home, names in sorted(inside["_HOMES"].items()):
+        lines += [f"from {home} import {name} as {name}" for name in names]
+    lines += ["from wfbp.core.types import Op", ""]
+    lines += [f"{name} = Op.{name.upper()}" for name in inside["_OPS"]]
+    return "\n".join([*lines, "__version__: str", "", f"__all__ = {sorted(wfbp.__all__)}", ""])
+
+
 def _declarations(form: Form, function: Callable[..., Any], is_top: bool) -> list[str]:
     """One declaration of a function, or several overloads; the last one has the docstring."""
     signature = inspect.signature(function)
@@ -133,5 +145,6 @@ STUBS = {
 }
 
 if __name__ == "__main__":
+    (PACKAGE / "__init__.pyi").write_text(stub_of_package())
     for module, path in STUBS.items():
         path.write_text(stub_of(module))

@@ -9,7 +9,7 @@ import importlib
 import pytest
 
 import wfbp
-from tests.support.stubs import STUBS, stub_of
+from tests.support.stubs import PACKAGE, STUBS, stub_of, stub_of_package
 from wfbp.runtime import process
 from wfbp.runtime.collectives.forms import FORMS
 
@@ -21,6 +21,12 @@ def test_stubs_declare_what_there_is(module: str) -> None:
     assert ast.unparse(written) == ast.unparse(made)
     declared = {node.name for node in written.body if isinstance(node, ast.FunctionDef)}
     assert set(FORMS) <= declared
+
+
+def test_the_packages_stub_declares_its_names() -> None:
+    written = ast.parse((PACKAGE / "__init__.pyi").read_text())
+    made = ast.parse(stub_of_package())
+    assert sorted(map(ast.unparse, written.body)) == sorted(map(ast.unparse, made.body))
 
 
 @pytest.mark.parametrize("module", STUBS)

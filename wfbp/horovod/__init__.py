@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import itertools
 import sys
+from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 from wfbp.horovod.left_out import INSTEAD, refuse
@@ -28,6 +30,8 @@ __version__ = "0.28.1"
 """Of Horovod, whose public functions are followed."""
 
 _SEARCH_PATH = str(Path(__file__).parent / "search_path")
+_modules: dict[str, ModuleType] = {}
+"""Those that stand in for Horovod's, by name."""
 
 
 def stand_in() -> None:
@@ -40,15 +44,19 @@ def stand_in() -> None:
     """
     present = sys.modules.get("horovod")
     if present is not None:
-        if not isinstance(present, _StandIn):
+        if present is not _modules.get("horovod"):
             raise ImportError("Horovod itself has been imported already; call stand_in() before")
         return
     for name, contents in _contents().items():
-        sys.modules[name] = module = _StandIn(name, contents)
+        _modules[name] = sys.modules[name] = module = ModuleType(name)
+        module.__path__ = []  # a package without files
+        module.__spec__ = ModuleSpec(name, None, is_package=True)
+        module.__dict__.update(contents, __package__=name, __getattr__=partial(refuse, name))
         parent, _, child = name.rpartition(".")
         if parent:
-            setattr(sys.modules[parent], child, module)
-    sys.meta_path.insert(0, _Finder())
+            setattr(_modules[parent], child, module)
+    finder: Any = SimpleNamespace(find_spec=_refuse_import)
+    sys.meta_path.insert(0, finder)
     if _SEARCH_PATH not in sys.path:
         sys.path.insert(1, _SEARCH_PATH)  # after the program's own folder
 
@@ -58,6 +66,7 @@ def _contents() -> dict[str, Mapping[str, Any]]:
     surface = import_module("wfbp.horovod.torch")
     elastic = import_module("wfbp.horovod.torch.elastic")
     compression = import_module("wfbp.torch.compression")
+    _OptimizerClass.register(surface.DistributedOptimizerBase)
 
     def some(module: ModuleType, *names: str) -> dict[str, Any]:
         return {name: getattr(module, name) for name in names}
@@ -94,12 +103,7 @@ def _contents() -> dict[str, Mapping[str, Any]]:
     }
 
 
-class _InstanceOfBase(type):
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, import_module("wfbp.torch").DistributedOptimizerBase)
-
-
-class _OptimizerClass(metaclass=_InstanceOfBase):
+class _OptimizerClass(ABC):  # noqa: B024 - its instances are registered
     """Horovod's class of optimizers, which programs name in annotations and ``isinstance()``."""
 
     def __init_subclass__(cls) -> None:
@@ -134,27 +138,9 @@ def _util() -> dict[str, Callable[..., Any]]:
     return {function.__name__: function for function in functions}
 
 
-class _StandIn(ModuleType):
-    """A module of Horovod's, as a package without files."""
-
-    def __init__(self, name: str, contents: Mapping[str, Any]) -> None:
-        super().__init__(name)
-        self.__path__: list[str] = []
-        self.__package__ = name
-        self.__spec__ = ModuleSpec(name, None, is_package=True)
-        self.__dict__.update(contents)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        refuse(self.__name__, name)
-
-
-class _Finder:
-    """Has ``import`` of a module or name that is left out raise what to use instead."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> None:
-        parent, _, child = name.rpartition(".")
-        if isinstance(sys.modules.get(parent), _StandIn) and child in INSTEAD:
-            # Without a name: `from horovod import run` would swallow the error of that module.
-            raise ModuleNotFoundError(
-                f"{parent} has no {child} under wfbp.horovod: {INSTEAD[child]}"
-            )
+def _refuse_import(name: str, path: Any, target: Any = None) -> None:
+    """Have ``import`` of a module or name that is left out raise what to use instead."""
+    parent, _, child = name.rpartition(".")
+    if parent in _modules and child in INSTEAD:
+        # Without a name: `from horovod import run` would swallow the error of that module.
+        raise ModuleNotFoundError(f"{parent} has no {child} under wfbp.horovod: {INSTEAD[child]}")
