@@ -102,7 +102,6 @@ class GradientExchange:
         self._copy = copy
         self._expect = expect
         self._num_installed = 0
-        self._early: list[tuple[int, int, None, float | None]] = []
         self._addresses = [0] * len(self._specs)
         self._closing = False
         self._problem = ""
@@ -136,20 +135,17 @@ class GradientExchange:
                 raise WfbpError(self._failed)
             self._closing = True
         try:
+            if self.reducer is None:
+                # In the first wait, because only execution has an order that all ranks share.
+                self.reducer = self._make()
+                self._addresses = [0] * len(self._specs)
+            reducer = self.reducer
             # XLA may copy a gradient after its announcement and reuse its memory, or announce a
             # gradient that is constant in a loop only once: it is sent (again) from here. Outside
-            # of programs nothing was announced.
+            # of programs, and before there is a reducer, nothing was announced to it.
             for index, address in enumerate(inputs):
                 if self._addresses[index] != address:
                     self._mark(index, address, None)
-            if self.reducer is None:
-                # In the first wait, because only execution has an order that all ranks share.
-                reducer = self._make()
-                for announcement in self._early:
-                    reducer.mark_ready(*announcement)
-                self._early.clear()
-                self.reducer = reducer
-            reducer = self.reducer
             slots = reducer.synchronize(targets=outputs)
             if reducer.num_installed != self._num_installed:
                 self._num_installed = reducer.num_installed
@@ -172,9 +168,7 @@ class GradientExchange:
 
     def _mark(self, index: int, address: int, time_s: float | None) -> None:
         self._addresses[index] = address
-        if self.reducer is None:
-            self._early.append((index, address, None, time_s))
-        else:
+        if self.reducer is not None:
             self.reducer.mark_ready(index, address, None, time_s)
 
     def source(self, index: int) -> GradientRef | None:
