@@ -13,7 +13,6 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
@@ -56,8 +55,6 @@ Waiters& waiters() {
   static Waiters* const only = new Waiters;
   return *only;
 }
-
-std::atomic<bool> apart{false};  // whether waits use separate threads
 
 // Called as waiter(exchange, inputs, outputs, place); guarded by the GIL.
 PyObject* waiter = nullptr;
@@ -107,10 +104,10 @@ ffi::Future wait(std::int64_t exchange, ffi::RemainingArgs gradients, ffi::Remai
   ffi::Error found = step.find(gradients, reduced);
   if (found.failure()) {
     finish(promise, std::move(found));
-  } else if (apart) {
-    waiters().run([promise, step]() mutable { finish(promise, see_through(step)); });
   } else {
-    finish(promise, see_through(step));
+    // On another thread, so that no wait blocks one of XLA's: ranks that wait in several exchanges
+    // or collectives may reach them in different orders.
+    waiters().run([promise, step]() mutable { finish(promise, see_through(step)); });
   }
   return future;
 }
@@ -226,11 +223,6 @@ PyObject* close_mailbox(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-PyObject* wait_apart(PyObject*, PyObject*) {
-  apart = true;
-  Py_RETURN_NONE;
-}
-
 PyObject* stock(PyObject*, PyObject* args) {
   unsigned long long record = 0;
   PyObject* handle_list = nullptr;
@@ -271,7 +263,6 @@ PyMethodDef methods[] = {
     {"listen", listen, METH_NOARGS, "Wait for a complete group; False once closed."},
     {"take", take, METH_NOARGS, "All notes that wait: (exchange, index, address, place, age) each."},
     {"close", close_mailbox, METH_NOARGS, "End listen(); every later wait fails."},
-    {"wait_apart", wait_apart, METH_NOARGS, "From now on waits use separate threads."},
     {"stock", stock, METH_VARARGS, "stock(record, handles): events to record by that function."},
     {"copy", copy, METH_VARARGS, "copy(to, from, nbytes): copy memory, by lists of integers."},
     {nullptr, nullptr, 0, nullptr}};

@@ -16,7 +16,6 @@ from jax.interpreters import ad, batching, mlir
 
 from wfbp.core.types import ELEMENTWISE_OPS, Op, item_bytes
 from wfbp.errors import DisagreementError
-from wfbp.jax import native
 from wfbp.jax.native import wait_for_programs
 from wfbp.runtime import process
 from wfbp.runtime.collectives import api
@@ -115,7 +114,6 @@ def _within(collective: Collective, array: Any) -> Array:
 
 
 def _as_callback(array: Any, *, collective: Collective) -> Any:
-    native.wait_on_own_threads()
     if process.is_initialized():
         # XLA may run the program on a thread that has not communicated before.
         process.current("a collective").expect_other_threads()

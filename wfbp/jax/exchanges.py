@@ -239,10 +239,7 @@ class ExchangeRegistry:
         with self._lock:
             known = description.key in self._descriptions
             self._descriptions[description.key] = description
-            num_known = len(self._descriptions)
         if not known:
-            if num_known > 1:
-                native.wait_on_own_threads()
             self._stock(2 * len(description.specs))
         return description.key
 

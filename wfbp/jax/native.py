@@ -21,7 +21,6 @@ import sysconfig
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from threading import Event
 from types import ModuleType
 from typing import Any
 
@@ -49,25 +48,9 @@ def load() -> Any:
     for platform, handlers in native.handlers().items():
         for target, handler in handlers.items():
             jax.ffi.register_ffi_target(target, handler, platform=platform)
-    if _own_threads.is_set():
-        native.wait_apart()
     process.before_end(lambda _: wait_for_steps())
     atexit.register(_finish, native)
     return native
-
-
-_own_threads = Event()
-
-
-def wait_on_own_threads() -> None:
-    """From now on, waits on the CPU block none of XLA's threads; costs a thread switch each.
-
-    Needed if a program waits in several exchanges or collectives: ranks may reach them in different
-    orders.
-    """
-    _own_threads.set()
-    if load.cache_info().currsize:
-        load().wait_apart()
 
 
 def wait_for_steps() -> None:

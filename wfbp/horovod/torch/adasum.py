@@ -22,7 +22,7 @@ from wfbp.runtime.collectives import api
 from wfbp.runtime.collectives.process_sets import ProcessSet
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch import joining, state, tensors
-from wfbp.torch.collectives import allreduce, allreduce_async
+from wfbp.torch.collectives import allreduce, grouped_allreduce
 from wfbp.torch.compiling import uncompiled
 from wfbp.torch.compression import Compressor
 from wfbp.torch.optimizer import DistributedOptimizerBase, named_params, take_place, wrapped_of
@@ -94,20 +94,14 @@ class AdasumOptimizerBase(DistributedOptimizerBase):
         before = [p.detach().clone() for _, p in named]
         result = step(closure)
         with torch.no_grad():
-            changes = [p - start for (_, p), start in zip(named, before, strict=True)]
-            packed = [self._wfbp_compression.compress(change) for change in changes]
-            handles = [
-                allreduce_async(
-                    narrow,
-                    name=f"{self._wfbp_prefix}.{name}",
-                    op=Op.ADASUM,
-                    process_set=self._wfbp_process_set,
-                )
-                for (name, _), (narrow, _) in zip(named, packed, strict=True)
-            ]
-            rows = zip(named, before, handles, packed, strict=True)
-            for (_, param), start, handle, (_, context) in rows:
-                change = self._wfbp_compression.decompress(api.synchronize(handle), context)
+            changes = grouped_allreduce(
+                [p - start for (_, p), start in zip(named, before, strict=True)],
+                name=self._wfbp_prefix,
+                compression=self._wfbp_compression,
+                op=Op.ADASUM,
+                process_set=self._wfbp_process_set,
+            )
+            for (_, param), start, change in zip(named, before, changes, strict=True):
                 param.copy_(start + change)
         self._wfbp_num_steps += 1
         return result
