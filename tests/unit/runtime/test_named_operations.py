@@ -24,6 +24,7 @@ from wfbp.runtime.collectives.coordinator import Coordinator, Kind, Request
 from wfbp.runtime.collectives.named_lane import JOIN, NamedLane, NamedOperation, Outcome
 from wfbp.runtime.collectives.operations import Collectives
 from wfbp.runtime.consistency import check_consistent
+from wfbp.runtime.progress.stall import ALL_RANKS
 from wfbp.runtime.runtime import Runtime
 
 
@@ -61,8 +62,8 @@ def test_a_lane_that_is_closed_is_not_served() -> None:
         add_lane=lambda lane, members: served.append(lane), remove_lane=served.remove
     )
     backend = LocalWorld(1).backend(0)
-    thread: Any = SimpleNamespace(loop=loop)
-    lane = NamedLane(thread, backend, backend.mailbox(), "", "rank 0 of 1")
+    runtime: Any = SimpleNamespace(thread=SimpleNamespace(loop=loop), members=ALL_RANKS)
+    lane = NamedLane(runtime, backend, backend.mailbox())
     lane.submit(
         NamedOperation(Request(Kind.BARRIER, "a"), 0, np.zeros(0, np.uint8), lambda _: None)
     )

@@ -18,9 +18,7 @@ from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime.collectives.arithmetic import ITEM, adasum, equal_rows, reducible, scale
 from wfbp.runtime.collectives.coordinator import Coordinator, Kind, Request, Response
 from wfbp.runtime.progress.loop import Reply
-from wfbp.runtime.progress.stall import ALL_RANKS, Members
-from wfbp.runtime.progress.thread import CommunicationThread
-from wfbp.runtime.timeline import TraceWriter
+from wfbp.runtime.runtime import Runtime
 
 T = TypeVar("T")
 
@@ -67,29 +65,18 @@ class NamedLane:
     All methods run under the progress lock, except :meth:`note_progress`.
     """
 
-    def __init__(
-        self,
-        thread: CommunicationThread,
-        backend: HostBackend,
-        mailbox: Mailbox,
-        name: str,
-        where: str,
-        members: Members = ALL_RANKS,
-    ) -> None:
+    def __init__(self, runtime: Runtime, backend: HostBackend, mailbox: Mailbox) -> None:
         self.backend: Backend = backend
         self._data = backend
-        self._thread = thread
+        self._runtime = runtime  # of the set
+        self._loop = runtime.thread.loop
         self._mailbox = mailbox
-        self._of_set = f" of the {name}" if name else ""
-        self._where = where
-        self._members = members
         self._coordinator = Coordinator(backend.size) if backend.rank == 0 else None
         self._pending: dict[str, NamedOperation[Any]] = {}
         self._outbox: list[Request] = []
         self._running: deque[tuple[Work[None], Callable[[], None]]] = deque()
         self._served = False
         self._moved_s = 0.0
-        self.timeline: TraceWriter | None = None
 
     def submit(self, operation: NamedOperation[Any]) -> None:
         """Begin an operation; its name is not pending."""
@@ -97,7 +84,7 @@ class NamedLane:
         self._outbox.append(operation.request)
         if not self._served:
             self._served = True
-            self._thread.loop.add_lane(self, members=self._members)
+            self._loop.add_lane(self, self._runtime.members)
 
     def advance(self) -> bool:
         progressed = self._negotiate()
@@ -113,7 +100,7 @@ class NamedLane:
         elif self._served and not self.busy:
             # No message is of use now: operations need a request from every rank, or its join.
             self._served = False
-            self._thread.loop.remove_lane(self)
+            self._loop.remove_lane(self)
         return progressed
 
     def note_progress(self) -> None:
@@ -124,7 +111,7 @@ class NamedLane:
         """Free the communicators; collective over the set, and no operation may be pending."""
         if self._served:  # since its last operation there was no turn that found nothing to do
             self._served = False
-            self._thread.loop.remove_lane(self)
+            self._loop.remove_lane(self)
         self._mailbox.close()
         self.backend.close()
 
@@ -153,7 +140,9 @@ class NamedLane:
         if not labels:
             return "no named operation pending"
         more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
-        return f"in {', '.join(labels[:3])}{more}{self._of_set}"
+        ranks = self._runtime.members.ranks
+        of_set = f" of the process set {list(ranks)}" if ranks is not None else ""
+        return f"in {', '.join(labels[:3])}{more}{of_set}"
 
     def fail(self, error: WfbpError) -> None:
         pending, self._pending = self._pending, {}
@@ -194,8 +183,8 @@ class NamedLane:
 
     def _start_all(self, responses: Sequence[Response]) -> None:
         """Start the operations of one message of the coordinator."""
-        if self.timeline is not None and responses:
-            self.timeline.cycle()
+        if responses and (timeline := self._runtime.timeline) is not None:
+            timeline.cycle()
         # Only within one message, because ranks read messages at different times.
         for together in _fusible(responses):
             self._start(together)
@@ -206,7 +195,7 @@ class NamedLane:
         if first.error:
             own = self._pending.pop(first.request.name, None)
             if own is not None:  # None: it has joined
-                own.reply.fail(DisagreementError(f"{self._where}: {first.error}"))
+                own.reply.fail(DisagreementError(f"{self._runtime.where}: {first.error}"))
             return
         operations = [self._take(response.request) for response in responses]
         rows, ready_s = self._rows(first), time.monotonic()
@@ -215,8 +204,8 @@ class NamedLane:
         def finish() -> None:
             for each, response, data in zip(operations, responses, results(), strict=True):
                 kind, name = each.request.kind.value, each.request.name
-                if self.timeline is not None:
-                    self.timeline.operation(kind, name, each.since, ready_s)
+                if (timeline := self._runtime.timeline) is not None:
+                    timeline.operation(kind, name, each.since, ready_s)
                 each.reply.put(Outcome(data, rows, response.differentiable, name))
 
         self._running.append((work, finish))

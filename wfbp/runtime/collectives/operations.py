@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from wfbp.runtime import signals
 from wfbp.runtime.collectives.coordinator import Kind, Request
 from wfbp.runtime.collectives.named_lane import JOIN, NamedLane, NamedOperation
 from wfbp.runtime.consistency import check_consistent
-from wfbp.runtime.progress.stall import ALL_RANKS, Members
+from wfbp.runtime.progress.stall import Members
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.timeline import TraceWriter
 
@@ -144,13 +144,11 @@ class Collectives:
         lane = inner = None
         if made is not None:
             data, mailbox, own = made
-            inner, members, name = runtime, ALL_RANKS, ""
+            inner, members = runtime, Members(number, ranks)
             if own is not None:
-                members, name = Members(number, ranks), f"process set {list(ranks)}"
                 inner = Runtime(own, runtime.config, within=runtime, members=members)
                 inner.timeline = runtime.timeline
-            lane = NamedLane(runtime.thread, data, mailbox, name, runtime.where, members)
-            lane.timeline = runtime.timeline
+            lane = NamedLane(inner, data, mailbox)
         self._sets[number] = _Set(ranks, lane, inner, together)
         return number
 
@@ -224,10 +222,6 @@ class Collectives:
             self._runtime.thread.progress()
         return all(operation.reply.answered for operation in operations)
 
-    @overload
-    def synchronize(self, handle: Handle[T]) -> T: ...
-    @overload
-    def synchronize(self, handle: int) -> Any: ...
     @signals.deferring
     def synchronize(self, handle: int) -> Any:
         """Wait until operations are complete, and return the result; the handle is used up."""
@@ -283,10 +277,10 @@ class Collectives:
 
     def record(self, timeline: TraceWriter | None) -> None:
         """Close the current timeline, and record in another one, or in none."""
-        before, self._runtime.timeline = self._runtime.timeline, timeline
+        before = self._runtime.timeline
         for process_set in self._sets.values():
-            if process_set.lane is not None and process_set.runtime is not None:
-                process_set.lane.timeline = process_set.runtime.timeline = timeline
+            if process_set.runtime is not None:
+                process_set.runtime.timeline = timeline
         if before is not None:
             before.close()
 
