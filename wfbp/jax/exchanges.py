@@ -49,28 +49,26 @@ class ExchangeDescription:
     threshold_bytes: int
     occurrence: int = 0
 
-    @cached_property
-    def text(self) -> str:
-        """The description as JSON; the same in every process."""
-        rows = [[s.name, list(s.shape), s.dtype] for s in self.specs]
-        rest = [self.op.value, self.schedule, self.threshold_bytes, self.occurrence]
-        return json.dumps([self.name, rows, *rest])
-
-    @classmethod
-    def parse(cls, text: str) -> ExchangeDescription:
-        name, rows, op, *rest = json.loads(text)
-        specs = tuple(TensorSpec(n, tuple(shape), dtype) for n, shape, dtype in rows)
-        return cls(name, specs, Op(op), *rest)
-
     @property
     def title(self) -> str:
         """The name in messages."""
         return f"{self.name} ({self.occurrence + 1})" if self.occurrence else self.name
 
     @cached_property
+    def text(self) -> bytes:
+        """What :func:`consistency.check_specs` compares; the same in every process."""
+        settings = {
+            "name": self.title,
+            "op": str(self.op),
+            "schedule": self.schedule,
+            "bytes": self.threshold_bytes,
+        }
+        return consistency.encode_specs(self.specs, settings)
+
+    @cached_property
     def key(self) -> int:
         """A number for compiled programs, which may be kept on disk."""
-        digest = hashlib.sha256(self.text.encode()).digest()
+        digest = hashlib.sha256(self.text).digest()
         return int.from_bytes(digest[:8], "little") >> 1
 
 
@@ -349,17 +347,15 @@ class ExchangeRegistry:
                 return self._reducers[wanted.key]
             with self._lock:
                 known = sorted(self._descriptions)
-            message = json.dumps({"wanted": wanted.text, "known": known}).encode()
+            message = json.dumps([wanted.key, wanted.text.decode(), known]).encode()
             payloads = runtime.planning_channel.exchange(message, "jax: making an exchange")
-            replies = [json.loads(payload) for payload in payloads]
-            descriptions = [ExchangeDescription.parse(reply["wanted"]) for reply in replies]
-            everywhere = set.intersection(*(set(reply["known"]) for reply in replies))
-            if not everywhere.issuperset(d.key for d in descriptions):
-                _disagree(runtime.where, descriptions)
-            for key, description in sorted({d.key: d for d in descriptions}.items()):
-                if key in self._reducers:
-                    continue
+            keys, texts, known_by_rank = zip(*map(json.loads, payloads), strict=True)
+            if not set(keys).issubset(set.intersection(*map(set, known_by_rank))):
+                who = f"{runtime.where}: {wanted.title}"
+                consistency.check_specs(who, [text.encode() for text in texts])
+            for key in sorted(set(keys) - self._reducers.keys()):
                 with self._lock:
+                    description = self._descriptions[key]
                     exchange = self._get(key)
                 self._reducers[key] = Reducer(
                     runtime,
@@ -375,17 +371,6 @@ class ExchangeRegistry:
                     channel=runtime.planning_channel,
                 )
             return self._reducers[wanted.key]
-
-
-def _disagree(where: str, descriptions: Sequence[ExchangeDescription]) -> None:
-    """Raise ``DisagreementError`` with the difference between the ranks' exchanges."""
-    encoded = []
-    for d in descriptions:
-        settings = {
-            "name": d.title, "op": str(d.op), "schedule": d.schedule, "bytes": d.threshold_bytes,
-        }  # fmt: skip
-        encoded.append(consistency.encode_specs(d.specs, settings))
-    consistency.check_specs(f"{where}: {descriptions[0].title}", encoded)
 
 
 @functools.cache

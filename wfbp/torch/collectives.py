@@ -11,8 +11,7 @@ from wfbp.runtime.collectives import forms
 from wfbp.runtime.collectives.coordinator import Kind
 from wfbp.runtime.collectives.forms import NAME, PROCESS_SET, ROOT, SPLITS, Form
 from wfbp.torch.compression import Compression
-from wfbp.torch.operands import perform
-from wfbp.torch.operands import sparse_allreduce_async as sparse_allreduce_async
+from wfbp.torch.operands import perform, sparse_allreduce_async
 
 
 def _parameters(form: Form) -> tuple[tuple[str, Any, str], ...]:
@@ -37,4 +36,5 @@ _EXAMPLES = {
 2""",
 }
 
+__all__ = [*forms.FORMS, "sparse_allreduce_async"]
 globals().update(forms.make_functions(__name__, _parameters, perform, "", _EXAMPLES))

@@ -195,8 +195,7 @@ def test_what_ends_one_step_ends_all() -> None:
 
 def test_requests_are_the_same_in_every_process() -> None:
     """Their keys are in compiled programs, which may be kept on disk."""
-    assert ExchangeDescription.parse(REQUEST.text).text == REQUEST.text
-    assert REQUEST.key == ExchangeDescription.parse(REQUEST.text).key == 736169423000007482
+    assert REQUEST.key == 1173483223559923768
     others = [
         ExchangeDescription("other", SPECS, Op.AVERAGE, "auto", 100),
         ExchangeDescription("test", SPECS[:2], Op.AVERAGE, "auto", 100),

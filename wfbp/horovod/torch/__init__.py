@@ -27,22 +27,11 @@ from wfbp.horovod.torch import elastic
 from wfbp.horovod.torch.adasum import combine_steps
 from wfbp.runtime import process
 from wfbp.runtime.collectives.api import current, runtime_of, start_timeline, stop_timeline
+from wfbp.runtime.collectives.forms import FORMS
 from wfbp.runtime.collectives.operations import Handle
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.torch import *  # noqa: F403
-from wfbp.torch.collectives import (
-    allreduce_async_,
-    alltoall_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    sparse_allreduce_async,
-)
+from wfbp.torch.collectives import *  # noqa: F403
 from wfbp.torch.compression import Compression, Compressor
 from wfbp.torch.optimizer import DistributedOptimizerBase
 from wfbp.torch.wrapping import check_optimizer, distribute
@@ -231,14 +220,11 @@ def broadcast_optimizer_state(  # type: ignore[no-redef]
 
 
 __all__ = [
-    *wfbp.torch.__all__,
+    *sorted({*wfbp.torch.__all__, *FORMS, "sparse_allreduce_async"}),
     "Adasum",
     "Compressor",
     "Handle",
     "HorovodInternalError",
-    "allreduce_async_",
-    "alltoall_async",
-    "broadcast_async_",
     "ccl_built",
     "cross_rank",
     "cross_size",
@@ -247,20 +233,12 @@ __all__ = [
     "elastic",
     "gloo_built",
     "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
     "is_homogeneous",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
     "rocm_built",
-    "sparse_allreduce_async",
     "start_timeline",
     "stop_timeline",
 ]

@@ -270,10 +270,10 @@ class Collectives:
 
     def end_join(self, handle: Handle[list[int]]) -> int:
         """Wait for the other ranks; returns the last one that joined."""
-        last, *_ = self.synchronize(handle)  # of all ranks, and of each set
+        joined: list[int] = self.synchronize(handle)  # of all ranks, and of each set
         self._num_joins += 1
         self._unnamed.clear()
-        return last
+        return joined[0]
 
     def record(self, timeline: TraceWriter | None) -> None:
         """Close the current timeline, and record in another one, or in none."""
