@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
 
 from wfbp.runtime.api.parameters import broadcast_arrays
@@ -18,22 +18,15 @@ if TYPE_CHECKING:
 
     from wfbp.torch.optimizer import DistributedOptimizerBase
 
-
-def _comes_from(value: object, *packages: str) -> bool:
-    """Whether a value's class or a base class is of these packages; loads nothing."""
-    return any(kind.__module__.partition(".")[0] in packages for kind in type(value).__mro__)
+_ADAPTERS = {"torch": "wfbp.torch", "jax": "wfbp.jax", "jaxlib": "wfbp.jax", "optax": "wfbp.jax"}
+"""By the package that a value's class or a base class is of."""
 
 
-def _torch() -> ModuleType:
-    import wfbp.torch
-
-    return wfbp.torch
-
-
-def _jax() -> ModuleType:
-    import wfbp.jax
-
-    return wfbp.jax
+def _adapter(value: object) -> Any:
+    """The adapter of a value's framework, loaded now; None for NumPy's arrays and others."""
+    packages = [kind.__module__.partition(".")[0] for kind in type(value).__mro__]
+    found = next((_ADAPTERS[name] for name in packages if name in _ADAPTERS), None)
+    return None if found is None else import_module(found)
 
 
 @overload
@@ -61,28 +54,26 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # n
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> optimizer = wfbp.DistributedOptimizer(optimizer)
     """
-    if _comes_from(optimizer, "torch"):
-        return _torch().DistributedOptimizer(optimizer, *args, **kwargs)
-    if _comes_from(optimizer, "optax"):
-        return _jax().DistributedOptimizer(optimizer, *args, **kwargs)
-    raise TypeError(
-        f"no adapter for an optimizer of type {type(optimizer).__module__}."
-        f"{type(optimizer).__qualname__}; expected a torch.optim.Optimizer or an optax "
-        "transformation. Plain arrays are reduced by wfbp.GradientReducer"
-    )
+    adapter = _adapter(optimizer)
+    if adapter is None:
+        raise TypeError(
+            f"no adapter for an optimizer of type {type(optimizer).__module__}."
+            f"{type(optimizer).__qualname__}; expected a torch.optim.Optimizer or an optax "
+            "transformation. Plain arrays are reduced by wfbp.GradientReducer"
+        )
+    return adapter.DistributedOptimizer(optimizer, *args, **kwargs)
 
 
 def perform(form: Form, value: Any, **options: Any) -> Any:
     """Run a function of ``wfbp.collectives`` on one value or several of one kind."""
-    sample = value
     if form.grouped:
         value = list(value)
-        sample = value[0] if value else None
-    if _comes_from(sample, "torch"):
-        return getattr(_torch().collectives, form.name)(value, **options)
-    if not _comes_from(sample, "jax", "jaxlib"):
+    adapter = _adapter(value[0] if form.grouped and value else value)
+    if adapter is None:
         return perform_on_arrays(form, value, **options)
-    act = getattr(_jax(), form.name, None)
+    if adapter.__name__ == "wfbp.torch":
+        return getattr(adapter.collectives, form.name)(value, **options)
+    act = getattr(adapter, form.name, None)
     if act is None:
         raise TypeError(
             f"{form.name}() takes no arrays of JAX; wfbp.jax has allreduce, allgather, broadcast, "
@@ -124,10 +115,8 @@ def join() -> int:
         >>> wfbp.join() == wfbp.size() - 1
         True
     """
-    if "wfbp.torch" in sys.modules:
-        last: int = _torch().join()
-        return last
-    return api.join()
+    adapter = sys.modules.get("wfbp.torch", api)
+    return int(adapter.join())
 
 
 def broadcast_parameters(parameters: Any, root_rank: int = 0) -> Any:
@@ -146,25 +135,25 @@ def broadcast_parameters(parameters: Any, root_rank: int = 0) -> Any:
         TypeError: other values without names.
         DisagreementError: ranks passed different names, shapes or element types.
     """
-    if _comes_from(parameters, "torch"):
-        _torch().broadcast_parameters(parameters, root_rank)
-        return None
-    if "jax" in sys.modules and _jax().trees.has_arrays(parameters):
-        return _jax().broadcast_parameters(parameters, root_rank)
+    adapter = _adapter(parameters)
+    if adapter is None and "jax" in sys.modules:
+        jax_adapter = import_module("wfbp.jax")
+        adapter = jax_adapter if jax_adapter.trees.has_arrays(parameters) else None
+    if adapter is not None:
+        return adapter.broadcast_parameters(parameters, root_rank)
     try:
         listed = parameters if hasattr(parameters, "keys") else list(parameters)
-        unnamed = bool(listed) and all(_comes_from(each, "torch") for each in listed)
-        items = {} if unnamed else dict(listed)
+        unnamed = bool(listed) and all(_adapter(each) for each in listed)
+        arrays = {} if unnamed else dict(listed)
     except (TypeError, ValueError):
         raise TypeError(
             "parameters must be named; pass a mapping, pairs of names and values, "
             "model.state_dict() or model.named_parameters()"
         ) from None
-    if unnamed or any(_comes_from(value, "torch") for value in items.values()):
-        _torch().broadcast_parameters(listed if unnamed else items, root_rank)
-    else:
-        broadcast_arrays(items, root_rank)
-    return None
+    adapter = next(filter(None, map(_adapter, listed if unnamed else arrays.values())), None)
+    if adapter is not None:
+        return adapter.broadcast_parameters(listed, root_rank)
+    return broadcast_arrays(arrays, root_rank)
 
 
 def broadcast_optimizer_state(optimizer: Any, root_rank: int = 0) -> None:
@@ -173,6 +162,7 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int = 0) -> None:
     Raises:
         TypeError: no adapter for this kind of optimizer.
     """
-    if not _comes_from(optimizer, "torch"):
+    adapter = _adapter(optimizer)
+    if adapter is None or adapter.__name__ != "wfbp.torch":
         raise TypeError(f"expected a torch.optim.Optimizer, found {type(optimizer).__qualname__}")
-    _torch().broadcast_optimizer_state(optimizer, root_rank)
+    adapter.broadcast_optimizer_state(optimizer, root_rank)

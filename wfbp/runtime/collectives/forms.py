@@ -89,9 +89,9 @@ _MEANING = {
 }
 
 _RESULT = {
-    Kind.ALLTOALL: "The received rows, in rank order; with ``splits`` also their number from each "
+    Kind.ALLTOALL: "the received rows, in rank order; with ``splits`` also their number from each "
     "rank (int32).",
-    Kind.REDUCESCATTER: "This rank's rows, new and of the argument's kind. If they do not divide "
+    Kind.REDUCESCATTER: "this rank's rows, new and of the argument's kind. If they do not divide "
     "equally, the first ranks get one more.",
 }
 
@@ -110,19 +110,15 @@ def _docstring(form: Form, parameters: list[inspect.Parameter], notes: str, exam
         one="several" if form.grouped else one,
         some=f"several {many}" if form.grouped else f"the {many}",
     )
-    if form.waits:
-        first = f"{what[0].upper()}{what[1:]}{', in place' * form.in_place}."
-    else:
-        first = f"Begin to {what}{', in place' * form.in_place}."
-    result = _RESULT.get(form.kind, "A new one, of the argument's kind.")
+    first = f"{'' if form.waits else 'begin to '}{what}{', in place' * form.in_place}."
+    result = _RESULT.get(form.kind, "a new one, of the argument's kind.")
     if form.in_place:
-        result = "The argument." if form.waits else "the argument; do not touch it until then."
+        result = "the argument." if form.waits else "the argument; do not touch it until then."
     elif not form.waits:
         result = "the result of the waiting function."
-    if form.grouped:
-        result = f"A list: {result[0].lower()}{result[1:]}" if form.waits else f"a list: {result}"
+    result = "a list: " * form.grouped + result
     if not form.waits:
-        result = f"A handle for :func:`synchronize`, which returns {result}"
+        result = f"a handle for :func:`synchronize`, which returns {result}"
 
     def item(label: str, text: str, indent: str = "    ") -> str:
         lines = wrap(text, 88 - len(indent), initial_indent=f"{label}: ")
@@ -130,17 +126,15 @@ def _docstring(form: Form, parameters: list[inspect.Parameter], notes: str, exam
 
     tensor = _TENSOR[form.kind] + (f" {notes}" if notes else "")
     meaning = {parameters[0].name: tensor, **_MEANING}
-    blocks = [first, *(["Differentiable."] if _differentiates(form) and not notes else [])]
+    first, result = (text[0].upper() + text[1:] for text in (first, result))
+    differentiable = form.waits and not form.in_place and not notes
+    blocks = [first, *["Differentiable."] * differentiable]
     blocks.append("Args:\n" + "\n".join(item(p.name, meaning[p.name]) for p in parameters))
     blocks.append("Returns:\n" + "\n".join(f"    {line}" for line in wrap(result, 88)))
     blocks.append("Raises:\n" + "\n".join(item(*row) for row in _RAISES))
     if example:
         blocks.append("Example:\n" + "\n".join(f"    {line}" for line in example.splitlines()))
     return "\n\n".join(blocks) + "\n"
-
-
-def _differentiates(form: Form) -> bool:
-    return form.waits and not form.in_place
 
 
 def make_functions(
