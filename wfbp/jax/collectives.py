@@ -15,13 +15,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from wfbp.core.types import ELEMENTWISE_OPS, Op, item_bytes
-from wfbp.errors import DisagreementError
 from wfbp.jax.native import wait_for_programs
 from wfbp.runtime import process
 from wfbp.runtime.collectives import api
 from wfbp.runtime.collectives.arithmetic import equal_rows
 from wfbp.runtime.collectives.coordinator import Kind
-from wfbp.runtime.collectives.named_lane import Outcome
 from wfbp.runtime.collectives.operands import array_operand, make_operation
 from wfbp.runtime.collectives.process_sets import global_process_set
 from wfbp.runtime.consistency import Array, check_root
@@ -58,23 +56,9 @@ class Collective:
             global_process_set,
             op=self.op,
             root_rank=self.root_rank,
-            splits=self.rows if self.kind is Kind.REDUCESCATTER else None,
+            splits=self.rows or None,  # ranks compare them
             ordered=True,  # not matched by name, so that ranks in different operations raise
         )
-        finish = operation.finish
-
-        def checked(outcome: Outcome) -> Array:
-            # Every rank gets the same outcome and raises the same error.
-            if self.kind is Kind.ALLGATHER and self.rows and outcome.rows != self.rows:
-                raise DisagreementError(
-                    f"{process.current('allgather()').where}: allgather "
-                    f"{self.name or outcome.name!r}: ranks have {outcome.rows} rows; expected "
-                    f"{self.rows}. In a compiled program all must have equally many"
-                )
-            result: Array = finish(outcome)
-            return result
-
-        operation.finish = checked
         done: Array = api.current(f"{self.kind.value}()").run([operation], is_group=False)
         return done
 

@@ -56,7 +56,7 @@ def make_operation(
     called: str = "",
     ordered: bool = False,
 ) -> NamedOperation[Any]:
-    """An operation on one tensor; ``splits`` of a reduce-scatter are the rows of each rank."""
+    """An operation on one tensor; ``splits``, but of an all-to-all, are the rows of each rank."""
     number = process_set.known_id(f"{kind.value}()")
     operations = api.current(f"{kind.value}()")
     ranks = operations.ranks_of(number)
@@ -66,7 +66,7 @@ def make_operation(
     if reduces:
         op = _chosen_op(average, op)
         _check_op(kind, op, operand.dtype, (prescale_factor, postscale_factor), len(ranks))
-    rows = () if splits is None else tuple(splits) if reduces else _listed(splits)
+    rows = () if splits is None else _listed(splits)
     if kind is Kind.ALLTOALL:
         rows = _checked_splits(None if splits is None else rows, operand.shape[0], len(ranks))
     request = Request(
