@@ -115,8 +115,9 @@ def join() -> int:
         >>> wfbp.join() == wfbp.size() - 1
         True
     """
-    adapter = sys.modules.get("wfbp.torch", api)
-    return int(adapter.join())
+    adapter: Any = sys.modules.get("wfbp.torch", api.current("join()"))
+    last: int = adapter.join()
+    return last
 
 
 def broadcast_parameters(parameters: Any, root_rank: int = 0) -> Any:

@@ -51,22 +51,24 @@ def join() -> int:
         >>> wfbp.join() == wfbp.size() - 1
         True
     """
-    if process.current("join()").size == 1:
-        return api.join()
+    operations = api.current("join()")
+    if process.size() == 1:
+        return operations.join()
     if _followers or gradient_sync.in_use():
         gc.collect()  # what is forgotten on all ranks must be on this one, too
     thread = process.current("join()").thread
     # Those of an earlier runtime may still be held, by a traceback for example.
     syncs = [sync for sync in gradient_sync.in_use() if sync.runtime.thread is thread]
-    operations = api.current("join()")
-    handle = operations.begin_join()
-    with ThreadPoolExecutor(len(syncs) or 1, "wfbp-join") as executor:
-        others = [executor.submit(sync.join, operations.note_progress) for sync in syncs[1:]]
-        for sync in syncs[:1]:
-            sync.join(operations.note_progress)  # here, where a signal's handler can end it
-        for future in others:
-            future.result()
-    last = operations.end_join(handle)
+
+    def follow() -> None:
+        with ThreadPoolExecutor(len(syncs) or 1, "wfbp-join") as executor:
+            others = [executor.submit(sync.join, operations.note_progress) for sync in syncs[1:]]
+            for sync in syncs[:1]:
+                sync.join(operations.note_progress)  # here, where a signal's handler can end it
+            for future in others:
+                future.result()
+
+    last = operations.join(follow)
     for sync in syncs:
         root, sync.last_active = sync.last_active, None
         if root is not None:

@@ -194,7 +194,7 @@ def test_an_answer_on_its_way_is_moved_on_when_the_operation_is_over(
         operations.run(
             [NamedOperation(reduction("x", (1,)), 0, np.ones(1, np.float32), lambda _: None)]
         )
-        (lane,) = (members.lane for members in operations._sets.values())
+        (lane,) = (members.lane for members in operations.sets.values())
         assert lane is not None
         assert lane.busy
         assert lane.owes_work
@@ -301,7 +301,7 @@ def test_a_rank_that_has_joined_while_another_waits_elsewhere_is_told() -> None:
         if runtime.rank:
             check_consistent(runtime, "broadcast_parameters()")
         else:
-            operations.synchronize(operations.begin_join())
+            operations.join()
 
     for error in run_ranks(2, body, replace(QUICK, stall_warning_s=0.3, timeout_s=60.0)):
         assert isinstance(error, DisagreementError), error

@@ -79,7 +79,7 @@ def test_communicators_are_freed_at_the_end(
     def body(runtime: Runtime) -> None:
         collectives = runtime.collectives = Collectives(runtime)
         runtime.separate_planning()
-        inner = collectives.runtime_of(collectives.add_set([0, 1]))
+        inner = collectives.sets[collectives.add_set([0, 1])].runtime
         for place in filter(None, (runtime, runtime, inner)):
             made(place).close()
             made(place)

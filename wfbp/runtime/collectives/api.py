@@ -113,7 +113,7 @@ def stop_timeline() -> None:
 
 def runtime_of(process_set: ProcessSet, call: str) -> Runtime:
     """The runtime of a process set, for a public function; ``ValueError`` on a rank outside it."""
-    runtime = current(call).runtime_of(process_set.known_id(call))
+    runtime = current(call).sets[process_set.known_id(call)].runtime
     if runtime is None:
         raise ValueError(
             f"{process.current(call).where} is not in the process set of ranks "
@@ -174,18 +174,6 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     operations.run([NamedOperation(request, number, nothing, lambda _: None)])
 
 
-def join() -> int:
-    """Announce that this rank has no more data, and wait until all ranks have called this.
-
-    Until then this rank contributes zeros to every ``allreduce`` of the others.
-
-    Returns:
-        The last rank that called it, the same on every rank.
-    """
-    operations = current("join()")
-    return operations.end_join(operations.begin_join())
-
-
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Add a process set; every rank of the job must call this, members or not.
 
@@ -238,7 +226,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         return False
     number = process_set.known_id()
     operations.check_idle(number)
-    runtime = operations.runtime_of(number)
+    runtime = operations.sets[number].runtime
     if runtime is not None:
         process.let_go(runtime)
     operations.remove_set(number)
@@ -275,7 +263,7 @@ def broadcast_object(
     """
     number = process_set.known_id("broadcast_object()")
     operations = current("broadcast_object()")
-    root = Members(number, operations.ranks_of(number)).root(root_rank)
+    root = Members(number, operations.sets[number].ranks).root(root_rank)
     is_root = operations.rank == root_rank
     payload = cloudpickle.dumps(obj) if is_root else b""
     parts = _gather_bytes("broadcast_object", name, number, payload, root)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -59,7 +59,7 @@ def make_operation(
     """An operation on one tensor; ``splits``, but of an all-to-all, are the rows of each rank."""
     number = process_set.known_id(f"{kind.value}()")
     operations = api.current(f"{kind.value}()")
-    ranks = operations.ranks_of(number)
+    ranks = operations.sets[number].ranks
     if not operand.shape and kind in (Kind.ALLGATHER, Kind.ALLTOALL, Kind.REDUCESCATTER):
         raise ValueError(f"{kind.value} needs at least one dimension; found a scalar")
     reduces = kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER)
@@ -68,7 +68,7 @@ def make_operation(
         _check_op(kind, op, operand.dtype, (prescale_factor, postscale_factor), len(ranks))
     rows = () if splits is None else _listed(splits)
     if kind is Kind.ALLTOALL:
-        rows = _checked_splits(None if splits is None else rows, operand.shape[0], len(ranks))
+        rows = _checked_splits(rows, operand.shape[0], len(ranks), splits is None)
     request = Request(
         kind,
         "" if name is None else name,
@@ -211,14 +211,15 @@ def _listed(splits: Any) -> tuple[int, ...]:
     return tuple(counts.tolist())
 
 
-def _checked_splits(splits: Sequence[int] | None, num_rows: int, size: int) -> tuple[int, ...]:
-    if splits is None:
+def _checked_splits(
+    rows: tuple[int, ...], num_rows: int, size: int, equal: bool
+) -> tuple[int, ...]:
+    if equal:
         if num_rows % size:
             raise ValueError(
                 f"alltoall: {num_rows} rows are no equal parts for {size} ranks; pass splits"
             )
         return (num_rows // size,) * size
-    rows = tuple(int(count) for count in splits)
     if len(rows) != size or min(rows) < 0 or sum(rows) != num_rows:
         raise ValueError(
             f"alltoall: splits are {list(rows)}; expected {size} numbers of rows that add up to "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -55,7 +55,7 @@ class Collectives:
         self._unnamed: dict[tuple[int, str], Iterator[int]] = {}
         self._num_joins = 0
         self._set_numbers = count()
-        self._sets: dict[int, _Set] = {}
+        self.sets: dict[int, _Set] = {}  # by number; 0 for all ranks
         self.rank = runtime.rank
         place = json.dumps([runtime.local_rank, runtime.local_size]).encode()
         places = runtime.exchange(place, "init(): comparing hosts")
@@ -96,7 +96,7 @@ class Collectives:
                 f"the ranks of a process set are {list(chosen)}; expected different ones of 0 to "
                 f"{size - 1}"
             )
-        for number, known in self._sets.items():
+        for number, known in self.sets.items():
             if known.ranks == chosen:
                 hint = f", with number {number}" if number else ": use global_process_set"
                 raise ValueError(f"a process set of ranks {list(chosen)} exists already{hint}")
@@ -106,11 +106,11 @@ class Collectives:
     def remove_set(self, number: int) -> None:
         """Remove a process set, and those made together with it; collective over all ranks."""
         self.check_idle(number)
-        removed = [(each, self._sets[each]) for each in self._sets[number].together]
+        removed = [(each, self.sets[each]) for each in self.sets[number].together]
         shown = ", ".join(str(list(process_set.ranks)) for _, process_set in removed)
         check_consistent(self._runtime, "remove_process_set", shown)
         for each, process_set in removed:
-            del self._sets[each]
+            del self.sets[each]
             if process_set.lane is not None:  # an idle lane is not served
                 assert process_set.runtime is not None
                 channel, label = process_set.runtime.channel, "removing a process set"
@@ -127,14 +127,6 @@ class Collectives:
                 "synchronize() them before remove_process_set()"
             )
 
-    def ranks_of(self, number: int) -> tuple[int, ...]:
-        """The ranks of a process set, ascending."""
-        return self._sets[number].ranks
-
-    def runtime_of(self, number: int) -> Runtime | None:
-        """The runtime of a process set; None on a rank outside it."""
-        return self._sets[number].runtime
-
     def _make_set(self, ranks: tuple[int, ...], together: Sequence[int] = ()) -> int:
         number = next(self._set_numbers)
         runtime = self._runtime
@@ -149,7 +141,7 @@ class Collectives:
                 inner = Runtime(own, runtime.config, within=runtime, members=members)
                 inner.timeline = runtime.timeline
             lane = NamedLane(inner, data, mailbox)
-        self._sets[number] = _Set(ranks, lane, inner, together)
+        self.sets[number] = _Set(ranks, lane, inner, together)
         return number
 
     # Operations.
@@ -190,7 +182,7 @@ class Collectives:
         name: object = operation.request.name
         if not isinstance(name, str):
             raise TypeError(f"name is {name!r}; expected a string")
-        members = self._sets[operation.process_set]
+        members = self.sets[operation.process_set]
         if members.lane is None:
             raise ValueError(
                 f"{self._runtime.where} is not in the process set of ranks {list(members.ranks)}"
@@ -252,33 +244,32 @@ class Collectives:
             )
         return found
 
-    def begin_join(self) -> Handle[list[int]]:
-        """Contribute zeros, to this rank's process sets too, until all ranks have called this."""
+    def join(self, meanwhile: Callable[[], None] = lambda: None) -> int:
+        """Contribute zeros, to this rank's process sets too, until all ranks have called this, and
+        do something ``meanwhile``; returns the last rank that called it."""
         request, nothing = Request(Kind.JOIN, JOIN), np.empty(0, np.uint8)
         joins = [
             NamedOperation(request, number, nothing, lambda outcome: outcome.rows[0])
-            for number, process_set in self._sets.items()
+            for number, process_set in self.sets.items()
             if process_set.lane is not None
         ]
-        return self.submit(joins)
-
-    def note_progress(self) -> None:
-        """This rank has joined, and the others go on."""
-        for process_set in self._sets.values():
-            if process_set.lane is not None:
-                process_set.lane.note_progress()
-
-    def end_join(self, handle: Handle[list[int]]) -> int:
-        """Wait for the other ranks; returns the last one that joined."""
+        handle = self.submit(joins)
+        meanwhile()
         joined: list[int] = self.synchronize(handle)  # of all ranks, and of each set
         self._num_joins += 1
         self._unnamed.clear()
         return joined[0]
 
+    def note_progress(self) -> None:
+        """This rank has joined, and the others go on."""
+        for process_set in self.sets.values():
+            if process_set.lane is not None:
+                process_set.lane.note_progress()
+
     def record(self, timeline: TraceWriter | None) -> None:
         """Close the current timeline, and record in another one, or in none."""
         before = self._runtime.timeline
-        for process_set in self._sets.values():
+        for process_set in self.sets.values():
             if process_set.runtime is not None:
                 process_set.runtime.timeline = timeline
         if before is not None:
@@ -288,7 +279,7 @@ class Collectives:
 
     def close(self) -> None:
         """Free all communicators; collective, and nothing may be under way."""
-        for process_set in self._sets.values():
+        for process_set in self.sets.values():
             if process_set.lane is not None:
                 process_set.lane.close()
 

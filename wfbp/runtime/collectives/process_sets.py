@@ -101,7 +101,7 @@ class ProcessSet:
         """Record that the set was added, or removed."""
         self._owner, self.process_set_id = owner, number
         if owner is not None and number is not None:
-            self._ranks = list(owner.ranks_of(number))
+            self._ranks = list(owner.sets[number].ranks)
 
     def __deepcopy__(self, memo: Any) -> ProcessSet:
         """Itself, so that copied layers communicate with the same ranks."""
