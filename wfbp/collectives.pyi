@@ -36,16 +36,16 @@ def allreduce(
     """Combine a tensor or array over ranks.
 
     Args:
-        tensor: same shape and element type on every rank: float16, bfloat16, float32,
-            float64, int8, int16, int32, int64, uint8 or bool. A PyTorch tensor (differentiable,
-            unless it is changed in place or a handle comes back), an array of NumPy or CuPy, or
-            what NumPy makes one of. Arrays that are not combined may be of any type but Python
+        tensor: same shape and element type on every rank: float16, bfloat16, float32, float64,
+            int8, int16, int32, int64, uint8 or bool. A PyTorch tensor (differentiable, unless
+            it is changed in place or a handle comes back), an array of NumPy or CuPy, or what
+            NumPy makes one of. Arrays that are not combined may be of any type but Python
             objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
             wait, return a new array and have no factors, splits or process sets.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
-            ``Adasum``. The average of integers is truncated.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
+        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
+            The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -55,8 +55,8 @@ def allreduce(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
 
     Example:
@@ -77,16 +77,16 @@ def allreduce_(
     """Combine a tensor or array over ranks, in place.
 
     Args:
-        tensor: same shape and element type on every rank: float16, bfloat16, float32,
-            float64, int8, int16, int32, int64, uint8 or bool. A PyTorch tensor (differentiable,
-            unless it is changed in place or a handle comes back), an array of NumPy or CuPy, or
-            what NumPy makes one of. Arrays that are not combined may be of any type but Python
+        tensor: same shape and element type on every rank: float16, bfloat16, float32, float64,
+            int8, int16, int32, int64, uint8 or bool. A PyTorch tensor (differentiable, unless
+            it is changed in place or a handle comes back), an array of NumPy or CuPy, or what
+            NumPy makes one of. Arrays that are not combined may be of any type but Python
             objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
             wait, return a new array and have no factors, splits or process sets.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
-            ``Adasum``. The average of integers is truncated.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
+        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
+            The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -96,8 +96,8 @@ def allreduce_(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
 
     Example:
@@ -119,16 +119,16 @@ def allreduce_async(
     """Begin to combine a tensor or array over ranks.
 
     Args:
-        tensor: same shape and element type on every rank: float16, bfloat16, float32,
-            float64, int8, int16, int32, int64, uint8 or bool. A PyTorch tensor (differentiable,
-            unless it is changed in place or a handle comes back), an array of NumPy or CuPy, or
-            what NumPy makes one of. Arrays that are not combined may be of any type but Python
+        tensor: same shape and element type on every rank: float16, bfloat16, float32, float64,
+            int8, int16, int32, int64, uint8 or bool. A PyTorch tensor (differentiable, unless
+            it is changed in place or a handle comes back), an array of NumPy or CuPy, or what
+            NumPy makes one of. Arrays that are not combined may be of any type but Python
             objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
             wait, return a new array and have no factors, splits or process sets.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
-            ``Adasum``. The average of integers is truncated.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
+        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
+            The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -138,8 +138,8 @@ def allreduce_async(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
 
     Example:
@@ -161,16 +161,16 @@ def allreduce_async_(
     """Begin to combine a tensor or array over ranks, in place.
 
     Args:
-        tensor: same shape and element type on every rank: float16, bfloat16, float32,
-            float64, int8, int16, int32, int64, uint8 or bool. A PyTorch tensor (differentiable,
-            unless it is changed in place or a handle comes back), an array of NumPy or CuPy, or
-            what NumPy makes one of. Arrays that are not combined may be of any type but Python
+        tensor: same shape and element type on every rank: float16, bfloat16, float32, float64,
+            int8, int16, int32, int64, uint8 or bool. A PyTorch tensor (differentiable, unless
+            it is changed in place or a handle comes back), an array of NumPy or CuPy, or what
+            NumPy makes one of. Arrays that are not combined may be of any type but Python
             objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
             wait, return a new array and have no factors, splits or process sets.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
-            ``Adasum``. The average of integers is truncated.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
+        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
+            The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -181,8 +181,8 @@ def allreduce_async_(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -197,16 +197,16 @@ def grouped_allreduce(
     """Combine several tensors or arrays over ranks.
 
     Args:
-        tensors: same shape and element type on every rank: float16, bfloat16, float32,
-            float64, int8, int16, int32, int64, uint8 or bool. A PyTorch tensor (differentiable,
-            unless it is changed in place or a handle comes back), an array of NumPy or CuPy, or
-            what NumPy makes one of. Arrays that are not combined may be of any type but Python
+        tensors: same shape and element type on every rank: float16, bfloat16, float32, float64,
+            int8, int16, int32, int64, uint8 or bool. A PyTorch tensor (differentiable, unless
+            it is changed in place or a handle comes back), an array of NumPy or CuPy, or what
+            NumPy makes one of. Arrays that are not combined may be of any type but Python
             objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
             wait, return a new array and have no factors, splits or process sets.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
-            ``Adasum``. The average of integers is truncated.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
+        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
+            The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -216,8 +216,8 @@ def grouped_allreduce(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
 
     Example:
@@ -238,16 +238,16 @@ def grouped_allreduce_(
     """Combine several tensors or arrays over ranks, in place.
 
     Args:
-        tensors: same shape and element type on every rank: float16, bfloat16, float32,
-            float64, int8, int16, int32, int64, uint8 or bool. A PyTorch tensor (differentiable,
-            unless it is changed in place or a handle comes back), an array of NumPy or CuPy, or
-            what NumPy makes one of. Arrays that are not combined may be of any type but Python
+        tensors: same shape and element type on every rank: float16, bfloat16, float32, float64,
+            int8, int16, int32, int64, uint8 or bool. A PyTorch tensor (differentiable, unless
+            it is changed in place or a handle comes back), an array of NumPy or CuPy, or what
+            NumPy makes one of. Arrays that are not combined may be of any type but Python
             objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
             wait, return a new array and have no factors, splits or process sets.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
-            ``Adasum``. The average of integers is truncated.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
+        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
+            The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -257,8 +257,8 @@ def grouped_allreduce_(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -273,16 +273,16 @@ def grouped_allreduce_async(
     """Begin to combine several tensors or arrays over ranks.
 
     Args:
-        tensors: same shape and element type on every rank: float16, bfloat16, float32,
-            float64, int8, int16, int32, int64, uint8 or bool. A PyTorch tensor (differentiable,
-            unless it is changed in place or a handle comes back), an array of NumPy or CuPy, or
-            what NumPy makes one of. Arrays that are not combined may be of any type but Python
+        tensors: same shape and element type on every rank: float16, bfloat16, float32, float64,
+            int8, int16, int32, int64, uint8 or bool. A PyTorch tensor (differentiable, unless
+            it is changed in place or a handle comes back), an array of NumPy or CuPy, or what
+            NumPy makes one of. Arrays that are not combined may be of any type but Python
             objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
             wait, return a new array and have no factors, splits or process sets.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
-            ``Adasum``. The average of integers is truncated.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
+        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
+            The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -293,8 +293,8 @@ def grouped_allreduce_async(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -309,16 +309,16 @@ def grouped_allreduce_async_(
     """Begin to combine several tensors or arrays over ranks, in place.
 
     Args:
-        tensors: same shape and element type on every rank: float16, bfloat16, float32,
-            float64, int8, int16, int32, int64, uint8 or bool. A PyTorch tensor (differentiable,
-            unless it is changed in place or a handle comes back), an array of NumPy or CuPy, or
-            what NumPy makes one of. Arrays that are not combined may be of any type but Python
+        tensors: same shape and element type on every rank: float16, bfloat16, float32, float64,
+            int8, int16, int32, int64, uint8 or bool. A PyTorch tensor (differentiable, unless
+            it is changed in place or a handle comes back), an array of NumPy or CuPy, or what
+            NumPy makes one of. Arrays that are not combined may be of any type but Python
             objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
             wait, return a new array and have no factors, splits or process sets.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
-            ``Adasum``. The average of integers is truncated.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
+        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
+            The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -329,8 +329,8 @@ def grouped_allreduce_async_(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -357,8 +357,8 @@ def broadcast(
             objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
             wait, return a new array and have no factors, splits or process sets.
         root_rank: number of the rank that has the values, among all ranks.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -366,8 +366,8 @@ def broadcast(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
 
     Example:
@@ -392,8 +392,8 @@ def broadcast_(
             objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
             wait, return a new array and have no factors, splits or process sets.
         root_rank: number of the rank that has the values, among all ranks.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -401,8 +401,8 @@ def broadcast_(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -421,8 +421,8 @@ def broadcast_async(
             objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
             wait, return a new array and have no factors, splits or process sets.
         root_rank: number of the rank that has the values, among all ranks.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -430,8 +430,8 @@ def broadcast_async(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -450,8 +450,8 @@ def broadcast_async_(
             objects. JAX's arrays are taken by the functions of ``wfbp.jax`` alone: those that
             wait, return a new array and have no factors, splits or process sets.
         root_rank: number of the rank that has the values, among all ranks.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -460,8 +460,8 @@ def broadcast_async_(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -480,14 +480,14 @@ def allgather(
     """Concatenate the rows of the tensors or arrays of all ranks, in rank order.
 
     Args:
-        tensor: at least one dimension; sizes may differ in the first one only. A PyTorch
-            tensor (differentiable, unless it is changed in place or a handle comes back), an
-            array of NumPy or CuPy, or what NumPy makes one of. Arrays that are not combined may
-            be of any type but Python objects. JAX's arrays are taken by the functions of
-            ``wfbp.jax`` alone: those that wait, return a new array and have no factors, splits
-            or process sets.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
+        tensor: at least one dimension; sizes may differ in the first one only. A PyTorch tensor
+            (differentiable, unless it is changed in place or a handle comes back), an array of
+            NumPy or CuPy, or what NumPy makes one of. Arrays that are not combined may be of
+            any type but Python objects. JAX's arrays are taken by the functions of ``wfbp.jax``
+            alone: those that wait, return a new array and have no factors, splits or process
+            sets.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -495,8 +495,8 @@ def allgather(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
 
     Example:
@@ -514,14 +514,14 @@ def allgather_async(
     """Begin to concatenate the rows of the tensors or arrays of all ranks, in rank order.
 
     Args:
-        tensor: at least one dimension; sizes may differ in the first one only. A PyTorch
-            tensor (differentiable, unless it is changed in place or a handle comes back), an
-            array of NumPy or CuPy, or what NumPy makes one of. Arrays that are not combined may
-            be of any type but Python objects. JAX's arrays are taken by the functions of
-            ``wfbp.jax`` alone: those that wait, return a new array and have no factors, splits
-            or process sets.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
+        tensor: at least one dimension; sizes may differ in the first one only. A PyTorch tensor
+            (differentiable, unless it is changed in place or a handle comes back), an array of
+            NumPy or CuPy, or what NumPy makes one of. Arrays that are not combined may be of
+            any type but Python objects. JAX's arrays are taken by the functions of ``wfbp.jax``
+            alone: those that wait, return a new array and have no factors, splits or process
+            sets.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -529,8 +529,8 @@ def allgather_async(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -548,8 +548,8 @@ def grouped_allgather(
             be of any type but Python objects. JAX's arrays are taken by the functions of
             ``wfbp.jax`` alone: those that wait, return a new array and have no factors, splits
             or process sets.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -557,8 +557,8 @@ def grouped_allgather(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -576,8 +576,8 @@ def grouped_allgather_async(
             be of any type but Python objects. JAX's arrays are taken by the functions of
             ``wfbp.jax`` alone: those that wait, return a new array and have no factors, splits
             or process sets.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -586,8 +586,8 @@ def grouped_allgather_async(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -608,16 +608,15 @@ def alltoall(
     """Send different rows to every rank, and receive rows from all.
 
     Args:
-        tensor: at least one dimension; sizes may differ in the first one only. A PyTorch
-            tensor (differentiable, unless it is changed in place or a handle comes back), an
-            array of NumPy or CuPy, or what NumPy makes one of. Arrays that are not combined may
-            be of any type but Python objects. JAX's arrays are taken by the functions of
-            ``wfbp.jax`` alone: those that wait, return a new array and have no factors, splits
-            or process sets.
-        splits: number of rows for each rank, which add up to all rows; equal parts by
-            default.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
+        tensor: at least one dimension; sizes may differ in the first one only. A PyTorch tensor
+            (differentiable, unless it is changed in place or a handle comes back), an array of
+            NumPy or CuPy, or what NumPy makes one of. Arrays that are not combined may be of
+            any type but Python objects. JAX's arrays are taken by the functions of ``wfbp.jax``
+            alone: those that wait, return a new array and have no factors, splits or process
+            sets.
+        splits: number of rows for each rank, which add up to all rows; equal parts by default.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -626,8 +625,8 @@ def alltoall(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
 
     Example:
@@ -655,16 +654,15 @@ def alltoall_async(
     """Begin to send different rows to every rank, and receive rows from all.
 
     Args:
-        tensor: at least one dimension; sizes may differ in the first one only. A PyTorch
-            tensor (differentiable, unless it is changed in place or a handle comes back), an
-            array of NumPy or CuPy, or what NumPy makes one of. Arrays that are not combined may
-            be of any type but Python objects. JAX's arrays are taken by the functions of
-            ``wfbp.jax`` alone: those that wait, return a new array and have no factors, splits
-            or process sets.
-        splits: number of rows for each rank, which add up to all rows; equal parts by
-            default.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
+        tensor: at least one dimension; sizes may differ in the first one only. A PyTorch tensor
+            (differentiable, unless it is changed in place or a handle comes back), an array of
+            NumPy or CuPy, or what NumPy makes one of. Arrays that are not combined may be of
+            any type but Python objects. JAX's arrays are taken by the functions of ``wfbp.jax``
+            alone: those that wait, return a new array and have no factors, splits or process
+            sets.
+        splits: number of rows for each rank, which add up to all rows; equal parts by default.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -672,8 +670,8 @@ def alltoall_async(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -694,10 +692,10 @@ def reducescatter(
             be of any type but Python objects. JAX's arrays are taken by the functions of
             ``wfbp.jax`` alone: those that wait, return a new array and have no factors, splits
             or process sets.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
-            ``Adasum``. The average of integers is truncated.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
+        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
+            The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -708,8 +706,8 @@ def reducescatter(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
 
     Example:
@@ -736,10 +734,10 @@ def reducescatter_async(
             be of any type but Python objects. JAX's arrays are taken by the functions of
             ``wfbp.jax`` alone: those that wait, return a new array and have no factors, splits
             or process sets.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
-            ``Adasum``. The average of integers is truncated.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
+        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
+            The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -749,8 +747,8 @@ def reducescatter_async(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -765,16 +763,16 @@ def grouped_reducescatter(
     """Combine several tensors or arrays over ranks, and divide the rows equally.
 
     Args:
-        tensors: at least one dimension; same shape and element type on every rank. A
-            PyTorch tensor (differentiable, unless it is changed in place or a handle comes
-            back), an array of NumPy or CuPy, or what NumPy makes one of. Arrays that are not
-            combined may be of any type but Python objects. JAX's arrays are taken by the
-            functions of ``wfbp.jax`` alone: those that wait, return a new array and have no
-            factors, splits or process sets.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
-            ``Adasum``. The average of integers is truncated.
+        tensors: at least one dimension; same shape and element type on every rank. A PyTorch
+            tensor (differentiable, unless it is changed in place or a handle comes back), an
+            array of NumPy or CuPy, or what NumPy makes one of. Arrays that are not combined may
+            be of any type but Python objects. JAX's arrays are taken by the functions of
+            ``wfbp.jax`` alone: those that wait, return a new array and have no factors, splits
+            or process sets.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
+        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
+            The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -785,8 +783,8 @@ def grouped_reducescatter(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -801,16 +799,16 @@ def grouped_reducescatter_async(
     """Begin to combine several tensors or arrays over ranks, and divide the rows equally.
 
     Args:
-        tensors: at least one dimension; same shape and element type on every rank. A
-            PyTorch tensor (differentiable, unless it is changed in place or a handle comes
-            back), an array of NumPy or CuPy, or what NumPy makes one of. Arrays that are not
-            combined may be of any type but Python objects. JAX's arrays are taken by the
-            functions of ``wfbp.jax`` alone: those that wait, return a new array and have no
-            factors, splits or process sets.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
-            ``Adasum``. The average of integers is truncated.
+        tensors: at least one dimension; same shape and element type on every rank. A PyTorch
+            tensor (differentiable, unless it is changed in place or a handle comes back), an
+            array of NumPy or CuPy, or what NumPy makes one of. Arrays that are not combined may
+            be of any type but Python objects. JAX's arrays are taken by the functions of
+            ``wfbp.jax`` alone: those that wait, return a new array and have no factors, splits
+            or process sets.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
+        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
+            The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -821,7 +819,7 @@ def grouped_reducescatter_async(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """

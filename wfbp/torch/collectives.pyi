@@ -31,14 +31,14 @@ def allreduce(
     Differentiable.
 
     Args:
-        tensor: same shape and element type on every rank: float16, bfloat16, float32,
-            float64, int8, int16, int32, int64, uint8 or bool.
+        tensor: same shape and element type on every rank: float16, bfloat16, float32, float64,
+            int8, int16, int32, int64, uint8 or bool.
         average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
         compression: element type of floating point in messages.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
-            ``Adasum``. The average of integers is truncated.
+        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
+            The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -48,8 +48,8 @@ def allreduce(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
 
     Example:
@@ -71,13 +71,13 @@ def allreduce_(
     """Combine a tensor over ranks, in place.
 
     Args:
-        tensor: same shape and element type on every rank: float16, bfloat16, float32,
-            float64, int8, int16, int32, int64, uint8 or bool.
+        tensor: same shape and element type on every rank: float16, bfloat16, float32, float64,
+            int8, int16, int32, int64, uint8 or bool.
         average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
-            ``Adasum``. The average of integers is truncated.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
+        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
+            The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -87,8 +87,8 @@ def allreduce_(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -104,13 +104,13 @@ def allreduce_async(
     """Begin to combine a tensor over ranks.
 
     Args:
-        tensor: same shape and element type on every rank: float16, bfloat16, float32,
-            float64, int8, int16, int32, int64, uint8 or bool.
+        tensor: same shape and element type on every rank: float16, bfloat16, float32, float64,
+            int8, int16, int32, int64, uint8 or bool.
         average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
-            ``Adasum``. The average of integers is truncated.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
+        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
+            The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -120,8 +120,8 @@ def allreduce_async(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -137,13 +137,13 @@ def allreduce_async_(
     """Begin to combine a tensor over ranks, in place.
 
     Args:
-        tensor: same shape and element type on every rank: float16, bfloat16, float32,
-            float64, int8, int16, int32, int64, uint8 or bool.
+        tensor: same shape and element type on every rank: float16, bfloat16, float32, float64,
+            int8, int16, int32, int64, uint8 or bool.
         average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
-            ``Adasum``. The average of integers is truncated.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
+        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
+            The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -154,8 +154,8 @@ def allreduce_async_(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -174,14 +174,14 @@ def grouped_allreduce(
     Differentiable.
 
     Args:
-        tensors: same shape and element type on every rank: float16, bfloat16, float32,
-            float64, int8, int16, int32, int64, uint8 or bool.
+        tensors: same shape and element type on every rank: float16, bfloat16, float32, float64,
+            int8, int16, int32, int64, uint8 or bool.
         average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
         compression: element type of floating point in messages.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
-            ``Adasum``. The average of integers is truncated.
+        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
+            The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -191,8 +191,8 @@ def grouped_allreduce(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -208,13 +208,13 @@ def grouped_allreduce_(
     """Combine several tensors over ranks, in place.
 
     Args:
-        tensors: same shape and element type on every rank: float16, bfloat16, float32,
-            float64, int8, int16, int32, int64, uint8 or bool.
+        tensors: same shape and element type on every rank: float16, bfloat16, float32, float64,
+            int8, int16, int32, int64, uint8 or bool.
         average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
-            ``Adasum``. The average of integers is truncated.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
+        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
+            The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -224,8 +224,8 @@ def grouped_allreduce_(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -241,13 +241,13 @@ def grouped_allreduce_async(
     """Begin to combine several tensors over ranks.
 
     Args:
-        tensors: same shape and element type on every rank: float16, bfloat16, float32,
-            float64, int8, int16, int32, int64, uint8 or bool.
+        tensors: same shape and element type on every rank: float16, bfloat16, float32, float64,
+            int8, int16, int32, int64, uint8 or bool.
         average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
-            ``Adasum``. The average of integers is truncated.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
+        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
+            The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -258,8 +258,8 @@ def grouped_allreduce_async(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -275,13 +275,13 @@ def grouped_allreduce_async_(
     """Begin to combine several tensors over ranks, in place.
 
     Args:
-        tensors: same shape and element type on every rank: float16, bfloat16, float32,
-            float64, int8, int16, int32, int64, uint8 or bool.
+        tensors: same shape and element type on every rank: float16, bfloat16, float32, float64,
+            int8, int16, int32, int64, uint8 or bool.
         average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
-            ``Adasum``. The average of integers is truncated.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
+        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
+            The average of integers is truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -292,8 +292,8 @@ def grouped_allreduce_async_(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -310,8 +310,8 @@ def broadcast(
     Args:
         tensor: same shape and element type on every rank.
         root_rank: number of the rank that has the values, among all ranks.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -319,8 +319,8 @@ def broadcast(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -335,8 +335,8 @@ def broadcast_(
     Args:
         tensor: same shape and element type on every rank.
         root_rank: number of the rank that has the values, among all ranks.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -344,8 +344,8 @@ def broadcast_(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -360,8 +360,8 @@ def broadcast_async(
     Args:
         tensor: same shape and element type on every rank.
         root_rank: number of the rank that has the values, among all ranks.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -369,8 +369,8 @@ def broadcast_async(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -385,8 +385,8 @@ def broadcast_async_(
     Args:
         tensor: same shape and element type on every rank.
         root_rank: number of the rank that has the values, among all ranks.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -395,8 +395,8 @@ def broadcast_async_(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -411,8 +411,8 @@ def allgather(
 
     Args:
         tensor: at least one dimension; sizes may differ in the first one only.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -420,8 +420,8 @@ def allgather(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -434,8 +434,8 @@ def allgather_async(
 
     Args:
         tensor: at least one dimension; sizes may differ in the first one only.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -443,8 +443,8 @@ def allgather_async(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -459,8 +459,8 @@ def grouped_allgather(
 
     Args:
         tensors: at least one dimension; sizes may differ in the first one only.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -468,8 +468,8 @@ def grouped_allgather(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -482,8 +482,8 @@ def grouped_allgather_async(
 
     Args:
         tensors: at least one dimension; sizes may differ in the first one only.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -492,8 +492,8 @@ def grouped_allgather_async(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -517,10 +517,9 @@ def alltoall(
 
     Args:
         tensor: at least one dimension; sizes may differ in the first one only.
-        splits: number of rows for each rank, which add up to all rows; equal parts by
-            default.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
+        splits: number of rows for each rank, which add up to all rows; equal parts by default.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -529,8 +528,8 @@ def alltoall(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
 
     Example:
@@ -558,10 +557,9 @@ def alltoall_async(
 
     Args:
         tensor: at least one dimension; sizes may differ in the first one only.
-        splits: number of rows for each rank, which add up to all rows; equal parts by
-            default.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
+        splits: number of rows for each rank, which add up to all rows; equal parts by default.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
         process_set: the ranks that take part.
 
     Returns:
@@ -569,8 +567,8 @@ def alltoall_async(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -589,11 +587,11 @@ def reducescatter(
 
     Args:
         tensor: at least one dimension; same shape and element type on every rank.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
         compression: element type of floating point in messages.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
-            ``Adasum``. The average of integers is truncated.
+        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
+            The average of integers is truncated.
         process_set: the ranks that take part.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
@@ -604,8 +602,8 @@ def reducescatter(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -621,10 +619,10 @@ def reducescatter_async(
 
     Args:
         tensor: at least one dimension; same shape and element type on every rank.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
-            ``Adasum``. The average of integers is truncated.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
+        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
+            The average of integers is truncated.
         process_set: the ranks that take part.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
@@ -634,8 +632,8 @@ def reducescatter_async(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -654,11 +652,11 @@ def grouped_reducescatter(
 
     Args:
         tensors: at least one dimension; same shape and element type on every rank.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
         compression: element type of floating point in messages.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
-            ``Adasum``. The average of integers is truncated.
+        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
+            The average of integers is truncated.
         process_set: the ranks that take part.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
@@ -669,8 +667,8 @@ def grouped_reducescatter(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """
 
@@ -686,10 +684,10 @@ def grouped_reducescatter_async(
 
     Args:
         tensors: at least one dimension; same shape and element type on every rank.
-        name: matches the operations of ranks, which may submit them in different orders;
-            those without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce,
-            ``Adasum``. The average of integers is truncated.
+        name: matches the operations of ranks, which may submit them in different orders; those
+            without a name match by their order.
+        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
+            The average of integers is truncated.
         process_set: the ranks that take part.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
@@ -700,7 +698,7 @@ def grouped_reducescatter_async(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: an element type or shape that cannot be sent, a name that is pending, or
-            a rank or root outside the process set.
+        ValueError: an element type or shape that cannot be sent, a name that is pending, or a
+            rank or root outside the process set.
         DisagreementError: on every rank, if ranks' operations of one name differ.
     """

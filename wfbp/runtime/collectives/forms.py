@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from textwrap import wrap
+from textwrap import fill, indent
 from typing import Any, NamedTuple
 
 from wfbp.core.types import Op
@@ -96,14 +96,14 @@ _RESULT = {
 }
 
 _RAISES = (
-    ("TypeError", "an argument of the wrong kind."),
-    ("ValueError", "an element type or shape that cannot be sent, a name that is pending, or a "
-     "rank or root outside the process set."),
-    ("DisagreementError", "on every rank, if ranks' operations of one name differ."),
-)  # fmt: skip
+    "TypeError: an argument of the wrong kind.",
+    "ValueError: an element type or shape that cannot be sent, a name that is pending, or a rank "
+    "or root outside the process set.",
+    "DisagreementError: on every rank, if ranks' operations of one name differ.",
+)
 
 
-def _docstring(form: Form, parameters: list[inspect.Parameter], notes: str, example: str) -> str:
+def _docstring(form: Form, names: list[str], notes: str, example: str) -> str:
     one, many = ("tensor or array", "tensors or arrays") if notes else ("tensor", "tensors")
     what = _WHAT[form.kind].format(
         a=f"several {many}" if form.grouped else f"a {one}",
@@ -120,20 +120,20 @@ def _docstring(form: Form, parameters: list[inspect.Parameter], notes: str, exam
     if not form.waits:
         result = f"a handle for :func:`synchronize`, which returns {result}"
 
-    def item(label: str, text: str, indent: str = "    ") -> str:
-        lines = wrap(text, 88 - len(indent), initial_indent=f"{label}: ")
-        return "\n".join([indent + lines[0], *(f"{indent}    {line}" for line in lines[1:])])
+    def block(title: str, *items: str) -> str:
+        return f"{title}:\n" + "\n".join(
+            indent(fill(item, 88, subsequent_indent="    " * (len(items) > 1)), "    ")
+            for item in items
+        )
 
-    tensor = _TENSOR[form.kind] + (f" {notes}" if notes else "")
-    meaning = {parameters[0].name: tensor, **_MEANING}
+    meaning = {names[0]: f"{_TENSOR[form.kind]} {notes}", **_MEANING}
     first, result = (text[0].upper() + text[1:] for text in (first, result))
     differentiable = form.waits and not form.in_place and not notes
     blocks = [first, *["Differentiable."] * differentiable]
-    blocks.append("Args:\n" + "\n".join(item(p.name, meaning[p.name]) for p in parameters))
-    blocks.append("Returns:\n" + "\n".join(f"    {line}" for line in wrap(result, 88)))
-    blocks.append("Raises:\n" + "\n".join(item(*row) for row in _RAISES))
+    blocks.append(block("Args", *(f"{name}: {meaning[name]}" for name in names)))
+    blocks += [block("Returns", result), block("Raises", *_RAISES)]
     if example:
-        blocks.append("Example:\n" + "\n".join(f"    {line}" for line in example.splitlines()))
+        blocks.append("Example:\n" + indent(example, "    "))
     return "\n\n".join(blocks) + "\n"
 
 
@@ -145,19 +145,17 @@ def make_functions(
     examples: Mapping[str, str] = {},
 ) -> dict[str, Callable[..., Any]]:
     """The public functions of a module, by name; ``notes`` and ``examples`` are for docstrings."""
-    return {
-        name: _make_function(form, module, parameters(form), perform, notes, examples.get(name, ""))
-        for name, form in FORMS.items()
-    }
+    made = {}
+    for name, form in FORMS.items():
+        made[name] = call = _make_function(form, parameters(form), perform)
+        call.__module__ = module
+        names = list(inspect.signature(call).parameters)
+        call.__doc__ = _docstring(form, names, notes, examples.get(name, ""))
+    return made
 
 
 def _make_function(
-    form: Form,
-    module: str,
-    parameters: tuple[tuple[str, Any, str], ...],
-    perform: Callable[..., Any],
-    notes: str,
-    example: str,
+    form: Form, parameters: tuple[tuple[str, Any, str], ...], perform: Callable[..., Any]
 ) -> Callable[..., Any]:
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     tensor = ("tensors", "Sequence[T]") if form.grouped else ("tensor", "T")
@@ -178,8 +176,6 @@ def _make_function(
         return perform(form, given.pop(names[0]), **given)
 
     call.__name__ = call.__qualname__ = form.name
-    call.__module__ = module
-    call.__doc__ = _docstring(form, listed, notes, example)
     result = "T" if not form.grouped else "list[T]"
     returns = result if form.waits else f"Handle[{result}]"
     call.__signature__ = inspect.Signature(listed, return_annotation=returns)  # type: ignore[attr-defined]
