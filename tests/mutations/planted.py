@@ -351,8 +351,8 @@ JAX = [
     ),
     Mutation(
         "jax/trees.py",
-        "flat[end - array.size : end].reshape",
-        "flat[: array.size].reshape",
+        "mean[end - array.size : end].reshape",
+        "mean[: array.size].reshape",
         ("tests/parallel/test_jax_operations.py", "-k", "metrics and 3-overlap"),
     ),
 ]

@@ -102,15 +102,15 @@ class GradientExchange:
         self._num_installed = 0
         self._addresses = [0] * len(self._specs)
         self._closing = False
-        self._problem = ""
         self._failed = ""
+        """Why this step and all later ones raise."""
 
     def announce(self, index: int, address: int, time_s: float | None = None) -> None:
         """Call with the lock held: a gradient exists since ``perf_counter`` ``time_s``, or now."""
         if self._failed:
             return
         if self._addresses[index] or self._closing:
-            self._problem = self._problem or (
+            self._failed = (
                 f"{self._who}: the gradient of {self._specs[index].name} was announced again "
                 f"before the step was over: two steps run at once{_remedy()}. Or an earlier step "
                 "failed before its end, as by a callback that raised: the ranks' halves of it "
@@ -127,8 +127,7 @@ class GradientExchange:
         """
         with self._lock:
             if self._closing:
-                self._problem = self._problem or f"{self._who}: two steps end at once{_remedy()}"
-            self._failed = self._failed or self._problem
+                self._failed = self._failed or f"{self._who}: two steps end at once{_remedy()}"
             if self._failed:
                 raise WfbpError(self._failed)
             self._closing = True
@@ -156,8 +155,8 @@ class GradientExchange:
             if rest:
                 self._copy(*zip(*rest, strict=True))
             with self._lock:
-                if self._problem:
-                    raise WfbpError(self._problem)
+                if self._failed:
+                    raise WfbpError(self._failed)
                 self._addresses = [0] * len(self._specs)
                 self._closing = False
         except BaseException as error:

@@ -171,37 +171,31 @@ def average_metrics(metrics: Tree, name: str | None = None) -> Tree:
                 f"average_metrics: {what} is complex; pass its real and its imaginary part"
             )
     label = name or f"metrics {', '.join(jax.tree_util.keystr(paths[k][0]) for k in indices)}"
-    if is_compiling() or any(isinstance(leaves[k], jax.core.Tracer) for k in indices):
-        means = _traced([jnp.asarray(leaves[k]) for k in indices], label)
-    else:
-        means = _now([leaves[k] for k in indices], label)
+    traced = is_compiling() or any(isinstance(leaves[k], jax.core.Tracer) for k in indices)
+    means = _means([leaves[k] for k in indices], label, traced)
     for index, mean in zip(indices, means, strict=True):
         leaves[index] = mean
     tree: Tree = jax.tree_util.tree_unflatten(structure, leaves)
     return tree
 
 
-def _now(values: list[Any], label: str) -> list[Any]:
-    arrays = [np.asarray(value, np.float64) for value in values]
-    wait_for_programs()
-    flat = np.concatenate([np.zeros(0), *(array.reshape(-1) for array in arrays)])
-    means = _split(Collective(Kind.ALLREDUCE, label, Op.AVERAGE).run(flat), arrays)
-    return [_as(value, mean) for value, mean in zip(values, means, strict=True)]
-
-
-def _traced(values: list[jax.Array], label: str) -> list[Any]:
-    if not values:
-        return []  # as on every rank: trees are of the same structure
-    flat = jnp.concatenate([value.reshape(-1).astype(_wide(value)) for value in values])
-    means = _split(allreduce(flat, label, Op.AVERAGE), values)
-    return [mean.astype(_floating(value)) for value, mean in zip(values, means, strict=True)]
-
-
-def _split(flat: Any, arrays: list[Any]) -> list[Any]:
+def _means(values: list[Any], label: str, traced: bool) -> list[Any]:
+    if traced:
+        values = [jnp.asarray(value) for value in values]
+        arrays = [
+            value.astype(jnp.promote_types(_floating(value), jnp.float32)) for value in values
+        ]
+        flat = jnp.concatenate([jnp.zeros(0), *(array.reshape(-1) for array in arrays)])
+        mean: Any = allreduce(flat, label, Op.AVERAGE)
+    else:
+        arrays = [np.asarray(value, np.float64) for value in values]
+        wait_for_programs()
+        flat = np.concatenate([np.zeros(0), *(array.reshape(-1) for array in arrays)])
+        mean = Collective(Kind.ALLREDUCE, label, Op.AVERAGE).run(flat)
     ends = np.cumsum([array.size for array in arrays], dtype=int)
     return [
-        flat[end - array.size : end].reshape(array.shape)
-        for end, array in zip(ends, arrays, strict=True)
+        _as(value, mean[end - array.size : end].reshape(array.shape))
+        for value, array, end in zip(values, arrays, ends, strict=True)
     ]
 
 
@@ -218,7 +212,3 @@ def _floating(value: Any) -> Any:
     if jnp.issubdtype(value.dtype, jnp.floating):
         return value.dtype
     return np.dtype(np.float64) if isinstance(value, np.ndarray) else jnp.result_type(float)
-
-
-def _wide(value: jax.Array) -> Any:
-    return jnp.promote_types(_floating(value), jnp.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from wfbp.runtime import signals
-from wfbp.runtime.api.parameters import MANY, broadcast_object_among, broadcast_one, compare_many
+from wfbp.runtime.api.parameters import MANY, broadcast_one, compare_many
 from wfbp.runtime.collectives import api
 from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.consistency import check_root, sharing_argument_errors
@@ -162,7 +163,9 @@ def _broadcast_state(runtime: Runtime, optimizer: torch.optim.Optimizer, root: i
         whole = optimizer.state_dict()
     contents = [leaf.detach() for leaf in tree_leaves(whole) if isinstance(leaf, torch.Tensor)]
     outline = tree_map_only(torch.Tensor, _Slot.of, whole)
-    outline = broadcast_object_among(runtime, outline, root, "optimizer state")
+    payload = pickle.dumps(outline) if runtime.rank == root else b""
+    purpose = f"broadcast_optimizer_state(root_rank={root})"
+    outline = pickle.loads(runtime.exchange(payload, "optimizer state", purpose)[root])
     if runtime.rank != root:
         params = (param for group in optimizer.param_groups for param in group["params"])
         here = next((param.device for param in params), torch.device("cpu"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -15,7 +14,6 @@ from wfbp.errors import DisagreementError
 from wfbp.runtime import process, signals
 from wfbp.runtime.consistency import (
     check_argument_errors,
-    check_consistent,
     check_root,
     check_writable,
     describe_array,
@@ -96,11 +94,3 @@ def _entries(message: Sequence[Any]) -> list[str]:
     root_rank, rows = message
     entries = [f"{name} {describe_array(dtype, shape)}" for name, dtype, shape in rows]
     return [f"root_rank={root_rank}", *entries]
-
-
-def broadcast_object_among(runtime: Runtime, value: Any, root_rank: int, label: str) -> Any:
-    """The root's object, on every rank of a runtime; the root by its number there."""
-    check_root(runtime, root_rank)
-    check_consistent(runtime, "broadcast_object", label, f"root_rank={root_rank}")
-    payload = pickle.dumps(value) if runtime.rank == root_rank else b""
-    return pickle.loads(runtime.exchange(payload, f"broadcast_object {label}")[root_rank])
