@@ -185,7 +185,7 @@ def _means(values: list[Any], label: str, traced: bool) -> list[Any]:
         arrays = [
             value.astype(jnp.promote_types(_floating(value), jnp.float32)) for value in values
         ]
-        flat = jnp.concatenate([jnp.zeros(0), *(array.reshape(-1) for array in arrays)])
+        flat: Any = jnp.concatenate([jnp.zeros(0), *(array.reshape(-1) for array in arrays)])
         mean: Any = allreduce(flat, label, Op.AVERAGE)
     else:
         arrays = [np.asarray(value, np.float64) for value in values]
