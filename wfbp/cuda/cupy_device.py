@@ -37,7 +37,7 @@ _LAST_OF_CURRENT = 2
 """Handles up to this one are default streams of the current device."""
 
 
-class _Event:
+class _CudaEvent:
     """A CUDA event; its handle returns to the pool when the object is deleted."""
 
     __slots__ = ("_pool", "handle")
@@ -124,7 +124,7 @@ class CupyDevice(Device):
         self._streams.append(weakref.finalize(self, self._runtime.streamDestroy, handle))
         return handle
 
-    def record(self, stream: int, timed: bool = False) -> _Event:
+    def record(self, stream: int, timed: bool = False) -> _CudaEvent:
         event = self.own_event(self.take_event(timed), timed)
         with self._where(stream):
             self._runtime.eventRecord(event.handle, stream)
@@ -139,16 +139,16 @@ class CupyDevice(Device):
             with self._cupy.cuda.Device(self.index):
                 return int(self._runtime.eventCreateWithFlags(0 if timed else _DISABLE_TIMING))
 
-    def own_event(self, handle: int, timed: bool) -> _Event:
+    def own_event(self, handle: int, timed: bool) -> _CudaEvent:
         """The event of a handle that was taken."""
-        return _Event(handle, self._timed if timed else self._plain)
+        return _CudaEvent(handle, self._timed if timed else self._plain)
 
-    def wait(self, stream: int, event: _Event) -> None:
+    def wait(self, stream: int, event: _CudaEvent) -> None:
         self._ensure_context()
         with self._where(stream):
             self._runtime.streamWaitEvent(stream, event.handle)
 
-    def done(self, event: _Event) -> bool:
+    def done(self, event: _CudaEvent) -> bool:
         self._ensure_context()
         status = self._runtime.eventQuery(event.handle)
         if status not in (0, _NOT_READY):
@@ -157,7 +157,7 @@ class CupyDevice(Device):
             )
         return bool(status == 0)
 
-    def seconds(self, start: _Event, end: _Event) -> float:
+    def seconds(self, start: _CudaEvent, end: _CudaEvent) -> float:
         self._ensure_context()
         return float(self._runtime.eventElapsedTime(start.handle, end.handle)) * 1e-3
 
