@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from wfbp.core.types import ITEM_BYTES, Op, item_bytes
+from wfbp.core.types import ITEM_BYTES, Op
 from wfbp.native import reduce_shards
 
 T = TypeVar("T")
@@ -304,7 +304,7 @@ def blocks(
 
 def check_counts(size: int, nbytes: int, counts: Sequence[int], dtype: str) -> None:
     """Raise ``ValueError`` unless ``counts`` are valid blocks of a buffer of ``nbytes``."""
-    item = item_bytes(dtype)
+    item = word_dtype(dtype).itemsize
     if len(counts) != size or any(count < 0 or count % item for count in counts):
         raise ValueError(
             f"{size} ranks need {size} counts of at least 0 bytes, each a whole number of "

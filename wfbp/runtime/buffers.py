@@ -88,7 +88,10 @@ class GroupBuffer:
         starts, end = layout([self._wire_bytes(shard_bytes(specs[p], size)) for p in large + small])
         place_of = dict(zip(large + small, starts, strict=True))
         self._offsets = [place_of[p] for p in range(len(specs))]
-        self._large = large
+        # By position of a large tensor, the bytes of each rank's part.
+        self._large = {
+            p: [stop - start for start, stop in (r[p] for r in self._ranges)] for p in large
+        }
         # Large tensors can also be packed into one block. In several blocks their pieces are not
         # adjacent, so segments send them.
         self._packed = list(range(len(specs))) if self.whole else small
@@ -180,14 +183,13 @@ class GroupBuffer:
         message = self._message
         self._segments = []
         self._delivered.clear()
-        for position in self._large:
+        for position, counts in self._large.items():
             k, offset, nbytes = (
                 self._members[position],
                 self._offsets[position],
                 self._nbytes[position],
             )
             if not self.whole:
-                counts = [stop - start for start, stop in (r[position] for r in self._ranges)]
                 data = _memory_at(sources[position], nbytes, step.owners[k])
                 self._segments.append(Segment(offset, data, counts))
                 continue

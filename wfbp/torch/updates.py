@@ -9,9 +9,10 @@ parameter, decoupled ones just before they are read.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,13 +101,13 @@ class Update:
             try:
                 if self.sharding:
                     self.sharding.check()
-                    return self._with_hooks(lambda: self._step_shards(reduced))
+                    return self._with_hooks(partial(self._step_shards, reduced))
                 return self.apply_whole()
             finally:
                 self.sharding.publish()
         if reduced is None or not self._reducer.decoupled:
             return self.apply_whole()
-        return self._with_hooks(lambda: self._defer(reduced, factor))
+        return self._with_hooks(partial(self._defer, reduced, factor))
 
     def apply_whole(self) -> Any:
         """Step every tensor on this rank; parameters, every ``p.grad`` and all state are whole."""
@@ -146,11 +147,11 @@ class Update:
         self,
         attributes: dict[str, Any],
         groups: Sequence[Group],
-        targets: Callable[[torch.Tensor], list[torch.Tensor]],
+        targets: Mapping[int, torch.Tensor],  # by the id of the parameter that each stands for
     ) -> Any:
         """Step some tensors, by an optimizer of the same class with these attributes and groups."""
         parts = [
-            {**group, "params": [t for p in group["params"] for t in targets(p)]}
+            {**group, "params": [targets[id(p)] for p in group["params"] if id(p) in targets]}
             for group in groups
         ]
         stepped: Any = object.__new__(type(self._optimizer))
@@ -175,12 +176,10 @@ class Update:
                 [self._params[k] for k in sharding.indices if gradients[k] is not None]
             )
             if early:
-                self._run(attributes, groups, lambda p: targets[id(p)] if id(p) in early else [])
+                self._run(attributes, groups, {k: targets.pop(k) for k in early if k in targets})
             reducer.gather(addresses, self._params, count)
             gathers = True
-            result = self._run(
-                attributes, groups, lambda p: [] if id(p) in early else targets[id(p)]
-            )
+            result = self._run(attributes, groups, targets)
         finally:
             # Whatever the optimizer raised: what it did to its shards, every rank must see.
             if gathers:
@@ -192,7 +191,7 @@ class Update:
         reducer.clock.mark_update(start)
         return result
 
-    def _target(self, param: torch.Tensor, reduced: Reduced | None) -> list[torch.Tensor]:
+    def _target(self, param: torch.Tensor, reduced: Reduced | None) -> torch.Tensor:
         """The tensor that the optimizer steps for a parameter: itself or its shard.
 
         It also sees empty shards, as tensors without gradient, because it may count the steps of a
@@ -203,14 +202,14 @@ class Update:
         if index not in sharding:
             if not param.numel() and param.grad is None and reduced and reduced[index] is not None:
                 param.grad = torch.empty_like(param)  # as where another rank has it
-            return [param]
+            return param
         shard = sharding.shard(index)
         slot = None if reduced is None else reduced[index]
         if shard.numel() and slot is not None and not slot.whole:
             shard.grad = tensors.shared(slot.data).view(param.dtype)
         elif shard.numel() and param.grad is not None and (reduced is None or slot is not None):
             shard.grad = sharding.part(index, tensors.flat(ordered(param, param.grad)))
-        return [shard]
+        return shard
 
     def _follow(self, sharding: StateSharding) -> None:
         """Shard what the installed plan decouples; collective where that has changed."""
@@ -302,12 +301,8 @@ class Update:
                 if param in own:
                     state[alias] = own[param]
             attributes = {**attributes, "state": state}
-
-            def alias_of(param: torch.Tensor) -> list[torch.Tensor]:
-                index = self._index.get(id(param), -1)
-                return [aliases[index]] if index in aliases else []
-
-            result = self._run(attributes, groups, alias_of)
+            targets = {id(self._params[k]): alias for k, alias in aliases.items()}
+            result = self._run(attributes, groups, targets)
         for index, alias in aliases.items():
             if alias in state:
                 own[self._params[index]] = state[alias]
