@@ -453,7 +453,9 @@ class Run:
             elif step.scaler == "own clip":
                 self._observe("norm", float(self._clip(optimizer, params, step)))
         elif step.scaler == "bare":
-            if self.scaler.get_scale() != 1.0:  # which changes nothing that could be noticed
+            # What changes nothing cannot be noticed: a scale of 1, or infinite gradients, whose
+            # rank would wait for those that are refused.
+            if self.scaler.get_scale() != 1.0 and step.infinite_on < 0:
                 self.scaler.unscale_(optimizer)
         elif how == "clip" or how == "clip twice":
             for _ in range(1 + (how == "clip twice")):
