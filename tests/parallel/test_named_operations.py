@@ -13,7 +13,8 @@ from tests.support.launcher import mpirun
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(400)]
 
 JOBS = [
-    *(Job("torch/program", ranks, "overlap") for ranks in (1, 4)),
+    Job("torch/program", 1, "overlap"),
+    pytest.param(Job("torch/program", 4, "overlap"), marks=pytest.mark.long),
     Job("torch/program", 3, "mixed"),
     Job("torch/program", 2, "overlap", "openmpi"),
 ]

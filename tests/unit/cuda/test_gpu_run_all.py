@@ -147,6 +147,7 @@ def test_what_is_missing_is_said(
 
 @pytest.mark.parallel
 @pytest.mark.slow
+@pytest.mark.long
 def test_dry_run(tmp_path: Path) -> None:
     """Two ranks start, and the tests that a GPU is wanted for are found."""
     chosen = ["install", "hello", "single", "two_ranks", "two_ranks_jax"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -26,14 +27,22 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
-def test_compiled_once_and_found_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_once_and_found_again(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By two processes that start together."""
     program = (
         "from wfbp.jax import native; m = native._compiled(); print(m.JAXLIB); "
         "print(*(f'{platform} {sorted(h)}' for platform, h in m.handlers().items()))"
     )
+    wrapper = tmp_path / "compiler"  # optimizes nothing: what it makes is not timed here
+    wrapper.write_text(f'#!/bin/sh\nexec {COMPILER} "$@" -O0\n')
+    wrapper.chmod(0o755)
+    environment = {**os.environ, "CXX": str(wrapper)}
     started = [
-        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=ROOT)
+        subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=ROOT, env=environment
+        )
         for _ in range(2)
     ]
     said = [process.communicate(timeout=100)[0].decode() for process in started]

@@ -456,11 +456,12 @@ def test_groups_and_updates_of_an_installed_plan_are_timed_now_and_then() -> Non
         trainer = DeviceTrainer(runtime, device, make_specs([10] * 8), schedule="layerwise")
         engine = trainer.engine
         counts, seen = [], []
-        note = engine._tuner.after_step
+        take = engine.clock.take
 
-        def told(stamps: Any) -> None:
-            seen.append(stamps.done_s > stamps.begun_s > 0)
-            note(stamps)
+        def told(*wanted: bool) -> Any:
+            for measured in take(*wanted):
+                seen.append(measured.stamps.done_s > measured.stamps.begun_s > 0)
+                yield measured
 
         while engine._tuner.phase is not TuningPhase.INSTALLED or len(counts) < 33:
             if len(counts) == 32:
@@ -473,7 +474,7 @@ def test_groups_and_updates_of_an_installed_plan_are_timed_now_and_then() -> Non
                 trainer.accumulate(k, 1.0)
             trainer.synchronize([1.0] * 8, "any step")
             if installed:
-                engine._tuner.after_step = told  # type: ignore[method-assign]
+                engine.clock.take = told  # type: ignore[method-assign]
                 counts.append(device.calls["timed record"] - before)
         trainer.finish()
         return counts, seen
