@@ -312,8 +312,8 @@ TORCH = [
     ),
     Mutation(
         "torch/updates.py",
-        "[] if id(p) in early else targets[id(p)]",
-        "targets[id(p)]",
+        "{k: targets.pop(k) for k in early if k in targets}",
+        "{k: targets[k] for k in early if k in targets}",
         ("tests/parallel/test_torch.py", "-k", "optimizer and 2-ps_layerwise"),
     ),
     Mutation(
