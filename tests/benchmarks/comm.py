@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from wfbp.comm.backend import Backend, Buffer, split
+from wfbp.comm.arrays import Buffer, split
+from wfbp.comm.backend import Backend
 from wfbp.comm.waiting import Waiter, wait
 from wfbp.core.types import Op, Operation
 

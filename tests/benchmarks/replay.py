@@ -28,7 +28,7 @@ from rich.progress import track
 
 from tests.benchmarks.machine import print_table
 from tests.support.emulated_link import Curve, EmulatedLink
-from wfbp.comm.backend import Buffer, zeroed
+from wfbp.comm.arrays import Buffer, zeroed
 from wfbp.comm.waiting import sharp_naps
 from wfbp.config import Config
 from wfbp.core import planners

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from tests.contract import segment_checks
-from wfbp.comm.backend import Backend, Buffer, HostBackend
+from wfbp.comm.arrays import Buffer
+from wfbp.comm.backend import Backend, HostBackend
 from wfbp.comm.waiting import wait
 from wfbp.core.types import ELEMENTWISE_OPS, ITEM_BYTES, Op
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from wfbp.comm.backend import zeroed
+from wfbp.comm.arrays import zeroed
 from wfbp.core.types import item_bytes
 from wfbp.cuda.pack import CASTS, SCALED, DevicePackTable, Kernels
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from tests.support.software_device import SoftwareDevice
 from tests.support.trainer import address, make_engine
-from wfbp.comm.backend import storage_dtype
+from wfbp.comm.arrays import storage_dtype
 from wfbp.core.types import TensorSpec
 from wfbp.runtime.buffers import shard_range
 from wfbp.runtime.runtime import Runtime

@@ -13,19 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from wfbp.comm.backend import (
-    Buffer,
-    HostBackend,
-    Mailbox,
-    Segment,
-    T,
-    Work,
-    blocks,
-    combine,
-    fill,
-    fill_blocks,
-    typed,
-)
+from wfbp.comm.arrays import Buffer, blocks, combine, typed
+from wfbp.comm.backend import HostBackend, Mailbox, Segment, T, Work, fill, fill_blocks
 from wfbp.core.types import Op, Operation
 from wfbp.errors import PeerError
 

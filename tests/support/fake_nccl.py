@@ -15,7 +15,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from tests.support.software_device import GARBAGE, SoftwareDevice, memory
-from wfbp.comm.backend import Backend, typed
+from wfbp.comm.arrays import typed
+from wfbp.comm.backend import Backend
 from wfbp.comm.waiting import wait
 from wfbp.core.types import Op
 

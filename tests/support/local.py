@@ -18,20 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from wfbp.comm.backend import (
-    Buffer,
-    Finished,
-    HostBackend,
-    Mailbox,
-    Segment,
-    T,
-    Work,
-    blocks,
-    combine,
-    fill,
-    fill_blocks,
-    typed,
-)
+from wfbp.comm.arrays import Buffer, blocks, combine, typed
+from wfbp.comm.backend import Finished, HostBackend, Mailbox, Segment, T, Work, fill, fill_blocks
 from wfbp.core.types import Op
 from wfbp.errors import BackendError, PeerError, WfbpError
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from wfbp import native
-from wfbp.comm.backend import Buffer
+from wfbp.comm.arrays import Buffer
 from wfbp.comm.device.device import Device
 from wfbp.core.types import item_bytes
 from wfbp.errors import BackendError

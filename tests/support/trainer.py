@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from wfbp.comm.backend import storage_dtype
+from wfbp.comm.arrays import storage_dtype
 from wfbp.core.types import TensorSpec
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.reducer import Reducer

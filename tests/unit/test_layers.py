@@ -174,6 +174,7 @@ RUNTIME = (
     "collectives",
     "process",
     "recorder",
+    "unplanned",
     "reducer",
     "api",
 )

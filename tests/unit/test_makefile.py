@@ -9,11 +9,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def environment_without_make() -> dict[str, str]:
+    """So that make behaves alike whether or not it has started these tests."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+
+
 def commands_of_the_demo(environment: Path) -> str:
     """What ``make demo`` would run."""
     done = subprocess.run(
         ["make", "--dry-run", "demo", f"VENV={environment}"],
         cwd=ROOT,
+        env=environment_without_make(),
         capture_output=True,
         text=True,
         timeout=60,
@@ -32,11 +38,10 @@ def test_the_demo_installs_no_tools_for_development(tmp_path: Path) -> None:
 
 def test_bytecode_is_kept_where_the_environment_says_not_to() -> None:
     """Otherwise every rank of every test compiles all of PyTorch's Python when it starts."""
-    usual = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     done = subprocess.run(
         ["make", "--silent", "--eval", "environment:; @env", "environment"],
         cwd=ROOT,
-        env={**usual, "PYTHONDONTWRITEBYTECODE": "1", "OTHER": "value"},
+        env={**environment_without_make(), "PYTHONDONTWRITEBYTECODE": "1", "OTHER": "value"},
         capture_output=True,
         text=True,
         timeout=60,

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from wfbp import native
-from wfbp.comm.backend import Backend, Buffer, Work, zeroed
+from wfbp.comm.arrays import Buffer, zeroed
+from wfbp.comm.backend import Backend, Work
 
 Stamp = Any
 Dependencies = Sequence[Any]

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from wfbp.comm.backend import Backend, Buffer, Work, split
+from wfbp.comm.arrays import Buffer, split
+from wfbp.comm.backend import Backend, Work
 from wfbp.comm.waiting import Check, Waiter, wait
 from wfbp.core.types import Op, Operation
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from wfbp.comm.backend import Buffer
+from wfbp.comm.arrays import Buffer
 from wfbp.comm.device.device import Device
 from wfbp.cuda.pack import TILE, CudaKernels, DevicePackTable, stream_context
 from wfbp.errors import BackendError

@@ -7,5 +7,5 @@ of imports in the package:
 
 * ``native`` loads the C++ extension.
 * ``wfbp.torch`` (``pending``) waits for parameters before a fork, and registers its parameter class
-  with ``torch.utils._pytree``; (``gradient_sync``) completes parameters in ``shutdown()``.
+  with ``torch.utils._pytree``; (``registry``) completes parameters in ``shutdown()``.
 """

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wfbp.comm.backend import Buffer
+from wfbp.comm.arrays import Buffer
 from wfbp.core.types import TensorSpec
 from wfbp.errors import DisagreementError, PeerError
 from wfbp.runtime.runtime import Runtime

@@ -11,15 +11,14 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from wfbp.comm.backend import Backend, Work
 from wfbp.comm.memory import Stamp
 from wfbp.core.cost import Costs
-from wfbp.core.plan import Plan, split_by_dtype
+from wfbp.core.plan import Plan
 from wfbp.core.types import TensorSpec, wire_type
 from wfbp.errors import WfbpError
 from wfbp.runtime import consistency
 from wfbp.runtime.arguments import ReducerOptions
-from wfbp.runtime.buffers import GroupBuffer, shard_range
+from wfbp.runtime.buffers import shard_range
 from wfbp.runtime.heap import give_back_freed_memory, keep_freed_memory
 from wfbp.runtime.lane import Lane
 from wfbp.runtime.measuring import StepClock
@@ -37,6 +36,7 @@ from wfbp.runtime.step import (
     StepResult,
 )
 from wfbp.runtime.tuning.tuner import Tuner
+from wfbp.runtime.unplanned import reduce_now
 
 SAMPLED_STEPS = 16
 """With a chosen plan and no recorder, one step in this many is timed."""
@@ -494,7 +494,15 @@ class Reducer:
         self.evaluated = any(message["evaluates"] for message in messages)
         unplanned = sorted({k for message in messages for k in message["unplanned"]})
         if unplanned:
-            self._reduce_unplanned(unplanned, reduced)
+            views = reduce_now(
+                self._memory,
+                self._channel,
+                [self.specs[k] for k in unplanned],
+                [self._unplanned_gradient(k) for k in unplanned],
+                self._options,
+            )
+            for index, view in zip(unplanned, views, strict=True):
+                reduced[index] = view
         joining = [self.specs[k] for k in unplanned if self._group_of[k] < 0]
         wished = any(message["tuner"].get("wants_round") for message in messages)
         if joining:
@@ -506,37 +514,6 @@ class Reducer:
             consistency.check_equal(self.who, "the plan", [d.decode() for d in digests])
         # Joined ranks use no shards.
         return bool(self.joined_ranks) or any(message["whole"] for message in messages)
-
-    def _reduce_unplanned(self, unplanned: Sequence[int], reduced: list[BufferView | None]) -> None:
-        """Reduce tensors now, in new storage; collective."""
-        memory, options = self._memory, self._options
-        specs = [self.specs[k] for k in unplanned]
-        refs = [self._unplanned_gradient(k) for k in unplanned]
-        step = Step(0, [address for address, _ in refs], [owner for _, owner in refs], [])
-        _, dependencies = memory.close()
-        plan = Plan("unplanned", tuple(specs), split_by_dtype(specs, [range(len(specs))]))
-        memory.settle()
-        buffers = [
-            GroupBuffer(plan, group, range(len(specs)), options.op, memory, options.wire_dtype)
-            for group in range(len(plan.groups))
-        ]
-        for buffer in buffers:
-
-            def send(_: Backend, buffer: GroupBuffer = buffer) -> Work[None]:
-                memory.order(dependencies)
-                buffer.pack(step)
-                memory.packed()
-                return buffer.send()
-
-            self._channel.call(send, "gradients outside of the plan")
-            buffer.arrived()
-        memory.join()
-        present = buffers[-1].read_flags(step).present
-        for buffer, group in zip(buffers, plan.groups, strict=True):
-            for position, k in enumerate(group.tensors):
-                data = buffer.result(position)
-                view = BufferView(data, memory.address(data))
-                reduced[unplanned[k]] = view if present[k] else None
 
     def _unplanned_gradient(self, index: int) -> GradientRef:
         """All of this rank's gradient of a tensor that is reduced at the end of the step."""

@@ -16,7 +16,8 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
-from wfbp.comm.backend import Backend, Buffer, Finished, HostBackend
+from wfbp.comm.arrays import Buffer
+from wfbp.comm.backend import Backend, Finished, HostBackend
 from wfbp.comm.device.device import Device
 from wfbp.comm.device.links import CONNECTING, DeviceLinks
 from wfbp.comm.device.memory import DeviceMemory
@@ -27,7 +28,8 @@ from wfbp.core.types import Op, Operation
 from wfbp.errors import NotInitializedError, PeerError, WfbpError
 from wfbp.runtime.progress.channel import CollectiveLock, ControlChannel
 from wfbp.runtime.progress.fetching import Fetched, Fetches, Store
-from wfbp.runtime.progress.loop import TICK_S, LaneProtocol, Reply
+from wfbp.runtime.progress.lane_protocol import LaneProtocol
+from wfbp.runtime.progress.loop import TICK_S, Reply
 from wfbp.runtime.progress.stall import ALL_RANKS, Members
 from wfbp.runtime.progress.thread import CommunicationThread
 from wfbp.runtime.timeline import TraceWriter

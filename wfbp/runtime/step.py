@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from wfbp.comm.backend import Buffer
+from wfbp.comm.arrays import Buffer
 from wfbp.comm.memory import Dependencies
 
 

@@ -9,32 +9,26 @@ in between. Hyperparameters are compared among ranks before the first update.
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import torch
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 
 from wfbp.core.types import Op
-from wfbp.errors import DisagreementError, WfbpError
-from wfbp.runtime import process
+from wfbp.errors import DisagreementError
 from wfbp.runtime.arguments import ReducerOptions
 from wfbp.runtime.reducer import Reducer
 from wfbp.runtime.runtime import Runtime
 from wfbp.runtime.step import BufferView, GradientRef
-from wfbp.torch import exchanges, pending, tensors
+from wfbp.torch import exchanges, registry, tensors
 from wfbp.torch.clipping import Limit, clip
 from wfbp.torch.compiling import uncompiled
+from wfbp.torch.forward_profiler import ForwardProfiler
 from wfbp.torch.state_sharding import State, StateSharding, gives_every_rank_a_shard
 from wfbp.torch.updates import Reduced, Update
 
@@ -161,73 +155,6 @@ def _sample(grad: torch.Tensor) -> torch.Tensor:
     return chosen.clone().view(torch.uint8)
 
 
-class ForwardProfiler:
-    """Marks the first use of each parameter in forward, by hooks on all modules, while the reducer
-    profiles; and learns which model is trained."""
-
-    def __init__(self, reducer: Reducer, params: Sequence[torch.Tensor]) -> None:
-        self._reducer = reducer
-        self._index = {id(p): k for k, p in enumerate(params)}
-        self._handles: list[Any] = []
-        self._depth = 0
-        self._outermost: dict[int, weakref.ref[torch.nn.Module]] = {}
-
-    def follow(self) -> None:
-        """Start or stop watching, as the reducer asks."""
-        if self._reducer.profiling and not self._handles:
-            # Compiled functions must leave their graphs here, where they cannot read the clock.
-            disable: Any = torch.compiler.disable
-            self._handles = [
-                register_module_forward_pre_hook(disable(self._before)),
-                register_module_forward_hook(disable(self._after), always_call=True),
-            ]
-        elif self._handles and not self._reducer.profiling:
-            self.stop()
-
-    def stop(self) -> None:
-        """Stop watching."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        modules = [module for ref in self._outermost.values() if (module := ref()) is not None]
-        if modules:
-            model = max(modules, key=lambda m: sum(id(p) in self._index for p in m.parameters()))
-            # A compiled module stands for the one that the user knows.
-            name = type(getattr(model, "_orig_mod", model)).__name__
-            if self._reducer.recorder is not None:
-                self._reducer.recorder.model = name
-        self._outermost.clear()
-        self._depth = 0
-
-    def _before(self, module: torch.nn.Module, inputs: Any) -> None:
-        if self._depth == 0 and id(module) not in self._outermost:
-            self._outermost[id(module)] = weakref.ref(module)
-        self._depth += 1
-        for param in module._parameters.values():
-            index = self._index.get(id(param))
-            if index is not None:
-                self._reducer.clock.mark_forward(index)
-
-    def _after(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        self._depth = max(0, self._depth - 1)  # watching may begin within a forward
-        self._reducer.clock.mark_forward_end()
-
-
-_owners: weakref.WeakValueDictionary[int, OptimizerSync] = weakref.WeakValueDictionary()
-"""By a parameter's id, the object that exchanges its gradients, and keeps it alive.
-
-(An attribute of the parameter would be pickled with it.)
-"""
-_in_use: weakref.WeakValueDictionary[int, OptimizerSync] = weakref.WeakValueDictionary()
-"""All that have not let their parameters go, in the order of making."""
-_made = count()
-
-
-def in_use(runtime: Runtime | None = None) -> list[OptimizerSync]:
-    """Those of one runtime or of all, in the order of making."""
-    return [s for s in list(_in_use.values()) if s.exchanges and runtime in (None, s.runtime)]
-
-
 class OptimizerSync:
     """Reduces the gradients of one optimizer, and has it updated.
 
@@ -286,7 +213,7 @@ class OptimizerSync:
         if previous is not None:
             previous.release()
         for parameter_name, param in named:
-            if (other := _owners.get(id(param))) is not None and other is not previous:
+            if (other := registry.owners.get(id(param))) is not None and other is not previous:
                 other.hand_over(parameter_name)
         self._successor = ""
         self._sparse: dict[int, torch.Tensor] = {}
@@ -310,16 +237,16 @@ class OptimizerSync:
         sharding = None
         if sharded and reducer.may_decouple:
             sharding = StateSharding(runtime, specs, params, optimizer, reducer.exchange)
-        self.update = Update(reducer, optimizer, step, params, sharding, name)
+        self._step_whole = _timed(reducer, step)
+        self.update = Update(reducer, optimizer, self._step_whole, params, sharding, name)
         for param in params:
-            _owners[id(param)] = self
+            registry.owners[id(param)] = self
         self._hooks: dict[int, Any] = {}
         for index, param in enumerate(params):
             if param.requires_grad:
                 self._hook(index)
         weakref.finalize(self, _remove, self._hooks, reducer, self._forward)
-        self._key = next(_made)
-        _in_use[self._key] = self
+        self._key = registry.add(self)
         self.report = reducer.report
 
     @property
@@ -449,7 +376,8 @@ class OptimizerSync:
         self._take(reduced)
         if reducer.sparse_anywhere:
             self._take_sparse(sparse, reduced)
-        self._forward.follow()
+        if self._forward.watching is not reducer.profiling:
+            self._forward.follow()
         self._compare()
         self._note_joined()
         return reduced
@@ -573,7 +501,9 @@ class OptimizerSync:
         update, reduced, factor = self.update, self.held, self._shard_factor
         self.held = self._shard_factor = None
         try:
-            return update.apply_whole() if self._alone else update.apply(reduced, factor)
+            if self._alone or not (self._reducer.decoupled or update.sharding is not None):
+                return self._step_whole()
+            return update.apply(reduced, factor)
         finally:
             if self._reducer.decoupled and self._reducer.profiling:
                 update.flush()  # nothing travels where compute is measured
@@ -721,7 +651,7 @@ class OptimizerSync:
         """Let the parameters go, up to date, and the state, whole; a collective."""
         self.prepare_whole()
         self.hand_over("these parameters")
-        _in_use.pop(self._key, None)
+        registry.remove(self._key)
 
     def hand_over(self, shared: str) -> None:
         """Let the parameters go, up to date, because another object takes over ``shared``."""
@@ -742,7 +672,22 @@ class OptimizerSync:
         self.update.pending.release()
         self.leave_buffers()
         _remove(self._hooks, self._reducer, self._forward)
-        _in_use.pop(self._key, None)
+        registry.remove(self._key)
+
+
+def _timed(reducer: Reducer, step: Callable[[], Any]) -> Callable[[], Any]:
+    """An optimizer's ordinary step, whose time the reducer learns.
+
+    All of ``p.grad``, parameters and state are whole.
+    """
+
+    def step_whole() -> Any:
+        start = reducer.clock.start_update()
+        result = step()
+        reducer.clock.mark_update(start)
+        return result
+
+    return step_whole
 
 
 def _fetcher(this: weakref.ref[OptimizerSync]) -> Callable[[int], GradientRef | None]:
@@ -759,35 +704,3 @@ def _remove(hooks: dict[int, Any], reducer: Reducer, forward: ForwardProfiler) -
         handle.remove()
     hooks.clear()
     reducer.close()
-
-
-def _finish(runtime: Runtime) -> None:
-    """Before a runtime ends, bring parameters up to date, which is impossible afterwards."""
-    if runtime is not process.current("shutdown()"):
-        _leave_process_set(runtime)
-        return
-    for sync in set(_owners.values()):
-        sync.leave_buffers()
-    for held in {owner for owner, _ in list(pending.under_way.values())}:
-        is_known = runtime.thread.error is not None  # to the program, by any call since
-        try:
-            held.wait_all()
-        except Exception as error:
-            if not is_known or not isinstance(error, WfbpError):
-                log.error("parameters are not up to date at the end: %s", error)
-        held.release()
-
-
-process.before_end(_finish)
-
-
-def _leave_process_set(runtime: Runtime) -> None:
-    """Let its optimizers go, with whole parameters and state; collective among its ranks."""
-    mine = {sync.number: sync for sync in in_use(runtime)}
-    payloads = runtime.exchange(json.dumps(list(mine)).encode(), "removing a process set")
-    # One that is forgotten may still be there on a rank whose interpreter has not collected it.
-    common = set.intersection(*(set(json.loads(numbers)) for numbers in payloads))
-    for number, sync in mine.items():
-        if number in common:
-            sync.prepare_whole()
-        sync.leave()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from wfbp.comm.backend import Buffer, word_dtype
+from wfbp.comm.arrays import Buffer, word_dtype
 from wfbp.core.types import Op
 from wfbp.runtime.collectives import api, operands
 from wfbp.runtime.collectives.coordinator import Kind, Request

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from wfbp.comm.backend import Buffer, storage_dtype
+from wfbp.comm.arrays import Buffer, storage_dtype
 from wfbp.comm.device.device import Device
 from wfbp.core.types import TensorSpec
 from wfbp.cuda.cupy_device import check_local_rank

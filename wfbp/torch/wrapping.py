@@ -19,13 +19,8 @@ from wfbp.runtime.collectives.process_sets import ProcessSet, global_process_set
 from wfbp.runtime.runtime import Runtime
 from wfbp.torch import tensors
 from wfbp.torch.compression import COMPRESSED_DTYPES, Compression, Compressor
-from wfbp.torch.optimizer import (
-    DistributedOptimizerBase,
-    check_params,
-    named_params,
-    own_attributes,
-    wrapped_of,
-)
+from wfbp.torch.optimizer import DistributedOptimizerBase
+from wfbp.torch.original import check_params, named_params, own_attributes, wrapped_of
 
 log = logging.getLogger("wfbp")
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.contract.checks import HALVES, INTEGERS, contribution, expected
 from tests.support.host_ranks import group, plain_channel
-from wfbp.comm.backend import blocks, combine, split, typed
+from wfbp.comm.arrays import blocks, combine, split, typed
 from wfbp.comm.mpi.transfers import Channel, Chunking, MpiWork, Task, chunks
 from wfbp.core.types import ELEMENTWISE_OPS, ITEM_BYTES, Op
 from wfbp.errors import BackendError

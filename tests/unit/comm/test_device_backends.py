@@ -16,7 +16,7 @@ from tests.support.devices import Devices
 from tests.support.fake_nccl import FakeNccl
 from tests.support.local import LocalWorld
 from tests.support.software_device import SoftwareDevice
-from wfbp.comm.backend import Buffer
+from wfbp.comm.arrays import Buffer
 from wfbp.comm.device import nccl
 from wfbp.comm.device.backend import Blocks, DeviceBackend
 from wfbp.comm.device.links import connect, why_no_nccl

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from tests.support.fake_mpi import IN_STATUS, STATUS_BYTES, TRUNCATED, UNDEFINED, FakeError, FakeMpi
 from wfbp import native
 from wfbp.comm.mpi import transfers
-from wfbp.comm.mpi.transfers import load_transfers
+from wfbp.comm.mpi.library import load_transfers
 from wfbp.errors import BackendError
 
 Array = npt.NDArray[Any]

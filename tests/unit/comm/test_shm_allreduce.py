@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.host_ranks import WINDOW, channel, connected, group
-from wfbp.comm.backend import Buffer, Segment
+from wfbp.comm.arrays import Buffer
+from wfbp.comm.backend import Segment
 from wfbp.comm.mpi.shm_allreduce import SharedAllReduce, SharedReduceTask
 from wfbp.comm.mpi.shm_memory import HEADER_BYTES, SharedMemory
 from wfbp.comm.mpi.transfers import MpiWork

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.local import LocalWorld
-from wfbp.comm.backend import Buffer, storage_dtype
+from wfbp.comm.arrays import Buffer, storage_dtype
 from wfbp.comm.memory import Memory
 from wfbp.core.plan import ALIGNMENT_BYTES, Group, Plan
 from wfbp.core.types import Op, Operation, Phase, TensorSpec

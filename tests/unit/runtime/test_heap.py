@@ -78,7 +78,7 @@ def test_zeroed_memory_costs_what_is_touched_of_it_and_goes_when_freed() -> None
     found = said(
         MEASURE
         + """
-from wfbp.comm.backend import zeroed
+from wfbp.comm.arrays import zeroed
 before = resident()
 data = zeroed(64 << 20)
 untouched = resident() - before
@@ -102,7 +102,7 @@ def test_a_forked_process_writes_zeroed_memory_of_its_own() -> None:
     (found,) = said(
         """
 import os
-from wfbp.comm.backend import zeroed
+from wfbp.comm.arrays import zeroed
 data = zeroed(1 << 20)
 child = os.fork()
 if not child:

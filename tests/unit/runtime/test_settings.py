@@ -15,7 +15,8 @@ import pytest
 
 from tests.support.local import LocalBackend
 from tests.support.ranks import QUICK, all_well, run_ranks
-from wfbp.comm.backend import Backend, Buffer, Work
+from wfbp.comm.arrays import Buffer
+from wfbp.comm.backend import Backend, Work
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, PeerError, StallError, WfbpError
 from wfbp.runtime import uncaught

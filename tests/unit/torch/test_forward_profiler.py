@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from wfbp.torch.gradient_sync import ForwardProfiler
+from wfbp.torch.forward_profiler import ForwardProfiler
 
 
 class Engine:

@@ -11,7 +11,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from wfbp.comm.backend import Backend, Buffer, Segment, Work, check_counts
+from wfbp.comm.arrays import Buffer, check_counts
+from wfbp.comm.backend import Backend, Segment, Work
 from wfbp.comm.device.device import Device, Event
 from wfbp.core.types import Op, item_bytes
 

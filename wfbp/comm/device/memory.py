@@ -18,7 +18,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from wfbp.comm.backend import Backend, Buffer, Work
+from wfbp.comm.arrays import Buffer
+from wfbp.comm.backend import Backend, Work
 from wfbp.comm.device.backend import DeviceBackend, DeviceWork
 from wfbp.comm.device.device import Event
 from wfbp.comm.memory import Dependencies, Memory, SlotTable, Stamp

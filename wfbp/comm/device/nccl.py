@@ -17,7 +17,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from wfbp.comm.backend import INTEGER, Backend, Buffer, Work
+from wfbp.comm.arrays import INTEGER, Buffer
+from wfbp.comm.backend import Backend, Work
 from wfbp.comm.device.backend import Blocks, DeviceBackend, DeviceWork
 from wfbp.comm.device.device import Device, Event
 from wfbp.comm.device.staged import StagedBackend
@@ -247,7 +248,7 @@ def _reason(error: BaseException) -> str:
 
 
 def defines(dtype: str, op: Op) -> bool:
-    """Whether NCCL combines elements as ``comm.backend.combine`` does; else the host does.
+    """Whether NCCL combines elements as ``comm.arrays.combine`` does; else the host does.
 
     >>> defines("float32", Op.AVERAGE), defines("int32", Op.AVERAGE), defines("float32", Op.MAX)
     (True, False, False)

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from wfbp.comm.backend import Backend, Buffer, Work, split
+from wfbp.comm.arrays import Buffer, split
+from wfbp.comm.backend import Backend, Work
 from wfbp.comm.device.backend import Blocks, DeviceBackend, DeviceWork
 from wfbp.comm.device.device import Device, Event
 from wfbp.core.types import Op, item_bytes

@@ -1,60 +1,44 @@
-"""The backend on MPI: each collective's algorithm, and its tasks. Shared memory and direct exchange
-add in rank order and define half precision, integer averages and NaN as ``backend.combine`` does.
+"""The backend on MPI: each collective's algorithm, and its tasks.
+
+Shared memory and direct exchange add in rank order, and define half precision, integer averages and
+NaN as ``comm.arrays.combine`` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import Enum
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from wfbp.comm.backend import (
-    HALF,
-    INTEGER,
-    Buffer,
-    Finished,
-    HostBackend,
-    Mailbox,
-    Segment,
-    Work,
-    blocks,
-    fill,
-    fill_blocks,
-    split,
-    typed,
-    word_dtype,
+from wfbp.comm.arrays import HALF, INTEGER, Buffer, blocks, split, typed, word_dtype
+from wfbp.comm.backend import Finished, HostBackend, Mailbox, Segment, Work, fill, fill_blocks
+from wfbp.comm.mpi.library import (
+    BytesTask,
+    LibraryTask,
+    gather_tasks,
+    load_transfers,
+    reduce_task,
 )
+from wfbp.comm.mpi.messages import PointToPoint
 from wfbp.comm.mpi.shm_allreduce import SharedAllReduce
 from wfbp.comm.mpi.shm_memory import SharedMemory
-from wfbp.comm.mpi.start import check_launch, load, unlink_segments
+from wfbp.comm.mpi.start import check_launch, communicator, load, translating, unlink_segments
+from wfbp.comm.mpi.topology import Topology
 from wfbp.comm.mpi.transfers import (
-    BytesTask,
     Channel,
     Chunking,
     ChunkTask,
-    LibraryTask,
     MpiWork,
     ProgressGroup,
     Task,
     chunks,
-    load_transfers,
 )
 from wfbp.core.types import Op, Operation
 from wfbp.errors import BackendError
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from mpi4py import MPI
-
-NOTICE_TAG = 1
-_FIRST_TAG = 2
-
-_unsent: list[tuple[MPI.Request, object]] = []
-"""Messages under way when their channel was closed: their memory must outlive them."""
 
 
 class Algorithm(Enum):
@@ -63,47 +47,6 @@ class Algorithm(Enum):
     SHARED_MEMORY = "shared memory"
     DIRECT = "direct exchange"
     LIBRARY = "the MPI library"
-
-
-@dataclass(frozen=True, slots=True)
-class Topology:
-    """How a communicator's ranks are placed, which decides how messages travel."""
-
-    local_rank: int
-    local_size: int
-    chunking: Chunking
-    # Whether ranks exchange large messages directly; the same for a reduce-scatter.
-    direct: bool
-    scatters_directly: bool
-    # Whether all ranks share this host, and are few enough for direct exchange.
-    shared: bool = False
-    one_rank_per_host: bool = False
-
-    @classmethod
-    def find(cls, mpi: ModuleType, comm: MPI.Comm, chunking: Chunking | None) -> Topology:
-        """Find which ranks share a host, and the best algorithms there. Collective."""
-        node = comm.Split_type(mpi.COMM_TYPE_SHARED)
-        local_rank, local_size = node.rank, node.size
-        node.Free()
-        size, fullest = comm.size, comm.allreduce(local_size, mpi.MAX)
-        one_host = local_size == size
-        if chunking is None and one_host:
-            # Copies within a host do not overlap and would evict each other from the cache, so
-            # large messages go one chunk at a time. Open MPI copies through small fragments; it
-            # gains from shards that stay in cache from arrival to reduction.
-            open_mpi = mpi.get_vendor()[0] == "Open MPI"
-            chunk_bytes = min(4 << 20, size << 19) if open_mpi else 4 << 20
-            chunking = Chunking(chunk_bytes=chunk_bytes, window_bytes=chunk_bytes)
-        chunking = chunking or Chunking()
-        # Where hosts hold several ranks each, direct exchange sends every byte between hosts once
-        # per rank of the host; the library's algorithms send it once.
-        direct = size <= chunking.direct_ranks and (one_host or fullest == 1)
-        # A reduce-scatter is different: the library's all-reduce, which carries it otherwise, sends
-        # twice as many bytes as it must if the number of ranks is a power of two, and at other
-        # numbers more than direct exchange.
-        scatters = one_host or fullest <= 2 or size & (size - 1) != 0
-        shared, alone = one_host and direct and size > 1, fullest == 1 and size > 1
-        return cls(local_rank, local_size, chunking, direct, scatters, shared, alone)
 
 
 class MpiBackend(HostBackend):
@@ -123,14 +66,14 @@ class MpiBackend(HostBackend):
         _original: MpiBackend | None = None,
     ) -> None:
         self._mpi = mpi = load(start_timeout_s)
-        chosen = _communicator(mpi, comm) if isinstance(comm, Sequence) else comm
+        chosen = communicator(mpi, comm) if isinstance(comm, Sequence) else comm
         if check_launcher and _original is None:
             check_launch(mpi, chosen)
         parent = mpi.COMM_WORLD if chosen is None else chosen
         try:
             self._comm = self._own(parent)
             if _original is None:
-                self._notices = _PointToPoint(mpi, self._own(parent))
+                self._notices = PointToPoint(mpi, self._own(parent))
                 self._topology = Topology.find(mpi, self._comm, chunking)
                 self._memory = (
                     SharedMemory.connect(self._comm, shared_memory)
@@ -155,8 +98,6 @@ class MpiBackend(HostBackend):
         self.local_rank = self._topology.local_rank
         self.local_size = self._topology.local_size
         self.library = mpi.Get_library_version().strip("\0").splitlines()[0].strip()
-        self._ops = {Op.SUM: mpi.SUM, Op.AVERAGE: mpi.SUM, Op.PRODUCT: mpi.PROD}
-        self._ops |= {Op.MIN: mpi.MIN, Op.MAX: mpi.MAX}
         self._is_original = _original is None
         self._group: ProgressGroup = (
             ProgressGroup(load_transfers(mpi), self._who) if _original is None else _original._group
@@ -210,7 +151,7 @@ class MpiBackend(HostBackend):
             return self._exchange(data.nbytes, sources, results, dtype, op)
         fill(buffer, segments)
         tasks = [
-            self._library_reduce(data[start:stop], dtype, op)
+            reduce_task(self._channel, data[start:stop], dtype, op)
             for start, stop in chunks(data.size, data.itemsize, self._topology.chunking.chunk_bytes)
         ]
         return self._channel.submit(data.nbytes, tasks)
@@ -249,12 +190,12 @@ class MpiBackend(HostBackend):
             # The part of the buffer up to the segment, then the segment in its own memory.
             until = segment.start if segment else max(counts)
             here = [max(0, min(count, until) - end) for count in counts]
-            tasks += self._library_gather(
-                typed(buffer, "uint8"), [start + end for start in starts], here
-            )
+            places = [start + end for start in starts]
+            tasks += gather_tasks(self._channel, typed(buffer, "uint8"), places, self._cut(here, 1))
             if segment:
                 data = typed(segment.data, "uint8")
-                tasks += self._library_gather(data, _starts(segment.counts), segment.counts)
+                bounds = self._cut(segment.counts, 1)
+                tasks += gather_tasks(self._channel, data, _starts(segment.counts), bounds)
                 end = segment.start + max(segment.counts)
         return self._channel.submit(sum(task.nbytes for task in tasks), tasks)
 
@@ -314,7 +255,7 @@ class MpiBackend(HostBackend):
 
     def mailbox(self) -> Mailbox:
         with translating(self._mpi, self._who, "no mailbox could be made"):
-            return _PointToPoint(self._mpi, self._own(self._comm))
+            return PointToPoint(self._mpi, self._own(self._comm))
 
     def send_notice(self, payload: bytes) -> None:
         for peer in self._channel.peers:
@@ -408,132 +349,11 @@ class MpiBackend(HostBackend):
         num_chunks = -(-sum(sizes) * item_bytes // self._topology.chunking.chunk_bytes)
         return list(zip(*(split(size, num_chunks) for size in sizes), strict=True))
 
-    def _library_reduce(self, data: Buffer, dtype: str, op: Op) -> LibraryTask:
-        operation, in_place = self._ops[op], self._mpi.IN_PLACE
-        return LibraryTask(
-            self._channel,
-            data.nbytes,
-            lambda: self._comm.Iallreduce(in_place, data, operation),
-            data if op is Op.AVERAGE else None,
-            dtype,
-        )
-
-    def _library_gather(
-        self, whole: Buffer, starts: Sequence[int], counts: Sequence[int]
-    ) -> list[Task]:
-        """Tasks that all-gather ``counts`` bytes per rank at ``starts`` by the library."""
-        tasks: list[Task] = []
-        for bounds in self._cut(counts, 1):
-            here = [b - a for a, b in bounds]
-            places = [start + a for start, (a, _) in zip(starts, bounds, strict=True)]
-            spec = [whole, here, places, self._mpi.BYTE]
-            tasks.append(
-                LibraryTask(
-                    self._channel,
-                    sum(here),
-                    lambda spec=spec: self._comm.Iallgatherv(self._mpi.IN_PLACE, spec),  # type: ignore[misc]
-                )
-            )
-        return tasks
-
     def _own(self, parent: MPI.Comm) -> MPI.Comm:
         # A duplicate: neither tags nor collectives can meet those of the program.
         comm = parent.Dup()
         comm.Set_errhandler(self._mpi.ERRORS_RETURN)
         return comm
-
-
-@contextmanager
-def translating(mpi: ModuleType, who: str, what: str) -> Iterator[None]:
-    """Within it MPI's errors become this package's."""
-    try:
-        yield
-    except mpi.Exception as error:
-        raise BackendError(f"{who}: {what}: {error}") from error
-
-
-class _PointToPoint(Mailbox):
-    """Notices and messages of any size between ranks, on a separate communicator; those to this
-    rank stay local."""
-
-    def __init__(self, mpi: ModuleType, comm: MPI.Comm) -> None:
-        self._mpi = mpi
-        self._comm = comm
-        self._who = f"rank {comm.rank} of {comm.size}"
-        self._status = mpi.Status()
-        self._own: list[tuple[int, bytes]] = []
-        self._pending: list[tuple[MPI.Request, object]] = []
-        """Requests that had not ended at the last look, and their memory."""
-
-    @property
-    def sending(self) -> bool:
-        return bool(self._pending)
-
-    def send(self, rank: int, payload: bytes) -> None:
-        data = bytes(payload)
-        if rank == self._comm.rank:
-            self._own.append((rank, data))
-            return
-        with translating(self._mpi, self._who, "a message could not be sent"):
-            # Kept until it is complete: MPI may read the bytes until then.
-            request = self._comm.Isend([data, self._mpi.BYTE], rank, NOTICE_TAG)
-            if not request.Test():
-                self._pending.append((request, data))
-
-    def start(self, buffer: Buffer, peer: int, tag: int, receives: bool) -> _Message:
-        """Start to send or receive a message; notices use another tag."""
-        begin = self._comm.Irecv if receives else self._comm.Isend
-        what = f"a message could not be {'received' if receives else 'sent'}"
-        with translating(self._mpi, self._who, what):
-            request = begin([buffer, self._mpi.BYTE], peer, _FIRST_TAG + tag)
-        self._pending.append((request, buffer))
-        return _Message(self._mpi, self._who, request)
-
-    def receive(self) -> list[tuple[int, bytes]]:
-        status = self._status
-        own, self._own = self._own, []
-        arrived = []
-        with translating(self._mpi, self._who, "messages could not be read"):
-            if self._pending:
-                self._pending = [item for item in self._pending if not item[0].Test()]
-            # Matched at once: no other thread can take the message between probe and receive.
-            while (
-                message := self._comm.Improbe(self._mpi.ANY_SOURCE, NOTICE_TAG, status)
-            ) is not None:
-                content = bytearray(status.Get_count(self._mpi.BYTE))
-                message.Recv([content, self._mpi.BYTE])
-                arrived.append((status.Get_source(), bytes(content)))
-        return arrived + own  # what had arrived before this rank's came first
-
-    def close(self) -> None:
-        """Free the communicator; messages under way continue."""
-        with translating(self._mpi, self._who, "closing failed"):
-            _unsent.extend(item for item in self._pending if not item[0].Test())
-            self._comm.Free()
-
-
-class _Message(Work[None]):
-    """A message between two ranks, whose memory :class:`_PointToPoint` keeps."""
-
-    def __init__(self, mpi: ModuleType, who: str, request: MPI.Request) -> None:
-        self._mpi, self._who, self._request = mpi, who, request
-
-    def test(self) -> bool:
-        with translating(self._mpi, self._who, "a message between two ranks failed"):
-            return bool(self._request.Test())
-
-    @property
-    def result(self) -> None:
-        return None
-
-
-def _communicator(mpi: ModuleType, ranks: Sequence[int]) -> MPI.Comm:
-    """A communicator of these ranks; the others need not call this."""
-    world = mpi.COMM_WORLD
-    if world.rank not in ranks:
-        raise ValueError(f"rank {world.rank} is none of the ranks {list(ranks)} that take part")
-    made: MPI.Comm = world.Create_group(world.group.Incl(list(ranks)))
-    return made
 
 
 def _with_segments(buffer: Buffer, parts: Sequence[tuple[int, Buffer]]) -> list[Buffer]:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wfbp.comm.backend import Buffer, Segment, combine, split, typed
+from wfbp.comm.arrays import Buffer, combine, split, typed
+from wfbp.comm.backend import Segment
 from wfbp.comm.mpi.shm_memory import HEADER_BYTES, SharedMemory
 from wfbp.comm.mpi.transfers import ProgressGroup, Task, chunks
 from wfbp.core.types import Op

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from wfbp.comm.backend import Buffer
+from wfbp.comm.arrays import Buffer
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -14,7 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
@@ -250,3 +250,21 @@ def _srun_hint(promise: Promise, library: str) -> str:
         return ""
     kind = "pmix" if "Open MPI" in library else "pmi2"
     return f"within sbatch or salloc; or by srun --mpi={kind}, where both can do that. "
+
+
+def communicator(mpi: ModuleType, ranks: Sequence[int]) -> MPI.Comm:
+    """A communicator of these ranks; the others need not call this."""
+    world = mpi.COMM_WORLD
+    if world.rank not in ranks:
+        raise ValueError(f"rank {world.rank} is none of the ranks {list(ranks)} that take part")
+    made: MPI.Comm = world.Create_group(world.group.Incl(list(ranks)))
+    return made
+
+
+@contextmanager
+def translating(mpi: ModuleType, who: str, what: str) -> Iterator[None]:
+    """Within it MPI's errors become this package's."""
+    try:
+        yield
+    except mpi.Exception as error:
+        raise BackendError(f"{who}: {what}: {error}") from error

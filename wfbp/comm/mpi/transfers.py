@@ -15,7 +15,6 @@ thread at a time may use.
 from __future__ import annotations
 
 import ctypes
-import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from wfbp import native
-from wfbp.comm.backend import Buffer, T, Work, reduction, split
+from wfbp.comm.arrays import Buffer, reduction, split
+from wfbp.comm.backend import T, Work
 from wfbp.core.types import Op
 from wfbp.errors import BackendError
 
@@ -337,106 +337,3 @@ class ChunkTask(Task):
         del free[:1]  # a block that proved too small: chunks soon all have the same size
         self.scratch = np.empty(nbytes, np.uint8)
         return self.scratch
-
-
-@dataclass(eq=False)
-class LibraryTask(Task):
-    """One non-blocking MPI collective, after which ``averaged`` is divided by the size."""
-
-    channel: Channel
-    nbytes: int
-    begin: Callable[[], MPI.Request]
-    averaged: Buffer | None = None
-    dtype: str = "uint8"
-
-    def start(self) -> None:
-        # The request keeps the memory; its handle becomes invalid when the transfer is done.
-        self._request = self.begin()
-        transfers, data = self.channel.group.transfers, self.averaged
-        handle = self.channel.mpi._handleof(self._request)
-        if data is None:
-            self.transfer = transfers.adopt(handle)
-        else:
-            self.transfer = transfers.adopt(
-                handle, self.dtype, "sum", float(self.channel.size), [([data], data)]
-            )
-
-
-class BytesTask(Task):
-    """Every rank's payload, of any length: each rank sends its own to every other."""
-
-    def __init__(self, channel: Channel, payload: bytes) -> None:
-        self.nbytes = len(payload)
-        self._mpi = channel.mpi
-        self._channel = channel
-        self._parts: list[bytes | bytearray] = [b""] * channel.size
-        self._parts[channel.rank] = payload  # MPI reads it until all sends are complete
-        self._missing = channel.peers
-        self._pending: list[MPI.Request] = []
-
-    def start(self) -> None:
-        payload = [self._parts[self._channel.rank], self._mpi.BYTE]
-        send = self._channel.comm.Isend
-        self._tag = (
-            self._channel.next_tag()
-        )  # at the start, as every task: ranks agree on its order
-        self._pending = [send(payload, peer, self._tag) for peer in self._missing]
-
-    def step(self) -> bool:
-        still_missing = []
-        for peer in self._missing:
-            status = self._mpi.Status()
-            message = self._channel.comm.Improbe(peer, self._tag, status)
-            if message is None:
-                still_missing.append(peer)
-                continue
-            part = self._parts[peer] = bytearray(status.Get_count(self._mpi.BYTE))
-            self._pending.append(message.Irecv([part, self._mpi.BYTE]))
-        self._missing = still_missing
-        self._pending = [request for request in self._pending if not request.Test()]
-        return not self._missing and not self._pending
-
-    def value(self) -> list[bytes]:
-        """The payloads in rank order."""
-        return [bytes(part) for part in self._parts]
-
-
-def load_transfers(mpi: ModuleType) -> native.Transfers:
-    """Transfers that call the MPI library that mpi4py has loaded; or ``BackendError``."""
-    try:
-        # MPICH calls COMM_SELF's error handler for a test of several messages: it must not end
-        # the job.
-        if mpi.COMM_SELF.Get_errhandler() != mpi.ERRORS_RETURN:
-            raise ValueError(
-                "the error handler of COMM_SELF is not ERRORS_RETURN, mpi4py's default"
-            )
-        library = ctypes.CDLL(mpi.__file__)  # which finds the library that it is linked to
-        sizes = {mpi._sizeof(kind) for kind in (mpi.Comm, mpi.Datatype, mpi.Request)}
-        if len(sizes) > 1:
-            raise ValueError(f"handles of {sorted(sizes)} bytes")
-        # A status keeps its error at an offset that differs between libraries: look for a marker.
-        status, marker = mpi.Status(), 0x5A17C0DE
-        status.Set_error(marker)
-        raw = ctypes.string_at(mpi._addressof(status), mpi._sizeof(mpi.Status))
-        error_at = raw.find(marker.to_bytes(4, sys.byteorder))
-        if error_at < 0:
-            raise ValueError("a status keeps no error")
-
-        def address(function: Any) -> int:
-            return ctypes.cast(function, ctypes.c_void_p).value or 0
-
-        return native.Transfers(
-            isend=address(library.MPI_Isend),
-            irecv=address(library.MPI_Irecv),
-            testsome=address(library.MPI_Testsome),
-            handle_bytes=sizes.pop(),
-            byte=mpi._handleof(mpi.BYTE),
-            status_bytes=mpi._sizeof(mpi.Status),
-            error_at=error_at,
-            success=mpi.SUCCESS,
-            error=mpi.Exception,
-        )
-    except (OSError, AttributeError, ValueError) as error:
-        raise BackendError(
-            f"the functions of the MPI library cannot be called directly, which wfbp needs: {error}"
-        ) from error

@@ -25,7 +25,8 @@ from wfbp.torch import joining, state, tensors
 from wfbp.torch.collectives import allreduce, grouped_allreduce
 from wfbp.torch.compiling import uncompiled
 from wfbp.torch.compression import Compressor
-from wfbp.torch.optimizer import DistributedOptimizerBase, named_params, take_place, wrapped_of
+from wfbp.torch.optimizer import DistributedOptimizerBase
+from wfbp.torch.original import named_params, take_place, wrapped_of
 from wfbp.torch.wrapping import named_pairs
 
 _TITLE = f"DistributedOptimizer(op={Op.ADASUM})"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from wfbp.comm.backend import Buffer
+from wfbp.comm.arrays import Buffer
 from wfbp.errors import DisagreementError
 from wfbp.runtime import process, signals
 from wfbp.runtime.consistency import (

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wfbp.comm.backend import storage_dtype
+from wfbp.comm.arrays import storage_dtype
 from wfbp.core.types import Op, TensorSpec
 from wfbp.runtime import process, signals
 from wfbp.runtime.arguments import ReducerOptions

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wfbp import native
-from wfbp.comm.backend import Buffer
+from wfbp.comm.arrays import Buffer
 from wfbp.core.types import ITEM_BYTES, Op
 
 ITEM: dict[str, int] = {**ITEM_BYTES, "int8": 1, "int16": 2, "bool": 1}

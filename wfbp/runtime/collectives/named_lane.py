@@ -12,7 +12,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from wfbp.comm.backend import Backend, Buffer, Finished, HostBackend, Mailbox, Work, word_dtype
+from wfbp.comm.arrays import Buffer, word_dtype
+from wfbp.comm.backend import Backend, Finished, HostBackend, Mailbox, Work
 from wfbp.core.types import Op
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime.collectives.arithmetic import ITEM, adasum, equal_rows, reducible, scale

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from wfbp.comm.backend import HALF, Buffer, word_dtype
+from wfbp.comm.arrays import HALF, Buffer, word_dtype
 from wfbp.core.types import Op
 from wfbp.errors import WfbpError
 from wfbp.runtime.collectives import api

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from wfbp.comm.backend import Backend, Buffer, HostBackend, Work
+from wfbp.comm.arrays import Buffer
+from wfbp.comm.backend import Backend, HostBackend, Work
 from wfbp.errors import DisagreementError, WfbpError
 from wfbp.runtime.progress.loop import ProgressLoop, Reply
 from wfbp.runtime.progress.stall import ALL_RANKS, Members

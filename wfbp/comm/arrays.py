@@ -1,0 +1,105 @@
+"""Memory that travels between ranks: element types, parts, and the only definition of reduction."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wfbp.core.types import ITEM_BYTES, Op
+from wfbp.native import reduce_shards
+
+Buffer = npt.NDArray[Any]
+"""A one-dimensional C-contiguous array; bfloat16 is stored as uint16."""
+
+HALF = frozenset({"float16", "bfloat16"})
+"""Element types that are accumulated in float32."""
+INTEGER = frozenset({"int32", "int64", "uint8"})
+_WORDS = {name: np.dtype("uint16" if name in HALF else name) for name in ITEM_BYTES}
+_MAPPED_BYTES = 64 << 10
+"""Buffers of at least this size are mapped from the system as separate pages."""
+
+
+def word_dtype(dtype: str) -> np.dtype[Any]:
+    """The NumPy type that kernels use for elements: uint16 for both half types."""
+    return _WORDS.get(dtype) or np.dtype(dtype)
+
+
+def storage_dtype(dtype: str) -> np.dtype[Any]:
+    """The NumPy type that holds elements: uint16 for bfloat16, which NumPy lacks."""
+    return np.dtype("uint16" if dtype == "bfloat16" else dtype)
+
+
+def typed(buffer: Buffer, dtype: str, writeable: bool = True) -> Buffer:
+    """View the buffer's bytes as ``word_dtype(dtype)``; ``ValueError`` if it is unsuitable."""
+    if (words := _WORDS.get(dtype)) is None:
+        raise ValueError(f"dtype {dtype!r} cannot be sent; expected one of {', '.join(_WORDS)}")
+    if buffer.ndim != 1 or not buffer.flags.c_contiguous:
+        raise ValueError(
+            "a buffer must be one-dimensional and contiguous; "
+            f"found shape {buffer.shape}, strides {buffer.strides}"
+        )
+    if writeable and not buffer.flags.writeable:
+        raise ValueError("a buffer that receives must be writeable")
+    if buffer.nbytes % words.itemsize:
+        raise ValueError(f"a buffer of {buffer.nbytes} bytes holds no whole number of {dtype}")
+    return buffer if buffer.dtype == words else buffer.view(words)
+
+
+def blocks(
+    size: int, buffer: Buffer, counts: Sequence[int], dtype: str, writeable: bool = True
+) -> list[Buffer]:
+    """Split a buffer into typed blocks of ``counts`` bytes, one per rank; or ``ValueError``."""
+    data = typed(buffer, dtype, writeable)
+    check_counts(size, data.nbytes, counts, dtype)
+    parts, end = [], 0
+    for count in counts:
+        start, end = end, end + count // data.itemsize
+        parts.append(data[start:end])
+    return parts
+
+
+def check_counts(size: int, nbytes: int, counts: Sequence[int], dtype: str) -> None:
+    """Raise ``ValueError`` unless ``counts`` are valid blocks of a buffer of ``nbytes``."""
+    item = word_dtype(dtype).itemsize
+    if len(counts) != size or any(count < 0 or count % item for count in counts):
+        raise ValueError(
+            f"{size} ranks need {size} counts of at least 0 bytes, each a whole number of "
+            f"{dtype}, found {list(counts)}"
+        )
+    if nbytes != sum(counts):
+        raise ValueError(f"the buffer is of {nbytes} bytes, but counts add up to {sum(counts)}")
+
+
+def combine(shards: Sequence[Buffer], out: Buffer, dtype: str, op: Op) -> None:
+    """Combine one contribution per rank (as :func:`typed` returns them), in rank order; the only
+    definition of reduction. ``out`` is one of the shards or overlaps none."""
+    reduce_shards(shards, out, dtype, *reduction(op, len(shards)))
+
+
+def reduction(op: Op, num_ranks: int) -> tuple[str, float]:
+    """The operation that combines the contributions, and the divisor of its result."""
+    return ("sum", float(num_ranks)) if op is Op.AVERAGE else (op.value, 1.0)
+
+
+def split(total: int, parts: int) -> list[tuple[int, int]]:
+    """Start and end of ``parts`` consecutive ranges over ``total`` whose lengths differ by <= 1."""
+    return [(total * i // parts, total * (i + 1) // parts) for i in range(parts)]
+
+
+def zeroed(nbytes: int) -> Buffer:
+    """``nbytes`` zeroed bytes, as uint8; ``MemoryError`` if memory is exhausted."""
+    if nbytes < _MAPPED_BYTES or sys.platform == "win32":
+        return np.zeros(nbytes, np.uint8)
+    # Untouched pages cost nothing, such as the part of a fusion buffer whose tensors are sent from
+    # where they are. The C library would clear memory that it has used before.
+    # Private: a forked process writes to its own copy.
+    try:
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no {nbytes} bytes for a buffer: {error}") from error
+    return np.frombuffer(pages, np.uint8)

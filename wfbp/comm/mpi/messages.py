@@ -1,0 +1,95 @@
+"""Messages between two ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from wfbp.comm.arrays import Buffer
+from wfbp.comm.backend import Mailbox, Work
+from wfbp.comm.mpi.start import translating
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from mpi4py import MPI
+
+NOTICE_TAG = 1
+_FIRST_TAG = 2
+
+_unsent: list[tuple[MPI.Request, object]] = []
+"""Messages under way when their channel was closed: their memory must outlive them."""
+
+
+class PointToPoint(Mailbox):
+    """Notices and messages of any size between ranks, on a separate communicator; those to this
+    rank stay local."""
+
+    def __init__(self, mpi: ModuleType, comm: MPI.Comm) -> None:
+        self._mpi = mpi
+        self._comm = comm
+        self._who = f"rank {comm.rank} of {comm.size}"
+        self._status = mpi.Status()
+        self._own: list[tuple[int, bytes]] = []
+        self._pending: list[tuple[MPI.Request, object]] = []
+        """Requests that had not ended at the last look, and their memory."""
+
+    @property
+    def sending(self) -> bool:
+        return bool(self._pending)
+
+    def send(self, rank: int, payload: bytes) -> None:
+        data = bytes(payload)
+        if rank == self._comm.rank:
+            self._own.append((rank, data))
+            return
+        with translating(self._mpi, self._who, "a message could not be sent"):
+            # Kept until it is complete: MPI may read the bytes until then.
+            request = self._comm.Isend([data, self._mpi.BYTE], rank, NOTICE_TAG)
+            if not request.Test():
+                self._pending.append((request, data))
+
+    def start(self, buffer: Buffer, peer: int, tag: int, receives: bool) -> _Message:
+        """Start to send or receive a message; notices use another tag."""
+        begin = self._comm.Irecv if receives else self._comm.Isend
+        what = f"a message could not be {'received' if receives else 'sent'}"
+        with translating(self._mpi, self._who, what):
+            request = begin([buffer, self._mpi.BYTE], peer, _FIRST_TAG + tag)
+        self._pending.append((request, buffer))
+        return _Message(self._mpi, self._who, request)
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        status = self._status
+        own, self._own = self._own, []
+        arrived = []
+        with translating(self._mpi, self._who, "messages could not be read"):
+            if self._pending:
+                self._pending = [item for item in self._pending if not item[0].Test()]
+            # Matched at once: no other thread can take the message between probe and receive.
+            while (
+                message := self._comm.Improbe(self._mpi.ANY_SOURCE, NOTICE_TAG, status)
+            ) is not None:
+                content = bytearray(status.Get_count(self._mpi.BYTE))
+                message.Recv([content, self._mpi.BYTE])
+                arrived.append((status.Get_source(), bytes(content)))
+        return arrived + own  # what had arrived before this rank's came first
+
+    def close(self) -> None:
+        """Free the communicator; messages under way continue."""
+        with translating(self._mpi, self._who, "closing failed"):
+            _unsent.extend(item for item in self._pending if not item[0].Test())
+            self._comm.Free()
+
+
+class _Message(Work[None]):
+    """A message between two ranks, whose memory :class:`PointToPoint` keeps."""
+
+    def __init__(self, mpi: ModuleType, who: str, request: MPI.Request) -> None:
+        self._mpi, self._who, self._request = mpi, who, request
+
+    def test(self) -> bool:
+        with translating(self._mpi, self._who, "a message between two ranks failed"):
+            return bool(self._request.Test())
+
+    @property
+    def result(self) -> None:
+        return None

@@ -1,0 +1,69 @@
+"""The first use of each parameter in forward, while a reducer profiles."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from wfbp.runtime.reducer import Reducer
+
+
+class ForwardProfiler:
+    """Marks the first use of each parameter in forward, by hooks on all modules, while the reducer
+    profiles; and learns which model is trained."""
+
+    def __init__(self, reducer: Reducer, params: Sequence[torch.Tensor]) -> None:
+        self._reducer = reducer
+        self._index = {id(p): k for k, p in enumerate(params)}
+        self.watching = False
+        self._handles: list[Any] = []
+        self._depth = 0
+        self._outermost: dict[int, weakref.ref[torch.nn.Module]] = {}
+
+    def follow(self) -> None:
+        """Start or stop watching, as the reducer asks."""
+        if self._reducer.profiling and not self.watching:
+            self.watching = True
+            # Compiled functions must leave their graphs here, where they cannot read the clock.
+            disable: Any = torch.compiler.disable
+            self._handles = [
+                register_module_forward_pre_hook(disable(self._before)),
+                register_module_forward_hook(disable(self._after), always_call=True),
+            ]
+        elif self.watching and not self._reducer.profiling:
+            self.stop()
+
+    def stop(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self.watching = [], False
+        modules = [module for ref in self._outermost.values() if (module := ref()) is not None]
+        if modules:
+            model = max(modules, key=lambda m: sum(id(p) in self._index for p in m.parameters()))
+            # A compiled module stands for the one that the user knows.
+            name = type(getattr(model, "_orig_mod", model)).__name__
+            if self._reducer.recorder is not None:
+                self._reducer.recorder.model = name
+        self._outermost.clear()
+        self._depth = 0
+
+    def _before(self, module: torch.nn.Module, inputs: Any) -> None:
+        if self._depth == 0 and id(module) not in self._outermost:
+            self._outermost[id(module)] = weakref.ref(module)
+        self._depth += 1
+        for param in module._parameters.values():
+            index = self._index.get(id(param))
+            if index is not None:
+                self._reducer.clock.mark_forward(index)
+
+    def _after(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        self._depth = max(0, self._depth - 1)  # watching may begin within a forward
+        self._reducer.clock.mark_forward_end()

@@ -1,0 +1,127 @@
+"""The optimizer that a distributed one is made of: its parameters, and how its place is taken."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from wfbp.runtime.arguments import ReducerOptions
+from wfbp.torch import tensors
+
+_WRAPPED = "_wfbp_wrapped"
+"""Attribute of an optimizer: what was last made of it, and may hold shards of its state."""
+
+_REPLACED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
+"""Methods of the original that the distributed optimizer replaces."""
+
+
+def named_params(
+    optimizer: torch.optim.Optimizer,
+    known: list[tuple[str, torch.Tensor]] | None,
+    complete: bool,
+) -> list[tuple[str, torch.Tensor]]:
+    """The optimizer's parameters in forward order, each with a unique name.
+
+    A parameter with several names goes by the first. Integer parameters, which can never have a
+    gradient, are left out. Raises ``ValueError`` if a name is given twice, or missing where
+    ``complete``.
+    """
+    owned = {
+        id(p): (f"group{g}.param{k}", p)
+        for g, group in enumerate(optimizer.param_groups)
+        for k, p in enumerate(group["params"])
+    }
+    differentiable = {key: pair for key, pair in owned.items() if _differentiable(pair[1])}
+    owned = differentiable or owned
+    if known is None:
+        return list(owned.values())
+    names = [name for name, _ in known]
+    if len(set(names)) != len(names):
+        twice = sorted({n for n in names if names.count(n) > 1})
+        raise ValueError(f"named_parameters has names twice: {', '.join(twice)}")
+    first: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, p in known:
+        if id(p) in owned:
+            first.setdefault(id(p), (name, p))
+    missing = [pair for k, pair in owned.items() if k not in first]
+    if missing and complete:
+        shown = ", ".join(name for name, _ in missing[:5])
+        raise ValueError(
+            f"named_parameters lacks {len(missing)} of the optimizer's parameters ({shown}); pass "
+            "the named_parameters() of every module that it optimizes, or none"
+        )
+    return [*first.values(), *missing]
+
+
+def check_params(named: Sequence[tuple[str, torch.Tensor]], options: ReducerOptions) -> None:
+    """Raise unless the gradients of these parameters can be reduced with these options.
+
+    Raises:
+        ImportError: ``dear`` without the ``search`` extra.
+        TypeError: not a whole number where one is expected.
+        ValueError: a bad option, or a parameter that cannot be sent.
+    """
+    for name, param in named:
+        tensors.check(name, param)
+        if param.requires_grad and param.grad_dtype is not param.dtype:
+            raise ValueError(
+                f"{name} is {param.dtype} and its grad_dtype is {param.grad_dtype}; gradients "
+                "travel in the element type of their parameters, so set no grad_dtype"
+            )
+    options.check([tensors.spec(name, param) for name, param in named])
+
+
+def param_ids(optimizer: torch.optim.Optimizer) -> frozenset[int]:
+    """The ids of the parameters in an optimizer's groups."""
+    return frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
+
+
+def _differentiable(param: torch.Tensor) -> bool:
+    return param.is_floating_point() or param.is_complex()
+
+
+def wrapped_of(optimizer: torch.optim.Optimizer) -> Any:
+    """What was last made of an optimizer, or None."""
+    return vars(optimizer).get(_WRAPPED)
+
+
+def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's instance attributes, as the program has set them."""
+    wrapped = wrapped_of(optimizer)
+    if wrapped is None:
+        return vars(optimizer)
+    before: dict[str, Any] = wrapped._wfbp_before
+    return {k: v for k, v in vars(optimizer).items() if k not in _REPLACED} | before
+
+
+def take_place(distributed: Any, refuses: bool) -> None:
+    """Let a distributed optimizer take its original's place, and that of an earlier one.
+
+    ``refuses``: the original's own step becomes an error, because it would not average gradients;
+    its other methods do what the distributed optimizer's do. ``_wfbp_bare`` has those that the
+    program gave it.
+    """
+    original = distributed._wfbp_original
+    attributes = own_attributes(original)
+    distributed._wfbp_before = {k: attributes[k] for k in _REPLACED if k in attributes}
+    for name in _REPLACED:
+        vars(original).pop(name, None)
+    vars(original).update(distributed._wfbp_before)
+    distributed._wfbp_bare = {name: getattr(original, name) for name in _REPLACED}
+    vars(original)[_WRAPPED] = distributed
+    if not refuses:
+        return
+    kind = type(original).__name__
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            f"this {kind} was made into a distributed optimizer, and its own step() would not "
+            "average gradients over the ranks; call step() of what DistributedOptimizer() returned"
+        )
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # nothing for a scheduler here
+    vars(original).update({name: getattr(distributed, name) for name in _REPLACED})
+    vars(original)["step"] = types.MethodType(step, original)
