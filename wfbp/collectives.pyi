@@ -44,8 +44,8 @@ def allreduce(
             wait, return a new array and have no factors, splits or process sets.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
-            The average of integers is truncated.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
+            truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -85,8 +85,8 @@ def allreduce_(
             wait, return a new array and have no factors, splits or process sets.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
-            The average of integers is truncated.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
+            truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -127,8 +127,8 @@ def allreduce_async(
             wait, return a new array and have no factors, splits or process sets.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
-            The average of integers is truncated.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
+            truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -169,8 +169,8 @@ def allreduce_async_(
             wait, return a new array and have no factors, splits or process sets.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
-            The average of integers is truncated.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
+            truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -205,8 +205,8 @@ def grouped_allreduce(
             wait, return a new array and have no factors, splits or process sets.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
-            The average of integers is truncated.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
+            truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -246,8 +246,8 @@ def grouped_allreduce_(
             wait, return a new array and have no factors, splits or process sets.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
-            The average of integers is truncated.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
+            truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -281,8 +281,8 @@ def grouped_allreduce_async(
             wait, return a new array and have no factors, splits or process sets.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
-            The average of integers is truncated.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
+            truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -317,8 +317,8 @@ def grouped_allreduce_async_(
             wait, return a new array and have no factors, splits or process sets.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
-            The average of integers is truncated.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
+            truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -694,8 +694,8 @@ def reducescatter(
             or process sets.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
-            The average of integers is truncated.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
+            truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -736,8 +736,8 @@ def reducescatter_async(
             or process sets.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
-            The average of integers is truncated.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
+            truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -771,8 +771,8 @@ def grouped_reducescatter(
             or process sets.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
-            The average of integers is truncated.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
+            truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -807,8 +807,8 @@ def grouped_reducescatter_async(
             or process sets.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
-            The average of integers is truncated.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
+            truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.

@@ -1,4 +1,4 @@
-"""The examples in docstrings, of all modules that need neither ranks nor a framework."""
+"""The examples in docstrings."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ from wfbp.runtime import process
 
 PACKAGE = Path(__file__).resolve().parents[2] / "wfbp"
 ELSEWHERE = (
-    "torch",
-    "jax",
-    "horovod",
     "cuda",
     "bench",
     "integrations",
-    "runtime/api",
     "comm/mpi/start_notice.py",
 )
-"""Their examples need ``wfbp.init()``, a framework or a device."""
+"""Their examples need several ranks, another framework or a device."""
 
 
 def modules_with_examples() -> list[str]:

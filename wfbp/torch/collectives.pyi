@@ -37,8 +37,8 @@ def allreduce(
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         compression: element type of floating point in messages.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
-            The average of integers is truncated.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
+            truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -76,8 +76,8 @@ def allreduce_(
         average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
-            The average of integers is truncated.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
+            truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -109,8 +109,8 @@ def allreduce_async(
         average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
-            The average of integers is truncated.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
+            truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -142,8 +142,8 @@ def allreduce_async_(
         average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
-            The average of integers is truncated.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
+            truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -180,8 +180,8 @@ def grouped_allreduce(
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         compression: element type of floating point in messages.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
-            The average of integers is truncated.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
+            truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -213,8 +213,8 @@ def grouped_allreduce_(
         average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
-            The average of integers is truncated.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
+            truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -246,8 +246,8 @@ def grouped_allreduce_async(
         average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
-            The average of integers is truncated.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
+            truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -280,8 +280,8 @@ def grouped_allreduce_async_(
         average: Horovod's older form of ``op``: True for ``Average``, False for ``Sum``.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
-            The average of integers is truncated.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
+            truncated.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -590,8 +590,8 @@ def reducescatter(
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         compression: element type of floating point in messages.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
-            The average of integers is truncated.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
+            truncated.
         process_set: the ranks that take part.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
@@ -621,8 +621,8 @@ def reducescatter_async(
         tensor: at least one dimension; same shape and element type on every rank.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
-            The average of integers is truncated.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
+            truncated.
         process_set: the ranks that take part.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
@@ -655,8 +655,8 @@ def grouped_reducescatter(
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
         compression: element type of floating point in messages.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
-            The average of integers is truncated.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
+            truncated.
         process_set: the ranks that take part.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.
@@ -686,8 +686,8 @@ def grouped_reducescatter_async(
         tensors: at least one dimension; same shape and element type on every rank.
         name: matches the operations of ranks, which may submit them in different orders; those
             without a name match by their order.
-        op: ``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``.
-            The average of integers is truncated.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The average of integers is
+            truncated.
         process_set: the ranks that take part.
         prescale_factor: multiplies before the reduction; integers in float64, truncated.
         postscale_factor: multiplies after it.

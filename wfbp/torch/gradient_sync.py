@@ -61,6 +61,8 @@ class GradientGuard:
         self._num_steps = 0
         self._is_averaged = False
         self._clean = self.grads[:]
+        self._seen: Sequence[int] = range(len(names))
+        """Which had gradients in the last step that had any."""
         self._choose()
 
     def watch(self, index: int, grad: torch.Tensor, averaged: bool = False) -> None:
@@ -89,14 +91,14 @@ class GradientGuard:
 
     def check(self, params: Sequence[torch.Tensor]) -> list[int]:
         """Compare every gradient with what its hook saw; returns the indices of those that are
-        gone. Raises ``RuntimeError`` if one was changed or replaced."""
-        gone = []
+        cleared. Raises ``RuntimeError`` if one was changed or replaced."""
+        cleared = []
         for index, seen in enumerate(self.grads):
             if seen is None:
                 continue
             grad = params[index].grad
             if grad is None:
-                gone.append(index)
+                cleared.append(index)
             elif grad is not seen:
                 self.refuse(index, "replaced")
             elif grad._version != self.versions[index] and not self._accumulated_beside(grad):
@@ -105,14 +107,15 @@ class GradientGuard:
                 self.refuse(index, "moved to other memory")
         for index, sample in self.samples.items():
             seen = self.grads[index]
-            if sample is None or seen is None or index in gone:
+            if sample is None or seen is None or index in cleared:
                 continue
             if (now := _sample(seen)).shape != sample.shape or not torch.equal(now, sample):
                 self.refuse(index, "changed in place")
-        return gone
+        return cleared
 
     def clear(self) -> None:
         """Forget all gradients. The lists and the dictionary stay the same ones."""
+        self._seen = [k for k, grad in enumerate(self.grads) if grad is not None] or self._seen
         self.grads[:] = self._clean
         self._is_averaged = False
         self._num_steps += 1
@@ -137,10 +140,10 @@ class GradientGuard:
     def _choose(self) -> None:
         """Have gradients sampled that are spread over all, and so over the groups."""
         self.samples.clear()
-        number, count = self._num_steps, len(self._names)
+        number, seen = self._num_steps, self._seen
         if self._on_host or number < _FIRST_STEPS or number % _EVERY_STEPS == 0:
-            stride = max(1, count // _SAMPLED_GRADIENTS)
-            self.samples.update(dict.fromkeys(range(number % stride, count, stride)))
+            stride = max(1, len(seen) // _SAMPLED_GRADIENTS)
+            self.samples.update(dict.fromkeys(seen[number % stride :: stride]))
 
 
 def _sample(grad: torch.Tensor) -> torch.Tensor:
@@ -603,6 +606,14 @@ class OptimizerSync:
         """The program looks up state: updates that are due come first."""
         if self.update.due:
             self.update.pending.wait_all()
+
+    def make_state_whole(self) -> None:
+        """A method of the program's optimizer may look up state by parameter; a collective where
+        ranks have shards of it."""
+        self.before_state_is_used()
+        if self.update.sharding:
+            self.update.flush()
+            self.update.make_whole()
 
     def before_another_state(self, state: State) -> None:
         """The optimizer is given other state: updates that are due belong to that before."""

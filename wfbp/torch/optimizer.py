@@ -214,7 +214,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
     def _wfbp_call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         sync = self._wfbp_sync
         if sync is not None:
-            sync.before_state_is_used()
+            sync.make_state_whole()
             if sync.open:
                 # A rank without gradients goes on, and would meet this step in its next call.
                 sync.synchronize(place=1 + zlib.crc32(method.__name__.encode()) % _NUM_PLACES)
@@ -361,9 +361,10 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average the gradients, unless that was done, and let the optimizer step.
 
-        A signal that arrives meanwhile is handled at the end: an exception that its handler raises,
-        such as ``KeyboardInterrupt``, propagates from here, and the step is complete. So ranks stay
-        equal if only one of them gets the signal.
+        A signal that arrives meanwhile is handled at the end, so that ranks stay equal if only one
+        of them gets it: an exception that its handler raises, such as ``KeyboardInterrupt``,
+        propagates from a complete step. Only if other ranks do not come for a second, the handler
+        runs in the middle of it.
 
         Args:
             closure: computes the loss of this rank's data and its gradients; called by the

@@ -124,6 +124,17 @@ def test_every_gradient_is_sampled_in_some_step() -> None:
     assert seen == set(range(12))
 
 
+def test_samples_are_taken_of_parameters_that_have_gradients() -> None:
+    """Layers that are frozen, or that no forward uses, would take the samples of the others."""
+    names = [f"p{k}" for k in range(80)]
+    guard = GradientGuard("SGD", names)
+    for _ in range(30):
+        for index in (7, 60, 61):
+            guard.watch(index, torch.ones(3))
+        guard.clear()
+        assert set(guard.samples) == {7, 60, 61}
+
+
 def test_gradients_on_a_device_are_sampled_seldom() -> None:
     """The host has to wait for each sample: so the first steps have some, and few later ones."""
     guard = GradientGuard("SGD", [f"p{k}" for k in range(12)], on_host=False)

@@ -20,10 +20,10 @@ from wfbp.comm.mpi.library import (
     load_transfers,
     reduce_task,
 )
-from wfbp.comm.mpi.messages import PointToPoint
+from wfbp.comm.mpi.messages import PointToPoint, translating
 from wfbp.comm.mpi.shm_allreduce import SharedAllReduce
 from wfbp.comm.mpi.shm_memory import SharedMemory
-from wfbp.comm.mpi.start import check_launch, communicator, load, translating, unlink_segments
+from wfbp.comm.mpi.start import check_launch, communicator, load, unlink_segments
 from wfbp.comm.mpi.topology import Topology
 from wfbp.comm.mpi.transfers import (
     Channel,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from wfbp.comm.arrays import Buffer
 from wfbp.comm.backend import Mailbox, Work
-from wfbp.comm.mpi.start import translating
+from wfbp.errors import BackendError
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -18,6 +20,15 @@ _FIRST_TAG = 2
 
 _unsent: list[tuple[MPI.Request, object]] = []
 """Messages under way when their channel was closed: their memory must outlive them."""
+
+
+@contextmanager
+def translating(mpi: ModuleType, who: str, what: str) -> Iterator[None]:
+    """Within it MPI's errors become this package's."""
+    try:
+        yield
+    except mpi.Exception as error:
+        raise BackendError(f"{who}: {what}: {error}") from error
 
 
 class PointToPoint(Mailbox):

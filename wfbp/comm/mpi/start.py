@@ -259,12 +259,3 @@ def communicator(mpi: ModuleType, ranks: Sequence[int]) -> MPI.Comm:
         raise ValueError(f"rank {world.rank} is none of the ranks {list(ranks)} that take part")
     made: MPI.Comm = world.Create_group(world.group.Incl(list(ranks)))
     return made
-
-
-@contextmanager
-def translating(mpi: ModuleType, who: str, what: str) -> Iterator[None]:
-    """Within it MPI's errors become this package's."""
-    try:
-        yield
-    except mpi.Exception as error:
-        raise BackendError(f"{who}: {what}: {error}") from error

@@ -39,6 +39,15 @@ from wfbp.torch.wrapping import check_optimizer, distribute
 Adasum = Op.ADASUM
 
 
+def init(  # type: ignore[no-redef]
+    comm: Any = None, process_sets: Iterable[ProcessSet | Iterable[int]] | str | None = None
+) -> None:
+    """:func:`wfbp.torch.init`; ``process_sets`` may be ``"dynamic"``, which is always so here."""
+    if isinstance(process_sets, str) and process_sets.lower() == "dynamic":
+        process_sets = None
+    wfbp.torch.init(comm, process_sets)  # type: ignore[arg-type]
+
+
 def join(device: int = -1) -> int:  # type: ignore[no-redef]
     """:func:`wfbp.torch.join`; ``device`` is ignored."""
     return wfbp.torch.join()

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 def init(
     comm: Any = None,
-    process_sets: Iterable[ProcessSet | Iterable[int]] | str | None = None,
+    process_sets: Iterable[ProcessSet | Iterable[int]] | None = None,
     *,
     backend: Backend | None = None,
     config: Config | None = None,
@@ -43,7 +43,7 @@ def init(
             in ``COMM_WORLD``; all by default.
         process_sets: sets to add, or the numbers of their ranks, the same on every rank; or sets
             made of each rank's communicator from ``comm.Split()``. ``add_process_set`` adds sets
-            later. Horovod's ``"dynamic"`` is accepted.
+            later.
         backend: transport to use instead of MPI.
         config: settings; by default from the environment's ``WFBP_*`` variables.
 
@@ -73,13 +73,13 @@ def init(
         raise
 
 
-def _process_sets(given: Iterable[ProcessSet | Iterable[int]] | str | None) -> list[ProcessSet]:
+def _process_sets(given: Any) -> list[ProcessSet]:
     """The argument of :func:`init` as sets."""
-    if given is None or (isinstance(given, str) and given.lower() == "dynamic"):
+    if given is None:
         return []
     if isinstance(given, str) or not isinstance(given, Iterable):
         kind = ValueError if isinstance(given, str) else TypeError
-        raise kind(f"process_sets is {given!r}; expected sets, or 'dynamic'")
+        raise kind(f"process_sets is {given!r}; expected sets of ranks")
     return [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in given]
 
 

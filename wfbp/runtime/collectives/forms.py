@@ -79,7 +79,7 @@ _MEANING = {
     "name": "matches the operations of ranks, which may submit them in different orders; those "
     "without a name match by their order.",
     "compression": "element type of floating point in messages.",
-    "op": "``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``. The "
+    "op": "``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. The "
     "average of integers is truncated.",
     "prescale_factor": "multiplies before the reduction; integers in float64, truncated.",
     "postscale_factor": "multiplies after it.",

@@ -148,8 +148,13 @@ class Averaging(torch.optim.Optimizer):
 @check
 def methods_that_use_state() -> None:
     """Row 2: of optimizers free of schedules, and those that estimate curvature."""
+    for options in ({}, {"optimizer_sharding": True}):
+        _use_state(options)
+
+
+def _use_state(options: dict[str, bool]) -> None:
     model, reference = pair()
-    optimizer: Any = wfbp.DistributedOptimizer(Averaging(model.parameters()))
+    optimizer: Any = wfbp.DistributedOptimizer(Averaging(model.parameters()), **options)
     plain = Averaging(reference.parameters())
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -164,10 +169,10 @@ def methods_that_use_state() -> None:
         plain.step()
         optimizer.exchange()
         plain.exchange()
-        equal(model, reference, f"step {step}: averages")
+        equal(model, reference, f"step {step}, {options}: averages")
         optimizer.exchange()
         plain.exchange()
-    equal(model, reference, "parameters")
+    equal(model, reference, f"{options}: parameters")
 
 
 class Words(nn.Module):
