@@ -12,7 +12,9 @@ pytestmark = [pytest.mark.parallel, pytest.mark.timeout(400)]
 MODES = ("changing", "independent", "mixed")
 """By schedule ``auto``, by one that decouples all, and by hybrids that decouple every other
 tensor."""
-SAMPLE = (Job("torch/program", 2, "changing"), Job("torch/program", 3, "mixed"))
+SAMPLE = [
+    Job("torch/program", n, mode) for n, mode in ((2, "changing"), (2, "independent"), (3, "mixed"))
+]
 JOBS = [
     pytest.param(job, marks=() if job in SAMPLE else pytest.mark.long)
     for job in (Job("torch/program", ranks, mode) for mode in MODES for ranks in (2, 3))
