@@ -156,7 +156,7 @@ class Runtime:
             self._log_for_all(notice["text"])
 
     def _log_for_all(self, text: str) -> None:
-        others = " (told once, also for other ranks that have this problem)"
+        others = " (shown once; other ranks may have this problem too)"
         log.warning("%s%s", text, others if self.size > 1 else "")
 
     def _is_new(self, topic: str) -> bool:

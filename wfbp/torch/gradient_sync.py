@@ -212,7 +212,7 @@ class OptimizerSync:
             device=tensors.device_of(name, named),
             fetch=_fetcher(weakref.ref(self)),
         )
-        # Nothing can be refused any more: whoever has exchanged these gradients ends that.
+        # From here on nothing fails, so earlier owners of these parameters may let them go.
         if previous is not None:
             previous.release()
         for parameter_name, param in named:
@@ -571,8 +571,8 @@ class OptimizerSync:
     def combined_loss(self, loss: Any) -> Any:
         """The loss of all ranks that have one, combined as their gradients are; a collective.
 
-        A line search must see the loss of the averaged gradients, the same on every rank. What is
-        no real number, and no tensor of one, is returned as it is.
+        A line search must see the loss of the averaged gradients, the same on every rank. Anything
+        but a real number or a tensor of one is returned unchanged.
         """
         return exchanges.combined_loss(self._reducer, loss, self._op is Op.AVERAGE)
 

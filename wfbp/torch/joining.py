@@ -31,12 +31,12 @@ def add_follower(optimizer: Any) -> None:
 
 @signals.deferring
 def join() -> int:
-    """Tell that this rank has no more data, and wait until all ranks have called this.
+    """Announce that this rank has no more data, and wait until all ranks have called this.
 
     Until then this rank contributes zeros to every ``allreduce`` of the others and to the steps of
-    their distributed optimizers, whose averages are still divided by the number of all ranks. What
-    the others' steps change, this rank gets at the end: parameters and optimizer state of the last
-    ranks that stepped. Its own gradients are forgotten. While a rank has joined, the others may
+    their distributed optimizers, whose averages are still divided by the number of all ranks. At
+    the end it gets the parameters and the optimizer state of the ranks that stepped last. Its own
+    gradients are forgotten. While a rank has joined, the others may
     step, clip, synchronize and reduce by ``allreduce``; other collectives are an error.
 
     Returns:

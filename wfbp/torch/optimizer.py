@@ -198,7 +198,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
         check_params(named_params(self, self._wfbp_known, complete=False), options)
 
     def _wfbp_read(self, name: str) -> Any:
-        """An attribute of the original. A method that its class adds finds averaged gradients."""
+        """An attribute of the original. Methods that its class adds see averaged gradients."""
         original = self._wfbp_original
         value = getattr(original, name)
         if (
@@ -517,7 +517,7 @@ class DistributedOptimizerBase(torch.optim.Optimizer):
 
     @_operation
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Forget all gradients, also those on their way; arguments are those of the optimizer."""
+        """Forget all gradients, including those being sent; arguments are the optimizer's own."""
         if self._wfbp_sync is not None:
             self._wfbp_sync.discard()
         self._wfbp_forget_sync()

@@ -101,8 +101,8 @@ def take_place(distributed: Any, refuses: bool) -> None:
     """Let a distributed optimizer take its original's place, and that of an earlier one.
 
     ``refuses``: the original's own step becomes an error, because it would not average gradients;
-    its other methods do what the distributed optimizer's do. ``_wfbp_bare`` has those that the
-    program gave it.
+    its other methods do what the distributed optimizer's do. ``_wfbp_bare`` keeps the
+    original's own methods.
     """
     original = distributed._wfbp_original
     attributes = own_attributes(original)

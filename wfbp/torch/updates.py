@@ -174,7 +174,7 @@ class Update:
             gathers = True
             result = self._run(attributes, groups, targets)
         finally:
-            # Whatever the optimizer raised: what it did to its shards, every rank must see.
+            # Even if the optimizer raised: every rank must see what it did to its shards.
             if gathers:
                 reducer.gather_rest()
             else:

@@ -70,7 +70,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             stand in for names where it is missing.
         compression: ``Compression.fp16`` or ``Compression.bf16``: float32 and float64 gradients are
             rounded to that type as they are packed, averaged in float32, and rounded once more;
-            half the bytes travel, or fewer. What is too large for float16 becomes infinite, as
+            messages are at most half as large. What is too large for float16 becomes infinite, as
             ``GradScaler`` expects. Gathered parameters are exact. By default gradients travel in
             the element type of their parameters.
         backward_passes_per_step: how many ``backward()`` calls precede each ``step()``.
