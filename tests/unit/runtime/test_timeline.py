@@ -215,7 +215,7 @@ def test_a_full_disk_is_told_once_for_all_ranks(
     (told,) = caplog.messages
     assert re.fullmatch(
         rf"rank [012]: the timeline {tmp_path}/t\d\.json ends here \(No space left on device\); "
-        r"training goes on \(told once, also for other ranks that have this problem\)",
+        r"training goes on \(shown once; other ranks may have this problem too\)",
         told,
     )
     for rank in range(3):
