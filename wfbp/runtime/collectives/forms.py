@@ -67,7 +67,7 @@ _WHAT = {
 
 _TENSOR = {
     Kind.ALLREDUCE: "same shape and element type on every rank: float16, bfloat16, float32, "
-    "float64, int8, int16, int32, int64, uint8 or bool.",
+    "float64, complex64, complex128, int8, int16, int32, int64, uint8 or bool.",
     Kind.BROADCAST: "same shape and element type on every rank.",
     Kind.ALLGATHER: "at least one dimension; sizes may differ in the first one only.",
     Kind.ALLTOALL: "at least one dimension; sizes may differ in the first one only.",
@@ -80,7 +80,7 @@ _MEANING = {
     "without a name match by their order.",
     "compression": "element type of floating point in messages.",
     "op": "``Average``, ``Sum``, ``Min``, ``Max``, ``Product`` or, for allreduce, ``Adasum``. The "
-    "average of integers is truncated.",
+    "average of integers is truncated. Of complex numbers: average, sum and Adasum only.",
     "prescale_factor": "multiplies before the reduction; integers in float64, truncated.",
     "postscale_factor": "multiplies after it.",
     "root_rank": "number of the rank that has the values, among all ranks.",
