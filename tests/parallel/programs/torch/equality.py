@@ -67,7 +67,8 @@ class Model(torch.nn.Module):
         x = torch.tanh(self.first(x))
         x = torch.tanh(self.shared(x))
         x = self.norm(self.frozen(torch.tanh(self.shared(x))))
-        wave = torch.complex(x, x.roll(1, 1)) @ self.wave.conj()
+        # Not its conjugate: PyTorch's Adam refuses gradients that are lazy conjugates.
+        wave = torch.complex(x, x.roll(1, 1)) @ self.wave
         out: torch.Tensor = self.last(x) * self.temperature
         return out + 0.1 * (wave.real + 2 * wave.imag)[:, None]
 
