@@ -205,7 +205,7 @@ class Waves(nn.Module):
         # Its gradient is the imaginary part of a lazy conjugate.
         turned = torch.complex(torch.ones_like(self.angle), self.angle).conj()
         out = wave.abs().square().mean() + (turned * wave.mean()).real.square().sum()
-        return out + (wave @ self.large + self.empty.sum()).imag.square().mean()
+        return out + (wave @ self.large.conj() + self.empty.sum()).imag.square().mean()
 
 
 def waves(model: nn.Module, rank: int, step: int) -> None:
