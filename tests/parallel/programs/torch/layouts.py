@@ -216,10 +216,17 @@ def waves(model: nn.Module, rank: int, step: int) -> None:
 def complex_parameters() -> None:
     model, _ = check_training(Waves(), waves, adamw)
     assert model.phase.grad.dtype is torch.complex128
-    check_training(Waves(), waves, momentum, zero=lambda m, o: o.zero_grad(set_to_none=False))
-    check_training(Waves(), waves, adamw, optimizer_sharding=False)
+    check_training(
+        Waves(),
+        waves,
+        momentum,
+        steps=6,
+        zero=lambda m, optimizer: optimizer.zero_grad(set_to_none=False),
+        optimizer_sharding=False,
+    )
     narrow = wfbp.torch.Compression.bf16
-    check_training(Waves(torch.complex64), waves, momentum, tolerance=0.1, compression=narrow)
+    model = Waves(torch.complex64)
+    check_training(model, waves, momentum, steps=6, tolerance=0.1, compression=narrow)
 
 
 @check
